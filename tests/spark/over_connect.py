@@ -28,7 +28,7 @@ from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
 import waltz_spark
 from tests.fault.load import wait_until
 from tests.ports import free_port
-from tests.spark.versions import shown_first, since
+from tests.spark.versions import needs_pyspark, shown_first
 from waltz_core import errors
 from waltz_core.client import WaltzClient
 from waltz_spark import LagListener, lag_of
@@ -237,7 +237,7 @@ def test_errors_are_one_sentence(spark: SparkSession, connect: str, marks: dict[
     assert not isinstance(other.value, errors.WaltzError)
 
 
-@since(4, 1, "a session of Connect makes no other one")
+@needs_pyspark(4, 1, "a session of Connect makes no other one")
 def test_a_session_that_is_not_ours_tells_the_sentence_too(
     spark: SparkSession, connect: str
 ) -> None:

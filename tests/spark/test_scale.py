@@ -24,7 +24,7 @@ from pyspark.sql.types import LongType, StructType
 
 import waltz_core.local
 from tests.forged_log import DATA, forge
-from tests.spark.versions import since
+from tests.spark.versions import needs_pyspark
 from waltz_core.client import WaltzClient
 from waltz_core.client.connections import ServerLink
 from waltz_core.local import LocalCluster
@@ -225,7 +225,7 @@ def test_connections_are_few_for_each_worker(spark: SparkSession, plain: LocalCl
     [
         pytest.param(
             *(150, 4 * MIB - 128, {"maxInFlight": 2}),
-            marks=since(4, 1, "Spark's Arrow batches are bounded by rows only"),
+            marks=needs_pyspark(4, 1, "Spark's Arrow batches are bounded by rows only"),
         ),
         (100_000, 4096, {}),
     ],

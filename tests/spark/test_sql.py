@@ -11,7 +11,7 @@ from chispa import assert_df_equality
 from pyspark.sql import DataFrame, SparkSession
 
 import waltz_spark
-from tests.spark.versions import since
+from tests.spark.versions import needs_pyspark
 from waltz_core import errors
 from waltz_core.client import lock
 
@@ -64,7 +64,7 @@ def marks(spark: SparkSession, connect: str) -> dict[int, int]:
     return dict(waltz_spark.snapshot(spark, connect).high_water_marks)
 
 
-@since(4, 1, "an INSERT names all columns")
+@needs_pyspark(4, 1, "an INSERT names all columns")
 def test_every_statement_of_the_docs(sql: SparkSession, connect: str, tmp_path: Path) -> None:
     def here(text: str) -> str:
         text = text.replace("zk1:2181/waltz/payments", connect)
@@ -107,7 +107,7 @@ def test_a_view_reads_what_a_reader_reads(
     assert sql.sql("SELECT * FROM log WITH (headers = '3', nonsense = '1')").count() == 9
 
 
-@since(4, 1, "an INSERT names all columns")
+@needs_pyspark(4, 1, "an INSERT names all columns")
 def test_a_view_with_columns_is_joined_with_a_table(
     sql: SparkSession, connect: str, marks: dict[int, int]
 ) -> None:

@@ -14,7 +14,7 @@ def shown_first(error: object) -> str:
     return str(error).splitlines()[0] if PYSPARK >= (4, 2) else str(error)
 
 
-def since(major: int, minor: int, why: str) -> pytest.MarkDecorator:
+def needs_pyspark(major: int, minor: int, why: str) -> pytest.MarkDecorator:
     """Skip a test with an older PySpark."""
     reason = f"before PySpark {major}.{minor}, {why}"
     return pytest.mark.skipif((major, minor) > PYSPARK, reason=reason)
