@@ -55,6 +55,14 @@ STOP_TIMEOUT_S = 10.0
 PORTS = ("port", "admin_port", "http_port", "quorum_port", "election_port")
 
 
+def start_of(process: psutil.Process) -> float:
+    """Return when a process was started, in seconds; a step of the clock does not change it.
+
+    Linux counts it from the machine's start, and psutil adds when that was by today's clock.
+    """
+    return float(process.create_time() - (psutil.boot_time() if psutil.LINUX else 0))
+
+
 @dataclass(slots=True)
 class Member:
     """One process of the cluster: its role name, its ports, and which process it is now."""
@@ -67,7 +75,7 @@ class Member:
     quorum_port: int = 0
     election_port: int = 0
     pid: int = 0
-    started: float = 0.0  # the start time of the process, in seconds since the epoch
+    started: float = 0.0  # `start_of` its process
 
     @property
     def kind(self) -> str:
@@ -81,8 +89,7 @@ class Member:
         try:
             found = psutil.Process(self.pid)
             alive = (
-                abs(found.create_time() - self.started) < 0.5
-                and found.status() != psutil.STATUS_ZOMBIE
+                abs(start_of(found) - self.started) < 0.5 and found.status() != psutil.STATUS_ZOMBIE
             )
         except psutil.NoSuchProcess:
             return None
@@ -292,7 +299,7 @@ class LocalCluster:
             child = self._spawn(member, log)
         self._children[name] = child
         member.pid = child.pid
-        member.started = psutil.Process(child.pid).create_time()
+        member.started = start_of(psutil.Process(child.pid))
         self._save()
 
     def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:

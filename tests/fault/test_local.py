@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ from tests.fault.load import command, wait_until
 from waltz_core import local_ports
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
-from waltz_core.local import LOOPBACK, LocalCluster, cluster, running
+from waltz_core.local import LOOPBACK, LocalCluster, Member, cluster, running, start_of
 from waltz_core.local_ports import is_free
 from waltz_core.zookeeper_process import zookeeper_config
 
@@ -371,3 +372,12 @@ def test_a_zookeeper_that_ends_is_told_at_once_with_the_end_of_its_log(
     assert "waltz-core: zookeeper ended while the cluster was starting" in done.stderr
     assert "ThereIsNoSuchOption" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="elsewhere a start time is no difference of two")
+def test_a_step_of_the_clock_makes_no_stranger_of_a_process(monkeypatch: pytest.MonkeyPatch):
+    member = Member("server-1", 0, pid=os.getpid(), started=start_of(psutil.Process()))
+    boot_time = psutil._pslinux.boot_time
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time() + 3_600)
+    assert member.state == "up"
+    assert replace(member, started=member.started + 1).state == "down"
