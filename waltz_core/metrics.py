@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from enum import Enum
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
@@ -263,7 +263,7 @@ class Page(NamedTuple):
     body: bytes
 
 
-HealthCallback: TypeAlias = Callable[[], Health]
+HealthCallback: TypeAlias = Callable[[], Awaitable[Health]]
 
 
 @contextlib.asynccontextmanager
@@ -309,7 +309,7 @@ async def _serve_one(
     try:
         async with asyncio.timeout(HEAD_S_MAX):
             head = await reader.readuntil(b"\r\n\r\n")
-            writer.write(_answer(_page(head, metrics, health)))
+            writer.write(_answer(await _page(head, metrics, health)))
             await writer.drain()
     except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
         writer.transport.abort()  # rule 6; what is not taken yet must not wait in memory
@@ -317,7 +317,7 @@ async def _serve_one(
         _log.exception("page_failed")
 
 
-def _page(head: bytes, metrics: Metrics, health: HealthCallback) -> Page:
+async def _page(head: bytes, metrics: Metrics, health: HealthCallback) -> Page:
     """Return the page that a request's head asks for."""
     method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
@@ -329,7 +329,7 @@ def _page(head: bytes, metrics: Metrics, health: HealthCallback) -> Page:
         case b"/metrics":
             return Page("200 OK", CONTENT_TYPE_PLAIN_0_0_4, metrics.page())
         case b"/health":
-            found = health()
+            found = await health()
             status = "200 OK" if found.is_well else "503 Service Unavailable"
             body = json.dumps({"is_well": found.is_well, **found.details}, default=str)
             return Page(status, "application/json", body.encode() + b"\n")

@@ -302,7 +302,7 @@ def test_questions_to_the_server_as_a_whole() -> None:
             )
             assert isinstance(replicas, messages.ReplicasResponse)
             assert set(replicas.replicas) <= {each.address for each in world.storages}
-            assert server.health().details["zookeeper"] is True
+            assert (await server.health()).details["zookeeper"] is True
 
     run(main())
 
@@ -470,10 +470,10 @@ def test_while_zookeeper_is_away_appends_and_marks_go_on() -> None:
             await client.mount()
             for session in world.zookeeper._sessions:
                 session.suspend()
-            assert server.health().is_well is True
+            assert (await server.health()).is_well is True
             world.zookeeper.advance(2 * SESSION_TIMEOUT_MS)
-            assert server.health().is_well is True
-            assert server.health().details["zookeeper"] is False
+            assert (await server.health()).is_well is True
+            assert (await server.health()).details["zookeeper"] is False
             assert await ids(client.append(2)) == [0, 1]
             # Not without asking a quorum: the session timer has run out.
             before = sum(each.counts["Heartbeat"] for each in world.storages)

@@ -26,7 +26,7 @@ from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import StorageConfig
 from waltz_core.record import BEFORE_FIRST, Generation, PartitionId, ReplicaId, SessionId
-from waltz_core.storage import daemon
+from waltz_core.storage import daemon, upkeep
 from waltz_core.storage import serving as serving_module
 from waltz_core.storage.daemon import StaticCluster, StorageDaemon, serve
 from waltz_core.storage.engine import Engine
@@ -629,12 +629,43 @@ def test_a_partition_that_cannot_be_opened_does_not_keep_the_others_from_being_s
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(loop_daemon.serve(stop, ready.set_result))
             address = await ready
-            health = loop_daemon.health()
+            health = await loop_daemon.health()
             assert not health.is_well
             assert (health.details["partitions"], health.details["not_served"]) == ([2], [0])
             async with session(address, 5, 2) as owner:
                 await owner.prepare()
             stop.set()
+
+    on_loop(main())
+
+
+def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, monkeypatch):
+    asked, may_answer = threading.Event(), threading.Event()
+    room_of = upkeep.room_of
+
+    def hang(engine, clock_ms):
+        asked.set()
+        assert may_answer.wait(READY_S)
+        return room_of(engine, clock_ms)
+
+    monkeypatch.setattr(upkeep, "room_of", hang)
+    monkeypatch.setattr(daemon, "ROOM_S_MAX", 0.05)
+
+    async def main():
+        storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
+        stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(storage.serve(stop, ready.set_result))
+            await ready
+            for _ in range(2):  # the second page asks for nothing more
+                health = await storage.health()
+                assert not health.is_well
+                assert "the disk has not answered" in health.details["disk_error"]
+            may_answer.set()
+            while not (await storage.health()).is_well:
+                pass
+            stop.set()
+        assert asked.is_set()
 
     on_loop(main())
 
@@ -709,9 +740,9 @@ def test_a_partition_that_can_be_opened_again_is_served_without_a_restart(tmp_pa
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(storage.serve(stop, ready.set_result))
             address = await ready
-            assert storage.health().details["not_served"] == [0]
+            assert (await storage.health()).details["not_served"] == [0]
             slots.write_bytes(content)  # an operator has brought it back
-            while not storage.health().is_well:  # noqa: ASYNC110 - nobody tells when it is opened
+            while not (await storage.health()).is_well:  # noqa: ASYNC110 - nobody tells when it is opened
                 await asyncio.sleep(0.01)
             async with session(address, 5, 0) as owner:
                 await owner.prepare()
@@ -740,8 +771,8 @@ def test_a_scrub_that_is_asked_for_finds_rot_and_goes_on_after_a_restart(tmp_pat
                     await asyncio.sleep(0.01)
             after = [each.passes_count for each in storage.scrub_status()]
             assert (after[0], after[1]) == (passes[0] + 1, passes[1])
-            assert storage.health().details["damaged"] == [0]
-            assert storage.health().is_well
+            assert (await storage.health()).details["damaged"] == [0]
+            assert (await storage.health()).is_well
             found = "waltz_storage_damage_found_transactions_total"
             assert storage.metrics.value(found, partition=0) == 1
             assert storage.metrics.value("waltz_storage_scrubbed_bytes_total", partition=0) >= 836

@@ -135,7 +135,15 @@ def test_process_figures_come_when_asked_for():
 # --- The pages
 
 
-def served(scenario, health=lambda: WELL):
+async def well():
+    return WELL
+
+
+async def ill():
+    return ILL
+
+
+def served(scenario, health=well):
     """Run a scenario against the pages of a fresh server."""
 
     async def main():
@@ -163,7 +171,7 @@ async def ask(port, request):
     return head.partition(b"\r\n")[0].decode(), body
 
 
-def get(path, health=lambda: WELL):
+def get(path, health=well):
     return served(
         lambda port: ask(port, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()), health
     )
@@ -179,7 +187,7 @@ def test_ping_and_metrics():
 def test_a_port_that_is_taken_is_named():
     async def taken(port):
         with pytest.raises(BadConfig, match=f"http_port: cannot listen at 127.0.0.1:{port}"):
-            async with serve_pages(Metrics("server"), lambda: WELL, host="127.0.0.1", port=port):
+            async with serve_pages(Metrics("server"), well, host="127.0.0.1", port=port):
                 pass
         return True
 
@@ -192,7 +200,7 @@ def test_health_says_yes_or_no_with_the_reason():
         "HTTP/1.1 200 OK",
         {"is_well": True, "partitions": [0, 1]},
     )
-    status, body = get("/health", lambda: ILL)
+    status, body = get("/health", ill)
     assert status == "HTTP/1.1 503 Service Unavailable"
     assert json.loads(body) == {"is_well": False, "reason": "no quorum"}
 
@@ -233,7 +241,7 @@ def test_a_crowd_does_not_get_more_than_its_share():
 def test_a_page_that_fails_ends_neither_the_server_nor_the_next_page(caplog):
     answers = iter([RuntimeError("broken"), WELL])
 
-    def health():
+    async def health():
         answer = next(answers)
         if isinstance(answer, Exception):
             raise answer

@@ -437,7 +437,7 @@ class Server:
                 tasks.create_task(ask(replica))
         return sorted(found.items())
 
-    def health(self) -> Health:
+    async def health(self) -> Health:
         """Whether each partition has a session; appends go on without ZooKeeper."""
         zookeeper = self._coordinator.is_in_contact
         partitions = {

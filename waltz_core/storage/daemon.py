@@ -44,6 +44,7 @@ from waltz_core.storage.admin_port import AdminPort
 from waltz_core.storage.disk import RealDisk, open_for_another
 from waltz_core.storage.effects import Effect
 from waltz_core.storage.engine import Engine
+from waltz_core.storage.errands import RoomFacts
 from waltz_core.storage.figures import Figures
 from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.scrub import Scrub, ScrubState, read_places, write_places
@@ -59,6 +60,7 @@ _log = logging.getLogger(__name__)
 CLOSE_S_MAX: Final = 10.0
 _ORIGINALS_VERSION: Final = 0
 PLACES_S: Final = 60.0
+ROOM_S_MAX: Final = 2.0
 # What one connection may have asked for and not taken yet; whoever wants more is cut.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 # Reports that somebody should look at, or see; others are counted, and told only when asked for.
@@ -149,6 +151,7 @@ class StorageDaemon:
         self._numbers = count(1)
         self._is_assigned = asyncio.Event()
         self._early: list[Link] = []
+        self._room_look: asyncio.Future[RoomFacts] | None = None
         self._works_count = 0
         self._is_left = False  # work was under way at the end, and may still be
         self._is_idle = asyncio.Event()
@@ -533,7 +536,7 @@ class StorageDaemon:
     # ---------------------------------------------------------------------------------------------
     # what it shows
 
-    def health(self) -> Health:
+    async def health(self) -> Health:
         """Whether the disk takes writes, what is served, and whether ZooKeeper is there.
 
         Damage that is known and waits to be mended is told, and is no reason to be unwell.
@@ -541,8 +544,7 @@ class StorageDaemon:
         serving = self._serving
         assert serving is not None
         suspect = [each for each, log in serving.logs.items() if log.suspect]
-        assert self._engine is not None
-        room = upkeep.room_of(self._engine, loop_clock_ms())
+        room = await self._room()
         coordinator = self._coordinator
         zookeeper = coordinator is None or coordinator.is_in_contact
         details = {
@@ -561,6 +563,19 @@ class StorageDaemon:
         is_well = not (self._failure.done() or details["not_served"] or suspect or room.is_full)
         is_well = is_well and room.disk_error is None
         return Health(is_well, details)
+
+    async def _room(self) -> RoomFacts:
+        """Ask the disk for its room; one that hangs must not stop the event loop."""
+        assert self._engine is not None
+        if self._room_look is None or self._room_look.done():
+            look = partial(upkeep.room_of, self._engine, loop_clock_ms())
+            self._room_look = self._loop.run_in_executor(self._pool, look)
+        done, _ = await asyncio.wait((self._room_look,), timeout=ROOM_S_MAX)
+        if done:
+            return self._room_look.result()
+        room = self._engine.room
+        error = f"the disk has not answered for {ROOM_S_MAX:.0f} s"
+        return RoomFacts(None, room.reserved_bytes, room.is_short, loop_clock_ms(), error)
 
     def scrub_now(self, partition_id: PartitionId | None = None) -> None:
         """Have a partition read again from its beginning, or all that are served (None).
