@@ -59,7 +59,8 @@ spark-versions: ## The tests of waltz_spark with each PySpark: make spark-versio
 	@for version in $(SPARKS); do \
 	    scripts/spark_version $$version; export PYSPARK_VERSION=$$version; echo "PySpark $$version"; \
 	    $(RUN) python -m tests.java_classes; \
-	    $(RUN) python -m pytest $(THREE) tests/unit/spark tests/spark $(ARGS); done
+	    $(RUN) python -m pytest -n $(ONE_MORE) tests/unit/spark $(ARGS); \
+	    $(RUN) python -m pytest $(THREE) tests/spark $(ARGS); done
 
 check: ## Style, types, layers, and the quick tests; under a minute
 	@scripts/bootstrap dev
