@@ -152,11 +152,20 @@ def test_ctrl_c_in_a_range_is_ctrl_c(monkeypatch):
         chunks = client.read_range(0, 0, 0)
         main = threading.get_ident()
 
+        raised = threading.Event()
+
+        def raise_once(*_):
+            if not raised.is_set():
+                raised.set()
+                raise KeyboardInterrupt
+
         def interrupt():
             assert asked.wait(60)
-            signal.pthread_kill(main, signal.SIGINT)
+            # Python notices a signal late that arrives just before its thread waits for a lock.
+            while not raised.wait(0.05):
+                signal.pthread_kill(main, signal.SIGINT)
 
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        before = signal.signal(signal.SIGINT, raise_once)
         try:
             interrupter = threading.Thread(target=interrupt)
             interrupter.start()
