@@ -21,7 +21,6 @@ Rules:
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from ssl import SSLContext, SSLError
@@ -141,36 +140,21 @@ async def _connect(
 
     Raises OSError.
     """
-    errors: dict[str, OSError] = {}
+    loop, errors = asyncio.get_running_loop(), dict[str, OSError]()
     for address in await lookup.addresses_of(host):
         try:
-            sock = await _connected_socket(address, port)
+            await loop.create_connection(
+                make_protocol, address, port, ssl=ssl, server_hostname=host if ssl else None
+            )
+        except SSLError:
+            raise
         except OSError as error:
             errors[address] = error
-            continue
-        await asyncio.get_running_loop().create_connection(
-            make_protocol, sock=sock, ssl=ssl, server_hostname=None if ssl is None else host
-        )
-        return
+        else:
+            return
     if len(errors) == 1:
         raise next(iter(errors.values()))
     raise OSError("; ".join(f"{address}: {error}" for address, error in errors.items()))
-
-
-async def _connected_socket(address: str, port: int) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    try:
-        sock.settimeout(0)
-        await asyncio.get_running_loop().sock_connect(sock, (address, port))
-    except OSError as error:
-        sock.close()
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, os.strerror(error.errno)) from None
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 async def listen(
