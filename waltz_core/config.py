@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from waltz_core.errors import BadConfig
+from waltz_core.host_names import check_host
 from waltz_core.settings import Config, nearest, render, setting
 
 KIB = 1024
@@ -127,8 +128,19 @@ def _tls_require_certificate(*, default: bool) -> Any:  # noqa: ANN401 - see `se
     )
 
 
-def _check_advertised(listen_host: str, advertised_host: str) -> None:
-    """Raise BadConfig where the process would publish an address that is none."""
+def _check_hosts(listen_host: str, advertised_host: str) -> None:
+    """Raise BadConfig for an impossible host, or where the process would publish none."""
+    bare = advertised_host.removeprefix("[").removesuffix("]")  # an IPv6 address may have them
+    for name, host in (("listen_host", listen_host), ("advertised_host", bare)):
+        if not host:
+            continue
+        try:
+            check_host(host)
+        except ValueError as error:
+            raise BadConfig(
+                f"{name} {host!r} is not a valid host name: {error}. Hint: give the name, or the "
+                "IP address, of this machine."
+            ) from error
     if listen_host in ("", "0.0.0.0", "::") and not advertised_host:  # noqa: S104
         raise BadConfig(
             f"advertised_host: listen_host is {listen_host!r}, which is no address that others can "
@@ -233,7 +245,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
-        _check_advertised(self.listen_host, self.advertised_host)
+        _check_hosts(self.listen_host, self.advertised_host)
         super().validate()
         self._differ("port", "admin_port", "http_port")
 
@@ -432,7 +444,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
-        _check_advertised(self.listen_host, self.advertised_host)
+        _check_hosts(self.listen_host, self.advertised_host)
         super().validate()
         self._differ("port", "http_port")
         self._not_above("retry_interval_ms_min", "retry_interval_ms_max")

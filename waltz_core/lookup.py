@@ -8,15 +8,17 @@ Rules:
     1. A lookup has a thread of its own. There is at most one for each name; all callers share it.
     2. A caller that gives up leaves the lookup to the others, and to the next caller.
     3. A numeric address needs no lookup.
+    4. A host that cannot exist is an OSError, like a name that is not known.
 """
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 import threading
 from concurrent.futures import Future
 from typing import TypeAlias
+
+from waltz_core.host_names import check_host, is_numeric
 
 Addresses: TypeAlias = list[str]
 
@@ -28,8 +30,7 @@ async def addresses_of(host: str) -> Addresses:
     """Return the numeric addresses of a host, in the order in which they are to be tried.
 
     Raises:
-        OSError: there is no such name, or no DNS server answers.
-        UnicodeError: it cannot be a name.
+        OSError: there is no such name, there can be none, or no DNS server answers.
     """
     loop = asyncio.get_running_loop()
     arrived: asyncio.Future[None] = loop.create_future()
@@ -51,7 +52,7 @@ async def addresses_of(host: str) -> Addresses:
 
 def begin(host: str) -> Future[Addresses]:
     """Return the lookup of a host that is under way, or begin one; errors as `addresses_of`."""
-    if _is_numeric(host):
+    if is_numeric(host):
         found: Future[Addresses] = Future()
         found.set_result([host])
         return found
@@ -71,10 +72,14 @@ def begin(host: str) -> Future[Addresses]:
 
 def _look_up(host: str, lookup: Future[Addresses]) -> None:
     try:
+        check_host(host)
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
+    except OSError as error:
         _end(host)
         lookup.set_exception(error)
+    except ValueError as error:
+        _end(host)
+        lookup.set_exception(OSError(f"{host!r} is not a valid host name: {error}"))
     else:
         _end(host)
         lookup.set_result(list(dict.fromkeys(str(address[0]) for *_, address in infos)))
@@ -83,11 +88,3 @@ def _look_up(host: str, lookup: Future[Addresses]) -> None:
 def _end(host: str) -> None:
     with _guard:
         del _running[host]
-
-
-def _is_numeric(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -76,8 +76,9 @@ def split_address(address: str) -> tuple[str, int]:
     """Return host and port of "host:port" ("[::1]:99" for IPv6); raise BadConfig for others."""
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65_535:
-        raise BadConfig(f'expected an address "host:port", found {address!r}')
+    is_port = port.isdecimal() and len(port) <= 5 and int(port) <= 65_535
+    if not colon or not host or not is_port:
+        raise BadConfig(f'expected an address "host:port", found {address!r:.200}')
     return host, int(port)
 
 
@@ -123,10 +124,6 @@ async def dial(
         except OSError as error:
             kind = TlsMismatch if isinstance(error, SSLError) else Unreachable
             raise kind(f"{address}: {tls.told(error)}") from error
-        except ValueError as error:
-            # A name from ZooKeeper that no lookup accepts (an empty label, say: a UnicodeError)
-            # must not end the process that dials it.
-            raise Unreachable(f"{address}: {host!r} is not a valid host name: {error}") from error
     except BaseException as error:
         if isinstance(error, TlsMismatch):
             tls.tell(address, str(error).removeprefix(f"{address}: "))
@@ -141,7 +138,7 @@ async def _connect(
 ) -> None:
     """Connect to the first address of a host that accepts; TLS checks the host's name.
 
-    Raises OSError, UnicodeError for an impossible name.
+    Raises OSError.
     """
     loop, errors = asyncio.get_running_loop(), dict[str, OSError]()
     for address in await lookup.addresses_of(host):

@@ -269,10 +269,7 @@ def _client_context(chosen: TlsConfig) -> ssl.SSLContext:
 
 
 def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
-    """Log why peers will not accept our certificate at the host that we advertise (rule 7).
-
-    Raises BadConfig for what cannot be the name of a host.
-    """
+    """Log why peers will not accept our certificate at the host that we advertise (rule 7)."""
     if chosen.tls_verify == "nothing":
         return
     host = host.removeprefix("[").removesuffix("]")
@@ -283,24 +280,21 @@ def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load_certificate(ours, chosen)
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    try:
-        client = theirs.wrap_bio(down, up, server_hostname=host)
-    except ValueError as error:
-        raise BadConfig(
-            f"advertised_host {host!r} is not a valid host name: {error}. Hint: give the name, or "
-            "the IP address, at which clients and servers connect to this process."
-        ) from error
+    client = theirs.wrap_bio(down, up, server_hostname=host)
     server = ours.wrap_bio(up, down, server_side=True)
     try:
         for end in (client, server, client):
             with contextlib.suppress(ssl.SSLWantReadError):
                 end.do_handshake()
-    except ssl.SSLCertVerificationError as error:
+    except ssl.SSLError as error:  # also for a key of a kind that peers do not accept
+        reason = told(error)
+        if isinstance(error, ssl.SSLCertVerificationError):
+            reason = error.verify_message
         _log.error(
             "tls.certificate_does_not_fit certificate=%s host=%s error=%r",
             chosen.tls_certificate,
             host,
-            error.verify_message,
+            reason,
         )
 
 

@@ -135,6 +135,21 @@ def test_an_address_that_nobody_can_connect_to_is_not_advertised(kind, more, hos
     assert kind(**settings, advertised_host="db1").listen_host == host
 
 
+@pytest.mark.parametrize("host", ["waltz..example", "x" * 64, ".example", "db1:80", "a b"])
+@pytest.mark.parametrize("name", ["listen_host", "advertised_host"])
+@pytest.mark.parametrize(
+    ("kind", "more"), [(ServerConfig, {}), (StorageConfig, {"directory": "data"})]
+)
+def test_a_host_that_cannot_exist_is_refused(kind, more, name, host):
+    with pytest.raises(BadConfig, match=rf"{name} .* is not a valid host name: .* Hint: "):
+        kind(connect="zk:2181/w", **{name: host}, **more)
+
+
+@pytest.mark.parametrize("host", ["[::1]", "::1", "db1", "waltz_storage_1"])
+def test_a_host_that_can_exist_is_advertised(host):
+    assert ServerConfig(connect=CONNECT, advertised_host=host).advertised_host == host
+
+
 def test_a_daemon_waits_for_zookeeper_longer_than_a_client():
     """A ZooKeeper that answers nothing for 30 s ends no daemon that starts."""
     daemons = (

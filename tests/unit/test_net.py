@@ -461,7 +461,9 @@ def test_addresses(text, expected):
     assert net.split_address(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "host", ":80", "host:", "host:-1", "host:65536", "h:x"])
+@pytest.mark.parametrize(
+    "text", ["", "host", ":80", "host:", "host:-1", "host:65536", "h:x", "h:" + "9" * 5_000]
+)
 def test_bad_addresses(text):
     with pytest.raises(BadConfig, match="expected an address"):
         net.split_address(text)

@@ -143,5 +143,8 @@ async def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _time(at_ms: int) -> str:
-    when = datetime.datetime.fromtimestamp(at_ms / 1000, datetime.UTC)
+    try:
+        when = datetime.datetime.fromtimestamp(at_ms / 1000, datetime.UTC)
+    except (OverflowError, ValueError):  # a damaged node: after the year 9999
+        return f"{at_ms} ms"
     return when.isoformat(timespec="seconds").replace("+00:00", "Z")

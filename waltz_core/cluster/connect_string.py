@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from waltz_core import errors
 from waltz_core.cluster.paths import ClusterPaths
+from waltz_core.host_names import check_host
 
 EXPECTED = "expected host:port[,host:port]/root, such as zk1:2181,zk2:2181/waltz/payments"
 
@@ -92,9 +93,22 @@ def split_address(address: str) -> tuple[str, int]:
         raise errors.BadConfig(
             f"{address!r} has an IPv6 host without brackets: expected [::1]:port"
         )
-    if not (digits.isascii() and digits.isdigit() and 1 <= int(digits[:6]) <= 65535):
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= 5
+    if not (is_number and 1 <= int(digits) <= 65535):
         raise errors.BadConfig(f"{address!r} has the port {digits!r}: expected 1..65535")
     return host, int(digits)
+
+
+def check_address(address: str) -> None:
+    """Raise BadConfig for an address that `split_address` refuses, or whose host cannot exist."""
+    host, _ = split_address(address)
+    try:
+        check_host(host[1:-1] if host.startswith("[") else host)
+    except ValueError as error:
+        raise errors.BadConfig(
+            f"{address!r} has the host {host!r}, which is not a valid host name: {error}. "
+            "Hint: give the name, or the IP address, at which that process listens."
+        ) from error
 
 
 def _options(query: str) -> dict[str, str] | None:
@@ -112,6 +126,7 @@ def _checked_host(host: str, text: str) -> str:
     if not host:
         raise errors.BadConfig(f"the connect string {text!r} has an empty host: {EXPECTED}")
     try:
+        check_address(host)
         name, port = split_address(host)
     except errors.BadConfig as error:
         raise errors.BadConfig(f"in the connect string {text!r}, {error}; {EXPECTED}") from error

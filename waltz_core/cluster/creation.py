@@ -17,7 +17,7 @@ from uuid import UUID
 from waltz_core import errors
 from waltz_core.cluster import model
 from waltz_core.cluster.assignment import assign_replicas
-from waltz_core.cluster.connect_string import split_address
+from waltz_core.cluster.connect_string import check_address
 from waltz_core.cluster.paths import ClusterPaths
 from waltz_core.cluster.znodes import NO_NODE, Create, Operation, Set
 from waltz_core.record import PartitionId, ReplicaId
@@ -57,7 +57,7 @@ class NewCluster:
             )
         addresses = [storage.address for storage in self.storages]
         for storage in self.storages:
-            split_address(storage.address)
+            check_address(storage.address)
             if not 1 <= storage.admin_port <= 65535:
                 raise errors.BadConfig(
                     f"storage {storage.address} has the admin port {storage.admin_port}: "

@@ -14,16 +14,17 @@ Rules:
        given more.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import exp, isfinite
+from math import exp
 from typing import Final, NamedTuple
 
 from waltz_core import errors, strict_json
-from waltz_core.cluster.nodes import ClusterNodes, decode_node
+from waltz_core.cluster.nodes import ClusterNodes, decode_node, is_number
 from waltz_core.record import PartitionId, ServerId
 
 _FORMAT: Final = 1
+_FIGURE_LIMIT: Final = 1 << 63
 
 
 class Load(NamedTuple):
@@ -123,11 +124,11 @@ def decode_loads(data: bytes) -> dict[PartitionId, Load]:
 
 def _is_row(item: tuple[str, object]) -> bool:
     name, row = item
-    if not (name.isascii() and name.isdecimal() and isinstance(row, list) and len(row) == 2):
+    if not (is_number(name) and isinstance(row, list) and len(row) == 2):
         return False
     load, age_ms = row
-    return (type(load) in {int, float} and isfinite(load) and load >= 0) and (
-        type(age_ms) is int and age_ms >= 0
+    return (type(load) in {int, float} and 0 <= load < _FIGURE_LIMIT) and (
+        type(age_ms) is int and 0 <= age_ms < _FIGURE_LIMIT
     )
 
 
@@ -149,10 +150,15 @@ class LoadBoard:
         """Say nothing any more of what this server's partitions cost; raises as `tell` does."""
         await self._nodes.remove(self._nodes.paths.load(server_id))
 
-    async def read(self, server_ids: Iterable[ServerId]) -> dict[ServerId, dict[PartitionId, Load]]:
+    async def read(
+        self,
+        server_ids: Iterable[ServerId],
+        on_ignored: Callable[[errors.BadFormat], None] = lambda _error: None,
+    ) -> dict[ServerId, dict[PartitionId, Load]]:
         """Return what these servers tell.
 
-        One that tells nothing, or what cannot be read, is left out: it neither gives nor takes.
+        One that tells nothing is left out: it neither gives nor takes. So is one whose node cannot
+        be decoded, of which `on_ignored` is notified.
         """
         told: dict[ServerId, dict[PartitionId, Load]] = {}
         for server_id in server_ids:
@@ -162,6 +168,6 @@ class LoadBoard:
                 continue
             try:
                 told[server_id] = decode_node(path, node, decode_loads)
-            except errors.BadFormat:
-                continue  # a server of another version
+            except errors.BadFormat as error:  # a server of another version, or damage
+                on_ignored(error)
         return told

@@ -4,9 +4,10 @@ Why it stands alone: a missing node, bytes that cannot be decoded and a connecti
 met everywhere; what is said and done about each is settled once.
 """
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Never, TypeVar
+from typing import Final, Never, TypeVar
 
 from waltz_core import errors
 from waltz_core.cluster.contact import Contact
@@ -14,6 +15,8 @@ from waltz_core.cluster.paths import ClusterPaths
 from waltz_core.cluster.znodes import Create, Delete, Node, Operation, Set, Signal, Znodes
 
 T = TypeVar("T")
+
+_NUMBER: Final = re.compile("[0-9]{1,19}")
 
 
 class ClusterNodes:
@@ -95,6 +98,11 @@ class ClusterNodes:
             f"`waltz-core cluster list {self.znodes.where}` shows which there are, "
             "`waltz-core cluster create` makes one"
         )
+
+
+def is_number(text: str) -> bool:
+    """Whether a text of a node is a number; `int` raises for one of over 4,300 digits."""
+    return _NUMBER.fullmatch(text) is not None
 
 
 def decode_node(path: str, node: Node, decode: Callable[[bytes], T]) -> T:

@@ -17,13 +17,12 @@ Rules:
     5. Without another witness every server may own partitions, and so may all if none were left.
 """
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from waltz_core import errors, strict_json
-from waltz_core.cluster.nodes import ClusterNodes, decode_node
+from waltz_core.cluster.nodes import ClusterNodes, decode_node, is_number
 from waltz_core.cluster.znodes import Signal
 from waltz_core.record import ServerId
 
@@ -32,7 +31,6 @@ FAILING_MS: Final = 5_000
 STABLE_MS: Final = 5_000
 REASON_CHARS_MAX: Final = 200
 _FORMAT: Final = 1
-_ID: Final = re.compile("[0-9]{1,19}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class Report:
 
 
 def _are_ids(*lists: Iterable[object]) -> bool:
-    return all(_ID.fullmatch(str(each)) for some in lists for each in some)
+    return all(is_number(str(each)) for some in lists for each in some)
 
 
 @dataclass(slots=True)
@@ -112,6 +110,8 @@ class Reachability:
         lasts_ms = now_ms - peer.failing_since_ms
         if peer.failure_count >= FAILURES_MIN and lasts_ms >= FAILING_MS:
             peer.is_known = True
+            # A host from ZooKeeper may have half of a surrogate pair, which UTF-8 does not have.
+            why = why.encode("utf-8", "backslashreplace").decode()
             peer.why_unreachable = (why or "no reason")[:REASON_CHARS_MAX]
 
     def report(self, now_ms: int) -> Report:
@@ -189,5 +189,5 @@ class ReachBoard:
             try:
                 found[server_id] = decode_node(paths.reach(server_id), node, Report.from_bytes)
             except errors.BadFormat:
-                continue  # a server of another version
+                continue  # a server of another version, or damage
         return found

@@ -18,7 +18,7 @@ from waltz_core import errors
 from waltz_core.cluster import changes, model
 from waltz_core.cluster.assignment import check_replica_change
 from waltz_core.cluster.changes import Change, Plan, Replicas, Wait
-from waltz_core.cluster.connect_string import split_address
+from waltz_core.cluster.connect_string import check_address
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
 from waltz_core.cluster.znodes import Delete, Set, Signal
 from waltz_core.record import PartitionId, ReplicaId
@@ -48,7 +48,7 @@ class Layout:
 
         Raises BadRequest when there is one, BadConfig when it has no right address or port.
         """
-        split_address(address)
+        check_address(address)
         _check_port(admin_port)
         if address in self.assignment.partitions:
             raise errors.BadRequest(f"{address} is a storage of this cluster already")

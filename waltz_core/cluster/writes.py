@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from waltz_core import errors, strict_json
-from waltz_core.cluster.nodes import ClusterNodes, decode_node
+from waltz_core.cluster.nodes import ClusterNodes, decode_node, is_number
 from waltz_core.cluster.znodes import Create, Delete, Node, Operation, Set
 from waltz_core.record import ClientId
 
@@ -73,7 +73,7 @@ class WriteState:
             values["keep_ms"] = KEEP_MS_OF_FORMAT_1
         _check_kinds(values, "WriteState", {"marks": dict, "keep_ms": int})
         marks, summary = values["marks"], values.get("summary")
-        if not all(name.isdecimal() and _is_whole(mark) for name, mark in marks.items()):
+        if not all(is_number(name) and _is_whole(mark) for name, mark in marks.items()):
             raise errors.BadFormat(f"WriteState: expected marks by partition, found {marks!r:.200}")
         if summary is not None and not isinstance(summary, dict):
             raise errors.BadFormat(f"WriteState: expected a summary, found {summary!r:.200}")
@@ -145,7 +145,7 @@ class WriteRegistry:
         listing = await self._znodes.children(self._nodes.paths.writes)
         for name in () if listing is None else listing.names:
             other, _, later = name.rpartition("-")
-            if other == series and later.isdecimal() and int(later) > int(number):
+            if other == series and is_number(later) and int(later) > int(number):
                 raise _over(write, None, f"{name} has begun, so it is over and forgotten")
 
     async def enter(
@@ -208,7 +208,7 @@ class WriteRegistry:
         """Return the numbers of the tasks that were ever begun."""
         listing = await self._znodes.children(self._path(write))
         names = () if listing is None else listing.names
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(int(name) for name in names if is_number(name))
 
     async def finish(self, write: str, summary: Mapping[str, Any], keep_ms: int) -> WriteState:
         """Mark a write as done, and return it: with the summary of whoever was first.

@@ -97,7 +97,10 @@ class Balancing:
         if view.servers.keys() != self._servers:
             self._servers = frozenset(view.servers)
             self._quiet_until_ms = now_ms + self._pace.window_ms
-        told = await self._coordinator.loads.read(view.servers.keys() - view.left_out)
+        told = await self._coordinator.loads.read(
+            view.servers.keys() - view.left_out,
+            lambda error: _log.info("balance.load_ignored error=%s", error),
+        )
         owners = {partition_id: owner.server_id for partition_id, owner in view.owners.items()}
         loads = self._book.take(told, owners)
         if now_ms < self._quiet_until_ms:

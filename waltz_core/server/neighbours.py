@@ -32,7 +32,7 @@ from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ServerDescriptor
 from waltz_core.cluster.reachability import Reachability, ReachBoard
 from waltz_core.driver import loop_clock_ms
-from waltz_core.errors import TlsMismatch, WaltzError
+from waltz_core.errors import BadConfig, TlsMismatch, WaltzError
 from waltz_core.record import ServerId
 from waltz_core.server.replicas import Tasks
 from waltz_core.wire.messages import Surface
@@ -120,7 +120,8 @@ class _Seen:
     def dialled(self, server_id: ServerId, error: WaltzError | None) -> None:
         """Note how a dial has ended."""
         now_ms = loop_clock_ms()
-        if isinstance(error, TlsMismatch) or (error and isinstance(error.__cause__, OSError)):
+        is_failed = isinstance(error, BadConfig | TlsMismatch)
+        if is_failed or (error and isinstance(error.__cause__, OSError)):
             self.reachability.failed(server_id, str(error), now_ms)
         else:
             self.reachability.reached(server_id, now_ms)

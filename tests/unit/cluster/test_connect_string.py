@@ -75,6 +75,8 @@ def test_it_says_how_servers_are_spoken_to(options, auth_file, tls):
         ("zk1:65536/waltz", "has the port '65536'"),
         ("zk1:-1/waltz", "has the port '-1'"),
         ("zk1:٢/waltz", "has the port '٢'"),
+        ("zk1:000001999999/waltz", "has the port '000001999999'"),
+        ("zk..1:2181/waltz", "has the host 'zk..1', which is not a valid host name"),
         ("::1:2181/waltz", "IPv6 host without brackets"),
         ("[::1]/waltz", "'[::1]' has no port"),
         (

@@ -27,6 +27,7 @@ ONE = NewStorage("a:1", 2, 0)
         ({"storages": (ONE, ONE)}, "a:1 is named twice"),
         ({"storages": (NewStorage("a", 2, 0),)}, "'a' has no port"),
         ({"storages": (NewStorage("a:1", 0, 0),)}, "admin port 0"),
+        ({"storages": (NewStorage(".a:1", 2, 0),)}, "'.a', which is not a valid host.* Hint: "),
         ({"assignment": {"b:1": (0,)}}, "b:1, which is no storage here"),
         ({"storages": (ONE,), "assignment": {"a:1": (4,)}}, "expected 0..3"),
         ({"storages": (ONE,), "assignment": {"a:1": (-1,)}}, "expected 0..3"),

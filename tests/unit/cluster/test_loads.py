@@ -89,6 +89,12 @@ def test_loads_are_what_was_written(loads):
         (b'{"format":1,"loads":{"1":[-1,1]}}', "a load and its age"),
         (b'{"format":1,"loads":{"1":[true,1]}}', "a load and its age"),
         (b'{"format":1,"loads":{"1":[1,1.5]}}', "a load and its age"),
+        (b'{"format":1,"loads":{"1":[1,%d]}}' % 10**400, "a load and its age"),
+        (b'{"format":1,"loads":{"1":[%d,1]}}' % 10**400, "a load and its age"),
+        (b'{"format":1,"loads":{"1":[1e308,1]}}', "a load and its age"),
+        (b'{"format":1,"loads":{"%s":[1,1]}}' % (5_000 * b"9"), "a load and its age"),
+        (b'{"format":1,"loads":{"1":[%s,1]}}' % (5_000 * b"9"), "expected JSON"),
+        (100_000 * b"[", "expected JSON"),
     ],
 )
 def test_anything_else_is_refused(data, said):
@@ -113,7 +119,9 @@ def test_servers_tell_and_the_lead_reads():
         path = nodes.paths.load(1)
         found = await nodes.znodes.get(path)
         await nodes.znodes.write([Set(path, b'{"format": 99}', found.stat.version)])
-        assert await one.loads.read([1, 2]) == {2: {}}
+        ignored = []
+        assert await one.loads.read([1, 2], ignored.append) == {2: {}}
+        assert [str(each).partition(":")[0] for each in ignored] == [path]
         await two.close()
         assert await one.loads.read([1, 2]) == {}
 

@@ -124,7 +124,12 @@ def test_a_storage_is_added_empty_and_in_a_group_of_its_own():
 
 @pytest.mark.parametrize(
     ("address", "port", "said"),
-    [(A, 9, "is a storage of this cluster already"), ("host", 9, "no port"), (C, 0, "admin port")],
+    [
+        (A, 9, "is a storage of this cluster already"),
+        ("host", 9, "no port"),
+        ("a..b:1", 9, "'a..b', which is not a valid host name"),
+        (C, 0, "admin port"),
+    ],
 )
 def test_a_storage_that_cannot_be_is_refused(address, port, said):
     with pytest.raises(errors.UsageError, match=said):

@@ -11,9 +11,10 @@ from tests.unit.cluster.test_coordinator import MemoryWorld
 from tests.writes_contract import MARKS, STORIES
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.memory import WriteFault
-from waltz_core.cluster.writes import TaskState, WriteState, check_name
-from waltz_core.cluster.znodes import Delete
+from waltz_core.cluster.memory import MemoryZooKeeper, WriteFault
+from waltz_core.cluster.nodes import ClusterNodes
+from waltz_core.cluster.writes import TaskState, WriteRegistry, WriteState, check_name
+from waltz_core.cluster.znodes import Create, Delete
 
 ROOT = "/waltz/writes"
 FAULTS = pytest.mark.parametrize("fault", WriteFault)
@@ -172,6 +173,28 @@ def test_any_bytes_are_a_value_or_a_bad_format(data):
         except errors.BadFormat as error:
             told = str(error)
         assert isinstance(value, kind) if told is None else kind.__name__ in told
+
+
+def test_numbers_that_no_writer_writes():
+    for data in (
+        b'{"format":2,"keep_ms":1,"marks":{"%s":1}}' % (5_000 * b"9"),
+        b'{"format":2,"keep_ms":1,"marks":{"1":%s}}' % (5_000 * b"9"),
+        b'{"format":2,"keep_ms":1,"marks":%s' % (100_000 * b"["),
+    ):
+        with pytest.raises(errors.BadFormat, match="WriteState: expected"):
+            WriteState.from_bytes(data)
+
+    async def run():
+        session = MemoryZooKeeper(asyncio.Event).session()
+        for path in ("/w", "/w/x", "/w/x/writes", "/w/x/writes/n-1"):
+            await session.write([Create(path)])
+        await session.write([Create(f"/w/x/writes/n-{5_000 * '9'}")])
+        await session.write([Create(f"/w/x/writes/n-1/{5_000 * '9'}")])
+        registry = WriteRegistry(ClusterNodes(session, "/w"))
+        assert await registry.task_numbers("n-1") == []
+        await registry._check_is_last("n-1")
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ü", "x" * 201])

@@ -88,6 +88,23 @@ def test_nothing_moves_to_a_server_that_tells_nothing():
     asyncio.run(story())
 
 
+def test_a_damaged_load_is_ignored_and_logged(caplog):
+    caplog.set_level("INFO")
+
+    async def story():
+        zookeeper = MemoryZooKeeper(asyncio.Event)
+        inbox, looks, works = await balanced(zookeeper, servers=(1, 2), telling=(1,))
+        nodes = zookeeper.coordinator(ROOT).loads._nodes
+        damaged = b'{"format":1,"loads":{"2":[%d,1]}}' % 10**400
+        await nodes.put_own(nodes.paths.load(2), damaged, nodes.paths.loads)
+        async with asyncio.timeout(60), running(*works):
+            await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
+            await some_rounds(looks)
+        assert f"balance.load_ignored error={nodes.paths.load(2)}: loads: expected" in caplog.text
+
+    asyncio.run(story())
+
+
 def test_nothing_moves_to_a_server_that_is_idle_as_it_cannot_serve():
     async def story():
         sick = {2}
@@ -119,7 +136,7 @@ class Scripted:
     async def tell(self, server_id, loads):
         pass
 
-    async def read(self, server_ids):
+    async def read(self, server_ids, _on_ignored):
         return {each: {} for each in server_ids}
 
 

@@ -10,8 +10,10 @@ import pytest
 from tests.loops import on_loop, until
 from tests.ports import free_port
 from waltz_core import net
+from waltz_core.cluster import reachability
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ServerDescriptor
+from waltz_core.cluster.reachability import Report
 from waltz_core.errors import CoordinatorUnavailable
 from waltz_core.record import PartitionId, ServerId
 from waltz_core.server import neighbours
@@ -148,6 +150,19 @@ async def test_an_address_that_was_never_reached_is_not_judged():
         here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, free_port())))
         await some_dials()
         assert here.taken_out == []
+
+
+@on_loop
+@pytest.mark.parametrize("host", ["", "waltz..example", "a\ud800"])
+async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reachability, "FAILING_MS", 0)
+        async with world() as here:
+            here.neighbours.follow(view_of(ServerDescriptor(OTHER, host, 1)))
+            await some_dials()
+            report = here.neighbours._seen.reachability.report(0)
+    assert report.unreachable.keys() == {OTHER}
+    assert Report.from_bytes(report.to_bytes()) == report
 
 
 @on_loop

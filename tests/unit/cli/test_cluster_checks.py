@@ -1,0 +1,17 @@
+"""What `cluster` commands that change nothing show."""
+
+import pytest
+
+from waltz_core.cli.cluster_checks import _time
+
+
+@pytest.mark.parametrize(
+    ("at_ms", "shown"),
+    [
+        (1_700_000_000_000, "2023-11-14T22:13:20Z"),
+        (2**62, f"{2**62} ms"),
+        (10**400, f"{10**400} ms"),
+    ],
+)
+def test_a_time_of_a_damaged_record_is_shown_as_it_is(at_ms: int, shown: str):
+    assert _time(at_ms) == shown

@@ -1,0 +1,30 @@
+"""Which texts can be the host of an address.
+
+A separate file because settings and connect strings, too, refuse a host that cannot exist, and the
+simulator reads settings: it may not import `lookup.py`, which has threads.
+"""
+
+import ipaddress
+from typing import Final
+
+_NAME_BYTES_MAX: Final = 253
+_NOT_IN_NAMES: Final = frozenset(" /:,[]")
+
+
+def check_host(host: str) -> None:
+    """Raise ValueError with the reason for what is neither an address nor can be a name."""
+    if is_numeric(host):
+        return
+    if not host or not host.isprintable() or _NOT_IN_NAMES.intersection(host):
+        raise ValueError("expected a name, an IPv4 or an IPv6 address")
+    if len(host.encode("idna")) > _NAME_BYTES_MAX:
+        raise ValueError(f"expected at most {_NAME_BYTES_MAX} bytes")
+
+
+def is_numeric(host: str) -> bool:
+    """Whether it is an IPv4 or an IPv6 address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
