@@ -214,7 +214,7 @@ class SqlCallbacks(BatchCallbacks):
                 if len(batch) <= 1:
                     raise
                 self._sizes[partition] = len(batch) // 2  # rule 5
-                if isinstance(error, DBAPIError) and is_outage(error):
+                if is_outage(error):
                     raise
                 _log.warning(
                     "sql.batch_halved partition=%d first=%d count=%d error=%r",
@@ -230,8 +230,9 @@ class SqlCallbacks(BatchCallbacks):
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
         """Wait for a database that does not answer (rule 4), else as `Callbacks` does."""
-        if isinstance(error, DBAPIError) and (is_outage(error) or is_conflict(error)):
-            _log.warning("sql.database_away partition=%d error=%s", partition, error.orig)
+        if is_outage(error) or is_conflict(error):
+            told = error.orig if isinstance(error, DBAPIError) else error
+            _log.warning("sql.database_away partition=%d error=%s", partition, told)
             return PoisonPolicy.RETRY
         return super().uncaught_exception(partition, transaction_id, error)
 
@@ -386,16 +387,21 @@ class SqlCallbacks(BatchCallbacks):
         return any(each["name"] == "cluster_key" for each in columns)
 
 
-def is_conflict(error: DBAPIError) -> bool:
+def is_conflict(error: Exception) -> bool:
     """Whether a database refused a transaction because of another one, and will take it later."""
+    if not isinstance(error, DBAPIError):
+        return False
     state = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
     if state is not None:
         return state in _CONFLICTS
     return any(text in str(error.orig) for text in _CONFLICT_TEXTS)
 
 
-def is_outage(error: DBAPIError) -> bool:
+def is_outage(error: Exception) -> bool:
     """Whether a database could not be reached, or could not do its work for the moment."""
+    if not isinstance(error, DBAPIError):
+        # The connections of the pool are all in use: by those that wait for the database, say.
+        return isinstance(error, sa.exc.TimeoutError)
     if error.connection_invalidated or isinstance(error, InterfaceError):
         return True
     # SQLite has one class for a full disk and for a table that is not there.

@@ -340,6 +340,25 @@ def test_an_outage_is_no_poison(engine: sa.Engine) -> None:
     assert callbacks.uncaught_exception(0, 7, wrong) is PoisonPolicy.STOP
 
 
+def test_a_pool_without_a_free_connection_is_an_outage(tmp_path: Path) -> None:
+    engine = sa.create_engine(
+        f"sqlite:///{tmp_path / 'app.db'}",
+        poolclass=sa.pool.QueuePool,
+        pool_size=1,
+        max_overflow=0,
+        pool_timeout=0.01,
+    )
+    METADATA.create_all(engine)
+    callbacks = Adding(engine)
+    callbacks.client_high_water_mark(0)
+    with engine.connect(), pytest.raises(sa.exc.TimeoutError) as caught:
+        apply_all(callbacks, range(10))
+    assert callbacks.uncaught_exception(0, 0, caught.value) is PoisonPolicy.RETRY
+    apply_all(callbacks, range(10))
+    assert callbacks.client_high_water_mark(0) == 9
+    engine.dispose()
+
+
 class Summing(Adding):
     """Adds a batch's headers with one statement, and notes what it was given."""
 
