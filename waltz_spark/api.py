@@ -27,6 +27,7 @@ from pyspark.sql import functions as F
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.connections import client_of
 from waltz_spark.failures import error_of
+from waltz_spark.option_table import BY_KEY
 from waltz_spark.unwrapping import is_connect, unwrap
 from waltz_spark.writer.columns import RESULT_COLUMNS
 from waltz_spark.writer.results import (
@@ -34,6 +35,7 @@ from waltz_spark.writer.results import (
     REJECTED,
     RETRY,
     SUMMARY_FILE,
+    Place,
     is_of,
     open_place,
 )
@@ -126,7 +128,8 @@ def append(
     spark = getattr(df, "sparkSession", None)
     if spark is None:
         raise BadRequest(f"append takes a DataFrame of Spark; found {type(df).__name__}")
-    texts = {name: _text(value) for name, value in options.items()}
+    # Spark looks at no option's case: another spelling would stand next to a default of ours.
+    texts = {_name(name): _text(value) for name, value in options.items()}
     texts.setdefault("onLockFailure", "reject")
     if high_water_marks is not None:
         _check_free("clientHighWaterMarks", texts, "high_water_marks says it already")
@@ -166,7 +169,7 @@ def _check_told_apart(df: DataFrame, options: Mapping[str, str]) -> None:
     """Refuse columns that Spark could not tell apart in the results, before rows are in the log."""
     if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true":
         return
-    given = next((text for key, text in options.items() if key.lower() == "resultcolumns"), None)
+    given = options.get("resultColumns")
     carried = [name for name in df.columns if name != "data"]
     if given:
         carried = [part.strip() for part in given.split(",")]
@@ -197,8 +200,18 @@ def _results(spark: SparkSession, path: str, name: str) -> DataFrame | None:
     """Return the results of a write that are in a directory; None where there is no file."""
     place = open_place(path, is_read=True)
     names = [entry.base_name for entry in place.system.get_file_info(_selector(place.path))]
-    own = [f"{path.rstrip('/')}/{each}" for each in names if is_of(each, name)]
+    directory = _for_spark(path, place)
+    own = [f"{directory}/{each}" for each in names if is_of(each, name)]
     return spark.read.parquet(*own) if own else None
+
+
+def _for_spark(path: str, place: Place) -> str:
+    """Return a directory as Spark finds it: a local one is not Hadoop's default file system's."""
+    from pyarrow import fs  # noqa: PLC0415 - only functions that read results need it
+
+    if isinstance(place.system, fs.LocalFileSystem):
+        path = f"file://{Path(place.path).absolute()}"
+    return re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", path.rstrip("/"))  # else it is a pattern
 
 
 def _no_results(spark: SparkSession, df: DataFrame) -> DataFrame:
@@ -216,9 +229,15 @@ def _no_results(spark: SparkSession, df: DataFrame) -> DataFrame:
 
 
 def _selector(path: str) -> object:
-    from pyarrow import fs  # noqa: PLC0415 - only this function needs it
+    from pyarrow import fs  # noqa: PLC0415 - only functions that read results need it
 
     return fs.FileSelector(path, allow_not_found=True)
+
+
+def _name(option: str) -> str:
+    """Return an option's name as the table has it."""
+    known = BY_KEY.get(option.lower())
+    return option if known is None else known.name
 
 
 def _text(value: object) -> str:

@@ -1,5 +1,6 @@
 """Two processes apply one log to one database and are killed in it: each row enters once."""
 
+import contextlib
 import itertools
 import random
 import signal
@@ -18,7 +19,10 @@ from tests import postgres
 from tests.fault.child import Child
 from tests.fault.load import DEADLINE_S, ROOT, wait_until
 from tests.fault.sql_instance import ENTRIES, METADATA, SUMS, engine_of
-from waltz_core.client import RangeForm, WaltzClient
+from tests.unit.client.test_sql import transaction
+from waltz_core.client import RangeForm, Transaction, WaltzClient
+from waltz_core.client.sql import SqlCallbacks
+from waltz_core.errors import BadRequest
 from waltz_core.raw_records import HEADER_DTYPE
 
 pytestmark = pytest.mark.fault
@@ -215,3 +219,25 @@ def check(engine: sa.Engine, log: Log) -> None:
     assert sorted(tuple(row) for row in entries) == sorted(everything)
     assert sums == log.sums()
     assert applied(engine) == log.marks()
+
+
+class Again(SqlCallbacks):
+    """Inserts a key that is there, and catches the error."""
+
+    def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
+        """Insert it."""
+        with contextlib.suppress(sa.exc.IntegrityError):
+            connection.execute(SUMS.insert().values(partition_id=0, total=0))
+
+
+def test_an_error_that_is_caught_at_postgresql_moves_no_mark(postgres: postgres.Postgres) -> None:
+    engine = engine_of(postgres.create(), "READ COMMITTED")
+    METADATA.create_all(engine)
+    with engine.begin() as connection:
+        connection.execute(SUMS.insert().values(partition_id=0, total=0))
+    callbacks = Again(engine)
+    alone = transaction(0)
+    with pytest.raises(BadRequest, match=r"had undone it .* caught \(duplicate key"):
+        callbacks.apply_transaction(alone)
+    assert callbacks.client_high_water_mark(0) == -1
+    engine.dispose()

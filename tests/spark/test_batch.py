@@ -227,6 +227,23 @@ def test_an_empty_frame_writes_nothing(spark: SparkSession, connect: str) -> Non
     assert marks_of(spark, connect) == before
 
 
+def test_results_are_found_wherever_they_are(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
+    table = spark.range(3).selectExpr("id")
+    spark.conf.set("fs.defaultFS", "hdfs://127.0.0.1:9")  # nothing listens there
+    try:
+        for place in (
+            f"{tmp_path}/plain",
+            f"{tmp_path}/of [day] {{1}}",
+            f"file://{tmp_path}/a%20b",
+        ):
+            result = waltz_spark.append(table, connect, dataFormat="msgpack", resultsPath=place)
+            assert result.committed.count() == 3
+    finally:
+        spark.conf.unset("fs.defaultFS")
+
+
 def test_sql(spark: SparkSession, connect: str) -> None:
     before = marks_of(spark, connect)
     options = f"OPTIONS (connect '{connect}', columns 'partition,transaction_id,data')"

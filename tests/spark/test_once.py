@@ -355,7 +355,24 @@ def test_results_without_columns_of_the_input(connect: str, tmp_path: Path) -> N
         job.write_task(feed(), 0, 0)
     done = job.write_task(iter([batch]), 0, 1)
     assert (done.committed, done.found) == (20, 10)
+    write.finish(job, done)
     assert pq.read_table(tmp_path / str(done.file)).num_rows == 20
+    write.client.close()
+
+
+def test_an_attempt_that_outlives_its_job_adds_no_results(connect: str, tmp_path: Path) -> None:
+    write = Write(connect, "t-outlives", resultsPath=str(tmp_path))
+    job = write.job_of(StructType([StructField("data", BinaryType())]))
+    batch = pa.RecordBatch.from_arrays([pa.array(rows_of(0, 20))], ["data"])
+    done = job.write_task(iter([batch]), 0, 0)
+
+    def feed() -> Iterator[pa.RecordBatch]:
+        write.finish(job, done)
+        yield batch
+
+    late = job.write_task(feed(), 0, 1)
+    assert late.found == 20
+    assert pq.read_table(tmp_path).num_rows == 20
     write.client.close()
 
 

@@ -14,7 +14,8 @@ Rules:
     4. A conflict between transactions of the database is tried again here, a database that cannot
        be reached is waited for; neither is poison.
     5. A batch that fails is undone and applied in halves, so that an error is always that of one
-       transaction, and those before it stay applied.
+       transaction, and those before it stay applied. After an outage too: a database may refuse a
+       batch for its size, or for the time that it takes.
     6. Applying a batch takes about `BATCH_S`, because it holds locks: the size doubles or halves by
        how long the last one took. The commit is not counted; larger batches make it cheaper. While
        the feed is live a batch is what has arrived.
@@ -210,10 +211,11 @@ class SqlCallbacks(BatchCallbacks):
                 if self._retried("apply", partial(self._apply_once, partition, batch, end)):
                     return len(batch)
             except Exception as error:
-                is_alone = len(batch) <= 1
-                if is_alone or (isinstance(error, DBAPIError) and is_outage(error)):
+                if len(batch) <= 1:
                     raise
                 self._sizes[partition] = len(batch) // 2  # rule 5
+                if is_outage(error):
+                    raise
                 _log.warning(
                     "sql.batch_halved partition=%d first=%d count=%d error=%r",
                     partition,
@@ -228,8 +230,9 @@ class SqlCallbacks(BatchCallbacks):
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
         """Wait for a database that does not answer (rule 4), else as `Callbacks` does."""
-        if isinstance(error, DBAPIError) and (is_outage(error) or is_conflict(error)):
-            _log.warning("sql.database_away partition=%d error=%s", partition, error.orig)
+        if is_outage(error) or is_conflict(error):
+            told = error.orig if isinstance(error, DBAPIError) else error
+            _log.warning("sql.database_away partition=%d error=%s", partition, told)
             return PoisonPolicy.RETRY
         return super().uncaught_exception(partition, transaction_id, error)
 
@@ -305,6 +308,8 @@ class SqlCallbacks(BatchCallbacks):
                 began_s = time.monotonic()
                 with _guarded(connection):
                     self.apply_batch(connection, batch)
+                if _guard.error is not None:
+                    self._check_moved(connection, partition, end, _guard.error)
                 took_s = time.monotonic() - began_s
         if is_moved:
             self._known[partition] = end
@@ -337,6 +342,21 @@ class SqlCallbacks(BatchCallbacks):
         )
         return moved.rowcount == 1
 
+    def _check_moved(
+        self, connection: sa.Connection, partition: int, to: int, error: BaseException
+    ) -> None:
+        """Refuse to go on after an error that `apply` caught and that undid all (rule 2)."""
+        try:
+            found = self._row(connection, partition)
+        except DBAPIError as refused:
+            if is_outage(refused):
+                raise
+            found = None  # PostgreSQL takes no statement after an error
+        if found is None or found[0] != to:
+            raise _early_end(
+                f"that the database had undone it because of an error that was caught ({error})"
+            ) from error
+
     def _row(self, connection: sa.Connection, partition: int) -> tuple[int, str | None] | None:
         """Return a partition's mark and the key of its cluster."""
         marks = self.marks
@@ -367,16 +387,21 @@ class SqlCallbacks(BatchCallbacks):
         return any(each["name"] == "cluster_key" for each in columns)
 
 
-def is_conflict(error: DBAPIError) -> bool:
+def is_conflict(error: Exception) -> bool:
     """Whether a database refused a transaction because of another one, and will take it later."""
+    if not isinstance(error, DBAPIError):
+        return False
     state = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
     if state is not None:
         return state in _CONFLICTS
     return any(text in str(error.orig) for text in _CONFLICT_TEXTS)
 
 
-def is_outage(error: DBAPIError) -> bool:
+def is_outage(error: Exception) -> bool:
     """Whether a database could not be reached, or could not do its work for the moment."""
+    if not isinstance(error, DBAPIError):
+        # The connections of the pool are all in use: by those that wait for the database, say.
+        return isinstance(error, sa.exc.TimeoutError)
     if error.connection_invalidated or isinstance(error, InterfaceError):
         return True
     # SQLite has one class for a full disk and for a table that is not there.
@@ -436,6 +461,7 @@ class _Guard(threading.local):
 
     connection: sa.Connection | None = None
     broken: str | None = None
+    error: BaseException | None = None  # of the database; `apply` may have caught it
 
 
 _guard = _Guard()
@@ -447,7 +473,7 @@ assert hasattr(sa.Connection, "_commit_impl")
 @contextmanager
 def _guarded(connection: sa.Connection) -> Iterator[None]:
     """Refuse what would end the connection's transaction (rule 2), also where it is swallowed."""
-    _guard.connection, _guard.broken = connection, None
+    _guard.connection, _guard.broken, _guard.error = connection, None, None
     vars(connection)["_commit_impl"] = partial(_refuse, "commit()")
     try:
         yield
@@ -477,8 +503,15 @@ def _check_statement(*told: Any) -> None:  # noqa: ANN401 - SQLAlchemy's own
         _refuse(statement.strip()[:40])
 
 
+def _note_error(told: sa.engine.ExceptionContext) -> None:
+    if _guard.connection is not None and told.connection is _guard.connection:
+        _guard.error = told.original_exception
+
+
 def _check_statements(engine: sa.Engine) -> None:
     """Have the statements of guarded connections checked, once for each engine."""
+    if not sa.event.contains(engine, "handle_error", _note_error):
+        sa.event.listen(engine, "handle_error", _note_error)
     for name in ("do_execute", "do_executemany", "do_execute_no_params"):
         if not sa.event.contains(engine, name, _check_statement):
             sa.event.listen(engine, name, _check_statement)
@@ -492,5 +525,6 @@ def _ends_transaction(statement: str) -> bool:
 def _early_end(what: str) -> errors.BadRequest:
     return errors.BadRequest(
         f"apply: expected to leave the database's transaction open, found {what}: the changes and "
-        "the high-water mark are committed together, after it has returned"
+        "the high-water mark are committed together, after it has returned. Hint: a statement that "
+        "may fail belongs into `with connection.begin_nested():`."
     )

@@ -4,15 +4,18 @@ Why it stands alone: results are how a user learns which rows are in the log, so
 an interface of their own.
 
 Rules:
-    1. A task attempt writes a file of its own, with the write in its name; the job keeps the files
-       of the attempts that Spark took, deletes the others of this write, and writes `_SUCCESS`
-       last. A directory without it is unfinished. Other files are other people's.
+    1. A task attempt writes a file of its own, with the write in its name. Readers do not see it:
+       its name begins with `_` until the job renames the files of the attempts that Spark took. The
+       job deletes the others of this write, and writes `_SUCCESS` last. A directory without it is
+       unfinished. What an attempt leaves that outlives the job is never seen. Other files are other
+       people's.
     2. The columns are the carried input columns, then `RESULT_FIELDS`; all nullable.
 """
 
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +42,8 @@ RESULT_FIELDS = (
 )
 SUMMARY_FILE = "_waltz.json"
 _SUCCESS = "_SUCCESS"
+# Spark and pyarrow read no file whose name begins so.
+_HIDDEN = "_"
 _OWN = frozenset(part.name for part in RESULT_FIELDS)
 
 
@@ -131,16 +136,23 @@ class ResultFile:
         batch = result_batch(answered, self._refused)
         if self._writer is None:
             self._writer = pq.ParquetWriter(
-                f"{self._place.path}/{self.name}", batch.schema, filesystem=self._place.system
+                f"{self._place.path}/{_HIDDEN}{self.name}",
+                batch.schema,
+                filesystem=self._place.system,
             )
         self._writer.write_batch(batch)
 
     def close(self) -> str | None:
-        """Finish the file; return its name, or None when there was no row."""
+        """Finish the file; return the name for `keep`, or None when there was no row."""
         if self._writer is None:
             return None
         self._writer.close()
         return self.name
+
+    def close_of_failed(self) -> None:
+        """Finish the file and show it: the job of this task keeps nothing."""
+        if self.close() is not None:
+            _show(self._place, self.name)
 
 
 def file_name(task: int, attempt: int, write: str) -> str:
@@ -156,12 +168,20 @@ def is_of(name: str, write: str) -> bool:
 def keep(results_path: str, names: list[str], write: str, summary: dict[str, object]) -> None:
     """Keep the named files of a write, delete what its other attempts left (rule 1)."""
     place = open_place(results_path)
+    for name in names:
+        with suppress(FileNotFoundError):  # an executor's that has a directory of its own
+            _show(place, name)
     wanted = set(names)
     selector = fs.FileSelector(place.path)
     for entry in place.system.get_file_info(selector):
-        if is_of(entry.base_name, write) and entry.base_name not in wanted:
+        name = entry.base_name
+        if is_of(name.removeprefix(_HIDDEN), write) and name not in wanted:
             place.system.delete_file(entry.path)
     _conclude(place, summary)
+
+
+def _show(place: Place, name: str) -> None:
+    place.system.move(f"{place.path}/{_HIDDEN}{name}", f"{place.path}/{name}")
 
 
 def tell_again(results_path: str, summary: dict[str, object]) -> None:

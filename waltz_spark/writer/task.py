@@ -228,7 +228,7 @@ class Job:
 
     def _fail(self, written: Written, answered: Answered, results: ResultFile | None) -> None:
         if results is not None:
-            results.close()
+            results.close_of_failed()
         refused = np.flatnonzero(answered.reasons != Reason.COMMITTED)
         conflict = int(answered.conflicting[refused[0]])
         where = (

@@ -160,6 +160,30 @@ def test_a_refusal_that_is_swallowed_counts_too(engine: sa.Engine) -> None:
     assert callbacks.total == 0
 
 
+def test_an_error_that_is_caught_and_has_undone_all_is_refused(engine: sa.Engine) -> None:
+    def insert_again(connection: sa.Connection) -> None:
+        with pytest.raises(sa.exc.IntegrityError):
+            connection.execute(sa.text("INSERT OR ROLLBACK INTO totals VALUES (1, 0)"))
+
+    callbacks = Adding(engine)
+    apply_all(callbacks, range(3))
+    callbacks.then = insert_again
+    with pytest.raises(BadRequest, match=r"had undone it .* caught \(UNIQUE .*begin_nested"):
+        apply_all(callbacks, range(3, 6))
+    assert (callbacks.total, callbacks.client_high_water_mark(0)) == (3, 2)
+
+
+def test_an_error_that_is_caught_and_has_undone_nothing_is_no_matter(engine: sa.Engine) -> None:
+    def insert_again(connection: sa.Connection) -> None:
+        with pytest.raises(sa.exc.IntegrityError):
+            connection.execute(sa.text("INSERT INTO totals VALUES (1, 0)"))
+
+    callbacks = Adding(engine)
+    callbacks.then = insert_again
+    apply_all(callbacks, range(3))
+    assert (callbacks.total, callbacks.client_high_water_mark(0)) == (3, 2)
+
+
 @pytest.mark.parametrize(
     "statement",
     [
@@ -316,6 +340,25 @@ def test_an_outage_is_no_poison(engine: sa.Engine) -> None:
     assert callbacks.uncaught_exception(0, 7, wrong) is PoisonPolicy.STOP
 
 
+def test_a_pool_without_a_free_connection_is_an_outage(tmp_path: Path) -> None:
+    engine = sa.create_engine(
+        f"sqlite:///{tmp_path / 'app.db'}",
+        poolclass=sa.pool.QueuePool,
+        pool_size=1,
+        max_overflow=0,
+        pool_timeout=0.01,
+    )
+    METADATA.create_all(engine)
+    callbacks = Adding(engine)
+    callbacks.client_high_water_mark(0)
+    with engine.connect(), pytest.raises(sa.exc.TimeoutError) as caught:
+        apply_all(callbacks, range(10))
+    assert callbacks.uncaught_exception(0, 0, caught.value) is PoisonPolicy.RETRY
+    apply_all(callbacks, range(10))
+    assert callbacks.client_high_water_mark(0) == 9
+    engine.dispose()
+
+
 class Summing(Adding):
     """Adds a batch's headers with one statement, and notes what it was given."""
 
@@ -387,6 +430,26 @@ def test_one_that_cannot_be_applied_is_found_and_those_before_it_stay(engine: sa
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (37, 36)
     apply_all(callbacks, range(38, 100))  # it was skipped
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (99, 99)
+
+
+def test_a_batch_that_lasts_longer_than_the_database_allows_is_made_smaller(
+    engine: sa.Engine,
+) -> None:
+    def time_out() -> None:
+        if len(callbacks.given[-1]) > 3:
+            text = "canceling statement due to statement timeout"
+            raise sa.exc.OperationalError("UPDATE totals", {}, Exception(text))
+
+    callbacks = Summing(engine)
+    callbacks.meanwhile = time_out
+    for _ in range(3):  # as the client, which applies what is left again after a pause
+        with pytest.raises(sa.exc.OperationalError):
+            apply_all(callbacks, range(16))
+    assert [len(each) for each in callbacks.given] == [16, 8, 4]
+    callbacks.given.clear()
+    callbacks.apply_some(0, given(range(16)), 15)
+    assert callbacks.given == [[0, 1]]
+    assert (callbacks.total, callbacks.client_high_water_mark(0)) == (2, 1)
 
 
 def test_a_commit_of_unknown_outcome_is_not_applied_again(

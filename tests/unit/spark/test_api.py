@@ -1,13 +1,16 @@
 """What `append` takes, before Spark is asked for anything."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
-from waltz_core.errors import BadConfig, BadRequest
-from waltz_spark.api import Snapshot, _check_told_apart, _marks_text, append
+from waltz_core.errors import BadConfig, BadRequest, Unreachable
+from waltz_spark.api import Snapshot, _check_told_apart, _for_spark, _marks_text, append
+from waltz_spark.writer.results import open_place
 
 INSENSITIVE = {"spark.sql.caseSensitive": "false"}
 
@@ -63,5 +66,33 @@ def test_columns_that_spark_cannot_tell_apart_are_told_before_anything_is_writte
         with pytest.raises(BadRequest, match="are one to Spark, and results would hold both"):
             _check_told_apart(frame(*names, **INSENSITIVE), {})
         _check_told_apart(frame(*names, **{"spark.sql.caseSensitive": "true"}), {})
-    _check_told_apart(frame("id", "ID", **INSENSITIVE), {"resultcolumns": "id"})
+    _check_told_apart(frame("id", "ID", **INSENSITIVE), {"resultColumns": "id"})
     _check_told_apart(frame("id", "status", "partition", "data", **INSENSITIVE), {})
+
+
+def test_a_given_option_replaces_a_default_whatever_its_case() -> None:
+    df = MagicMock(columns=["data"])
+    df.sparkSession.conf = INSENSITIVE
+    options = df.write.format.return_value.mode.return_value.options
+    options.return_value.save.side_effect = Unreachable("far enough")
+    with pytest.raises(Unreachable):
+        append(df, "localhost:2181/waltz", onlockfailure="fail", RESULTSPATH="/results")
+    options.assert_called_once_with(onLockFailure="fail", resultsPath="/results")
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("{here}/results/", "file://{here}/results"),
+        ("file:{here}/results", "file://{here}/results"),
+        ("file://{here}/a%20b", "file://{here}/a b"),
+        ("{here}/a%20b", "file://{here}/a%20b"),
+        ("{here}/of [1]", r"file://{here}/of \[1\]"),
+    ],
+)
+def test_spark_is_given_the_directory_that_the_results_are_in(
+    tmp_path: Path, path: str, expected: str
+) -> None:
+    given = path.format(here=tmp_path)
+    place = open_place(given, is_read=True)
+    assert _for_spark(given, place) == expected.format(here=tmp_path)

@@ -1,11 +1,25 @@
-"""Whose results a file has."""
+"""Whose results a file has, and which of them are seen."""
 
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyspark.sql.types import ArrayType, LongType, NullType, StructType
 
 from waltz_core.errors import BadRequest
+from waltz_spark.writer.appender import Answered
 from waltz_spark.writer.columns import RESULT_COLUMNS
-from waltz_spark.writer.results import RESULT_FIELDS, check_carried, file_name, is_of
+from waltz_spark.writer.results import (
+    REJECTED,
+    RESULT_FIELDS,
+    ResultFile,
+    check_carried,
+    file_name,
+    is_of,
+    keep,
+)
 
 
 @pytest.mark.parametrize("write", ["1", "n-1", "run-0123", "a.b", "x[y]"])
@@ -44,3 +58,35 @@ def test_a_column_that_parquet_has_not_is_told_before_anything_is_written() -> N
     check_carried(schema, ["id"])
     # What gives way to a column of the results, or is the payload, need not be carried.
     check_carried(StructType().add("status", empty).add("data", empty), None)
+
+
+def attempt(path: Path, number: int, write: str = "w") -> ResultFile:
+    """Return the file of an attempt that has answered two rows."""
+    file = ResultFile(str(path), file_name(0, number, write), refused=REJECTED)
+    ids, none = np.arange(2, dtype=np.int64), np.full(2, -1, np.int64)
+    identity = pa.RecordBatch.from_pydict({"id": pa.array([1, 2])})
+    file.add(Answered(0, identity, ids, np.zeros(2, np.uint8), none, 1, 1))
+    return file
+
+
+def test_only_what_the_job_keeps_is_seen(tmp_path: Path) -> None:
+    kept, lost, other = attempt(tmp_path, 3), attempt(tmp_path, 4), attempt(tmp_path, 3, "v")
+    lost.close()
+    other.close()
+    name = kept.close()
+    assert name is not None
+    assert pq.read_table(tmp_path).num_rows == 0
+    keep(str(tmp_path), [name, file_name(1, 0, "w")], "w", {})
+    late = attempt(tmp_path, 5)  # an attempt that is killed after the job has ended
+    assert pq.read_table(tmp_path).num_rows == 2
+    late.close()
+    assert pq.read_table(tmp_path).num_rows == 2
+    names = {each.name for each in tmp_path.iterdir()}
+    assert names == {name, f"_{other.name}", f"_{late.name}", "_waltz.json", "_SUCCESS"}
+
+
+def test_the_results_of_a_task_that_fails_are_seen(tmp_path: Path) -> None:
+    attempt(tmp_path, 3).close_of_failed()
+    assert pq.read_table(tmp_path).num_rows == 2
+    ResultFile(str(tmp_path), file_name(0, 4, "w"), refused=REJECTED).close_of_failed()
+    assert [each.name for each in tmp_path.iterdir()] == [file_name(0, 3, "w")]
