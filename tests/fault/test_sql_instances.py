@@ -20,7 +20,7 @@ from tests.fault.child import Child
 from tests.fault.load import DEADLINE_S, ROOT, wait_until
 from tests.fault.sql_instance import ENTRIES, METADATA, SUMS, engine_of
 from tests.unit.client.test_sql import transaction
-from waltz_core.client import RangeForm, Transaction, WaltzClient
+from waltz_core.client import PoisonPolicy, RangeForm, Transaction, WaltzClient
 from waltz_core.client.sql import SqlCallbacks
 from waltz_core.errors import BadRequest
 from waltz_core.raw_records import HEADER_DTYPE
@@ -240,4 +240,30 @@ def test_an_error_that_is_caught_at_postgresql_moves_no_mark(postgres: postgres.
     with pytest.raises(BadRequest, match=r"had undone it .* caught \(duplicate key"):
         callbacks.apply_transaction(alone)
     assert callbacks.client_high_water_mark(0) == -1
+    engine.dispose()
+
+
+def test_a_view_finds_the_new_primary(postgres: postgres.Postgres) -> None:
+    url = postgres.create()
+    engine = engine_of(url, "READ COMMITTED")
+    METADATA.create_all(engine)
+    callbacks = Again(engine)
+    assert callbacks.client_high_water_mark(0) == -1
+    database = sa.make_url(url).database
+    admin = sa.create_engine(url, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.exec_driver_sql(f"ALTER DATABASE {database} SET default_transaction_read_only=1")
+    engine.dispose()
+    with engine.connect():  # stays in the pool, as a connection to a demoted primary does
+        pass
+    with admin.connect() as connection:
+        connection.exec_driver_sql("SET default_transaction_read_only=0")
+        connection.exec_driver_sql(f"ALTER DATABASE {database} RESET default_transaction_read_only")
+    admin.dispose()
+    alone = transaction(0)
+    with pytest.raises(sa.exc.DBAPIError, match="read-only transaction") as refused:
+        callbacks.apply_transaction(alone)
+    assert callbacks.uncaught_exception(0, 0, refused.value) is PoisonPolicy.RETRY
+    callbacks.apply_transaction(alone)
+    assert callbacks.client_high_water_mark(0) == 0
     engine.dispose()

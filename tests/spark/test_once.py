@@ -17,9 +17,10 @@ from pyspark.sql.types import BinaryType, IntegerType, StructField, StructType
 import waltz_core.local
 from tests.spark.in_log import in_log
 from waltz_core.client import WaltzClient, begin_write, end_write, forget_writes
+from waltz_core.cluster import zookeeper
 from waltz_core.errors import BadRequest, ConnectionSuperseded
 from waltz_spark.options import parse_write
-from waltz_spark.writer.batch import Named, finish, forget, new_job
+from waltz_spark.writer.batch import DAY_MS, Named, WaltzBatchWriter, finish, forget, new_job
 from waltz_spark.writer.task import Job, Written
 
 pytestmark = pytest.mark.spark
@@ -304,6 +305,20 @@ def test_a_write_that_an_earlier_version_has_finished_is_done(
     assert "its rows could not be compared" in caplog.text
     write.finish(job, told)
     assert write.in_log() == once(rows)
+
+
+async def kept_ms(connect: str, write: str) -> int | None:
+    async with zookeeper.connected(connect) as coordinator:
+        state = await coordinator.writes.read(write)
+        return None if state is None else state.keep_ms
+
+
+def test_a_write_without_a_name_is_remembered_for_as_long_as_it_runs(write: Write) -> None:
+    """`writeRetention` begins with the end of a write; its tasks may run for longer."""
+    wanted = {"connect": write.connect, "writeRetention": "1"}
+    unnamed = str(WaltzBatchWriter(parse_write(wanted), SCHEMA)._job.write)
+    assert asyncio.run(kept_ms(write.connect, unnamed)) == 365 * DAY_MS
+    asyncio.run(forget_writes(write.connect, [unnamed]))
 
 
 def test_a_driver_whose_clock_is_ahead_forgets_no_write(

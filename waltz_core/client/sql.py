@@ -59,6 +59,8 @@ TRIES_MAX = 12
 PAUSE_MS_MIN, PAUSE_MS_MAX = 5, 1_000
 # SQLSTATE: serialization failure, deadlock, lock not available (PostgreSQL and others).
 _CONFLICTS = ("40001", "40P01", "55P03")
+# SQLSTATE of a transaction that may only read: a primary that is a standby now, say.
+_READ_ONLY = "25006"
 _CONFLICT_TEXTS = ("database is locked", "database table is locked", "Deadlock found")
 # What cannot hold a word that ends anything: comments and quoted texts.
 _ASIDE = re.compile(r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'|\"[^\"]*\"|\$(\w*)\$.*?\$\1\$", re.DOTALL)
@@ -233,6 +235,8 @@ class SqlCallbacks(BatchCallbacks):
         if is_outage(error) or is_conflict(error):
             told = error.orig if isinstance(error, DBAPIError) else error
             _log.warning("sql.database_away partition=%d error=%s", partition, told)
+            if _sqlstate(error) == _READ_ONLY:
+                self._engine.dispose()  # a new connection finds the new primary
             return PoisonPolicy.RETRY
         return super().uncaught_exception(partition, transaction_id, error)
 
@@ -391,10 +395,15 @@ def is_conflict(error: Exception) -> bool:
     """Whether a database refused a transaction because of another one, and will take it later."""
     if not isinstance(error, DBAPIError):
         return False
-    state = getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
+    state = _sqlstate(error)
     if state is not None:
         return state in _CONFLICTS
     return any(text in str(error.orig) for text in _CONFLICT_TEXTS)
+
+
+def _sqlstate(error: Exception) -> str | None:
+    orig = getattr(error, "orig", None)
+    return getattr(orig, "sqlstate", None) or getattr(orig, "pgcode", None)
 
 
 def is_outage(error: Exception) -> bool:
@@ -403,6 +412,8 @@ def is_outage(error: Exception) -> bool:
         # The connections of the pool are all in use: by those that wait for the database, say.
         return isinstance(error, sa.exc.TimeoutError)
     if error.connection_invalidated or isinstance(error, InterfaceError):
+        return True
+    if _sqlstate(error) == _READ_ONLY:
         return True
     # SQLite has one class for a full disk and for a table that is not there.
     is_mistake = getattr(error.orig, "sqlite_errorname", None) == "SQLITE_ERROR"

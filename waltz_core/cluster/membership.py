@@ -370,6 +370,8 @@ class Membership:
     ) -> frozenset[ServerId]:
         """Return which live servers may own partitions."""
         live = membership.servers.keys()
+        if len(live) < 2:
+            return frozenset(live)  # the last one takes over without another look at ZooKeeper
         reports = await self._reach.read(live, signal)
         return eligible(live, membership.assignment.servers.keys(), reports)
 

@@ -116,9 +116,8 @@ class WaltzBatchWriter(DataSourceArrowWriter):
         job = new_job(options, schema, write if options.exactly_once else None)
         self._job = job
         if options.exactly_once:
-            days = UNDONE_DAYS if job.is_named else options.retention_days
-            begun = begin_write(options.connect, write, job.marks, keep_ms=days * DAY_MS)
-            asyncio.run(begun)
+            keep_ms = UNDONE_DAYS * DAY_MS
+            asyncio.run(begin_write(options.connect, write, job.marks, keep_ms=keep_ms))
 
     # -- in a task ----------------------------------------------------------------------------
 
