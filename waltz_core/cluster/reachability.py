@@ -17,8 +17,6 @@ Rules:
     5. Without another witness every server may own partitions, and so may all if none were left.
 """
 
-import asyncio
-import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -179,17 +177,17 @@ class ReachBoard:
     ) -> dict[ServerId, Report]:
         """Return the reports of these servers; one that cannot be decoded is left out."""
         paths = self._nodes.paths
+        found: dict[ServerId, Report] = {}
         listing = await self._nodes.znodes.children(paths.reaches, signal)
         names = () if listing is None else listing.names
-        listed = [each for each in server_ids if str(each) in names]
-        nodes = await asyncio.gather(
-            *(self._nodes.znodes.get(paths.reach(each), signal) for each in listed)
-        )
-        found: dict[ServerId, Report] = {}
-        for server_id, node in zip(listed, nodes, strict=True):
+        for server_id in server_ids:
+            if str(server_id) not in names:
+                continue
+            node = await self._nodes.znodes.get(paths.reach(server_id), signal)
             if node is None:
                 continue
-            # One that cannot be decoded is of a server of another version, or damaged.
-            with contextlib.suppress(errors.BadFormat):
+            try:
                 found[server_id] = decode_node(paths.reach(server_id), node, Report.from_bytes)
+            except errors.BadFormat:
+                continue  # a server of another version, or damage
         return found
