@@ -115,10 +115,15 @@ def test_a_name_or_label_that_is_not_in_the_table_is_our_bug():
 
 def test_durations_fall_into_buckets():
     metrics = Metrics("storage")
-    metrics.observe("waltz_storage_sync_seconds", 0.003)
+    for seconds in (0.003, 0.005, 30):
+        metrics.observe("waltz_storage_sync_seconds", seconds)
     page = metrics.page().decode()
     assert 'waltz_storage_sync_seconds_bucket{le="0.0025"} 0.0' in page
-    assert 'waltz_storage_sync_seconds_bucket{le="0.005"} 1.0' in page
+    assert 'waltz_storage_sync_seconds_bucket{le="0.005"} 2.0' in page
+    assert 'waltz_storage_sync_seconds_bucket{le="10.0"} 2.0' in page
+    assert 'waltz_storage_sync_seconds_bucket{le="+Inf"} 3.0' in page
+    assert "waltz_storage_sync_seconds_count 3.0" in page
+    assert "waltz_storage_sync_seconds_sum 30.008" in page
 
 
 def test_two_daemons_in_one_process_do_not_mix():
