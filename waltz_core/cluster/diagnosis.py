@@ -122,11 +122,10 @@ class _Case:
 
     def start(self, kind: str, address: str = "") -> str:
         """Return the command that starts a process, again where it lives and says nothing."""
-        local = self.facts.local
-        if local is None:
+        local, member = self.facts.local, self.member_at(address)
+        if local is None or (address and member is None):
             return f"waltz-core {kind} run --config {_CONFIGS[kind]}"
         up = f"waltz-core local up --directory {shlex.quote(local.directory)}"
-        member = self.member_at(address)
         return f"kill -9 {member.pid}; {up}" if member and member.state == "up" else up
 
     def rebuilding(self, rebuild: str, *before: str) -> str:

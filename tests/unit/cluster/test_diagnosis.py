@@ -180,6 +180,13 @@ def test_a_process_that_does_not_run_is_told_once_and_by_name(case):
     )
 
 
+def test_what_was_added_to_a_cluster_on_this_machine_is_not_started_by_local_up(case):
+    case.local(MemberFacts("storage-1", A, "up", 77), MemberFacts("storage-2", B, "up", 78))
+    case.storage(C, trouble="refused", replicas={})
+    found = next(each for each in diagnose(case.facts) if each.name == "storage-away")
+    assert found.command == "waltz-core storage run --config storage.toml"
+
+
 # --- servers
 
 
