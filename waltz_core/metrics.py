@@ -9,8 +9,8 @@ Rules:
     3. A machine's `Report` is counted under its own name, as the label `event`; its log line has
        the same name.
     4. Each process, and in tests each daemon, has a `Metrics` of its own, used on one thread.
-       Counters and histograms are sums of our own until the page is read: prometheus_client takes a
-       lock for each count, and two for each duration, and an append has five and four of them.
+       Counters are sums of our own until somebody looks: prometheus_client takes a lock for each
+       count, which is felt where there are five for every append.
     5. Labels come from closed sets (partitions, replicas, reasons), never from what clients send.
     6. The pages take GET only, within `HEAD_BYTES_MAX`, `HEAD_S_MAX` and `PAGES_MAX`: whoever is
        slow or greedy loses the connection.
@@ -20,17 +20,12 @@ import asyncio
 import contextlib
 import json
 import logging
-from bisect import bisect_left
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from enum import Enum
-from itertools import accumulate
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from waltz_core.errors import BadConfig
 
@@ -234,62 +229,20 @@ class Metrics:
         return found
 
 
-class _Durations:
-    """One series of a histogram."""
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(SECONDS_BUCKETS) + 1)  # not cumulative; the last has no bound
-        self._sum_s = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(SECONDS_BUCKETS, seconds)] += 1
-        self._sum_s += seconds
-
-    def add_to(self, family: HistogramMetricFamily, labels: tuple[str, ...]) -> None:
-        counts = accumulate(self._counts)
-        bounds = (*map(floatToGoString, SECONDS_BUCKETS), "+Inf")
-        family.add_metric(labels, list(zip(bounds, counts, strict=True)), self._sum_s)
-
-
-class _Histogram(Collector):
-    """All series of a histogram (rule 4)."""
-
-    def __init__(self, metric: Metric, registry: CollectorRegistry) -> None:
-        self._metric = metric
-        self._series: dict[tuple[str, ...], _Durations] = {}
-        if not metric.labels:
-            self.labels()
-        registry.register(self)
-
-    def labels(self, **labels: str | int) -> _Durations:
-        assert sorted(labels) == sorted(self._metric.labels), (self._metric.name, labels)
-        texts = tuple(str(labels[each]) for each in self._metric.labels)
-        return self._series.setdefault(texts, _Durations())
-
-    def observe(self, seconds: float) -> None:
-        self._series[()].observe(seconds)
-
-    def remove(self, *texts: str) -> None:
-        del self._series[texts]
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Return what the page shows; called on its thread."""
-        family = HistogramMetricFamily(
-            self._metric.name, self._metric.help, labels=self._metric.labels
-        )
-        for texts, series in list(self._series.items()):
-            series.add_to(family, texts)
-        yield family
-
-
-def _made(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | _Histogram:
+def _made(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
     match metric.kind:
         case Kind.COUNTER:
             return Counter(metric.name, metric.help, metric.labels, registry=registry)
         case Kind.GAUGE:
             return Gauge(metric.name, metric.help, metric.labels, registry=registry)
         case Kind.HISTOGRAM:
-            return _Histogram(metric, registry)
+            return Histogram(
+                metric.name,
+                metric.help,
+                metric.labels,
+                registry=registry,
+                buckets=SECONDS_BUCKETS,
+            )
 
 
 # --- The pages
