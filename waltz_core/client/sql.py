@@ -59,7 +59,7 @@ TRIES_MAX = 12
 PAUSE_MS_MIN, PAUSE_MS_MAX = 5, 1_000
 # SQLSTATE: serialization failure, deadlock, lock not available (PostgreSQL and others).
 _CONFLICTS = ("40001", "40P01", "55P03")
-# SQLSTATE of a transaction that may only read: a primary that is a standby now, say.
+# SQLSTATE of a change in a read-only transaction: the primary has become a standby, for example.
 _READ_ONLY = "25006"
 _CONFLICT_TEXTS = ("database is locked", "database table is locked", "Deadlock found")
 # What cannot hold a word that ends anything: comments and quoted texts.
@@ -233,8 +233,8 @@ class SqlCallbacks(BatchCallbacks):
     ) -> PoisonPolicy:
         """Wait for a database that does not answer (rule 4), else as `Callbacks` does."""
         if is_outage(error) or is_conflict(error):
-            told = error.orig if isinstance(error, DBAPIError) else error
-            _log.warning("sql.database_away partition=%d error=%s", partition, told)
+            cause = error.orig if isinstance(error, DBAPIError) else error
+            _log.warning("sql.database_away partition=%d error=%s", partition, cause)
             if _sqlstate(error) == _READ_ONLY:
                 self._engine.dispose()  # a new connection finds the new primary
             return PoisonPolicy.RETRY
@@ -409,7 +409,7 @@ def _sqlstate(error: Exception) -> str | None:
 def is_outage(error: Exception) -> bool:
     """Whether a database could not be reached, or could not do its work for the moment."""
     if not isinstance(error, DBAPIError):
-        # The connections of the pool are all in use: by those that wait for the database, say.
+        # All connections of the pool are in use, for example by callers that wait for the database.
         return isinstance(error, sa.exc.TimeoutError)
     if error.connection_invalidated or isinstance(error, InterfaceError):
         return True
@@ -514,9 +514,9 @@ def _check_statement(*told: Any) -> None:  # noqa: ANN401 - SQLAlchemy's own
         _refuse(statement.strip()[:40])
 
 
-def _note_error(told: sa.engine.ExceptionContext) -> None:
-    if _guard.connection is not None and told.connection is _guard.connection:
-        _guard.error = told.original_exception
+def _note_error(failure: sa.engine.ExceptionContext) -> None:
+    if _guard.connection is not None and failure.connection is _guard.connection:
+        _guard.error = failure.original_exception
 
 
 def _check_statements(engine: sa.Engine) -> None:
@@ -536,6 +536,6 @@ def _ends_transaction(statement: str) -> bool:
 def _early_end(what: str) -> errors.BadRequest:
     return errors.BadRequest(
         f"apply: expected to leave the database's transaction open, found {what}: the changes and "
-        "the high-water mark are committed together, after it has returned. Hint: a statement that "
-        "may fail belongs into `with connection.begin_nested():`."
+        "the high-water mark are committed together, after it has returned. Hint: run a statement "
+        "that may fail inside `with connection.begin_nested():`."
     )
