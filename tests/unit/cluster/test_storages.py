@@ -263,7 +263,7 @@ def test_only_so_many_partitions_change_at_a_time():
         layout = await cluster.coordinator.storages.read()
         now = changes.placement_of(layout.assignment, cluster.partition_count)
         async with cluster.owned():
-            told = await carry_out(cluster, changes.replaced(now, A, D))
+            told = await carry_out(cluster, changes.replaced(now, A, D, now))
         assert max(len(each.step) for each in told) == PARTITIONS_AT_ONCE
         after = await cluster.coordinator.read_replica_assignment()
         assert after.partitions[A] == ()
