@@ -6,6 +6,7 @@ from uuid import UUID
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster import changes, model
 from waltz_core.cluster.changes import Plan
@@ -101,7 +102,7 @@ def run_now(coroutine):
 
 def in_cluster(story):
     async def run():
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             await story(await Cluster().create())
 
     return lambda: asyncio.run(run())
