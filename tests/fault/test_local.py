@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from tests.fault.load import command, wait_until
-from tests.patience import HANG_S
+from tests.patience import HANG_S, slowness
 from waltz_core import local_ports
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
@@ -262,9 +263,11 @@ def test_up_waits_for_every_server(directory: Path):
         slow.start("server-2")
         slow.kill("server-2", signal.SIGSTOP)  # long before it can have registered itself
         stack.callback(slow.kill, "server-2", signal.SIGCONT)
+        lines: list[str] = []
         late = f"not registered: 127.0.0.1:{slow.member('server-2').port}"
         with pytest.raises(Unreachable, match=late):
-            slow.up(timeout_s=8)
+            slow.up(timeout_s=8 * slowness(), say=lines.append)
+        assert any(re.search(f"waiting for .*{late}", line) for line in lines)
         slow.kill("server-2", signal.SIGCONT)
         with WaltzClient(slow.up()) as client:
             owners = {address for address, _ in client.layout().owners.values()}
