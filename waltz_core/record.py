@@ -28,8 +28,6 @@ BEFORE_FIRST = TransactionId(-1)
 NO_SESSION = SessionId(-1)
 # Of a batch that stands for others which could not be read any more: nobody may copy it.
 MADE_UP = SessionId(-2)
-# Of a stretch of an original's log: its chain is the identity of its last record.
-ORIGINAL = SessionId(-3)
 CHAIN_BYTES = 16
 GENESIS_CHAIN = Chain(bytes(CHAIN_BYTES))
 
@@ -123,17 +121,6 @@ def next_chain(
     digest = hashlib.blake2b(_CHAIN_INPUT.pack(previous, first, last, session_id), digest_size=16)
     digest.update(record_crcs)
     return Chain(digest.digest())
-
-
-def identity_chain(header: bytes | memoryview) -> Chain:
-    """Return what stands for the chain of a log that has none, at the record with this header.
-
-    `header` is the 28 bytes of a record header: id, request id, header. A request id is given to
-    one append and no other, and an owner appends to a replica only where its log is the owner's:
-    two logs that have the same append at the same id are the same up to there.
-    """
-    assert len(header) == RECORD_HEADER.size
-    return Chain(hashlib.blake2b(header, digest_size=CHAIN_BYTES, person=b"identity").digest())
 
 
 def lock_hash(name: str, key: int) -> int:

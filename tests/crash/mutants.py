@@ -96,7 +96,7 @@ NOT_NEEDED = {
     "truncation.carry_out > segment.sync_index#1": "an index that is too long is cut by the "
     "next opening",
     "reading._note_damage#1": "the next read finds it again",
-    "repair > covered_log.mark_acked > partition_log.mark_acked#2": "for what is lost "
+    "repair > replica_log.mark_acked > partition_log.mark_acked#2": "for what is lost "
     "beside a hole: this disk gives all that was synced (test_partition_log.py has another)",
     "segments.fill > segment.fill#6": "an index that is wrong is mended by the next read",
 }

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -28,9 +28,6 @@ from waltz_core.server import daemon
 from waltz_core.server.daemon import Server
 from waltz_core.wire import messages
 from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason, Surface
-
-if TYPE_CHECKING:
-    from tests.original_storage import OriginalStorage
 
 ROOT = "/waltz/test"
 CLUSTER_KEY = UUID(int=7)
@@ -52,24 +49,24 @@ class World:
     def __init__(self) -> None:
         self.zookeeper = MemoryZooKeeper(asyncio.Event)
         self.storages = [MemoryStorage(number) for number in range(3)]
-        self.originals: list[OriginalStorage] = []
         self.servers: list[Server] = []
         self.stops: list[asyncio.Event] = []
 
     async def start(self, partition_count: int) -> None:
         coordinator = self.zookeeper.coordinator(ROOT)
-        storages: list[MemoryStorage | OriginalStorage] = [*self.storages, *self.originals]
-        for each in storages:
+        for each in self.storages:
             await each.start()
         new = NewCluster(
             "test",
             partition_count,
             CLUSTER_KEY,
             # Each is a group of its own.
-            tuple(NewStorage(ReplicaId(each.address), 1, n) for n, each in enumerate(storages)),
+            tuple(
+                NewStorage(ReplicaId(each.address), 1, n) for n, each in enumerate(self.storages)
+            ),
             {
                 ReplicaId(each.address): tuple(map(PartitionId, range(partition_count)))
-                for each in storages
+                for each in self.storages
             },
         )
         await coordinator.create_cluster(new)
@@ -108,7 +105,7 @@ async def cluster(
         finally:
             for stop in world.stops:
                 stop.set()
-    for storage in (*world.storages, *world.originals):
+    for storage in world.storages:
         await storage.stop()
 
 

@@ -50,18 +50,15 @@ VALUES = {
     FieldKind.TEXTS: tuples_of(text),
     FieldKind.LINEAGE: tuples_of(st.builds(LineageEntry, int64, int64, int64, int64, raw16)),
     FieldKind.RECORDS: tuples_of(record),
-    FieldKind.HEADERS: tuples_of(header),
     FieldKind.TEXT_BOOL_MAP: tuples_of(st.tuples(text, st.booleans())),
     FieldKind.INT32_BOOL_MAP: tuples_of(st.tuples(int32, st.booleans())),
     FieldKind.DATA_OR_ERROR: st.tuples(blob, st.none()) | st.tuples(st.none(), st.none() | text),
-    FieldKind.PRESENT_RECORD: st.none() | record,
-    FieldKind.PRESENT_HEADER: st.none() | header,
     FieldKind.STACK: tuples_of(st.tuples(text, text, st.none() | text, int32)),
 }
 CASES = [
     (surface, version)
-    for surface, version_max in ((Surface.CLIENT, 6), (Surface.STORAGE, 2), (Surface.ADMIN, 1))
-    for version in range(version_max + 1)
+    for surface in (Surface.CLIENT, Surface.STORAGE, Surface.ADMIN)
+    for version in surface.versions
 ]
 
 

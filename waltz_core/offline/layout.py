@@ -42,7 +42,7 @@ GENESIS: Final = bytes(16)
 
 AVAILABLE, ASSIGNED = 1, 4
 DIRTY, SUSPECT, PROVISIONAL, TRUNCATE, CUT = 1, 2, 4, 8, 16
-# In place of a chain: an original's server has written through the storage.
+# In place of a chain: records may have no batches.
 UNBATCHED: Final = b"\xff" * 16
 MADE_UP: Final = -2  # the session of a batch that stands for others which could not be read
 _DAMAGED_MAX: Final = 21

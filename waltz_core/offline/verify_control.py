@@ -9,9 +9,9 @@ Rules:
        its marks above it, as a truncation does not lower them. Only a later session is an
        original's, but where the slot has had none: that log was begun anew after it was written.
     3. A clean stop leaves a marker at the end of the log. After another one the log may be longer.
-    4. The session of an original's server has no nonce. Its mark may be above the log, and loses
-       its session when an owner of ours comes after it. What it has appended has no batches: the
-       marker has a word in place of its chain then.
+    4. Records may have no batches for a while: the marker has a word in place of its chain then.
+       An owner does that to records of Waltz 0.13, and an earlier version of the storage did it for
+       0.13 servers. The session of such a server has no nonce; its mark may be above the log.
 """
 
 from pathlib import Path
@@ -146,7 +146,7 @@ def belief_of(directory: Path, number: int, control: Control | None, findings: F
     is_overtaken = info is not None and (
         info.sequence > current.original_sequence or -1 < current.last_session < info.session
     )
-    is_adopted = is_overtaken or _is_through_us(current)
+    is_adopted = is_overtaken or _is_unbatched(current)
     vouched = current.acked
     if is_overtaken:
         assert info is not None
@@ -202,8 +202,8 @@ def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findin
     """Say where the log and what the control files say of it do not fit."""
     info = entry.info if entry is not None else None
     of_original = findings.in_file(CONTROL_NAME)
-    is_through_us = belief.slot is not None and _is_through_us(belief.slot)
-    is_the_originals = belief.slot is None or (belief.is_adopted and not is_through_us)
+    is_unbatched = belief.slot is not None and _is_unbatched(belief.slot)
+    is_the_originals = belief.slot is None or (belief.is_adopted and not is_unbatched)
     if is_the_originals and info is not None and info.local_low_water_mark > seen.last:
         of_original.wrong(
             None,
@@ -213,8 +213,8 @@ def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findin
     if belief.slot is None:
         return
     said = findings.in_file(f"{belief.partition}/{SLOTS_NAME}")
-    if is_through_us:
-        said.note(None, "an original's server has written here; the next start makes batches")
+    if is_unbatched:
+        said.note(None, "records have no batches; the next start makes them")
     elif belief.is_adopted:
         said.note(None, "an original has written here since; the next start adopts its records")
     elif info is not None and info.session != belief.slot.last_session:
@@ -230,10 +230,10 @@ def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findin
 
 def _compare_marks(belief: Belief, one: Slot, seen: LogSeen, said: InFile) -> None:
     marks = [("low-water mark", one.low_water_mark)]
-    # An original sets its mark before it has filled the log up (rule 4).
+    # Waltz 0.13 sets its mark before it has filled the log up (rule 4).
     if one.flags & PROVISIONAL and any(one.nonce) and one.provisional_session >= 0:
         marks.append(("provisional low-water mark", one.provisional_mark))
-    if not belief.is_adopted or _is_through_us(one):
+    if not belief.is_adopted or _is_unbatched(one):
         marks.append(("acked id", one.acked))
     for what, mark in marks:
         if mark > seen.last:
@@ -254,8 +254,8 @@ def _compare_marks(belief: Belief, one: Slot, seen: LogSeen, said: InFile) -> No
         )
 
 
-def _is_through_us(one: Slot) -> bool:
-    """Tell if an original's server has written last, and the storage was ours (rule 4)."""
+def _is_unbatched(one: Slot) -> bool:
+    """Whether records may have no batches (rule 4)."""
     return one.acked_chain == UNBATCHED
 
 

@@ -13,8 +13,7 @@ Rules (correctness.md 2.1 A and B, rows 15, 17 and 36; interop.md 4.7):
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from waltz_core.cluster.model import (
     MarkerState,
@@ -22,11 +21,9 @@ from waltz_core.cluster.model import (
     PartitionMetadata,
     ReplicaState,
 )
-from waltz_core.record import Chain, Generation, ReplicaId, SessionId, TransactionId
+from waltz_core.record import Generation, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.replication.recovery import Origin, origin_of, states_to_claim
-
-_NONE: Final[Mapping[TransactionId, Chain]] = MappingProxyType({})
 
 
 class View(NamedTuple):
@@ -44,7 +41,7 @@ class View(NamedTuple):
 
     @property
     def name(self) -> tuple[SessionId, bytes] | None:
-        """Session and nonce of the last claim; None if an original server made it."""
+        """Session and nonce of the last claim; None if a 0.13 server made it."""
         marker = self.marker
         if marker is None or marker.session_id != self.metadata.session_id:
             return None
@@ -52,15 +49,11 @@ class View(NamedTuple):
 
 
 class InDoubt(NamedTuple):
-    """What was submitted to an earlier session and is not final: ids above `committed`.
-
-    `identities`: what each of them is known by where no lineage tells (`originals.py`).
-    """
+    """What was submitted to an earlier session and is not final: ids above `committed`."""
 
     session_id: SessionId
     committed: TransactionId
     last: TransactionId
-    identities: Mapping[TransactionId, Chain] = _NONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,14 +136,10 @@ class MetadataUnknown:
 
 @value(frozen=True, slots=True)
 class ReplicaOpened:
-    """A connection of this session to the storage stands; nothing was said on it yet.
-
-    `is_original`: what is sent on it, and answered, is S 0 (`originals.py`).
-    """
+    """A connection of this session to the storage stands; nothing was said on it yet."""
 
     session_id: SessionId
     replica: ReplicaId
-    is_original: bool = False
 
 
 @value(frozen=True, slots=True)

@@ -62,7 +62,6 @@ from waltz_core.replication.events import (
     WriteMetadata,
 )
 from waltz_core.replication.limits import Limits
-from waltz_core.replication.original_records import identities_of
 from waltz_core.replication.recovery import origin_of
 from waltz_core.replication.store_session import Cause, Ending, PartitionFacts, StoreSession
 
@@ -163,11 +162,6 @@ class PartitionStore:
         session = self._session
         return session.readable() if session is not None and session.is_open else []
 
-    @property
-    def has_chains(self) -> bool:
-        """Whether its log has a chain: an original's has not, and clients do not read from it."""
-        return self._session is None or not self._session.kinds.are_originals
-
     def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
         """Return for how long each replica of the session has not answered what it was asked."""
         return {} if self._session is None else self._session.waits_ms(now_ms)
@@ -242,7 +236,7 @@ class PartitionStore:
             case ReplicaAnswered():
                 session.answered(event.replica, event.message, self._now_ms)
             case ReplicaOpened():
-                session.opened(event.replica, self._now_ms, is_original=event.is_original)
+                session.opened(event.replica, self._now_ms)
             case ReplicaLost():
                 session.lost(event.replica, event.reason, self._now_ms)
 
@@ -369,8 +363,7 @@ class PartitionStore:
         if session.is_settled:
             # Not before: of one that only opened nobody here knows what it has found in the log.
             self._is_unbroken = True
-            names = identities_of(window.uncommitted) if session.kinds.are_originals else {}
-            doubt = InDoubt(session.claim.session_id, window.committed, window.last, names)
+            doubt = InDoubt(session.claim.session_id, window.committed, window.last)
             self._in_doubt = doubt if window.last > window.committed else None
         assert session.opened_ms is not None
         if self._now_ms - session.opened_ms >= self._limits.stable_ms:

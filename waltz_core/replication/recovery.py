@@ -111,7 +111,6 @@ class Recovery:
         # Rule 1: None is for good.
         self._max: dict[ReplicaId, TransactionId | None] = {}
         self.mark: TransactionId | None = None
-        self._at_least = BEFORE_FIRST
 
     @property
     def old_quorum(self) -> int:
@@ -177,17 +176,8 @@ class Recovery:
     def decide(self) -> TransactionId | None:
         """Decide the mark if it can be; once decided it stays."""
         if self.mark is None:
-            mark = self._decide()
-            self.mark = None if mark is None else max(mark, self._at_least)
+            self.mark = self._decide()
         return self.mark
-
-    def keep_up_to(self, mark: TransactionId) -> None:
-        """Decide for this mark at least, which the log of a credible replica has reached.
-
-        More than can have been acknowledged may be kept, and must be where a session that never
-        opened has left a mark on a storage that takes no lower one.
-        """
-        self._at_least = max(self._at_least, mark)
 
     def _decide(self) -> TransactionId | None:
         if self.origin is Origin.NEW:

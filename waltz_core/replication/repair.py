@@ -5,8 +5,7 @@ goal; whom to copy from, and the connections, are its owner's.
 
 Rules (correctness.md 2.1 F):
     1. Nothing is done before the mark is decided: a repair is only made then.
-    2. What lies above the mark was never acknowledged and is cut; and so is what nobody vouches for
-       in a log without a chain (`trusted`, originals.py).
+    2. What lies above the mark was never acknowledged and is cut.
     3. Below it, the log is cut back to the last batch end where its chain is the goal's, never
        below the replica's own confirmed low-water mark, and only when the chains do differ.
     4. Copied records are checked by their CRCs and by the chain before they are passed on.
@@ -38,18 +37,14 @@ from waltz_core.errors import (
     ChecksumMismatch,
     DataLoss,
     RemoteProtocolError,
-    Unavailable,
 )
 from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     MADE_UP,
-    ORIGINAL,
-    RECORD_HEADER,
     Chain,
     SessionId,
     TransactionId,
-    identity_chain,
     next_chain,
 )
 from waltz_core.wire.messages import LineageResponse, Prepared, RangeBytes
@@ -126,14 +121,10 @@ class Repair:
     checks of `verify_records` and `verify_batches` raise for bad copies.
     """
 
-    def __init__(self, answer: Prepared, *, trusted: TransactionId | None = None) -> None:
+    def __init__(self, answer: Prepared) -> None:
         self.last = TransactionId(answer.synced_max)
         self.chain = Chain(bytes(answer.chain))
         self.is_set = False
-        # Above it a log that has no real chain is cut, whatever its records look like.
-        self._trusted = self.last if trusted is None else trusted
-        # Nor does such a storage take a mark below the one that it has.
-        self._least_mark = BEFORE_FIRST if trusted is None else answer.low_water_mark
         # A mark that is not confirmed protects nothing; the one below it is not told.
         confirmed = answer.low_water_mark if answer.mark_confirmed else BEFORE_FIRST
         self._floor = TransactionId(confirmed)
@@ -153,8 +144,7 @@ class Repair:
 
     def reaches(self, goal: Goal) -> bool:
         """Whether the log ends exactly at the goal."""
-        is_trusted = self.last <= self._trusted
-        return is_trusted and self.last == goal.mark and self.chain == goal.chain
+        return self.last == goal.mark and self.chain == goal.chain
 
     # -----------------------------------------------------------------------------------------
     # what to do next
@@ -170,13 +160,8 @@ class Repair:
         return OwnLineage(self.last, self.last) if self._wants_newest else step
 
     def _step(self, goal: Goal, *, can_mend: CanMend) -> Step | None:
-        if goal.mark < self._least_mark:
-            raise Unavailable(
-                f"it takes no mark below {self._least_mark}, decided was {goal.mark}: a session "
-                "that begins above it takes it in"
-            )
-        if self.last > min(goal.mark, self._trusted):
-            return self._shorten(min(goal.mark, self._trusted))
+        if self.last > goal.mark:
+            return self._shorten(goal.mark)
         if goal.chain is None:
             return None
         if goal.chain != self._goal_chain:
@@ -319,7 +304,7 @@ class Repair:
     def appended(self, step: Append) -> None:
         """The replica has the copied batches on disk."""
         assert step.answer.first == self.last + 1
-        self.last = self._trusted = TransactionId(self.last + step.answer.count)
+        self.last = TransactionId(self.last + step.answer.count)
         self.chain = step.chain
         self._fetched = None
 
@@ -435,12 +420,8 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
                 f"{next_id} and below {end} was expected"
             )
         start, stop = entry.first - answer.first, entry.last + 1 - answer.first
-        if entry.session_id == ORIGINAL:
-            last, _ = raw_records.cut(answer.records, lengths, skip=stop - 1, count=1)
-            chain = identity_chain(last[: RECORD_HEADER.size])
-        else:
-            part = crcs[4 * start : 4 * stop]
-            chain = next_chain(chain, entry.first, entry.last, entry.session_id, part)
+        part = crcs[4 * start : 4 * stop]
+        chain = next_chain(chain, entry.first, entry.last, entry.session_id, part)
         if chain != bytes(entry.chain):
             raise ChecksumMismatch(f"batch {entry.first}..{entry.last}: another chain")
         next_id = entry.last + 1

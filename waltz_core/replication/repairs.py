@@ -28,7 +28,6 @@ from waltz_core.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     NO_SESSION,
-    ORIGINAL,
     Chain,
     ReplicaId,
     TransactionId,
@@ -350,7 +349,6 @@ class Repairs:
         assert wanting.ticket == ticket
         if isinstance(step, SourceLineage | Fetch):
             try:
-                _check_kind(asked, answer)
                 self._supplied(wanting, asked.replica, step, answer, now_ms)
             except (Damaged, ProtocolError) as error:
                 self._shun(ticket, asked.replica, str(error), now_ms)
@@ -427,13 +425,6 @@ class Repairs:
                 )
             repair.marked()
             each.marked(step.mark, step.chain)
-
-
-def _check_kind(asked: ReplicaSession, answer: StorageMessage) -> None:
-    """Raise when a storage of ours tells what is only believed of an original's translator."""
-    assert isinstance(answer, messages.RangeBytes | messages.LineageResponse)
-    if asked.original is None and any(each.session_id == ORIGINAL for each in answer.lineage):
-        raise RemoteProtocolError(f"storage {asked.replica}: batches as an original has them")
 
 
 def _records(answer: messages.RangeBytes) -> tuple[object, ...]:

@@ -37,7 +37,6 @@ from waltz_core.wire.messages import StorageMessage
 if TYPE_CHECKING:
     from random import Random
 
-    from waltz_core.replication.originals import OriginalStorage
     from waltz_core.replication.repair import Repair
 
 NO_TICKET: Final = -1
@@ -103,7 +102,6 @@ class ReplicaSession:
         self.replica = replica
         self.stage = Stage.ABSENT
         self.repair: Repair | None = None
-        self.original: OriginalStorage | None = None  # what translates for one
         self.ticket = NO_TICKET  # of the one repair or copy step that is under way
         self.is_broken = False  # the connection is known to be gone
         self.is_tainted = False  # rule 3
@@ -169,7 +167,7 @@ class ReplicaSession:
         may_change = any(kind in _CHANGING for kind in unanswered)
         self.is_tainted = self.is_tainted or self.is_marked or may_change
         self.stage = Stage.ABSENT
-        self.repair = self.original = None
+        self.repair = None
         self.ticket = NO_TICKET
         self.unanswered_bytes = 0
         self._requests.clear()
@@ -192,26 +190,6 @@ class ReplicaSession:
         if isinstance(message, messages.AppendRaw):
             self.unanswered_bytes += len(message.records)
         self._requests[self._sequence] = Request(message, now_ms, ticket)
-        if self.original is None:
-            self._send(message)
-        else:
-            for translated in self.original.ask(message):
-                self._send(translated)
-
-    def heard(self, answer: StorageMessage) -> StorageMessage | None:
-        """Return what an answer is in S 1; None when an original has not told all of it yet.
-
-        Raises:
-            RemoteProtocolError: an original's answer cannot be.
-        """
-        if self.original is None:
-            return answer
-        asked, translated = self.original.take(answer)
-        for message in asked:
-            self._send(message)
-        return translated
-
-    def _send(self, message: StorageMessage) -> None:
         self._outbox.append(SendToReplica(self._session_id, self.replica, message))
 
     def take(self, answer: StorageMessage) -> Request:

@@ -5,8 +5,7 @@ of one engaged replica, whose log up to the mark is the decided one, and of the 
 has lost the batches.
 
 Rules (correctness.md row 21, "Room for our rules"):
-    1. What an owner submitted is known again by its session in the lineage, never by its ids; in
-       an original's log, which has no lineage, by the identity of each record.
+    1. What an owner submitted is known again by its session in the lineage, never by its ids.
     2. Commit stamps go on from the last one in the log when somebody else may have written it,
        whatever this server's clock says.
     3. A batch that a replica has made up says neither who wrote it nor when: its silence about a
@@ -81,8 +80,7 @@ class Settling:
             return
         last = doubt.committed
         for entry in self._doubtful:
-            is_known = doubt.identities.get(entry.last) == entry.chain
-            if entry.session_id != doubt.session_id and not is_known:
+            if entry.session_id != doubt.session_id:
                 break
             last = TransactionId(max(last, entry.last))
         self._settle(min(last, doubt.last, self._mark))

@@ -34,7 +34,6 @@ from waltz_core.record import PartitionId, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.claim import Claim
 from waltz_core.replication.events import Batch, Committed, Effect, SessionOpened
 from waltz_core.replication.limits import Limits
-from waltz_core.replication.originals import MIXED, Kinds
 from waltz_core.replication.proving import Proving
 from waltz_core.replication.quorum import quorum_mark, quorum_size
 from waltz_core.replication.recovery import NO_STORAGE_ID, Recovery
@@ -136,7 +135,6 @@ class StoreSession:
         self._proving = Proving(claim.assigned, outbox=outbox, limits=limits)
         self._settling: Settling | None = None
         self._rivals: list[ReplicaId] = []
-        self.kinds = Kinds(claim.session_id, facts.partition_id, claim.assigned, facts.storage_ids)
 
     # -----------------------------------------------------------------------------------------
     # what the owner asks
@@ -189,7 +187,7 @@ class StoreSession:
                 times.append(oldest_ms + self._limits.answer_ms_max)
         times += self._proving.deadlines()
         # What only changes `wanted_states` is looked at in every step; the past needs no step.
-        gates = [*self.claim.held.values(), self.kinds.decides_at_ms]
+        gates = [*self.claim.held.values()]
         if self._enough_since_ms is not None and self.window is None:
             gates.append(self._enough_since_ms + self._limits.grace_ms)
         times += [at_ms for at_ms in gates if at_ms > now_ms]
@@ -207,7 +205,7 @@ class StoreSession:
             each.dial()
         self._advance(now_ms)
 
-    def opened(self, replica: ReplicaId, now_ms: int, *, is_original: bool = False) -> None:
+    def opened(self, replica: ReplicaId, now_ms: int) -> None:
         """A connection stands: fence."""
         each = self.replicas.get(replica)
         if each is None or each.stage is not Stage.DIALLING:
@@ -215,13 +213,7 @@ class StoreSession:
         if each.is_tainted:
             self._returned(each, now_ms)
             return
-        has_begun = any(each.is_marked for each in self.replicas.values())
-        if self.kinds.refuses(is_original=is_original, has_begun=has_begun):
-            self._refuse(each, MIXED, now_ms)
-            return
         each.stage = Stage.PREPARING
-        if is_original:
-            self._met_original(each, now_ms)
         facts = self._facts
         storage_id = facts.storage_ids.get(replica, NO_STORAGE_ID)
         identity = (storage_id, facts.cluster_key, facts.partition_count)
@@ -243,8 +235,8 @@ class StoreSession:
         try:
             if isinstance(answer, messages.DamageFound):
                 self.repairs.damage_found(each, answer)
-            elif (told := each.heard(answer)) is not None:
-                self._answered(each, each.take(told), told, now_ms)
+            else:
+                self._answered(each, each.take(answer), answer, now_ms)
         except (RemoteProtocolError, Damaged) as error:
             self._refuse(each, str(error), now_ms)
         self._advance(now_ms)
@@ -418,14 +410,6 @@ class StoreSession:
             return
         each.lost(now_ms, self._rng, wait_ms=2 * (earliest_ms - now_ms))
 
-    def _met_original(self, each: ReplicaSession, now_ms: int) -> None:
-        """It is a session of originals: none of ours takes part (originals.py)."""
-        each.original = self.kinds.translator(self.recovery.states.get(each.replica))
-        self.kinds.decides_at_ms = self.kinds.decides_at_ms or now_ms + self._limits.grace_ms
-        for other in self.replicas.values():
-            if other.is_connected and other.original is None:
-                self._refuse(other, MIXED, now_ms)
-
     # -----------------------------------------------------------------------------------------
     # answers
 
@@ -500,20 +484,17 @@ class StoreSession:
                 self._refuse(each, reason, now_ms)
             return
         self.recovery.heard(each.replica, answer, registered)
-        if each.original is not None and self.recovery.is_credible(each.replica):
-            self.recovery.keep_up_to(TransactionId(answer.low_water_mark))
         if each.replica in self.recovery.unknown:
             self._report("replica.unknown", replica=each.replica, last=answer.synced_max)
         each.stage = Stage.REPAIRING
-        trusted = None if each.original is None else each.original.trusted
-        each.repair = Repair(answer, trusted=trusted)
+        each.repair = Repair(answer)
 
     # -----------------------------------------------------------------------------------------
     # recovery, until the session opens
 
     def _advance(self, now_ms: int) -> None:
         """Do whatever has become possible."""
-        if self.ended is not None or not self._is_decided(now_ms):
+        if self.ended is not None or not self._is_decided():
             return
         self.repairs.advance(now_ms)
         if self.repairs.contradiction is not None and self.window is None:
@@ -525,11 +506,9 @@ class StoreSession:
                 if each.stage in MARKED:
                     self._feed(each, now_ms)
 
-    def _is_decided(self, now_ms: int) -> bool:
+    def _is_decided(self) -> bool:
         if self.repairs.goal is not None:
             return True
-        if now_ms < self.kinds.decides_at_ms and not self.recovery.is_complete:
-            return False
         mark = self.recovery.decide()
         if mark is None:
             if self.recovery.is_complete and not self._is_waiting_reported:

@@ -103,10 +103,6 @@ class Store(Protocol):
     def readable_replicas(self) -> Sequence[ReplicaId]:
         """The replicas that readers may ask in the open session."""
 
-    @property
-    def has_chains(self) -> bool:
-        """Whether the log has a chain: an original's has not, and clients do not read from it."""
-
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         """Take one event in."""
 

@@ -121,7 +121,6 @@ class MemoryStore:
         self.generation = Generation(-1)
         self.wake_at_ms: int | None = None
         self.readable_replicas: Sequence[ReplicaId] = ()
-        self.has_chains = True
 
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         """Take one event in; what only several replicas need has no effect."""

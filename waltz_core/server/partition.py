@@ -367,7 +367,7 @@ class Partition:
 
     def _with_mark(self, event: Received) -> Answer:
         # The mark of now, not of when the proof began: a client may know it already.
-        mark, replicas = self._high_water_mark, self.reads.replicas if self.reads.has_chains else []
+        mark, replicas = self._high_water_mark, self.reads.replicas
         return answers.with_mark(event, mark, self._session_id, replicas, self._identity)
 
     # -----------------------------------------------------------------------------------------
@@ -416,7 +416,6 @@ class Partition:
         self._settled_generation = opened.generation
         self._session_id, self._is_open = opened.session_id, True
         self._high_water_mark = mark
-        self.reads.has_chains = self._store.has_chains
         self._opened_ms, self._opened_mark = self._now_ms, mark
         self._is_checkpoint_due = False
         self.session_changes += 1

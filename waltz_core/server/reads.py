@@ -137,7 +137,6 @@ class Reads:
         self._turn = 0
         self._shunned: dict[ReplicaId, int] = {}  # until how many fetches were made (rule 7)
         self.replicas: Sequence[ReplicaId] = ()
-        self.has_chains = True  # An original's log has none that would outlive its session.
         # Who is of this server's own group; may change at any time (rule 6).
         self.nearby: Container[ReplicaId] = ()
         self.fetches = 0
@@ -270,7 +269,7 @@ class Reads:
             return None
         reach = first + len(headers) // raw_records.FEED_HEADER_BYTES - 1
         end = self._last_entry_within(TransactionId(first), TransactionId(reach))
-        if end is None or not self.has_chains:
+        if end is None:
             return Stretch(first, headers)
         return Stretch(first, headers, end.last, end.chain)
 

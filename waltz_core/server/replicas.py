@@ -10,12 +10,9 @@ Rules:
     2. `OpenReplica` has one outcome, and a link that was lost is told once; a link that was closed
        on request is never heard of again (replication/events.py, rule 2).
     3. Readers have links of their own, so that a large read cannot hold up an append.
-    4. With a storage of the original, which the hello tells, S 0 is spoken: sessions translate for
-       themselves (replication/originals.py), for readers it is done here.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -26,7 +23,6 @@ from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from
 from waltz_core.net import Link, dial
 from waltz_core.record import ReplicaId, SessionId
 from waltz_core.replication import events as replication
-from waltz_core.replication.original_records import PageSize, reading, was_read
 from waltz_core.wire.messages import (
     LockBlocks,
     LockBlocksRequest,
@@ -39,16 +35,12 @@ from waltz_core.wire.messages import (
     SuccessResponse,
     Surface,
 )
-from waltz_core.wire.original_messages import FailureResponse
-
-_log = logging.getLogger(__name__)
 
 DIAL_TIMEOUT_S: Final = 3.0
 READ_TIMEOUT_S: Final = 15.0
 # The same where another one can be asked: a storage that is frozen keeps its connections.
 URGENT_READ_TIMEOUT_S: Final = 2.0
 _NOBODY: Final = -1
-_ORIGINAL: Final = 0  # the version of S that the original speaks
 _Answer: TypeAlias = RangeBytes | LockBlocks
 
 
@@ -83,7 +75,6 @@ class SessionLinks:
         self._write_backlog_bytes_max = write_backlog_bytes_max
         self._ssl = ssl
         self._links: dict[tuple[SessionId, ReplicaId], _SessionLink] = {}
-        self._originals: set[ReplicaId] = set()
 
     def open(self, effect: replication.OpenReplica) -> None:
         """Dial the storage; `ReplicaOpened` or `ReplicaLost` follows."""
@@ -140,15 +131,7 @@ class SessionLinks:
                 assert isinstance(message, StorageMessage)
                 self._post_answer(replication.ReplicaAnswered(session_id, replica, message))
 
-        is_original = link.version == _ORIGINAL
-        if is_original and replica not in self._originals:
-            self._originals.add(replica)
-            _log.warning(
-                "replica.original replica=%s speaks=S0: what it promises is what an original "
-                "promises, see docs/compatibility.md",
-                replica,
-            )
-        self._post(replication.ReplicaOpened(session_id, replica, is_original))
+        self._post(replication.ReplicaOpened(session_id, replica))
         if not entry.is_closed:
             link.start(take, lambda reason: self._lost(key, entry, reason))
 
@@ -165,27 +148,6 @@ class SessionLinks:
 class _ReadLink:
     link: Link
     waiting: dict[int, asyncio.Future[_Answer]] = field(default_factory=dict)  # by sequence
-    asked: dict[int, RangeRaw] = field(default_factory=dict)  # of an original, in our words
-    pages: PageSize = field(default_factory=PageSize)
-
-    @property
-    def is_original(self) -> bool:
-        """Whether S 0 is spoken."""
-        return self.link.version == _ORIGINAL
-
-    def ask(self, message: RangeRaw | LockBlocksRequest) -> None:
-        """Send a request."""
-        if self.is_original:
-            assert isinstance(message, RangeRaw)
-            self.asked[message.sequence] = message
-            self.link.send(reading(message, self.pages))
-        else:
-            self.link.send(message)
-
-    def told(self, answer: StorageMessage) -> StorageMessage:
-        """Return what an answer is in S 1; RemoteProtocolError for what cannot be."""
-        asked = self.asked.get(answer.sequence)
-        return answer if asked is None else was_read(asked, answer, self.pages)
 
 
 class ReadLinks:
@@ -220,17 +182,13 @@ class ReadLinks:
         try:
             async with asyncio.timeout(timeout_s):
                 read_link = await self._link(replica)
-                if read_link.is_original and isinstance(message, LockBlocksRequest):
-                    prefix = message.session_id, message.sequence, message.partition_id
-                    return LockBlocks(*prefix, b"")  # it keeps none
                 answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
                 read_link.waiting[number] = answer
-                read_link.ask(replace(message, sequence=number))
+                read_link.link.send(replace(message, sequence=number))
                 try:
                     found = await answer
                 finally:
                     read_link.waiting.pop(number, None)
-                    read_link.asked.pop(number, None)
         except TimeoutError as error:
             raise Unreachable(f"{replica}: no answer within {timeout_s} s") from error
         return replace(found, sequence=message.sequence)
@@ -266,33 +224,22 @@ class ReadLinks:
 def _take_answers(replica: ReplicaId, read_link: _ReadLink, messages: list[Message]) -> None:
     for message in messages:
         assert isinstance(message, StorageMessage)
-        if message.partition_id == _NOBODY and isinstance(message, Nack | FailureResponse):
+        if message.partition_id == _NOBODY and isinstance(message, Nack):
             # The answer to the opening: another cluster's storage, nothing here is for us.
-            text = message.message if isinstance(message, Nack) else message.text
-            read_link.link.abort(text or "no reason given")
+            read_link.link.abort(message.message)
             return
         waiting = read_link.waiting.get(message.sequence)
         if waiting is not None and not waiting.done():
-            _settle(replica, waiting, read_link, message)
+            _settle(replica, waiting, message)
 
 
-def _settle(
-    replica: ReplicaId,
-    waiting: asyncio.Future[_Answer],
-    read_link: _ReadLink,
-    message: StorageMessage,
-) -> None:
-    try:
-        told = read_link.told(message)
-    except RemoteProtocolError as error:
-        waiting.set_exception(error)
-        return
-    if isinstance(told, RangeBytes | LockBlocks):
-        waiting.set_result(told)
-    elif isinstance(told, Nack):
-        waiting.set_exception(from_code(told.error_code, f"{replica}: {told.message}"))
+def _settle(replica: ReplicaId, waiting: asyncio.Future[_Answer], message: StorageMessage) -> None:
+    if isinstance(message, RangeBytes | LockBlocks):
+        waiting.set_result(message)
+    elif isinstance(message, Nack):
+        waiting.set_exception(from_code(message.error_code, f"{replica}: {message.message}"))
     else:
-        name = type(told).__name__
+        name = type(message).__name__
         waiting.set_exception(
             RemoteProtocolError(f"{replica}: expected a range of records, found {name}")
         )

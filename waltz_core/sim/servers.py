@@ -89,11 +89,6 @@ class ObservedStore:
         """As the store says."""
         return self.store.readable_replicas
 
-    @property
-    def has_chains(self) -> bool:
-        """As the store says."""
-        return self.store.has_chains
-
     def step(self, event: events.Event, now_ms: int) -> Sequence[events.Effect]:
         """Step the store, and look at it."""
         if type(event) is events.Submit:

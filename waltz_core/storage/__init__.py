@@ -12,23 +12,20 @@
     <directory>/<p>/<first>.chn       one entry for each batch that ends in the segment
 
 From the top: `daemon` is the process, `serving` says which partitions it serves, `service` answers
-servers, with a `lane` for each partition and the `scrub`'s timetable, `originals` says what is so
-of an original's servers, and `effects` what all of that wants done; `work` is what is done on
-threads, `original_work` that of an original, `figures` what is shown of it. `admin_port` and
+servers, with a `lane` for each partition and the `scrub`'s timetable, and `effects` what all of
+that wants done; `work` is what is done on threads, `figures` what is shown of it. `admin_port` and
 `admin` answer whoever administers, with `errands` that `upkeep` carries out. `engine` holds a
-directory, `room` what is kept back of its disk, `replica_log` a partition as servers of both kinds
-write it, `covered_log` and `partition_log` what that stands on, `removal` deletes one, `recovery`
-opens one, `reading` reads it, `damage` mends it, `truncation` cuts it, `unbatched` and `rebatching`
-are about records without batches, `segments` makes many files look like one, `segment` is one of
-them, `index` its two lookups, `control_file` what lies beside the log, `format` every byte, `disk`
-the door to the file system.
+directory, `room` what is kept back of its disk, `partition_log` a partition's log, `replica_log`
+the same with records that Waltz 0.13 may have written, `removal` deletes one, `recovery` opens one,
+`reading` reads it, `damage` mends it, `truncation` cuts it, `rebatching` gives records other
+batches, `segments` makes many files look like one, `segment` is one of them, `index` its two
+lookups, `control_file` what lies beside the log, `format` every byte, `disk` the door to the file
+system.
 
 What is durable when:
     - `prepare`: the promise, then everything that was appended before.
     - `append`: nothing yet. `sync`: records and batches, not the index.
     - the index: with the acked marker, at a roll, at most every second, at a mark, at close.
-    - of an original: the promise before the first answer in it, records before SUCCESS, the index
-      also whenever a thousand records more are there.
     - `set_low_water_mark`, `engage`, `truncate`, `repair`: on return.
 
 What is believed after a crash: all that is known to have been synced (up to the acked marker, and

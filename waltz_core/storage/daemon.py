@@ -58,7 +58,6 @@ from waltz_core.wire.places import SEGMENT_QUESTION_BYTES, decode_segment, door_
 _log = logging.getLogger(__name__)
 
 CLOSE_S_MAX: Final = 10.0
-_ORIGINALS_VERSION: Final = 0
 PLACES_S: Final = 60.0
 ROOM_S_MAX: Final = 2.0
 # What one connection may have asked for and not taken yet; whoever wants more is cut.
@@ -76,7 +75,6 @@ _LEVELS: Final = {
     "damage_mended": logging.INFO,
     "disk_has_room": logging.INFO,
     "replica_repaired": logging.INFO,
-    "original_opened": logging.INFO,
     "scrub_finished": logging.INFO,
 }
 ResultT = TypeVar("ResultT")
@@ -288,7 +286,6 @@ class StorageDaemon:
             queue_bytes_max=config.queue_bytes_max,
             room=engine.room,
             scrub=scrub,
-            is_held=engine.is_held,
         )
 
     def _read_places(self) -> dict[PartitionId, TransactionId]:
@@ -430,10 +427,9 @@ class StorageDaemon:
         link.start(partial(self._received, connection), partial(self._closed, connection))
 
     def _received(self, connection: ConnectionId, messages: list[Message]) -> None:
-        is_original = self._links[connection].version == _ORIGINALS_VERSION
         for message in messages:
             assert isinstance(message, StorageMessage)
-            self._post(Request(connection, message, is_original))
+            self._post(Request(connection, message))
             self.metrics.add("waltz_storage_requests_total", request=type(message).__name__)
 
     def _closed(self, connection: ConnectionId, _reason: str) -> None:
@@ -495,9 +491,6 @@ class StorageDaemon:
         try:
             link.send(message)
         except errors.LocalProtocolError as error:
-            if link.version == _ORIGINALS_VERSION:
-                link.close(str(error))  # Nobody there knows of a Nack.
-                return
             # A batch that came in a full frame does not fit into the frame of a range.
             prefix = (message.session_id, message.sequence, message.partition_id)
             link.send(Nack(*prefix, errors.TooLarge.code, message.session_id, str(error)))

@@ -416,6 +416,9 @@ class Marker(NamedTuple):
 
 
 NOTHING_ACKED: Final = Marker(BEFORE_FIRST, GENESIS_CHAIN)
+# In place of the acked marker's chain: some records up to the marker have no batches. The next
+# opening makes them (`recovery.py`, rule 4). No hash has this value.
+UNBATCHED: Final = Chain(b"\xff" * 16)
 
 
 class TruncateIntent(NamedTuple):
@@ -458,6 +461,11 @@ class Slot:
         """Tell if the original has run on this directory since: its sequence or session says so."""
         is_later = NO_SESSION < self.last_session < info.session_id
         return is_later or info.sequence > self.original_sequence
+
+    @property
+    def is_unbatched(self) -> bool:
+        """Whether records may be here that have no batches."""
+        return self.acked.chain == UNBATCHED
 
     def encode(self) -> bytes:
         """Return the 512 bytes."""

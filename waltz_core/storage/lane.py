@@ -16,23 +16,16 @@ from typing import Final
 
 from waltz_core.record import BEFORE_FIRST, NO_SESSION, SessionId, TransactionId
 from waltz_core.storage.format import NOBODYS_NONCE
-from waltz_core.storage.original_work import LIST_BYTES_MAX, disk_bytes
 from waltz_core.storage.replica_log import ReplicaLog
 from waltz_core.storage.scrub import Piece
-from waltz_core.storage.work import APPENDS, ConnectionId, Request, Work
+from waltz_core.storage.work import ConnectionId, Request, Work
 from waltz_core.wire.messages import AppendRaw, LockBlocksRequest, RangeRaw, Repair, StorageMessage
-from waltz_core.wire.original_messages import (
-    AppendRecordsRequest,
-    RecordHeaderListRequest,
-    RecordListRequest,
-)
 
 # A hostile or broken peer must not use up the numbers (correctness.md 2.4, row 37).
 SESSION_JUMP_MAX: Final = 1 << 32
 GROUP_BYTES_MAX: Final = 16 * 1024 * 1024
 # What a request counts for in the queue beside the bytes that it carries or asks for.
 REQUEST_BYTES: Final = 512
-_RECORD_BYTES: Final = 256  # what a record takes as an object
 
 
 @dataclass(slots=True)
@@ -78,11 +71,10 @@ class Lane:
 def _next_group(writes: deque[Request]) -> tuple[Request, ...]:
     """Take the first request, and if it is an append, all that follow it directly (rule 2)."""
     group = [writes.popleft()]
-    kind = type(group[0].message)
-    if kind not in APPENDS:
+    if not isinstance(group[0].message, AppendRaw):
         return tuple(group)
     group_bytes = queue_bytes(group[0].message)
-    while writes and type(writes[0].message) is kind:
+    while writes and isinstance(writes[0].message, AppendRaw):
         group_bytes += queue_bytes(writes[0].message)
         if group_bytes > GROUP_BYTES_MAX:
             break
@@ -97,9 +89,5 @@ def queue_bytes(message: StorageMessage) -> int:
             return REQUEST_BYTES + len(message.records) + len(message.lengths)
         case RangeRaw() | LockBlocksRequest():
             return REQUEST_BYTES + max(0, message.bytes_max)
-        case AppendRecordsRequest():
-            return REQUEST_BYTES + disk_bytes(message) + _RECORD_BYTES * len(message.records)
-        case RecordListRequest() | RecordHeaderListRequest():
-            return REQUEST_BYTES + LIST_BYTES_MAX
         case _:
             return REQUEST_BYTES

@@ -52,10 +52,9 @@ from waltz_core.storage import damage, recovery, truncation
 from waltz_core.storage.batch_checks import check_batches
 from waltz_core.storage.control_file import SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import Disk
-from waltz_core.storage.format import IdRange, Mark, Marker, SegmentHeader, Slot
+from waltz_core.storage.format import UNBATCHED, IdRange, Mark, Marker, SegmentHeader, Slot
 from waltz_core.storage.reading import READ_BYTES, HeadersRead, LogReader, RangeRead
 from waltz_core.storage.segments import Segments
-from waltz_core.storage.unbatched import marker_at_roll
 
 I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
@@ -281,14 +280,14 @@ class PartitionLog:
                 f"partition {self.partition_id}: expected mark {self.low_water_mark} of session "
                 f"{self.slot.last_session}, found {mark} of {session}"
             )
-        self._confirm(session, engaged=session)
+        self._confirm(session)
         self._engaged = session
 
-    def _confirm(self, session: SessionId, *, engaged: SessionId) -> None:
+    def _confirm(self, session: SessionId) -> None:
         provisional = self.slot.provisional
         if provisional is not None and provisional.session_id == session:
             mark = provisional.low_water_mark
-            slot = replace(self.slot, low_water_mark=mark, provisional=None, engaged=engaged)
+            slot = replace(self.slot, low_water_mark=mark, provisional=None, engaged=session)
             self._write_slot(slot)
 
     def _check_session(self, session: SessionId) -> None:
@@ -341,7 +340,7 @@ class PartitionLog:
                 f"chain {self.chain.hex()}, found one at {first} after {chain_before.hex()}"
             )
         check_batches(first, lengths, records, chain_before, entries, records_crc)
-        self._confirm(session, engaged=session)
+        self._confirm(session)
         before = (self.max_id, self.chain)
         try:
             self._write_batches(lengths, memoryview(records).cast("B"), entries)
@@ -421,12 +420,19 @@ class PartitionLog:
         chain = here[-1].chain if here else self._segments.chain
         self.sync_count += self._segments.sync()
         self._segments.sync_index()
-        marker = marker_at_roll(self.slot, self._segments)
+        marker = self._marker_at_roll()
         if marker is not None:
             self._write_slot(replace(self.slot, acked=marker))
             self._unmarked_ms = 0
         self._segments.add(self._settings.now_ms(), chain)
         return entries[len(here) :]
+
+    def _marker_at_roll(self) -> Marker | None:
+        """Return what the marker may vouch for when all segments are synced; None for nothing."""
+        if self.slot.is_unbatched:
+            return Marker(self._segments.last, UNBATCHED)
+        end = self._segments.lineage_end()
+        return None if end is None else Marker(end.last, end.chain)
 
     # ---- failing (rule 6)
 

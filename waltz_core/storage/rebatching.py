@@ -1,8 +1,8 @@
 """Taking batches away from records that stay, and giving them others.
 
-Why it stands alone: an opening does it to records that an original has written, and a log that is
-open to records of which a session of S 1 brings the batches. Between the two steps a record has no
-batch, and whoever does it has said so durably before (`unbatched.py`, or an opening's own slot).
+An opening does it to records that Waltz 0.13 has written, and an open log to records of which an
+owner sends the batches. Between the two steps a record has no batch, and that is durable before
+the first of them (`UNBATCHED` in the acked marker, or an opening's own slot).
 
 Rules:
     1. A batch's entry is in the segment of its last record, and is durable there on return.

@@ -13,9 +13,11 @@ Rules:
     4. A directory that an original has written to since we did is adopted, and not suspect: its
        records get batches of up to 1024 ids, bounded alike on all replicas. Its sequence says so,
        or its session: a crash may have come between our slot and the structure that it knows of.
-       So it is where its server has written through us (`unbatched.py`), but that our slot is the
-       newest then, and its marker vouches. Bounds are those that the ids give, however often it was
-       opened meanwhile: batches of an earlier adoption that end elsewhere are made anew.
+       The same holds for records that an owner has left without batches (`UNBATCHED`), or that an
+       earlier version of this storage took from 0.13 servers: our slot is the newest then, and its
+       marker vouches. A provisional mark of such a server loses its session (`replica_log.py`,
+       rule 1). Bounds are those that the ids give, however often it was opened meanwhile: batches
+       of an earlier adoption that end elsewhere are made again.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
        that the directory knows of are refused, and the replica is suspect. That is durable
        before anything else is written: the next opening may not see any more that it fell back.
@@ -72,7 +74,6 @@ from waltz_core.storage.index import LineageFile
 from waltz_core.storage.rebatching import chain_before, drop_batches, relink
 from waltz_core.storage.segment import Segment
 from waltz_core.storage.segments import Segments
-from waltz_core.storage.unbatched import is_unbatched
 
 ADOPTED_BATCH_IDS: Final = 1024
 
@@ -163,6 +164,8 @@ def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot
             low_water_mark=info.low_water_mark,
             provisional=None,
         )
+    elif slot.provisional is not None and slot.nonce == NO_NONCE:  # rule 4; owners have nonces
+        slot = replace(slot, provisional=slot.provisional._replace(session_id=NO_SESSION))
     if slots.fell_back:
         slot = _promised_to_nobody(slot, max(slot.last_session, info.session_id))
     suspect = slot.suspect or slots.fell_back or (slot.dirty and not trust_fsync)
@@ -210,9 +213,9 @@ class _Opening:
         self._directory = directory
         self._blank = blank
         self._info = info
-        # An original's own process has written since, or its server has through this storage.
+        # A 0.13 process has written since, or an owner has left records without batches.
         self._is_overtaken = slot.is_overtaken(info)
-        self._adopting = self._is_overtaken or is_unbatched(slot)
+        self._adopting = self._is_overtaken or slot.is_unbatched
         self.opened: list[Segment] = []  # everything that is to be closed when it fails
         self._rebuilt: list[Segment] = []
         self._implausible: set[TransactionId] = set()  # older ones, by their first id

@@ -1,72 +1,74 @@
-"""A partition's log as servers of both kinds write it: our owners by S 1, originals by S 0.
+"""A partition's log, parts of which a Waltz 0.13 process may have written.
 
-Why it stands alone: an original trusts a storage with less than our owner does, and tells it less.
-What of our rules holds all the same is decided here; `partition_log.py` is what both stand on.
+0.13 writes records without batches. An opening adopts them: it makes batches from their ids
+(`recovery.py`, rule 4). Replicas that were not level when 0.13 stopped can hold the same records in
+different batches. An owner then sees different chains, and cuts to where they agree, to copy from
+there. If the records were cut, a trusted replica would end below what it has acknowledged, and a
+second owner might decide by it before they are copied.
 
-Rules (interop.md 3.1, correctness.md "Room for our rules"; decision 021 says why):
-    1. A session of an original is promised durably before anything is done in it, with no nonce:
-       an original has none. Our owners' sessions are above it, or it is above theirs.
-    2. What an original appends has no batches (`unbatched.py`). The first PREPARE of S 1 has the
-       log opened once more, in place: then its records get theirs.
-    3. An original sets its mark before it has filled the log up. Such a mark is kept and told, but
-       it is confirmed only by an append behind it, in its session: only then has that been opened.
-    4. Nothing below a confirmed mark is cut, whoever asks.
-    5. A replica that is suspect takes part in nothing of S 0 but reads. An original would take its
-       silence for "I have nothing", and cut what it has; one that refuses counts as away, and one
-       that is away may have had anything.
-    6. A log that does not reach the mark of its last session tells no session in PREPARED: it is
-       unknown, not short.
-    7. A provisional mark of an original has no session any more once an owner of ours has come
-       after it: that is how a cut knows of it (`covered_log.py`, rule 1).
+So the records stay, and are covered: the log reports that it ends where it was cut to. Appended
+records are compared with those on the disk. As long as they are equal, only batches are written.
+
+Rules (decision 043):
+    1. A cut covers records if the newest batch was adopted. The confirmed mark does not bind an
+       owner then: 0.13 set it for records, not for batches (`mark_confirmed` of PREPARED). A cut
+       also covers where a 0.13 server set the last mark through an earlier version of this storage
+       (`recovery.py`, rule 4): another replica may have the same records in adopted batches.
+    2. Before a batch is dropped it is durable that there are records without batches (`UNBATCHED`
+       in the acked marker). The next opening, or the next session's PREPARE, makes batches for
+       them, and nothing is covered any more.
+    3. Records are cut when others take their place, or when the decided mark is below them. Never
+       below the confirmed mark.
+    4. When every remaining record has its batch, the log is like any other, and that is durable.
+    5. A log that does not reach the mark of its last session reports no session in PREPARED: 0.13
+       sets its mark before it has filled the log up, so the log is unknown, not short.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
-from waltz_core.checksum import crc32
 from waltz_core.errors import (
+    BadFormat,
     BadRequest,
+    ChecksumMismatch,
     DataLoss,
     DiskFailed,
     NoSpace,
-    ReplicaSuspect,
-    SessionFenced,
-    TooLarge,
     WaltzError,
 )
 from waltz_core.record import (
     NO_SESSION,
-    RECORD_OVERHEAD_BYTES,
-    RECORD_PREFIX,
-    TRANSACTION_BYTES_MAX,
+    Chain,
+    LineageEntry,
     PartitionId,
-    Record,
     SessionId,
     TransactionId,
 )
-from waltz_core.storage import recovery
+from waltz_core.storage import rebatching, recovery, truncation
+from waltz_core.storage.batch_checks import check_batches
 from waltz_core.storage.control_file import ControlFile, SlotFile
-from waltz_core.storage.covered_log import CoveredLog
 from waltz_core.storage.disk import Disk
-from waltz_core.storage.format import NO_NONCE, Marker, SegmentHeader
+from waltz_core.storage.format import UNBATCHED, Marker, SegmentHeader
 from waltz_core.storage.partition_log import LogSettings, PartitionLog, Prepared
 from waltz_core.storage.reading import LogReader
 from waltz_core.storage.segments import Segments
-from waltz_core.storage.unbatched import UNBATCHED, is_unbatched
 
-# The original syncs its index whenever so many more records are there, and trusts it so far.
-INDEX_SYNC_IDS: Final = 1000
+I64 = npt.NDArray[np.int64]
+Buffer = bytes | memoryview
 
 
-class ReplicaLog(CoveredLog):
+class ReplicaLog(PartitionLog):
     """One partition on disk; all calls block, one at a time."""
 
     _open_again: Callable[[], tuple[Segments, SlotFile]]
+    _covered_end: TransactionId | None = None  # where the log reports its end, while it covers
 
     @classmethod
     def open(
@@ -84,60 +86,40 @@ class ReplicaLog(CoveredLog):
         log._open_again = partial(_open_again, disk, directory, log, settings, control)
         return log
 
-    # ---- sessions
+    @property
+    def max_id(self) -> TransactionId:
+        """The last id that counts; BEFORE_FIRST when there is none."""
+        return self._segments.last if self._covered_end is None else self._covered_end
+
+    def state(self) -> Prepared:
+        """Return what PREPARED reports, as of now (rules 1 and 5)."""
+        state = super().state()
+        if state.synced_max < state.low_water_mark:
+            state = state._replace(last_session=NO_SESSION, engaged_session=NO_SESSION)
+        return state._replace(mark_confirmed=state.mark_confirmed and not self._ends_adopted())
+
+    def _ends_adopted(self) -> bool:
+        with suppress(BadFormat, ChecksumMismatch):
+            end = self._segments.lineage_end()
+            return end is not None and end.session_id == NO_SESSION
+        return False
+
+    # ---- batches for records that have none
 
     def prepare(self, session: SessionId, nonce: bytes) -> Prepared:
-        """Promise a session of S 1, and tell what is there; see `PartitionLog.prepare`.
+        """Promise a session and report the log's state; see `PartitionLog.prepare`.
 
-        Records of an original get their batches first (rule 2).
+        Records that an earlier session left without batches get them first (rule 2).
         """
-        if session > self.promised and is_unbatched(self.slot) and not self.is_broken:
+        if session > self.promised and self.slot.is_unbatched and not self.is_broken:
             self._count_all()
             if self._failed:
                 self._go_on_in_new_segment()
             self._make_batches()
-        provisional = self.slot.provisional
-        is_an_originals = self.slot.nonce == NO_NONCE and session > self.promised
-        if provisional is not None and is_an_originals and not self.is_broken:
-            # Nothing confirms it any more; whose it is has to be known for longer (rule 7).
-            mark = provisional._replace(session_id=NO_SESSION)
-            self._write_slot(replace(self.slot, provisional=mark))
         return super().prepare(session, nonce)
 
-    def state(self) -> Prepared:
-        """Return what PREPARED tells, as of now (rule 6)."""
-        state = super().state()
-        is_short = state.synced_max < state.low_water_mark
-        if is_short:
-            return state._replace(last_session=NO_SESSION, engaged_session=NO_SESSION)
-        return state
-
-    def promise(self, session: SessionId) -> None:
-        """Promise a session of an original durably, if that is new, and sync the log (rule 1).
-
-        Raises:
-            SessionFenced: a later session was promised, or this one to an owner of ours.
-            DiskFailed: promise or log could not be made durable.
-        """
-        if self.is_broken and not self._is_half_cut:
-            raise DiskFailed(f"partition {self.partition_id}: failed until it is opened again")
-        slot = self.slot
-        if session > slot.promised:
-            self._count_all()
-            self._engaged = NO_SESSION
-            self._write_slot(replace(slot, promised=session, nonce=NO_NONCE))
-            if self._failed:
-                self._go_on_in_new_segment()
-            self.sync()
-        elif session < slot.promised or slot.nonce != NO_NONCE:
-            raise SessionFenced(
-                f"partition {self.partition_id}: expected a session above {slot.promised}, "
-                f"found {session}",
-                slot.promised,
-            )
-
     def _make_batches(self) -> None:
-        """Open the files once more, in place: an opening gives records their batches."""
+        """Open the files again, in place: an opening makes batches."""
         self.sync()
         self.check_place()
         self.abandon()
@@ -153,134 +135,164 @@ class ReplicaLog(CoveredLog):
         self.chain = self._synced_chain = segments.chain
         self._failed = self.is_broken = False
 
-    # ---- what an original changes
+    # ---- covering
 
-    def append_records(self, session: SessionId, records: Sequence[Record]) -> int:
-        """Write records behind the last one; `sync_records` makes them durable; their bytes.
-
-        Raises:
-            SessionFenced: the session is not the promised one.
-            BadRequest: they do not go on where the log ends, one after the other.
-            TooLarge: one is larger than a transaction may be here.
-            ReplicaSuspect: rule 5.
-            NoSpace: the disk is full; nothing was written.
-            DiskFailed: a write failed.
-        """
-        self._check_original(session)
-        ids = [record.transaction_id for record in records]
-        if ids != list(range(self.max_id + 1, self.max_id + 1 + len(ids))):
-            raise BadRequest("transaction out of order")
-        if not records:
-            return 0
-        largest = max(len(record.data) for record in records)
-        if largest > TRANSACTION_BYTES_MAX:
-            raise TooLarge(f"expected {TRANSACTION_BYTES_MAX} bytes of data at most, got {largest}")
-        self._leave_batches()
+    def truncate(
+        self,
+        session: SessionId,
+        last_to_keep: TransactionId,
+        base: TransactionId,
+        base_chain: Chain,
+    ) -> tuple[TransactionId, Chain]:
+        """Cut everything after an id, or cover it (rule 1); see `PartitionLog.truncate`."""
+        if self._covered_end is not None and last_to_keep < self._covered_end:
+            raise BadRequest(f"partition {self.partition_id}: expected one cut in a session")
         provisional = self.slot.provisional
-        if provisional is not None and ids[0] > provisional.low_water_mark:
-            # Perhaps ZooKeeper has not heard of it yet.
-            self._confirm(session, engaged=self.slot.engaged)
-        before = (self.max_id, self.chain)
-        encoded = b"".join(map(encoded_record, records))
-        lengths = np.array(
-            [len(record.data) + RECORD_OVERHEAD_BYTES for record in records], dtype=np.int64
-        )
-        try:
-            self._write_batches(lengths, memoryview(encoded), ())
-        except NoSpace:
-            self._cut_back(*before)
-            raise
-        except DiskFailed as error:
-            self._fail()
-            raise DiskFailed(str(error)) from error  # A read that failed here is as bad as a write.
-        self.appended_bytes += len(encoded)
-        return len(encoded)
-
-    def sync_records(self) -> TransactionId:
-        """Make what was appended durable, and the index as often as an original does."""
-        before = self.synced_max
-        last = self.sync()
-        if (last + 1) // INDEX_SYNC_IDS > (before + 1) // INDEX_SYNC_IDS:
-            self._sync_index()
-        return last
-
-    def cut_to(self, session: SessionId, last_to_keep: TransactionId) -> TransactionId:
-        """Cut everything after an id, durably; return the last id.
-
-        Raises:
-            SessionFenced, ReplicaSuspect, NoSpace: as `append_records`, and as `truncate`.
-            DataLoss: the id is below the confirmed low-water mark (rule 4).
-        """
-        intent = self.slot.truncate if self._is_half_cut else None
-        if intent is not None and (session, last_to_keep) == (self.promised, intent.last_to_keep):
-            self._truncate(last_to_keep)
-            return self.max_id
-        self._check_original(session)
-        if last_to_keep < min(self.max_id, self.slot.low_water_mark):
-            raise DataLoss(
-                f"partition={self.partition_id} transactionId={last_to_keep} is below the "
-                f"low-water mark {self.slot.low_water_mark}, nothing is cut there"
-            )
-        self.sync()
-        if last_to_keep < self.max_id:
-            self._truncate(last_to_keep)
-        return self.max_id
-
-    def set_original_mark(self, session: SessionId, mark: TransactionId) -> None:
-        """Store session and mark durably, where the control file has them too (rule 3).
-
-        Raises:
-            SessionFenced, ReplicaSuspect: as `append_records`.
-            BadRequest: the log goes on behind the mark, or the mark goes back.
-        """
-        self._check_original(session)
-        if self.max_id > mark:
-            raise BadRequest("low-water mark is lower than the max transaction id")
-        if mark < self.slot.low_water_mark:
-            raise BadRequest(
-                f"low-water mark {mark} is lower than the current one {self.slot.low_water_mark}"
-            )
-        if self._is_an_originals():
-            self._leave_batches()  # A bound of theirs is at the newest mark, on all replicas.
-        self.sync()
-        self._sync_index()
-        acked = Marker(self.synced_max, self._synced_chain)
-        self._write_mark(replace(self.slot, acked=acked), session, mark)
-
-    def last_session_info(self) -> tuple[SessionId, TransactionId, TransactionId]:
-        """Return the last session, its mark, and where the log ended when that was set.
-
-        Raises:
-            ReplicaSuspect: rule 5.
-        """
-        self.check_vouches()
-        local = self._control.info(self.partition_id).local_low_water_mark
-        return self.last_session, self.low_water_mark, local
-
-    def check_vouches(self) -> None:
-        """Raise ReplicaSuspect where the replica does not vouch for its log (rule 5)."""
-        if self.suspect:
-            raise ReplicaSuspect(
-                f"partition={self.partition_id} cannot vouch for its log: it counts as away until "
-                "a server that speaks S 1 has repaired it"
-            )
-
-    def _check_original(self, session: SessionId) -> None:
+        is_mark_0_13 = provisional is not None and provisional.session_id == NO_SESSION
+        covers = self._ends_adopted() or is_mark_0_13
+        if self._is_half_cut or last_to_keep >= self.max_id or not covers:
+            return super().truncate(session, last_to_keep, base, base_chain)
         self._check_session(session)
-        self.check_vouches()
+        if base > last_to_keep or self.chain_at(base) != base_chain:
+            raise BadRequest(
+                f"partition {self.partition_id}: expected a batch that ends at {base} with chain "
+                f"{base_chain.hex()}"
+            )
+        self._cover(last_to_keep)
+        return self.max_id, self.chain
 
     def _truncate(self, last_to_keep: TransactionId) -> None:
         super()._truncate(last_to_keep)
-        if is_unbatched(self.slot):
+        if self.slot.is_unbatched:
             self.chain = self._synced_chain = UNBATCHED
 
-    def _leave_batches(self) -> None:
-        """Say durably that records without batches follow (`unbatched.py`, rule 1)."""
-        if not is_unbatched(self.slot):
-            self.sync()
-            self._sync_index()
-            self._write_slot(replace(self.slot, acked=Marker(self.synced_max, UNBATCHED)))
+    def _cover(self, last: TransactionId) -> None:
+        cut, end = truncation.cut_of(self._segments, last)
+        self.sync()
+        self._sync_index()
+        self._write_slot(replace(self.slot, acked=Marker(self.synced_max, UNBATCHED)))
+        self._covered_end = self.synced_max = last
+        self.chain = self._synced_chain = end.chain if cut is None else cut.chain
+        with self._failing():
+            rebatching.drop_batches(self._segments, end.transaction_id)
+            rebatching.add_batches(self._segments, [] if cut is None else [cut])
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Give the file up for what the disk does not do (`partition_log.py`, rule 6)."""
+        try:
+            yield
+        except (DiskFailed, NoSpace) as error:
+            self._fail()
+            raise DiskFailed(str(error)) from error
+
+    def append(  # noqa: PLR0913 - as that of the log below
+        self,
+        session: SessionId,
+        first: TransactionId,
+        lengths: I64,
+        records: Buffer,
+        chain_before: Chain,
+        entries: Sequence[LineageEntry],
+        *,
+        records_crc: int | None = None,
+    ) -> None:
+        """Write whole batches behind the last record that counts; see `PartitionLog.append`."""
+        if self._covered_end is not None:
+            self._check_session(session)
+            if first == self.max_id + 1 and chain_before == self.chain:
+                check_batches(first, lengths, records, chain_before, entries, records_crc)
+                if self._uncover(lengths, memoryview(records).cast("B"), entries):
+                    return
+                self._cut_rest()
+        super().append(
+            session, first, lengths, records, chain_before, entries, records_crc=records_crc
+        )
+
+    def _uncover(self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]) -> bool:
+        """Let batches count again whose records are here; tell whether they are."""
+        first = TransactionId(self.max_id + 1)
+        here = min(int(lengths.size), self._segments.last - first + 1)
+        size = int(lengths[:here].sum())
+        found, found_lengths = self._segments.read(first, TransactionId(first + here - 1))
+        if not np.array_equal(found_lengths, lengths[:here]) or found != records[:size]:
+            return False
+        with self._failing():
+            if here < lengths.size:
+                self._write_batches(lengths[here:], records[size:], ())
+                self._segments.sync()  # before the entries name them
+            rebatching.add_batches(self._segments, entries)
+        self._covered_end, self.chain = entries[-1].last, entries[-1].chain
+        if self._covered_end == self._segments.last:
+            self._settle()
+        return True
+
+    def _cut_rest(self) -> None:
+        """Cut what is still covered in earnest (rule 3)."""
+        assert self._covered_end is not None
+        end, chain = self._covered_end, self.chain
+        if end < min(self.slot.low_water_mark, self._segments.last):
+            raise DataLoss(
+                f"partition {self.partition_id}: the records behind {end} are not the decided "
+                f"ones, and are below the low-water mark {self.slot.low_water_mark}"
+            )
+        self.sync()
+        self._covered_end = None
+        if end < self._segments.last:
+            self._truncate(end)
+        self.chain = chain
+        self._settle()
+
+    def _settle(self) -> None:
+        """All records have their batches: say so durably (rule 4)."""
+        with self._failing():  # covering still, so that nothing is cut that was synced
+            rebatching.relink(self._segments)
+            self.sync_count += self._segments.sync()
+            self._segments.sync_index()
+        self._covered_end = None
+        self.synced_max, self._synced_chain = self._segments.last, self.chain
+        self._write_slot(replace(self.slot, acked=Marker(self.synced_max, self.chain)))
+
+    def set_low_water_mark(self, session: SessionId, mark: TransactionId, chain: Chain) -> None:
+        """Store session and mark durably; see `PartitionLog.set_low_water_mark`.
+
+        Raises:
+            NoSpace: there is no room to cut what was covered; call it again when there is.
+        """
+        intent = self.slot.truncate if self._is_half_cut else None
+        if intent is not None and (session, mark) == (self.promised, intent.last_to_keep):
+            self._truncate(mark)
+            self.chain = self._segments.chain
+            self._settle()
+        if self._covered_end is not None:
+            self._check_session(session)
+            if (self.max_id, self.chain) == (mark, chain):
+                self._cut_rest()
+        super().set_low_water_mark(session, mark, chain)
+
+    def mark_acked(self) -> None:
+        """Move the acked marker; see `PartitionLog.mark_acked`."""
+        if self._covered_end is None:
+            super().mark_acked()
+
+    def _count_all(self) -> None:
+        """Cover nothing any more: the records are there, and have no batches."""
+        if self._covered_end is not None:
+            self._covered_end = None
+            self.synced_max = self._segments.last
             self.chain = self._synced_chain = UNBATCHED
+
+    def _cut_back(self, last: TransactionId, chain: Chain) -> None:
+        if self._covered_end is not None:
+            self._count_all()
+            last, chain = min(self.slot.acked.transaction_id, self.synced_max), UNBATCHED
+            self.synced_max = last
+        super()._cut_back(last, chain)
+
+    def close(self) -> None:
+        """Close the log; see `PartitionLog.close`."""
+        self._count_all()
+        super().close()
 
 
 def _open_again(
@@ -288,21 +300,6 @@ def _open_again(
 ) -> tuple[Segments, SlotFile]:
     key, partition_id = settings.cluster_key, log.partition_id
     blank = SegmentHeader(settings.now_ms(), key, partition_id, TransactionId(0))
-    # Nothing was lost in between, whatever the file system is trusted with.
+    # Nothing was lost in between, so the file system need not be trusted with `fsync`.
     info = control.info(partition_id)
     return recovery.open_log(disk, directory, blank, info, trust_fsync=True, is_named=True)
-
-
-def encoded_record(record: Record) -> bytes:
-    """Return a record as it lies in a segment."""
-    body = (
-        RECORD_PREFIX.pack(
-            record.transaction_id,
-            record.req_id.to_bytes(),
-            record.header,
-            len(record.data),
-            crc32(record.data),
-        )
-        + record.data
-    )
-    return body + crc32(body).to_bytes(4, "big")

@@ -10,8 +10,8 @@ with `WorkDone`. While a piece is under way, what arrives waits; then all append
 written together and synced once (group commit). Reads wait in a queue of their own and take turns.
 
 Rules:
-    1. Only PREPARE raises a partition's session, but for originals (`originals.py`). Whatever names
-       another session is refused with the promised one.
+    1. Only PREPARE raises a partition's session. Whatever names another session is refused with
+       the promised one.
     2. What changes a partition, or reads it for the owner, comes on the connection that has
        prepared its session with its nonce. Administration (`ADMINISTRATION`) may read beside it.
     3. A later session ends older ones at once: what they have queued is refused, their connections
@@ -33,7 +33,6 @@ Rules:
 """
 
 from collections import deque
-from collections.abc import Callable
 from typing import Final, TypeAlias, assert_never
 
 import numpy as np
@@ -51,7 +50,6 @@ from waltz_core.errors import (
 )
 from waltz_core.machine import Report, Wakeup
 from waltz_core.record import NO_SESSION, PartitionId, SessionId, TransactionId
-from waltz_core.storage import originals
 from waltz_core.storage.effects import (
     Answer,
     CloseConnection,
@@ -64,10 +62,7 @@ from waltz_core.storage.effects import (
     ResumeReading,
     RunWork,
 )
-from waltz_core.storage.format import (
-    NO_NONCE,
-    NOBODYS_NONCE,
-)
+from waltz_core.storage.format import NOBODYS_NONCE
 from waltz_core.storage.id_ranges import in_words
 from waltz_core.storage.lane import SESSION_JUMP_MAX, Lane, queue_bytes
 from waltz_core.storage.partition_log import MARKER_INTERVAL_MS
@@ -171,12 +166,10 @@ class StorageService:
         queue_bytes_max: int,
         room: Room | None = None,
         scrub: Scrub | None = None,
-        is_held: Callable[[PartitionId], bool] = lambda _: False,
     ) -> None:
         assert queue_bytes_max > 0
         self._identity = identity
         self._room = room
-        self._is_held = is_held  # though it may be offline, and not served
         self._room_at_ms: int | None = None
         self._scrub = scrub if scrub is not None else Scrub()
         self._queue_bytes_max = queue_bytes_max
@@ -251,10 +244,7 @@ class StorageService:
 
     def _receive(self, request: Request) -> None:
         try:
-            if request.is_original:
-                self._admit_original(request)
-            else:
-                self._admit(request)
+            self._admit(request)
         except WaltzError as error:
             self._refuse(request, error)
 
@@ -324,24 +314,6 @@ class StorageService:
         lane.promised, lane.nonce = session, message.nonce
         self._fence(lane, why, keep=request.connection)
         lane.owner = request.connection
-        self._queue(lane, lane.writes, request)
-
-    def _admit_original(self, request: Request) -> None:
-        """Answer a request of S 0, queue it, or raise why not (`originals.py`)."""
-        message = request.message
-        if isinstance(message, OpenRequest):
-            identity = self._identity
-            originals.check_cluster(message, identity.cluster_key, identity.partition_count)
-            self._answer(request, SuccessResponse(-1, -1, -1))
-            self._report("original_opened", connection=request.connection)
-            return
-        partition_id = PartitionId(message.partition_id)
-        lane = self._lanes.get(partition_id)
-        if lane is None or lane.is_gone:
-            raise originals.not_served(message, is_held=self._is_held(partition_id))
-        if originals.check_session(lane, message):
-            lane.promised, lane.nonce = SessionId(message.session_id), NO_NONCE
-            self._fence(lane, SessionFenced(f"session {lane.promised} of an original has begun"))
         self._queue(lane, lane.writes, request)
 
     def _fence(self, lane: Lane, why: WaltzError, *, keep: ConnectionId | None = None) -> None:
@@ -595,9 +567,6 @@ class StorageService:
         # More than was seen would look like a ZooKeeper that has lost data.
         promised = lane.seen if lane is not None else NO_SESSION
         self._report("refused", request=type(message).__name__, error=type(error).__name__)
-        if request.is_original:
-            self._answer(request, originals.failure(message, error, promised))
-            return
         text = str(error)[:REFUSAL_CHARACTERS_MAX]
         self._answer(request, Nack(*_prefix(message), error.code, promised, text))
 

@@ -14,15 +14,10 @@ Rules:
 from dataclasses import replace
 
 from waltz_core.errors import ChecksumMismatch
-from waltz_core.record import GENESIS_CHAIN, LineageEntry, TransactionId, next_chain
-from waltz_core.storage.format import (
-    Marker,
-    Slot,
-    TruncateIntent,
-)
+from waltz_core.record import GENESIS_CHAIN, Chain, LineageEntry, TransactionId, next_chain
+from waltz_core.storage.format import UNBATCHED, Marker, Slot, TruncateIntent
 from waltz_core.storage.id_ranges import damage_until
 from waltz_core.storage.segments import Segments
-from waltz_core.storage.unbatched import marker
 
 
 def intended(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slot:
@@ -35,11 +30,11 @@ def intended(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slo
     provisional = slot.provisional
     if provisional is not None and last_to_keep < provisional.low_water_mark <= segments.last:
         provisional = None  # the log will not reach it any more, so nothing may confirm it
-    # One that it never reached is an original's, and goes on telling that the log is short.
+    # A mark that the log never reached is of Waltz 0.13, and still tells that the log is short.
     return replace(
         slot,
         truncate=TruncateIntent(last_to_keep, cut),
-        acked=slot.acked if slot.acked.transaction_id <= end.transaction_id else marker(slot, *end),
+        acked=min(slot.acked, _marker(slot, *end), key=lambda one: one.transaction_id),
         provisional=provisional,
     )
 
@@ -74,6 +69,11 @@ def finished(slot: Slot, segments: Segments) -> Slot:
     return replace(
         slot,
         truncate=None,
-        acked=marker(slot, segments.last, segments.chain),
+        acked=_marker(slot, segments.last, segments.chain),
         damaged=damage_until(slot.damaged, segments.last),
     )
+
+
+def _marker(slot: Slot, last: TransactionId, chain: Chain) -> Marker:
+    """Return the marker for an id, with the chain there if the records have batches."""
+    return Marker(last, UNBATCHED if slot.is_unbatched else chain)

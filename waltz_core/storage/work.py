@@ -40,7 +40,6 @@ from waltz_core.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage import original_work
 from waltz_core.storage.format import IdRange
 from waltz_core.storage.id_ranges import without_damage
 from waltz_core.storage.reading import PlacesRead
@@ -66,10 +65,8 @@ from waltz_core.wire.messages import (
     ReplicaState,
     SetLowWaterMark,
     StorageMessage,
-    SuccessResponse,
     Truncate,
 )
-from waltz_core.wire.original_messages import AppendRecordsRequest
 from waltz_core.wire.places import PLACES, PLACES_BYTES_MAX, encode_places
 
 ConnectionId = NewType("ConnectionId", int)
@@ -81,15 +78,13 @@ BATCHES_BYTES_MAX: Final = ENTRIES_MAX * RECORD_OVERHEAD_BYTES
 
 @value(frozen=True, slots=True)
 class Request:
-    """A message that has come on a connection; `is_original`: one of S 0."""
+    """A message that has come on a connection."""
 
     connection: ConnectionId
     message: StorageMessage
-    is_original: bool = False
 
 
 Outcome: TypeAlias = StorageMessage | WaltzError
-APPENDS: Final = (AppendRaw, AppendRecordsRequest)
 
 
 @dataclass(slots=True)
@@ -151,7 +146,7 @@ class Work:
     @property
     def is_append(self) -> bool:
         """Whether it writes new records."""
-        return bool(self.requests) and isinstance(self.requests[0].message, APPENDS)
+        return bool(self.requests) and isinstance(self.requests[0].message, AppendRaw)
 
     def run(self, clock_s: Callable[[], float] = _no_clock) -> WorkResult:
         """Do it; blocks. The log's errors are in the result, anything else is our own bug."""
@@ -184,9 +179,7 @@ class Work:
                 _append_group(self.log, self.requests, result, clock_s)
             else:
                 assert len(self.requests) == 1
-                request = self.requests[0]
-                serve = self._serve_original if request.is_original else self._serve
-                result.outcomes.append(serve(request.message, result))
+                result.outcomes.append(self._serve(self.requests[0].message, result))
         except WaltzError as found:
             error = self._cause_of(found)
             self._note(error, result)
@@ -237,11 +230,6 @@ class Work:
             case _:
                 return _change(self.log, message)
 
-    def _serve_original(self, message: StorageMessage, result: WorkResult) -> StorageMessage:
-        answer = original_work.serve(self.log, message)
-        result.read_count = original_work.read_count(answer)
-        return answer
-
 
 def _without(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[IdRange, ...]:
     for each in known:
@@ -262,9 +250,6 @@ def _scrub(log: ReplicaLog, piece: Piece) -> Scrubbed:
 
 def _append_bytes(append: StorageMessage) -> int:
     """Return what an append will take on the disk."""
-    if isinstance(append, AppendRecordsRequest):
-        # They get a batch each at most, when they get any.
-        return append_bytes(original_work.disk_bytes(append), len(append.records), 1)
     assert isinstance(append, AppendRaw)
     return append_bytes(len(append.records), len(append.lengths) // 4, len(append.lineage))
 
@@ -276,16 +261,13 @@ def _append_group(
     clock_s: Callable[[], float],
 ) -> None:
     """Write all appends, sync once, answer all (group commit)."""
-    written: list[AppendRaw | AppendRecordsRequest] = []
+    written: list[AppendRaw] = []
     refused: WaltzError | None = None
     for request in requests:
         append = request.message
-        assert isinstance(append, APPENDS)
+        assert isinstance(append, AppendRaw)
         try:
-            if isinstance(append, AppendRecordsRequest):
-                original_work.append(log, append)
-            else:
-                _append(log, append)
+            _append(log, append)
         except DiskFailed:
             raise
         except WaltzError as error:
@@ -294,25 +276,17 @@ def _append_group(
         written.append(append)
     if written:
         started_s = clock_s()
-        is_original = isinstance(written[0], AppendRecordsRequest)
-        synced_max = log.sync_records() if is_original else log.sync()
+        synced_max = log.sync()
         result.sync_s = clock_s() - started_s
-        ours = [append for append in written if isinstance(append, AppendRaw)]
-        log.lock_file.append([append.locks for append in ours if append.locks])
+        log.lock_file.append([append.locks for append in written if append.locks])
         for append in written:
             result.outcomes.append(_appended(append, synced_max, result))
     if refused is not None:
         result.outcomes += [refused] * (len(requests) - len(written))
 
 
-def _appended(
-    append: AppendRaw | AppendRecordsRequest, synced_max: TransactionId, result: WorkResult
-) -> StorageMessage:
+def _appended(append: AppendRaw, synced_max: TransactionId, result: WorkResult) -> Appended:
     """Count what is durable now; return the answer."""
-    if isinstance(append, AppendRecordsRequest):
-        result.appended_count += len(append.records)
-        result.appended_bytes += original_work.disk_bytes(append)
-        return SuccessResponse(*_prefix(append))
     assert append.lineage[-1].last <= synced_max, "rule 2"
     result.appended_count += len(append.lengths) // 4
     result.appended_bytes += len(append.records)

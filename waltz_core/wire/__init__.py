@@ -6,13 +6,13 @@ without waiting for the other; it lists the versions that the side can speak, an
 common to both is spoken from then on. A frame of another surface or version closes the connection.
 
 Surfaces: `H` hello, `L` client and server, `S` server and storage, `A` storage administration.
-Versions L 4, S 0 and A 0 are those of Waltz 0.13. L 5 and S 1 are ours: they keep every older
-message valid and add batches, acknowledgements, ranges and the session rules of recovery
-(type numbers from 64 up, so that no number of the original can ever collide). L 6 adds authors who
+Versions L 4 and A 0 are those of Waltz 0.13; its S 0 is not spoken (decision 043). L 5 and S 1 are
+ours: they add batches, acknowledgements, ranges and the session rules of recovery (type numbers
+from 64 up, so that no number of the original can ever collide). L 6 adds authors who
 follow what is in flight (decision 017). S 2 tells in which session a storage was engaged last.
 
 `messages.py` is the table: one dataclass for each message, its code, the versions it exists in, and
-its fields in wire order; `original_messages.py` has those that only the original's versions know.
+its fields in wire order; `original_messages.py` has those that only Waltz 0.13 knows.
 `codec.py` derives the bytes from these tables; `feed_frames.py` makes many frames of one of them at
 once. `connection.py` is the life of one connection
 without any I/O: bytes in, messages and bytes out.

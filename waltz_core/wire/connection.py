@@ -36,7 +36,9 @@ FOUND_TLS: Final = "expected plain TCP, found TLS"
 assert FRAME_HEADER.size < _SCRATCH_BYTES
 _TOO_OLD: Final = {
     Surface.CLIENT: "a server before version 3 cannot say that a client is ahead of its log, and "
-    "one before version 2 takes no append locks: it has to be upgraded first"
+    "one before version 2 takes no append locks: it has to be upgraded first",
+    Surface.STORAGE: "servers and storages of Waltz 0.13 and of this version cannot work together. "
+    "Hint: Migrate the whole cluster at once, as docs/compatibility.md describes.",
 }
 
 
@@ -233,7 +235,7 @@ class Connection:
             )
 
     def _why_not(self, peer: Hello) -> str:
-        """Say what an original lacks that is older than any that we speak to."""
+        """Return why a peer is refused that is older than all versions of this side."""
         is_older = bool(peer.versions) and max(peer.versions) < min(self._versions)
         return f"; {_TOO_OLD[self.surface]}" if is_older and self.surface in _TOO_OLD else ""
 

@@ -21,7 +21,6 @@ from waltz_core.record import (
     Chain,
     LineageEntry,
     Record,
-    RecordHeader,
     ReqId,
     SessionId,
     TransactionId,
@@ -226,24 +225,6 @@ def _listed(put_one: Putter, read_one: Reader, entry_bytes_min: int) -> tuple[Pu
     return put, read
 
 
-def _present(put_one: Putter, read_one: Reader) -> tuple[Putter, Reader]:
-    """Return the layout of a bool and, if it is true, a value."""
-
-    def put(value: object, out: Out) -> None:
-        out.small.append(value is not None)
-        if value is not None:
-            put_one(value, out)
-
-    def read(view: memoryview, at: int, values: list[Any]) -> int:
-        is_present, at = _read_bool(view, at)
-        if is_present:
-            return read_one(view, at, values)
-        values.append(None)
-        return at
-
-    return put, read
-
-
 def _read_bool(view: memoryview, at: int) -> tuple[bool, int]:
     if at >= len(view):
         raise RemoteProtocolError(f"expected a bool at byte {at}, found the end")
@@ -264,28 +245,18 @@ def _read_lineage_entry(view: memoryview, at: int, values: list[Any]) -> int:
     return at + _LINEAGE_ENTRY.size
 
 
-def _put_record_header(value: RecordHeader | Record, out: Out) -> None:
-    out.small += RECORD_HEADER.pack(value[0], value[1].to_bytes(), value[2])
-
-
-def _read_record_header(view: memoryview, at: int, values: list[Any]) -> int:
-    transaction_id, req_id, header = RECORD_HEADER.unpack_from(view, at)
-    values.append(RecordHeader(TransactionId(transaction_id), ReqId.from_bytes(req_id), header))
-    return at + RECORD_HEADER.size
-
-
 def _put_record(value: Record, out: Out) -> None:
-    _put_record_header(value, out)
+    out.small += RECORD_HEADER.pack(value.transaction_id, value.req_id.to_bytes(), value.header)
     _put_blob(value.data, out)
     out.small += _UINT32.pack(crc32(value.data))
 
 
 def _read_record(view: memoryview, at: int, values: list[Any]) -> int:
+    transaction_id, req_id, header = RECORD_HEADER.unpack_from(view, at)
     found: list[Any] = []
-    at = _read_record_header(view, at, found)
-    at = _read_checked_blob(view, at, found)
-    header, data = found
-    values.append(Record(header[0], header[1], header[2], bytes(data)))
+    at = _read_checked_blob(view, at + RECORD_HEADER.size, found)
+    data = bytes(found[0])
+    values.append(Record(TransactionId(transaction_id), ReqId.from_bytes(req_id), header, data))
     return at
 
 
@@ -375,12 +346,9 @@ VARIABLE: Final[dict[FieldKind, tuple[Putter, Reader]]] = {
     FieldKind.TEXTS: _listed(_put_text, read_text, 4),
     FieldKind.LINEAGE: _listed(_put_lineage_entry, _read_lineage_entry, 48),
     FieldKind.RECORDS: _listed(_put_record, _read_record, 36),
-    FieldKind.HEADERS: _listed(_put_record_header, _read_record_header, 28),
     FieldKind.TEXT_BOOL_MAP: _listed(_put_text_bool, _read_text_bool, 5),
     FieldKind.INT32_BOOL_MAP: _listed(_put_int32_bool, _read_int32_bool, 5),
     FieldKind.DATA_OR_ERROR: (_put_data_or_error, _read_data_or_error),
-    FieldKind.PRESENT_RECORD: _present(_put_record, _read_record),
-    FieldKind.PRESENT_HEADER: _present(_put_record_header, _read_record_header),
     FieldKind.STACK: _listed(_put_stack_frame, _read_stack_frame, 16),
 }
 # What a field of a newer version is when it was not sent.

@@ -1,5 +1,5 @@
 """Every message of L and S, one table by type code; A is in `admin_messages.py`, and what only
-originals say in `original_messages.py`.
+Waltz 0.13 sends in `original_messages.py`.
 
 Why it stands alone: what two programs of different ages say to each other must be readable in one
 place. `codec.py` derives the bytes from the declarations here and adds nothing.
@@ -18,7 +18,7 @@ from dataclasses import field
 from enum import Enum, IntEnum
 from typing import Annotated, ClassVar, TypeAlias
 
-from waltz_core.record import NO_SESSION, LineageEntry, Record, RecordHeader, ReqId
+from waltz_core.record import NO_SESSION, LineageEntry, Record, ReqId
 from waltz_core.values import value
 
 Buffer: TypeAlias = bytes | memoryview
@@ -43,12 +43,9 @@ class FieldKind(Enum):
     TEXTS = "n, then n texts"
     LINEAGE = "n, then n entries of 48 bytes: first, last, session, stamp (int64 each), chain (16)"
     RECORDS = "n, then n records: id, request id, header, data, crc of data"
-    HEADERS = "n, then n record headers: id, request id, header"
     TEXT_BOOL_MAP = "n, then n pairs of text and bool"
     INT32_BOOL_MAP = "n, then n pairs of int32 and bool"
     DATA_OR_ERROR = "bool; if true data (blob) and its crc, else an error text that may be null"
-    PRESENT_RECORD = "bool, then a record if true"
-    PRESENT_HEADER = "bool, then a record header if true"
     STACK = "n, then n frames of class, method, file (may be null), line"
 
 
@@ -68,7 +65,6 @@ PackedInt64s = Annotated[Buffer, FieldKind.PACKED_INT64S]
 Texts = Annotated[tuple[str, ...], FieldKind.TEXTS]
 Lineage = Annotated[tuple[LineageEntry, ...], FieldKind.LINEAGE]
 Records = Annotated[tuple[Record, ...], FieldKind.RECORDS]
-Headers = Annotated[tuple[RecordHeader, ...], FieldKind.HEADERS]
 TextBoolMap = Annotated[tuple[tuple[str, bool], ...], FieldKind.TEXT_BOOL_MAP]
 Int32BoolMap = Annotated[tuple[tuple[int, bool], ...], FieldKind.INT32_BOOL_MAP]
 # (data, None) or (None, error text or None)
@@ -84,7 +80,7 @@ class Surface(Enum):
     HELLO = ("H", (0,), (0,), "", "")
     # Of the original's versions 3 is the first whose servers can say that a client is ahead.
     CLIENT = ("L", (0, 1, 2, 3, 4, 5, 6), (3, 4, 5, 6), "Waltz Server", "Waltz Client")
-    STORAGE = ("S", (0, 1, 2), (0, 1, 2), "Waltz Storage Server", "Waltz Storage Client")
+    STORAGE = ("S", (1, 2), (1, 2), "Waltz Storage Server", "Waltz Storage Client")
     ADMIN = ("A", (0, 1), (0, 1), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
 
     def __init__(

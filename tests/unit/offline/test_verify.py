@@ -271,12 +271,12 @@ def test_sessions_of_the_two_control_files_are_compared(storage):
     assert notes == ["waltz-storage.ctl: partition 2: expected session 5, as in the slot, found 1"]
 
 
-def test_what_an_originals_server_has_written_here_needs_no_batches(storage):
+def test_records_may_have_no_batches_where_the_slot_says_so(storage):
     """The marker vouches for records all the same."""
     write_slot(storage, acked=Marker(35, UNBATCHED), nonce=bytes(16), provisional=Mark(1, 50))
     path = seg(storage, 2, ".chn")
     path.write_bytes(path.read_bytes()[:64])
-    writes = "an original's server has written here; the next start makes batches"
+    writes = "records have no batches; the next start makes them"
     ends = f"{THREE}.chn: the batches end without records 23..35"
     assert found(storage) == ([], [ends, f"{SLOTS}: {writes}"])
     write_slot(storage, acked=Marker(36, UNBATCHED))

@@ -215,18 +215,6 @@ def test_a_replica_that_is_no_longer_assigned_disappears():
     assert list(recovery.opening_states(6, [A, B], [A, B])) == [A, B]
 
 
-def test_more_than_can_have_been_acknowledged_may_be_kept_but_never_less():
-    for kept, decided in ((9, 9), (2, 4)):
-        recovery = Recovery(Origin.RECORDED, engaged(A, B))
-        recovery.keep_up_to(kept)
-        assert recovery.decide() is None
-        recovery.heard(A, prepared(9), OWN_ID)
-        recovery.heard(B, prepared(4), OWN_ID)
-        assert recovery.decide() == decided
-        recovery.keep_up_to(99)
-        assert recovery.decide() == decided, "a decision stays"
-
-
 def test_a_replica_that_was_engaged_later_than_zookeeper_knows_tells_of_a_rollback():
     recovery = Recovery(Origin.RECORDED, engaged(A, B, session=5))
     later = replace(prepared(9, session=6), engaged_session=6)

@@ -6,20 +6,16 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.replication.model_storage import Entry, ModelStorage, make_batch
-from waltz_core import raw_records
 from waltz_core.errors import (
     BadFormat,
     ChecksumMismatch,
     DataLoss,
     RemoteProtocolError,
-    Unavailable,
 )
 from waltz_core.record import (
     GENESIS_CHAIN,
     MADE_UP,
-    ORIGINAL,
     LineageEntry,
-    identity_chain,
     next_chain,
 )
 from waltz_core.replication.repair import (
@@ -524,37 +520,3 @@ def test_a_cut_that_cut_elsewhere_is_refused():
         take(repair, one, source, step)
     with pytest.raises(RemoteProtocolError, match="expected the log to end at 5"):
         repair.cut(4, bytes(16), step)
-
-
-def test_an_originals_stretch_leads_to_the_identity_of_its_last_record():
-    answer = range_of(storage(*OLD), 0, 2)
-    lengths = raw_records.lengths_from_wire(answer.lengths, len(answer.records))
-    headers = raw_records.headers_of(answer.records, lengths)
-    identity = identity_chain(headers[-28:])
-    entry = LineageEntry(0, answer.count - 1, ORIGINAL, 0, identity)
-    assert verify_batches(changed(answer, lineage=(entry,)), GENESIS_CHAIN) == identity
-    other = entry._replace(chain=identity_chain(headers[:28]))
-    with pytest.raises(ChecksumMismatch, match="another chain"):
-        verify_batches(changed(answer, lineage=(other,)), GENESIS_CHAIN)
-
-
-def test_what_nobody_vouches_for_is_cut_and_copied_anew_though_it_looks_alike():
-    one, source = storage(*OLD), storage(*OLD)
-    answer = prepared(one)
-    bound = source.disk.entries[0].lineage
-    repair = Repair(answer, trusted=bound.last)
-    goal = Goal(answer.synced_max, source.chain)
-    assert not repair.reaches(goal), "nobody copies from it either"
-    steps = walk(repair, one, source, goal)
-    assert Cut(bound.last, bound.last, bound.chain) in steps
-    assert any(isinstance(step, Append) for step in steps)
-    assert repair.is_set
-    assert repair.reaches(goal)
-
-
-def test_nothing_is_cut_from_a_log_that_takes_no_mark_so_low():
-    one, source = storage(*OLD, mark=2), storage(*OLD)
-    repair = Repair(prepared(one), trusted=0)
-    with pytest.raises(Unavailable, match="takes no mark below 2, decided was 1"):
-        repair.next_step(Goal(1, source.chain), can_mend=nobody)
-    assert isinstance(repair.next_step(Goal(2, source.chain), can_mend=nobody), OwnLineage)

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
 from tests.unit.replication.model_storage import Entry, crcs_of, make_record
 from waltz_core.errors import BadRequest
-from waltz_core.record import GENESIS_CHAIN, ORIGINAL, next_chain
+from waltz_core.record import GENESIS_CHAIN, next_chain
 from waltz_core.replication import events
 
 
@@ -139,28 +139,6 @@ def test_who_has_not_synced_what_was_copied_is_not_ready():
     bench.reopen()
     assert "expected 3 to be synced, found 2" in bench.reports("replica.refused")[0]["reason"]
     assert bench.store.readable_replicas == [A, B]
-
-
-def test_a_storage_of_ours_is_not_believed_to_be_an_original():
-    bench = Bench()
-    behind(bench, C)
-    real = bench.storages[A].handle
-
-    def handle(message):
-        answer = real(message)
-        if isinstance(message, wire.RangeRaw | wire.LineageRequest):
-            lineage = tuple(one._replace(session_id=ORIGINAL) for one in answer.lineage)
-            return replace(answer, lineage=lineage)
-        return answer
-
-    bench.storages[A].handle = handle
-    bench.reopen()
-    for _ in range(5):
-        bench.wait(1_000)
-        bench.run()
-    reasons = {one["reason"] for one in bench.reports("replica.no_source")}
-    assert reasons == {f"storage {A}: batches as an original has them"}
-    assert bench.logs()[C] == bench.logs()[B]
 
 
 def test_what_was_copied_from_a_source_with_other_batches_is_cut_and_copied_from_another():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from waltz_core import errors
-from waltz_core.record import GENESIS_CHAIN, MADE_UP, ORIGINAL, LineageEntry
+from waltz_core.record import GENESIS_CHAIN, MADE_UP, LineageEntry
 from waltz_core.replication.claim import InDoubt
 from waltz_core.replication.events import Settled
 from waltz_core.replication.settling import SETTLING, Settling
@@ -93,21 +93,3 @@ def test_nobody_is_left_who_has_the_batches():
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):
         past.heard(replica, lineage((4, 5, MADE_UP, 0)), 0)
     assert past.outcome is None
-
-
-def test_what_no_lineage_tells_is_known_by_its_identity():
-    """An original's log: each id is a batch of its own, and says nothing of sessions."""
-    names = {at: bytes([at]) * 16 for at in (4, 5, 6)}
-    found = [LineageEntry(at, at, ORIGINAL, 0, bytes([at]) * 16) for at in (4, 5)]
-    others = LineageEntry(6, 6, ORIGINAL, 0, bytes([77]) * 16)
-    for entries, last in (
-        (found, 5),
-        ([*found, others], 5),
-        ([others._replace(first=4, last=4)], 3),
-    ):
-        mark = entries[-1].last
-        past, replica = settling(mark, in_doubt=InDoubt(8, 3, 6, names))
-        past.begin(0)
-        assert replica.asked == [(4, mark)]
-        past.heard(replica, LineageResponse(9, 1, 0, GENESIS_CHAIN, entries), 0)
-        assert past.outcome == Settled(9, last)

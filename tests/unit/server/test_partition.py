@@ -60,7 +60,6 @@ class FakeStore:
         self.says: list[replication.Effect] = []
         self.wake_at_ms: int | None = None
         self.readable_replicas: Sequence[ReplicaId] = ()
-        self.has_chains = True
 
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         assert now_ms >= 0

@@ -3,24 +3,18 @@
 import asyncio
 import contextlib
 import socket
-import struct
-import zlib
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import pytest
 
 from tests.loops import on_loop, until
-from tests.original_storage import OriginalStorage
 from waltz_core import net
-from waltz_core.errors import BadRequest, UnknownPartition, Unreachable
+from waltz_core.errors import ClusterKeyMismatch, Unreachable
 from waltz_core.record import GENESIS_CHAIN, ReplicaId
-from waltz_core.replication.repair import verify_records
 from waltz_core.server import replicas
 from waltz_core.server.replicas import ReadLinks
 from waltz_core.wire.messages import (
-    LockBlocks,
-    LockBlocksRequest,
+    Nack,
     OpenRequest,
     RangeBytes,
     RangeForm,
@@ -133,33 +127,9 @@ async def test_who_waits_for_somebody_elses_dial_is_told_in_time():
 
 
 @on_loop
-async def test_a_storage_of_the_original_is_read_in_its_own_words():
-    model = OriginalStorage(KEY, 4)
-    held = model.partitions[3]
-    for at in range(5):
-        data = bytes([at]) * at
-        head = struct.pack(">qiiiii", at, 1, 2, 3, at, 9)
-        crc = struct.pack(">I", zlib.crc32(data))
-        held.records.append(head + struct.pack(">i", at) + data + crc)
-    await model.start()
-    replica, links = ReplicaId(model.address), ReadLinks(KEY, 4)
-    whole = RangeRaw(-1, 7, 3, 1, 9, 100, RangeForm.WHOLE, False, True)
-    found = await links.fetch(replica, whole)
-    assert isinstance(found, RangeBytes)
-    assert (found.sequence, found.first, found.count) == (7, 1, 3)
-    verify_records(found, first=1, last=9)
-    headers = await links.fetch(replica, replace(whole, form=RangeForm.HEADERS, last=4))
-    assert isinstance(headers, RangeBytes)
-    assert headers.records == b"".join(map(held.header, range(1, 5)))
-    blocks = await links.fetch(replica, LockBlocksRequest(-1, 8, 3, 1 << 20))
-    assert blocks == LockBlocks(-1, 8, 3, b"")
-    with pytest.raises(BadRequest, match="no id 5 yet"):
-        await links.fetch(replica, replace(whole, first=5))
-    with pytest.raises(UnknownPartition, match="not assigned"):
-        await links.fetch(replica, replace(whole, partition_id=9))
-    links.close()
-    # One of another cluster answers no reader.
-    stranger = ReadLinks(b"another cluster!", 4)
-    with pytest.raises(Unreachable, match="cluster key"):
-        await stranger.fetch(replica, whole)
-    await model.stop()
+async def test_a_storage_of_another_cluster_answers_no_reader():
+    async with storage() as (there, replica):
+        refusal = Nack(-1, -1, -1, ClusterKeyMismatch.code, -1, "this storage is of cluster 11")
+        there.take = lambda _messages: there.links[0].send(refusal)
+        with pytest.raises(Unreachable, match="this storage is of cluster 11"):
+            await ReadLinks(KEY, 4).fetch(replica, request(1, 10))

@@ -1,36 +1,37 @@
-"""A log that originals' servers write: what is promised, refused, kept, and made of it later."""
+"""A log whose records 0.13 has written: an owner's cut drops batches, and records stay."""
 
 import dataclasses
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
-from tests.property.test_original_crash import other_batches
+from tests.crash import layout
+from tests.property.test_adopted_crash import other_batches
 from tests.unit.storage.test_service import KEY, MoodyDisk
-from waltz_core.errors import (
-    BadRequest,
-    DataLoss,
-    DiskFailed,
-    NoSpace,
-    ReplicaSuspect,
-    SessionFenced,
-    TooLarge,
-)
-from waltz_core.record import BEFORE_FIRST, NO_SESSION, TRANSACTION_BYTES_MAX, Record, ReqId
+from waltz_core import raw_records
+from waltz_core.errors import BadRequest, DataLoss, DiskFailed, NoSpace
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION, next_chain
 from waltz_core.storage import truncation
-from waltz_core.storage.control_file import ControlFile
+from waltz_core.storage.control_file import ControlFile, SlotFile
+from waltz_core.storage.format import NO_NONCE, UNBATCHED, Mark, Marker, Slot
 from waltz_core.storage.partition_log import LogSettings
-from waltz_core.storage.replica_log import INDEX_SYNC_IDS, ReplicaLog, encoded_record
-from waltz_core.storage.unbatched import is_unbatched
+from waltz_core.storage.replica_log import ReplicaLog
 
 NONCE = b"n" * 16
 
 
 def records(first, count, data=b"data"):
-    return [Record(one, ReqId(1, 1, 0, one), 7, data) for one in range(first, first + count)]
+    return [layout.record(one, data) for one in range(first, first + count)]
+
+
+def whole(last):
+    return b"".join(records(0, last + 1))
 
 
 class World:
+    """A directory that 0.13 and this storage write in turn, one at a time."""
+
     def __init__(self, directory):
         self.directory = directory
         self.disk = MoodyDisk()
@@ -41,14 +42,36 @@ class World:
         settings = LogSettings(KEY, 4_000, lambda: 1)
         self.log = ReplicaLog.open(self.disk, self.directory / "0", 0, self.control, settings)
 
+    def stop(self):
+        self.log.close()
+        self.control.close()
+
     def crash(self):
         self.log.abandon()
         self.control.close()
         self.open()
 
-    def append(self, session, count):
-        self.log.append_records(session, records(self.log.max_id + 1, count))
-        self.log.sync_records()
+    def run_0_13(self, session, mark, added):
+        """Have 0.13 open a session and append records behind the last one, then start again."""
+        self.log.close()
+        self.control.set_marks(0, session, mark, min(mark, self.log.max_id))
+        self.control.close()
+        directory = self.directory / "0"
+        segment = max(directory.glob("*.seg"))
+        index = segment.with_suffix(".idx")
+        with segment.open("ab") as seg, index.open("ab") as idx:
+            for one in added:
+                idx.write(np.array([seg.tell()], dtype=">i8").tobytes())
+                seg.write(one)
+        self.open()
+
+    def write_slot(self, **fields):
+        """Change the slot of a log that is closed, and open it again."""
+        self.stop()
+        slots = SlotFile.open(self.disk, self.directory / "0", 0)
+        slots.write(dataclasses.replace(slots.slot, **fields))
+        slots.close()
+        self.open()
 
     def content(self):
         return self.log.read_range(0, self.log.max_id, 1 << 20, whole_batches=False).records
@@ -58,7 +81,7 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path):
+def empty(tmp_path):
     made = World(tmp_path)
     yield made
     made.log.abandon()
@@ -66,267 +89,271 @@ def world(tmp_path):
 
 
 @pytest.fixture
-def begun(world):
-    world.log.promise(1)
-    world.log.set_original_mark(1, BEFORE_FIRST)
-    return world
+def world(empty):
+    """Ten records of 0.13, its mark at 5, prepared by an owner."""
+    empty.run_0_13(1, 5, records(0, 10))
+    empty.log.prepare(2, NONCE)
+    return empty
 
 
-def whole(last):
-    return b"".join(map(encoded_record, records(0, last + 1)))
+def cover(world, last=BEFORE_FIRST):
+    return world.log.truncate(2, last, BEFORE_FIRST, GENESIS_CHAIN)
 
 
-def test_a_promise_is_durable_and_has_no_nonce(world):
-    world.log.promise(5)
-    world.crash()
-    assert (world.log.promised, world.log.slot.nonce) == (5, bytes(16))
-    world.log.promise(5)
-    for session in (4, NO_SESSION):
-        with pytest.raises(SessionFenced):
-            world.log.promise(session)
-    with pytest.raises(SessionFenced):
-        world.log.prepare(5, NONCE)
-    world.log.prepare(6, NONCE)
-    with pytest.raises(SessionFenced):
-        world.log.promise(6)
-
-
-def test_what_was_appended_is_there_after_a_crash_and_gets_batches(begun):
-    begun.append(1, 1_500)
-    assert is_unbatched(begun.log.slot)
-    assert begun.log.slot.promised == 1
-    begun.crash()
-    assert begun.content() == whole(1_499)
-    assert begun.bounds() == [(0, 1023), (1024, 1499)]
-    assert not is_unbatched(begun.log.slot)
-    assert not begun.log.suspect
-
-
-def test_batches_end_where_ids_and_mark_say_however_often_it_was_opened(begun):
-    for session, count in ((2, 600), (3, 700), (4, 900)):
-        begun.log.promise(session)
-        begun.log.set_original_mark(session, begun.log.max_id)
-        begun.append(session, count)
-        if session != 3:
-            begun.crash()
-    assert begun.bounds() == [(0, 1023), (1024, 1299), (1300, 2047), (2048, 2199)]
-
-
-def test_a_cut_that_found_no_room_is_finished_by_its_own_session_and_id_only(begun, monkeypatch):
-    begun.append(1, 8)
-    with monkeypatch.context() as patched:
-        patched.setattr(truncation, "carry_out", Mock(side_effect=NoSpace("no room")))
-        with pytest.raises(NoSpace):
-            begun.log.cut_to(1, 5)
-    for session, last in ((0, 5), (1, 4), (1, 6)):
-        with pytest.raises(DiskFailed, match="a write failed in this session"):
-            begun.log.cut_to(session, last)
-    assert begun.log.cut_to(1, 5) == 5
-    assert begun.content() == whole(5)
-
-
-def test_prepare_makes_the_batches_in_place(begun):
-    begun.append(1, 5)
-    prepared = begun.log.prepare(2, NONCE)
-    assert (prepared.synced_max, prepared.last_session, prepared.suspect) == (4, 1, False)
-    assert prepared.chain == begun.log.chain == begun.log.chain_at(4)
-    assert begun.bounds() == [(0, 4)]
-    assert begun.content() == whole(4)
-    begun.log.set_low_water_mark(2, 4, prepared.chain)
-    begun.log.promise(3)
-    begun.append(3, 2)
-    assert begun.log.prepare(4, NONCE).synced_max == 6
-    assert begun.content() == whole(6)
-
-
-def test_records_that_do_not_follow_are_refused(begun):
-    begun.append(1, 2)
-    for wrong in (records(1, 1), records(3, 1), [*records(2, 1), *records(2, 1)]):
-        with pytest.raises(BadRequest, match="transaction out of order"):
-            begun.log.append_records(1, wrong)
-    assert begun.log.append_records(1, []) == 0
-    assert begun.log.max_id == 1
-
-
-def test_a_record_that_no_opening_would_find_again_is_refused(begun):
-    with pytest.raises(TooLarge):
-        begun.log.append_records(1, records(0, 1, bytes(TRANSACTION_BYTES_MAX + 1)))
-    begun.log.append_records(1, records(0, 1, bytes(TRANSACTION_BYTES_MAX)))
-    begun.log.sync_records()
-    begun.crash()
-    assert begun.log.max_id == 0
-
-
-def test_a_mark_is_where_the_log_ends_or_above_and_never_goes_back(begun):
-    begun.append(1, 5)
-    with pytest.raises(BadRequest, match="lower than the max transaction id"):
-        begun.log.set_original_mark(1, 3)
-    begun.log.promise(2)
-    begun.log.set_original_mark(2, 4)
-    begun.append(2, 1)
-    begun.log.promise(3)
-    with pytest.raises(DataLoss, match="below the low-water mark 4"):
-        begun.log.cut_to(3, 3)
-    assert begun.log.cut_to(3, 4) == 4
-    info = begun.control.info(0)
-    assert info[:3] == (2, 4, 4)
-    assert info.sequence == begun.log.slot.original_sequence
-
-
-def test_a_mark_that_no_append_has_passed_binds_nobody(begun):
-    """The session may never have opened: the next one may decide less."""
-    begun.append(1, 8)
-    begun.log.promise(2)
-    begun.log.set_original_mark(2, 12)
-    begun.append(2, 3)
-    assert begun.log.last_session_info() == (2, 12, 7)
-    assert begun.log.confirmed_low_water_mark == BEFORE_FIRST
-    begun.log.promise(3)
-    assert begun.log.cut_to(3, 9) == 9
-    begun.log.set_original_mark(3, 9)
-    assert begun.log.last_session_info() == (3, 9, 9)
-
-
-def test_a_log_below_its_mark_does_not_vouch_for_the_session(begun):
-    begun.append(1, 3)
-    begun.log.promise(2)
-    begun.log.set_original_mark(2, 7)
-    begun.append(2, 2)
-    assert begun.log.prepare(3, NONCE).last_session == NO_SESSION
-    begun.log.promise(4)
-    begun.append(4, 3)
-    assert begun.log.prepare(5, NONCE).last_session == 2
-
-
-def test_a_suspect_replica_takes_part_in_nothing(begun):
-    begun.append(1, 3)
-    slots = begun.log._slots
-    slots.write(dataclasses.replace(slots.slot, suspect=True))
-    for call in (
-        begun.log.last_session_info,
-        begun.log.check_vouches,
-        lambda: begun.log.append_records(1, records(3, 1)),
-        lambda: begun.log.cut_to(1, 1),
-        lambda: begun.log.set_original_mark(1, 2),
-    ):
-        with pytest.raises(ReplicaSuspect):
-            call()
-    assert begun.content() == whole(2)
-
-
-def test_a_cut_goes_on_without_batches_and_is_there_after_a_crash(begun):
-    begun.append(1, 200)
-    assert begun.log.cut_to(1, 120) == 120
-    assert begun.log.cut_to(1, 150) == 120
-    begun.append(1, 30)
-    begun.crash()
-    assert begun.content() == whole(150)
-    assert begun.bounds() == [(0, 150)]
-
-
-def test_the_index_is_as_durable_as_an_originals(begun):
-    syncs = []
-    index_sync = begun.log._sync_index
-    begun.log._sync_index = lambda: (syncs.append(begun.log.synced_max), index_sync())
-    for _ in range(5):
-        begun.append(1, INDEX_SYNC_IDS // 2)
-    assert [each for each in syncs if each >= 0] == [999, 1999]
-
-
-def test_after_a_failed_write_the_next_session_goes_on_in_a_new_segment(begun):
-    begun.append(1, 4)
-    begun.disk.next_errors["sync"] = DiskFailed("no")
-    with pytest.raises(DiskFailed):
-        begun.append(1, 2)
-    with pytest.raises(DiskFailed):
-        begun.log.append_records(1, records(4, 1))
-    begun.log.promise(2)
-    assert begun.log.max_id == 3
-    begun.append(2, 3)
-    assert begun.log.prepare(3, NONCE).synced_max == 6
-    assert begun.content() == whole(6)
-    assert begun.bounds() == [(0, 6)]
-
-
-def test_a_full_disk_takes_nothing_and_loses_nothing(begun):
-    begun.append(1, 4)
-    begun.disk.next_errors["pwrite"] = NoSpace("full")
-    with pytest.raises(NoSpace):
-        begun.log.append_records(1, records(4, 2))
-    begun.append(1, 2)
-    begun.crash()
-    assert begun.content() == whole(5)
-
-
-def test_batches_that_cannot_be_made_break_the_log_until_it_is_opened(begun):
-    begun.append(1, 4)
-    begun.disk.next_errors["pread"] = DiskFailed("no")
-    with pytest.raises(DiskFailed, match="making batches"):
-        begun.log.prepare(2, NONCE)
-    assert begun.log.is_broken
-    with pytest.raises(DiskFailed):
-        begun.log.prepare(2, NONCE)
-    with pytest.raises(DiskFailed):
-        begun.log.promise(2)
-    begun.open()
-    assert begun.log.prepare(2, NONCE).synced_max == 3
-
-
-def of_an_owner(world, last_of_first, last):
-    """Two batches of session 2; return the appends."""
-    world.log.prepare(2, NONCE)
-    found = list(other_batches(records(0, last + 1), (last_of_first + 1, last - last_of_first), 2))
-    for fields in found:
-        world.log.append(2, *fields)
+def append(world, fields):
+    world.log.append(2, *fields)
     world.log.sync()
-    return found
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-def test_what_an_owner_has_written_stays_when_it_is_cut_after_an_originals_mark(world, restarts):
-    """Another replica has other batches of it, from an original: both would vote for the cut."""
-    first, _ = of_an_owner(world, 5, 9)
-    world.log.promise(6)
-    world.log.set_original_mark(6, 9)
-    assert world.log.prepare(7, NONCE).last_session == 6
-    if restarts:
-        world.crash()
-        world.log.prepare(8, NONCE)
-    chain = first[-1][0].chain
-    assert world.log.truncate(world.log.promised, 5, 5, chain) == (5, chain)
+def on_disk(world):
+    """What the file has, counted or not."""
+    return (world.directory / "0" / f"{0:019d}.seg").read_bytes()[128:]
+
+
+# ---- adopted batches
+
+
+def test_batches_end_where_ids_and_mark_say_however_often_it_was_opened(empty):
+    for session, mark, count in ((2, -1, 600), (3, 599, 700), (4, 1299, 900)):
+        first = empty.log.max_id + 1
+        empty.run_0_13(session, mark, records(first, count, b""))
+    assert empty.bounds() == [(0, 1023), (1024, 1299), (1300, 2047), (2048, 2199)]
+    empty.crash()
+    assert empty.log.max_id == 2_199
+    assert not empty.log.suspect
+
+
+def test_a_mark_of_0_13_does_not_bind_an_owner(world):
+    state = world.log.state()
+    assert (state.low_water_mark, state.mark_confirmed) == (5, False)
+    assert world.log.confirmed_low_water_mark == 5
+
+
+def test_a_log_below_its_mark_reports_no_session(empty):
+    """0.13 sets its mark before it has filled the log up: the log is unknown, not short."""
+    empty.run_0_13(3, 7, records(0, 5))
+    assert empty.log.prepare(4, NONCE).last_session == NO_SESSION
+    empty.run_0_13(5, 7, records(5, 3))
+    assert empty.log.prepare(6, NONCE).last_session == 5
+
+
+# ---- covering
+
+
+def test_the_same_records_get_other_batches(world):
+    assert cover(world) == (BEFORE_FIRST, GENESIS_CHAIN)
+    assert (world.log.max_id, world.log.synced_max) == (BEFORE_FIRST, BEFORE_FIRST)
+    first, second, third, fourth = other_batches(records(0, 12), (3, 4, 3, 2), 2)
+    append(world, first)
+    assert (world.log.max_id, world.log.synced_max) == (2, 2)
+    world.log.mark_acked()
+    append(world, second)
+    append(world, third)
+    world.log.append(2, *fourth)
+    assert (world.log.max_id, world.log.synced_max) == (11, 9), "from here on as in any log"
+    world.log.sync()
+    world.log.set_low_water_mark(2, 11, world.log.chain)
+    world.log.engage(2, 11)
+    assert on_disk(world) == world.content() == whole(11)
+    assert world.bounds() == [(0, 2), (3, 6), (7, 9), (10, 11)]
+    assert world.log.state().mark_confirmed
     world.crash()
-    found = world.log.prepare(9, NONCE)
-    assert (found.synced_max, found.last_session) == (9, 6)
+    assert world.bounds() == [(0, 2), (3, 6), (7, 9), (10, 11)]
+    assert not world.log.suspect
+
+
+def test_a_cut_in_the_middle_of_a_batch(world):
+    """The mark is decided below the end: what is behind it goes when the mark is set."""
+    last, chain = cover(world, 7)
+    assert (last, world.log.chain) == (7, chain)
+    assert on_disk(world) == whole(9)
+    world.log.set_low_water_mark(2, 7, chain)
+    assert on_disk(world) == world.content() == whole(7)
+    assert world.bounds() == [(0, 5), (6, 7)]
+    assert world.log.chain_at(7) == chain
+
+
+def test_what_there_was_no_room_to_cut_is_cut_when_the_mark_is_set_again(world, monkeypatch):
+    _, chain = cover(world, 7)
+    with monkeypatch.context() as patch:
+        patch.setattr(truncation, "carry_out", Mock(side_effect=NoSpace("full")))
+        with pytest.raises(NoSpace):
+            world.log.set_low_water_mark(2, 7, chain)
+    world.log.set_low_water_mark(2, 7, chain)
+    world.log.engage(2, 7)
+    assert on_disk(world) == world.content() == whole(7)
+    world.crash()
+    assert world.log.chain == chain
+    assert not world.log.suspect
+
+
+def test_what_follows_the_last_record_is_appended(world):
+    cover(world)
+    first, second = other_batches(records(0, 14), (8, 6), 2)
+    append(world, first)
+    append(world, second)
+    assert world.content() == whole(13)
+    (more,) = list(other_batches(records(0, 14), (8, 6), 2))[1:]
+    with pytest.raises(BadRequest):
+        append(world, more)
+
+
+def test_other_records_take_the_place_of_those_above_the_mark_and_of_no_others(world):
+    cover(world)
+    other = [*records(0, 6), *records(6, 4, b"else")]
+    for fields in other_batches(other, (6, 4), 2):
+        append(world, fields)
+    assert world.content() == whole(5) + on_disk(world)[6 * 44 :]
+    assert world.bounds() == [(0, 5), (6, 9)]
+    assert b"else" in world.content()
+
+
+def test_batches_that_do_not_follow_on_are_refused_and_cover_nothing(world):
+    cover(world)
+    batches = list(other_batches(records(0, 10), (3, 4, 3), 2))
+    first, lengths, data, chain, (entry,) = batches[0]
+    other = b"\1" * len(chain)  # the same records, behind some that are not here
+    crcs = b"".join(data[end - 4 : end] for end in lengths.cumsum())
+    behind = entry._replace(chain=next_chain(other, 0, 2, 2, crcs))
+    for start, before, told in ((1, chain, entry), (first, other, entry), (first, other, behind)):
+        with pytest.raises(BadRequest):
+            world.log.append(2, start, lengths, data, before, (told,))
+        assert world.log.max_id == BEFORE_FIRST
+    for each in batches:
+        append(world, each)
+    assert on_disk(world) == world.content() == whole(9)
+
+
+def test_nothing_below_the_confirmed_mark_is_given_up(world):
+    cover(world)
+    (wrong,) = other_batches([*records(0, 3), *records(3, 4, b"else")], (7,), 2)
+    with pytest.raises(DataLoss, match="below the low-water mark 5"):
+        append(world, wrong)
+    assert on_disk(world) == whole(9)
+    world.crash()
+    assert world.content() == whole(9)
+    assert not world.log.suspect
+
+
+def test_a_later_session_finds_all_records_with_batches(world):
+    cover(world)
+    append(world, next(other_batches(records(0, 10), (3,), 2)))
+    assert world.log.slot.is_unbatched
+    prepared = world.log.prepare(3, NONCE)
+    assert (prepared.synced_max, prepared.chain) == (9, world.log.chain_at(9))
+    assert not world.log.slot.is_unbatched
+    assert world.log.truncate(3, BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN)[0] == BEFORE_FIRST
+    assert world.log.prepare(4, NONCE).synced_max == 9
     assert world.content() == whole(9)
 
 
-def test_other_records_make_no_log_credible_that_never_reached_an_originals_mark(world):
-    first, _ = of_an_owner(world, 5, 9)
-    world.log.promise(6)
-    world.log.set_original_mark(6, 20)
-    assert world.log.prepare(7, NONCE).last_session == NO_SESSION
+def test_0_13_finds_all_records_of_a_log_that_covers(world):
+    cover(world)
+    world.run_0_13(4, 9, records(10, 2))
+    assert world.log.prepare(5, NONCE).synced_max == 11
+    assert world.content() == whole(11)
+
+
+def test_batches_that_cannot_be_made_break_the_log_until_it_is_opened(world):
+    cover(world)
+    world.disk.next_errors["pread"] = DiskFailed("no")
+    with pytest.raises(DiskFailed, match="making batches"):
+        world.log.prepare(3, NONCE)
+    assert world.log.is_broken
+    with pytest.raises(DiskFailed):
+        world.log.prepare(3, NONCE)
+    world.open()
+    assert world.log.prepare(3, NONCE).synced_max == 9
+
+
+def test_a_clean_stop_in_between_leaves_all_records(world):
+    cover(world)
+    world.log.close()
+    world.control.close()
+    world.open()
+    assert world.content() == whole(9)
+    assert not world.log.suspect
+
+
+def test_a_disk_that_fails_in_between_takes_nothing_with_it(world):
+    cover(world)
+    first, second = other_batches(records(0, 10), (3, 7), 2)
+    append(world, first)
+    world.disk.next_errors["sync"] = DiskFailed("no")
+    with pytest.raises(DiskFailed):
+        append(world, second)
+    assert world.log.prepare(3, NONCE).synced_max == 9
+    assert world.content() == whole(9)
+
+
+def test_one_cut_in_a_session_and_at_a_batch_that_is_here(world):
+    with pytest.raises(BadRequest, match="expected a batch that ends at 3"):
+        world.log.truncate(2, 8, 3, GENESIS_CHAIN)
+    cover(world)
+    append(world, next(other_batches(records(0, 10), (3,), 2)))
+    with pytest.raises(BadRequest, match="one cut"):
+        world.log.truncate(2, BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN)
+
+
+def test_what_an_owner_has_written_is_cut_as_ever(world):
+    log = world.log
+    log.set_low_water_mark(2, 9, log.chain)
+    log.engage(2, 9)
+    (fields,) = list(other_batches(records(0, 12), (10, 2), 2))[1:]
+    first, lengths, data, _, (entry,) = fields
+    before = log.chain
+    chain = next_of(before, entry, data, lengths)
+    append(world, (first, lengths, data, before, (entry._replace(chain=chain),)))
+    assert log.truncate(2, 9, 9, before) == (9, before)
+    assert on_disk(world) == whole(9)
+
+
+def next_of(before, entry, data, lengths):
+    crcs = raw_records.record_crcs(data, lengths)
+    return next_chain(before, entry.first, entry.last, entry.session_id, crcs)
+
+
+# ---- files of earlier versions, which took records from 0.13 servers
+
+
+def test_records_that_an_earlier_version_left_without_batches_get_them(empty):
+    (fields,) = other_batches(records(0, 10), (10,), 2)
+    empty.log.prepare(2, NONCE)
+    append(empty, fields)
+    acked = Marker(9, UNBATCHED)
+    empty.write_slot(acked=acked, promised=6, nonce=NO_NONCE, provisional=Mark(6, 20))
+    assert empty.content() == whole(9)
+    assert not empty.log.slot.is_unbatched
+    assert not empty.log.suspect
+    prepared = empty.log.prepare(7, NONCE)
+    assert (prepared.synced_max, prepared.last_session) == (9, NO_SESSION), "it is below its mark"
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_cut_covers_after_a_mark_that_an_earlier_version_took_from_a_0_13_server(empty, restarts):
+    """Another replica has the same records in adopted batches: both would vote for the cut."""
+    empty.log.prepare(2, NONCE)
+    first, second = other_batches(records(0, 10), (6, 4), 2)
+    append(empty, first)
+    append(empty, second)
+    fields = {"promised": 6, "nonce": NO_NONCE, "last_session": 6}
+    empty.write_slot(**fields, provisional=Mark(6, 9))
+    session = 7
+    assert empty.log.prepare(session, NONCE).last_session == 6
+    if restarts:
+        empty.crash()
+        session = 8
+        empty.log.prepare(session, NONCE)
     chain = first[-1][0].chain
-    assert world.log.truncate(7, 5, 5, chain) == (5, chain)
-    other = [*records(0, 6), *records(6, 2, b"else")]
-    world.log.append(7, *list(other_batches(other, (6, 2), 2))[1])
-    world.crash()
-    found = world.log.prepare(8, NONCE)
-    assert found.synced_max < 9
-    assert (found.last_session, found.mark_confirmed) == (NO_SESSION, False)
-    world.log.set_low_water_mark(8, found.synced_max, found.chain)
-    assert world.log.state().last_session == 8
+    assert empty.log.truncate(session, 5, 5, chain) == (5, chain)
+    empty.crash()
+    found = empty.log.prepare(9, NONCE)
+    assert (found.synced_max, found.last_session) == (9, 6)
+    assert empty.content() == whole(9)
 
 
-def test_in_which_session_an_owner_had_it_engaged_is_kept_beside_an_originals(world):
-    of_an_owner(world, 5, 9)
-    world.log.set_low_water_mark(2, 9, world.log.chain)
-    world.log.engage(2, 9)
-    world.log.promise(6)
-    world.log.set_original_mark(6, 10)
-    # It does not reach its mark: whoever decides without it, or by it, is told of no session.
-    assert (world.log.state().last_session, world.log.state().engaged_session) == (-1, -1)
-    for first in (10, 11):  # the second one confirms the mark
-        world.log.append_records(6, records(first, 1))
-    world.log.sync_records()
-    state = world.log.state()
-    assert (state.last_session, state.mark_confirmed, state.engaged_session) == (6, True, 2)
+def test_the_word_for_no_batches_is_no_chain_and_outlives_a_slot_on_disk():
+    assert UNBATCHED != GENESIS_CHAIN
+    assert not Slot(0).is_unbatched
+    unbatched = Slot(0, acked=Marker(4, UNBATCHED))
+    assert Slot.decode(unbatched.encode()).is_unbatched

@@ -84,7 +84,6 @@ def test_every_message_of_the_table_has_a_plan_in_each_version_it_exists_in():
     assert len(codec._plans(Surface.CLIENT, 5)) == 33
     assert len(codec._plans(Surface.STORAGE, 1)) == 21
     assert len(codec._plans(Surface.STORAGE, 2)) == 21
-    assert len(codec._plans(Surface.STORAGE, 0)) == 18
     assert [len(codec._plans(Surface.CLIENT, version)) for version in range(5)] == [
         13,
         15,

@@ -41,14 +41,10 @@ LAYOUTS = [
     (FieldKind.TEXTS, ("a", ""), count(2) + count(1) + b"a" + count(0)),
     (FieldKind.LINEAGE, (ENTRY,), count(1) + struct.pack(">qqqq", 1, 2, 3, 4) + ENTRY.chain),
     (FieldKind.RECORDS, (RECORD,), count(1) + RECORD_BYTES),
-    (FieldKind.HEADERS, (HEADER,), count(1) + HEADER_BYTES),
     (FieldKind.TEXT_BOOL_MAP, (("a", True),), count(1) + count(1) + b"a\1"),
     (FieldKind.INT32_BOOL_MAP, ((9, False),), count(1) + count(9) + b"\0"),
     (FieldKind.DATA_OR_ERROR, (b"abc", None), b"\1" + count(3) + b"abc" + CRC_BYTES),
     (FieldKind.DATA_OR_ERROR, (None, None), b"\0" + count(-1)),
-    (FieldKind.PRESENT_RECORD, RECORD, b"\1" + RECORD_BYTES),
-    (FieldKind.PRESENT_RECORD, None, b"\0"),
-    (FieldKind.PRESENT_HEADER, HEADER, b"\1" + HEADER_BYTES),
     (
         FieldKind.STACK,
         (("C", "m", None, -2),),
@@ -91,12 +87,7 @@ def test_a_value_that_is_cut_short_is_refused(kind, value, data):
 @pytest.mark.parametrize("kind", sorted(set(VARIABLE), key=lambda kind: kind.name))
 @pytest.mark.parametrize("number", [2**31 - 1, 2**24])
 def test_a_count_that_the_bytes_left_cannot_hold_is_refused(kind, number):
-    flag = (FieldKind.DATA_OR_ERROR, FieldKind.PRESENT_RECORD, FieldKind.PRESENT_HEADER)
-    data = (b"\1" + bytes(28) if kind in flag[1:] else b"\1" if kind in flag else b"") + count(
-        number
-    )
-    if kind is FieldKind.PRESENT_HEADER:
-        data = data[:20]  # it holds no count
+    data = (b"\1" if kind is FieldKind.DATA_OR_ERROR else b"") + count(number)
     with pytest.raises((RemoteProtocolError, struct.error)):
         VARIABLE[kind][1](memoryview(data + bytes(3)), 0, [])
 

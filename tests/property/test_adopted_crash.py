@@ -1,0 +1,128 @@
+"""Power loss while an owner gives the records of a 0.13 storage other batches, at every step.
+
+No record is lost, nothing makes the replica suspect, and every record has a batch afterwards.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from tests.crash import layout
+from tests.property.storage_model import KEY, PARTITION, ROOT, SURVIVALS
+from waltz_core import raw_records
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, LineageEntry, next_chain
+from waltz_core.sim.disk import Fault, PowerLoss, SimDisk
+from waltz_core.storage import recovery
+from waltz_core.storage.control_file import ControlFile
+from waltz_core.storage.partition_log import LogSettings
+from waltz_core.storage.replica_log import ReplicaLog
+
+BATCH_IDS = 8
+SEGMENT_IDS = 14  # of a segment that 0.13 has written
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    monkeypatch.setattr(recovery, "ADOPTED_BATCH_IDS", BATCH_IDS)
+
+
+def as_0_13_leaves_it(disk, records, *, session, mark):
+    """Write the files of a partition, in segments, as a 0.13 storage does."""
+    structures = [layout.Structure(-1, -1, -1, 1, 0)] * 4
+    structures[PARTITION] = layout.Structure(session, mark, mark, 5, 4)
+    directory = ROOT / str(PARTITION)
+    disk.make_directory(directory)
+    disk.put(ROOT / "waltz-storage.ctl", layout.control(KEY, structures))
+    for first in range(0, len(records), SEGMENT_IDS):
+        part = records[first : first + SEGMENT_IDS]
+        seg, idx = layout.segment(KEY, PARTITION, first, part)
+        disk.put(directory / f"{first:019d}.seg", seg)
+        disk.put(directory / f"{first:019d}.idx", idx)
+
+
+@dataclass
+class World:
+    """A directory that 0.13 has written, opened by this storage."""
+
+    rng: Random
+    disk: SimDisk = field(default_factory=SimDisk)
+
+    def __post_init__(self):
+        self.records = [layout.record(one, self.rng.randbytes(50)) for one in range(35)]
+        self.disk.make_directory(ROOT)
+        as_0_13_leaves_it(self.disk, self.records, session=1, mark=29)
+        self.open()
+
+    def open(self):
+        self.control = ControlFile.open(self.disk, ROOT, KEY, 4, 1)
+        settings = LogSettings(KEY, 900, lambda: 1_700_000_000_000)
+        self.log = ReplicaLog.open(
+            self.disk, ROOT / str(PARTITION), PARTITION, self.control, settings
+        )
+
+    @contextmanager
+    def power(self, step):
+        """Lose power at a step; nothing that was there is gone, and the log has batches."""
+        self.disk.plan(self.disk.step_count + step, Fault.POWER_LOSS)
+        try:
+            yield
+        except PowerLoss:
+            self.disk.power_loss(self.rng.choice(SURVIVALS), self.rng)
+            self.open()
+        self.disk.forget_plans()
+
+
+def other_batches(records, counts, session):
+    """Batches of records with these sizes: (fields of an append) for each."""
+    first, chain = 0, GENESIS_CHAIN
+    for count in counts:
+        last = first + count - 1
+        part = records[first : last + 1]
+        before = chain
+        chain = next_chain(chain, first, last, session, b"".join(one[-4:] for one in part))
+        lengths = raw_records.np.array([len(one) for one in part], dtype="int64")
+        entry = LineageEntry(first, last, session, 9, chain)
+        yield first, lengths, b"".join(part), before, (entry,)
+        first = last + 1
+
+
+def test_no_record_goes_while_an_owner_replaces_adopted_batches():
+    step, interrupted = 0, True
+    while interrupted:
+        step += 1
+        world = World(Random(step))
+        # The last batch is one that this replica had only a part of.
+        records = [*world.records, layout.record(35, b"new")]
+        appends = list(other_batches(records, (7, 9, 12, 8), 5))
+        interrupted = True
+        with world.power(step):
+            log = world.log
+            prepared = log.prepare(5, bytes(15) + b"x")
+            assert (prepared.synced_max, prepared.mark_confirmed) == (34, False)
+            assert log.truncate(5, BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN)[0] == BEFORE_FIRST
+            for fields in appends:
+                log.append(5, *fields)
+                log.sync()
+            log.set_low_water_mark(5, 35, log.chain)
+            log.engage(5, 35)
+            interrupted = False
+        log = world.log
+        assert log.max_id in (34, 35)
+        assert not log.suspect
+        whole = b"".join(records)
+        read = log.read_range(0, log.max_id, 1 << 20, whole_batches=False)
+        assert read.records == whole[: len(read.records)]
+        if interrupted:
+            assert log.prepare(6, bytes(15) + b"y").synced_max == log.max_id
+            log.close()
+        else:
+            entries = tuple(fields[-1][0] for fields in appends)
+            assert log.lineage(0, 35)[1] == entries
+            log.close()
+            world.control.close()
+            world.open()
+            assert world.log.lineage(0, 35)[1] == entries
+            assert not world.log.suspect
+    assert step > 30, step
