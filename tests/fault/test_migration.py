@@ -1,0 +1,279 @@
+"""A cluster of Waltz 0.13 becomes one of this version, and goes back: docs/compatibility.md.
+
+Files and nodes of 0.13 are written and read byte by byte from the description of their layout,
+with no code of this version (`tests/crash/layout.py`, interop.md 4).
+"""
+
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from kazoo.client import KazooClient
+
+from tests.crash import layout
+from tests.fault.load import all_engaged, differing, wait_until
+from tests.patience import HANG_S
+from waltz_core.client import WaltzClient
+from waltz_core.local import LocalCluster
+
+pytestmark = pytest.mark.fault
+STORAGES = ("storage-1", "storage-2", "storage-3")
+UNRESOLVED = -(1 << 63)
+SEGMENT_IDS = 1_200
+ASSIGNED = 5  # and available
+UNUSED = layout.Structure(-1, -1, -1, ASSIGNED, 1)
+
+
+class Metadata(NamedTuple):
+    """What ZooKeeper has of partition 0; `states`: address -> (session, closing mark)."""
+
+    generation: int
+    session: int
+    states: dict[str, tuple[int, int]]
+
+    def encode(self) -> bytes:
+        parts = [struct.pack(">biqi", 1, self.generation, self.session, len(self.states))]
+        for address, state in self.states.items():
+            name = address.encode()
+            parts.append(struct.pack(">bbiH", 1, 1, 0, len(name)) + name)
+            parts.append(struct.pack(">qq", *state))
+        return b"".join(parts)
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Metadata":
+        version, generation, session, count = struct.unpack_from(">biqi", data)
+        assert version == 1
+        at, states = 17, {}
+        for _ in range(count):
+            *versions, partition, size = struct.unpack_from(">bbiH", data, at)
+            assert (versions, partition) == ([1, 1], 0)
+            at += 8
+            address = data[at : at + size].decode()
+            states[address] = struct.unpack_from(">qq", data, at + size)
+            at += size + 16
+        assert at == len(data)
+        return cls(generation, session, states)
+
+
+class OldCluster:
+    """The directories and nodes of a stopped 0.13 cluster, at the place of a local one."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self.cluster = cluster
+        members = [each for each in cluster.members if each.name in STORAGES]
+        self.addresses = [f"{cluster.host}:{each.port}" for each in members]
+        self.directories = [cluster.directory / each.name for each in members]
+        hosts, _, root = cluster.connect.partition("/")
+        self.root = f"/{root}"
+        self.node = f"{self.root}/store/partition/0"
+        self.zookeeper = KazooClient(hosts)
+        self.zookeeper.start(timeout=HANG_S)
+        store, _ = self.zookeeper.get(f"{self.root}/store")
+        self.key = store[1:17]
+
+    def leave_nodes(self, metadata: Metadata) -> None:
+        """Leave the nodes that 0.13 makes, and no other; its servers are gone."""
+        self.zookeeper.delete(f"{self.root}/x", recursive=True)
+        self.zookeeper.create(self.node, metadata.encode())  # with the first session
+        path = f"{self.root}/serverDescriptors"
+        cversion = self.zookeeper.exists(path).children_version
+        owned = struct.pack(">ii", 1, 2) + struct.pack(">iiii", 0, metadata.generation, 1, 1)
+        self.zookeeper.set(path, struct.pack(">Biii", 3, cversion, 2, 1) + owned)
+
+    def write(self, records: list[bytes], lasts: list[int], marks: list[tuple[int, int]]) -> None:
+        """Give each storage its log up to an id, with its last session and that one's mark."""
+        for directory, last, (session, mark) in zip(self.directories, lasts, marks, strict=True):
+            (directory / "0").mkdir(parents=True)
+            structures = [layout.Structure(session, mark, mark, ASSIGNED, 9), UNUSED]
+            control = layout.control(self.key, structures)
+            (directory / "waltz-storage.ctl").write_bytes(control)
+            for first in range(0, last + 1, SEGMENT_IDS):
+                part = records[first : min(first + SEGMENT_IDS, last + 1)]
+                for suffix, data in zip(
+                    ("seg", "idx"), layout.segment(self.key, 0, first, part), strict=True
+                ):
+                    (directory / "0" / f"{first:019d}.{suffix}").write_bytes(data)
+
+    def read(self, directory: Path) -> tuple[layout.Control, dict[int, list[bytes]]]:
+        """Return what 0.13 finds in a directory."""
+        files = {each: each.read_bytes() for each in directory.rglob("*.*")}
+        return layout.read_directory(files, directory)
+
+    def run(self, session: int, added: list[bytes]) -> None:
+        """Do what 0.13 does on all storages: open a session at the log's end, and append."""
+        for directory in self.directories:
+            found, logs = self.read(directory)
+            mark = len(logs[0]) - 1
+            first, second = found.partitions
+            first = first._replace(
+                session=session,
+                low_water_mark=mark,
+                local_low_water_mark=mark,
+                sequence=first.sequence + 1,
+            )
+            control = layout.control(self.key, [first, second])
+            (directory / "waltz-storage.ctl").write_bytes(control)
+            segment = max((directory / "0").glob("*.seg"))
+            with segment.open("ab") as seg, segment.with_suffix(".idx").open("ab") as idx:
+                for one in added:
+                    idx.write(seg.tell().to_bytes(8, "big"))
+                    seg.write(one)
+        states = dict.fromkeys(self.addresses, (session, UNRESOLVED))
+        metadata = Metadata(self.metadata().generation, session, states)
+        self.zookeeper.set(self.node, metadata.encode())
+
+    def metadata(self) -> Metadata:
+        return Metadata.decode(self.zookeeper.get(self.node)[0])
+
+    def close(self) -> None:
+        self.zookeeper.stop()
+        self.zookeeper.close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    made = LocalCluster(tmp_path / "cluster", bound=True, partition_count=2)
+    made.prepare()
+    try:
+        yield made
+    finally:
+        made.down()
+
+
+@pytest.fixture
+def old(cluster: LocalCluster) -> Iterator[OldCluster]:
+    found = OldCluster(cluster)
+    yield found
+    found.close()
+
+
+def many(first: int, count: int) -> list[bytes]:
+    return [layout.record(each, b"%d-" % each + bytes(40)) for each in range(first, first + count)]
+
+
+def log_of(client: WaltzClient, partition: int = 0) -> list[bytes]:
+    """Return the partition's records, as they lie in segments."""
+    last = client.high_water_mark(partition, linearizable=True)
+    found: list[bytes] = []
+    if last < 0:
+        return found
+    for chunk in client.read_range(partition, 0, last):
+        data, at = bytes(chunk.records), 0
+        for length in chunk.lengths.tolist():
+            found.append(data[at : at + length])
+            at += length
+    return found
+
+
+def append(client: WaltzClient, count: int, partition: int = 0) -> None:
+    for each in [client.append(b"ours %d" % at, partition=partition) for at in range(count)]:
+        each.result(timeout=HANG_S)
+
+
+def verifies(directory: Path) -> bool:
+    command = [sys.executable, "-m", "waltz_core", "disk", "verify", str(directory)]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def refused_0_13_server(cluster: LocalCluster, name: str) -> str:
+    """Say the hello of a 0.13 server to a storage; return what its log has of it."""
+    text = b"Waltz Storage Client"
+    payload = struct.pack(">ihi", 1, 0, len(text)) + text
+    member = cluster.member(name)
+    with socket.create_connection((cluster.host, member.port), timeout=HANG_S) as link:
+        link.sendall(b"H" + struct.pack(">hi", 0, len(payload)) + payload)
+        while link.recv(4096):  # its own hello, and then the end
+            pass
+    log = cluster.log_path(name)
+    wait_until("the refusal is logged", lambda: "Waltz Storage Client" in log.read_text())
+    (line,) = [each for each in log.read_text().splitlines() if "Waltz Storage Client" in each]
+    return line
+
+
+def test_a_cluster_of_0_13_is_taken_over_and_given_back(
+    cluster: LocalCluster, old: OldCluster, tmp_path: Path
+) -> None:
+    # Stopped while appends were under way: the third storage was away for the last session.
+    log = many(0, 1_500)
+    old.write(log, [1_499, 1_479, 1_249], [(7, 1_399), (7, 1_399), (5, 999)])
+    first, second, third = old.addresses
+    states = {first: (7, UNRESOLVED), second: (7, UNRESOLVED), third: (5, 1_399)}
+    old.leave_nodes(Metadata(3, 7, states))
+
+    # Rehearse on a copy.
+    for directory in old.directories:
+        copy = tmp_path / "copy" / directory.name
+        shutil.copytree(directory, copy)
+        assert verifies(copy)
+
+    # Take over: the same directories, the same root.
+    cluster.up()
+    with WaltzClient(cluster.connect) as client:
+        del log[1_480:]  # what a quorum of 0.13's storages had
+        assert log_of(client) == log
+        append(client, 30)
+        append(client, 5, partition=1)
+        log = log_of(client)
+        assert len(log) == 1_510
+        other = log_of(client, 1)
+        wait_until("all replicas are engaged", lambda: all_engaged(cluster))
+    line = refused_0_13_server(cluster, STORAGES[0])
+    assert "we speak [1, 2]" in line
+    assert "speaks [0]" in line
+    assert "Hint: Migrate the whole cluster at once" in line
+
+    # The way back: 0.13 finds its files and nodes.
+    cluster.down(keep_zookeeper=True)
+    assert differing(cluster) == []
+    session = old.metadata().session
+    assert session > 7
+    assert set(old.metadata().states) == set(old.addresses)
+    for directory in old.directories:
+        found, logs = old.read(directory)
+        assert logs == {0: log, 1: other}
+        assert found.partitions[0].session == session
+        assert verifies(directory)
+    more = many(len(log), 300)
+    old.run(session + 1, more)
+
+    # And forward again.
+    cluster.up()
+    with WaltzClient(cluster.connect) as client:
+        assert log_of(client) == log + more
+        append(client, 3)
+        wait_until("all replicas are engaged", lambda: all_engaged(cluster))
+        log = log_of(client)
+    cluster.down(keep_zookeeper=True)
+    assert differing(cluster) == []
+    for directory in old.directories:
+        assert old.read(directory)[1] == {0: log, 1: other}
+        assert verifies(directory)
+
+
+def test_replicas_that_0_13_left_unequal_keep_what_was_acknowledged(
+    cluster: LocalCluster, old: OldCluster
+) -> None:
+    """They have the same records in batches of their own: of no log are records cut for it."""
+    log = many(0, 1_500)
+    old.write(log, [1_499] * 3, [(7, 1_399), (7, 1_399), (7, 1_099)])
+    old.leave_nodes(Metadata(3, 7, dict.fromkeys(old.addresses, (7, UNRESOLVED))))
+    cluster.up()
+    with WaltzClient(cluster.connect) as client:
+        assert log_of(client) == log
+        wait_until("all replicas are engaged", lambda: all_engaged(cluster))
+    cluster.down(keep_zookeeper=True)
+    assert differing(cluster) == []
+    batches = [
+        b"".join(each.read_bytes() for each in sorted(directory.glob("0/*.chn")))
+        for directory in old.directories
+    ]
+    assert len(batches[0]) == len(batches[1]) == len(batches[2])
+    for directory in old.directories:
+        assert old.read(directory)[1][0] == log
+        assert verifies(directory)
