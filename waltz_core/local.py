@@ -245,9 +245,11 @@ class LocalCluster:
         try:
             self._prepare(deadline)
             with self._exclusive():
+                started = [each for each in self.members if each.process() is None]
                 for member in self.members:
                     self.start(member.name)
             self._await_ready(deadline)
+            self._await_storages(started, deadline)
         finally:
             self._let_ports_go()
         return self.connect
@@ -607,6 +609,20 @@ class LocalCluster:
             f"the cluster in {self.directory} was not ready in time: {last}\n"
             f"{self._tail('server-1')}"
         )
+
+    def _await_storages(self, started: list[Member], deadline: float) -> None:
+        """Wait for storages that were started: the cluster is ready without one that ends at once.
+
+        One that still reads its files at the deadline is left to it. Raises Unreachable.
+        """
+        host = self._loaded().host
+        waiting = [each for each in started if each.kind == "storage"]
+        while waiting and time.monotonic() < deadline:
+            self._check_alive(started)
+            # It listens there only after it has opened its directory and registered.
+            waiting = [each for each in waiting if local_ports.is_free(each.admin_port, host)]
+            time.sleep(0.05)
+        self._check_alive(started)
 
     def _unregistered(self) -> set[str]:
         from waltz_core.cluster import zookeeper  # noqa: PLC0415 - costs start-up time
