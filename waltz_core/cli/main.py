@@ -227,4 +227,6 @@ def _start_logging(path: Path | None) -> None:
         with path.open("rb") as stream:
             logging.config.dictConfig(tomllib.load(stream))
     except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
-        raise BadConfig(f"--logging {path}: expected a logging.toml: {error}") from None
+        # dictConfig's own error only names the logger or handler; the cause has the wrong value.
+        why = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
+        raise BadConfig(f"--logging {path}: expected a logging.toml: {why}") from None
