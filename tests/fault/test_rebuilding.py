@@ -15,7 +15,8 @@ import pytest
 
 from tests.fault.changing import address, begin, check_level, does, end, refuses, replicas
 from tests.fault.conftest import SESSION_MS
-from tests.fault.load import DEADLINE_S, Story, all_engaged, role, standing_still, wait_until
+from tests.fault.load import Story, all_engaged, role, standing_still, wait_until
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.zookeeper import connected
@@ -115,7 +116,7 @@ def test_an_open_client_continues_when_the_nodes_are_rebuilt_in_the_same_zookeep
     cluster, partitions = story.cluster, range(story.cluster.partition_count)
     with WaltzClient(cluster.connect) as client:
         for partition in partitions:
-            client.append(story.row(partition), partition=partition).result(timeout=DEADLINE_S)
+            client.append(story.row(partition), partition=partition).result(timeout=HANG_S)
         for member in reversed(cluster.members):
             if member.kind != "zookeeper":
                 cluster.kill(member.name, signal.SIGTERM)
@@ -133,7 +134,7 @@ def test_an_open_client_continues_when_the_nodes_are_rebuilt_in_the_same_zookeep
         told = end(command)
         assert told.code == 0, told
         for partition in partitions:
-            client.append(story.row(partition), partition=partition).result(timeout=DEADLINE_S)
+            client.append(story.row(partition), partition=partition).result(timeout=HANG_S)
     check_level(story)
     story.check_agrees()
     story.check_whole()
