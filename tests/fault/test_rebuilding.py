@@ -3,7 +3,6 @@
 The tests go on from one another: each leaves a cluster that takes appends.
 """
 
-import asyncio
 import shutil
 import signal
 import subprocess
@@ -16,11 +15,8 @@ import pytest
 from tests.fault.changing import address, begin, check_level, does, end, refuses, replicas
 from tests.fault.conftest import SESSION_MS
 from tests.fault.load import Story, all_engaged, role, standing_still, wait_until
-from tests.patience import HANG_S
-from waltz_core import errors
 from waltz_core.client import WaltzClient
-from waltz_core.cluster.zookeeper import connected
-from waltz_core.local import LocalCluster, Member, running
+from waltz_core.local import Member, running
 
 pytestmark = pytest.mark.fault
 STORAGES = ("storage-1", "storage-2", "storage-3")
@@ -53,23 +49,6 @@ def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     }
     with running(tmp_path_factory.mktemp("cluster"), settings=settings) as cluster:
         yield Story(cluster)
-
-
-def with_admin(cluster: LocalCluster, name: str) -> str:
-    """Return a storage as commands name it: HOST:PORT:ADMIN_PORT."""
-    return f"{address(cluster, name)}:{cluster.member(name).admin_port}"
-
-
-def has_nodes(cluster: LocalCluster) -> bool:
-    async def read() -> bool:
-        async with connected(cluster.connect) as coordinator:
-            try:
-                await coordinator.read_cluster()
-            except errors.NoCluster:
-                return False
-            return True
-
-    return asyncio.run(read())
 
 
 def test_a_new_zookeeper_learns_from_the_storages(story: Story):
@@ -110,34 +89,6 @@ def test_a_new_zookeeper_learns_from_the_storages(story: Story):
     story.check_agrees()
     story.check_whole()
     assert "nothing is to rebuild" in refuses(cluster, *rebuild)
-
-
-def test_an_open_client_continues_when_the_nodes_are_rebuilt_in_the_same_zookeeper(story: Story):
-    cluster, partitions = story.cluster, range(story.cluster.partition_count)
-    with WaltzClient(cluster.connect) as client:
-        for partition in partitions:
-            client.append(story.row(partition), partition=partition).result(timeout=HANG_S)
-        for member in reversed(cluster.members):
-            if member.kind != "zookeeper":
-                cluster.kill(member.name, signal.SIGTERM)
-        does(cluster, "delete", "local")
-        # It has met that there is no cluster: it is retried, and not final.
-        with pytest.raises(errors.Unavailable, match="the cluster is missing in ZooKeeper"):
-            client.high_water_mark(0)
-        named = [word for name in STORAGES for word in ("--storage", with_admin(cluster, name))]
-        directory = str(cluster.directory / "storage-1")
-        command = begin(cluster, "rebuild-metadata", *named, "--from-directory", directory)
-        # The daemons end where there are no nodes yet.
-        wait_until("the nodes are made", lambda: has_nodes(cluster))
-        for name in (*STORAGES, "server-1", "server-2"):
-            cluster.start(name)
-        told = end(command)
-        assert told.code == 0, told
-        for partition in partitions:
-            client.append(story.row(partition), partition=partition).result(timeout=HANG_S)
-    check_level(story)
-    story.check_agrees()
-    story.check_whole()
 
 
 def test_what_a_disk_has_lied_about_is_not_decided_without_the_others(story: Story, tmp_path: Path):

@@ -61,7 +61,7 @@ class Directory:
     """An engine of which only this is known: what lies here, and what of it is offline."""
 
     partition_count = 4
-    has_failed = False
+    has_failed = has_gone = False
 
     def __init__(self, *partitions):
         self.lying_here = set(partitions)
