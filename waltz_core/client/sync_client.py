@@ -17,6 +17,7 @@ import inspect
 import logging
 import os
 import threading
+import time
 import warnings
 from collections.abc import (
     AsyncIterator,
@@ -44,7 +45,7 @@ from waltz_core.client.callbacks import (
 )
 from waltz_core.client.claim import TaskClaim
 from waltz_core.client.directory import ClusterInfo, FixedDirectory, Layout
-from waltz_core.client.feed import Run, Verdict, mark_of
+from waltz_core.client.feed import HAND_OVER_S_MAX, Run, Verdict, mark_of
 from waltz_core.client.following import Following
 from waltz_core.client.opening import NOT_SENT, Opening
 from waltz_core.client.ranges import RangeChunk, ReplicaSet
@@ -613,6 +614,7 @@ class _ThreadConsumer:
         apply: Callable[[Transaction], object] = self._callbacks.apply_transaction
 
         def apply_all() -> Verdict:
+            until_s = time.monotonic() + HAND_OVER_S_MAX
             count = 0
             try:
                 for number, words in run:
@@ -621,6 +623,8 @@ class _ThreadConsumer:
                     given = Transaction(partition_id, TransactionId(number), words, source)
                     _check_plain("apply_transaction", apply(given))
                     count += 1
+                    if time.monotonic() > until_s:
+                        break
             except BaseException as error:  # noqa: BLE001 - the application's own, whatever it is
                 return Verdict(count, _told_by_thread(error))
             return Verdict(count, None)

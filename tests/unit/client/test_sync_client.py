@@ -12,9 +12,10 @@ from concurrent.futures import CancelledError
 import pytest
 
 from waltz_core import errors
-from waltz_core.client import Callbacks, TransactionContext, WaltzClient, data_cache
+from waltz_core.client import Callbacks, TransactionContext, WaltzClient, data_cache, lock
 from waltz_core.client.data_cache import DataBudget, DataCache
 from waltz_core.client.directory import ClusterInfo, Layout
+from waltz_core.client.feed import HAND_OVER_S_MAX
 from waltz_core.client.sync_client import WORKERS_MAX
 from waltz_core.memory import MemoryWaltz
 
@@ -43,12 +44,14 @@ class Copying(TransactionContext):
     def __init__(self, partition: int) -> None:
         super().__init__()
         self.partition = partition
+        self.locks: list[int] = []
 
     def partition_id(self, partition_count):
         return self.partition
 
     def execute(self, builder):
         builder.set_transaction_data(b"copy")
+        builder.set_write_locks(self.locks)
         return True
 
 
@@ -99,6 +102,32 @@ def test_a_closed_client_applies_nothing_any_more():
         may_end.set()
         closer.join(60)
         assert ended == [True]
+
+
+def test_what_slow_callbacks_have_applied_counts_before_the_rest_of_their_run():
+    """The second transaction blocks; a context must not be told that nothing was applied."""
+    at_second, may_go = threading.Event(), threading.Event()
+
+    def apply(transaction):
+        if transaction.transaction_id == 0:
+            time.sleep(2 * HAND_OVER_S_MAX)
+        if transaction.transaction_id == 1:
+            at_second.set()
+            may_go.wait(60)
+
+    with MemoryWaltz(1) as log, log.client() as writer:
+        seat = lock("seat", 1)
+        for _ in range(10):
+            writer.append(b"x", partition=0, append_locks=[seat]).result(60)
+        with log.client() as client:
+            client.subscribe(Applying(apply))
+            assert at_second.wait(60)
+            context = Copying(0)
+            context.locks, context.timeout_ms = [seat], 500
+            with pytest.raises(errors.ViewBehind) as behind:
+                client.submit(context).result(60)
+            may_go.set()
+    assert (behind.value.applied, behind.value.high_water_mark) == (0, 9)
 
 
 def test_a_callback_may_close_its_client():
