@@ -488,10 +488,11 @@ class WaltzClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         # Threads that still wait for something (data for a callback, say) are told that it is over.
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
-            task.cancel()
-        if left:
+        # A thread may request something more while the last requests end.
+        end_s = time.monotonic() + END_S_MAX
+        while (left := asyncio.all_tasks(self._loop)) and time.monotonic() < end_s:
+            for task in left:
+                task.cancel()
             self._loop.run_until_complete(asyncio.wait(left, timeout=END_S_MAX))
         self._loop.close()
 

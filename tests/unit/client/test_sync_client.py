@@ -104,6 +104,26 @@ def test_a_closed_client_applies_nothing_any_more():
         assert ended == [True]
 
 
+def test_what_begins_while_the_last_tasks_end_is_ended_too():
+    """A callback's thread may request data when the client's loop has stopped already."""
+    client, made, late = WaltzClient.at(LAYOUT), threading.Event(), []
+
+    async def never():
+        await asyncio.Event().wait()
+
+    async def replaced():
+        made.set()
+        try:
+            await never()
+        finally:
+            late.append(asyncio.get_running_loop().create_task(never()))
+
+    asyncio.run_coroutine_threadsafe(replaced(), client._loop)
+    assert made.wait(60)
+    client.close()
+    assert [task.cancelled() for task in late] == [True]
+
+
 def test_what_slow_callbacks_have_applied_counts_before_the_rest_of_their_run():
     """The second transaction blocks; a context must not be told that nothing was applied."""
     at_second, may_go = threading.Event(), threading.Event()
