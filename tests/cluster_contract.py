@@ -12,6 +12,7 @@ from uuid import UUID
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster import model
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
@@ -19,7 +20,6 @@ from waltz_core.cluster.creation import NewCluster, NewStorage
 from waltz_core.cluster.membership import Ownership, ServersView
 from waltz_core.cluster.znodes import NO_NODE, Create, Delete, SessionState, Set, Znodes
 
-PATIENCE_S = 120
 KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
 STORAGES = tuple(NewStorage(f"10.0.0.{n}:5280", 5281, n) for n in range(3))
 ADDRESSES = tuple(storage.address for storage in STORAGES)
@@ -48,7 +48,7 @@ class Inbox:
         self._came.set()
 
     async def until(self, is_right: Callable[[T], bool]) -> T:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(HANG_S):
             while not (self.all and is_right(self.all[-1])):
                 self._came.clear()
                 await self._came.wait()
@@ -376,7 +376,7 @@ async def a_server_whose_session_is_lost_comes_back(world: World, root: str) -> 
 async def only_child(znodes: Znodes, path: str, name: str) -> None:
     """Wait until a node has this child and no other."""
     signal = znodes.new_signal()
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(HANG_S):
         while (await znodes.children(path, signal)).names != (name,):
             await signal.wait()
             signal.clear()
@@ -442,7 +442,7 @@ async def signals_tell_each_kind_of_change(world: World, root: str) -> None:
     signal = watcher.new_signal()
 
     async def told(*operations: object) -> None:
-        signal_was_set = asyncio.timeout(PATIENCE_S)
+        signal_was_set = asyncio.timeout(HANG_S)
         signal.clear()
         await writer.write(operations)
         async with signal_was_set:

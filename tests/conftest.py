@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import java_classes, ports
+from tests.patience import HANG_S
 
 # The machine may be busy, so a slow example is no failure; pytest-timeout ends what hangs.
 settings.register_profile(
@@ -23,10 +24,9 @@ os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 java_classes.use()
 ports.keep_apart()
 
-# Tests with processes of their own: some of them start a cluster several times, or Java, while
-# others use the machine. What does not end is ended all the same.
-WITH_PROCESSES = ("integration", "fault", "chaos", "spark")
-TIMEOUT_S = 300
+# Tests with processes of their own, and those that try many schedules: they take minutes on a busy
+# machine. What does not end is ended all the same.
+LONG = ("integration", "fault", "chaos", "spark", "notebooks", "sim", "crash")
 
 _left_open: list[str] = []
 
@@ -38,11 +38,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Give tests with processes more time, unless they say how much they may take."""
+    """Give the long tests more time."""
     for each in items:
-        is_slow = each.path.parent.name in WITH_PROCESSES
-        if is_slow and each.get_closest_marker("timeout") is None:
-            each.add_marker(pytest.mark.timeout(TIMEOUT_S))
+        if each.path.parent.name in LONG:
+            each.add_marker(pytest.mark.timeout(3 * HANG_S))
 
 
 def pytest_warning_recorded(warning_message, nodeid):

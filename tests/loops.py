@@ -4,19 +4,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import wraps
 
+from tests.patience import HANG_S
 from waltz_core import net
 
-STORY_S_MAX = 60
 LOOK_S = 0.002
 
 
 def on_loop(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a coroutine function as a test, on the loop of daemons, within `STORY_S_MAX`."""
+    """Run a coroutine function as a test, on the loop of daemons, within `HANG_S`."""
 
     @wraps(story)
     def run(*fixtures: object, **named_fixtures: object) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(STORY_S_MAX):
+            async with asyncio.timeout(HANG_S):
                 await story(*fixtures, **named_fixtures)
 
         net.run(bounded())

@@ -9,6 +9,8 @@ import struct
 import zlib
 from typing import NamedTuple
 
+from tests.patience import HANG_S
+
 UNRESOLVED = -(1 << 63)
 HEAD = struct.Struct(">cHi")
 PREFIX = struct.Struct(">bqqi")
@@ -16,7 +18,6 @@ RECORD = struct.Struct(">q16sii")
 OPEN, LAST_SESSION_INFO, SET_LOW_WATER_MARK, TRUNCATE, APPEND = 1, 2, 4, 5, 6
 SUCCESS, FAILURE, MAX_TRANSACTION_ID, RECORD_LIST = 7, 8, 13, 17
 CATCH_UP = 20
-TIMEOUT_S = 120
 
 
 class Refused(Exception):
@@ -58,7 +59,7 @@ class Link:
         host, port = address.rsplit(":", 1)
         self.sequence = 0
         try:
-            self.socket = socket.create_connection((host, int(port)), TIMEOUT_S)
+            self.socket = socket.create_connection((host, int(port)), HANG_S)
         except OSError as error:
             raise Closed(str(error)) from error
         text = b"Waltz Storage Client"

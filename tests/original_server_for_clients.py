@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, Self
 from zlib import crc32
 
+from tests.patience import HANG_S
 from waltz_core.client.directory import Changed, ClusterInfo, Owner
 from waltz_core.record import Generation, PartitionId
 
-PATIENCE_S = 120
 HELLO = struct.Struct(">Bhi")
 REQ_ID_BYTES = 16
 LOCK_SLOTS = 30_000
@@ -474,7 +474,7 @@ class OriginalCluster:
             made = call()
             return await made if asyncio.iscoroutine(made) else made
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(HANG_S)
 
     async def _start(self) -> None:
         for server in self.servers:

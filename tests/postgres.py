@@ -21,6 +21,7 @@ import psycopg
 import pytest
 
 from tests.fault.load import wait_until
+from tests.patience import HANG_S
 
 SYSTEM = Path("/usr/lib/postgresql")
 USERS = ("postgres", "nobody")
@@ -68,7 +69,7 @@ class Postgres:
         command = [str(self._programs / "initdb"), "--auth=trust", "--username=waltz", "--no-sync"]
         command += ["--encoding=UTF8", "--locale=C", f"--pgdata={self.directory / 'data'}"]
         made = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=100, **self._who
+            command, capture_output=True, text=True, check=False, timeout=HANG_S, **self._who
         )
         assert made.returncode == 0, made.stderr
 

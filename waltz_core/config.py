@@ -544,7 +544,7 @@ class LocalConfig(Config):
         least=0,
         most=65_000,
     )
-    ready_timeout_ms: int = _ms(60_000, "How long `up` waits until every partition takes appends.")
+    ready_timeout_ms: int = _ms(300_000, "How long `up` waits until every partition takes appends.")
 
 
 KINDS: dict[str, type[Config]] = {

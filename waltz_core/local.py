@@ -25,11 +25,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 import psutil
 
@@ -52,7 +52,16 @@ USUAL_ELECTION_PORT = 3888
 USUAL_STORAGE_PORT = 15280
 USUAL_SERVER_PORT = 15180
 STOP_TIMEOUT_S = 10.0
+# How long a start may take. A process that ends meanwhile is noticed at once; a busy machine takes
+# minutes for what an idle one does in seconds.
+READY_S = 300.0
+SAY_EVERY_S = 5.0
+Say: TypeAlias = Callable[[str], None]
 PORTS = ("port", "admin_port", "http_port", "quorum_port", "election_port")
+
+
+def _say_nothing(_line: str) -> None:
+    pass
 
 
 def start_of(process: psutil.Process) -> float:
@@ -232,10 +241,10 @@ class LocalCluster:
 
     # -- what it does -----------------------------------------------------------------------
 
-    def up(self, timeout_s: float = 60.0) -> str:
+    def up(self, timeout_s: float = READY_S, say: Say = _say_nothing) -> str:
         """Start whatever does not run, wait until all servers are there and all partitions open.
 
-        Returns the connect string.
+        Returns the connect string. `say` gets a line now and then that names what is waited for.
 
         Raises:
             Unreachable: the cluster was not ready in time; the message shows the end of the log.
@@ -243,16 +252,16 @@ class LocalCluster:
         """
         deadline = time.monotonic() + timeout_s
         try:
-            self._prepare(deadline)
+            self._prepare(deadline, say)
             with self._exclusive():
                 for member in self.members:
                     self.start(member.name)
-            self._await_ready(deadline)
+            self._await_ready(deadline, say)
         finally:
             self._let_ports_go()
         return self.connect
 
-    def prepare(self, timeout_s: float = 60.0) -> None:
+    def prepare(self, timeout_s: float = READY_S) -> None:
         """Start ZooKeeper and create the cluster in it; no storage and no server runs yet.
 
         Raises:
@@ -263,7 +272,7 @@ class LocalCluster:
         finally:
             self._let_ports_go()
 
-    def _prepare(self, deadline: float) -> None:
+    def _prepare(self, deadline: float, say: Say = _say_nothing) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._exclusive():
             self._load_or_create()
@@ -271,7 +280,7 @@ class LocalCluster:
                 self._settle_ports(member)
             for member in self.zookeepers:
                 self.start(member.name)
-            self._create_cluster(deadline)
+            self._create_cluster(deadline, say)
 
     def add_storage(self) -> Member:
         """Make one more storage, which is started like any member and belongs to nothing yet.
@@ -552,7 +561,7 @@ class LocalCluster:
         """The file that is there once ZooKeeper has the cluster."""
         return self.directory / "created"
 
-    def _create_cluster(self, deadline: float) -> None:
+    def _create_cluster(self, deadline: float, say: Say) -> None:
         if self._created.exists():
             return
         storages = [member for member in self.members if member.kind == "storage"]
@@ -566,7 +575,7 @@ class LocalCluster:
         with subprocess.Popen(  # noqa: S603 - our own program and our own arguments
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         ) as creating:
-            told = self._await_creation(creating, deadline=time.monotonic() + left + 10)
+            told = self._await_creation(creating, say, deadline=time.monotonic() + left + 10)
         if creating.returncode != 0:
             raise Unreachable(
                 f"the cluster could not be created: {told.strip()}\n"
@@ -574,21 +583,25 @@ class LocalCluster:
             )
         self._created.touch()
 
-    def _await_creation(self, creating: subprocess.Popen[str], *, deadline: float) -> str:
+    def _await_creation(self, creating: subprocess.Popen[str], say: Say, *, deadline: float) -> str:
         """Return what it has said; raises Unreachable as soon as no ZooKeeper can answer it."""
+        next_line = time.monotonic() + SAY_EVERY_S
         try:
             while time.monotonic() < deadline:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return creating.communicate(timeout=0.1)[1]
+                if time.monotonic() > next_line:
+                    say("waiting for ZooKeeper, where the cluster is created")
+                    next_line += SAY_EVERY_S
                 self._check_alive(self.zookeepers)
             raise Unreachable(f"creating the cluster in {self.directory} does not end")
         finally:
             creating.kill()
 
-    def _await_ready(self, deadline: float) -> None:
+    def _await_ready(self, deadline: float, say: Say) -> None:
         from waltz_core.client import WaltzClient  # noqa: PLC0415 - costs start-up time
 
-        last = "no answer yet"
+        last, next_line = "no answer yet", time.monotonic() + SAY_EVERY_S
         while time.monotonic() < deadline:
             self._check_alive(self.members)
             try:
@@ -602,6 +615,9 @@ class LocalCluster:
                     return
             except WaltzError as error:
                 last = str(error)
+            if time.monotonic() > next_line:
+                say(f"waiting for servers and partitions: {last}")
+                next_line += SAY_EVERY_S
             time.sleep(0.05)
         raise Unreachable(
             f"the cluster in {self.directory} was not ready in time: {last}\n"

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.chaos.lag import DEVICE, Lag
+from tests.patience import HANG_S
 from tests.spark.places import Place, die_with_parent, namespace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -258,5 +259,5 @@ def _batch(place: Machine, lines: list[str]) -> None:
         text=True,
         check=True,
         capture_output=True,
-        timeout=30,
+        timeout=HANG_S,
     )

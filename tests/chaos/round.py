@@ -27,6 +27,7 @@ from tests.chaos.history import Life, check, longest_gap_s, read_log
 from tests.chaos.network import environment
 from tests.chaos.schedule import Fault, Schedule
 from tests.fault.load import four_writers
+from tests.patience import HANG_S, slowness
 from tests.spark.places import die_with_parent
 from waltz_core.errors import WaltzError
 
@@ -34,7 +35,6 @@ ZOOKEEPER_S = 60.0
 PROGRESS_S = 45.0
 WHOLE_S = 60.0
 CALM_S = 4.0
-SETTLE_S = 40.0
 TICK_S = 0.02
 POLL_S = 0.25
 # What a daemon must never log.
@@ -146,7 +146,7 @@ class Applications:
                 self._let_go(client)
         for life, child in self._running.values():
             assert child.stdout is not None
-            said = _line_of(child, SETTLE_S)
+            said = _line_of(child, HANG_S)
             if said != answer:
                 self.ended.append(f"{life.name} said {said!r}, expected {answer!r}")
 
@@ -154,7 +154,7 @@ class Applications:
         """Forget those who have come to their end."""
         for client, (life, child) in list(self._running.items()):
             life.has_ended = True
-            child.wait(SETTLE_S)
+            child.wait(HANG_S)
             self._let_go(client)
 
     def down(self) -> None:
@@ -290,7 +290,7 @@ class Round:
 
     def _await_zookeeper(self, since_s: float) -> None:
         """Wait until ZooKeeper answers: a busy machine takes long to start it."""
-        while time.monotonic() < since_s + ZOOKEEPER_S:
+        while time.monotonic() < since_s + ZOOKEEPER_S * slowness():
             self._cluster.notice()
             with contextlib.suppress(subprocess.CalledProcessError):
                 self._cluster.shown()
@@ -312,19 +312,25 @@ class Round:
                 if life.progress_s(partition, since_s) is None
             ]
 
-        deadline_s = time.monotonic() + PROGRESS_S
-        while (stuck := waiting()) and time.monotonic() < deadline_s:
+        began_s = time.monotonic()
+        while (stuck := waiting()) and time.monotonic() < began_s + PROGRESS_S * slowness():
             time.sleep(POLL_S)
         if stuck:
-            outcome.wrong.append(f"no progress within {PROGRESS_S:.0f} s: {'; '.join(stuck)}")
+            outcome.wrong.append(
+                f"no progress within {time.monotonic() - began_s:.0f} s: {'; '.join(stuck)}"
+            )
 
     def _await_engaged(self, mended_s: float) -> None:
         """Wait until ZooKeeper says of every replica that it takes part (rule 2)."""
-        deadline_s = time.monotonic() + WHOLE_S
-        while not (is_engaged := self._is_engaged()) and time.monotonic() < deadline_s:
+        began_s = time.monotonic()
+        while not (is_engaged := self._is_engaged()):
+            if time.monotonic() > began_s + WHOLE_S * slowness():
+                break
             time.sleep(POLL_S)
         if not is_engaged:
-            self.outcome.wrong.append(f"not every replica engaged within {WHOLE_S:.0f} s")
+            self.outcome.wrong.append(
+                f"not every replica engaged within {time.monotonic() - began_s:.0f} s"
+            )
         self.outcome.whole_s = time.monotonic() - mended_s
 
     def _is_engaged(self) -> bool:

@@ -12,12 +12,13 @@ from tests.chaos.cluster import QUORUM_TIMEOUT_MS, SESSION_MS
 from tests.chaos.conftest import CLIENT, WORLD, Tale
 from tests.chaos.lag import Lag
 from tests.chaos.network import both_ways
+from tests.patience import slowness
 
 pytestmark = pytest.mark.fault
 ALL = range(WORLD.partitions)
 STORAGES, ZOOKEEPERS = WORLD.names("storage"), WORLD.names("zookeeper")
 SESSION_S = SESSION_MS / 1000
-# A busy machine is given so much more than what is promised.
+# What a test may take longer than what is promised, on an idle machine.
 MARGIN_S = 4.0
 
 
@@ -54,7 +55,7 @@ def test_a_server_without_zookeeper_is_succeeded(tale: Tale):
         cut_s = time.monotonic()
         tale.wait("server-2 owns all", lambda: set(tale.cluster.owners().values()) == {"server-2"})
         tale.goes_on(lost, since_s=time.monotonic())
-        assert tale.gap_s(lost, since_s=cut_s) < SESSION_S + MARGIN_S
+        assert tale.gap_s(lost, since_s=cut_s) < (SESSION_S + MARGIN_S) * slowness()
     tale.goes_on(ALL, since_s=time.monotonic())
     tale.check()
 
@@ -86,7 +87,7 @@ def test_a_host_that_goes_is_succeeded_and_gets_nothing_in_when_it_is_back(tale:
         tale.cluster.freeze("server-1")
     tale.wait("server-2 owns all", lambda: set(tale.cluster.owners().values()) == {"server-2"})
     tale.goes_on(lost, since_s=gone_s)
-    assert tale.gap_s(lost, since_s=gone_s) < SESSION_S + 0.5 + MARGIN_S
+    assert tale.gap_s(lost, since_s=gone_s) < (SESSION_S + 0.5 + MARGIN_S) * slowness()
     with tale.cluster.client() as client:
         seen = {each: client.replicas(each, linearizable=True) for each in lost}
     if how == "vanishes":

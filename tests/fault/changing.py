@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.fault.load import Story, command, segments, shown, wait_until
+from tests.patience import HANG_S
 from waltz_core.cluster.storages import Layout
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.local import LocalCluster
 from waltz_core.local_ports import is_free
-
-COMMAND_S = 120
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ def begin(cluster: LocalCluster, verb: str, *words: str) -> subprocess.Popen[str
 
 def end(started: subprocess.Popen[str]) -> Ran:
     """Wait for a command."""
-    out, error = started.communicate(timeout=COMMAND_S)
+    out, error = started.communicate(timeout=HANG_S)
     return Ran(started.returncode, json.loads(out) if out.strip() else None, error)
 
 

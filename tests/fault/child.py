@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 from typing import IO
 
-from tests.fault.load import DEADLINE_S
+from tests.patience import HANG_S
 
 
 class Child:
@@ -28,5 +28,5 @@ class Child:
 
     def end(self) -> None:
         """Have it come to its end, which must be a good one."""
-        self.process.communicate(timeout=DEADLINE_S)
+        self.process.communicate(timeout=HANG_S)
         assert self.process.returncode == 0

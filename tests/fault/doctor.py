@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.fault.changing import admin_port, does, new_storage
-from tests.fault.load import DEADLINE_S, ROOT
+from tests.fault.load import ROOT
+from tests.patience import HANG_S
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
@@ -75,7 +76,7 @@ class Patient:
                 rows = [b"row %d" % (len(self._told) + row) for row in range(ROWS)]
                 futures = [client.append(row, partition=partition) for row in rows]
                 for row, future in zip(rows, futures, strict=True):
-                    self._told[partition, future.result(45)] = row
+                    self._told[partition, future.result(HANG_S)] = row
 
     def check_whole(self, connect: str) -> None:
         """Read everything that was told as committed."""
@@ -104,7 +105,7 @@ class Patient:
         while self.daemons:
             daemon = self.daemons.pop()
             daemon.terminate()
-            daemon.wait(30)
+            daemon.wait(HANG_S)
 
 
 def _payloads(records: bytes, lengths: list[int]) -> Iterator[bytes]:
@@ -138,7 +139,7 @@ def from_elsewhere(connect: str) -> tuple[str, str, str, str]:
 
 def await_findings(names: Iterable[str], *words: str) -> list[dict[str, str]]:
     """Wait until the doctor finds exactly this, and return it."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while True:
         found = doctor(*words)
         if set(names) == {each["name"] for each in found}:
@@ -159,7 +160,7 @@ def run_as_printed(line: str, *first_on_path: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert "Traceback" not in done.stderr, done.stderr
     return f"{line}: {done.returncode}, {done.stdout}{done.stderr}"

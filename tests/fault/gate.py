@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
+from tests.patience import HANG_S
 from tests.ports import free_port, stop_listening
 
 
@@ -37,11 +38,11 @@ class Gate:
 
     def open(self) -> None:
         """Let everybody through."""
-        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(HANG_S)
 
     def shut(self) -> None:
         """Cut everybody off, and refuse whoever comes."""
-        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result(HANG_S)
 
     def stall(self, *, after_answers: int) -> None:
         """Carry so many answers from behind the gate, and then nothing until `flow`."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Self
 
+from tests.patience import HANG_S
 from waltz_core.batches import encode_append
 from waltz_core.client import WaltzClient, lock, partition_of
 from waltz_core.config import ClientConfig
@@ -29,7 +30,6 @@ from waltz_core.local import LocalCluster, Member
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, IN_FLIGHT = 20, 8
 # It ends a hang, and says nothing of how fast something is: machines are busy.
-DEADLINE_S = 180.0
 CREATED_END = 12  # a segment begins with 4 bytes of version and 8 of its making
 
 
@@ -50,9 +50,9 @@ four_writers = _four_writers()
 
 def wait_until(what: str, condition: Callable[[], object]) -> None:
     """Look at a condition until it holds; fail when it does not in time."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S:.0f} s: {what}"
+        assert time.monotonic() < deadline, f"not within {HANG_S:.0f} s: {what}"
         time.sleep(0.05)
 
 
@@ -253,7 +253,7 @@ def shown(cluster: LocalCluster) -> dict[str, object]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=30,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)

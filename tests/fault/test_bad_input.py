@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.load import Story, command, segments, wait_until
+from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import NoSpace, NotMounted, OutcomeUnknown, Unavailable
@@ -26,7 +27,9 @@ pytestmark = pytest.mark.fault
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words), capture_output=True, text=True, check=False, timeout=40)
+    return subprocess.run(
+        command(*words), capture_output=True, text=True, check=False, timeout=HANG_S
+    )
 
 
 def sentence_of(*words: str) -> str:
@@ -299,7 +302,7 @@ def is_full(story: Story, storage: str) -> bool:
     port = story.cluster.member(storage).http_port
     for name in ("health", "metrics"):
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=10) as page:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=HANG_S) as page:
                 pages.append(page.read().decode())
         except urllib.error.HTTPError as error:  # It is not well, and says so.
             pages.append(error.read().decode())

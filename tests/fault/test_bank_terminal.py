@@ -9,6 +9,7 @@ import pytest
 
 from tests.fault.bank_teller import bank_desk, engine_of
 from tests.fault.load import ROOT
+from tests.patience import HANG_S
 
 pytestmark = pytest.mark.fault
 
@@ -32,7 +33,7 @@ def typed(waltz_cluster: str, database: str) -> Run:
             capture_output=True,
             text=True,
             check=False,
-            timeout=250,
+            timeout=HANG_S,
         )
 
     return run
@@ -127,7 +128,7 @@ def test_without_a_cluster_it_starts_one_and_keeps_it(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "bank.py"), "--directory", str(tmp_path)]
     for words, said in ((["open", "7"], "account 7 is open"), (["balance", "7"], "holds 0.00")):
         done = subprocess.run(
-            [*command, *words], capture_output=True, text=True, check=False, timeout=250
+            [*command, *words], capture_output=True, text=True, check=False, timeout=HANG_S
         )
         assert done.returncode == 0, done.stderr
         assert said in done.stdout

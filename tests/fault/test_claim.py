@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from tests.fault.load import Story
+from tests.patience import HANG_S
 from waltz_core.client import Layout, TaskClaim, WaltzClient, begin_write, end_write
 from waltz_core.errors import ConnectionSuperseded
 
@@ -48,13 +49,13 @@ def records_with(story: Story, data: bytes) -> int:
 def test_a_newer_attempt_ends_an_older_one_over_a_fail_over(story: Story) -> None:
     begin(story, "claim-1")
     with attempt(story, "claim-1", "a") as old:
-        old.append(b"first of the old", partition=0).result(45)
+        old.append(b"first of the old", partition=0).result(HANG_S)
         with attempt(story, "claim-1", "a") as new:
             new.mount([0])
             servers_forget(story)
             with pytest.raises(ConnectionSuperseded):
-                old.append(b"late of the old", partition=0).result(45)
-            new.append(b"first of the new", partition=0).result(45)
+                old.append(b"late of the old", partition=0).result(HANG_S)
+            new.append(b"first of the new", partition=0).result(HANG_S)
     assert records_with(story, b"first of the old") == 1
     assert records_with(story, b"first of the new") == 1
     assert records_with(story, b"late of the old") == 0
@@ -64,10 +65,10 @@ def test_a_write_that_is_done_ends_its_attempts_over_a_fail_over(story: Story) -
     begin(story, "claim-2")
     connect = story.cluster.connect
     with attempt(story, "claim-2", "a") as straggler:
-        straggler.append(b"in time", partition=1).result(45)
+        straggler.append(b"in time", partition=1).result(HANG_S)
         asyncio.run(end_write(connect, "claim-2", {}, keep_ms=FOR_LONG))
         servers_forget(story)
         with pytest.raises(ConnectionSuperseded):
-            straggler.append(b"too late", partition=1).result(45)
+            straggler.append(b"too late", partition=1).result(HANG_S)
     assert records_with(story, b"in time") == 1
     assert records_with(story, b"too late") == 0

@@ -19,12 +19,11 @@ import pytest
 
 from tests.fault.changing import address
 from tests.fault.load import command, wait_until
+from tests.patience import HANG_S
 from waltz_core.cli.main import main
 from waltz_core.local import LocalCluster, running
 
 pytestmark = pytest.mark.fault
-
-COMMAND_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +170,7 @@ def test_a_scrub_shows_at_a_terminal_how_far_it_is(cluster: LocalCluster):
             wait_until("the line is shown", lambda: "to answer" in "".join(told))
         finally:
             cluster.kill("storage-1", signal.SIGCONT)
-        table, _ = started.communicate(timeout=COMMAND_S)
+        table, _ = started.communicate(timeout=HANG_S)
     assert started.returncode == 0
     shown = "".join(told)
     assert shown.startswith("\r\x1b[2K[....................] 0 of 2  waiting for ")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.load import Story, all_engaged, shown, standing_still, wait_until
+from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import Unavailable
@@ -39,7 +40,7 @@ def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 def metric(story: Story, name: str, what: str) -> float:
     """Return the sum of a metric of a member over its labels."""
     port = story.cluster.member(name).http_port
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as page:
         text = page.read().decode()
     found = re.findall(rf"^{what}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
     return sum(float(each) for each in found)
@@ -47,7 +48,7 @@ def metric(story: Story, name: str, what: str) -> float:
 
 def health(story: Story, name: str) -> dict[str, object]:
     port = story.cluster.member(name).http_port
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=HANG_S) as page:
         found: dict[str, object] = json.loads(page.read())
     return found
 
@@ -97,7 +98,7 @@ def injected(story: Story, storage: str, *options: str) -> Iterator[None]:
     finally:
         # Asked to end, it waits for threads that may be ending at that moment, and for ever.
         strace.kill()
-        strace.communicate(timeout=30)
+        strace.communicate(timeout=HANG_S)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -251,6 +252,6 @@ def test_two_are_no_quorum_while_one_of_them_is_an_old_copy(story: Story, tmp_pa
         done = [each.exception() or each.result() for each in futures if each.done()]
         assert done == []
         story.cluster.start("storage-3")
-        assert all(each.result(45) >= 0 for each in futures)
+        assert all(each.result(HANG_S) >= 0 for each in futures)
     story.check_whole()
     story.check_agrees()

@@ -30,6 +30,7 @@ from tests.fault.doctor import (
 )
 from tests.fault.load import command, wait_until
 from tests.fault.threads import let_threads_go, stop_threads
+from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.model import PartitionMetadata
 from waltz_core.cluster.storages import Layout
@@ -92,7 +93,7 @@ def storage(cluster: LocalCluster, verb: str, name: str, *words: str) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert "Traceback" not in done.stderr, done.stderr
 
@@ -115,7 +116,7 @@ def damage(cluster: LocalCluster) -> None:
     """One record rots on two disks while the third cannot be reached."""
     with WaltzClient(cluster.connect) as client:
         for future in [client.append(b"x" * 1000, partition=0) for _ in range(20)]:
-            future.result(45)
+            future.result(HANG_S)
     cluster.kill("storage-3")
     for name in ("storage-1", "storage-2"):
         newest = max((cluster.directory / name / "0").glob("*.seg"))
@@ -276,7 +277,7 @@ def fill(cluster: LocalCluster) -> None:
     leave_free(0)(cluster)
     with WaltzClient(cluster.connect) as client:
         for future in [client.append(bytes(100_000), partition=0) for _ in range(80)]:
-            future.result(45)
+            future.result(HANG_S)
 
 
 def mount(*words: str) -> None:

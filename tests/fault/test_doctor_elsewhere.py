@@ -23,6 +23,7 @@ from tests.fault.doctor import (
     sick_cluster,
 )
 from tests.fault.load import command, wait_until
+from tests.patience import HANG_S
 from tests.ports import free_port
 from waltz_core.local import LocalCluster
 from waltz_core.record import ReplicaId
@@ -109,7 +110,7 @@ def test_of_a_frozen_storage_nothing_is_said_but_its_finding(patient: Patient):
     try:
         await_findings(["storage-silent"], *look)
         done = subprocess.run(
-            command("doctor", *look), capture_output=True, text=True, check=False, timeout=60
+            command("doctor", *look), capture_output=True, text=True, check=False, timeout=HANG_S
         )
     finally:
         cluster.kill("storage-2", signal.SIGCONT)
@@ -195,7 +196,7 @@ def mistaken(cluster: LocalCluster) -> dict[str, Callable[[Path], tuple[str, dic
         auth = directory / "zookeeper.auth"
         auth.write_text("digest:waltz:a long password\n", encoding="utf-8")
         make = ("cluster", "create", f"{hosts}/closed?auth={auth}", "--partitions", "1")
-        subprocess.run(command(*make), check=True, capture_output=True, timeout=60)
+        subprocess.run(command(*make), check=True, capture_output=True, timeout=HANG_S)
         return f"{hosts}/closed", {"FILE": str(auth)}
 
     def absent(_directory: Path) -> tuple[str, dict[str, str]]:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.fault.load import ROOT
+from tests.patience import HANG_S
 
 pytestmark = pytest.mark.fault
 
@@ -16,7 +17,7 @@ def run(name: str, *options: str) -> "subprocess.CompletedProcess[str]":
         capture_output=True,
         text=True,
         check=False,
-        timeout=250,
+        timeout=HANG_S,
     )
 
 

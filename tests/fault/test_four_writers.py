@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from tests.fault.load import ROOT, four_writers
+from tests.patience import HANG_S
 
 pytestmark = pytest.mark.fault
 
@@ -20,7 +21,7 @@ def test_four_writers_agree_with_the_log(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=250,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "four writers: OK"

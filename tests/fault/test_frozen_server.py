@@ -4,7 +4,8 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.fault.changing import address
-from tests.fault.load import DEADLINE_S, Story, shown
+from tests.fault.load import Story, shown
+from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 
@@ -29,15 +30,15 @@ def test_a_client_that_watches_nothing_finds_out(story: Story):
         WaltzClient.at(layout, ClientConfig(request_timeout_ms=REQUEST_MS)) as client,
         ThreadPoolExecutor(2) as threads,
     ):
-        first = client.append(story.row(number), partition=number).result(DEADLINE_S)
+        first = client.append(story.row(number), partition=number).result(HANG_S)
         story.cluster.kill("server-1", signal.SIGSTOP)
         try:
             appended = client.append(story.row(number), partition=number)
             asked = threads.submit(client.high_water_mark, number)
             read = threads.submit(lambda: list(client.read_range(number, first, first)))
-            assert appended.result(DEADLINE_S) == first + 1
-            assert asked.result(DEADLINE_S) >= first
-            assert [len(chunk.lengths) for chunk in read.result(DEADLINE_S)] == [1]
+            assert appended.result(HANG_S) == first + 1
+            assert asked.result(HANG_S) >= first
+            assert [len(chunk.lengths) for chunk in read.result(HANG_S)] == [1]
         finally:
             story.cluster.kill("server-1", signal.SIGCONT)
     story.check_whole()

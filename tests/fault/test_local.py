@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from tests.fault.load import command, wait_until
+from tests.patience import HANG_S, slowness
 from waltz_core import local_ports
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
@@ -36,7 +38,7 @@ def local(directory: Path, verb: str, *words: str) -> subprocess.CompletedProces
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=HANG_S,
     )
 
 
@@ -95,7 +97,6 @@ def kill_everything(directory: Path) -> list[int]:
     return ports
 
 
-@pytest.mark.timeout(60 + 60 * CYCLES)
 def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
     written: list[tuple[int, bytes]] = []
     for cycle in range(CYCLES):
@@ -103,7 +104,7 @@ def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
         with WaltzClient(connect) as client:
             for number in range(20):
                 data = f"{cycle}.{number}".encode()
-                written.append((client.append(data, partition=0).result(30), data))
+                written.append((client.append(data, partition=0).result(HANG_S), data))
         ports = kill_everything(directory)
         wait_until("no process left", lambda: pids_at(directory) == [])
         wait_until("ports free", lambda: all(is_free(port, LOOPBACK) for port in ports))  # noqa: B023
@@ -187,7 +188,7 @@ def test_clusters_that_start_at_the_same_time_get_ports_of_their_own(tmp_path: P
         for each in places
     ]
     try:
-        ended = [(each.communicate(timeout=400), each.returncode) for each in starts]
+        ended = [(each.communicate(timeout=HANG_S), each.returncode) for each in starts]
         assert [code for _, code in ended] == [0, 0, 0], ended
         ports = [LocalCluster(each)._loaded().ports for each in places]
         assert len(set().union(*ports)) == sum(map(len, ports))
@@ -249,7 +250,7 @@ def test_zookeeper_names_a_port_that_is_taken(tmp_path: Path):
             capture_output=True,
             text=True,
             check=False,
-            timeout=100,
+            timeout=HANG_S,
         )
     assert refused(done).endswith(f"port {port} of ZooKeeper is taken by another program")
 
@@ -262,9 +263,11 @@ def test_up_waits_for_every_server(directory: Path):
         slow.start("server-2")
         slow.kill("server-2", signal.SIGSTOP)  # long before it can have registered itself
         stack.callback(slow.kill, "server-2", signal.SIGCONT)
+        lines: list[str] = []
         late = f"not registered: 127.0.0.1:{slow.member('server-2').port}"
         with pytest.raises(Unreachable, match=late):
-            slow.up(timeout_s=8)
+            slow.up(timeout_s=8 * slowness(), say=lines.append)
+        assert any(re.search(f"waiting for .*{late}", line) for line in lines)
         slow.kill("server-2", signal.SIGCONT)
         with WaltzClient(slow.up()) as client:
             owners = {address for address, _ in client.layout().owners.values()}
@@ -283,7 +286,7 @@ def test_a_second_up_at_the_same_time_is_refused(directory: Path):
             second = local(directory, "up", *SMALL)
         finally:
             first.send_signal(signal.SIGCONT)
-        out, told = first.communicate(timeout=100)
+        out, told = first.communicate(timeout=HANG_S)
     assert first.returncode == 0, told
     assert out
     assert "another command is starting or ending the cluster" in refused(second)
@@ -314,7 +317,7 @@ def test_an_embedded_cluster_ends_with_its_parent(tmp_path: Path, signal_number:
         children = [pid for pid in pids_at(where) if pid != parent.pid]
         assert len(children) >= 3
         parent.send_signal(signal_number)
-        parent.wait(60)
+        parent.wait(HANG_S)
         wait_until("no child left", lambda: pids_at(where) == [])
 
 
@@ -323,7 +326,7 @@ def test_an_embedded_cluster_leaves_nothing_behind(tmp_path: Path, monkeypatch):
     with cluster(storage_count=1, server_count=1, partition_count=2) as connect:
         (made,) = tmp_path.iterdir()
         with WaltzClient(connect) as client:
-            assert client.append(b"x", partition=1).result(30) == 0
+            assert client.append(b"x", partition=1).result(HANG_S) == 0
         assert pids_at(made)
     assert list(tmp_path.iterdir()) == []
     assert pids_at(made) == []
@@ -339,7 +342,7 @@ def test_a_cluster_listens_at_the_address_that_it_is_given(directory: Path):
     with running(directory, host=host, storage_count=1, server_count=1, partition_count=2) as made:
         assert made.connect.startswith(f"{host}:")
         with WaltzClient(made.connect) as client:
-            assert client.append(b"x", partition=0).result(30) == 0
+            assert client.append(b"x", partition=0).result(HANG_S) == 0
             assert {each.rpartition(":")[0] for each in client.replicas(0).replicas} == {host}
         for member in made.members:
             assert is_free(member.port, LOOPBACK)

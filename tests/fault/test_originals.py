@@ -13,6 +13,7 @@ from tests.fault.conftest import SESSION_MS
 from tests.integration.test_original_clients import Counters
 from tests.loops import until
 from tests.original_client import OriginalClient, Req
+from tests.patience import HANG_S
 from waltz_core import net
 from waltz_core.client import BYTES, AsyncCallbacks, AsyncWaltzClient, lock, transactional
 from waltz_core.cluster.membership import ServersView
@@ -20,7 +21,6 @@ from waltz_core.cluster.zookeeper import connected
 from waltz_core.local import LocalCluster, running
 from waltz_core.raw_records import HEADER_DTYPE, headers_of
 
-STORY_S = 150
 NAMES = ("a", "b", "c")
 
 
@@ -168,7 +168,7 @@ def test_counters_come_to_the_right_sum_while_owners_are_killed(cluster: LocalCl
             check_told(story, await log_of(client))
 
     async def within() -> None:
-        async with asyncio.timeout(STORY_S):
+        async with asyncio.timeout(HANG_S):
             await main()
 
     net.run(within())

@@ -12,6 +12,7 @@ import pytest
 from tests.fault.changing import address
 from tests.fault.doctor import await_findings, doctor, from_elsewhere, run_as_printed
 from tests.fault.load import Story, wait_until
+from tests.patience import HANG_S
 from waltz_core.local import LocalCluster
 
 pytestmark = pytest.mark.fault
@@ -37,7 +38,7 @@ def health(cluster: LocalCluster, name: str) -> dict[str, object]:
     """Return the details of a page that says that it is not well."""
     page = f"http://127.0.0.1:{cluster.member(name).http_port}/health"
     with pytest.raises(urllib.error.HTTPError) as found:
-        urllib.request.urlopen(page, timeout=10)
+        urllib.request.urlopen(page, timeout=HANG_S)
     with found.value as answer:
         details: dict[str, object] = json.loads(answer.read())
     return details

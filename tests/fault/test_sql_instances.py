@@ -17,8 +17,9 @@ import sqlalchemy as sa
 
 from tests import postgres
 from tests.fault.child import Child
-from tests.fault.load import DEADLINE_S, ROOT, wait_until
+from tests.fault.load import ROOT, wait_until
 from tests.fault.sql_instance import ENTRIES, METADATA, SUMS, engine_of
+from tests.patience import HANG_S
 from tests.unit.client.test_sql import transaction
 from waltz_core.client import PoisonPolicy, RangeForm, Transaction, WaltzClient
 from waltz_core.client.sql import SqlCallbacks
@@ -91,7 +92,7 @@ class Log:
 
     def write_until(self, what: str, condition: Callable[[], object]) -> None:
         """Go on writing until something holds."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + HANG_S
         while not condition():
             assert time.monotonic() < deadline, f"not in time: {what}"
             if sum(self.marks().values()) - sum(applied(self._engine).values()) > LAG_MAX:

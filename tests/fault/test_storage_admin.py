@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.load import all_engaged, command, wait_until
+from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper import connected
@@ -31,7 +32,7 @@ def names(cluster: LocalCluster) -> list[str]:
 
 def storage(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command("storage", *words), capture_output=True, text=True, check=False, timeout=60
+        command("storage", *words), capture_output=True, text=True, check=False, timeout=HANG_S
     )
 
 
@@ -55,7 +56,7 @@ def append(cluster: LocalCluster, count: int) -> int:
     """Append to partition 0 and return the last id."""
     with WaltzClient(cluster.connect) as client:
         futures = [client.append(b"x" * 100, partition=0) for _ in range(count)]
-        return max(future.result(45) for future in futures)
+        return max(future.result(HANG_S) for future in futures)
 
 
 def replica(cluster: LocalCluster, name: str, partition: int = 0) -> dict[str, object]:

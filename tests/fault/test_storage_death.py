@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from tests.fault.load import Story, shown, wait_until
+from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 
 pytestmark = pytest.mark.fault
@@ -54,7 +55,7 @@ def test_appends_stop_without_a_quorum(story: Story):
             assert not any(each.done() for each in futures)
             story.cluster.start("storage-2")
             story.cluster.start("storage-3")
-            assert all(each.result(45) >= 0 for each in futures)
+            assert all(each.result(HANG_S) >= 0 for each in futures)
         load.goes_on()
     story.check_whole()
     story.check_agrees()

@@ -9,6 +9,7 @@ from tests.certificates import make
 from tests.fault.child import Child
 from tests.fault.gate import Gate
 from tests.fault.load import Story, command, shown, wait_until
+from tests.patience import HANG_S
 from tests.ports import free_port
 from waltz_core.config import render_toml
 from waltz_core.local import LocalCluster, running
@@ -47,7 +48,9 @@ def owners(cluster: LocalCluster) -> set[object]:
 def doctor(cluster: LocalCluster) -> str:
     """Return what the doctor says."""
     words = ("doctor", "--connect", cluster.connect, "--directory", "nowhere")
-    done = subprocess.run(command(*words), capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command(*words), capture_output=True, text=True, check=False, timeout=HANG_S
+    )
     return done.stdout
 
 

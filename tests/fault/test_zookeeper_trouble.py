@@ -20,6 +20,7 @@ import pytest
 
 from tests.fault.gate import Gate
 from tests.fault.load import Load, Story, command, role, shown, wait_until
+from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.coordinator import ServersView
 from waltz_core.cluster.zookeeper import connected
@@ -80,7 +81,7 @@ def page(member: Member, path: str) -> tuple[int, str]:
     """Return status and text of a page of a daemon."""
     try:
         with urllib.request.urlopen(
-            f"http://127.0.0.1:{member.http_port}{path}", timeout=5
+            f"http://127.0.0.1:{member.http_port}{path}", timeout=HANG_S
         ) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
@@ -128,7 +129,7 @@ def test_the_connect_string_names_all_nodes(story: Story):
     elsewhere = f"127.0.0.1:1,{hosts}/waltz/of/another/team"
     for words in (("create", "--partitions", "1", "--storage", "127.0.0.1:2:3"), ("show",)):
         done = subprocess.run(
-            command("cluster", *words, elsewhere), capture_output=True, check=True, timeout=60
+            command("cluster", *words, elsewhere), capture_output=True, check=True, timeout=HANG_S
         )
     assert b"waltz  key " in done.stdout
 
@@ -310,7 +311,9 @@ def auth_file(tmp_path: Path) -> Path:
 
 def said(*words: str) -> str:
     """Return the one line that a command says before it fails."""
-    done = subprocess.run(command(*words), capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        command(*words), capture_output=True, text=True, check=False, timeout=HANG_S
+    )
     assert done.returncode != 0, done.stdout
     assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr
@@ -323,7 +326,7 @@ def test_a_cluster_of_its_own_user(tmp_path: Path, auth_file: Path, cluster_of: 
     assert connect.endswith(f"/waltz/local?auth={auth_file}")
     place = connect.partition("?")[0]
     with WaltzClient(connect) as client:
-        client.append(b"mine", partition=0).result(20)
+        client.append(b"mine", partition=0).result(HANG_S)
         assert client.high_water_marks() == {0: 0}
     assert "engaged" in str(shown(cluster)["partitions"])
     # No process shows the password.
@@ -352,7 +355,7 @@ def test_a_cluster_is_protected_later(tmp_path: Path, auth_file: Path, cluster_o
     cluster = cluster_of(LocalCluster(tmp_path / "c", **options))
     place = cluster.up()
     with WaltzClient(place) as client:
-        client.append(b"open", partition=0).result(20)
+        client.append(b"open", partition=0).result(HANG_S)
     # As docs/zookeeper.md has it: first everybody says who he is, and what he makes stays open.
     auth_file.write_text("digest:waltz:a long password\nworld:anyone:cdrwa\n")
     connect = f"{place}?auth={auth_file}"
@@ -371,12 +374,12 @@ def test_a_cluster_is_protected_later(tmp_path: Path, auth_file: Path, cluster_o
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     assert "protected " in done.stderr
     assert "asks who we are" in said("cluster", "show", place)
     with WaltzClient(connect) as client:
-        client.append(b"closed", partition=0).result(20)
+        client.append(b"closed", partition=0).result(HANG_S)
         assert client.high_water_marks() == {0: 1}
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import HANG_S
 from tests.ports import free_port
 from waltz_core.zookeeper_process import command, zookeeper_config
-
-READY_S = 120
 
 
 class ZooKeeperProcess:
@@ -35,10 +34,10 @@ class ZooKeeperProcess:
             self.process = subprocess.Popen(
                 command(self.config), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
-        deadline = time.monotonic() + READY_S
+        deadline = time.monotonic() + HANG_S
         while not self._answers():
             assert self.process.poll() is None, (self.directory / "zookeeper.log").read_text()
-            assert time.monotonic() < deadline, f"no ZooKeeper at {self.host} in {READY_S} s"
+            assert time.monotonic() < deadline, f"no ZooKeeper at {self.host} in {HANG_S} s"
             time.sleep(0.05)
 
     def kill(self) -> None:

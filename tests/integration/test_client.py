@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from pyspark.serializers import CPickleSerializer
 
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.batches import encode_append
 from waltz_core.client import (
@@ -29,8 +30,6 @@ from waltz_core.client.ranges import ReplicaLink, ReplicaSet
 from waltz_core.config import ClientConfig
 from waltz_core.local import LocalCluster, running
 from waltz_core.raw_records import HEADER_DTYPE, headers_of
-
-PATIENCE_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def log_of(client: WaltzClient, partition: int) -> tuple[np.ndarray, list[bytes]
 
 
 def until(condition) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, "it never came to it"
         time.sleep(0.01)
@@ -210,7 +209,7 @@ class Ledger(Callbacks):
     def has_seen(self, count: int) -> bool:
         """Wait until so many transactions have been applied."""
         with self.changed:
-            return self.changed.wait_for(lambda: len(self.seen) >= count, PATIENCE_S)
+            return self.changed.wait_for(lambda: len(self.seen) >= count, HANG_S)
 
 
 class Increment(TransactionContext):
@@ -244,10 +243,10 @@ def test_two_clients_count_together_without_losing_one(cluster: LocalCluster):
             client.subscribe(ledger, [3])
             contexts += [(client, Increment(ledger)) for _ in range(20)]
         futures = [client.submit(context) for client, context in contexts]
-        ids = sorted(future.result(PATIENCE_S) for future in futures)
+        ids = sorted(future.result(HANG_S) for future in futures)
         assert ids == list(range(start + 1, start + 41))
         assert log_of(one, 3)[1][start + 1 :] == [b"%d" % i for i in range(1, 41)]
-        assert all(context.is_applied.wait(PATIENCE_S) for _, context in contexts)
+        assert all(context.is_applied.wait(HANG_S) for _, context in contexts)
         assert sum(context.failures for _, context in contexts) > 0
         for _, context in contexts:
             # An own append is applied once its own client has come to it; the other goes on.
@@ -273,10 +272,10 @@ def load(client: WaltzClient, stop: threading.Event, name: bytes, told: Counter,
         ours.append((partition, 1, [b"%s-%d" % (name, number)], single))
         number += 1
         if number % 10 == 0:
-            future.exception(PATIENCE_S)
+            future.exception(HANG_S)
     for partition, count, rows, future in ours:
         try:
-            outcome = future.result(PATIENCE_S)
+            outcome = future.result(HANG_S)
         except errors.OutcomeUnknown:
             told["unknown"] += count
         except errors.WaltzError:
@@ -310,7 +309,7 @@ def test_what_is_told_under_kills_is_what_the_log_says(cluster: LocalCluster, vi
             cluster.start(victim)
             stop.set()
             for run in runs:
-                run.result(2 * PATIENCE_S)
+                run.result(HANG_S)
         check_claims(client, claims)
     assert told["COMMITTED"] > 0
     assert told["unknown"] == 0

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core.batches import encode_append
 from waltz_core.client import AsyncCallbacks, AsyncTransaction, AsyncWaltzClient, WaltzClient
 from waltz_core.client.directory import Layout, Owner
 from waltz_core.local import LocalCluster, running
 from waltz_core.record import Generation
 
-PATIENCE_S = 60
 WANTED, OTHER = 7, 8
 # One in so many passes the filter.
 SHARE = 20
@@ -100,7 +100,7 @@ async def bytes_of_a_feed(
             # NB: it would ask ZooKeeper after the first mount, and go around the counter.
             c.directory.owner = owner  # type: ignore[method-assign]
             await c.subscribe(callbacks, [partition], headers=headers)
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(HANG_S):
                 applier = c._partitions[partition].applier
                 assert applier is not None
                 await applier.reached(last)
@@ -125,7 +125,7 @@ def test_bytes_on_the_wire_fall_in_proportion(
             client.append_batch(partition, payload, rows, client_high_water_mark=-1)
             for _ in range(batches)
         ]
-        assert all(each.result(PATIENCE_S).transaction_ids.min() > mark for each in told)
+        assert all(each.result(HANG_S).transaction_ids.min() > mark for each in told)
         last = client.high_water_mark(partition)
         client.mount([partition])
         layout = client.layout()

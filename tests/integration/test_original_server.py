@@ -12,14 +12,13 @@ from tests.client_contract import Ledger, Told, World, appended, is_whole, log_o
 from tests.client_contract import two_clients_with_one_lock_lose_nothing as two_clients
 from tests.original_server_for_clients import OriginalCluster
 from tests.original_zookeeper import ROOT, Nodes
+from tests.patience import HANG_S
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import Unreachable
 
 pytestmark = pytest.mark.zookeeper
-
-PATIENCE_S = 60
 
 
 @pytest.fixture
@@ -68,10 +67,10 @@ def test_a_partition_that_moves_takes_its_client_along(connect: str, nodes: Node
             assert not future.done()
         cluster.move(0, 1, kept=1)
         nodes.assign()
-        assert future.result(PATIENCE_S) == 1
+        assert future.result(HANG_S) == 1
         assert appended(client, 0, b"there") == 2
         context = Told(0)
-        assert client.submit(context).result(PATIENCE_S) == 3
+        assert client.submit(context).result(HANG_S) == 3
         assert [struct.unpack_from(">i", each[0], 4)[0] for each in cluster.logs[0].records] == [
             1,
             1,

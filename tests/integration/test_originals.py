@@ -14,13 +14,13 @@ from tests import original_client as original
 from tests.integration.test_server_daemon import ALICE, BOB, cluster, connect, run
 from tests.loops import until
 from tests.original_client import Req, Wire
+from tests.patience import HANG_S
 from waltz_core.record import PartitionId
 from waltz_core.server import originals
 from waltz_core.server.daemon import Server
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire" / "client_server_v4.json"
 VERSIONS = range(5)
-PATIENCE_S = 120
 MOUNT_FIELDS = struct.Struct(">qq")
 LONG = struct.Struct(">q")
 NOT_FOUND = (
@@ -37,7 +37,7 @@ def captured(name: str, number: int = 0) -> bytes:
 
 async def frame(wire: Wire) -> bytes:
     """Return the next frame as it is."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(HANG_S):
         kind, req, body = await wire.receive()
     return (
         original.FRAME.pack(0x4C, wire.version, 17 + len(body)) + bytes([kind]) + req.pack() + body
@@ -46,7 +46,7 @@ async def frame(wire: Wire) -> bytes:
 
 async def answer(wire: Wire, *expected: int) -> tuple[Req, bytes]:
     """Return the next message, which is of one of these types."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(HANG_S):
         kind, req, body = await wire.receive()
     assert kind in expected
     return req, body
@@ -55,7 +55,7 @@ async def answer(wire: Wire, *expected: int) -> tuple[Req, bytes]:
 async def is_ended(wire: Wire) -> bool:
     """Whether the other side ends the connection, without another word."""
     with contextlib.suppress(EOFError, OSError):
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(HANG_S):
             raise AssertionError(await wire.receive())
     return True
 

@@ -17,6 +17,7 @@ from tests.integration.test_server_daemon import ALICE, ROOT, Client, World, ids
 from tests.integration.test_storage_daemon import StorageProcess, session
 from tests.loops import until
 from tests.original_server import Link, Metadata, Refused, Session, State, record_of
+from tests.patience import HANG_S
 from tests.ports import free_port
 from waltz_core import net
 from waltz_core.cli.main import main as command
@@ -26,7 +27,6 @@ from waltz_core.record import PartitionId, ReplicaId
 from waltz_core.wire import messages
 from waltz_core.wire.messages import Appended, Nack, RangeForm, Surface
 
-STORY_S_MAX = 100
 METADATA = f"{ROOT}/store/partition/0"
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire" / "storage_v0.json"
 CONFLICT = "com.wepay.waltz.storage.exception.ConcurrentUpdateException: session id has changed to "
@@ -37,7 +37,7 @@ def on_loop(main):
     """Run a story; it starts storages and servers, which a busy machine takes long for."""
 
     async def bounded():
-        async with asyncio.timeout(STORY_S_MAX):
+        async with asyncio.timeout(HANG_S):
             await main
 
     net.run(bounded())

@@ -16,6 +16,7 @@ import pytest
 
 from tests.integration.memory_storage import MemoryStorage
 from tests.loops import until
+from tests.patience import HANG_S
 from waltz_core import errors, net
 from waltz_core.batches import encode_append
 from waltz_core.cluster.creation import NewCluster, NewStorage
@@ -39,7 +40,7 @@ ALICE, BOB = ClientId(1), ClientId(2)
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     async def within() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             await main
 
     net.run(within())
@@ -478,7 +479,7 @@ def test_while_zookeeper_is_away_appends_and_marks_go_on() -> None:
             # Not without asking a quorum: the session timer has run out.
             before = sum(each.counts["Heartbeat"] for each in world.storages)
             await until(lambda: server.hosts[PartitionId(0)].partition.is_open)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(HANG_S):
                 while sum(each.counts["Heartbeat"] for each in world.storages) == before:
                     assert await client.mark() == 1
                     await asyncio.sleep(0.001)

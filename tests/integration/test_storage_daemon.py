@@ -16,6 +16,7 @@ import pytest
 
 from tests.integration.run_storage import KEY, PARTITION_COUNT
 from tests.loops import until
+from tests.patience import HANG_S
 from tests.ports import free_port
 from tests.storage_owner import Owner, records_of
 from waltz_core import errors, net
@@ -50,12 +51,11 @@ from waltz_core.wire.messages import (
 ROOT = Path(__file__).parents[2]
 RUNNER = ROOT / "tests" / "integration" / "run_storage.py"
 CLUSTER = StaticCluster(KEY, PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
-READY_S = 120
 
 
 def on_loop(main):
     async def bounded():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_S):
             return await main
 
     return net.run(bounded())
@@ -72,7 +72,7 @@ class StorageProcess:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, *flags, str(RUNNER), str(directory), *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
-        watchdog = threading.Timer(READY_S, self.process.kill)
+        watchdog = threading.Timer(HANG_S, self.process.kill)
         watchdog.start()
         self.line = self.process.stdout.readline().decode().strip()
         watchdog.cancel()
@@ -80,7 +80,7 @@ class StorageProcess:
 
     def end(self, number=signal.SIGKILL):
         self.process.send_signal(number)
-        code = self.process.wait(READY_S)
+        code = self.process.wait(HANG_S)
         self.process.stdout.close()
         return code
 
@@ -210,7 +210,7 @@ def test_another_cluster_another_process_and_a_broken_file_are_refused(tmp_path)
         assert storage.line.startswith("storage ready ")
         with running(tmp_path) as second:
             assert "another process" in second.line
-            assert second.process.wait(READY_S) == 1
+            assert second.process.wait(HANG_S) == 1
         assert storage.end(signal.SIGTERM) == 0
     with running(tmp_path, str(UUID(int=1))) as foreign:
         assert foreign.line.startswith("refused: ClusterKeyMismatch")
@@ -232,7 +232,7 @@ def test_it_does_not_run_without_its_assertions(tmp_path):
         [sys.executable, "-O", "-c", program],
         cwd=ROOT,
         capture_output=True,
-        timeout=READY_S,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 1
@@ -277,7 +277,7 @@ def test_readers_and_metrics(tmp_path):
     pages = {}
 
     def fetch(port, path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=HANG_S) as page:
             return page.read().decode()
 
     async def main():
@@ -382,7 +382,7 @@ async def at_an_append(storage, begun):
             await owner.prepare()
             await owner.engage()
             owner.link.send(owner.owner.append())
-            assert await asyncio.to_thread(begun.wait, READY_S)
+            assert await asyncio.to_thread(begun.wait, HANG_S)
             yield owner, stop
 
 
@@ -394,7 +394,7 @@ def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, m
     def slow(self, clock_s):
         if self.is_append:
             begun.set()
-            assert may_go_on.wait(READY_S)
+            assert may_go_on.wait(HANG_S)
         try:
             return run(self, clock_s)
         finally:
@@ -415,7 +415,7 @@ def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, m
     with pytest.raises(errors.DiskFailed, match="another process has this storage directory"):
         storage._open_engine()
     may_go_on.set()
-    assert ended.wait(READY_S)
+    assert ended.wait(HANG_S)
     log = storage._engine.logs[0]
     assert (log.synced_max, log.slot.dirty) == (0, True)
     storage._engine.abandon()  # as the end of the process does
@@ -445,7 +445,7 @@ def test_work_that_follows_at_once_is_waited_for_at_the_end(tmp_path, monkeypatc
     def slow(self, clock_s):
         if self.is_append and not begun.is_set():
             begun.set()
-            assert may_go_on.wait(READY_S)
+            assert may_go_on.wait(HANG_S)
         elif self.is_append:
             early.append(closed.wait(0.3))
         return run(self, clock_s)
@@ -474,7 +474,7 @@ def test_work_of_others_is_waited_for_after_a_failure(tmp_path, monkeypatch):
 
     def run(self, _clock_s):
         if self.partition_id == 0:
-            assert begun.wait(READY_S)
+            assert begun.wait(HANG_S)
             raise AssertionError("a bug")
         begun.set()
         early.append(given_up.wait(0.3))
@@ -645,7 +645,7 @@ def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, mo
 
     def hang(engine, clock_ms):
         asked.set()
-        assert may_answer.wait(READY_S)
+        assert may_answer.wait(HANG_S)
         return room_of(engine, clock_ms)
 
     monkeypatch.setattr(upkeep, "room_of", hang)
@@ -676,7 +676,7 @@ def test_who_asks_before_the_partitions_are_open_waits_for_them(tmp_path, monkey
 
     def open_late(self, partition_id):
         opening.set()
-        assert may_open.wait(READY_S)
+        assert may_open.wait(HANG_S)
         return assign(self, partition_id)
 
     monkeypatch.setattr(Engine, "assign", open_late)
@@ -686,7 +686,7 @@ def test_who_asks_before_the_partitions_are_open_waits_for_them(tmp_path, monkey
         storage = StorageDaemon(config_for(tmp_path, port=port), CLUSTER, None)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(storage.serve(stop, lambda _address: None))
-            assert await asyncio.to_thread(opening.wait, READY_S)
+            assert await asyncio.to_thread(opening.wait, HANG_S)
             async with session(f"127.0.0.1:{port}", 5) as owner:
                 asked = tasks.create_task(owner.prepare())
                 while not storage._early:  # noqa: ASYNC110 - nobody tells when it has arrived

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.certificates import Certificates, make
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig, render_toml
 from waltz_core.local import LocalCluster, running
 
 PARTITION = 1
-PATIENCE_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def place_of(cluster: LocalCluster) -> str:
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, "it never came to it"
         time.sleep(0.01)
@@ -52,7 +52,7 @@ def until(condition: Callable[[], object]) -> None:
 
 def waltz(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "waltz_core", *words]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=HANG_S)
 
 
 def test_a_client_appends_and_reads_from_servers_and_from_storages(cluster: LocalCluster):

@@ -17,6 +17,7 @@ from tests import writes_contract
 from tests.cluster_contract import STORIES, Inbox, created, descriptor, owned, running
 from tests.integration.conftest import ZooKeeperProcess
 from tests.loops import until
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster import zookeeper as door
 from waltz_core.cluster.coordinator import Coordinator
@@ -116,7 +117,7 @@ def test_a_loop_that_hangs_loses_its_session_and_finds_that_out(zookeeper):
             while other.exists("/hangs") is not None:  # this very thread has to run the loop
                 assert time.monotonic() < deadline
                 time.sleep(0.05)  # noqa: ASYNC251 - it hangs
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_S):
                 await is_back.wait()
             assert SessionState.LOST in states
             assert session.session_number != number
@@ -174,7 +175,7 @@ def test_a_lookup_that_fails_once_does_not_end_the_session(zookeeper, monkeypatc
             session.on_state(lambda state: state is SessionState.SUSPENDED and lost.set())
             connection = session._client._connection
             connection._socket.shutdown(socket.SHUT_RDWR)
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(HANG_S):
                 await lost.wait()
             await until(lambda: session.state is SessionState.CONNECTED)
             assert not errors_left
@@ -431,5 +432,5 @@ def test_a_closed_session_leaves_no_thread(zookeeper):
     asyncio.run(run())
     # The thread that has ended kazoo says so just before it ends itself.
     for each in set(threading.enumerate()) - before:
-        each.join(10)
+        each.join(HANG_S)
     assert set(threading.enumerate()) <= before

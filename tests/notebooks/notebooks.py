@@ -11,9 +11,10 @@ import nbformat
 import psutil
 from nbclient import NotebookClient
 
+from tests.patience import HANG_S
+
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
-CELL_TIMEOUT_S = 240
 PROCESSES_OF_A_CLUSTER = 6  # at least: ZooKeeper, three storages, two servers
 _ROW = re.compile(r"<tr.*?</tr>", re.DOTALL)
 _FIELD = re.compile(r"<t[hd][^>]*>(.*?)</t[hd]>", re.DOTALL)
@@ -91,7 +92,7 @@ def execute(name: str, place: Path) -> Execution:
     counts = [0]
     client = NotebookClient(
         node,
-        timeout=CELL_TIMEOUT_S,
+        timeout=HANG_S,
         kernel_name="python3",
         resources={"metadata": {"path": str(working)}},
         on_cell_executed=lambda **_: counts.append(len(processes_of(temporary))),

@@ -13,7 +13,7 @@ from tests.notebooks.notebooks import (
 )
 
 # Each starts a cluster and a Spark; on a busy machine that alone takes a while.
-pytestmark = [pytest.mark.notebook, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.notebook
 
 
 def test_every_notebook_is_known_here():

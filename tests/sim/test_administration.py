@@ -121,7 +121,6 @@ def kinds(hands, answer):
     return {type(command) for command, given in hands.told if isinstance(given, answer)}
 
 
-@pytest.mark.timeout(60 + 4 * SEEDS)
 def test_what_a_storage_agrees_to_loses_nothing():
     done, refused, answers = set(), set(), 0
     for seed in range(SEEDS):
@@ -137,7 +136,6 @@ def test_what_a_storage_agrees_to_loses_nothing():
     assert answers > 2 * SEEDS
 
 
-@pytest.mark.timeout(60 + 4 * SEEDS)
 def test_without_asking_zookeeper_something_is_lost(monkeypatch):
     """The tests of the test: an operator whose every wish is granted empties too much."""
 

@@ -27,6 +27,7 @@ from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
 
 import waltz_spark
 from tests.fault.load import wait_until
+from tests.patience import HANG_S
 from tests.ports import free_port
 from tests.spark.versions import needs_pyspark, shown_first
 from waltz_core import errors
@@ -35,7 +36,7 @@ from waltz_spark import LagListener, lag_of
 from waltz_spark.functions import lock
 from waltz_spark.spark_version import HAS_ADMISSION_CONTROL
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.spark
 
 SERVER = "org.apache.spark.sql.connect.service.SparkConnectServer"
 ACCOUNTS = "id long, owner string, balance decimal(12,2), opened date, seen timestamp"
@@ -71,7 +72,7 @@ def server(log: Path) -> Iterator[str]:
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-        process.wait(30)
+        process.wait(HANG_S)
 
 
 def wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
@@ -162,7 +163,7 @@ def test_payloads_that_cannot_be_unpacked(
 ) -> None:
     with WaltzClient(connect) as client:
         for payload in (b'{"n":1}', b"no json", b'{"n":3}'):
-            client.append(payload, partition=0).result(30)
+            client.append(payload, partition=0).result(HANG_S)
     reader = spark.read.format("waltz").options(
         dataFormat="json", startingHighWaterMarks=as_json(marks)
     )

@@ -12,6 +12,7 @@ from pyspark.sql.types import LongType, StructField, StructType
 
 import waltz_core.local
 import waltz_spark
+from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_spark.functions import lock
 
@@ -191,7 +192,7 @@ def test_ten_jobs_count_one_counter_up(spark: SparkSession, connect: str) -> Non
     with ThreadPoolExecutor(10) as pool:
         jobs = [pool.submit(count_up, spark, connect, key) for _ in range(10)]
         for job in jobs:
-            job.result(250)
+            job.result(HANG_S)
     reader = spark.read.format("waltz").option("dataFormat", "json").option("mode", "DROPMALFORMED")
     rows = reader.schema("key int, value int").load(connect).where(F.col("key") == key).collect()
     assert sorted(row.value for row in rows) == list(range(1, 11))
@@ -301,7 +302,7 @@ def corrupt_log(spark: SparkSession, connect: str):
     before = marks_of(spark, connect)
     with WaltzClient(connect) as client:
         for payload in CORRUPT:
-            client.append(payload, partition=0).result(30)
+            client.append(payload, partition=0).result(HANG_S)
     return since(spark, connect, before).option("dataFormat", "json")
 
 
@@ -379,7 +380,7 @@ def test_a_null_never_reaches_a_column_that_is_not_null(spark: SparkSession, con
         reader.option("mode", "PERMISSIVE").load(connect).collect()
     lacking = marks_of(spark, connect)
     with WaltzClient(connect) as client:
-        client.append(b'{"m":1}', partition=0).result(30)
+        client.append(b'{"m":1}', partition=0).result(HANG_S)
     strict = since(spark, connect, lacking).option("dataFormat", "json")
     with pytest.raises(Exception, match=r"transaction \d+: column 'n' is NOT NULL in the schema"):
         strict.schema("n long not null").load(connect).collect()
@@ -401,7 +402,7 @@ def test_keys_match_columns_as_names_match_in_spark(spark: SparkSession, connect
 def test_a_float_is_no_integer(spark: SparkSession, connect: str) -> None:
     before = marks_of(spark, connect)
     with WaltzClient(connect) as client:
-        client.append(b'{"amount": 12.75}', partition=0).result(30)
+        client.append(b'{"amount": 12.75}', partition=0).result(HANG_S)
     reader = since(spark, connect, before).option("dataFormat", "json")
     with pytest.raises(Exception, match=r"column 'amount' is to be int32, found 12\.75"):
         reader.schema("amount int").load(connect).collect()

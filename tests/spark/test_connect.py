@@ -13,12 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import HANG_S
+
 pytestmark = pytest.mark.spark
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(1800)  # a server, a session, and some twenty jobs
 def test_everything_over_spark_connect(connect: str) -> None:
     tests = ROOT / "tests" / "spark" / "over_connect.py"
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
@@ -27,7 +28,7 @@ def test_everything_over_spark_connect(connect: str) -> None:
         line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
-        told, _ = process.communicate(timeout=1_740)
+        told, _ = process.communicate(timeout=2 * HANG_S)
     finally:
         end(process)
     assert process.returncode == 0, told.decode()

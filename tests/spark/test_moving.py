@@ -24,6 +24,7 @@ import waltz_core.local
 import waltz_spark
 from tests.fault.changing import address, does
 from tests.fault.load import all_engaged, shown, wait_until
+from tests.patience import HANG_S
 from waltz_core.batches import encode_append
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
@@ -33,7 +34,6 @@ pytestmark = pytest.mark.spark
 PARTITIONS, TASKS = 2, 4
 # Each task reads three chunks of 4 MiB: one is looked at and one on its way when things happen.
 ROWS, ROW_BYTES, BATCH = 6_000, 4_000, 500
-PATIENCE_S = 120
 
 Rows = list[tuple[int, int, int]]
 
@@ -48,7 +48,7 @@ def log() -> Iterator[LocalCluster]:
                     client.append_batch(partition, payload, BATCH, client_high_water_mark=-1)
                     for payload in (batch(partition, first) for first in range(0, ROWS, BATCH))
                 ]
-                committed = [each.result(PATIENCE_S).committed_count for each in futures]
+                committed = [each.result(HANG_S).committed_count for each in futures]
                 assert committed == [BATCH] * len(futures)
         yield cluster
 
@@ -84,7 +84,7 @@ def gated(place: Path) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.Recor
             assert context is not None
             if context.partitionId() == 0:
                 (place / "begun").touch()
-                for _ in range(50 * PATIENCE_S):
+                for _ in range(50 * HANG_S):
                     if (place / "go").exists():
                         break
                     threading.Event().wait(0.02)
@@ -118,9 +118,7 @@ def read_while(
             event()
         finally:
             (place / "go").touch()
-        return sorted(
-            (row.partition, row.transaction_id, row.crc) for row in found.result(PATIENCE_S)
-        )
+        return sorted((row.partition, row.transaction_id, row.crc) for row in found.result(HANG_S))
 
 
 def await_task(place: Path, job: Future[Any]) -> None:
@@ -166,7 +164,7 @@ class Writer:
         while not self._is_stopping.wait(0.01):
             for partition in range(PARTITIONS):
                 data = b"row %d" % len(self.written)
-                at = self._client.append(data, partition=partition).result(PATIENCE_S)
+                at = self._client.append(data, partition=partition).result(HANG_S)
                 self.written.append((partition, at, data))
 
 
@@ -239,7 +237,7 @@ def test_tasks_leave_a_frozen_server(
                 freeze()
             finally:
                 (places["written"] / "go").touch()
-            assert done.result(PATIENCE_S).counts["committed"] == 40_000
+            assert done.result(HANG_S).counts["committed"] == 40_000
     finally:
         log.kill(frozen.name, signal.SIGCONT)
     does(log, "unprefer", "all", address(log, frozen.name))
@@ -266,7 +264,7 @@ def is_settled(log: LocalCluster) -> bool:
 def read_bytes(log: LocalCluster, name: str) -> float:
     """Return how much a storage has read for others."""
     url = f"http://127.0.0.1:{log.member(name).http_port}/metrics"
-    with urllib.request.urlopen(url, timeout=30) as page:
+    with urllib.request.urlopen(url, timeout=HANG_S) as page:
         lines = page.read().decode().splitlines()
     return sum(float(each.split()[-1]) for each in lines if each.startswith(READ_BYTES))
 

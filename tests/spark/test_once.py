@@ -15,6 +15,7 @@ import pytest
 from pyspark.sql.types import BinaryType, IntegerType, StructField, StructType
 
 import waltz_core.local
+from tests.patience import HANG_S
 from tests.spark.in_log import in_log
 from waltz_core.client import WaltzClient, begin_write, end_write, forget_writes
 from waltz_core.cluster import zookeeper
@@ -159,7 +160,7 @@ def straggling(write: Write, job: Job, rows: list[bytes]) -> Iterator[list[Conne
 
     def slow() -> Iterator[pa.RecordBatch]:
         yield from batches_of(rows[:60])
-        assert may_go_on.wait(120)
+        assert may_go_on.wait(HANG_S)
         yield from batches_of(rows[60:])
 
     def straggle() -> None:
@@ -175,7 +176,7 @@ def straggling(write: Write, job: Job, rows: list[bytes]) -> Iterator[list[Conne
         yield failures
     finally:
         may_go_on.set()
-        straggler.join(120)
+        straggler.join(HANG_S)
 
 
 def test_an_older_attempt_that_lives_on_gets_nothing_in(write: Write) -> None:

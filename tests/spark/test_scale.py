@@ -24,6 +24,7 @@ from pyspark.sql.types import LongType, StructType
 
 import waltz_core.local
 from tests.forged_log import DATA, forge
+from tests.patience import HANG_S
 from tests.spark.versions import needs_pyspark
 from waltz_core.client import WaltzClient
 from waltz_core.client.connections import ServerLink
@@ -33,7 +34,7 @@ from waltz_spark.datasource.batch import WaltzBatchReader
 from waltz_spark.option_table import Use
 from waltz_spark.options import parse_read
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.spark
 
 PARTITIONS = 1000
 LAST = 999_999
@@ -147,7 +148,7 @@ def test_spark_plans_a_billion_and_reads_what_was_asked_for(
 
 def test_a_forged_log_goes_on(billion: LocalCluster) -> None:
     with WaltzClient(billion.connect) as client:
-        assert client.append(b"and one more", partition=3).result(60) == LAST + 1
+        assert client.append(b"and one more", partition=3).result(HANG_S) == LAST + 1
 
 
 # ---- workers: their connections and their memory

@@ -15,7 +15,7 @@ from tests.spark.versions import needs_pyspark
 from waltz_core import errors
 from waltz_core.client import lock
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]  # a busy machine takes its time
+pytestmark = pytest.mark.spark
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "spark.md"
 

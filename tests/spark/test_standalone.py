@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import waltz_core.local
+from tests.patience import HANG_S
 from tests.spark.once_rows import EXPECTED, ROWS, TASKS, rows_in
 from tests.spark.places import places
 from tests.spark.speculation_job import SLOW
@@ -21,7 +22,7 @@ from tests.spark.standalone import StandaloneSpark
 from waltz_core.client import WaltzClient
 
 # Where others use the machine too, starting a JVM takes many seconds.
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.spark
 
 COUNT = 200_000
 ROW_BYTES = 80
@@ -50,7 +51,7 @@ class Both:
         kind = metric.split("_")[1]
         for member in (each for each in self.waltz.members if each.kind == kind):
             url = f"http://{self.spark.hub.address}:{member.http_port}/metrics"
-            with urllib.request.urlopen(url, timeout=30) as page:
+            with urllib.request.urlopen(url, timeout=HANG_S) as page:
                 lines = page.read().decode().splitlines()
             found += sum(float(line.split()[-1]) for line in lines if line.startswith(metric))
         return found

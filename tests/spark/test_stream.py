@@ -12,6 +12,7 @@ from pyspark.sql.streaming import StreamingQuery
 
 import waltz_spark
 from tests.fault.load import wait_until
+from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, DataLoss
 from waltz_spark import LagListener, lag_of
@@ -35,7 +36,7 @@ def append(connect: str, count: int, *, partition: int | None = None, tag: str =
             for n in range(count)
         ]
         for future in futures:
-            future.result(30)
+            future.result(HANG_S)
 
 
 def marks_of(connect: str) -> dict[int, int]:

@@ -13,6 +13,7 @@ from pyspark.sql.streaming import StreamingQuery  # noqa: TC002
 
 import waltz_core.local
 import waltz_spark
+from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.errors import DataLoss
 from waltz_core.local import LocalCluster
@@ -53,7 +54,7 @@ def append(connect: str, tag: str, count: int) -> set[str]:
             client.append(text.encode(), partition=n % PARTITIONS) for n, text in enumerate(texts)
         ]
         for future in futures:
-            future.result(60)
+            future.result(HANG_S)
     return set(texts)
 
 

@@ -18,7 +18,7 @@ from waltz_core import errors
 from waltz_spark import unwrapping
 from waltz_spark.functions import lock
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.spark
 
 NOBODY = "127.0.0.1:1/waltz/none"
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from tests.loops import on_loop
+from tests.patience import HANG_S
 from waltz_core import net
 from waltz_core.driver import Driver
 from waltz_core.machine import Report, Wakeup
@@ -72,7 +73,7 @@ async def test_a_wakeup_comes_at_its_time_and_the_next_one_is_read_again():
 
     wanted = machine.wake_at_ms = int(loop.time() * 1000) + 20
     driver = Driver(machine, perform)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         await woken.wait()
     ((event, now_ms),) = machine.seen
     assert event == Wakeup()
@@ -80,7 +81,7 @@ async def test_a_wakeup_comes_at_its_time_and_the_next_one_is_read_again():
     woken.clear()
     machine.wake_at_ms = int(loop.time() * 1000) + 5
     driver.post("nothing")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         await woken.wait()
     assert [event for event, _ in machine.seen] == [Wakeup(), "nothing", Wakeup()]
 
@@ -100,7 +101,7 @@ async def test_a_time_that_moves_is_followed_both_ways():
     driver.post("earlier")
     wanted = machine.wake_at_ms = wanted + 30
     driver.post("later")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         await woken.wait()
     assert machine.seen[-1][1] >= wanted
     assert len(machine.seen) == 3

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core import errors, handover, net
 
 pytestmark = pytest.mark.skipif(not handover.IS_POSSIBLE, reason="abstract names are Linux's")
@@ -42,7 +43,7 @@ def run(name, path, call):
     """Call on a thread while the file is offered; return what it returns."""
 
     async def main():
-        async with offering(name, path), asyncio.timeout(30):
+        async with offering(name, path), asyncio.timeout(HANG_S):
             return await asyncio.to_thread(call)
 
     return net.run(main())

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.client_contract import PATIENCE_S, Ledger, Told
+from tests.client_contract import Ledger, Told
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.batches import encode_append
 from waltz_core.client import (
@@ -39,7 +40,7 @@ def test_the_fixture_is_an_empty_waltz(waltz_memory):
 
 
 def until(condition):
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -96,7 +97,7 @@ def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
     with waltz_memory.client() as client:
         for context in (leaves(), leaves_early()):
             with pytest.raises(errors.UsageError, match="SystemExit was raised on a worker thread"):
-                client.submit(context).result(PATIENCE_S)
+                client.submit(context).result(HANG_S)
         assert client.append(b"and it goes on", partition=0).result() == 0
 
 
@@ -110,7 +111,7 @@ def test_an_iterator_at_its_end_keeps_nobody_waiting(waltz_memory):
             return next(iter(()))
 
     with waltz_memory.client() as client, pytest.raises(RuntimeError, match="StopIteration"):
-        client.submit(takes_the_next()).result(PATIENCE_S)
+        client.submit(takes_the_next()).result(HANG_S)
     with waltz_memory.client() as client, pytest.raises(RuntimeError, match="StopIteration"):
         client.subscribe(Endless(nothing), [0])
     callbacks = Plain(lambda: next(iter(())))
@@ -140,7 +141,7 @@ def test_what_is_no_context_is_told(waltz_memory):
 
 def test_a_client_of_another_event_loop_says_so_and_lives_on(waltz_memory):
     async def append(client):
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(HANG_S):
             return await (await client.append(b"x", partition=0))
 
     async def begin():
@@ -205,7 +206,7 @@ def test_a_refused_context_is_executed_again(waltz_memory):
         waltz_memory.refuse_next(3)
         context = Told(2)
         assert client.submit(context).result() == 0
-        assert context.is_applied.wait(PATIENCE_S)
+        assert context.is_applied.wait(HANG_S)
         assert context.hooks == ["lock failure"] * 3 + [("completion", True), "application"]
 
 
@@ -216,7 +217,7 @@ def test_a_context_that_is_always_refused_expires(waltz_memory):
         context.retries_max = 5
         with pytest.raises(errors.LockFailed):
             client.submit(context).result()
-        assert context.has_ended.wait(PATIENCE_S)
+        assert context.has_ended.wait(HANG_S)
         assert context.hooks == ["lock failure"] * 6 + ["expiration"]
     assert waltz_memory.transactions(0) == []
 
@@ -276,7 +277,7 @@ def test_an_outcome_is_unknown_and_the_client_goes_on(waltz_memory, enters_log):
         context = Told(0)
         with pytest.raises(errors.OutcomeUnknown):
             client.submit(context).result()
-        assert context.has_ended.wait(PATIENCE_S)
+        assert context.has_ended.wait(HANG_S)
         assert context.hooks == [("exception", errors.OutcomeUnknown)]
         assert len(waltz_memory.transactions(0)) == enters_log
         for number, each in enumerate((other, client)):
@@ -380,7 +381,7 @@ def test_asyncio_has_the_same(waltz_memory):
             self.has_come.set()
 
     async def story():
-        async with asyncio.timeout(PATIENCE_S), waltz_memory.async_client() as client:
+        async with asyncio.timeout(HANG_S), waltz_memory.async_client() as client:
             seen = Seen()
             await client.subscribe(seen, [0])
             waltz_memory.suspend_feed()
@@ -422,5 +423,5 @@ def test_what_is_to_be_sent_again_ends_with_the_client(monkeypatch):
             futures = [client.append(b"held", partition=0) for _ in range(2)]
         for each in futures:
             with pytest.raises(errors.Unreachable):
-                each.result(10)
+                each.result(HANG_S)
         assert waltz.transactions(0) == []

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core.errors import BadConfig
 from waltz_core.machine import Report
 from waltz_core.metrics import HEAD_BYTES_MAX, PAGES_MAX, TABLE, Health, Kind, Metrics, serve_pages
@@ -155,7 +156,7 @@ def served(scenario, health=well):
         metrics = Metrics("server")
         metrics.set("waltz_server_partitions", 2)
         async with (
-            asyncio.timeout(30),
+            asyncio.timeout(HANG_S),
             serve_pages(metrics, health, host="127.0.0.1", port=0) as port,
         ):
             return await scenario(port)

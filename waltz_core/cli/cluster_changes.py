@@ -163,7 +163,7 @@ async def _replace_storage(command: Command) -> Result:
             lambda before: before.with_storage(new, port, group)
         )
         command.note(f"{new} is a storage of group {group}")
-    wanted = changes.replaced(now, old, new)
+    wanted = changes.replaced(now, old, new, now)
     await command.carry_out(Plan.to(wanted, layout.assignment))
     await _leave_out(command, old)
     return {
@@ -253,9 +253,7 @@ async def _move_replica(command: Command) -> Result:
     for partition_id in chosen:
         if old not in now[partition_id] and new not in now[partition_id]:
             raise BadRequest(f"{old} has no replica of partition {partition_id}")
-    return await _go(
-        command, layout, changes.replaced({each: now[each] for each in chosen}, old, new)
-    )
+    return await _go(command, layout, changes.replaced(now, old, new, chosen))
 
 
 async def _auto_assign(command: Command) -> Result:
@@ -280,7 +278,9 @@ async def _go(
     await _delete_files(command, layout, moved)
     return {
         "changed": sorted(moved),
-        "summary": f"{len(moved)} of {len(wanted)} partitions have changed",
+        "summary": f"{len(moved)} of {len(wanted)} partitions have changed"
+        if moved
+        else "nothing had to change",
     }
 
 

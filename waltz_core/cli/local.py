@@ -73,7 +73,7 @@ def _up(arguments: argparse.Namespace) -> int:
         port_base=config.port_base,
     )
     began = time.monotonic()
-    connect = cluster.up(config.ready_timeout_ms / 1000)
+    connect = cluster.up(config.ready_timeout_ms / 1000, say)
     took = time.monotonic() - began
     say(f"ready in {took:.1f} s; data, configuration and logs lie in {cluster.directory}")
     show(connect)

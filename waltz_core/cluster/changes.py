@@ -304,14 +304,31 @@ def without_storage(
 
 
 def replaced(
-    now: Placement, old: ReplicaId, new: ReplicaId
+    now: Placement, old: ReplicaId, new: ReplicaId, partitions: Collection[PartitionId]
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
-    """Return the placement in which one storage has taken over what another one holds."""
-    return {
-        partition_id: tuple(dict.fromkeys(new if each == old else each for each in replicas))
-        for partition_id, replicas in now.items()
-        if old in replicas
-    }
+    """Return the placement in which one storage has taken over what another one holds.
+
+    Where both hold a replica, this is the rest of an earlier move when the partition has one
+    replica more than usual. Raises BadRequest when it has not: the change would only take a
+    replica away.
+    """
+    usual = _usual_count(now)
+    wanted: dict[PartitionId, tuple[ReplicaId, ...]] = {}
+    for partition_id in partitions:
+        replicas = now[partition_id]
+        if old not in replicas:
+            continue
+        if new in replicas and len(replicas) <= usual:
+            raise errors.BadRequest(
+                f"partition {partition_id}: {new} has a replica already, so the partition would "
+                f"be left with {len(replicas) - 1} of the usual {usual} replicas; nothing was "
+                "changed. Hint: choose another storage, or take the replica away on purpose "
+                f"(`cluster remove-replica {partition_id} {old}`)."
+            )
+        wanted[partition_id] = tuple(
+            dict.fromkeys(new if each == old else each for each in replicas)
+        )
+    return wanted
 
 
 def restored(now: Placement, address: ReplicaId) -> dict[PartitionId, tuple[ReplicaId, ...]]:

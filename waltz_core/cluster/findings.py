@@ -321,7 +321,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "too-few-replicas",
-            "partition {partition} has {count} replicas, where the others have {usual}",
+            "partition {partition} has {count} of the usual {usual} replicas",
             "waltz-core cluster auto-assign --replicas {usual} --connect {connect}",
         ),
         _row(

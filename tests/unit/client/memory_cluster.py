@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 from uuid import UUID
 
+from tests.patience import HANG_S
 from waltz_core import net
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.directory import ZooKeeperDirectory
@@ -248,7 +249,7 @@ class MemoryCluster:
 
     async def settled(self) -> None:
         """Wait until every partition is owned and open."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while True:
                 owned = sum(
                     partition.is_open

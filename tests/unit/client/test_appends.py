@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.patience import HANG_S
 from tests.unit.client.stories import PARTITION
 from waltz_core import errors
 from waltz_core.batches import decode_append
@@ -45,7 +46,7 @@ class Author:
 
 
 async def until(condition):
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while not condition():  # noqa: ASYNC110 - conditions of all kinds
             await asyncio.sleep(0)
 

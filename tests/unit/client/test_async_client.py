@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tests.patience import HANG_S
 from tests.unit.client.memory_cluster import (
     CONNECT,
     KEY,
@@ -37,15 +38,13 @@ from waltz_core.client import (
 )
 from waltz_core.server.events import Limits
 
-PATIENCE_S = 20
-
 
 def told(story):
     """Run a story to its end, within a time."""
 
     def test(*args):
         async def within():
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(HANG_S):
                 await story(*args)
 
         asyncio.run(within())
@@ -418,7 +417,7 @@ async def test_a_question_ends_in_time_where_zookeeper_does_not_say_whom_to_ask(
         )
         with pytest.MonkeyPatch.context() as patched, in_time:
             patched.setattr(client.directory, "owner", silent)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(HANG_S):
                 await client.high_water_mark(0)
 
 
@@ -446,7 +445,7 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
             await client.append_batch(0, batch_of(b"y", b"z"), 2, client_high_water_mark=-1),
         ):
             with pytest.raises(errors.WaltzError, match="partition 0: the stream has failed: Ass"):
-                await asyncio.wait_for(future, 30)
+                await asyncio.wait_for(future, HANG_S)
         assert not client.has_pending
 
 

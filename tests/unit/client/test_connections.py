@@ -6,12 +6,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core import errors, net
 from waltz_core.client.connections import ServerLinks
 from waltz_core.client.stream import CONTROL_SEQUENCE_MIN
 from waltz_core.wire.messages import HighWaterMarkRequest, HighWaterMarkResponse, Surface
-
-PATIENCE_S = 20
 
 
 class Door:
@@ -52,7 +51,7 @@ async def share(door, count, *, cancelled=None, address=None):
         assert not link.is_closed
         return link.number
 
-    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
         tasks = [group.create_task(get()) for _ in range(count)]
         while door.count == 0:  # noqa: ASYNC110 - the first one dials
             await asyncio.sleep(0)
@@ -87,7 +86,7 @@ async def a_server(silent=lambda: None):
     """Give the links of a client, a server's address, and what the server has got."""
     got, links = [], ServerLinks(dial_timeout_s=5, late_answers_s=0, silent=silent)
     listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, lambda link: taken(link, got))
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(HANG_S):
         yield links, f"127.0.0.1:{listener.port}", got
         await links.close("the test is over")
     await listener.close()

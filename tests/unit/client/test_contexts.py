@@ -2,10 +2,10 @@
 
 import asyncio
 
+from tests.patience import HANG_S
 from tests.unit.client.memory_cluster import two_clients
 from waltz_core.client import AsyncCallbacks, TransactionContext, lock
 
-PATIENCE_S = 20
 LOCKS = [lock("counter")]
 
 
@@ -61,7 +61,7 @@ def test_the_mark_of_a_context_is_from_before_it_computes():
 
     async def story() -> None:
         async with (
-            asyncio.timeout(PATIENCE_S),
+            asyncio.timeout(HANG_S),
             two_clients() as (cluster, one, two),
         ):
             following = Following()

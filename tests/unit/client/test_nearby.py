@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import pytest
 
+from tests.patience import HANG_S
 from tests.storage_owner import records_of
 from waltz_core import errors
 from waltz_core.client import nearby as nearby_module
@@ -193,7 +194,7 @@ def test_nothing_is_read_while_a_thread_is_still_at_what_was_given_up(files, mon
     goes_on, reader = threading.Event(), Nearby("the door", 3, timeout_s=0.05)
 
     def hangs(_door, question, *, timeout_s):
-        assert goes_on.wait(60)
+        assert goes_on.wait(HANG_S)
         return files.take("the door", question, timeout_s=100 * timeout_s)
 
     monkeypatch.setattr(nearby_module.handover, "take", hangs)

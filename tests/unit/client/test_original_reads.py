@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from tests.original_server_for_clients import OriginalCluster
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, RangeForm, original_reads
 from waltz_core.client.opening import Opening
 from waltz_core.config import ClientConfig
 from waltz_core.raw_records import HEADER_DTYPE
 
-PATIENCE_S = 30
 QUICK = ClientConfig(request_timeout_ms=3_000, retry_interval_ms_min=5, retry_interval_ms_max=50)
 COUNT = 3_000
 
@@ -25,7 +25,7 @@ def run(story):
 
         async def told():
             opening = Opening(AsyncWaltzClient(cluster.directory(), "x", QUICK, client_id=None))
-            async with asyncio.timeout(PATIENCE_S), opening as client:
+            async with asyncio.timeout(HANG_S), opening as client:
                 await story(cluster, client)
 
         asyncio.run(told())

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client.directory import Owner
 from waltz_core.client.ranges import RangeQuery
@@ -124,7 +125,7 @@ def test_what_has_moved_nowhere_is_not_asked_again():
     async def story():
         cluster = Cluster(owner=mark(7))
         cluster.may_answer.clear()
-        async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
             asking = group.create_task(cluster.requests.high_water_mark(0, linearizable=False))
             while not cluster.asked:  # noqa: ASYNC110 - it is on its way
                 await asyncio.sleep(0)

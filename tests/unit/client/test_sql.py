@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from tests.patience import HANG_S
 from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder, sql
 from waltz_core.client.sql import SqlCallbacks
 from waltz_core.errors import BadConfig, BadRequest, ClusterKeyMismatch, DataLoss, Unreachable
@@ -237,7 +238,7 @@ def test_an_url_is_no_engine() -> None:
 def test_without_sqlalchemy_the_import_says_what_to_install() -> None:
     code = "import sys; sys.modules['sqlalchemy'] = None; import waltz_core.client.sql"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=HANG_S
     )
     assert "pip install 'waltz-spark[sql]'" in done.stderr.splitlines()[-1]
 
@@ -313,14 +314,14 @@ def test_a_locked_database_is_waited_for(tmp_path: Path) -> None:
         with engine.begin() as connection:
             connection.execute(TOTALS.update().values(total=TOTALS.c.total + 100))
             holding.set()
-            assert tried.wait(10)
+            assert tried.wait(HANG_S)
 
     def count_tries(*_: object) -> None:
         tried.set()
 
     holder = threading.Thread(target=hold)
     holder.start()
-    assert holding.wait(10)
+    assert holding.wait(HANG_S)
     sa.event.listen(engine, "handle_error", count_tries)
     callbacks.apply_transaction(transaction(0))
     holder.join()

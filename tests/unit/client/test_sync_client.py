@@ -11,6 +11,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client import Callbacks, TransactionContext, WaltzClient, data_cache, lock
 from waltz_core.client.data_cache import DataBudget, DataCache
@@ -62,13 +63,13 @@ def test_callbacks_that_each_wait_for_a_context_do_not_wait_for_one_another():
     with MemoryWaltz(2 * count) as log, log.client() as client, log.client() as writer:
 
         def apply(transaction):
-            together.wait(60)
-            client.submit(Copying(count + transaction.partition_id)).result(60)
+            together.wait(HANG_S)
+            client.submit(Copying(count + transaction.partition_id)).result(HANG_S)
             done.append(transaction.partition_id)
 
         client.subscribe(Applying(apply), range(count))
         for partition in range(count):
-            writer.append(b"x", partition=partition).result(60)
+            writer.append(b"x", partition=partition).result(HANG_S)
         for partition in range(count):
             wait_until(lambda partition=partition: log.transactions(count + partition))
         wait_until(lambda: len(done) == count)
@@ -88,19 +89,19 @@ def test_a_closed_client_applies_nothing_any_more():
 
         def apply(_transaction):
             begun.set()
-            may_end.wait(60)
+            may_end.wait(HANG_S)
             ended.append(True)
 
         client.subscribe(Applying(apply))
-        writer.append(b"x", partition=0).result(60)
-        assert begun.wait(60)
+        writer.append(b"x", partition=0).result(HANG_S)
+        assert begun.wait(HANG_S)
         closer = threading.Thread(target=client.close)
         closer.start()
         wait_until(client._loop.is_closed)
         assert closer.is_alive()
         assert not ended
         may_end.set()
-        closer.join(60)
+        closer.join(HANG_S)
         assert ended == [True]
 
 
@@ -160,8 +161,8 @@ def test_a_callback_may_close_its_client():
             closed.set()
 
         client.subscribe(Applying(apply))
-        writer.append(b"x", partition=0).result(60)
-        assert closed.wait(60)
+        writer.append(b"x", partition=0).result(HANG_S)
+        assert closed.wait(HANG_S)
 
 
 def test_a_callback_may_close_a_client_that_another_thread_closes():
@@ -172,13 +173,13 @@ def test_a_callback_may_close_a_client_that_another_thread_closes():
 
         def apply(_transaction):
             begun.set()
-            assert closing.wait(60)
+            assert closing.wait(HANG_S)
             client.close()
             done.set()
 
         client.subscribe(Applying(apply))
-        writer.append(b"x", partition=0).result(60)
-        assert begun.wait(60)
+        writer.append(b"x", partition=0).result(HANG_S)
+        assert begun.wait(HANG_S)
         closer = threading.Thread(target=client.close)
         closer.start()
         wait_until(client._loop.is_closed)
@@ -190,7 +191,7 @@ def test_a_callback_may_close_a_client_that_another_thread_closes():
 
 def test_ctrl_c_in_a_range_is_ctrl_c(monkeypatch):
     with MemoryWaltz(1) as log, log.client() as client:
-        client.append(b"x", partition=0).result(60)
+        client.append(b"x", partition=0).result(HANG_S)
         asked = threading.Event()
 
         async def never(*_, **__):
@@ -209,7 +210,7 @@ def test_ctrl_c_in_a_range_is_ctrl_c(monkeypatch):
                 raise KeyboardInterrupt
 
         def interrupt():
-            assert asked.wait(60)
+            assert asked.wait(HANG_S)
             # Python notices a signal late that arrives just before its thread waits for a lock.
             while not raised.wait(0.05):
                 signal.pthread_kill(main, signal.SIGINT)
@@ -228,7 +229,7 @@ def test_ctrl_c_in_a_range_is_ctrl_c(monkeypatch):
 def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
     """The fetch has begun, and nobody has its future yet."""
     with MemoryWaltz(1) as log, log.client() as client:
-        client.append(b"x", partition=0).result(60)
+        client.append(b"x", partition=0).result(HANG_S)
         asked, hand_over = threading.Event(), asyncio.run_coroutine_threadsafe
 
         async def never(*_, **__):
@@ -237,7 +238,7 @@ def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
 
         def interrupted(call, loop):
             hand_over(call, loop)
-            assert asked.wait(60)
+            assert asked.wait(HANG_S)
             monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", hand_over)
             raise KeyboardInterrupt
 
@@ -245,7 +246,7 @@ def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
         monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
         reader = threading.Thread(target=lambda: list_interrupted(client), daemon=True)
         reader.start()
-        reader.join(60)
+        reader.join(HANG_S)
         assert not reader.is_alive()
 
 
@@ -318,7 +319,7 @@ def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatc
     client._client.high_water_mark = never
     asker = threading.Thread(target=ask, daemon=True)
     asker.start()
-    asker.join(10)
+    asker.join(HANG_S)
     assert told
 
 
@@ -334,7 +335,7 @@ def test_a_signal_may_close_the_client_that_is_being_closed(monkeypatch):
     monkeypatch.setattr(client, "_wait", wait_and_be_interrupted)
     closer = threading.Thread(target=client.close, daemon=True)
     closer.start()
-    closer.join(10)
+    closer.join(HANG_S)
     assert not closer.is_alive()
 
 
@@ -354,9 +355,9 @@ def test_whoever_waits_when_another_thread_closes_the_client_is_told_so(monkeypa
     monkeypatch.setattr(client._client, "high_water_mark", never)
     asker = threading.Thread(target=ask)
     asker.start()
-    assert begun.wait(10)
+    assert begun.wait(HANG_S)
     client.close()
-    asker.join(10)
+    asker.join(HANG_S)
     assert told
 
 
@@ -397,7 +398,7 @@ def test_a_cancelled_future_in_a_context_is_its_error():
     with MemoryWaltz(1) as log, log.client() as client:
         future = client.submit(Interrupted(0))
         with pytest.raises(RuntimeError, match="CancelledError"):
-            future.result(60)
+            future.result(HANG_S)
 
 
 def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
@@ -406,7 +407,7 @@ def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
 
     with MemoryWaltz(1) as log, log.client() as client:
         client.subscribe(Applying(apply))  # its policy raises the same
-        client.append(b"x", partition=0).result(60)
+        client.append(b"x", partition=0).result(HANG_S)
         applier = client._client._partitions[0].applier
         wait_until(lambda: applier.stopped is not None)
         assert client.partitions == ()
@@ -423,12 +424,12 @@ def test_whoever_closes_a_client_second_waits_for_its_callbacks_too(is_closed_by
             if is_closed_by == "callback":
                 client.close()
             begun.set()
-            may_end.wait(60)
+            may_end.wait(HANG_S)
             ended.append(True)
 
         client.subscribe(Applying(apply))
-        writer.append(b"x", partition=0).result(60)
-        assert begun.wait(60)
+        writer.append(b"x", partition=0).result(HANG_S)
+        assert begun.wait(HANG_S)
         closers = [threading.Thread(target=client.close) for _ in range(2)]
         closers[0].start()
         wait_until(client._loop.is_closed)
@@ -437,7 +438,7 @@ def test_whoever_closes_a_client_second_waits_for_its_callbacks_too(is_closed_by
         assert closers[1].is_alive()
         may_end.set()
         for each in closers:
-            each.join(60)
+            each.join(HANG_S)
         assert ended == [True]
 
 
@@ -448,7 +449,7 @@ def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
 
         def apply_slowly(_transaction):
             begun.set()
-            may_end.wait(60)
+            may_end.wait(HANG_S)
 
         def close_other(_transaction):
             other.set_partitions([0])  # it waits for nothing of its own
@@ -457,14 +458,14 @@ def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
             ended.set()
 
         other.subscribe(Applying(apply_slowly))
-        writer.append(b"x", partition=0).result(60)
-        assert begun.wait(60)
+        writer.append(b"x", partition=0).result(HANG_S)
+        assert begun.wait(HANG_S)
         one.subscribe(Applying(close_other))
-        assert closing.wait(60)
+        assert closing.wait(HANG_S)
         wait_until(other._loop.is_closed)
         assert not ended.wait(0.2)
         may_end.set()
-        assert ended.wait(60)
+        assert ended.wait(HANG_S)
 
 
 def test_hooks_that_each_wait_for_a_context_do_not_wait_for_one_another():
@@ -474,11 +475,11 @@ def test_hooks_that_each_wait_for_a_context_do_not_wait_for_one_another():
 
         class Going(Copying):
             def on_completion(self, result):
-                together.wait(20)
-                done.append(client.submit(Copying(count + self.partition)).result(20))
+                together.wait(HANG_S)
+                done.append(client.submit(Copying(count + self.partition)).result(HANG_S))
 
         futures = [client.submit(Going(partition)) for partition in range(count)]
-        assert [future.result(60) for future in futures] == [0] * count
+        assert [future.result(HANG_S) for future in futures] == [0] * count
         wait_until(lambda: len(done) == count or together.broken)
         assert done == [0] * count
 

@@ -222,8 +222,24 @@ def test_leaving_a_storage_out_goes_on_where_it_was_broken_off():
 
 
 def test_a_storage_takes_over_from_another():
-    now = {0: ("A", "B"), 1: ("B", "C"), 2: ("A", "D")}
-    assert changes.replaced(now, "A", "D") == {0: ("D", "B"), 2: ("D",)}
+    now = {0: ("A", "B"), 1: ("B", "C"), 2: ("A", "B")}
+    assert changes.replaced(now, "A", "D", now) == {0: ("D", "B"), 2: ("D", "B")}
+    assert changes.replaced(now, "A", "D", [1, 2]) == {2: ("D", "B")}
+
+
+def test_the_rest_of_a_move_takes_only_the_old_replica_away():
+    now = {0: ("A", "B", "D"), 1: ("D", "B"), 2: ("A", "B")}
+    assert changes.replaced(now, "A", "D", now) == {0: ("D", "B"), 2: ("D", "B")}
+
+
+def test_a_move_to_a_storage_that_holds_the_partition_takes_no_replica_away():
+    now = {0: ("A", "B", "D"), 1: ("A", "B", "C"), 2: ("A",)}
+    with pytest.raises(
+        errors.BadRequest,
+        match=r"partition 0: D has a replica already.* left with 2 of the usual 3 replicas",
+    ):
+        changes.replaced(now, "A", "D", now)
+    assert changes.replaced(now, "A", "D", [1]) == {1: ("D", "B", "C")}
 
 
 def test_what_a_storage_had_is_what_its_partitions_lack():

@@ -6,6 +6,7 @@ import contextlib
 import pytest
 
 from tests.cluster_contract import KEY, Inbox, descriptor, owned, running
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster import model
 from waltz_core.cluster.coordinator import Coordinator
@@ -51,7 +52,7 @@ def in_cluster(story):
     """Run a story in a cluster of its own."""
 
     async def run():
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             await story(await Cluster().create())
 
     return lambda: asyncio.run(run())

@@ -6,6 +6,7 @@ from uuid import UUID
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster import changes, model
 from waltz_core.cluster.changes import Plan
@@ -101,7 +102,7 @@ def run_now(coroutine):
 
 def in_cluster(story):
     async def run():
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(HANG_S):
             await story(await Cluster().create())
 
     return lambda: asyncio.run(run())
@@ -263,7 +264,7 @@ def test_only_so_many_partitions_change_at_a_time():
         layout = await cluster.coordinator.storages.read()
         now = changes.placement_of(layout.assignment, cluster.partition_count)
         async with cluster.owned():
-            told = await carry_out(cluster, changes.replaced(now, A, D))
+            told = await carry_out(cluster, changes.replaced(now, A, D, now))
         assert max(len(each.step) for each in told) == PARTITIONS_AT_ONCE
         after = await cluster.coordinator.read_replica_assignment()
         assert after.partitions[A] == ()

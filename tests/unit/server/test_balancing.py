@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.cluster_contract import KEY, Inbox, descriptor, running
+from tests.patience import HANG_S
 from waltz_core.cluster.balance import Balancer
 from waltz_core.cluster.creation import NewCluster
 from waltz_core.cluster.memory import MemoryZooKeeper
@@ -65,7 +66,7 @@ def test_the_lead_leaves_a_hot_partition_alone_on_its_server():
         inbox, looks, works = await balanced(
             MemoryZooKeeper(asyncio.Event), servers=(1, 2), telling=(1, 2)
         )
-        async with asyncio.timeout(60), running(*works):
+        async with asyncio.timeout(HANG_S), running(*works):
             await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await inbox.until(lambda view: owners(view) == {0: 1, 1: 2, 2: 2, 3: 2})
             await some_rounds(looks)
@@ -79,7 +80,7 @@ def test_nothing_moves_to_a_server_that_tells_nothing():
     async def story():
         zookeeper = MemoryZooKeeper(asyncio.Event)
         inbox, looks, works = await balanced(zookeeper, servers=(1, 2), telling=(1,))
-        async with asyncio.timeout(60), running(*works):
+        async with asyncio.timeout(HANG_S), running(*works):
             await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await some_rounds(looks)
             assert owners(inbox.all[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
@@ -97,7 +98,7 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
         nodes = zookeeper.coordinator(ROOT).loads._nodes
         damaged = b'{"format":1,"loads":{"2":[%d,1]}}' % 10**400
         await nodes.put_own(nodes.paths.load(2), damaged, nodes.paths.loads)
-        async with asyncio.timeout(60), running(*works):
+        async with asyncio.timeout(HANG_S), running(*works):
             await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await some_rounds(looks)
         assert f"balance.load_ignored error={nodes.paths.load(2)}: loads: expected" in caplog.text
@@ -110,7 +111,7 @@ def test_nothing_moves_to_a_server_that_is_idle_as_it_cannot_serve():
         sick = {2}
         zookeeper = MemoryZooKeeper(asyncio.Event)
         inbox, looks, works = await balanced(zookeeper, servers=(1, 2), telling=(1, 2), sick=sick)
-        async with asyncio.timeout(60), running(*works):
+        async with asyncio.timeout(HANG_S), running(*works):
             await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await some_rounds(looks)
             assert owners(inbox.all[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}

@@ -6,6 +6,7 @@ from uuid import UUID
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.config import ServerConfig
@@ -152,7 +153,7 @@ def test_what_was_handed_over_is_preferred_again_when_its_storages_answer(
             await looks.acquire()
         assert coordinator.preferred == [(1, 0), (1, 3)]
         reached[STORAGES[1]] = True
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while len(coordinator.preferred) < 3:
                 await looks.acquire()
         assert coordinator.preferred == [(1, 0), (1, 3), (1, 0, 3)]

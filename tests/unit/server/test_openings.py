@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core.server import openings as openings_module
 from waltz_core.server.openings import TURNS_MAX, Openings, Turn
 
@@ -38,7 +39,7 @@ def test_a_turn_ends_by_itself():
         openings = Openings()
         for _ in range(TURNS_MAX):
             await openings.turn()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             await openings.turn()
 
     asyncio.run(story())

@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_spark import connections
 from waltz_spark.connections import client_of, close_clients
-
-PATIENCE_S = 20
 
 
 class Client:
@@ -23,7 +22,7 @@ class Client:
         self.made.append(connect)
         if connect.startswith("dead"):
             self.dials.release()
-            assert self.may_answer.wait(PATIENCE_S)
+            assert self.may_answer.wait(HANG_S)
 
     def close(self) -> None:
         """Nothing."""
@@ -43,9 +42,9 @@ def test_a_zookeeper_that_does_not_answer_stops_no_other_cluster() -> None:
     with ThreadPoolExecutor() as pool:
         try:
             waiting = pool.submit(client_of, "dead:2181/x")
-            assert Client.dials.acquire(timeout=PATIENCE_S)
+            assert Client.dials.acquire(timeout=HANG_S)
             other = pool.submit(client_of, "live:2181/x")
-            assert other.result(PATIENCE_S / 2) is client_of("live:2181/x")
+            assert other.result(HANG_S / 2) is client_of("live:2181/x")
             assert not waiting.done()
         finally:
             Client.may_answer.set()
@@ -55,10 +54,10 @@ def test_a_zookeeper_that_does_not_answer_stops_no_other_cluster() -> None:
 def test_who_wants_the_same_cluster_waits_and_shares_the_client() -> None:
     with ThreadPoolExecutor() as pool:
         first = pool.submit(client_of, "dead:2181/x")
-        assert Client.dials.acquire(timeout=PATIENCE_S)
+        assert Client.dials.acquire(timeout=HANG_S)
         second = pool.submit(client_of, "dead:2181/x")
         Client.may_answer.set()
-        assert first.result(PATIENCE_S) is second.result(PATIENCE_S)
+        assert first.result(HANG_S) is second.result(HANG_S)
     assert Client.made == ["dead:2181/x"]
 
 

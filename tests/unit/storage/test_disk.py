@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.patience import HANG_S
 from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 from waltz_core.sim.crash import Platter, RecordingDisk, survivals
@@ -206,7 +207,7 @@ def test_a_range_that_another_process_has_is_refused(tmp_path):
         file = RealDisk().open(path)
         assert not file.lock_range(0, 128)
         assert file.lock_range(128, 10)
-        other.communicate("", timeout=60)
+        other.communicate("", timeout=HANG_S)
     assert file.lock_range(0, 128)
     file.close()
 

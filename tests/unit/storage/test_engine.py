@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core.errors import (
     BadFormat,
     ChecksumMismatch,
@@ -144,9 +145,9 @@ def test_a_second_opener_is_refused_in_this_process_and_in_another(tmp_path):
     )
     control = str(tmp_path / "waltz-storage.ctl")
     run = [sys.executable, "-c", script, control]
-    assert subprocess.run(run, check=False, timeout=60).returncode == 7
+    assert subprocess.run(run, check=False, timeout=HANG_S).returncode == 7
     engine.close()
-    assert subprocess.run(run, check=False, timeout=60).returncode == 0
+    assert subprocess.run(run, check=False, timeout=HANG_S).returncode == 0
     open_engine(tmp_path).close()
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed
 from waltz_core.sim.disk import SimDisk
@@ -144,12 +145,12 @@ class Follower:
     async def looked(self):
         self._looked.clear()
         self.serving.look_again()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             await self._looked.wait()
         return sorted(self.serving.logs)
 
     async def until(self, condition):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while not condition():  # noqa: ASYNC110 - of the loop's own steps nobody tells
                 await asyncio.sleep(0)
 
@@ -243,7 +244,7 @@ def test_as_many_as_there_are_openers_are_opened_at_once():
     opened = []
 
     def call(partition_id):
-        together.wait(timeout=30)  # breaks, and fails, when fewer come
+        together.wait(timeout=HANG_S)  # breaks, and fails, when fewer come
         opened.append(partition_id)
 
     side_by_side(call, range(2 * OPENERS_COUNT))

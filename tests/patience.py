@@ -1,0 +1,14 @@
+"""How long tests wait: a passing test never waits this long, whatever else the machine does."""
+
+import os
+
+# After this a condition counts as one that never comes, and a process as one that hangs.
+HANG_S = 600
+
+
+def slowness() -> float:
+    """Return how many times longer than on an idle machine things take: the load for each core.
+
+    For the few limits that are promises of the product, such as the gap of a fail-over.
+    """
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
