@@ -184,6 +184,7 @@ class WaltzClient:
         self._await_callbacks()
 
     def __enter__(self) -> Self:
+        self._check_usable()
         return self
 
     def __exit__(

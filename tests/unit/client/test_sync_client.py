@@ -105,6 +105,13 @@ def test_a_closed_client_applies_nothing_any_more():
         assert ended == [True]
 
 
+def test_a_closed_client_cannot_be_entered():
+    client = WaltzClient.at(LAYOUT)
+    client.close()
+    with pytest.raises(errors.UsageError, match="the client is closed"):
+        client.__enter__()
+
+
 def test_what_begins_while_the_last_tasks_end_is_ended_too():
     """A callback's thread may request data when the client's loop has stopped already."""
     client, made, late = WaltzClient.at(LAYOUT), threading.Event(), []
@@ -120,7 +127,7 @@ def test_what_begins_while_the_last_tasks_end_is_ended_too():
             late.append(asyncio.get_running_loop().create_task(never()))
 
     asyncio.run_coroutine_threadsafe(replaced(), client._loop)
-    assert made.wait(60)
+    assert made.wait(HANG_S)
     client.close()
     assert [task.cancelled() for task in late] == [True]
 
@@ -134,19 +141,19 @@ def test_what_slow_callbacks_have_applied_counts_before_the_rest_of_their_run():
             time.sleep(2 * HAND_OVER_S_MAX)
         if transaction.transaction_id == 1:
             at_second.set()
-            may_go.wait(60)
+            may_go.wait(HANG_S)
 
     with MemoryWaltz(1) as log, log.client() as writer:
         seat = lock("seat", 1)
         for _ in range(10):
-            writer.append(b"x", partition=0, append_locks=[seat]).result(60)
+            writer.append(b"x", partition=0, append_locks=[seat]).result(HANG_S)
         with log.client() as client:
             client.subscribe(Applying(apply))
-            assert at_second.wait(60)
+            assert at_second.wait(HANG_S)
             context = Copying(0)
             context.locks, context.timeout_ms = [seat], 500
             with pytest.raises(errors.ViewBehind) as behind:
-                client.submit(context).result(60)
+                client.submit(context).result(HANG_S)
             may_go.set()
     assert (behind.value.applied, behind.value.high_water_mark) == (0, 9)
 
