@@ -207,9 +207,9 @@ OPTIONS: tuple[Option, ...] = (
         "resultsPath",
         Use.WRITE,
         "none",
-        "Where every row's outcome goes, as Parquet; any file system that pyarrow opens. Each write "
-        "adds its files to the directory, so that Spark reads the outcomes of all of them; writes "
-        "that run at the same time need directories of their own.",
+        "Where every row's outcome goes, as Parquet; any file system that pyarrow opens. Each "
+        "write adds its files to the directory, so that Spark reads the outcomes of all of them; "
+        "writes that run at the same time need directories of their own.",
     ),
     Option(
         "resultColumns",
