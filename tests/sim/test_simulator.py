@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core.record import PartitionId, ReqId
 from waltz_core.sim.faults import WEIGHTS
 from waltz_core.sim.network import FAR, NEAR, Handlers, Network
@@ -44,7 +45,7 @@ def test_a_seed_has_one_trace_in_all_processes():
         # Without assertions everything that the log does is done all the same.
         for hash_seed, *flags in (("1",), ("2",), ("3", "-O"))
     ]
-    first, *others = (json.loads(process.communicate(timeout=100)[0]) for process in processes)
+    first, *others = (json.loads(process.communicate(timeout=HANG_S)[0]) for process in processes)
     assert others == [first, first]
     assert len({trace for trace, *_ in first}) == len(seeds), "each seed is another run"
     assert all(committed for _, _, committed, _ in first)
