@@ -24,7 +24,7 @@ def interrupts_are_heard():
 
 def started():
     run = subprocess.Popen(
-        [sys.executable, "-m", "waltz_core", "simulate", "--seeds", "100000", "--jobs", "2"],
+        [sys.executable, "-m", "waltz_sim", "--seeds", "100000", "--jobs", "2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
