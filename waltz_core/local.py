@@ -10,7 +10,7 @@ Rules:
        its start time are those that were noted.
     3. Ports are chosen once for a directory and noted in it. Each is held until its daemon listens.
        A port that another program has by the next start is replaced, except where others know the
-       process by it: a storage's address is its identity.
+       process by it: a storage's address is its identity. Ports of a port base are not replaced.
     4. All that is needed to start again lies in the directory, so killing everything loses nothing.
 """
 
@@ -501,6 +501,8 @@ class LocalCluster:
 
     def _why_fixed(self, member: Member, name: str) -> str:
         """Return why a port of a member cannot be replaced; empty when it can."""
+        if base := self._loaded().port_base:
+            return f"the cluster was made with --port-base {base}"
         if name in {"quorum_port", "election_port"}:
             is_known = any(each.process() is not None for each in self.zookeepers)
             return "the other nodes of ZooKeeper know it by that port" if is_known else ""

@@ -21,11 +21,11 @@ from waltz_core.record import (
     ReqId,
     next_chain,
 )
-from waltz_core.sim.disk import Fault, PowerLoss, SimDisk
 from waltz_core.storage import recovery
 from waltz_core.storage.control_file import ControlFile
 from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.replica_log import ReplicaLog, encoded_record
+from waltz_sim.world.disk import Fault, PowerLoss, SimDisk
 
 BATCH_IDS = 8
 

@@ -40,10 +40,6 @@ NOUNS: dict[str, tuple[str, str]] = {
         "append, read and watch from the shell, check what the log promises",
     ),
     "config": ("waltz_core.cli.config", "show every setting and where it came from"),
-    "simulate": (
-        "waltz_core.cli.simulate",
-        "break everything by seeds, and look for a broken promise",
-    ),
     "bench": ("waltz_core.cli.bench", "load a cluster and print one JSON line of figures"),
 }
 # Verbs that are declared without the others of their noun when one of them is what was asked for.

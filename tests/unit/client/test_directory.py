@@ -6,6 +6,7 @@ from uuid import UUID
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.directory import (
@@ -80,7 +81,7 @@ async def share(zookeeper, count, *, cancelled=None):
         except errors.WaltzError as error:
             return error
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
         tasks = [group.create_task(ask(each)) for each in range(count)]
         while zookeeper.count == 0:  # noqa: ASYNC110 - the first one asks
             await asyncio.sleep(0)
@@ -410,7 +411,7 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
             with pytest.raises(errors.UsageError, match="the client is closed"):
                 await directory.owner(0, after_failure=True)
 
-        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
             group.create_task(ask())
             while slow.count == 0:  # noqa: ASYNC110 - it asks
                 await asyncio.sleep(0)

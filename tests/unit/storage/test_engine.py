@@ -21,10 +21,10 @@ from waltz_core.errors import (
     SessionFenced,
     UnknownPartition,
 )
-from waltz_core.sim.disk import Fault, SimDisk, Survival
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings
+from waltz_sim.world.disk import Fault, SimDisk, Survival
 
 KEY = bytes(range(16))
 SETTINGS = LogSettings(KEY, 10_000, lambda: 5)
