@@ -79,7 +79,7 @@ format: ## Put the sources into the one format
 
 sim: ## The simulator on all cores with new seeds: make sim MINUTES=60, make sim SEEDS=20000
 	@scripts/bootstrap run
-	@$(RUN) waltz-core simulate $(if $(SEEDS),--seeds $(SEEDS) --first $(FIRST),--minutes $(MINUTES)) \
+	@$(RUN) python -m waltz_sim $(if $(SEEDS),--seeds $(SEEDS) --first $(FIRST),--minutes $(MINUTES)) \
 	    --report build/sim-report.md $(ARGS)
 
 chaos: ## Real daemons, cut off, frozen and killed by seeds: make chaos MINUTES=5, make chaos SEED=17 ROUNDS=1

@@ -539,8 +539,9 @@ class LocalConfig(Config):
     )
     port_base: int = setting(
         0,
-        "First of the consecutive ports of all processes. 0: the usual ports where they are free, "
-        "and random ones. Fixed for the life of the directory.",
+        "First of the consecutive ports of all processes: 3 for each storage, 2 for each server, 1 "
+        "for ZooKeeper, or 3 for each of its nodes. 0: the usual ports where they are free, and "
+        "random ones. Fixed for the life of the directory.",
         least=0,
         most=65_000,
     )

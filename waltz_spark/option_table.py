@@ -131,8 +131,9 @@ OPTIONS: tuple[Option, ...] = (
         "requiredColumns",
         Use.READ,
         "none",
-        "With `dataFormat`: columns that each payload must have, `id,amount`. A payload that lacks "
-        "one is handled as `mode` says; other columns that are absent become null.",
+        "With `dataFormat`: columns that each payload must have, `id,amount`, spelt as in the "
+        "schema. A payload that lacks one is handled as `mode` says; other columns that are absent "
+        "become null.",
     ),
     Option(
         "columnNameOfCorruptRecord",
@@ -206,8 +207,9 @@ OPTIONS: tuple[Option, ...] = (
         "resultsPath",
         Use.WRITE,
         "none",
-        "Where every row's outcome goes, as Parquet; any file system that pyarrow opens. A "
-        "directory for one write at a time.",
+        "Where every row's outcome goes, as Parquet; any file system that pyarrow opens. Each "
+        "write adds its files to the directory, so that Spark reads the outcomes of all of them; "
+        "writes that run at the same time need directories of their own.",
     ),
     Option(
         "resultColumns",

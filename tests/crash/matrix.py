@@ -22,18 +22,11 @@ from tests.crash.stories import (
     site,
 )
 from waltz_core.errors import ChecksumMismatch, WaltzError
-from waltz_core.sim.crash import (
-    AnyOf,
-    Keep,
-    Platter,
-    RecordingDisk,
-    Remark,
-    survivals,
-)
-from waltz_core.sim.disk import Contents
 from waltz_core.storage.control_file import SLOTS_NAME
 from waltz_core.storage.format import SLOT_BLOCK_BYTES, SLOT_BYTES, Slot
 from waltz_core.storage.removal import WIPE_NAME
+from waltz_sim.world.crash import AnyOf, Keep, Platter, RecordingDisk, Remark, survivals
+from waltz_sim.world.disk import Contents
 
 RANDOM_SURVIVALS = 8
 RANDOM_SECOND = 2

@@ -9,7 +9,7 @@ from random import Random
 
 from tests.crash.matrix import Violation, points, power_losses, started_again, used
 from tests.crash.stories import STORIES, first_start, site
-from waltz_core.sim.crash import AnyOf, Keep, RecordingDisk, delayed, sync_places, without
+from waltz_sim.world.crash import AnyOf, Keep, RecordingDisk, delayed, sync_places, without
 
 KILLS_OF_A_STORY = 12
 LOSSES_OF_A_STORY = 12

@@ -20,10 +20,10 @@ import numpy as np
 from tests.property.storage_model import batches
 from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
-from waltz_core.sim.crash import RecordingDisk, Remark, Sync, Write
-from waltz_core.sim.disk import Fault
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings
+from waltz_sim.world.crash import RecordingDisk, Remark, Sync, Write
+from waltz_sim.world.disk import Fault
 
 KEY = bytes(range(16))
 ROOT = Path("/disk/storage")

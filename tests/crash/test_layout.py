@@ -29,10 +29,10 @@ from tests.crash.stories import (
     truncate,
 )
 from waltz_core.record import BEFORE_FIRST
-from waltz_core.sim.crash import AnyOf, Everything, Keep, Platter, RecordingDisk
-from waltz_core.sim.disk import Contents, SimDisk
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings
+from waltz_sim.world.crash import AnyOf, Everything, Keep, Platter, RecordingDisk
+from waltz_sim.world.disk import Contents, SimDisk
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "disk"
 # Where nothing has failed, what is durable is a directory as the original leaves it, too.

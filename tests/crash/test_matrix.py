@@ -18,7 +18,7 @@ from tests.crash.matrix import (
     started_again,
 )
 from tests.crash.stories import ADMINISTRATION, STORIES, failed_sync_of_an_index, loosened
-from waltz_core.sim.crash import Keep, survivals
+from waltz_sim.world.crash import Keep, survivals
 
 CUTS_MIN = 1_500
 SURVIVALS_MIN = 25_000

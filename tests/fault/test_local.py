@@ -238,6 +238,13 @@ def test_a_port_base_names_all_ports(directory: Path):
     assert LocalCluster(directory)._loaded().ports == set(range(base, base + 6))
     sentence = refused(local(directory, "up", "--port-base", "20000"))
     assert f"--port-base: the cluster in {directory} was made with {base}" in sentence
+    assert local(directory, "down").returncode == 0
+    server = LocalCluster(directory)._loaded().members[-1]
+    for port in (server.http_port, server.port):
+        with taken(port):
+            sentence = refused(local(directory, "up"))
+        assert f"port {port} of {server.name} is taken by another program; the cluster " in sentence
+        assert LocalCluster(directory)._loaded().ports == set(range(base, base + 6))
 
 
 def test_zookeeper_names_a_port_that_is_taken(tmp_path: Path):

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.changing import address
+from tests.fault.changing import address, check_level, does, refuses
 from tests.fault.doctor import await_findings, doctor, from_elsewhere, run_as_printed
 from tests.fault.load import Story, wait_until
 from tests.patience import HANG_S
+from waltz_core.errors import Unreachable
 from waltz_core.local import LocalCluster
 
 pytestmark = pytest.mark.fault
@@ -72,5 +73,31 @@ def test_the_replica_is_out_until_it_is_re_seeded_as_printed(
         load.goes_on()
     assert log.read_text(encoding="utf-8").count("storage.files_replaced") == before + 1
     shutil.rmtree(cluster.directory / "storage-2" / "moved", ignore_errors=True)
+    story.check_whole()
+    story.check_agrees()
+
+
+def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(story: Story):
+    cluster, storage = story.cluster, address(story.cluster, "storage-2")
+    with story.load() as load:
+        load.goes_on()
+        delete(cluster.directory / "storage-2")
+        load.goes_on()
+        wait_until("it has ended", lambda: cluster.member("storage-2").process() is None)
+        log = cluster.log_path("storage-2").read_text(encoding="utf-8")
+        assert "waltz-storage.ctl: expected the file that this process has opened" in log
+        replace = f"cluster replace-storage {storage} {storage}"
+        with pytest.raises(Unreachable, match=rf"(?s)storage-2 ended while .*{replace}"):
+            cluster.up()
+        words = ("replace-storage", storage, storage)
+        waited = refuses(cluster, *words, "--timeout-s", "5")
+        last = cluster.partition_count - 1
+        assert f"start at {storage}, which then gets the partitions 0-{last}" in waited
+        cluster.up()
+        assert "cluster add-replica" in does(cluster, *words)["summary"]
+        does(cluster, "add-replica", "all", storage)
+        load.goes_on()
+    wait_until("nothing is wrong any more", lambda: not doctor(*from_elsewhere(cluster.connect)))
+    check_level(story)
     story.check_whole()
     story.check_agrees()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -577,6 +578,52 @@ async def assign(coordinator, *replicas):
     """Have these hold partition 0."""
     partitions = dict.fromkeys(map(ReplicaId, replicas), (PartitionId(0),))
     await coordinator.update_replica_assignment(lambda _: ReplicaAssignments(partitions))
+
+
+def test_a_storage_that_was_left_out_is_registered_again_when_it_is_added(
+    tmp_path, zookeeper, caplog
+):
+    connect = f"{zookeeper}/storage-again"
+    port = free_port()
+    address = ReplicaId(f"127.0.0.1:{port}")
+    config = config_for(tmp_path / "data", connect=connect, port=port)
+
+    async def main():
+        async with connected(connect) as coordinator:
+            await coordinator.create_cluster(new_cluster(address))
+            async with serving(config, None):
+                before = await coordinator.read_storage_ids()
+                await assign(coordinator)
+                await coordinator.storages.forget_id(address)
+                assert await coordinator.read_storage_ids() == {}
+                while "storage.not_assigned" not in caplog.text:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                await assign(coordinator, address)
+                while (after := await coordinator.read_storage_ids()) == {}:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert after == before
+            assert before.keys() == {address}
+
+    on_loop(main())
+
+
+def test_a_storage_ends_when_its_whole_directory_is_deleted(tmp_path):
+    async def main():
+        async with serving(config_for(tmp_path / "data")) as address:
+            async with session(address, 5) as owner:
+                await owner.prepare()
+            shutil.rmtree(tmp_path / "data")
+            with contextlib.suppress(errors.Unreachable):
+                assert not await is_served(address, 6)
+            await asyncio.Event().wait()  # until `serving` raises what the daemon ends with
+
+    with pytest.raises(ExceptionGroup) as found:
+        on_loop(main())
+    (error,) = found.value.exceptions
+    assert isinstance(error, errors.MissingSegment), found.value.exceptions
+    assert "waltz-storage.ctl: expected the file that this process has opened" in str(error)
+    assert "cluster replace-storage" in str(error)
+    assert not (tmp_path / "data").exists()
 
 
 async def write_states(coordinator, *replicas):

@@ -15,9 +15,9 @@ from waltz_core.record import (
     LineageEntry,
     next_chain,
 )
-from waltz_core.sim.disk import Fault, PowerLoss, SimDisk, Survival
 from waltz_core.storage.control_file import ControlFile
 from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_sim.world.disk import Fault, PowerLoss, SimDisk, Survival
 
 KEY = bytes(range(16))
 ROOT = Path("/storage")

@@ -13,11 +13,11 @@ from tests.crash import layout
 from tests.property.storage_model import KEY, PARTITION, ROOT, SURVIVALS
 from waltz_core import raw_records
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, LineageEntry, next_chain
-from waltz_core.sim.disk import Fault, PowerLoss, SimDisk
 from waltz_core.storage import recovery
 from waltz_core.storage.control_file import ControlFile
 from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.replica_log import ReplicaLog
+from waltz_sim.world.disk import Fault, PowerLoss, SimDisk
 
 BATCH_IDS = 8
 SEGMENT_IDS = 14  # of a segment that 0.13 has written

@@ -14,10 +14,10 @@ import pytest
 from tests.property.storage_model import batches
 from waltz_core.errors import DiskFailed, NoSpace, UnknownPartition
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
-from waltz_core.sim.disk import Fault, PowerLoss, SimDisk, Survival
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.format import Mark
 from waltz_core.storage.partition_log import LogSettings
+from waltz_sim.world.disk import Fault, PowerLoss, SimDisk, Survival
 
 ROOT = Path("/storage")
 SETTINGS = LogSettings(bytes(range(16)), 900, lambda: 7)

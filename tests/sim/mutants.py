@@ -21,10 +21,10 @@ from pathlib import Path
 
 from tests.sim import broken_client, broken_replication, broken_server, broken_storage
 from tests.sim.switches import SWITCHES, broken
-from waltz_core.sim.faults import WEIGHTS
-from waltz_core.sim.run import Verdict, run
-from waltz_core.sim.schedule import Schedule, schedule_of
-from waltz_core.sim.shrink import shrink
+from waltz_sim.faults.kinds import WEIGHTS
+from waltz_sim.run import Verdict, run
+from waltz_sim.schedule import Schedule, schedule_of
+from waltz_sim.shrink import shrink
 
 assert SWITCHES, (broken_client, broken_replication, broken_server, broken_storage)
 TRACES = Path(__file__).parent / "traces"

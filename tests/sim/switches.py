@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-from waltz_core.sim import servers
+from waltz_sim.cluster import servers
 
 Patches = Iterable[mock._patch]
 SWITCHES: dict[str, Callable[[], Patches]] = {}

@@ -10,12 +10,6 @@ from random import Random
 import pytest
 
 from waltz_core.record import SessionId
-from waltz_core.sim import faults
-from waltz_core.sim.administration import Operator
-from waltz_core.sim.cluster import MS, SimCluster
-from waltz_core.sim.history import Violation
-from waltz_core.sim.schedule import schedule_of
-from waltz_core.sim.zookeeper_faults import change_replicas
 from waltz_core.storage.errands import Standing
 from waltz_core.wire.admin_messages import (
     Done,
@@ -25,6 +19,12 @@ from waltz_core.wire.admin_messages import (
     ReSeed,
     SetAvailable,
 )
+from waltz_sim.cluster.administration import Operator
+from waltz_sim.cluster.cluster import MS, SimCluster
+from waltz_sim.faults import kinds as faults
+from waltz_sim.faults.zookeeper_faults import change_replicas
+from waltz_sim.promises.history import Violation
+from waltz_sim.schedule import schedule_of
 
 pytestmark = pytest.mark.sim
 SEEDS = 30 + int(os.environ.get("WALTZ_ADMIN_SEEDS", "0"))

@@ -14,15 +14,15 @@ from waltz_core.record import GENESIS_CHAIN, NO_SESSION, LineageEntry, ReplicaId
 from waltz_core.replication import events
 from waltz_core.server.events import Answer, refusal
 from waltz_core.server.locks import LockTable
-from waltz_core.sim.cluster import MS, SimCluster
-from waltz_core.sim.history import Node, Row, Violation, data_in, data_of
-from waltz_core.sim.ledger import Deal, Kind, Ledger
-from waltz_core.sim.promises.bounds import CLAIMS_MAX, DIALS_MAX
-from waltz_core.sim.promises.replicas import segments_of
-from waltz_core.sim.promises.sometimes import SOMETIMES, never
-from waltz_core.sim.schedule import Schedule, Setup
 from waltz_core.storage.work import Request, Work, WorkResult
 from waltz_core.wire import messages as m
+from waltz_sim.cluster.cluster import MS, SimCluster
+from waltz_sim.promises.bounds import CLAIMS_MAX, DIALS_MAX
+from waltz_sim.promises.history import Node, Row, Violation, data_in, data_of
+from waltz_sim.promises.ledger import Deal, Kind, Ledger
+from waltz_sim.promises.replicas import segments_of
+from waltz_sim.promises.sometimes import SOMETIMES, never
+from waltz_sim.schedule import Schedule, Setup
 
 BUSY_MS = 90
 QUESTION = ReqId(1, 0, 0, -(1 << 30) - 5)

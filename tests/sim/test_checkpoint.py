@@ -9,9 +9,9 @@ import itertools
 import pytest
 
 from waltz_core.record import BEFORE_FIRST
-from waltz_core.sim.cluster import MS, SimCluster
-from waltz_core.sim.schedule import Schedule, Setup
 from waltz_core.wire.messages import Reason
+from waltz_sim.cluster.cluster import MS, SimCluster
+from waltz_sim.schedule import Schedule, Setup
 
 DURATION_MS = 1_200
 WRITE_EVERY_MS = 2

@@ -4,9 +4,9 @@ import pytest
 
 from tests.sim.broken_client import log_mark_claimed_while_laid_down
 from tests.sim.switches import broken
-from waltz_core.sim.contexts import ContextClient
-from waltz_core.sim.run import run
-from waltz_core.sim.schedule import Schedule, Setup
+from waltz_sim.cluster.contexts import ContextClient
+from waltz_sim.run import run
+from waltz_sim.schedule import Schedule, Setup
 
 pytestmark = pytest.mark.sim
 SETUP = Setup(clients=1, context_clients=2, think_ms=5, keys=2, steps_max=5_000)

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from waltz_core.sim.event_loop import loop_of
-from waltz_core.sim.process import Process
-from waltz_core.sim.world import World
+from waltz_sim.world.event_loop import loop_of
+from waltz_sim.world.process import Process
+from waltz_sim.world.world import World
 
 
 @pytest.fixture

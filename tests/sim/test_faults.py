@@ -5,14 +5,15 @@ from random import Random
 import pytest
 
 from waltz_core.replication import events
-from waltz_core.sim import disk_faults, faults, network_faults, process_faults, zookeeper_faults
-from waltz_core.sim.budget import is_sound, read_whole
-from waltz_core.sim.cluster import MS, SimCluster
-from waltz_core.sim.disk import Survival
-from waltz_core.sim.history import Violation
-from waltz_core.sim.schedule import Schedule, Setup
 from waltz_core.storage.control_file import SLOTS_NAME
 from waltz_core.storage.service import NO_STORAGE_ID
+from waltz_sim.cluster.cluster import MS, SimCluster
+from waltz_sim.faults import disk_faults, network_faults, process_faults, zookeeper_faults
+from waltz_sim.faults import kinds as faults
+from waltz_sim.promises.budget import is_sound, read_whole
+from waltz_sim.promises.history import Violation
+from waltz_sim.schedule import Schedule, Setup
+from waltz_sim.world.disk import Survival
 
 A, B, C = "storage0:1", "storage1:1", "storage2:1"
 

@@ -9,12 +9,12 @@ import pytest
 from waltz_core.errors import SessionFenced
 from waltz_core.record import BEFORE_FIRST
 from waltz_core.replication.recovery import Recovery
-from waltz_core.sim.run import run
-from waltz_core.sim.schedule import Schedule
 from waltz_core.storage import record_search, recovery, service
 from waltz_core.storage.effects import CloseConnection
 from waltz_core.storage.partition_log import PartitionLog
 from waltz_core.storage.segments import Segments
+from waltz_sim.run import run
+from waltz_sim.schedule import Schedule
 
 pytestmark = pytest.mark.sim
 KEPT = Path(__file__).parent / "kept"

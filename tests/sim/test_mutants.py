@@ -8,9 +8,9 @@ import pytest
 
 from tests.sim.mutants import DOCS, SEEDS_MAX, TRACES, load, run_broken, with_table
 from tests.sim.switches import SWITCHES
-from waltz_core.sim.faults import WEIGHTS
-from waltz_core.sim.run import run
-from waltz_core.sim.schedule import schedule_of
+from waltz_sim.faults.kinds import WEIGHTS
+from waltz_sim.run import run
+from waltz_sim.schedule import schedule_of
 
 pytestmark = pytest.mark.sim
 

@@ -10,8 +10,8 @@ import pytest
 
 from waltz_core.errors import BadFormat
 from waltz_core.replication import recovery
-from waltz_core.sim.history import Violation
-from waltz_core.sim.scenario import stories_in, told_again
+from waltz_sim.promises.history import Violation
+from waltz_sim.scenario import stories_in, told_again
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 TOLD = [

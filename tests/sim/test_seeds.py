@@ -1,13 +1,13 @@
 """Three hundred seeds: no promise is broken, and enough was tried for that to say something.
 
-`waltz-core simulate --seed S` replays one; `make sim MINUTES=60` tries new ones.
+`python -m waltz_sim --seed S` replays one; `make sim MINUTES=60` tries new ones.
 """
 
 import os
 
 import pytest
 
-from waltz_core.sim.swarm import sweep
+from waltz_sim.swarm import sweep
 
 pytestmark = pytest.mark.sim
 SEEDS = int(os.environ.get("WALTZ_SIM_SEEDS", "300"))
@@ -18,7 +18,7 @@ CORES = len(os.sched_getaffinity(0))
 def test_no_seed_breaks_a_promise():
     sums = sweep(FIRST, SEEDS, jobs=CORES)
     broken = [
-        f"waltz-core simulate --seed {each.seed}: {each.rule}, {each.text[-500:]}"
+        f"python -m waltz_sim --seed {each.seed}: {each.rule}, {each.text[-500:]}"
         for each in sums.failures
     ]
     assert not broken, "\n".join(broken)

@@ -9,20 +9,21 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core.record import PartitionId, ReqId
-from waltz_core.sim.faults import WEIGHTS
-from waltz_core.sim.network import FAR, NEAR, Handlers, Network
-from waltz_core.sim.process import Process
-from waltz_core.sim.run import run, run_seed
-from waltz_core.sim.schedule import Schedule, Setup, schedule_of
-from waltz_core.sim.world import World
 from waltz_core.wire.messages import FlushRequest
+from waltz_sim.faults.kinds import WEIGHTS
+from waltz_sim.run import run, run_seed
+from waltz_sim.schedule import Schedule, Setup, schedule_of
+from waltz_sim.world.network import FAR, NEAR, Handlers, Network
+from waltz_sim.world.process import Process
+from waltz_sim.world.world import World
 
 pytestmark = pytest.mark.sim
 
 TRACES = """
 import json, sys
-from waltz_core.sim.run import run_seed
+from waltz_sim.run import run_seed
 verdicts = [run_seed(int(seed), is_traced=True) for seed in sys.argv[1:]]
 print(json.dumps([(each.trace, each.fingerprint, each.committed, each.rule) for each in verdicts]))
 """
@@ -44,7 +45,7 @@ def test_a_seed_has_one_trace_in_all_processes():
         # Without assertions everything that the log does is done all the same.
         for hash_seed, *flags in (("1",), ("2",), ("3", "-O"))
     ]
-    first, *others = (json.loads(process.communicate(timeout=100)[0]) for process in processes)
+    first, *others = (json.loads(process.communicate(timeout=HANG_S)[0]) for process in processes)
     assert others == [first, first]
     assert len({trace for trace, *_ in first}) == len(seeds), "each seed is another run"
     assert all(committed for _, _, committed, _ in first)

@@ -9,10 +9,10 @@ from functools import cache
 import pytest
 
 from waltz_core.record import BEFORE_FIRST
-from waltz_core.sim.checkers import Checks
-from waltz_core.sim.cluster import MS, SimCluster
-from waltz_core.sim.schedule import Schedule, Setup
 from waltz_core.wire.messages import RangeRaw, Reason
+from waltz_sim.cluster.checkers import Checks
+from waltz_sim.cluster.cluster import MS, SimCluster
+from waltz_sim.schedule import Schedule, Setup
 
 DURATION_MS = 2_000
 WRITE_EVERY_MS = 3

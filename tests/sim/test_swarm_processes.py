@@ -9,6 +9,8 @@ import time
 import psutil
 import pytest
 
+from tests.patience import HANG_S
+
 pytestmark = pytest.mark.sim
 
 
@@ -22,7 +24,7 @@ def interrupts_are_heard():
 
 def started():
     run = subprocess.Popen(
-        [sys.executable, "-m", "waltz_core", "simulate", "--seeds", "100000", "--jobs", "2"],
+        [sys.executable, "-m", "waltz_sim", "--seeds", "100000", "--jobs", "2"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -46,8 +48,8 @@ def interrupted_when(has_come):
         time.sleep(0.01)
     children = psutil.Process(run.pid).children()
     os.killpg(run.pid, signal.SIGINT)
-    said += run.communicate(timeout=60)[0]
-    _, living = psutil.wait_procs(children, timeout=60)
+    said += run.communicate(timeout=HANG_S)[0]
+    _, living = psutil.wait_procs(children, timeout=HANG_S)
     assert not living
     return run.returncode, said
 
@@ -77,9 +79,9 @@ def test_a_run_that_is_killed_leaves_no_process(number):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     run.send_signal(number)
-    assert run.wait(60) == -number
-    _, living = psutil.wait_procs(children, timeout=20)
+    assert run.wait(HANG_S) == -number
+    _, living = psutil.wait_procs(children, timeout=HANG_S)
     for each in living:
         each.kill()
-    run.communicate(timeout=60)
+    run.communicate(timeout=HANG_S)
     assert not living

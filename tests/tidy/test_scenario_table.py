@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from waltz_core.sim.scenario import stories_in
+from waltz_sim.scenario import stories_in
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "scenarios.md"

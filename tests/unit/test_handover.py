@@ -107,7 +107,7 @@ needs_another_user = pytest.mark.skipif(
 ASKS = """
 import socket, sys
 with socket.socket(socket.AF_UNIX) as asking:
-    asking.settimeout(10)
+    asking.settimeout(HANG_S)
     asking.connect("\\0" + sys.argv[1])
     try:
         asking.sendall(b"this")

@@ -9,6 +9,7 @@ import pytest
 
 from tests.certificates import make
 from tests.loops import on_loop, until
+from tests.patience import HANG_S
 from waltz_core import net, tls
 from waltz_core.config import StorageConfig
 from waltz_core.errors import BadConfig, LocalProtocolError, RemoteProtocolError, Unreachable
@@ -270,7 +271,10 @@ def test_a_dial_that_is_given_up_when_it_is_ready_leaves_no_connection(monkeypat
             has_ended.set()
             writer.close()
 
-        async with asyncio.timeout(10), await asyncio.start_server(say_hello_late, ANY, 0) as peer:
+        async with (
+            asyncio.timeout(HANG_S),
+            await asyncio.start_server(say_hello_late, ANY, 0) as peer,
+        ):
             address = f"{ANY}:{peer.sockets[0].getsockname()[1]}"
             async with asyncio.TaskGroup() as group:
                 dials.append(group.create_task(net.dial(Surface.STORAGE, address)))

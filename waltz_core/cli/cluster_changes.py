@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from waltz_core.cli import transport
-from waltz_core.cli.asking import answers
+from waltz_core.cli.asking import answers, name_at
 from waltz_core.cli.changing import Command, Result, add_common, run
+from waltz_core.cli.server import ranges_of
 from waltz_core.client.storage_admin import administered
 from waltz_core.cluster import changes
 from waltz_core.cluster.changes import Placement, Plan
@@ -113,11 +114,7 @@ async def _add_storage(command: Command) -> Result:
     port = _admin_port(arguments.admin_port, address)
     before = await command.coordinator.storages.read()
     before.with_storage(address, port, arguments.group)  # bad words are refused first
-    if not await answers(Surface.STORAGE, address):
-        raise Unreachable(
-            f"{address}: expected a storage that answers, found none; nothing was changed. "
-            "Hint: start the storage with an empty directory, then give the command again."
-        )
+    await _check_storage(address)
     layout = await command.coordinator.storages.change(
         lambda old: old.with_storage(address, port, arguments.group)
     )
@@ -127,6 +124,21 @@ async def _add_storage(command: Command) -> Result:
         "group": group,
         "summary": f"{address} is a storage of group {group} and holds nothing yet",
     }
+
+
+async def _check_storage(address: ReplicaId) -> None:
+    """Raise Unreachable where nothing listens, BadConfig where it is no storage's own port."""
+    name = await name_at(Surface.STORAGE, address)
+    if name is None:
+        raise Unreachable(
+            f"{address}: expected a storage that answers, found none; nothing was changed. "
+            "Hint: start the storage with an empty directory, then give the command again."
+        )
+    if name != Surface.STORAGE.listener_text:
+        raise BadConfig(
+            f"{address}: expected a storage's port, found a {name[:80]!r}; nothing was changed. "
+            "Hint: use the address at which servers reach the storage (`port` in storage.toml)."
+        )
 
 
 async def _set_admin_port(command: Command) -> Result:
@@ -159,6 +171,8 @@ async def _replace_storage(command: Command) -> Result:
     if new not in layout.assignment.partitions:
         port = _admin_port(arguments.admin_port, new)
         group = layout.groups.get(old)
+        layout.with_storage(new, port, group)  # bad words are refused first
+        await _check_storage(new)
         layout = await command.coordinator.storages.change(
             lambda before: before.with_storage(new, port, group)
         )
@@ -196,15 +210,20 @@ async def _bring_back(command: Command, wanted: Placement, address: ReplicaId) -
         await command.coordinator.storages.forget_id(address)
         command.note(f"{address} may be taken by an empty storage")
     while not await answers(Surface.STORAGE, address):
-        command.wait_for(f"a storage with an empty directory to start at {address}")
+        command.wait_for(
+            f"a storage with an empty directory to start at {address}, which then gets the "
+            f"partitions {ranges_of(sorted(wanted))}"
+        )
         await asyncio.sleep(LOOK_AGAIN_S)
     layout = await command.coordinator.storages.read()
     await command.carry_out(Plan.to(wanted, layout.assignment))
-    return {
-        "storage": address,
-        "moved": len(wanted),
-        "summary": f"the new storage at {address} has every replica of the old one: {len(wanted)}",
-    }
+    summary = f"the new storage at {address} has every replica of the old one: {len(wanted)}"
+    if not wanted:
+        summary = (
+            f"{address} holds nothing: no partition has fewer replicas than the others. "
+            "Hint: if it held replicas before, `waltz-core cluster add-replica` gives them back."
+        )
+    return {"storage": address, "moved": len(wanted), "summary": summary}
 
 
 async def _leave_out(command: Command, address: ReplicaId) -> None:

@@ -76,6 +76,7 @@ async def _doctor(arguments: argparse.Namespace) -> int:
         raise BadConfig(f"--timeout-s: expected more than 0, found {arguments.timeout_s:g}")
     connect, local = _cluster_of(arguments)
     transport.speak_as(connect)
+    transport.ssl()  # raises BadConfig for the files that ?tls= names, before it asks anything
     facts = await gather(connect, timeout_s=arguments.timeout_s, local=local)
     found = diagnose(facts)
     if found:

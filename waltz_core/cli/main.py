@@ -40,10 +40,6 @@ NOUNS: dict[str, tuple[str, str]] = {
         "append, read and watch from the shell, check what the log promises",
     ),
     "config": ("waltz_core.cli.config", "show every setting and where it came from"),
-    "simulate": (
-        "waltz_core.cli.simulate",
-        "break everything by seeds, and look for a broken promise",
-    ),
     "bench": ("waltz_core.cli.bench", "load a cluster and print one JSON line of figures"),
 }
 # Verbs that are declared without the others of their noun when one of them is what was asked for.
@@ -227,4 +223,6 @@ def _start_logging(path: Path | None) -> None:
         with path.open("rb") as stream:
             logging.config.dictConfig(tomllib.load(stream))
     except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
-        raise BadConfig(f"--logging {path}: expected a logging.toml: {error}") from None
+        # dictConfig's own error only names the logger or handler; the cause has the wrong value.
+        why = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
+        raise BadConfig(f"--logging {path}: expected a logging.toml: {why}") from None

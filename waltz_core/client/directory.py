@@ -16,6 +16,8 @@ Rules:
     6. What a fixed directory knows grows newer only, whoever tells it; another cluster tells it
        nothing. Each change makes a new mapping: another thread may be going through the old one.
     7. Whoever still asks when the directory is closed is told so, and opens nothing again.
+    8. A cluster that is missing after `open` may be rebuilt, so it counts as ZooKeeper being away.
+       The owners are used again only after the key proves that it is the same cluster.
 """
 
 import asyncio
@@ -135,6 +137,7 @@ class ZooKeeperDirectory:
         self._groups: Mapping[str, int] = {}
         self._changed: Changed | None = None
         self._refreshing: asyncio.Future[None] | None = None
+        self._was_missing = False  # rule 8
 
     @classmethod
     def of(cls, connect: str, config: ClientConfig) -> Self:
@@ -167,6 +170,7 @@ class ZooKeeperDirectory:
         """Connect and read the cluster; raises CoordinatorUnavailable or BadConfig."""
         self._changed = changed
         self._owners, self._groups = {}, {}  # of the session before, if there was one
+        self._cluster, self._was_missing = None, False
         if self._coordinator is None:
             self._coordinator = await zookeeper.connect(
                 self._place,
@@ -187,7 +191,11 @@ class ZooKeeperDirectory:
 
     async def run(self) -> None:
         """Follow the assignment until cancelled."""
-        await self.coordinator.follow_servers(self._take)
+        try:
+            await self._check_same()
+            await self.coordinator.follow_servers(self._take)
+        except errors.NoCluster as error:
+            raise self._missing(error) from error
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
         """Return the partition's server; raises NotOwned while there is none."""
@@ -241,6 +249,7 @@ class ZooKeeperDirectory:
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._refreshing = outcome
         try:
+            await self._check_same()
             servers = await self._in_time(self.coordinator.read_servers())
             if servers.is_settled:
                 self._take(servers)
@@ -257,11 +266,29 @@ class ZooKeeperDirectory:
         try:
             async with asyncio.timeout(self._connect_timeout_ms / 1000):
                 return await answer
+        except errors.NoCluster as error:
+            if self._cluster is None:
+                raise
+            raise self._missing(error) from error
         except TimeoutError as error:
             raise errors.CoordinatorUnavailable(
                 f"ZooKeeper at {','.join(self._place.hosts)} did not answer within "
                 f"{self._connect_timeout_ms} ms"
             ) from error
+
+    def _missing(self, error: errors.NoCluster) -> errors.CoordinatorUnavailable:
+        """Return the error for a cluster that was there when the directory was opened (rule 8)."""
+        self._was_missing = True
+        return errors.CoordinatorUnavailable(f"the cluster is missing in ZooKeeper: {error}")
+
+    async def _check_same(self) -> None:
+        """Check the key of a cluster that was missing; raises ClusterKeyMismatch (rule 8)."""
+        if not self._was_missing:
+            return
+        key = (await self._in_time(self.coordinator.read_cluster())).store.cluster_key.bytes
+        if key != self.cluster.key:
+            raise _other_cluster(self.cluster.key, key, self.coordinator.where)
+        self._was_missing = False
 
     def _take(self, view: ServersView) -> None:
         owners = _owners_in(view)
@@ -394,10 +421,7 @@ class FixedDirectory:
             where = self._fallback.coordinator.where
             # Closed again: whoever asks next is not answered from the wrong cluster.
             await self._fallback.close()
-            raise errors.ClusterKeyMismatch(
-                f"expected the cluster with key {self._cluster.key.hex()} at {where}, "
-                f"found {key.hex()}"
-            )
+            raise _other_cluster(self._cluster.key, key, where)
         self._is_open = True
         self._is_doubtful.set()
         self._found(self._fallback.owners)
@@ -418,6 +442,12 @@ class FixedDirectory:
         self._told = {**known, **news}
         if news and self._changed is not None:
             self._changed(news)
+
+
+def _other_cluster(expected: bytes, found: bytes, where: str) -> errors.ClusterKeyMismatch:
+    return errors.ClusterKeyMismatch(
+        f"expected the cluster with key {expected.hex()} at {where}, found {found.hex()}"
+    )
 
 
 def _owners_in(view: ServersView) -> dict[PartitionId, Owner]:

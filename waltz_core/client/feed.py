@@ -36,6 +36,8 @@ assert FEED_WORDS.size == raw_records.FEED_HEADER_BYTES
 # Transactions that are handed over between two looks at the event loop, and to a batched consumer.
 HAND_OVER_MAX = 256
 BATCH_MAX = 4_096
+# Slow callbacks end a run early: the mark, and what waits for it, must not lag by the whole run.
+HAND_OVER_S_MAX = 0.05
 # How long the mark of a batched consumer may wait while the filter leaves everything out, so that
 # one write passes over many transactions.
 PASS_S = 0.2
@@ -74,7 +76,8 @@ class Consumer(Protocol):
     ) -> Verdict:
         """Apply transactions in order, up to the first that raises, and while the feed goes on.
 
-        With all of them everything up to `last` is applied. A batched consumer may apply fewer.
+        With all of them everything up to `last` is applied. A consumer may apply fewer, at least
+        one: a batched one as it likes, another one what it begins within `HAND_OVER_S_MAX`.
         """
 
     async def uncaught(
@@ -109,6 +112,8 @@ class LoopConsumer:
         """Apply transactions in order, up to the first that raises, and while the feed goes on."""
         source = self._source_of(partition_id)
         apply = self._callbacks.apply_transaction
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + HAND_OVER_S_MAX
         count = 0
         try:
             for number, words in run:
@@ -117,6 +122,8 @@ class LoopConsumer:
                 transaction_id = TransactionId(number)
                 await apply(AsyncTransaction(partition_id, transaction_id, words, source))
                 count += 1
+                if loop.time() > until_s:
+                    break
         except asyncio.CancelledError as error:
             return Verdict(count, own_cancellation(error))
         except Exception as error:  # noqa: BLE001 - the application's own, whatever it is

@@ -17,6 +17,7 @@ import inspect
 import logging
 import os
 import threading
+import time
 import warnings
 from collections.abc import (
     AsyncIterator,
@@ -44,7 +45,7 @@ from waltz_core.client.callbacks import (
 )
 from waltz_core.client.claim import TaskClaim
 from waltz_core.client.directory import ClusterInfo, FixedDirectory, Layout
-from waltz_core.client.feed import Run, Verdict, mark_of
+from waltz_core.client.feed import HAND_OVER_S_MAX, Run, Verdict, mark_of
 from waltz_core.client.following import Following
 from waltz_core.client.opening import NOT_SENT, Opening
 from waltz_core.client.ranges import RangeChunk, ReplicaSet
@@ -183,6 +184,7 @@ class WaltzClient:
         self._await_callbacks()
 
     def __enter__(self) -> Self:
+        self._check_usable()
         return self
 
     def __exit__(
@@ -487,10 +489,11 @@ class WaltzClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         # Threads that still wait for something (data for a callback, say) are told that it is over.
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
-            task.cancel()
-        if left:
+        # A thread may request something more while the last requests end.
+        end_s = time.monotonic() + END_S_MAX
+        while (left := asyncio.all_tasks(self._loop)) and time.monotonic() < end_s:
+            for task in left:
+                task.cancel()
             self._loop.run_until_complete(asyncio.wait(left, timeout=END_S_MAX))
         self._loop.close()
 
@@ -613,6 +616,7 @@ class _ThreadConsumer:
         apply: Callable[[Transaction], object] = self._callbacks.apply_transaction
 
         def apply_all() -> Verdict:
+            until_s = time.monotonic() + HAND_OVER_S_MAX
             count = 0
             try:
                 for number, words in run:
@@ -621,6 +625,8 @@ class _ThreadConsumer:
                     given = Transaction(partition_id, TransactionId(number), words, source)
                     _check_plain("apply_transaction", apply(given))
                     count += 1
+                    if time.monotonic() > until_s:
+                        break
             except BaseException as error:  # noqa: BLE001 - the application's own, whatever it is
                 return Verdict(count, _told_by_thread(error))
             return Verdict(count, None)

@@ -256,7 +256,14 @@ def each_of(what: str, given: Iterable[T]) -> tuple[T, ...]:
 
 
 def check_range(partition: PartitionId, first: int, last: int) -> None:
-    """Refuse a range that begins before the log, or ends before it begins; raises BadRequest."""
+    """Refuse a range that begins before the log, ends before it begins, or has other than
+    transaction ids as its ends; raises BadRequest.
+    """
+    for name, end in (("first", first), ("last", last)):
+        if isinstance(end, bool) or not isinstance(end, SupportsIndex):
+            raise errors.BadRequest(
+                f"range of partition {partition}: {name}: expected a transaction id, found {end!r}"
+            )
     if first < 0 or last < first - 1:
         raise errors.BadRequest(
             f"range of partition {partition}: expected 0 <= first <= last, found {first}..{last}"
@@ -266,7 +273,9 @@ def check_range(partition: PartitionId, first: int, last: int) -> None:
 def check_header(header: int) -> int:
     """Return a header; raises BadRequest for what is no 32-bit integer."""
     if not _is_int32(header):
-        raise errors.BadRequest(f"header: expected a 32-bit integer, found {header!r}")
+        raise errors.BadRequest(
+            f"header: expected a signed 32-bit integer ({INT32_MIN}..{INT32_MAX}), found {header!r}"
+        )
     return header
 
 

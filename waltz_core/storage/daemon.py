@@ -32,6 +32,7 @@ from uuid import UUID
 
 from waltz_core import errors, handover, net, tls
 from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.starting import connected, patiently
 from waltz_core.config import StorageConfig
 from waltz_core.driver import Driver, loop_clock_ms
@@ -259,7 +260,7 @@ class StorageDaemon:
                     if self._coordinator is None:
                         serving.look_again()
                     else:
-                        follow = self._coordinator.follow_replica_assignment(serving.assigned)
+                        follow = self._follow_assignment(self._coordinator, engine, serving, tasks)
                         tasks.create_task(follow)
                     await self._until_one_of((self._is_assigned, stop), tasks)
                     await self._be_ready_until(stop, on_ready, tasks)
@@ -352,8 +353,32 @@ class StorageDaemon:
         if registered != mine:
             raise errors.StorageIdMismatch(
                 f"{self.address} is registered in ZooKeeper for storage {registered}, but the "
-                f"directory {self._config.directory} is that of storage {mine}"
+                f"directory {self._config.directory} is that of storage {mine}. Hint: mount the "
+                f"right disk, or run `waltz-core cluster replace-storage {self.address} "
+                f"{self.address}` to let an empty directory take its place."
             )
+
+    async def _follow_assignment(
+        self,
+        coordinator: Coordinator,
+        engine: Engine,
+        serving: Serving,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """Follow the assignment; register again when the cluster has left this storage out before.
+
+        Removing a storage from the cluster also removes its registration.
+        """
+        is_known = True
+
+        def take(assignments: ReplicaAssignments) -> None:
+            nonlocal is_known
+            was_known, is_known = is_known, serving.address in assignments.partitions
+            if is_known and not was_known:
+                tasks.create_task(self._register(engine))
+            serving.assigned(assignments)
+
+        await coordinator.follow_replica_assignment(take)
 
     async def _open_segment(self, question: bytes) -> int:
         """Open a segment for a reader of this machine."""

@@ -18,6 +18,8 @@ Rules:
     8. A partition whose files were deleted or replaced while it was open is not opened again by
        this process, until administration has emptied or removed it: what is there now may have
        forgotten a promise, which the log that was open still knows.
+    9. Where the control file itself was deleted or replaced, nothing that is written to it survives
+       a restart: a partition is not emptied, and the process ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +44,7 @@ from waltz_core.errors import (
 )
 from waltz_core.record import NO_SESSION, Chain, PartitionId, SessionId, TransactionId
 from waltz_core.storage import removal
-from waltz_core.storage.control_file import SLOTS_NAME, ControlFile, SlotFile
+from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import Disk, File, create_durably
 from waltz_core.storage.format import (
     FLAG_ASSIGNED,
@@ -99,6 +101,7 @@ class Engine:
         self._id_file = id_file
         self._gone: dict[PartitionId, ReplicaLog] = {}  # rule 8
         self._named: set[PartitionId] = set()  # whose directories have durable names (rule 7)
+        self._control_identity = disk.identity(directory / CONTROL_NAME)
 
     @classmethod
     def open(  # noqa: PLR0913 - what a directory is opened with, one by one
@@ -248,6 +251,27 @@ class Engine:
         """Whether a partition's files were deleted or replaced (rule 8)."""
         return partition_id in self._gone
 
+    def check_place(self) -> None:
+        """Check that the control file is still the one that was opened (rule 9).
+
+        Raises:
+            MissingSegment: it was deleted or replaced, as with the whole directory.
+            DiskFailed: the disk does not answer.
+        """
+        path = self.directory / CONTROL_NAME
+        if self._disk.identity(path) != self._control_identity:
+            raise MissingSegment(
+                f"{path}: expected the file that this process has opened, found it deleted or "
+                "replaced; what the storage writes to it would be lost at the next start. Hint: "
+                "unless you can restore the directory, replace the storage by an empty one "
+                "(`waltz-core cluster replace-storage`)."
+            )
+
+    @property
+    def has_gone(self) -> bool:
+        """Whether the files of any partition were deleted or replaced (rule 8)."""
+        return bool(self._gone)
+
     def _open_log(self, partition_id: PartitionId) -> ReplicaLog:
         if partition_id in self._gone:
             raise self.failed[partition_id]
@@ -324,7 +348,9 @@ class Engine:
 
         Raises:
             UnknownPartition: it is not held here.
+            MissingSegment: the control file was deleted or replaced (rule 9).
         """
+        self.check_place()
         self._check_held(partition_id)
         promised, nonce = self._promise(partition_id)
         self._wipe(Wipe(partition_id, is_held=True, promised=promised, nonce=nonce))

@@ -15,7 +15,8 @@ Rules:
     4. A partition is dropped when its work has come to an end. Work that hangs on a disk holds up
        that partition only.
     5. A partition whose files were deleted or replaced is dropped, and not opened again before an
-       administrator has emptied it (`engine.py`, rule 8).
+       administrator has emptied it (`engine.py`, rule 8). The process ends if the control file was
+       deleted or replaced, too (rule 9 there).
 """
 
 import asyncio
@@ -142,6 +143,8 @@ class Serving:
                 except TimeoutError:
                     again_s = min(2 * again_s, OPEN_AGAIN_S_MAX)
                 self._changed.clear()
+                if self._engine.has_gone:
+                    await self._in_thread(self._engine.check_place)
                 leaving = await self._leaving()
                 wanted = {
                     each for each in (*self._assigned, *leaving) if self._is_wanted(each, leaving)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.certificates import make
 from tests.unit.cluster.test_diagnosis import ONE, A, B, healthy
 from waltz_core.cli import doctor
 from waltz_core.cli.doctor_probes import _Asked, gather, mode_of
@@ -74,6 +75,19 @@ def test_scripts_get_one_value(told, capsys):
     assert value["seen"]["storages"][B]["clock_ahead_ms"] == 3.0
     assert value["seen"]["marks"] == {"0": 90, "1": 90}
     assert value["not_measured"]
+
+
+def test_tls_files_that_do_not_fit_are_told_in_a_sentence(told, tmp_path, capsys):
+    one, other = make(tmp_path), make(tmp_path, name="other")
+    settings = tmp_path / "client.toml"
+    settings.write_text(
+        f'tls_certificate = "{one.certificate}"\ntls_key = "{other.key}"\n'
+        f'tls_authorities = "{one.authorities}"\n'
+    )
+    assert main(["doctor", "--connect", f"{CONNECT}?tls={settings}"]) == 1
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("waltz-core: tls_certificate: ")
+    assert "key values mismatch" in sentence
 
 
 def test_a_cluster_that_could_not_be_asked_is_not_called_healthy():

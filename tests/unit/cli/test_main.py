@@ -127,6 +127,9 @@ def test_logging_may_stand_before_a_command(tmp_path, capsys, logging_as_before)
     assert '"storage_count"' in capsys.readouterr().out
     assert main(["--logging", str(tmp_path / "none.toml"), "config", "show", "local"]) == 1
     assert "expected a logging.toml" in capsys.readouterr().err
+    path.write_text('version = 1\n[loggers.waltz_core]\nlevel = "LOUD"\n')
+    assert main(["--logging", str(path), "config", "show", "local"]) == 1
+    assert "logger 'waltz_core': Unknown level: 'LOUD'" in capsys.readouterr().err
 
 
 def test_every_command_says_what_it_takes(capsys):

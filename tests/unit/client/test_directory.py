@@ -2,9 +2,11 @@
 
 import asyncio
 from types import SimpleNamespace
+from uuid import UUID
 
 import pytest
 
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.directory import (
@@ -79,7 +81,7 @@ async def share(zookeeper, count, *, cancelled=None):
         except errors.WaltzError as error:
             return error
 
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
         tasks = [group.create_task(ask(each)) for each in range(count)]
         while zookeeper.count == 0:  # noqa: ASYNC110 - the first one asks
             await asyncio.sleep(0)
@@ -409,7 +411,7 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
             with pytest.raises(errors.UsageError, match="the client is closed"):
                 await directory.owner(0, after_failure=True)
 
-        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
             group.create_task(ask())
             while slow.count == 0:  # noqa: ASYNC110 - it asks
                 await asyncio.sleep(0)
@@ -443,3 +445,77 @@ def test_a_client_that_is_told_where_everything_is_opens_zookeeper_by_its_settin
     asyncio.run(ask())
     assert asked == [{"connect_timeout_ms": 7_000, "session_timeout_ms": 9_000}]
     assert Elsewhere.open_count == 0
+
+
+class Rebuilt(Told):
+    """A ZooKeeper whose cluster is missing after the directory was opened, and comes back."""
+
+    def __init__(self):
+        super().__init__()
+        self.key = UUID(int=7)
+        self.is_missing = False
+
+    async def read_cluster(self):
+        self._check()
+        params = SimpleNamespace(name="shop", partition_count=3)
+        return SimpleNamespace(params=params, store=SimpleNamespace(cluster_key=self.key))
+
+    async def read_servers(self):
+        self._check()
+        return view()
+
+    async def follow_servers(self, callback):
+        self._check()
+        callback(view(host="followed"))
+
+    def _check(self):
+        if self.is_missing:
+            raise errors.NoCluster("no cluster at root /shop")
+
+
+def missing(zookeeper):
+    """Return a directory that was opened and has met a missing cluster since."""
+
+    async def meet():
+        directory = ZooKeeperDirectory(
+            "zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper
+        )
+        await directory.open(lambda _owners: None)
+        zookeeper.is_missing = True
+        for ask in (lambda: directory.owner(0, after_failure=True), directory.run):
+            with pytest.raises(errors.CoordinatorUnavailable, match="missing in ZooKeeper: no clu"):
+                await ask()
+        zookeeper.is_missing = False
+        return directory
+
+    return asyncio.run(meet())
+
+
+def test_a_cluster_that_is_rebuilt_under_its_key_is_used_again():
+    zookeeper = Rebuilt()
+    directory = missing(zookeeper)
+    assert asyncio.run(directory.owner(0, after_failure=True)) == OWNER
+    asyncio.run(directory.run())
+    assert directory.owners == {0: Owner("followed:1", 3)}
+
+
+def test_another_cluster_in_the_place_of_a_missing_one_is_refused():
+    zookeeper = Rebuilt()
+    directory = missing(zookeeper)
+    zookeeper.key = UUID(int=8)
+    for ask in (lambda: directory.owner(0, after_failure=True), directory.run):
+        with pytest.raises(errors.ClusterKeyMismatch, match=f"key {UUID(int=7).hex}"):
+            asyncio.run(ask())
+
+
+def test_a_directory_that_opens_where_no_cluster_is_does_not_wait_for_one():
+    zookeeper = Rebuilt()
+    zookeeper.is_missing = True
+    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
+
+    async def close():
+        pass
+
+    zookeeper.close = close
+    with pytest.raises(errors.NoCluster):
+        asyncio.run(directory.open(lambda _owners: None))

@@ -10,6 +10,7 @@ from zlib import crc32
 import pytest
 
 from tests.original_server_for_clients import HELLO, OriginalCluster
+from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client import AsyncCallbacks, AsyncWaltzClient, RangeForm, lock, originals, requests
 from waltz_core.client.opening import Opening
@@ -17,7 +18,6 @@ from waltz_core.config import ClientConfig
 from waltz_core.memory import MemoryWaltz
 from waltz_core.wire import messages
 
-PATIENCE_S = 30
 QUICK = ClientConfig(
     request_timeout_ms=10_000,
     retry_interval_ms_min=5,
@@ -36,7 +36,7 @@ def impatient(monkeypatch):
 async def client_of(cluster, config=QUICK, **named):
     directory = cluster.directory()
     opening = Opening(AsyncWaltzClient(directory, "original", config, client_id=None))
-    async with asyncio.timeout(PATIENCE_S), opening as client:
+    async with asyncio.timeout(HANG_S), opening as client:
         yield client
 
 
@@ -121,7 +121,7 @@ def test_what_was_dropped_without_a_word_is_found_out_by_a_flush():
 
 
 def test_a_later_one_in_the_log_says_that_an_earlier_one_was_lost(monkeypatch):
-    monkeypatch.setattr(originals, "FLUSH_AFTER_MS", 1_000 * PATIENCE_S)
+    monkeypatch.setattr(originals, "FLUSH_AFTER_MS", 1_000 * HANG_S)
 
     async def story(cluster):
         async with client_of(cluster) as client:
@@ -338,7 +338,7 @@ class ByHand:
     """A client of four messages, without anything of ours."""
 
     def __init__(self, port, client_id, connection_sequence=0):
-        self.socket = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
+        self.socket = socket.create_connection(("127.0.0.1", port), HANG_S)
         self.client_id, self.sequence = client_id, 0
         hello = struct.pack(">i5h", 5, 0, 1, 2, 3, 4) + struct.pack(">i", 4) + b"hand"
         self.socket.sendall(HELLO.pack(ord("H"), 0, len(hello)) + hello)
@@ -495,7 +495,7 @@ def test_whatever_happens_nothing_wrong_is_told(seed):
     rounds, writers, outcomes = 60, 3, {}
 
     async def story(cluster):
-        async with asyncio.timeout(2 * PATIENCE_S), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
             striking = group.create_task(trouble(cluster, chance))
             async with asyncio.TaskGroup() as writing:
                 for name in range(writers):

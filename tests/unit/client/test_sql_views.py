@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from tests.client_contract import PATIENCE_S
+from tests.patience import HANG_S
 from waltz_core import errors, memory
 from waltz_core.client import (
     PoisonPolicy,
@@ -42,7 +42,7 @@ def engine(tmp_path: Path) -> Iterator[sa.Engine]:
 
 @pytest.fixture(autouse=True)
 def a_busy_machine_makes_no_batch_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sql, "BATCH_S", PATIENCE_S)
+    monkeypatch.setattr(sql, "BATCH_S", HANG_S)
 
 
 class View(SqlCallbacks):
@@ -91,7 +91,7 @@ class View(SqlCallbacks):
             return int(connection.execute(query).scalar_one())
 
     def until_at(self, mark: int) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + HANG_S
         while self.mark < mark:
             assert time.monotonic() < deadline, f"at {self.mark}, not at {mark}"
             time.sleep(0.005)
@@ -99,7 +99,7 @@ class View(SqlCallbacks):
 
 def fill(client: Any, headers: Sequence[int]) -> None:
     futures = [client.append(b"", partition=0, header=each) for each in headers]
-    assert [each.result(PATIENCE_S) for each in futures] == list(range(len(headers)))
+    assert [each.result(HANG_S) for each in futures] == list(range(len(headers)))
 
 
 def test_a_view_that_is_behind_is_applied_in_batches(
@@ -119,7 +119,7 @@ def test_what_comes_alone_is_applied_at_once(waltz_memory: MemoryWaltz, engine: 
     with waltz_memory.client() as client:
         client.subscribe(view, [0])
         for number in range(20):
-            assert client.append(b"", partition=0).result(PATIENCE_S) == number
+            assert client.append(b"", partition=0).result(HANG_S) == number
             view.until_at(number)
     assert view.sizes == [1] * 20
 
@@ -152,13 +152,13 @@ def test_a_filtered_view_has_what_it_wants_and_the_mark_of_the_log(
 def test_transactions_that_a_view_leaves_out_share_a_write_of_the_mark(
     waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("waltz_core.client.feed.PASS_S", PATIENCE_S)
+    monkeypatch.setattr("waltz_core.client.feed.PASS_S", HANG_S)
     view = View(engine)
     with waltz_memory.client() as client:
         client.subscribe(view, [0], headers=[7])
         fill(client, [1] * 300)
         assert (view.passes, view.mark) == (0, -1)
-        assert client.append(b"", partition=0, header=7).result(PATIENCE_S) == 300
+        assert client.append(b"", partition=0, header=7).result(HANG_S) == 300
         view.until_at(300)
         assert (view.passes, view.ids) == (0, [300])
 
@@ -166,7 +166,7 @@ def test_transactions_that_a_view_leaves_out_share_a_write_of_the_mark(
 def test_a_context_gets_past_a_lock_of_a_transaction_that_the_view_leaves_out(
     waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("waltz_core.client.feed.PASS_S", PATIENCE_S)
+    monkeypatch.setattr("waltz_core.client.feed.PASS_S", HANG_S)
     view = View(engine)
 
     @transactional(partition=0)
@@ -180,8 +180,8 @@ def test_a_context_gets_past_a_lock_of_a_transaction_that_the_view_leaves_out(
     with waltz_memory.client() as client:
         client.subscribe(view, [0], headers=[7])
         other = client.append(b"", partition=0, header=1, append_locks=[lock("account", 1)])
-        assert other.result(PATIENCE_S) == 0
-        assert client.submit(add()).result(PATIENCE_S) == 1
+        assert other.result(HANG_S) == 0
+        assert client.submit(add()).result(HANG_S) == 1
 
 
 def test_a_context_on_a_view_that_catches_up_reports_how_far_it_is(
@@ -195,7 +195,7 @@ def test_a_context_on_a_view_that_catches_up_reports_how_far_it_is(
     def hold() -> None:
         if len(view.sizes) == 3 and not may_go.is_set():
             started.set()
-            assert may_go.wait(PATIENCE_S)
+            assert may_go.wait(HANG_S)
 
     view.before_each = hold
 
@@ -209,20 +209,20 @@ def test_a_context_on_a_view_that_catches_up_reports_how_far_it_is(
 
     with waltz_memory.client() as client:
         fill(client, [1] * 2_000)
-        last = client.append(b"", partition=0, append_locks=[lock("account", 1)]).result(PATIENCE_S)
+        last = client.append(b"", partition=0, append_locks=[lock("account", 1)]).result(HANG_S)
         client.subscribe(view, [0])
-        assert started.wait(PATIENCE_S)
+        assert started.wait(HANG_S)
         with pytest.raises(
             errors.ViewBehind, match=r"it is at transaction \d+, the log at"
         ) as behind:
-            client.submit(add()).result(PATIENCE_S)
+            client.submit(add()).result(HANG_S)
         assert behind.value.retriable
         assert behind.value.applied == 16 + 32 + 64 - 1
         assert behind.value.high_water_mark == last
         assert behind.value.applied == computed[-1] < last
         may_go.set()
         view.until_at(last)
-        assert client.submit(add()).result(PATIENCE_S) == last + 1
+        assert client.submit(add()).result(HANG_S) == last + 1
 
 
 def test_another_log_is_not_applied_to_a_view(

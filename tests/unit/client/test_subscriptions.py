@@ -16,6 +16,7 @@ from waltz_core.client import (
     TransactionContext,
     lock,
 )
+from waltz_core.client.feed import HAND_OVER_S_MAX
 
 
 class Shared(AsyncCallbacks):
@@ -120,6 +121,30 @@ async def test_who_starts_at_the_latest_has_seen_what_it_was_given():
         callbacks.may_go_on.set()
         await until(lambda: callbacks.seen[0][-1] == 9)
         assert partition.mark == 9
+
+
+@told
+async def test_what_slow_callbacks_have_applied_counts_before_the_rest_of_their_run():
+    at_second = asyncio.Event()
+
+    class Slow(Shared):
+        async def apply_transaction(self, transaction):
+            loop = asyncio.get_running_loop()
+            until_s = loop.time() + 2 * HAND_OVER_S_MAX
+            while transaction.transaction_id == 0 and loop.time() < until_s:  # noqa: ASYNC110 - time has to pass
+                await asyncio.sleep(HAND_OVER_S_MAX)
+            if transaction.transaction_id > 0:
+                at_second.set()
+                await self.may_go_on.wait()
+
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await write(client, 0, 10)
+        callbacks = Slow()
+        callbacks.may_go_on.clear()
+        await client.subscribe(callbacks, [0])
+        await at_second.wait()
+        assert client._partitions[0].mark == 0
+        callbacks.may_go_on.set()
 
 
 @told

@@ -13,9 +13,10 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.client import Callbacks, TransactionContext, WaltzClient, data_cache
+from waltz_core.client import Callbacks, TransactionContext, WaltzClient, data_cache, lock
 from waltz_core.client.data_cache import DataBudget, DataCache
 from waltz_core.client.directory import ClusterInfo, Layout
+from waltz_core.client.feed import HAND_OVER_S_MAX
 from waltz_core.client.sync_client import WORKERS_MAX
 from waltz_core.memory import MemoryWaltz
 
@@ -44,12 +45,14 @@ class Copying(TransactionContext):
     def __init__(self, partition: int) -> None:
         super().__init__()
         self.partition = partition
+        self.locks: list[int] = []
 
     def partition_id(self, partition_count):
         return self.partition
 
     def execute(self, builder):
         builder.set_transaction_data(b"copy")
+        builder.set_write_locks(self.locks)
         return True
 
 
@@ -100,6 +103,60 @@ def test_a_closed_client_applies_nothing_any_more():
         may_end.set()
         closer.join(HANG_S)
         assert ended == [True]
+
+
+def test_a_closed_client_cannot_be_entered():
+    client = WaltzClient.at(LAYOUT)
+    client.close()
+    with pytest.raises(errors.UsageError, match="the client is closed"):
+        client.__enter__()
+
+
+def test_what_begins_while_the_last_tasks_end_is_ended_too():
+    """A callback's thread may request data when the client's loop has stopped already."""
+    client, made, late = WaltzClient.at(LAYOUT), threading.Event(), []
+
+    async def never():
+        await asyncio.Event().wait()
+
+    async def replaced():
+        made.set()
+        try:
+            await never()
+        finally:
+            late.append(asyncio.get_running_loop().create_task(never()))
+
+    asyncio.run_coroutine_threadsafe(replaced(), client._loop)
+    assert made.wait(HANG_S)
+    client.close()
+    assert [task.cancelled() for task in late] == [True]
+
+
+def test_what_slow_callbacks_have_applied_counts_before_the_rest_of_their_run():
+    """The second transaction blocks; a context must not be told that nothing was applied."""
+    at_second, may_go = threading.Event(), threading.Event()
+
+    def apply(transaction):
+        until_s = time.monotonic() + 2 * HAND_OVER_S_MAX
+        while transaction.transaction_id == 0 and time.monotonic() < until_s:
+            time.sleep(HAND_OVER_S_MAX)
+        if transaction.transaction_id == 1:
+            at_second.set()
+            may_go.wait(HANG_S)
+
+    with MemoryWaltz(1) as log, log.client() as writer:
+        seat = lock("seat", 1)
+        for _ in range(10):
+            writer.append(b"x", partition=0, append_locks=[seat]).result(HANG_S)
+        with log.client() as client:
+            client.subscribe(Applying(apply))
+            assert at_second.wait(HANG_S)
+            context = Copying(0)
+            context.locks, context.timeout_ms = [seat], 500
+            with pytest.raises(errors.ViewBehind) as behind:
+                client.submit(context).result(HANG_S)
+            may_go.set()
+    assert (behind.value.applied, behind.value.high_water_mark) == (0, 9)
 
 
 def test_a_callback_may_close_its_client():

@@ -12,7 +12,12 @@ from waltz_core import errors
 from waltz_core.checksum import crc32
 from waltz_core.client import BYTES, JSON, MSGPACK, TransactionBuilder, lock, partition_of
 from waltz_core.client.following import FOLLOW
-from waltz_core.client.transaction import check_data, check_mark, check_partition
+from waltz_core.client.transaction import (
+    check_data,
+    check_mark,
+    check_partition,
+    check_range,
+)
 from waltz_core.record import LOCKS_MAX, TRANSACTION_BYTES_MAX, lock_hash, spread
 from waltz_core.wire.messages import ENTRIES_MAX
 
@@ -92,7 +97,9 @@ def test_a_builder_takes_what_fits_and_nothing_else():
     made.set_append_locks(())
     assert (made.header, made.data) == (-(1 << 31), b"\x91\x01")
     assert (made.write_locks, made.read_locks, made.append_locks) == ((lock("a"),), (1, 2), ())
-    with pytest.raises(errors.BadRequest, match="32-bit"):
+    with pytest.raises(
+        errors.BadRequest, match=r"signed 32-bit integer \(-2147483648\.\.2147483647"
+    ):
         made.set_header(1 << 31)
     for wrong in (["account"], None, 7):
         with pytest.raises(errors.BadRequest, match="write locks"):
@@ -120,6 +127,24 @@ def test_a_partition_is_a_whole_number_of_those_that_there_are():
     for wrong in ("0", 1.0, None):
         with pytest.raises(errors.BadRequest, match="partition: expected a whole number"):
             check_partition(wrong, "pay", 4)
+
+
+def test_locks_of_names_that_differ_in_the_last_digit_meet_for_small_keys_and_not_for_texts():
+    """docs/client.md, "Locks"; the hash is that of Waltz 0.13."""
+    numbers = [{lock(name, key) for key in range(100)} for name in ("shard0", "shard1")]
+    texts = [{lock("shard", f"{shard}/{key}") for key in range(100)} for shard in (0, 1)]
+    assert numbers[0] == numbers[1]
+    assert not texts[0] & texts[1]
+
+
+def test_the_ends_of_a_range_are_transaction_ids():
+    check_range(3, 0, np.int64(5))
+    for first, last in (("0", 5), (0, "5"), (0.5, 5), (0, None), (True, 5)):
+        with pytest.raises(errors.BadRequest, match=r"range of partition 3: \w+: expected a tran"):
+            check_range(3, first, last)
+    for first, last in ((-1, 5), (5, 1)):
+        with pytest.raises(errors.BadRequest, match="expected 0 <= first <= last"):
+            check_range(3, first, last)
 
 
 def test_what_was_computed_from_another_state_than_it_is_judged_by_claims_the_session_alone():

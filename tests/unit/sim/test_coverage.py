@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-from waltz_core.sim.coverage import SEEDS_MIN, Coverage, Failure, covered
-from waltz_core.sim.faults import WEIGHTS
-from waltz_core.sim.promises.sometimes import SOMETIMES
-from waltz_core.sim.report import report_of
-from waltz_core.sim.run import Verdict
-from waltz_core.sim.schedule import Schedule
+from waltz_sim.coverage import SEEDS_MIN, Coverage, Failure, covered
+from waltz_sim.faults.kinds import WEIGHTS
+from waltz_sim.promises.sometimes import SOMETIMES
+from waltz_sim.report import report_of
+from waltz_sim.run import Verdict
+from waltz_sim.schedule import Schedule
 
 
 def verdict(seed, rule=None, **counts):
@@ -81,4 +81,4 @@ def test_the_report_names_what_was_broken_and_what_was_not_tried():
     assert "| lost, changed or forked | 1 |" in report
     assert "| doubled | 0 |" in report
     assert "- fault cut_link" in report
-    assert "| `waltz-core simulate --seed 17` | Fork | Fork: it was \\| broken |" in report
+    assert "| `python -m waltz_sim --seed 17` | Fork | Fork: it was \\| broken |" in report

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.errors import DiskFailed
-from waltz_core.sim.crash import (
+from waltz_core.storage.disk import create_durably
+from waltz_sim.world.crash import (
     AllBut,
     AnyOf,
     Entry,
@@ -26,9 +27,8 @@ from waltz_core.sim.crash import (
     sync_places,
     without,
 )
-from waltz_core.sim.disk import Fault
-from waltz_core.sim.inode import SECTOR_BYTES
-from waltz_core.storage.disk import create_durably
+from waltz_sim.world.disk import Fault
+from waltz_sim.world.inode import SECTOR_BYTES
 
 ROOT = Path("/d")
 PATH = ROOT / "f"

@@ -6,9 +6,9 @@ from random import Random
 import pytest
 
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
-from waltz_core.sim.disk import Fault, PowerLoss, SimDisk, Survival
-from waltz_core.sim.inode import SECTOR_BYTES
 from waltz_core.storage.disk import create_durably
+from waltz_sim.world.disk import Fault, PowerLoss, SimDisk, Survival
+from waltz_sim.world.inode import SECTOR_BYTES
 
 ROOT = Path("/s")
 PATH = ROOT / "f"

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.sim.inode import SECTOR_BYTES, Inode
+from waltz_sim.world.inode import SECTOR_BYTES, Inode
 
 
 def written(content):

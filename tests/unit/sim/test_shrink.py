@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from waltz_core.sim.run import Verdict
-from waltz_core.sim.schedule import Fault, Schedule, Setup
-from waltz_core.sim.shrink import shrink
+from waltz_sim.run import Verdict
+from waltz_sim.schedule import Fault, Schedule, Setup
+from waltz_sim.shrink import shrink
 
 FAULTS = tuple(Fault(1_000 * at, f"kind{at % 7}", at) for at in range(100, 5_900, 60))
 NEEDED = (FAULTS[17], FAULTS[58])

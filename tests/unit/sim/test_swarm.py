@@ -2,8 +2,8 @@
 
 import gc
 
-from waltz_core.sim.run import Drawing
-from waltz_core.sim.swarm import sweep
+from waltz_sim.run import Drawing
+from waltz_sim.swarm import sweep
 
 
 def test_one_process_adds_up_and_leaves_the_collector_as_it_was():

@@ -1,6 +1,9 @@
 """What `append` takes, before Spark is asked for anything."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -96,3 +99,22 @@ def test_spark_is_given_the_directory_that_the_results_are_in(
     given = path.format(here=tmp_path)
     place = open_place(given, is_read=True)
     assert _for_spark(given, place) == expected.format(here=tmp_path)
+
+
+def test_a_session_without_java_is_an_error_that_names_what_was_found(tmp_path: Path) -> None:
+    program = "import waltz_spark; waltz_spark.session(master='local[1]')"
+    of_no_java = {**os.environ, "JAVA_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=of_no_java,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "waltz_core.errors.BadConfig: Spark's Java process ended before it was ready: "
+        f"JAVA_HOME is {tmp_path}, `java` on the PATH is "
+    )
+    assert 'docs/spark.md, "Java"' in last

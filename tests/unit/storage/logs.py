@@ -12,7 +12,6 @@ import numpy as np
 from waltz_core.checksum import crc32
 from waltz_core.raw_records import record_crcs
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, RECORD_PREFIX, LineageEntry, next_chain
-from waltz_core.sim.disk import SimDisk
 from waltz_core.storage.control_file import SLOTS_NAME
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.format import (
@@ -30,6 +29,7 @@ from waltz_core.storage.format import (
 from waltz_core.storage.recovery import open_log
 from waltz_core.storage.segment import Segment
 from waltz_core.storage.segments import Segments
+from waltz_sim.world.disk import SimDisk
 
 KEY = bytes(range(16))
 ROOT = Path("/storage")

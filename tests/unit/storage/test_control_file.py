@@ -13,7 +13,6 @@ from tests.patience import HANG_S
 from tests.unit.storage.logs import KEY, ROOT, new_disk
 from waltz_core.errors import BadFormat, ClusterKeyMismatch, DiskFailed, ReadFailed
 from waltz_core.record import NO_SESSION
-from waltz_core.sim.disk import Fault, PowerLoss, SimFile, Survival
 from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.format import (
@@ -24,6 +23,7 @@ from waltz_core.storage.format import (
     partition_entry_offset,
     partition_info_offset,
 )
+from waltz_sim.world.disk import Fault, PowerLoss, SimFile, Survival
 
 PATH = ROOT / CONTROL_NAME
 SLOTS = ROOT / SLOTS_NAME

@@ -21,10 +21,10 @@ from waltz_core.errors import (
     SessionFenced,
     UnknownPartition,
 )
-from waltz_core.sim.disk import Fault, SimDisk, Survival
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings
+from waltz_sim.world.disk import Fault, SimDisk, Survival
 
 KEY = bytes(range(16))
 SETTINGS = LogSettings(KEY, 10_000, lambda: 5)
@@ -381,6 +381,26 @@ def test_a_partition_whose_files_are_gone_opens_only_when_it_was_emptied(tmp_pat
     with pytest.raises(SessionFenced):
         log.prepare(7, bytes(16))
     engine.close()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_partition_is_not_emptied_where_the_control_file_is_gone(tmp_path, is_replaced):
+    engine = open_engine(tmp_path / "storage")
+    log = engine.assign(1)
+    engine.check_place()
+    shutil.copytree(tmp_path / "storage", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "storage")
+    if is_replaced:
+        (tmp_path / "copy").rename(tmp_path / "storage")
+    with pytest.raises(MissingSegment) as found:
+        log.check_place()
+    engine.give_up(1, found.value)
+    assert engine.has_gone
+    for call in (engine.check_place, lambda: engine.re_seed(1)):
+        with pytest.raises(MissingSegment, match=r"waltz-storage.ctl: .*deleted or replaced.*Hint"):
+            call()
+    assert (tmp_path / "storage").exists() == is_replaced
+    engine.abandon()
 
 
 @pytest.mark.parametrize("step", ["set_available", "mark_suspect"])

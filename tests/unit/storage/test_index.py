@@ -16,7 +16,6 @@ from tests.unit.storage.logs import (
 )
 from waltz_core.errors import ChecksumMismatch
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
-from waltz_core.sim.disk import Survival
 from waltz_core.storage.disk import RealDisk, create_durably
 from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
@@ -25,6 +24,7 @@ from waltz_core.storage.format import (
     LineageHeader,
 )
 from waltz_core.storage.index import LineageFile, OffsetIndex
+from waltz_sim.world.disk import Survival
 
 IDX, CHN = ROOT / "i.idx", ROOT / "c.chn"
 

@@ -6,11 +6,11 @@ from tests.unit.storage.logs import ROOT, make_segments, new_disk
 from waltz_core.errors import BadRequest, ChecksumMismatch, DiskFailed
 from waltz_core.raw_records import headers_of
 from waltz_core.record import GENESIS_CHAIN, MADE_UP
-from waltz_core.sim.disk import SimFile
 from waltz_core.storage import reading
 from waltz_core.storage.control_file import SlotFile
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange, Slot, segment_name
 from waltz_core.storage.reading import LogReader
+from waltz_sim.world.disk import SimFile
 
 RECORD_BYTES = 60
 FIRSTS = (0, 5, 8)

@@ -24,7 +24,6 @@ from waltz_core.errors import (
     ReadFailed,
 )
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, MADE_UP, NO_SESSION, LineageEntry
-from waltz_core.sim.disk import Fault, PowerLoss, SimDisk, Survival
 from waltz_core.storage import recovery
 from waltz_core.storage.batch_checks import check_chain, check_repaired
 from waltz_core.storage.control_file import SLOTS_NAME, SlotFile
@@ -46,6 +45,7 @@ from waltz_core.storage.format import (
 from waltz_core.storage.recovery import open_log
 from waltz_core.storage.segment import Segment
 from waltz_core.storage.truncation import cut_of
+from waltz_sim.world.disk import Fault, PowerLoss, SimDisk, Survival
 
 RECORD_BYTES = 60
 INFO = NEW_PARTITION_INFOS[1]

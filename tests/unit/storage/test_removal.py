@@ -7,13 +7,13 @@ import pytest
 
 from waltz_core.errors import BadFormat, ChecksumMismatch, NoSpace
 from waltz_core.record import BEFORE_FIRST, NO_SESSION
-from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage import removal
 from waltz_core.storage.control_file import SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import create_durably
 from waltz_core.storage.format import FLAG_ASSIGNED, FLAG_AVAILABLE, Slot, with_crc
 from waltz_core.storage.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME
 from waltz_core.storage.removal import WIPE_NAME, Wipe
+from waltz_sim.world.disk import Fault, SimDisk
 
 ROOT = Path("/storage")
 HOME = ROOT / "2"

@@ -6,9 +6,9 @@ from threading import Thread
 import pytest
 
 from waltz_core.errors import NoSpace
-from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.room import RESERVE_NAME, SPARE_BYTES_MAX, Room, append_bytes
+from waltz_sim.world.disk import Fault, SimDisk
 
 ROOT = Path("/waltz")
 RESERVE = ROOT / RESERVE_NAME

@@ -18,10 +18,10 @@ from tests.unit.storage.logs import (
 )
 from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed
 from waltz_core.record import BEFORE_FIRST
-from waltz_core.sim.disk import Fault, PowerLoss, Survival
 from waltz_core.storage.disk import remove_temporary
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange, segment_name
 from waltz_core.storage.segment import Segment
+from waltz_sim.world.disk import Fault, PowerLoss, Survival
 
 SEG, IDX, CHN = (ROOT / segment_name(0, suffix) for suffix in (".seg", ".idx", ".chn"))
 RECORD_BYTES = 60  # of a record as `fill_segment` makes them

@@ -17,7 +17,6 @@ from tests.unit.storage.logs import (
 )
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
-from waltz_core.sim.disk import Survival
 from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
@@ -27,6 +26,7 @@ from waltz_core.storage.format import (
     segment_name,
 )
 from waltz_core.storage.segments import Segments, first_wrong
+from waltz_sim.world.disk import Survival
 
 RECORD_BYTES = 60
 

@@ -10,7 +10,6 @@ import pytest
 from tests.patience import HANG_S
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed
-from waltz_core.sim.disk import SimDisk
 from waltz_core.storage import service
 from waltz_core.storage.room import Room
 from waltz_core.storage.serving import (
@@ -21,6 +20,7 @@ from waltz_core.storage.serving import (
     look_again_s,
     side_by_side,
 )
+from waltz_sim.world.disk import SimDisk
 
 
 def after(*, served, wanted, lying_here):
@@ -61,7 +61,7 @@ class Directory:
     """An engine of which only this is known: what lies here, and what of it is offline."""
 
     partition_count = 4
-    has_failed = False
+    has_failed = has_gone = False
 
     def __init__(self, *partitions):
         self.lying_here = set(partitions)

@@ -16,12 +16,12 @@ from waltz_core.errors import (
     UnknownPartition,
 )
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
-from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage import errands, upkeep
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings
 from waltz_core.storage.upkeep import carry_out, facts_of, held_by, room_of
 from waltz_core.wire.admin_messages import Copy
+from waltz_sim.world.disk import Fault, SimDisk
 
 NONCE = b"a nonce of owner"
 

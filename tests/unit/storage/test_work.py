@@ -11,7 +11,6 @@ from tests.storage_owner import Owner, records_of
 from waltz_core import raw_records
 from waltz_core.errors import BadRequest, ChecksumMismatch, NoSpace, ReadFailed
 from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
-from waltz_core.sim.disk import Fault, SimDisk
 from waltz_core.storage import work
 from waltz_core.storage.disk import RealDisk, RealFile
 from waltz_core.storage.engine import Engine
@@ -34,6 +33,7 @@ from waltz_core.wire.messages import (
     Truncate,
 )
 from waltz_core.wire.places import PLACES, Place, decode_places
+from waltz_sim.world.disk import Fault, SimDisk
 
 STORAGE_ID = b"the storage's id"
 

@@ -1,0 +1,94 @@
+"""What commands that change storages refuse, and what they say of a storage that got nothing."""
+
+import argparse
+import asyncio
+from dataclasses import replace
+from uuid import UUID
+
+import pytest
+
+from waltz_core import net
+from waltz_core.cli import cluster_changes
+from waltz_core.cli.changing import Command
+from waltz_core.cluster.creation import NewCluster, NewStorage
+from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.errors import BadConfig, Unreachable
+from waltz_core.wire.messages import Surface
+
+OLD = "127.0.0.1:1"
+CLUSTER = NewCluster("w", 2, UUID(int=7), (NewStorage(OLD, 2, 0),), {OLD: (0, 1)})
+
+
+class Line:
+    """Shows nothing."""
+
+    def show(self, *_):
+        pass
+
+    def clear(self):
+        pass
+
+
+async def run(verb, surface, address_name="address", **words):
+    """Run a verb on a cluster and a listener of one kind; return its answer and the storages."""
+    coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
+    await coordinator.create_cluster(CLUSTER)
+    listener = await net.listen(surface, "127.0.0.1", 0, lambda _link: None)
+    try:
+        words[address_name] = f"127.0.0.1:{listener.port}"
+        told = {"group": None, "admin_port": None, **words}
+        command = Command(argparse.Namespace(**told), coordinator, Line())
+        try:
+            result = await verb(command)
+        finally:
+            stored = set((await coordinator.storages.read()).assignment.partitions)
+            assert stored - {words[address_name]} == {OLD}
+    finally:
+        await listener.close()
+    return result, stored
+
+
+@pytest.mark.parametrize("surface", [Surface.ADMIN, Surface.CLIENT])
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_port_that_is_no_storages_own_does_not_become_a_storage(surface, is_replaced):
+    verb = cluster_changes._replace_storage if is_replaced else cluster_changes._add_storage
+    words = {"address": OLD, "address_name": "new"} if is_replaced else {}
+    expected = f"expected a storage's port, found a '{surface.listener_text}'"
+    with pytest.raises(BadConfig, match=expected):
+        asyncio.run(run(verb, surface, **words))
+
+
+def test_a_storage_is_added():
+    result, stored = asyncio.run(run(cluster_changes._add_storage, Surface.STORAGE))
+    assert stored == {OLD, result["storage"]}
+
+
+def test_a_storage_that_does_not_run_replaces_no_other():
+    async def take_over():
+        coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
+        await coordinator.create_cluster(CLUSTER)
+        told = argparse.Namespace(address=OLD, new="127.0.0.1:2", admin_port=None)
+        with pytest.raises(Unreachable, match=r"127.0.0.1:2: expected a storage that answers"):
+            await cluster_changes._replace_storage(Command(told, coordinator, Line()))
+        return set((await coordinator.storages.read()).assignment.partitions)
+
+    assert asyncio.run(take_over()) == {OLD}
+
+
+def test_an_empty_storage_that_gets_no_replicas_back_says_so():
+    async def bring_back():
+        coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
+        listener = await net.listen(Surface.STORAGE, "127.0.0.1", 0, lambda _link: None)
+        empty = f"127.0.0.1:{listener.port}"
+        storages = (*CLUSTER.storages, NewStorage(empty, 2, 1))
+        held = {OLD: (0, 1), empty: ()}
+        await coordinator.create_cluster(replace(CLUSTER, storages=storages, assignment=held))
+        told = argparse.Namespace(address=empty, new=empty, admin_port=None)
+        result = await cluster_changes._replace_storage(Command(told, coordinator, Line()))
+        await listener.close()
+        return result
+
+    result = asyncio.run(bring_back())
+    assert result["moved"] == 0
+    assert "holds nothing: no partition has fewer replicas" in result["summary"]
+    assert "cluster add-replica" in result["summary"]

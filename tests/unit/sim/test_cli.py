@@ -1,0 +1,145 @@
+"""`python -m waltz_sim`: what it refuses, and what it says of a seed."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from waltz_sim import cli as simulate
+from waltz_sim.cli import INTERRUPTED, main
+from waltz_sim.coverage import Coverage, Failure
+from waltz_sim.faults.kinds import THEMES
+from waltz_sim.run import Drawing
+from waltz_sim.schedule import LATER_KINDS, Fault, Schedule, Setup
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--seeds", "0"], "--seeds: expected a number from 1"),
+        (["--seed", "-1"], "--seed: expected a number from 0"),
+        (["--steps", "0"], "--steps: expected a number from 1"),
+        (["--steps", "9", "--schedule", "x"], "--steps: expected with --seeds or --seed"),
+        (["--rough", "--schedule", "x"], "--rough: expected with --seeds or --seed"),
+        (["--jobs", "0"], "--jobs: expected a number from 1"),
+        (["--minutes", "0"], "--minutes: expected more than 0, found 0.0"),
+        (["--minutes", "nan"], "--minutes: expected more than 0, found nan"),
+        (["--trace"], "--trace: expected with --seed or --schedule, found alone"),
+        (["--shrink", "--seeds", "3"], "--shrink: expected with --seed or --schedule"),
+        (["--seed", "1", "--jobs", "2"], "--jobs: expected with --seeds, found with one run"),
+        (["--schedule", "nowhere.json"], "--schedule nowhere.json: expected a file to read"),
+    ],
+)
+def test_bad_input_gets_one_sentence(capsys, words, sentence):
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"waltz_sim: {sentence}")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", '{"format": 9}', '{"format": 1, "seed": 1, "setup": {"horses": 3}, "faults": []}'],
+)
+def test_a_file_that_is_no_schedule_is_refused(capsys, tmp_path, text):
+    path = tmp_path / "schedule.json"
+    path.write_text(text)
+    assert main(["--schedule", str(path)]) == 1
+    assert "schedule: expected" in capsys.readouterr().err
+
+
+def test_a_kind_of_fault_that_is_not_known_is_refused(capsys, tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text(Schedule(1, faults=(Fault(1_000, "earthquake", 7),)).to_json())
+    assert main(["--schedule", str(path)]) == 1
+    assert "expected kinds of faults, found earthquake" in capsys.readouterr().err
+
+
+def test_a_schedule_is_replayed_with_its_trace(capsys, tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text(Schedule(5, Setup(duration_ms=100, clients=1)).to_json())
+    assert main(["--schedule", str(path), "--trace"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("seed 5: good, ")
+    assert len(lines) > 100
+    assert main(["--schedule", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["rule"] is None
+    assert told["trace"] in last
+
+
+def test_a_few_seeds(capsys, tmp_path):
+    report = tmp_path / "build" / "report.md"
+    words = ["--seeds", "2", "--first", "3", "--jobs", "1", "--json"]
+    assert main([*words, "--report", str(report)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["seeds"], told["first"], told["failures"], told["never"]) == (2, 3, [], [])
+    assert "| seeds | 2 from 3 on |" in report.read_text()
+
+
+def test_a_failing_seed_is_told_with_all_that_replays_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    broken = Coverage(seeds=1, failures=[Failure(9, "Fork", "two chains at 3")])
+    monkeypatch.setattr(simulate, "sweep", lambda *_, **__: broken)
+
+    def write(verdict):
+        assert verdict.schedule.seed == 9
+        return tmp_path / "short.json"
+
+    monkeypatch.setattr(simulate, "_shorten", write)
+    assert main(["--seeds", "1", "--json"]) == 1
+    captured = capsys.readouterr()
+    (failure,) = json.loads(captured.out)["failures"]
+    assert failure["command"] == "python -m waltz_sim --seed 9"
+    assert failure["schedule"] == str(tmp_path / "short.json")
+    assert "seed 9 broke Fork: two chains at 3\n  python -m waltz_sim --seed 9\n" in captured.err
+
+
+def test_after_fewer_steps_a_world_is_healed(capsys):
+    words = ["--seed", "3", "--json"]
+    assert main([*words, "--steps", "300"]) == 0
+    short = json.loads(capsys.readouterr().out)
+    assert main(words) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert 300 < short["steps"] < whole["steps"]
+    assert Drawing(300).command(3) == "python -m waltz_sim --seed 3 --steps 300"
+
+
+def test_a_rough_seed_is_another_run_and_is_told_as_one(capsys):
+    words = ["--seed", "4", "--json"]
+    assert main([*words, "--rough"]) == 0
+    rough = json.loads(capsys.readouterr().out)
+    assert main(words) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert rough["trace"] != plain["trace"]
+    assert (
+        Drawing(300, is_rough=True).command(3) == "python -m waltz_sim --seed 3 --rough --steps 300"
+    )
+    kinds = [Drawing(is_rough=True).schedule_of(seed) for seed in range(20)]
+    for schedule in kinds:
+        # Later kinds have streams of their own, in rough worlds, too.
+        kinds_of = (each.kind for each in schedule.faults if each.kind not in LATER_KINDS)
+        assert {kind for kind, _ in Counter(kinds_of).most_common(6)} & set(THEMES)
+    assert {each.setup.segment_bytes_max for each in kinds} >= {600, 1_200, 2_048}
+
+
+def test_what_a_core_did_is_told(capsys):
+    assert main(["--seeds", "1", "--jobs", "1", "--steps", "300"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert " s of CPU time: " in said
+    assert said.endswith(" steps a second and core")
+
+
+def test_an_interrupt_tells_in_a_line_what_was_found_until_then(capsys, monkeypatch):
+    def interrupted(*_, sums, **__):
+        sums.merge(Coverage(seeds=40, failures=[Failure(9, "Fork", "two chains at 3")]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulate, "sweep", interrupted)
+    assert main(["--seeds", "100", "--first", "3", "--jobs", "2"]) == INTERRUPTED
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "seeds from 3 on, 2 processes\n"
+        "interrupted after 40 seeds from 3 on in 0 s: 1 broke a rule (seed 9: Fork)\n"
+    )

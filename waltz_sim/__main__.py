@@ -1,0 +1,7 @@
+"""`python -m waltz_sim`."""
+
+import sys
+
+from waltz_sim.cli import main
+
+sys.exit(main())

@@ -1,0 +1,306 @@
+"""`python -m waltz_sim`: run seeds of the simulator, replay one, shorten one that fails.
+
+Rules:
+    1. Exit code 0 says that every seed was run, none broke a rule, and enough was tried.
+    2. A failing seed is told with its rule, a sentence, the command that replays it, and a file
+       with a shortened schedule, which stays true when seeds come to mean other runs.
+    3. An interrupt ends it as it ends any command; what was found until then is told in a line.
+"""
+
+import argparse
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from waltz_core.cli.output import say, show, show_json
+from waltz_core.cli.parsing import Parser
+from waltz_core.errors import BadConfig, WaltzError
+from waltz_sim.coverage import Coverage
+from waltz_sim.faults.kinds import KINDS
+from waltz_sim.report import report_of
+from waltz_sim.run import Drawing, Verdict, run, run_seed
+from waltz_sim.schedule import STEPS, Schedule
+from waltz_sim.shrink import shrink
+from waltz_sim.swarm import sweep
+
+DESCRIPTION = "Break everything by seeds, and look for a broken promise."
+INTERRUPTED = 130
+SEEDS = 300
+SEED_MAX = (1 << 63) - 1
+SHRUNK_MAX = 3  # failing seeds of one run that are shortened
+SHRINK_S = 60.0
+TEXT_CHARACTERS_MAX = 2_000
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    command = Parser(prog="python -m waltz_sim", description=DESCRIPTION)
+    _add_options(command)
+    try:
+        return _simulate(command.parse_args(argv))
+    except WaltzError as error:
+        say(f"waltz_sim: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    what = command.add_mutually_exclusive_group()
+    what.add_argument("--seeds", type=int, metavar="N", help=f"run so many seeds ({SEEDS})")
+    what.add_argument("--seed", type=int, metavar="S", help="run this seed alone")
+    what.add_argument("--schedule", type=Path, metavar="FILE", help="run a schedule that was kept")
+    command.add_argument("--first", type=int, metavar="F", help="the first of the seeds (0)")
+    command.add_argument(
+        "--minutes", type=float, metavar="M", help="end after so long; without --first, new seeds"
+    )
+    command.add_argument(
+        "--steps", type=int, metavar="K", help=f"heal a world after so many steps ({STEPS})"
+    )
+    command.add_argument(
+        "--rough", action="store_true", help="seeds whose disks fail again and again"
+    )
+    command.add_argument("--jobs", type=int, metavar="J", help="processes (one for each core)")
+    command.add_argument("--trace", action="store_true", help="print all that happens in one run")
+    command.add_argument("--shrink", action="store_true", help="shorten one run that fails")
+    command.add_argument("--report", type=Path, metavar="FILE", help="write what was tried")
+    command.add_argument("--json", action="store_true", help="one JSON value on standard output")
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    if arguments.schedule is not None:
+        return _one(_read(arguments.schedule), arguments)
+    if arguments.seed is not None:
+        return _one(_drawing(arguments).schedule_of(arguments.seed), arguments)
+    return _many(arguments)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what means nothing.
+
+    Raises:
+        BadConfig: an option is out of its range, or does not go with another one.
+    """
+    numbers = (("seeds", 1), ("jobs", 1), ("seed", 0), ("first", 0), ("steps", 1))
+    for name, least in numbers:
+        value = getattr(arguments, name)
+        if value is not None and not least <= value <= SEED_MAX:
+            raise BadConfig(
+                f"--{name}: expected a number from {least} to {SEED_MAX}, found {value}"
+            )
+    if arguments.minutes is not None and not 0 < arguments.minutes < float("inf"):
+        raise BadConfig(f"--minutes: expected more than 0, found {arguments.minutes}")
+    is_one = arguments.seed is not None or arguments.schedule is not None
+    for name in ("trace", "shrink"):
+        if getattr(arguments, name) and not is_one:
+            raise BadConfig(f"--{name}: expected with --seed or --schedule, found alone")
+    for name in ("steps", "rough"):
+        if getattr(arguments, name) and arguments.schedule is not None:
+            raise BadConfig(f"--{name}: expected with --seeds or --seed, found with --schedule")
+    for name in ("first", "minutes", "jobs", "report"):
+        if getattr(arguments, name) is not None and is_one:
+            raise BadConfig(f"--{name}: expected with --seeds, found with one run")
+
+
+def _drawing(arguments: argparse.Namespace) -> Drawing:
+    steps_max = STEPS if arguments.steps is None else int(arguments.steps)
+    return Drawing(steps_max, is_rough=arguments.rough)
+
+
+def _read(path: Path) -> Schedule:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadConfig(f"--schedule {path}: expected a file to read: {error}") from None
+    schedule = Schedule.from_json(text)
+    unknown = sorted({fault.kind for fault in schedule.faults} - set(KINDS))
+    if unknown:
+        raise BadConfig(f"--schedule {path}: expected kinds of faults, found {', '.join(unknown)}")
+    return schedule
+
+
+# ---- one run
+
+
+def _one(schedule: Schedule, arguments: argparse.Namespace) -> int:
+    verdict = run(schedule, is_traced=True, keeps_all=arguments.trace)
+    if arguments.trace and not arguments.json:
+        for line in verdict.notes:
+            show(line)
+    told: dict[str, object] = {
+        "seed": schedule.seed,
+        "rule": verdict.rule,
+        "text": verdict.text,
+        "steps": verdict.steps,
+        "virtual_ms": verdict.virtual_ms,
+        "committed": verdict.committed,
+        "faults": len(schedule.faults),
+        "fingerprint": verdict.fingerprint,
+        "trace": verdict.trace,
+        "counts": dict(sorted(verdict.counts.items())),
+    }
+    if arguments.json:
+        show_json({**told, "lines": list(verdict.notes)} if arguments.trace else told)
+    else:
+        show(
+            f"seed {schedule.seed}: {verdict.rule or 'good'}, {verdict.steps} steps in "
+            f"{verdict.virtual_ms} ms, {verdict.committed} committed, trace {verdict.trace}"
+        )
+    if verdict.is_good:
+        return 0
+    say(_sentence(verdict.text))
+    if arguments.shrink:
+        _shorten(verdict)
+    return 1
+
+
+def _sentence(text: str) -> str:
+    return text if len(text) <= TEXT_CHARACTERS_MAX else "…" + text[-TEXT_CHARACTERS_MAX:]
+
+
+def _shorten(verdict: Verdict) -> Path:
+    """Write a shortened schedule into the working directory and say how it is replayed."""
+    shrunk = shrink(verdict, is_late=_later(SHRINK_S))
+    path = Path(f"waltz-seed-{verdict.schedule.seed}.json")
+    try:
+        path.write_text(shrunk.schedule.to_json() + "\n", encoding="utf-8")
+    except OSError as error:
+        raise BadConfig(f"{path}: expected a place to write to: {error}") from None
+    before, after = verdict.schedule, shrunk.schedule
+    say(
+        f"  shortened from {len(before.faults)} faults to {len(after.faults)}, from "
+        f"{before.setup.duration_ms} ms to {after.setup.duration_ms} ms, in "
+        f"{shrunk.run_count} runs:\n  python -m waltz_sim --schedule {path}"
+    )
+    return path
+
+
+def _later(seconds: float) -> Callable[[], bool]:
+    end_s = time.monotonic() + seconds
+    return lambda: time.monotonic() >= end_s
+
+
+# ---- many
+
+
+def _many(arguments: argparse.Namespace) -> int:
+    jobs = arguments.jobs or len(os.sched_getaffinity(0))
+    seed_count: int | None = arguments.seeds
+    first, seconds = arguments.first, None
+    if arguments.minutes is not None:
+        seconds = 60 * arguments.minutes
+        if first is None:
+            first = secrets.randbelow(1 << 40)
+    elif seed_count is None:
+        seed_count = SEEDS
+    first = first or 0
+    drawing = _drawing(arguments)
+    say(f"seeds from {first} on, {jobs} processes")
+    began_s = time.monotonic()
+    sums = Coverage()
+    try:
+        sums = sweep(
+            first,
+            seed_count,
+            jobs=jobs,
+            seconds=seconds,
+            drawing=drawing,
+            told=_progress(seed_count),
+            sums=sums,
+        )
+        took_s = time.monotonic() - began_s
+        files = _tell_failures(sums, drawing)
+    except KeyboardInterrupt:
+        say(_so_far(sums, first, time.monotonic() - began_s))
+        raise
+    missing = sums.missing()
+    for name in missing:
+        say(f"never came to pass in {sums.seeds} seeds: {name}")
+    if arguments.report is not None:
+        _write_report(
+            arguments.report, report_of(sums, first=first, seconds=took_s, drawing=drawing)
+        )
+    if arguments.json:
+        show_json(_json_of(sums, first, took_s, files, drawing))
+    else:
+        show(
+            f"{sums.seeds} seeds from {first} on in {took_s:.0f} s: {len(sums.failures)} broke a "
+            f"rule; {sums.committed} transactions checked over {sums.virtual_ms // 1000} s of "
+            f"virtual time, {sum(sums.faults.values())} faults"
+        )
+        show(
+            f"{sums.steps} steps in {sums.cpu_s:.1f} s of CPU time: {sums.seeds_per_cpu_s:.1f} "
+            f"seeds, {sums.steps_per_cpu_s:.0f} steps a second and core"
+        )
+    return 0 if sums.is_good else 1
+
+
+def _so_far(sums: Coverage, first: int, seconds: float) -> str:
+    """Rule 3."""
+    broken = ", ".join(f"seed {failure.seed}: {failure.rule}" for failure in sums.failures)
+    return (
+        f"interrupted after {sums.seeds} seeds from {first} on in {seconds:.0f} s: "
+        f"{len(sums.failures)} broke a rule{f' ({broken})' if broken else ''}"
+    )
+
+
+def _progress(seed_count: int | None) -> Callable[[Coverage, float], None]:
+    of = "" if seed_count is None else f" of {seed_count}"
+    known = 0
+
+    def told(sums: Coverage, seconds: float) -> None:
+        nonlocal known
+        for failure in sums.failures[known:]:
+            say(f"seed {failure.seed} broke {failure.rule}; more of it at the end")
+        known = len(sums.failures)
+        rate = sums.seeds / seconds
+        say(f"{sums.seeds}{of} seeds, {rate:.1f} a second, {len(sums.failures)} broke a rule")
+
+    return told
+
+
+def _tell_failures(sums: Coverage, drawing: Drawing) -> dict[int, Path]:
+    """Rule 2."""
+    files: dict[int, Path] = {}
+    for failure in sums.failures:
+        say(f"seed {failure.seed} broke {failure.rule}: {_sentence(failure.text)}")
+        say(f"  {drawing.command(failure.seed)}")
+        if len(files) < SHRUNK_MAX:
+            files[failure.seed] = _shorten(run_seed(failure.seed, drawing))
+    return files
+
+
+def _write_report(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadConfig(f"--report {path}: expected a place to write to: {error}") from None
+    say(f"report: {path}")
+
+
+def _json_of(
+    sums: Coverage, first: int, seconds: float, files: dict[int, Path], drawing: Drawing
+) -> dict[str, object]:
+    failures: Sequence[dict[str, object]] = [
+        {
+            **failure._asdict(),
+            "command": drawing.command(failure.seed),
+            "schedule": str(files[failure.seed]) if failure.seed in files else None,
+        }
+        for failure in sums.failures
+    ]
+    return {
+        **{name: value for name, value in asdict(sums).items() if name != "counts"},
+        "first": first,
+        "seconds": round(seconds, 1),
+        "seeds_per_cpu_s": round(sums.seeds_per_cpu_s, 2),
+        "steps_per_cpu_s": round(sums.steps_per_cpu_s),
+        "failures": failures,
+        "never": sums.missing(),
+        "counts": dict(sorted(sums.counts.items())),
+    }

@@ -1,0 +1,1 @@
+"""Who lives in a simulated world: clients, servers, storages, ZooKeeper, operators."""

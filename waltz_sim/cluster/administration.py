@@ -1,0 +1,112 @@
+"""An operator with the administration's commands, in the simulation.
+
+Why it stands alone: what may be done is decided by the production machine (`admin.py`), what is
+done to the disk is the production engine's; here they are only joined, in virtual time.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from waltz_core.cluster.model import UNRESOLVED
+from waltz_core.errors import BadRequest, CoordinatorUnavailable, WaltzError
+from waltz_core.machine import Report
+from waltz_core.record import NO_SESSION
+from waltz_core.storage import errands, upkeep
+from waltz_core.storage.admin import AdminRequest, AdminService, Effect, Outcome, Run, Tell
+from waltz_core.storage.errands import Errand, Standing
+from waltz_core.storage.service import Identity
+from waltz_core.storage.work import ConnectionId
+from waltz_core.wire.admin_messages import AdminMessage, Done
+
+if TYPE_CHECKING:
+    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.storages import SimStorage
+
+VERSION = 1
+Told = Callable[[AdminMessage], None]
+
+
+class Operator:
+    """One request to one storage, which is up; `told` gets the answer, unless the storage dies."""
+
+    def __init__(self, cluster: "SimCluster", storage: "SimStorage", told: Told) -> None:
+        assert storage.engine is not None
+        self._cluster = cluster
+        self._storage = storage
+        self._engine = storage.engine
+        self._told = told
+        identity = Identity(cluster.key, 1, storage.storage_id)
+        self._machine = AdminService(identity, address=storage.replica)
+
+    def ask(self, message: AdminMessage) -> None:
+        """Send the request."""
+        self._take(AdminRequest(ConnectionId(1), VERSION, message))
+
+    def _take(self, event: AdminRequest | Outcome) -> None:
+        for effect in self._machine.step(event, self._storage.now_ms):
+            self._perform(effect)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Tell():
+                is_done = isinstance(effect.message, Done)
+                self._cluster.checks.count("administered" if is_done else "administration refused")
+                self._told(effect.message)
+            case Run():
+                self._run(effect.ticket, effect.errand)
+            case Report():
+                pass
+
+    def _run(self, ticket: int, errand: Errand) -> None:
+        if isinstance(errand, errands.Question):
+            self._bring_back(ticket, lambda: self._answer(errand))
+            return
+
+        def change() -> None:
+            if self._storage.engine is self._engine:
+                self._bring_back(ticket, lambda: self._change(errand))
+
+        self._storage.alone(change)
+
+    def _bring_back(self, ticket: int, call: Callable[[], object]) -> None:
+        value: object
+        try:
+            value = call()
+        except WaltzError as error:
+            value = error
+        self._take(Outcome(ticket, value))
+
+    def _change(self, errand: errands.Change) -> object:
+        self._cluster.world.note(f"{self._storage.name}: {errand}")
+        if isinstance(errand, errands.Empty | errands.GiveUp):
+            self._cluster.budget.spend(self._storage)
+        return upkeep.carry_out(self._engine, errand)
+
+    def _answer(self, errand: errands.Question) -> object:
+        match errand:
+            case errands.LookAt():
+                service = self._storage.service
+                is_served = service is not None and errand.partition_id in service.partitions
+                return upkeep.facts_of(self._engine, errand.partition_id, is_served=is_served)
+            case errands.FindStanding():
+                return self._standing()
+            case _:
+                raise BadRequest(f"the simulator's operator does not ask for {errand}")
+
+    def _standing(self) -> Standing:
+        if self._cluster.is_zookeeper_away:
+            raise CoordinatorUnavailable("ZooKeeper is away")
+        metadata = self._cluster.coordinator.metadata
+        states = {} if metadata is None else metadata.states
+        engaged = tuple(
+            str(replica)
+            for replica, state in states.items()
+            if state.closing_high_water_mark == UNRESOLVED
+        )
+        return Standing(
+            self._storage.replica in self._cluster.replicas,
+            self._storage.replica in engaged,
+            NO_SESSION if metadata is None else metadata.session_id,
+            engaged,
+            len(states),
+        )

@@ -1,0 +1,264 @@
+"""The guarantees, one checker each, called as things happen and once more at the end.
+
+Why it stands alone: processes, links and disks of the simulator tell one object what happens; which
+of the promises (`promises/`) that concerns is said here, and nowhere else.
+
+Each public method is told of one kind of thing. The names and numbers are those of correctness.md
+3.2.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from waltz_core.client import events as client_events
+from waltz_core.cluster.model import UNRESOLVED, PartitionMarker, PartitionMetadata
+from waltz_core.errors import WaltzError
+from waltz_core.machine import Report
+from waltz_core.record import Chain, SessionId, TransactionId
+from waltz_core.replication import events
+from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.storage.work import Work, WorkResult
+from waltz_sim.promises.answers import Answers
+from waltz_sim.promises.bounds import Bounds
+from waltz_sim.promises.ledger import Ledger
+from waltz_sim.promises.locking import Locking
+from waltz_sim.promises.outcomes import Outcomes
+from waltz_sim.promises.replicas import Before, Replicas
+from waltz_sim.promises.sessions import Sessions
+from waltz_sim.promises.sometimes import REPORTED
+from waltz_sim.promises.witness import Witness
+
+if TYPE_CHECKING:
+    from waltz_core.replication.partition_store import PartitionStore
+    from waltz_core.server.events import Answer
+    from waltz_core.wire.messages import ClientMessage, StorageMessage
+    from waltz_sim.cluster.clients import SimClient
+    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.servers import SimServer
+    from waltz_sim.cluster.storages import SimStorage
+    from waltz_sim.world.network import Link
+
+
+class Checks(Witness):
+    """All checkers, and what they remember."""
+
+    def __init__(self, cluster: "SimCluster") -> None:
+        super().__init__(cluster)
+        self.sessions = Sessions(self)
+        self.replicas = Replicas(self, self.sessions)
+        self.answers = Answers(self, self.sessions)
+        self.locking = Locking(self)
+        self.outcomes = Outcomes(self, self.answers, self.locking)
+        self.bounds = Bounds(self)
+        self._opening: dict[str, int] = {}  # how much lay on disks before they were opened
+        self._heads: dict[tuple[str, SessionId], Chain] = {}  # where a server appends next
+
+    def reported(self, name: str, report: Report) -> None:
+        """A machine says what it did."""
+        self.counts[REPORTED.get(report.name, report.name)] += 1
+        if self.world.is_traced:
+            fields = " ".join(f"{key}={value}" for key, value in report.fields)
+            self.world.note(f"{name} ! {report.name} {fields}")
+
+    # -----------------------------------------------------------------------------------------
+    # storages
+
+    def storage_started(self, storage: "SimStorage") -> None:
+        """A process has its directory open."""
+
+    def storage_refused(self, storage: "SimStorage", error: WaltzError) -> None:
+        """A directory or a log cannot be opened."""
+        self.count(f"storage refused: {type(error).__name__}")
+
+    def log_opening(self, storage: "SimStorage") -> int:
+        """A directory, and then its log, is about to be opened; `log_opened` gets the result."""
+        return self._opening.setdefault(storage.name, self.replicas.bytes_of(storage))
+
+    def log_opened(self, storage: "SimStorage", log: PartitionLog, bytes_before: int = 0) -> None:
+        """A log is open; opening may have cut a torn tail."""
+        self._opening.pop(storage.name, None)
+        if self.replicas.bytes_of(storage) < bytes_before:
+            self.count("torn tail")
+        self.replicas.opened(storage, log)
+
+    def rolled_back(self, storage: "SimStorage") -> None:
+        """A fault has taken this replica's disk back: what it promised is gone."""
+        self.replicas.rolled_back(storage)
+
+    def rotted(self, storage: "SimStorage") -> None:
+        """A fault has changed bytes on this replica's platter."""
+        self.replicas.rotted(storage)
+
+    def before_work(self, storage: "SimStorage", work: Work) -> Before:
+        """Look at a log before something is done to it; `worked` gets what is returned."""
+        return self.replicas.before_work(storage, work)
+
+    def worked(self, storage: "SimStorage", work: Work, result: WorkResult, before: Before) -> None:
+        """A piece of work is done, and is answered in a moment."""
+        self.replicas.worked(storage, work, result, before)
+        self.bounds.worked(storage)
+
+    # -----------------------------------------------------------------------------------------
+    # ZooKeeper
+
+    def wrote(
+        self,
+        server: str,
+        before: PartitionMetadata,
+        after: PartitionMetadata,
+        marker: PartitionMarker,
+    ) -> None:
+        """Both nodes of the partition were changed."""
+        if self.world.is_traced:
+            self.world.note(f"zookeeper < {server} {states_in_words(after)}")
+        self.sessions.wrote(server, before, after, marker)
+
+    def zookeeper_changed(self) -> None:
+        """Somebody has put other data into ZooKeeper, behind everybody's back."""
+        self.sessions.zookeeper_changed()
+
+    # -----------------------------------------------------------------------------------------
+    # servers
+
+    def partition_made(self, server: "SimServer") -> None:
+        """A server has a new, empty partition machine: nothing was told yet."""
+        self.answers.made(server.name)
+
+    def submitted(self, server: "SimServer", event: events.Submit) -> None:
+        """The pipeline hands a batch to the store."""
+        key = server.name, event.session_id
+        self.sessions.submitted(server, event.session_id)
+        self._heads[key] = self.history.submitted(self._heads[key], event.session_id, event.batch)
+        self.locking.submitted(server.name, event.batch)
+        self.outcomes.submitted(self._heads[key])
+
+    def stepped(
+        self, server: "SimServer", store: "PartitionStore", effects: Sequence[events.Effect]
+    ) -> None:
+        """The store says something."""
+        name = server.name
+        for effect in effects:
+            kind = type(effect)
+            if kind is events.SendToReplica:
+                continue
+            self.sessions.stepped(server, effect)
+            if isinstance(effect, events.SessionOpened):
+                self.outcomes.exposed(effect.high_water_mark, effect.chain)
+                self._heads[name, effect.session_id] = effect.chain
+            elif isinstance(effect, events.Committed):
+                self.outcomes.exposed(effect.last, effect.chain)
+            elif isinstance(effect, events.SessionClosed):
+                self.count("session closed")
+            self.answers.store_said(name, effect)
+            self.locking.store_said(name, effect)
+            self.bounds.store_said(name, effect)
+
+    def server_stepped(self, server: "SimServer") -> None:
+        """A server has done one thing, with all that follows from it."""
+        self.answers.stepped(server)
+        self.locking.stepped(server)
+        self.bounds.stepped(server)
+
+    def sent_to_replica(self, server: "SimServer", effect: events.SendToReplica) -> None:
+        """A request is on its way to a storage."""
+        self.sessions.sent(server, effect)
+        self.bounds.sent(effect)
+
+    def replica_answered(
+        self, session_id: SessionId, replica: str, message: "StorageMessage"
+    ) -> None:
+        """A storage's answer has come to the owner."""
+        self.sessions.heard(session_id, replica, message)
+        self.bounds.heard(session_id, replica, message)
+
+    def answered(self, server: "SimServer", answer: "Answer") -> None:
+        """A message leaves a server for a client."""
+        self.answers.answered(server, answer)
+
+    def dialled(self, who: str, whom: str) -> None:
+        """A process asks for a connection."""
+        self.bounds.dialled(who, whom)
+
+    # -----------------------------------------------------------------------------------------
+    # clients
+
+    def client_started(self, client: "SimClient") -> None:
+        """A client begins a life."""
+        self.outcomes.started(client)
+
+    def client_died(self, client: "SimClient") -> None:
+        """What it waited for is nobody's any more."""
+        self.outcomes.died(client)
+
+    def client_stopped(self, client: "SimClient", error: WaltzError) -> None:
+        """A stream has ended for good: never in a world without data loss."""
+        self.fail("ClientStopped", f"{client.name}: {error}")
+
+    def client_follows(self, client: "SimClient") -> None:
+        """A client asks for the feed."""
+        self.outcomes.followers[client.name] = client
+
+    def client_sent(self, client: "SimClient", link: "Link", message: "ClientMessage") -> None:
+        """A client sends something to a server."""
+        self.answers.sent(client, link, message)
+
+    def client_heard(self, client: "SimClient", link: "Link", message: "ClientMessage") -> None:
+        """A client hears something from a server."""
+        self.answers.heard(client, link, message)
+
+    def mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
+        """A client is shown a mark."""
+        self.outcomes.mark_moved(client, mark)
+
+    def settled(self, client: "SimClient", effect: client_events.Settled) -> None:
+        """An application is told the outcome of a parcel."""
+        self.outcomes.settled(client, effect)
+
+    def refused(self, client: "SimClient", effect: client_events.Refused) -> None:
+        """An application is told that a parcel has no outcome."""
+        self.outcomes.refused(client, effect.token, effect.error)
+
+    def fed(self, client: "SimClient", effect: client_events.Fed) -> None:
+        """An application is fed."""
+        self.outcomes.fed(client, effect)
+
+    # -----------------------------------------------------------------------------------------
+    # the end
+
+    def at_end(self) -> None:
+        """24, 25. Fixed and Converged: all replicas hold the log, and everybody was told."""
+        history, last = self.history, self.history.last
+        for name in self.cluster.coordinator.assignment.replicas:
+            storage = self.cluster.storages[name]
+            log = storage.log
+            if log is None or log.max_id != last:
+                self.fail("Converged", f"{name} ends at {log and log.max_id}, not {last}")
+            if log.suspect or log.damaged:
+                self.fail("Converged", f"{name} is suspect or damaged: {log.damaged}")
+            if log.state().chain != history.chains[last]:
+                self.fail("LogMatching", f"{name} has another chain at {last}")
+            self.replicas.check_records(storage, last)
+        for operation in history.operations.values():
+            if not operation.told:
+                self.fail("Converged", f"{operation} was never told")
+        for client in self.outcomes.followers.values():
+            if client.fed != last:
+                self.fail("Converged", f"{client.name} was fed up to {client.fed}, not {last}")
+        self._replay()
+
+    def _replay(self) -> None:
+        """17. Serializable: the whole log once more, as a replica has it, from the first record."""
+        ledger = Ledger()
+        storage = self.cluster.storages[self.cluster.coordinator.assignment.replicas[0]]
+        for transaction_id, data in enumerate(self.replicas.data_on(storage)):
+            ledger.take(transaction_id, data)
+        ledger.audit()
+        self.counts["deals"] += ledger.deal_count
+
+
+def states_in_words(metadata: PartitionMetadata) -> str:
+    """Return the replica states in a few words: `A:3 B:3 C:2<17`."""
+    return f"{metadata.session_id}: " + " ".join(
+        f"{name}:{state.session_id}" + ("" if state[1] == UNRESOLVED else f"<{state[1]}")
+        for name, state in metadata.states.items()
+    )

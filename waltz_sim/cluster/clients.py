@@ -1,0 +1,277 @@
+"""A client of the simulation: the production stream, and an application that lives by it.
+
+Why it stands alone: it is what `client/partition.py` and `client/connections.py` are outside: links
+to servers, questions to ZooKeeper, and whoever waits for the answers.
+
+Rules:
+    1. The stream is the production machine, unchanged.
+    2. What the stream tells its application goes to the checkers, and to nobody else before.
+    3. A client that dies takes what it knew with it; its next life has another client id.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.client import events
+from waltz_core.client.events import StreamSettings
+from waltz_core.client.monitor import Parcel
+from waltz_core.client.stream import PartitionStream
+from waltz_core.errors import Unreachable
+from waltz_core.machine import Report, Wakeup
+from waltz_core.record import BEFORE_FIRST, ClientId, Generation, PartitionId, ReqId, TransactionId
+from waltz_core.wire.messages import (
+    ClientMessage,
+    ErrorResponse,
+    Message,
+)
+from waltz_sim.cluster.coordinator import Assignment
+from waltz_sim.cluster.servers import message_in_words
+from waltz_sim.world.network import NEAR, Handlers, Link
+from waltz_sim.world.process import Process
+
+if TYPE_CHECKING:
+    from waltz_sim.cluster.cluster import SimCluster
+
+SETTINGS: Final = StreamSettings(
+    request_timeout_ms=4_000,
+    mount_timeout_ms=1_500,
+    retry_interval_ms_min=20,
+    retry_interval_ms_max=400,
+    range_bytes_max=2_048,
+    in_flight_bytes_max=64 * 1024,
+    feed_ahead_max=40,
+)
+# Below all numbers that the stream uses for its own requests.
+_SEQUENCE_BELOW: Final = -(1 << 30)
+
+Answered = Callable[[ClientMessage | None], None]
+
+
+def _ignore(_: ClientMessage | None) -> None:
+    """Nobody waits for the answer but the checkers."""
+
+
+class SimClient(Process):
+    """One client process; the workload makes it do things, and hears through `told`."""
+
+    def __init__(self, cluster: "SimCluster", name: str) -> None:
+        super().__init__(cluster.world, name)
+        self.cluster = cluster
+        self.client_id = 0
+        self.stream: PartitionStream | None = None
+        self.fed = BEFORE_FIRST  # the last transaction taken in by the application
+        self.apply_us_max = 3_000  # how long the application takes for what it is fed
+        self._links: dict[int, Link] = {}  # open ones to servers, by number
+        self._asked: dict[ReqId, tuple[Link, Answered]] = {}
+        self._ask_count = 0
+        self._inbox: deque[events.Event] = deque()
+        self._is_stepping = False
+        # The application: what it does with an outcome, and with what it is fed.
+        self.on_settled: Callable[[events.Settled], None] = lambda _: None
+        self.on_refused: Callable[[events.Refused], None] = lambda _: None
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_stopped: Callable[[], None] = lambda: None
+
+    # ---- life
+
+    def started(self) -> None:
+        """Begin a life, with a client id that nobody had before (rule 3)."""
+        cluster = self.cluster
+        self.client_id = cluster.coordinator.next_client_id()
+        self.fed = BEFORE_FIRST
+        self.stream = PartitionStream(
+            self.client_id, PartitionId(cluster.partition_id), SETTINGS, self.rng
+        )
+        cluster.checks.client_started(self)
+
+    def died(self) -> None:
+        """Forget everything."""
+        self.stream = None
+        self._inbox.clear()
+        self._links.clear()
+        self._asked.clear()
+
+    def kill(self, *, is_silent: bool = False) -> None:
+        """End the process."""
+        if not self.is_up:
+            return
+        self.world.note(f"{self.name} is killed")
+        self.cluster.checks.client_died(self)
+        self.die()
+        self.cluster.network.died(self, is_silent=is_silent)
+
+    # ---- what the application does
+
+    def append(self, parcel: Parcel) -> None:
+        """Append; exactly one of `on_settled` and `on_refused` follows."""
+        self.step(events.Append(parcel))
+
+    def subscribe(self, mark: TransactionId) -> None:
+        """Ask for the feed after a mark."""
+        self.fed = mark
+        self.cluster.checks.client_follows(self)
+        self.step(events.Subscribe(mark))
+
+    @property
+    def mark(self) -> TransactionId:
+        """The mark that a transaction computed now may claim to have seen."""
+        assert self.stream is not None
+        return self.stream.high_water_mark
+
+    def ask(self, make: Callable[[ReqId], ClientMessage], answered: Answered = _ignore) -> None:
+        """Send a request beside the stream; None is answered when the link breaks."""
+        if not self._links:
+            answered(None)
+            return
+        link = next(reversed(self._links.values()))
+        self._ask_count += 1
+        req_id = ReqId(
+            ClientId(self.client_id),
+            Generation(0),
+            PartitionId(self.cluster.partition_id),
+            _SEQUENCE_BELOW - self._ask_count,
+        )
+        self._asked[req_id] = link, answered
+        self._send(link, make(req_id))
+
+    def _send(self, link: Link, message: ClientMessage) -> None:
+        self.cluster.checks.client_sent(self, link, message)
+        self.cluster.network.send(link, NEAR, message)
+
+    # ---- the stream
+
+    def step(self, event: events.Event) -> None:
+        """Give the stream an event; one that comes up meanwhile waits, as in the driver."""
+        self._inbox.append(event)
+        if self._is_stepping:
+            return
+        self._is_stepping = True
+        while self._inbox and self.stream is not None:
+            for effect in self.stream.step(self._inbox.popleft(), self.now_ms):
+                self._perform(effect)
+        self._is_stepping = False
+        self._inbox.clear()
+        if self.stream is not None:
+            self.set_timer(self.stream.wake_at_ms)
+
+    def ring(self) -> None:
+        """See `Process.ring`."""
+        if self.stream is None:
+            return
+        wake_at_ms = self.stream.wake_at_ms
+        if wake_at_ms is not None and wake_at_ms <= self.now_ms:
+            self.step(Wakeup())
+        else:
+            self.set_timer(wake_at_ms)
+
+    def _perform(self, effect: events.Effect) -> None:  # noqa: C901 - one case for each
+        checks = self.cluster.checks
+        match effect:
+            case events.Send():
+                link = self._links.get(effect.link)
+                if link is not None:
+                    self._send(link, effect.message)
+            case events.Settled():
+                checks.settled(self, effect)
+                self.on_settled(effect)
+            case events.Refused():
+                checks.refused(self, effect)
+                self.on_refused(effect)
+            case events.OpenLink():
+                self._open_link(effect)
+            case events.Fed():
+                checks.fed(self, effect)
+                self.fed = TransactionId(effect.first + effect.count - 1)
+                self._apply_later(self.fed)
+            case events.MarkMoved():
+                checks.mark_moved(self, effect.high_water_mark)
+            case events.Ready():
+                self.on_ready()
+            case events.NeedClientId():
+                client_id = self.cluster.coordinator.next_client_id()
+                self.after(1_000, lambda: self._renew(client_id))
+            case events.FeedLags():
+                # Small logs: what was missed is asked of the server, all at once.
+                mark = effect.fed
+                self.after(1_000, lambda: self.step(events.Resume(mark)))
+            case events.Stopped():
+                self.world.note(f"{self.name} stopped: {effect.error}")
+                checks.client_stopped(self, effect.error)
+                self.on_stopped()
+            case Report():
+                checks.reported(self.name, effect)
+
+    def _renew(self, client_id: int) -> None:
+        self.client_id = client_id
+        self.step(events.Renewed(client_id))
+
+    def _apply_later(self, mark: TransactionId) -> None:
+        delay_us = int(200 + self.chance() * self.apply_us_max)
+        self.after(delay_us, lambda: self.step(events.Applied(mark)))
+
+    # ---- links
+
+    def _open_link(self, effect: events.OpenLink) -> None:
+        def found(assignment: Assignment) -> None:
+            server = self.cluster.server_named(assignment.owner)
+            if server is None:
+                fail("nobody owns the partition")
+                return
+            self.cluster.checks.dialled(self.name, server.name)
+            for link in self._links.values():
+                if link.ends[1] is server and link.number not in effect.spoiled:
+                    self._linked(effect, link, assignment)
+                    return
+            self.cluster.network.dial(
+                self,
+                server,
+                Handlers(self._said, self._lost),
+                opened=lambda link: self._linked(effect, link, assignment),
+                failed=fail,
+                accept=server.accept,
+            )
+
+        def fail(reason: str) -> None:
+            self.step(events.LinkFailed(effect.attempt, Unreachable(reason)))
+
+        self.cluster.coordinator.owner_for(self, found)
+
+    def _linked(self, effect: events.OpenLink, link: Link, assignment: Assignment) -> None:
+        assert self.stream is not None
+        if effect.attempt != self.stream.attempt:
+            if link.number not in self._links:
+                self.cluster.network.close(link, NEAR)
+            return
+        for other in list(self._links.values()):
+            if other is not link:
+                del self._links[other.number]
+                self.cluster.network.close(other, NEAR)
+                self._unasked(other)
+                self.step(events.LinkLost(other.number, "left for another one"))
+        self._links[link.number] = link
+        sequence = self.cluster.coordinator.next_connection_sequence()
+        attempt, generation = effect.attempt, assignment.generation
+        self.step(events.Linked(attempt, link.number, generation, sequence, may_follow=True))
+
+    def _lost(self, link: Link, reason: str) -> None:
+        self._links.pop(link.number, None)
+        self._unasked(link)
+        self.step(events.LinkLost(link.number, reason))
+
+    def _unasked(self, link: Link) -> None:
+        for req_id, (asked_on, answered) in list(self._asked.items()):
+            if asked_on is link:
+                del self._asked[req_id]
+                answered(None)
+
+    def _said(self, link: Link, message: Message) -> None:
+        assert isinstance(message, ClientMessage)
+        if self.world.is_traced:
+            self.world.note(f"{self.name} < {message_in_words(message)}")
+        self.cluster.checks.client_heard(self, link, message)
+        found = self._asked.pop(message.req_id, None)
+        if found is not None:
+            found[1](None if isinstance(message, ErrorResponse) else message)
+            return
+        self.step(events.Received(link.number, message))

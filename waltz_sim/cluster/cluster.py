@@ -1,0 +1,414 @@
+"""Clients, servers, storages and ZooKeeper in one world, and what is done to them as a whole.
+
+Why it stands alone: faults, workloads, checkers and scenarios all speak of the same cluster; this
+is the object that they share.
+
+Rules:
+    1. One partition. What partitions share in a process (a storage's disk, a server's memory) is
+       tested elsewhere; what makes the log right is within one.
+    2. A run has two phases. In the first, anything goes; in the second everything heals, and then
+       everything must be whole again within a bounded time. Without a budget (`budget.py`) nothing
+       needs to become whole: it is enough that nothing is wrong.
+    3. An operator looks after what cannot heal by itself: puts disks back that were swapped, gives
+       a storage whose disk is not its own, or is beyond reading, an empty directory and a new
+       identity, has logs read whole. Nothing is accepted of which nobody knows what it is.
+"""
+
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.errors import (
+    BadFormat,
+    ChecksumMismatch,
+    ClusterKeyMismatch,
+    MissingSegment,
+    StorageIdMismatch,
+    WaltzError,
+)
+from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.replication import events
+from waltz_core.replication.replica_session import Stage
+from waltz_sim.cluster.checkers import Checks
+from waltz_sim.cluster.clients import SimClient
+from waltz_sim.cluster.contexts import ContextClient
+from waltz_sim.cluster.coordinator import SimCoordinator
+from waltz_sim.cluster.rescue import Rescue
+from waltz_sim.cluster.servers import SimServer
+from waltz_sim.cluster.storages import RESTART_MS, SimStorage
+from waltz_sim.cluster.workload import Workload
+from waltz_sim.promises.budget import Budget, read_whole
+from waltz_sim.schedule import Schedule
+from waltz_sim.world.network import Network
+from waltz_sim.world.process import Process
+from waltz_sim.world.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+MS: Final = 1_000
+OPEN_MS_MAX: Final = 90_000
+EQUAL_MS_MAX: Final = 60_000
+AFTERWARDS_MS: Final = 20
+OPERATOR_MS: Final = 3_000
+HALTED_MS: Final = 8_000
+# What does not end by itself, however often it is tried.
+BEYOND_READING: Final = (
+    BadFormat,
+    ChecksumMismatch,
+    ClusterKeyMismatch,
+    MissingSegment,
+    StorageIdMismatch,
+)
+
+
+class SimCluster:
+    """See the module's rules."""
+
+    partition_id: Final = PartitionId(0)
+    key: Final = b"cluster-key-16-b"
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        is_traced: bool = False,
+        checks: "Callable[[SimCluster], Checks]" = Checks,
+    ) -> None:
+        self.schedule = schedule
+        self.setup = setup = schedule.setup
+        self.limits, self.store_limits = setup.limits(), setup.store_limits()
+        self.world = World(schedule.seed, is_traced=is_traced, is_calm=setup.is_calm)
+        self.rng = self.world.stream("cluster")
+        self.network = Network(self.world, is_bytes=setup.is_bytes)
+        self.checks = checks(self)
+        self.storages: dict[ReplicaId, SimStorage] = {}
+        self.servers: list[SimServer] = []
+        replicas = tuple(ReplicaId(f"storage{n}:1") for n in range(setup.replicas))
+        self.coordinator = SimCoordinator(self, replicas)
+        self.budget = Budget(self)
+        self.swapped: dict[str, SimStorage] = {}  # by name: who has a disk that is another's
+        self.held_down: dict[str, None] = {}  # machines that are not to come back for a while
+        self.is_healing = False
+        # Whose log a command has begun to make the log, where it has not ended (rescue.py).
+        self.unfinished_rescue: ReplicaId | None = None
+        self.rescue_count = 0
+        self._unreadable: dict[str, int] = {}  # how often a log could not be read whole
+        for n in range(setup.replicas + setup.spare_storages):
+            replica = ReplicaId(f"storage{n}:1")
+            self.storages[replica] = SimStorage(self, replica)
+        self.servers += [SimServer(self, f"server{n}") for n in range(setup.servers)]
+        self.workload = Workload(self)
+        self.clients = [SimClient(self, f"client{n}") for n in range(setup.clients)]
+        # Not among the processes that faults choose from: they end and pause by themselves.
+        self.context_clients = [
+            ContextClient(self, f"context-client{n}") for n in range(setup.context_clients)
+        ]
+        for server in self.servers:
+            server.started()
+
+    # ---- who is there
+
+    @property
+    def processes(self) -> "Sequence[Process]":
+        """All of them, in one order."""
+        return [*self.storages.values(), *self.servers, *self.clients]
+
+    def server_named(self, name: str | None) -> SimServer | None:
+        """Return a server by its name."""
+        return next((each for each in self.servers if each.name == name), None)
+
+    @property
+    def owner(self) -> SimServer | None:
+        """The server that the assignment names."""
+        return self.server_named(self.coordinator.assignment.owner)
+
+    @property
+    def replicas(self) -> tuple[ReplicaId, ...]:
+        """The assigned ones."""
+        return self.coordinator.assignment.replicas
+
+    @property
+    def is_zookeeper_away(self) -> bool:
+        """Whether nobody reaches ZooKeeper."""
+        return self.coordinator.is_away
+
+    def register_storage(self, replica: ReplicaId, storage_id: bytes) -> bytes:
+        """Enter a storage's id for its address, if there is none; return the registered one."""
+        return self.coordinator.storage_ids.setdefault(replica, storage_id)
+
+    def start_clients(self) -> None:
+        """Begin the workload."""
+        for client in self.clients:
+            self.start_client(client)
+        for context_client in self.context_clients:
+            context_client.started()
+
+    def close(self) -> None:
+        """End what would be collected with the world, at any time."""
+        for each in self.context_clients:
+            each.loop.close()
+
+    def start_client(self, client: SimClient) -> None:
+        """Begin a new life of a client."""
+        self.workload.drop(client)
+        client.is_up = True
+        client.incarnation += 1
+        client.started()
+        self.workload.begin(client)
+
+    def restart_later(self, process: Process) -> None:
+        """Start a process again after a while, as its supervisor does, unless it is held down."""
+        delay_us = self.rng.randrange(*RESTART_MS) * MS
+
+        def start() -> None:
+            if process.name not in self.held_down:
+                process.start()
+
+        self.world.after(delay_us, start)
+
+    def reassign(self, replicas: "tuple[ReplicaId, ...]") -> None:
+        """Change the replica assignment, as `cluster` commands do: one replica at a time."""
+        self.coordinator.reassign(replicas)
+        for storage in self.storages.values():
+            storage.after(self.coordinator.watch_us(), storage.hear_of_assignment)
+
+    def kill(self, process: "SimStorage | SimServer") -> None:
+        """`kill -9`; its supervisor starts it again."""
+        if process.is_up and not self.is_healing:
+            process.kill()
+            self.restart_later(process)
+
+    # ---- the operator (rule 3)
+
+    def swap_disks(self, one: SimStorage, other: SimStorage) -> None:
+        """Put each of two disks in the other's machine; nobody's data is lost."""
+        for each in (one, other):
+            each.kill()
+        one.disk, other.disk = other.disk, one.disk
+        one.refused = other.refused = None
+        for each, its in ((one, other), (other, one)):
+            if each.name in self.swapped:
+                del self.swapped[each.name]
+            else:
+                self.swapped[each.name] = its
+            self.restart_later(each)
+
+    def operate(self, *, is_patient: bool = True) -> None:
+        """Look after what cannot heal by itself; who is patient waits for what may."""
+        for name in list(self.swapped):
+            if name in self.swapped:
+                storage = next(each for each in self.storages.values() if each.name == name)
+                self.swap_disks(storage, self.swapped[name])
+        for storage in self.storages.values():
+            if storage.name in self.held_down:
+                continue
+            if isinstance(storage.refused, BEYOND_READING):
+                if not self.budget.has_lost(storage):
+                    self.checks.fail("Converged", f"{storage.name} refuses: {storage.refused}")
+                self.replace(storage)
+            elif not is_patient and self._cannot_be_mended(storage):
+                self.replace(storage)
+        if self.unfinished_rescue is not None:
+            Rescue(self, lambda _: None, accepted=self.unfinished_rescue)
+        if not is_patient:
+            self.read_all()
+            self._checkpoint()
+
+    def _cannot_be_mended(self, storage: SimStorage) -> bool:
+        """Whether a replica that has lost something does not come back by itself."""
+        owner = self.owner
+        session = None if owner is None or owner.store is None else owner.store.store.session
+        if session is None or storage.replica not in self.replicas:
+            return False
+        # Where the log ends is decided without those that are not engaged.
+        is_needed = session.repairs.goal is None or self.budget.is_engaged(storage)
+        if not self.budget.has_lost(storage) or (is_needed and not self.budget.allows(storage)):
+            return False
+        return not any(
+            each.replica == storage.replica and each.stage in {Stage.READY, Stage.ENGAGED}
+            for each in session.replicas.values()
+        )
+
+    def _checkpoint(self) -> None:
+        """Ask for a new session, which mends what is known to be damaged."""
+        owner = self.owner
+        if owner is not None and owner.partition is not None and owner.partition.is_open:
+            owner.step(events.Checkpoint())
+
+    def replace(self, storage: SimStorage) -> None:
+        """Give a storage an empty directory, and enter its new identity for its address."""
+        self.checks.count("storage replaced")
+        self.world.note(f"{storage.name} is replaced")
+        storage.kill()
+        self.budget.spend(storage)
+        former = self.coordinator.storage_ids.get(storage.replica)
+        if former is not None:
+            self.coordinator.former_ids.setdefault(storage.replica, []).append(former)
+        storage.start_anew()
+        self.coordinator.storage_ids[storage.replica] = storage.storage_id
+        self.restart_later(storage)
+
+    def read_all(self) -> None:
+        """Have every log read whole, so that it knows what is damaged.
+
+        One that cannot be read knows more when it is opened again, or has to be replaced.
+        """
+        for storage in self.storages.values():
+            if storage.log is not None:
+                try:
+                    read_whole(storage.log)
+                except WaltzError as error:
+                    self.world.note(f"{storage.name} cannot be read whole: {error}")
+                    if self._unreadable.setdefault(storage.name, 0) and self.budget.allows(storage):
+                        self.replace(storage)
+                    else:
+                        storage.kill()
+                        self.restart_later(storage)
+                    self._unreadable[storage.name] += 1
+
+    # ---- healing
+
+    def heal(self) -> None:
+        """End all that is wrong; nothing goes wrong any more.
+
+        A server that hangs goes on to do so until the others have made the partition whole.
+        """
+        self.is_healing = True
+        self.world.note("heal")
+        self.network.heal()
+        self.held_down.clear()
+        coordinator = self.coordinator
+        coordinator.is_away, coordinator.lost_answers = False, 0.0
+        coordinator.cut_off.clear()
+        coordinator.watch_delay_ms_max = 20
+        coordinator.lost_watches = coordinator.stale_reads = 0.0
+        for storage in self.storages.values():
+            storage.heal()
+        for server in self.servers:
+            server.dies_at = None
+        for process in self.processes:
+            process.slow_us = 0
+            process.set_pace(1.0)
+            if not (isinstance(process, SimServer) and process.is_hanging):
+                process.resume()
+            if not process.is_up and not isinstance(process, SimClient):
+                process.start()
+        for client in self.clients:
+            if not client.is_up:
+                self.start_client(client)
+
+    def is_whole(self) -> bool:
+        """Whether the partition is served with all of its replicas engaged."""
+        owner = self.owner
+        if owner is None or owner.partition is None or owner.store is None:
+            return False
+        session = owner.store.store.session
+        return (
+            owner.partition.is_open
+            and session is not None
+            and session.is_settled
+            and len(session.engaged) == len(self.coordinator.assignment.replicas)
+            and set(session.claim.assigned) == set(self.coordinator.assignment.replicas)
+        )
+
+    def is_equal(self) -> bool:
+        """Whether nothing is under way, and all replicas hold the whole log."""
+        if self.workload.pending_count or not self.is_whole():
+            return False
+        if any(each.running for each in self.context_clients):
+            return False
+        if not self.checks.outcomes.are_all_fed():
+            return False
+        last = self.checks.history.last
+        logs = [self.storages[each].log for each in self.coordinator.assignment.replicas]
+        return all(log is not None and log.synced_max == last for log in logs)
+
+    def is_mended(self) -> bool:
+        """Whether no replica has anything that is to be mended."""
+        logs = [self.storages[each].log for each in self.replicas]
+        return self.is_whole() and all(
+            log is not None and not log.damaged and not log.suspect for log in logs
+        )
+
+    def why_not(self) -> str:
+        """Say what is not as it should be."""
+        owner = self.owner
+        stages = []
+        if owner is not None and owner.store is not None:
+            session = owner.store.store.session
+            if session is not None:
+                stages = [f"{each.replica}:{each.stage.name}" for each in session.replicas.values()]
+        damaged = {
+            name: (one.log.suspect, one.log.damaged)
+            for name, one in self.storages.items()
+            if one.log is not None and (one.log.suspect or one.log.damaged)
+        }
+        lasts = {
+            name: "down" if one.log is None else one.log.max_id
+            for name, one in self.storages.items()
+        }
+        refused = {name: str(one.refused) for name, one in self.storages.items() if one.refused}
+        return (
+            f"owner {owner and owner.name}, {stages}, replicas end at {lasts}, the log at "
+            f"{self.checks.history.last}, refused {refused}, suspect or damaged {damaged}, "
+            f"{self.workload.pending_count} parcels wait"
+        )
+
+    def run_healed(self) -> None:
+        """Let everything become whole, or say what does not (rule 2)."""
+        self.heal()
+        if self.setup.is_unbounded:
+            self._run_halted()
+            return
+        world, checks = self.world, self.checks
+        self._run_until_whole()
+        for server in self.servers:
+            server.resume()
+        self._run_until_mended()
+        # A little more work, then a rest.
+        world.run(AFTERWARDS_MS * MS)
+        self.workload.is_over = True
+        if not world.run(EQUAL_MS_MAX * MS, until=self.is_equal):
+            checks.fail("Converged", f"not equal: {self.why_not()}")
+        checks.at_end()
+
+    def _run_until_whole(self) -> None:
+        """Let the operator look now and then, until the partition is whole."""
+        for again in range(OPEN_MS_MAX // OPERATOR_MS):
+            if self.world.run(OPERATOR_MS * MS, until=self.is_whole):
+                return
+            self.operate(is_patient=again % 4 != 3)
+        self.checks.fail("Converged", f"not whole: {self.why_not()}")
+
+    def _run_until_mended(self) -> None:
+        """Have all logs read whole; what is found is mended in the session, or by a new one."""
+        for again in range(OPEN_MS_MAX // OPERATOR_MS):
+            self._scrub_all()
+            self.read_all()
+            if self.is_mended():
+                return
+            self.checks.count("damage to be mended at the end")
+            self._checkpoint()
+            self.world.run(OPERATOR_MS * MS, until=self.is_mended)
+            self.operate(is_patient=again % 4 != 3)
+        self.checks.fail("Converged", f"not mended: {self.why_not()}")
+
+    def _scrub_all(self) -> None:
+        """Have every log read again by its own storage, and give the owner time to mend it."""
+        for storage in self.storages.values():
+            if storage.log is not None:
+                storage.scrub_now()
+
+        def is_done() -> bool:
+            return self.is_mended() and not any(
+                storage.is_scrubbing for storage in self.storages.values()
+            )
+
+        self.world.run(OPERATOR_MS * MS, until=is_done)
+
+    def _run_halted(self) -> None:
+        """Let everything go on for a while: nothing wrong may be said, that is all."""
+        for _ in range(HALTED_MS // OPERATOR_MS):
+            self.world.run(OPERATOR_MS * MS)
+            self.operate()
+        self.world.run(OPERATOR_MS * MS)
+        self.checks.count("healed without a budget" if self.is_whole() else "halted safely")

@@ -1,0 +1,422 @@
+"""A client whose application runs contexts by a view of its own: the production client, whole.
+
+Why it stands alone: `clients.py` has the client's stream, which is a machine. Which mark a context
+may claim is decided outside of it, by coroutines, while partitions are unsubscribed and resumed.
+
+Rules:
+    1. The client is `AsyncWaltzClient`, unchanged. Its event loop, its sockets and its ZooKeeper
+       are the world's.
+    2. The application's view is a mark: what it has applied. It outlives the process, or does not.
+    3. What a context reads is the view at that time. That is the author's mark in the books,
+       whatever its client claims for it.
+    4. ClaimedMark: no append claims to have seen more than the application had applied by then.
+"""
+
+import logging
+from collections.abc import Collection, Coroutine, Mapping
+from typing import TYPE_CHECKING, Final, cast
+
+from waltz_core import errors
+from waltz_core.client.async_client import AsyncWaltzClient
+from waltz_core.client.callbacks import AsyncCallbacks
+from waltz_core.client.connections import ServerLinks
+from waltz_core.client.directory import Changed, ClusterInfo, Owner
+from waltz_core.client.requests import Requests
+from waltz_core.client.subscriptions import Subscriptions
+from waltz_core.client.transaction import AsyncTransaction, TransactionBuilder, TransactionContext
+from waltz_core.config import KIB, ClientConfig
+from waltz_core.record import BEFORE_FIRST, PartitionId, TransactionId
+from waltz_core.wire.messages import AppendRequest, ClientMessage, Message
+from waltz_sim.promises.history import Operation, Violation
+from waltz_sim.world.event_loop import loop_of
+from waltz_sim.world.network import CLIENT_VERSION, NEAR, Handlers, Link
+from waltz_sim.world.process import Process
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+    from waltz_core import net
+    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.coordinator import Assignment
+    from waltz_sim.cluster.workload import Ask
+
+CONFIG: Final = ClientConfig(
+    request_timeout_ms=4_000,
+    mount_timeout_ms=1_500,
+    dial_timeout_ms=1_500,
+    retry_interval_ms_min=20,
+    retry_interval_ms_max=400,
+    range_bytes_max=64 * KIB,
+)
+# The client logs what a person should look at; of that there is plenty here.
+logging.getLogger("waltz_core.client").addHandler(logging.NullHandler())
+HEADER: Final = 7
+RUNNING_MAX: Final = 3  # contexts at one time
+COLD_COUNT_MAX: Final = 2  # appends before there is a view
+_COLD_ROW: Final[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = ((), (), (1,))
+
+
+class ContextClient(Process):
+    """One application; see the module's rules."""
+
+    def __init__(self, cluster: "SimCluster", name: str) -> None:
+        super().__init__(cluster.world, name)
+        self.cluster = cluster
+        self.loop = loop_of(self)
+        self.view = BEFORE_FIRST  # rule 2
+        self.has_view = False  # since the first `subscribe` of this life has returned
+        self.running = 0
+        self._wires: dict[int, _Wire] = {}
+        self._is_restarting = False
+
+    # ---- life
+
+    def started(self) -> None:
+        """Open a client, and live."""
+        self.loop = loop_of(self)
+        self.has_view, self.running = False, 0
+        self.loop.enter(lambda: self.loop.create_task(self._live(), name=self.name))
+
+    def end(self) -> None:
+        """End the process."""
+        self.world.note(f"{self.name} ends")
+        self.is_up = False  # from now on nothing is sent
+        self.loop.close()
+        self._wires.clear()
+        self.die()
+        self.cluster.network.died(self, is_silent=self.chance() < 0.3)
+        self.cluster.checks.outcomes.died(self)
+
+    def _restart(self) -> None:
+        """End, and come again after a while, with the view or without."""
+        if self.cluster.is_healing:
+            return
+        self.end()
+        if self.chance() < 0.5:
+            self.view = BEFORE_FIRST
+        self.cluster.checks.count("context client restarted")
+        self.world.after(self.rng.randrange(1_000, 300_000), self.start)
+
+    # ---- the application
+
+    async def _live(self) -> None:
+        client = _Client(self)
+        await client.open()
+        for _ in range(int(self.chance() * (COLD_COUNT_MAX + 1))):
+            await self._one(self._run_context(client))
+        await client.subscribe(_View(self), [0])
+        self.has_view = True
+        self.loop.create_task(self._change_feeds(client), name="feeds")
+        while not self.cluster.workload.is_over:
+            await self._sleep_us(self.cluster.workload.think_us(self))
+            if self.running < RUNNING_MAX and not self.cluster.workload.is_over:
+                ask = self._run_context if self.chance() < 0.8 else self._append
+                self.loop.create_task(self._one(ask(client)), name="context")
+
+    async def _one(self, asking: Coroutine[object, object, None]) -> None:
+        self.running += 1
+        try:
+            await asking
+        finally:
+            self.running -= 1
+
+    async def _change_feeds(self, client: AsyncWaltzClient) -> None:
+        """Lay the partition down and take it up again, again and again; sometimes end all of it."""
+        while True:
+            await self._sleep_us(self.rng.randrange(2_000, 200_000))
+            if self.cluster.is_healing:
+                return
+            roll = self.chance()
+            if roll < 0.1:
+                self.world.after(0, self._restart)
+                return
+            if roll < 0.2:
+                self.pause()
+                self.world.after(self.rng.randrange(1_000, 500_000), self.resume)
+                continue
+            await client.set_partitions([])
+            self.cluster.checks.count("feed laid down")
+            await self._sleep_us(self.rng.choice((0, 1_000, 50_000, 500_000)))
+            await client.set_partitions([0])
+
+    async def _run_context(self, client: AsyncWaltzClient) -> None:
+        context = _Context(self)
+        result: TransactionId | errors.WaltzError | None
+        try:
+            result = await (await client.submit(context))
+        except errors.WaltzError as error:
+            result = error
+        if context.operation is not None:
+            self.ended(context.operation, result)
+
+    async def _append(self, client: AsyncWaltzClient) -> None:
+        """Append without a mark: the client's own is claimed."""
+        place = int(self.chance() * self.cluster.setup.keys)
+        operation = self.operation(((place,), (), ()), self.view)
+        result: TransactionId | errors.WaltzError
+        try:
+            future = await client.append(
+                operation.data, partition=0, header=HEADER, write_locks=operation.write
+            )
+            operation.mark = self.view  # it may have waited, and is not sent before the loop turns
+            result = await future
+        except errors.WaltzError as error:
+            result = error
+        self.ended(operation, result)
+
+    def operation(self, row: "Ask", mark: int) -> Operation:
+        """Enter a row in the books that was computed at a mark."""
+        return self.cluster.workload.operation(self.name, row, mark)
+
+    def ended(self, operation: Operation, result: "TransactionId | Exception | None") -> None:
+        """Hold what the application is told of a row against the log."""
+        try:
+            self.cluster.checks.outcomes.context_ended(operation, result)
+        except Violation as violation:
+            self.loop.fail(violation)
+
+    async def _sleep_us(self, delay_us: int) -> None:
+        future = self.loop.create_future()
+        timer = self.loop.call_later(delay_us / 1_000_000, future.set_result, None)
+        try:
+            await future
+        finally:
+            timer.cancel()
+
+    async def apply(self, transaction: AsyncTransaction) -> None:
+        """Take the next transaction in; 13. Dense and 14. ClientPrefix."""
+        if self.chance() < 0.3:
+            await self._sleep_us(int(self.chance() * 5_000))
+        log, place = self.cluster.checks.history.log, transaction.transaction_id
+        if place != self.view + 1:
+            self.loop.fail(Violation("Dense", f"{self.name} applies {place} after {self.view}"))
+        elif place >= len(log) or log[place].key != transaction.req_id[::3]:
+            self.loop.fail(Violation("ClientPrefix", f"{self.name} was fed another one at {place}"))
+        self.view = place
+
+    # ---- what the client is connected to
+
+    def sending(self, message: ClientMessage) -> None:
+        """ClaimedMark (rule 4)."""
+        if isinstance(message, AppendRequest) and self.has_view:
+            mark = message.client_high_water_mark
+            if mark > self.view:
+                text = f"{self.name} claims {mark} and has applied {self.view}"
+                self.loop.fail(Violation("ClaimedMark", text))
+
+    async def dial(self, address: str) -> "_Wire":
+        """Connect to a server; raises Unreachable."""
+        network, server = self.cluster.network, self.cluster.server_named(address)
+        if server is None:
+            raise errors.Unreachable(f"{address}: no such server")
+        dialled: asyncio.Future[Link] = self.loop.create_future()
+
+        def opened(link: Link) -> None:
+            if dialled.done():  # the dial was given up meanwhile
+                network.close(link, NEAR)
+                return
+            self._wires[link.number] = _Wire(self, link)
+            self.loop.enter(lambda: dialled.set_result(link))
+
+        def failed(reason: str) -> None:
+            if not dialled.done():
+                error = errors.Unreachable(f"{address}: {reason}")
+                self.loop.enter(lambda: dialled.set_exception(error))
+
+        network.dial(
+            self,
+            server,
+            Handlers(self._said, self._lost),
+            opened=opened,
+            failed=failed,
+            accept=server.accept,
+        )
+        return self._wires[(await dialled).number]
+
+    def _said(self, link: Link, message: Message) -> None:
+        wire = self._wires.get(link.number)
+        if wire is not None:
+            self.loop.enter(lambda: wire.took([message]))
+
+    def _lost(self, link: Link, reason: str) -> None:
+        wire = self._wires.pop(link.number, None)
+        if wire is not None:
+            self.loop.enter(lambda: wire.ended(reason))
+
+
+class _Context(TransactionContext):
+    """Moves money, appends to a list, or leaves a guard (`ledger.py`), by the view."""
+
+    def __init__(self, author: ContextClient) -> None:
+        super().__init__()
+        self._author = author
+        self.timeout_ms = author.rng.choice((100, 1_000, 3_000))
+        self.retries_max = author.rng.choice((None, 0, 3))
+        self.operation: Operation | None = None  # of the last attempt
+        self._row = author.cluster.workload.deal_of(author) if author.has_view else _COLD_ROW
+
+    def partition_id(self, partition_count: int) -> int:
+        """See `TransactionContext`."""
+        return 0
+
+    def execute(self, builder: TransactionBuilder) -> bool:
+        """Read the view, and decide (rule 3)."""
+        author, mark = self._author, builder.client_high_water_mark
+        if self.operation is not None:
+            author.ended(self.operation, errors.LockFailed("tried again"))
+        # It may claim less than it reads, and never more.
+        mark = min(mark, author.view) if author.has_view else mark
+        self.operation = operation = author.operation(self._row, mark)
+        builder.set_header(HEADER)
+        builder.data = operation.data
+        builder.set_write_locks(operation.write)
+        builder.set_read_locks(operation.read)
+        builder.set_append_locks(operation.append)
+        return True
+
+
+class _View(AsyncCallbacks):
+    """How the application takes the log in."""
+
+    def __init__(self, author: ContextClient) -> None:
+        self._author = author
+
+    async def client_high_water_mark(self, partition: int) -> int:
+        """Return the view, after having read it from somewhere."""
+        await self._author._sleep_us(int(self._author.chance() * 20_000))
+        return self._author.view
+
+    async def apply_transaction(self, transaction: AsyncTransaction) -> None:
+        """See `ContextClient.apply`."""
+        await self._author.apply(transaction)
+
+
+class _Client(AsyncWaltzClient):
+    """The production client between the world's sockets and ZooKeeper (rule 1)."""
+
+    def __init__(self, author: ContextClient) -> None:
+        directory = _Directory(author)
+        super().__init__(directory, "simulation", CONFIG, client_id=None)
+        self.random = author.rng
+        self.links = _Links(author)
+        self.requests = Requests(directory, self.links, CONFIG, author.rng)
+        self.subscriptions = Subscriptions(self._partition, self.spawn, self.requests, CONFIG)
+
+
+class _Links(ServerLinks):
+    """The client's connections, over the simulated network."""
+
+    def __init__(self, author: ContextClient) -> None:
+        super().__init__(
+            dial_timeout_s=CONFIG.dial_timeout_ms / 1000,
+            late_answers_s=CONFIG.request_timeout_ms / 1000,
+        )
+        self._author = author
+
+    async def dial_apart(self, address: str) -> "net.Link":
+        """See `ServerLinks`."""
+        return cast("net.Link", await self._author.dial(address))
+
+
+class _Wire:
+    """What `ServerLink` uses of a `net.Link`."""
+
+    version = CLIENT_VERSION
+
+    def __init__(self, author: ContextClient, link: Link) -> None:
+        self._author = author
+        self._link = link
+        self.address = link.ends[1].name
+        self.closed_reason = ""
+        self.took: Callable[[list[Message]], None]
+        self._on_closed: Callable[[str], None]
+
+    def start(
+        self, on_messages: "Callable[[list[Message]], None]", on_closed: "Callable[[str], None]"
+    ) -> None:
+        """Hand messages on from now on."""
+        self.took, self._on_closed = on_messages, on_closed
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return bool(self.closed_reason)
+
+    def send(self, message: Message) -> None:
+        """Send; nothing from a process that has ended."""
+        if self._author.is_up and not self.is_closed:
+            assert isinstance(message, ClientMessage)
+            self._author.sending(message)
+            self._author.cluster.network.send(self._link, NEAR, message)
+
+    def close(self, reason: str) -> None:
+        """End it."""
+        if not self.is_closed:
+            self._author.cluster.network.close(self._link, NEAR)
+            self._author.loop.call_soon(self._author._lost, self._link, reason)
+            self.closed_reason = reason
+
+    def ended(self, reason: str) -> None:
+        """It is gone."""
+        self.closed_reason = self.closed_reason or reason or "lost"
+        self._on_closed(reason)
+
+    async def wait_closed(self) -> None:
+        """Return at once: it is closed by one end alone."""
+
+
+class _Directory:
+    """Where the partition is, as the simulated ZooKeeper tells clients."""
+
+    def __init__(self, author: ContextClient) -> None:
+        self._author = author
+
+    @property
+    def cluster(self) -> ClusterInfo:
+        """See `Directory`."""
+        return ClusterInfo("simulation", self._author.cluster.key, 1)
+
+    @property
+    def owners(self) -> Mapping[PartitionId, Owner]:
+        """See `Directory`."""
+        return {}
+
+    async def open(self, changed: Changed) -> None:
+        """See `Directory`; it tells of no changes: a client may always hear of them too late."""
+
+    async def run(self) -> None:
+        """See `Directory`."""
+        await self._author.loop.create_future()
+
+    async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
+        """See `Directory`."""
+        asked: asyncio.Future[Assignment] = self._author.loop.create_future()
+
+        def told(assignment: "Assignment") -> None:
+            if not asked.done():
+                self._author.loop.enter(lambda: asked.set_result(assignment))
+
+        self._author.cluster.coordinator.owner_for(self._author, told)
+        assignment = await asked
+        if assignment.owner is None:
+            raise errors.NotOwned(f"partition {partition_id} has no owner")
+        return Owner(assignment.owner, assignment.generation)
+
+    async def owner_now(self, partition_id: PartitionId) -> Owner:
+        """See `Directory`."""
+        return await self.owner(partition_id, after_failure=True)
+
+    def doubt(self) -> None:
+        """See `Directory`."""
+
+    async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
+        """See `Directory`."""
+        return {}
+
+    async def next_client_id(self) -> int:
+        """See `Directory`."""
+        return self._author.cluster.coordinator.next_client_id()
+
+    async def close(self) -> None:
+        """See `Directory`."""

@@ -1,0 +1,371 @@
+"""ZooKeeper as the simulated processes see it: versions, sessions, watches, and lost answers.
+
+Why it stands alone: it is the one thing in a cluster that is taken to be consistent. What it holds
+is always right here; what its clients are told of it may come late, twice, or never.
+
+Rules:
+    1. Both nodes of the partition change in one step, each at its expected version, or not at all.
+    2. A request whose answer is lost may have been carried out, may never be, or may be later.
+    3. The assignment names one owner with one generation; a server hears of it when its watch
+       fires, which may be long after, and a server whose session has expired is not told that until
+       it can ask again.
+    4. A watch fires once for all that has changed since it was set, and brings what holds when it
+       is read; what a server reads later is never older. A watch that got lost with a connection
+       is set again, and read for, with the next one.
+    5. A client may be told what held some time ago.
+    6. A server whose event loop hangs keeps its session as long as the production watchdog lets it.
+    7. With `Setup.has_new_owner_ids` a server that restarts has another id, as real ones do: what
+       its former process owned gets another owner, or itself, in the next generation.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from waltz_core.cluster.model import (
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+)
+from waltz_core.cluster.watchdog import Watchdog
+from waltz_core.record import Generation, ReplicaId, SessionId
+from waltz_core.replication import events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.servers import SimServer
+    from waltz_sim.world.process import Process
+
+Told: TypeAlias = (
+    events.MetadataRead | events.MetadataWritten | events.MetadataConflict | events.MetadataUnknown
+)
+SESSION_MS: Final = 1_000
+HEARTBEAT_US: Final = SESSION_MS * 1000 // 3
+LOST_WATCH_US: Final = (500_000, 4_000_000)
+VIEWS_MAX: Final = 6
+NAME: Final = "zookeeper"
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Who owns the partition (None: nobody), since which generation, and who stores it."""
+
+    owner: str | None
+    generation: Generation
+    replicas: tuple[ReplicaId, ...]
+
+
+class SimCoordinator:
+    """See the module's rules."""
+
+    def __init__(self, cluster: "SimCluster", replicas: tuple[ReplicaId, ...]) -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+        self._rng = cluster.world.stream(NAME)
+        self._chance = self._rng.random
+        # As `cluster create` leaves them.
+        self.metadata: PartitionMetadata | None = PartitionMetadata()
+        self.metadata_version = 0
+        self.marker: PartitionMarker | None = PartitionMarker(MarkerState.NEW)
+        self.marker_version = 0
+        self.storage_ids: dict[ReplicaId, bytes] = {}
+        self.former_ids: dict[ReplicaId, list[bytes]] = {}  # of storages that were replaced
+        self.assignment = Assignment(None, Generation(-1), replicas)
+        self._registered: dict[str, int] = {}  # the incarnation of each server that came last
+        self.alive: dict[str, bool] = {}  # server sessions, in the order of their first coming
+        self.client_count = 0
+        self.connection_count = 0
+        # What may be wrong with it.
+        self.is_away = False
+        self.lost_answers = 0.0
+        self.watch_delay_ms_max = 20
+        self.lost_watches = 0.0
+        self.stale_reads = 0.0  # of the clients'
+        self.cut_off: dict[str, None] = {}  # servers that cannot reach it
+        self.is_rewritten = False
+        self.past_nodes: list[tuple[PartitionMetadata | None, PartitionMarker | None]] = []
+        self._views = [self.assignment]  # what held before, newest last
+        self._firing: dict[str, int] = {}  # whose watch will fire, and in which incarnation
+        self._told_at_us: dict[str, int] = {}
+
+    # ---- the partition's nodes (rule 1)
+
+    def read(self, server: "SimServer", effect: events.ReadMetadata) -> None:
+        """Answer with what both nodes hold."""
+
+        def look() -> None:
+            if self._is_unreachable(server):
+                self._answer(server, events.MetadataUnknown(effect.attempt, "no answer"))
+                return
+            server.storage_ids.update(self.storage_ids)
+            answer = events.MetadataRead(
+                effect.attempt,
+                self.metadata,
+                self.metadata_version,
+                self.marker,
+                self.marker_version,
+            )
+            self._answer(server, answer)
+
+        self._world.after(self._delay_us(), look)
+
+    def read_storage_ids(self, server: "SimServer") -> None:
+        """Bring the identities that are registered; nothing while it is away."""
+
+        def look() -> None:
+            if not self._is_unreachable(server):
+                server.storage_ids.update(self.storage_ids)
+
+        server.after(self._delay_us(), look)
+
+    def write(self, server: "SimServer", effect: events.WriteMetadata) -> None:
+        """Compare and set both nodes; rule 2 when answers get lost."""
+        delay_us = self._delay_us()
+        is_lost = self._chance() < self.lost_answers
+        if is_lost:
+            self._cluster.checks.count("CAS lost reply")
+            unknown = events.MetadataUnknown(effect.attempt, "connection loss")
+            self._world.after(delay_us, lambda: self._answer(server, unknown))
+            roll = self._chance()
+            if roll < 0.3:
+                return
+            if roll < 0.6:
+                delay_us += self._rng.randrange(50_000)
+        incarnation = server.incarnation
+
+        def apply() -> None:
+            if server.incarnation != incarnation and self._chance() < 0.5:
+                return  # It died with the request still in its socket.
+            answer = self._apply(server, effect)
+            if not is_lost:
+                self._answer(server, answer)
+
+        self._world.after(delay_us, apply)
+
+    def _apply(self, server: "SimServer", effect: events.WriteMetadata) -> Told:
+        if self._is_unreachable(server):
+            return events.MetadataUnknown(effect.attempt, "connection loss")
+        versions = self.metadata_version, self.marker_version
+        if (effect.metadata_version, effect.marker_version) != versions:
+            self._cluster.checks.count("CAS conflict")
+            return events.MetadataConflict(effect.attempt)
+        before = self.metadata or PartitionMetadata()
+        if self._cluster.setup.is_unbounded:
+            self.past_nodes.append((self.metadata, self.marker))
+        self.metadata, self.marker = effect.metadata, effect.marker
+        self.metadata_version += 1
+        self.marker_version += 1
+        self._cluster.checks.wrote(server.name, before, effect.metadata, effect.marker)
+        if server.name != self.assignment.owner:
+            self._cluster.checks.count("claim of a server that owns nothing any more")
+        return events.MetadataWritten(effect.attempt, self.metadata_version, self.marker_version)
+
+    def _answer(self, server: "SimServer", event: Told) -> None:
+        server.after(self._delay_us(), lambda: server.step(event))
+
+    def _delay_us(self) -> int:
+        return int(200 + self._chance() * 1_500)
+
+    def _is_unreachable(self, server: "Process") -> bool:
+        return self.is_away or server.name in self.cut_off or not server.is_up
+
+    # ---- server sessions and the assignment (rule 3)
+
+    def register_server(self, server: "SimServer") -> None:
+        """A server has come (again): it may be given the partition."""
+        if self._is_unreachable(server):
+            server.after(100_000, lambda: self.register_server(server))
+            return
+        self.alive[server.name] = True
+        former = self._registered.get(server.name)
+        self._registered[server.name] = server.incarnation
+        is_another = former not in {None, server.incarnation}
+        if is_another and self._cluster.setup.has_new_owner_ids:
+            self._take_out_former(server)
+        self.assign()
+        self._tell(server)
+
+    def _take_out_former(self, server: "SimServer") -> None:
+        """Take the partition from the process that ran at this address before (rule 7)."""
+        if self.assignment.owner == server.name:
+            living = [name for name, is_alive in self.alive.items() if is_alive]
+            self.give(self._rng.choice(living))
+
+    def watch_server(self, server: "SimServer") -> None:
+        """Look, after the time that a session lives, whether a server is still silent."""
+        incarnation = server.incarnation
+
+        def look() -> None:
+            if not self._is_silent(server):
+                return
+            if server.incarnation != incarnation and server.is_up:
+                return
+            if self.alive.get(server.name):
+                self.expire(server)
+
+        self._world.after(SESSION_MS * 1000, look)
+
+    def _is_silent(self, server: "SimServer") -> bool:
+        is_stopped = server.is_paused and not server.is_hanging
+        return not server.is_up or is_stopped or server.name in self.cut_off
+
+    def watch_hanging(self, server: "SimServer") -> None:
+        """Keep the session of a server that hangs until its watchdog ends that (rule 6)."""
+        watchdog = Watchdog(SESSION_MS, server.now_ms)
+        hang = server.incarnation, server.hang_count
+        heard_us = self._world.now_us
+
+        def look() -> None:
+            nonlocal heard_us
+            is_over = not server.is_hanging or hang != (server.incarnation, server.hang_count)
+            if is_over or not self.alive.get(server.name):
+                return
+            may_keep = watchdog.may_keep_session(server.now_ms)
+            # While it is away no session ends.
+            if self.is_away or (may_keep and server.name not in self.cut_off):
+                heard_us = self._world.now_us
+            if self._world.now_us - heard_us >= SESSION_MS * 1000:
+                self._cluster.checks.count("session of a hanging server expired")
+                self.expire(server)
+                return
+            self._world.after(HEARTBEAT_US, look)
+
+        self._world.after(HEARTBEAT_US, look)
+
+    def expire(self, server: "SimServer") -> None:
+        """End a server's session: the partition goes to another one."""
+        self._world.note(f"zookeeper: the session of {server.name} has expired")
+        self._cluster.checks.count("session expired")
+        self.alive[server.name] = False
+        self.assign()
+        self._learn_of_expiry(server)
+
+    def _learn_of_expiry(self, server: "SimServer") -> None:
+        def learn() -> None:
+            if self._is_unreachable(server):
+                server.after(50_000, learn)
+                return
+            server.disown()
+            self.register_server(server)
+
+        server.after(self._delay_us() + 1_000, learn)
+
+    def assign(self) -> None:
+        """Give the partition to a living server, if its owner lives no longer."""
+        now = self.assignment
+        if now.owner is not None and self.alive.get(now.owner):
+            return
+        living = [name for name, is_alive in self.alive.items() if is_alive]
+        if living:
+            self.give(self._rng.choice(living))
+        elif now.owner is not None:
+            self.assignment = Assignment(None, now.generation, now.replicas)
+
+    def give(self, owner: str) -> None:
+        """Make a server the owner, with the next generation."""
+        now = self.assignment
+        generation = Generation(now.generation + 1)
+        self._world.note(f"zookeeper: {owner} owns generation {generation}")
+        if now.owner is not None and now.owner != owner:
+            self._cluster.checks.count("owner changed")
+        self.assignment = Assignment(owner, generation, now.replicas)
+        self._views = [*self._views, self.assignment][-VIEWS_MAX:]
+        self._tell_all()
+
+    def reassign(self, replicas: tuple[ReplicaId, ...]) -> None:
+        """Change which storages hold the partition."""
+        now = self.assignment
+        self._world.note(f"zookeeper: replicas {' '.join(replicas)}")
+        self.assignment = Assignment(now.owner, now.generation, replicas)
+        self._views = [*self._views, self.assignment][-VIEWS_MAX:]
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        for server in self._cluster.servers:
+            self._tell(server)
+
+    def _tell(self, server: "SimServer", *, is_new: bool = False) -> None:
+        """Let a server's watch fire; it then reads what holds at that time (rule 4)."""
+        name = server.name
+        if not is_new and self._firing.get(name) == server.incarnation:
+            self._cluster.checks.count("watch coalesced")
+            return
+        self._firing[name] = server.incarnation
+
+        def fire() -> None:
+            if self._is_unreachable(server):
+                server.after(100_000, fire)
+                return
+            self._firing.pop(name, None)
+            seen = self.assignment
+            if self.alive.get(name):
+                at_us = max(
+                    self._world.now_us + self._delay_us(), self._told_at_us.get(name, 0) + 1
+                )
+                self._told_at_us[name] = at_us
+                server.after(at_us - self._world.now_us, lambda: server.assigned(seen))
+
+        server.after(self.watch_us(), fire)
+
+    def watch_us(self) -> int:
+        """Return after how long somebody hears that a node has changed."""
+        if self.lost_watches and self._chance() < self.lost_watches:
+            self._cluster.checks.count("watch lost")
+            return self._rng.randint(*LOST_WATCH_US)
+        return self._rng.randrange(1, self.watch_delay_ms_max * 1000 + 1)
+
+    # ---- what happens to all of it
+
+    def restart(self, expired: "list[SimServer]") -> None:
+        """It comes back after a stop of all its nodes; some sessions did not outlive that."""
+        self.is_away = False
+        for server in self._cluster.servers:
+            if server in expired and self.alive.get(server.name):
+                self.expire(server)
+            else:
+                self._tell(server, is_new=True)
+
+    def put_back(self, metadata: PartitionMetadata | None, marker: PartitionMarker | None) -> None:
+        """Somebody puts other data into the partition's nodes, or (None) removes one."""
+        self.is_rewritten = True
+        self._world.note(f"zookeeper: the nodes become {metadata} and {marker}")
+        self.metadata_version = -1 if metadata is None else self.metadata_version + 1
+        self.marker_version = -1 if marker is None else self.marker_version + 1
+        self.metadata, self.marker = metadata, marker
+        self._cluster.checks.zookeeper_changed()
+
+    def claim(self, name: str, session_id: SessionId, nonce: bytes) -> None:
+        """A command takes a session, as an owner does: for itself, and it changes nothing else."""
+        before, marker = self.metadata, self.marker
+        assert before is not None
+        assert marker is not None
+        after = replace(before, session_id=session_id)
+        claimed = PartitionMarker(marker.state, session_id, nonce)
+        if session_id != before.session_id + 1:
+            self.put_back(after, claimed)  # ZooKeeper's data was older than what storages know
+            return
+        self.metadata, self.marker = after, claimed
+        self.metadata_version += 1
+        self.marker_version += 1
+        self._cluster.checks.wrote(name, before, after, claimed)
+
+    # ---- clients
+
+    def owner_for(self, client: "Process", answer: "Callable[[Assignment], None]") -> None:
+        """Tell a client who owns the partition; it may already be another one (rule 5)."""
+        seen = self.assignment
+        if self.stale_reads and self._chance() < self.stale_reads:
+            seen = self._rng.choice(self._views)
+            self._cluster.checks.count("stale read")
+        client.after(self._delay_us(), lambda: answer(seen))
+
+    def next_client_id(self) -> int:
+        """Return a client id that nobody had before."""
+        self.client_count += 1
+        return self.client_count
+
+    def next_connection_sequence(self) -> int:
+        """Return a number higher than all before."""
+        self.connection_count += 1
+        return self.connection_count

@@ -1,0 +1,65 @@
+"""Somebody who dials a storage and asks it a few things: a command, or a stranger.
+
+Why it stands alone: servers talk to storages as the protocol wants it, for as long as a session
+lasts. Whoever else can reach a storage says what he likes, once.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from waltz_core.wire.messages import Message, StorageMessage
+from waltz_sim.world.network import NEAR, Handlers, Link
+from waltz_sim.world.process import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.storages import SimStorage
+
+Answers: TypeAlias = list[StorageMessage]
+
+
+class Peer(Process):
+    """One program on a machine of its own."""
+
+    def __init__(self, cluster: "SimCluster", name: str) -> None:
+        super().__init__(cluster.world, name)
+        self._network = cluster.network
+
+    def ask(
+        self,
+        storage: "SimStorage",
+        requests: Sequence[StorageMessage],
+        told: "Callable[[Answers], None]",
+    ) -> None:
+        """Connect, send, and hand over as many answers, or those that came before the end."""
+        answers: Answers = []
+        is_over = False
+
+        def end(answered: Link | None) -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                if answered is not None:
+                    self._network.close(answered, NEAR)
+                told(answers)
+
+        def opened(link: Link) -> None:
+            for each in requests:
+                self._network.send(link, NEAR, each)
+
+        def heard(link: Link, message: Message) -> None:
+            assert isinstance(message, StorageMessage)
+            answers.append(message)
+            if len(answers) == len(requests):
+                end(link)
+
+        self._network.dial(
+            self,
+            storage,
+            Handlers(heard, lambda _link, _reason: end(None)),
+            opened=opened,
+            failed=lambda _reason: end(None),
+            accept=storage.accept,
+        )

@@ -1,0 +1,276 @@
+"""An operator who has the storages declare what ZooKeeper has to hold, in the simulation.
+
+Why it stands alone: which log is taken, and in which order that is made durable, is decided by the
+production code (`cluster/rebuilding.py`); here storages are asked, and ZooKeeper is written, as the
+commands do it.
+
+Rules:
+    1. A session is claimed that is later than all that any storage has promised; only what is heard
+       in it counts. `accept-replicas` claims it in ZooKeeper first.
+    2. The command may die after each step that it has made durable. It is run again, or never.
+    3. By `accept-replicas` an operator may decide to lose what was acknowledged. The checkers know
+       of no such decision, so a command that would lose something dies before ZooKeeper is written.
+       From then on it has decided, and is run again until the partition can be opened.
+"""
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.cluster import rebuilding
+from waltz_core.cluster.model import MarkerState, PartitionMarker, PartitionMetadata
+from waltz_core.cluster.rebuilding import Log, Verdict
+from waltz_core.record import NO_SESSION, PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.replication.quorum import quorum_size
+from waltz_core.replication.recovery import NO_STORAGE_ID
+from waltz_core.replication.repair import pairs_of
+from waltz_core.wire.messages import (
+    Nack,
+    Prepare,
+    Prepared,
+    ReplicaState,
+    SetLowWaterMark,
+    StorageMessage,
+)
+from waltz_sim.cluster.peer import Answers, Peer
+from waltz_sim.world.event_loop import loop_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from waltz_sim.cluster.cluster import SimCluster
+
+# The steps after which a command may die (rule 2).
+STEPS: Final = ("claim", "fence", "write", "mark", "assign", "add")
+BEST: Final = ReplicaId("")
+ATTEMPTS_MAX: Final = 10
+LOOK_S: Final = 0.1
+LOOKS_MAX: Final = 30
+
+
+class Died(Exception):
+    """The command has died, or has met what it does not go on from."""
+
+
+class Rescue:
+    """One command; `told` gets what was declared, or None where it has died.
+
+    It accepts the log of a replica, with `BEST` of the one that has most, or (`accepted` is None)
+    declares the one that rebuilding would choose.
+    """
+
+    def __init__(
+        self,
+        cluster: "SimCluster",
+        told: "Callable[[Verdict | None], None]",
+        *,
+        accepted: ReplicaId | None = None,
+        dies_after: str = "",
+    ) -> None:
+        assert dies_after in {"", *STEPS}
+        self._cluster = cluster
+        cluster.rescue_count += 1  # each has chance, and so nonces, of its own
+        self._peer = Peer(cluster, f"operator{cluster.rescue_count}")
+        self._loop = loop_of(self._peer)
+        self._told = told
+        self._accepted = accepted
+        self._dies_after = dies_after
+        self._versions = (0, 0)
+        self._nonce = self._peer.rng.randbytes(16)
+        self._partition_id = PartitionId(cluster.partition_id)
+        self._session_id: SessionId = NO_SESSION
+        self._heard: dict[ReplicaId, StorageMessage | None] = {}
+        self._loop.enter(lambda: self._loop.create_task(self._run(), name="rescue"))
+
+    async def _run(self) -> None:
+        verdict: Verdict | None = None
+        try:
+            verdict = await self._rescue()
+        except Died as died:
+            self._cluster.world.note(f"the operator's command has died: {died}")
+        except Exception as error:  # noqa: BLE001 - a checker's, or a fault of the command
+            self._loop.fail(error)
+        self._told(verdict)
+
+    def _passed(self, step: str) -> None:
+        """Rule 2."""
+        if step == self._dies_after:
+            raise Died(f"after {step}")
+
+    async def _rescue(self) -> Verdict:
+        """Raises Died, and BadRequest when what was acknowledged may be where nothing was heard."""
+        newest = NO_SESSION
+        for _ in range(ATTEMPTS_MAX):
+            self._claim(newest)
+            await self._hear()
+            nacks = [each for each in self._heard.values() if isinstance(each, Nack)]
+            newest = SessionId(max((each.promised for each in nacks), default=NO_SESSION))
+            if newest < self._session_id:
+                return await self._decide()
+        raise Died("others claim later sessions")
+
+    def _claim(self, newest: SessionId) -> None:
+        """Rule 1."""
+        coordinator = self._cluster.coordinator
+        metadata = coordinator.metadata
+        known = NO_SESSION if metadata is None else metadata.session_id
+        self._session_id = SessionId(max(known, newest) + 1)
+        if self._accepted is None:
+            return
+        if metadata is None or coordinator.marker is None or coordinator.is_away:
+            raise Died("ZooKeeper knows no replica, or does not answer")
+        self._nonce = self._peer.rng.randbytes(16)
+        coordinator.claim(self._peer.name, self._session_id, self._nonce)
+        self._versions = coordinator.metadata_version, coordinator.marker_version
+        self._passed("claim")
+
+    async def _hear(self) -> None:
+        """Ask every storage for its log, in the session."""
+        identity = (NO_STORAGE_ID, self._cluster.key, 1)
+        prepare = Prepare(self._session_id, 1, self._partition_id, self._nonce, *identity)
+        asked = {each: self._ask(each, [prepare]) for each in self._cluster.replicas}
+        self._heard = {}
+        for replica, answering in asked.items():
+            answers = await answering
+            self._heard[replica] = answers[0] if answers else None
+
+    def _ask(
+        self, replica: ReplicaId, requests: "Sequence[StorageMessage]"
+    ) -> "asyncio.Future[Answers]":
+        answers = self._loop.create_future()
+        storage = self._cluster.storages[replica]
+        self._peer.ask(
+            storage, requests, lambda its: self._loop.enter(lambda: answers.set_result(its))
+        )
+        return answers
+
+    async def _decide(self) -> Verdict:
+        prepared = {each: said for each, said in self._heard.items() if isinstance(said, Prepared)}
+        logs = {each: _log_of(said) for each, said in prepared.items()}
+        if self._accepted is None:
+            verdict = rebuilding.choose(
+                self._partition_id,
+                logs,
+                groups={},
+                replica_count=len(self._cluster.replicas),
+                unheard=[each for each in self._heard if each not in prepared],
+            )
+        else:
+            self._passed("fence")
+            if self._accepted == BEST and logs:
+                self._accepted = max(logs, key=lambda each: _worth(logs[each]))
+            if self._accepted not in logs:
+                raise Died(f"{self._accepted} was not heard")
+            others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
+            members = (self._accepted, *(each for each in others if each != self._accepted))
+            log = logs[self._accepted]
+            verdict = Verdict(self._partition_id, self._accepted, log, members)
+        declared = verdict.declared_in(self._session_id)
+        hands = _Hands(self, declared, prepared[verdict.source])
+        generation = self._cluster.coordinator.assignment.generation
+        await rebuilding.declare(declared.metadata(generation, self._session_id), hands)
+        if self._accepted is not None:
+            await self._add(verdict.members[2:])
+        return verdict
+
+    # ---- what a declaration is made with
+
+    def write(self, metadata: PartitionMetadata) -> None:
+        """Write ZooKeeper."""
+        coordinator = self._cluster.coordinator
+        if self._accepted is not None:
+            versions = coordinator.metadata_version, coordinator.marker_version
+            if coordinator.is_away or versions != self._versions:
+                raise Died("ZooKeeper does not answer, or was changed meanwhile")
+            if not self._has_all():
+                raise Died("the log that it accepts lacks something (rule 3)")
+            self._cluster.unfinished_rescue = self._accepted
+            self._cluster.checks.count("replica accepted")
+        marker = PartitionMarker(MarkerState.OPEN, self._session_id, self._nonce)
+        coordinator.put_back(metadata, marker)
+        self._passed("write")
+
+    async def mark(self, verdict: Verdict, source: Prepared) -> None:
+        """Mark the log in the session, which makes its replica one that is believed."""
+        prefix = self._session_id, 2, self._partition_id
+        identity = (self._nonce, NO_STORAGE_ID, self._cluster.key, 1)
+        again = Prepare(self._session_id, 1, self._partition_id, *identity)
+        mark = SetLowWaterMark(*prefix, source.synced_max, bytes(source.chain))
+        answers = await self._ask(verdict.source, [again, mark])
+        if not answers or not isinstance(answers[-1], ReplicaState):
+            raise Died(f"{verdict.source} was not marked")
+        self._cluster.checks.count("replica marked by a command")
+        self._passed("mark")
+
+    def assign(self, verdict: Verdict) -> None:
+        """Assign the first replicas."""
+        self._cluster.reassign(verdict.first_members)
+        self._cluster.unfinished_rescue = None
+        self._passed("assign")
+
+    async def _add(self, others: "Sequence[ReplicaId]") -> None:
+        """Assign the other replicas, one by one, when those that are assigned are engaged."""
+        cluster = self._cluster
+        for each in others:
+            for _ in range(LOOKS_MAX):
+                if cluster.is_whole():
+                    break
+                await asyncio.sleep(LOOK_S)
+            states = cluster.coordinator.metadata
+            if not cluster.is_whole() or states is None or each in cluster.replicas:
+                raise Died("others change the replicas, or they do not become whole")
+            cluster.reassign((*cluster.replicas, each))
+            self._passed("add")
+
+    def _has_all(self) -> bool:
+        """Whether the accepted log has all that was acknowledged (rule 3).
+
+        A quorum was heard that has lost nothing: no older session acknowledges anything any more,
+        and one of them has what any has acknowledged.
+        """
+        cluster, accepted = self._cluster, self._accepted
+        metadata = cluster.coordinator.metadata
+        assert accepted is not None
+        assert metadata is not None
+        logs = {
+            each: _log_of(said) for each, said in self._heard.items() if isinstance(said, Prepared)
+        }
+        sound = [
+            each
+            for each, log in logs.items()
+            if log.can_vouch and not cluster.budget.has_lost(cluster.storages[each])
+        ]
+        engaged = [each for each in sound if cluster.budget.is_engaged(cluster.storages[each])]
+        is_whole = accepted in sound or not cluster.budget.has_rot(cluster.storages[accepted])
+        has_most = all(log.rank <= logs[accepted].rank for log in logs.values())
+        return is_whole and has_most and len(engaged) >= quorum_size(len(metadata.states))
+
+
+class _Hands:
+    """See `rebuilding.Hands`."""
+
+    def __init__(self, rescue: Rescue, verdict: Verdict, source: Prepared) -> None:
+        self._rescue, self._verdict, self._source = rescue, verdict, source
+
+    async def write(self, metadata: PartitionMetadata) -> None:
+        """Write ZooKeeper."""
+        self._rescue.write(metadata)
+
+    async def mark(self) -> None:
+        """Mark the replica."""
+        await self._rescue.mark(self._verdict, self._source)
+
+    async def assign(self) -> None:
+        """Assign the first replicas."""
+        self._rescue.assign(self._verdict)
+
+
+def _worth(log: Log) -> tuple[bool, int, int, bool]:
+    """Return what is greater for a log that should be taken, as the command does."""
+    return not log.is_damaged, *log.rank, not log.is_suspect
+
+
+def _log_of(told: Prepared) -> Log:
+    lasts = [last for _, last in pairs_of(told.damaged)]
+    is_damaged = any(last > told.low_water_mark for last in lasts)
+    last_id = TransactionId(told.synced_max)
+    return Log(SessionId(told.last_session), last_id, told.suspect, is_damaged)

@@ -1,0 +1,471 @@
+"""A server of the simulation: the production partition and its store, in virtual time.
+
+Why it stands alone: it is what `server/host.py` and `server/replicas.py` are outside: links to
+storages, links from clients, questions to ZooKeeper, and a process that can die of a machine.
+
+Rules:
+    1. The machines are the production ones, unchanged, made anew when ownership is, as the daemon
+       does it.
+    2. Whatever the store is told, and whatever it says, passes the checkers first.
+    3. A partition that was released is owned again after a pause, while it is still assigned.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.errors import NotOwned
+from waltz_core.machine import Report, Wakeup
+from waltz_core.record import ReplicaId, SessionId
+from waltz_core.replication import events
+from waltz_core.replication.invariants import check
+from waltz_core.replication.partition_store import PartitionStore
+from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
+from waltz_core.server.events import (
+    Answer,
+    Closed,
+    Congested,
+    ConnectionId,
+    Drained,
+    Effect,
+    Event,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Identity,
+    Received,
+    refusal,
+)
+from waltz_core.server.pace import LARGE_BYTES, Pace
+from waltz_core.server.partition import Partition
+from waltz_core.wire.messages import (
+    AppendBatch,
+    AppendRequest,
+    ClientMessage,
+    LockBlocks,
+    Message,
+    Nack,
+    OpenRequest,
+    RangeBytes,
+    StorageMessage,
+    SuccessResponse,
+)
+from waltz_sim.world.network import FAR, NEAR, Handlers, Link
+from waltz_sim.world.process import Process
+
+if TYPE_CHECKING:
+    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.coordinator import Assignment
+
+RELEASED_PAUSE_US: Final = 300_000
+READ_TIMEOUT_US: Final = 2_000_000
+PIECE_BYTES: Final = 150
+_NOBODY: Final = -1
+
+
+class SmallPieces(Pace):
+    """Batches are small here, and so are the pieces that they are cut into."""
+
+    def piece_bytes(self, now_ms: int) -> int | None:
+        """As the real one, where there is any."""
+        return None if super().piece_bytes(now_ms) is None else PIECE_BYTES
+
+
+class ObservedStore:
+    """The store, with the checkers between it and the partition (rule 2)."""
+
+    def __init__(self, server: "SimServer", store: PartitionStore) -> None:
+        self.store = store
+        self._server = server
+        self._checks = server.cluster.checks
+
+    @property
+    def wake_at_ms(self) -> int | None:
+        """As the store says."""
+        return self.store.wake_at_ms
+
+    @property
+    def readable_replicas(self) -> Sequence[ReplicaId]:
+        """As the store says."""
+        return self.store.readable_replicas
+
+    def step(self, event: events.Event, now_ms: int) -> Sequence[events.Effect]:
+        """Step the store, and look at it."""
+        if type(event) is events.Submit:
+            self._checks.submitted(self._server, event)
+        effects = self.store.step(event, now_ms)
+        check(self.store)
+        self._checks.stepped(self._server, self.store, effects)
+        return effects
+
+
+class SimServer(Process):
+    """One server process."""
+
+    def __init__(self, cluster: "SimCluster", name: str) -> None:
+        super().__init__(cluster.world, name)
+        self.cluster = cluster
+        self.storage_ids: dict[ReplicaId, bytes] = {}
+        self.partition: Partition | None = None
+        self.store: ObservedStore | None = None
+        self._ownership = 0  # numbers the partition machines of this process
+        self._replicas: tuple[ReplicaId, ...] = ()
+        self._sessions: dict[tuple[SessionId, ReplicaId], Link | None] = {}
+        self._readers: dict[ReplicaId, Link | None] = {}
+        self._fetches: dict[int, tuple[ReplicaId, int, Fetch]] = {}  # by sequence
+        self._fetch_count = 0
+        # Where it is to die: what it sends or hears, whether after that, and whom that is told.
+        self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
+        # Its event loop hangs, and its other threads run.
+        self.is_hanging = False
+        self.hang_count = 0
+
+    @property
+    def fetch_count(self) -> int:
+        """How many reads of storages are under way."""
+        return len(self._fetches)
+
+    # ---- life
+
+    def started(self) -> None:
+        """Come up with nothing, and ask for work."""
+        self.cluster.coordinator.register_server(self)
+
+    def hang(self) -> None:
+        """Do nothing any more, while ZooKeeper hears from the other threads."""
+        self.pause()
+        self.is_hanging = True
+        self.hang_count += 1
+        self.cluster.coordinator.watch_hanging(self)
+
+    def resume(self) -> None:
+        """See `Process.resume`."""
+        self.is_hanging = False
+        super().resume()
+
+    def died(self) -> None:
+        """Everything but its name is gone."""
+        self.is_hanging = False
+        self.partition = self.store = None
+        self._replicas = ()
+        self._sessions.clear()
+        self._readers.clear()
+        self._fetches.clear()
+
+    def kill(self, *, is_silent: bool = False) -> None:
+        """End the process (`kill -9`)."""
+        if not self.is_up:
+            return
+        self.world.note(f"{self.name} is killed")
+        self.die()
+        self.cluster.network.died(self, is_silent=is_silent)
+        self.cluster.coordinator.watch_server(self)
+
+    def _dies(self, thing: object, *, is_after: bool) -> bool:
+        """Die if it is to die here."""
+        if self.dies_at is None:
+            return False
+        point, is_wanted_after, struck = self.dies_at
+        if isinstance(thing, events.SendToReplica | events.ReplicaAnswered):
+            thing = thing.message
+        if type(thing).__name__ != point or is_after != is_wanted_after:
+            return False
+        self.dies_at = None
+        struck()
+        self.kill()
+        self.cluster.restart_later(self)
+        return True
+
+    def assigned(self, assignment: "Assignment") -> None:
+        """The assignment in force, as this server has just read it."""
+        if assignment.owner != self.name:
+            self.disown()
+            return
+        replicas = assignment.replicas
+        if self.partition is None:
+            self._new_partition()
+        assert self.partition is not None
+        is_new = assignment.generation != self.partition.generation or not self._replicas
+        has_changed = replicas != self._replicas
+        self._replicas = replicas
+        if is_new or not self.partition.is_owned:
+            self.step(events.Own(assignment.generation, replicas))
+        elif has_changed:
+            self.step(events.Reassign(replicas))
+
+    def disown(self) -> None:
+        """The partition is another server's."""
+        if self.partition is None:
+            return
+        self.step(events.Disown())
+        for key in list(self._sessions):
+            self._close_session(*key)
+        self.partition = self.store = None
+        self._replicas = ()
+        self._fetches.clear()
+
+    def _new_partition(self) -> None:
+        cluster = self.cluster
+        store = PartitionStore(
+            cluster.partition_id,
+            cluster.key,
+            1,
+            self.storage_ids,
+            rng=self.rng,
+            limits=cluster.store_limits,
+        )
+        self._ownership += 1
+        self.store = ObservedStore(self, store)
+        self.partition = Partition(
+            Identity(cluster.partition_id, 1, cluster.key),
+            self.store,
+            cluster.limits,
+            TransactionCache(CacheBudget(64 * 1024)),
+            FeedCache(64 * 1024),
+            SmallPieces(),
+        )
+        cluster.checks.partition_made(self)
+
+    # ---- the machine
+
+    def step(self, event: Event) -> None:
+        """Give the partition an event; dropped where there is none any more."""
+        machine = self.partition
+        if machine is None:
+            return
+        if self.world.is_traced:
+            self.world.note(f"{self.name} < {describe(event)}")
+        if self.dies_at is not None and self._dies(event, is_after=False):
+            return
+        for effect in machine.step(event, self.now_ms):
+            if self.dies_at is not None and self._dies(effect, is_after=False):
+                return
+            self._perform(effect)
+            if self.dies_at is not None and self._dies(effect, is_after=True):
+                return
+        self.cluster.checks.server_stepped(self)
+        if self.dies_at is not None and self._dies(event, is_after=True):
+            return
+        if self.partition is machine:
+            self.set_timer(machine.wake_at_ms)
+
+    def ring(self) -> None:
+        """See `Process.ring`."""
+        if self.partition is None:
+            return
+        wake_at_ms = self.partition.wake_at_ms
+        if wake_at_ms is not None and wake_at_ms <= self.now_ms:
+            self.step(Wakeup())
+        else:
+            self.set_timer(wake_at_ms)
+
+    def _perform(self, effect: Effect) -> None:  # noqa: C901 - a case for each effect
+        match effect:
+            case Answer():
+                self._answer(effect)
+            case events.SendToReplica():
+                link = self._sessions.get((effect.session_id, effect.replica))
+                if link is not None:
+                    self.cluster.checks.sent_to_replica(self, effect)
+                    self.cluster.network.send(link, NEAR, effect.message)
+            case events.OpenReplica():
+                self._open_session(effect.session_id, effect.replica)
+            case events.CloseReplica():
+                self._close_session(effect.session_id, effect.replica)
+            case Fetch():
+                self._fetch(effect)
+            case events.ReadMetadata():
+                self.cluster.coordinator.read(self, effect)
+            case events.WriteMetadata():
+                self.cluster.coordinator.write(self, effect)
+            case events.Released():
+                self.cluster.checks.count("released")
+                self.world.note(f"{self.name} releases the partition: {effect.reason}")
+                ownership = self._ownership
+                self.after(RELEASED_PAUSE_US, lambda: self._own_again(ownership))
+            case Report():
+                self.cluster.checks.reported(self.name, effect)
+                if effect.name == "replica.refused":
+                    self.cluster.coordinator.read_storage_ids(self)
+            case _:
+                raise AssertionError(f"an effect for nobody: {effect!r}")
+
+    def _own_again(self, ownership: int) -> None:
+        partition = self.partition
+        if partition is None or ownership != self._ownership or partition.is_owned:
+            return
+        self.step(events.Own(partition.generation, self._replicas))
+
+    # ---- clients
+
+    def accept(self, link: Link) -> Handlers:
+        """A client has dialled."""
+        return Handlers(self._client_said, self._client_lost)
+
+    def _client_said(self, link: Link, message: Message) -> None:
+        assert isinstance(message, ClientMessage)
+        connection = ConnectionId(link.number)
+        cost_bytes = 512
+        if isinstance(message, AppendBatch):
+            cost_bytes += len(message.payload)
+            if self.cluster.setup.has_large_batches:
+                cost_bytes += LARGE_BYTES
+        elif isinstance(message, AppendRequest):
+            cost_bytes += len(message.data)
+        if self.partition is None:
+            self._client_nowhere(link, message)
+            return
+        self.step(Received(connection, message, cost_bytes, self.wall_ms))
+
+    def _client_nowhere(self, link: Link, message: ClientMessage) -> None:
+        """As the daemon answers for a partition that it does not serve."""
+        error = NotOwned(f"{self.name} does not own the partition")
+        answer = refusal(ConnectionId(link.number), message.req_id, 0, error)
+        self.cluster.network.send(link, FAR, answer.message)
+
+    def _client_lost(self, link: Link, reason: str) -> None:
+        self.step(Closed(ConnectionId(link.number)))
+
+    def _answer(self, effect: Answer) -> None:
+        self.cluster.checks.answered(self, effect)
+        link = self.links.get(effect.connection)
+        if link is not None:
+            self.cluster.network.send(link, FAR, effect.message)
+
+    def congest(self, link: Link) -> None:
+        """A client does not read what it is sent for a while."""
+        connection = ConnectionId(link.number)
+        self.step(Congested(connection))
+        self.after(self.rng.randrange(1_000, 200_000), lambda: self.step(Drained(connection)))
+
+    # ---- storages
+
+    def _open_session(self, session_id: SessionId, replica: ReplicaId) -> None:
+        key = session_id, replica
+        assert key not in self._sessions
+        self._sessions[key] = None
+        self.cluster.checks.dialled(self.name, replica)
+        storage = self.cluster.storages.get(replica)
+        if storage is None:
+            self.after(500, lambda: self._session_lost(key, "no such host"))
+            return
+
+        def opened(link: Link) -> None:
+            if key not in self._sessions:
+                self.cluster.network.close(link, NEAR)
+                return
+            self._sessions[key] = link
+            self.step(events.ReplicaOpened(session_id, replica))
+
+        def said(link: Link, message: Message) -> None:
+            if self._sessions.get(key) is link:
+                assert isinstance(message, StorageMessage)
+                self.cluster.checks.replica_answered(session_id, replica, message)
+                self.step(events.ReplicaAnswered(session_id, replica, message))
+
+        self.cluster.network.dial(
+            self,
+            storage,
+            Handlers(said, lambda link, reason: self._session_lost(key, reason)),
+            opened=opened,
+            failed=lambda reason: self._session_lost(key, reason),
+            accept=storage.accept,
+        )
+
+    def _session_lost(self, key: tuple[SessionId, ReplicaId], reason: str) -> None:
+        if key in self._sessions:
+            del self._sessions[key]
+            self.step(events.ReplicaLost(*key, reason))
+
+    def _close_session(self, session_id: SessionId, replica: ReplicaId) -> None:
+        link = self._sessions.pop((session_id, replica), None)
+        if link is not None:
+            self.cluster.network.close(link, NEAR)
+
+    # ---- reading from storages, beside any session
+
+    def _fetch(self, effect: Fetch) -> None:
+        self._fetch_count += 1
+        sequence = effect.message.sequence
+        self._fetches[sequence] = (effect.replica, self._fetch_count, effect)
+        number = self._fetch_count
+        self.after(READ_TIMEOUT_US, lambda: self._fetch_failed(sequence, number, "no answer"))
+        if effect.replica not in self._readers:
+            self._open_reader(effect.replica)
+        link = self._readers.get(effect.replica)
+        if link is not None:
+            self.cluster.network.send(link, NEAR, effect.message)
+
+    def _open_reader(self, replica: ReplicaId) -> None:
+        self._readers[replica] = None
+        storage = self.cluster.storages.get(replica)
+        if storage is None:
+            self.after(500, lambda: self._reader_lost(replica, "no such host"))
+            return
+
+        def opened(link: Link) -> None:
+            self._readers[replica] = link
+            opening = OpenRequest(_NOBODY, _NOBODY, _NOBODY, self.cluster.key, 1)
+            self.cluster.network.send(link, NEAR, opening)
+            for at, _, fetch in list(self._fetches.values()):
+                if at == replica:
+                    self.cluster.network.send(link, NEAR, fetch.message)
+
+        self.cluster.network.dial(
+            self,
+            storage,
+            Handlers(self._reader_said, lambda link, reason: self._reader_lost(replica, reason)),
+            opened=opened,
+            failed=partial(self._reader_lost, replica),
+            accept=storage.accept,
+        )
+
+    def _reader_said(self, link: Link, message: Message) -> None:
+        assert isinstance(message, StorageMessage)
+        if isinstance(message, SuccessResponse):
+            return
+        found = self._fetches.pop(message.sequence, None)
+        if found is None:
+            return
+        token = found[2].token
+        if isinstance(message, RangeBytes | LockBlocks):
+            self.step(Fetched(token, message))
+        else:
+            assert isinstance(message, Nack)
+            self.step(FetchFailed(token, message.message))
+
+    def _reader_lost(self, replica: ReplicaId, reason: str) -> None:
+        self._readers.pop(replica, None)
+        for sequence, (at, number, _) in list(self._fetches.items()):
+            if at == replica:
+                self._fetch_failed(sequence, number, reason)
+
+    def _fetch_failed(self, sequence: int, number: int, reason: str) -> None:
+        found = self._fetches.get(sequence)
+        if found is not None and found[1] == number:
+            del self._fetches[sequence]
+            self.step(FetchFailed(found[2].token, reason))
+
+
+def describe(event: Event) -> str:
+    """Return an event in a few words, for the trace."""
+    match event:
+        case events.ReplicaAnswered():
+            return f"{event.replica} {message_in_words(event.message)}"
+        case Received():
+            return f"client {event.connection} {message_in_words(event.message)}"
+        case events.MetadataRead():
+            return f"MetadataRead session {event.metadata and event.metadata.session_id}"
+        case Fetched():
+            return f"Fetched {event.token} {message_in_words(event.message)}"
+        case _:
+            return str(event)
+
+
+_WORDS = ("session_id", "first", "mark", "last_to_keep", "synced_max", "req_id", "message")
+
+
+def message_in_words(message: Message) -> str:
+    """Return a message in a few words, for the trace."""
+    found = [f"{name}={getattr(message, name)}" for name in _WORDS if hasattr(message, name)]
+    return " ".join((type(message).__name__, *found))

@@ -1,0 +1,416 @@
+"""A storage of the simulation: the real service and engine on a disk that can lose things.
+
+Why it stands alone: it is what `storage/daemon.py` is outside: it runs the service's effects, but
+in virtual time, and a power cut may strike between any two steps of its disk.
+
+Rules:
+    1. The service, the engine and the files are the production ones, unchanged.
+    2. A piece of work is done at one moment and answered after the time that a disk takes: between
+       the two the process may die with everything durable and nothing told. What dies in the
+       middle of the work dies at a step of its disk (`SimDisk.plan`).
+    3. A disk belongs to the machine, not to the process: it outlives every incarnation.
+    4. As the daemon: it does not come up while ZooKeeper is away, nor at an address that is
+       registered for another storage; it serves the partition while that is assigned to it, as far
+       as it has heard, and on until the owner has left it out of the replica states.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.errors import CoordinatorUnavailable, NoSpace, StorageIdMismatch, WaltzError
+from waltz_core.machine import Report, Wakeup
+from waltz_core.record import PartitionId, ReplicaId, SessionId
+from waltz_core.storage import effects, service
+from waltz_core.storage.engine import Engine
+from waltz_core.storage.partition_log import LogSettings
+from waltz_core.storage.replica_log import ReplicaLog
+from waltz_core.storage.room import Room
+from waltz_core.storage.scrub import Scrub
+from waltz_core.storage.service import Identity, StorageService
+from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
+from waltz_core.wire.messages import Message, StorageMessage
+from waltz_sim.world.disk import Contents, PowerLoss, SimDisk, Survival
+from waltz_sim.world.network import FAR, Handlers, Link
+from waltz_sim.world.process import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from waltz_sim.cluster.cluster import SimCluster
+
+HOME: Final = Path("/waltz")
+QUEUE_BYTES_MAX: Final = 64 * 1024
+SCRUB_BYTES_PER_S: Final = 4 * 1024  # a log of the simulation has some kilobytes
+RESTART_MS: Final = (1, 400)
+OPEN_AGAIN_US: Final = 200_000
+LEAVING_AGAIN_US: Final = 1_000_000
+NO_CONTENTS: Final = Contents({}, frozenset())
+LOCK_FILE_BYTES_MAX: Final = 2 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A backup of a disk, and the session that its replica had a mark of."""
+
+    contents: Contents
+    last_session: SessionId
+
+
+class SimStorage(Process):
+    """One storage machine: its disk, and the process on it. `replica` is its address."""
+
+    def __init__(self, cluster: "SimCluster", replica: ReplicaId) -> None:
+        super().__init__(cluster.world, replica)
+        self.replica = replica
+        self._cluster = cluster
+        self._checks = cluster.checks
+        self.disk = SimDisk(is_traced=False)
+        self.snapshots: list[Snapshot] = []
+        self.trusts_fsync = True
+        # Where it is to die: at what request, whether with that done, and whom that is told.
+        self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
+        self.fsync_us = self.rng.choice((100, 500, 2_000))
+        self.storage_id = self.rng.randbytes(16)
+        self.engine: Engine | None = None
+        self.service: StorageService | None = None
+        self._settings = LogSettings(
+            cluster.key, cluster.setup.segment_bytes_max, self._wall_clock, trust_fsync=True
+        )
+        self.refused: WaltzError | None = None  # why it did not come up
+        self._is_dropping = False
+        self._aside: Callable[[], None] | None = None
+        self.started()
+
+    def _wall_clock(self) -> int:
+        return self.wall_ms
+
+    @property
+    def log(self) -> ReplicaLog | None:
+        """The log of the partition, where the process runs and serves it."""
+        if self.engine is None:
+            return None
+        return self.engine.logs.get(self._cluster.partition_id)
+
+    # ---- life
+
+    def started(self) -> None:
+        """Open the directory and serve the partition."""
+        self._is_dropping = False
+        self._aside = None
+        try:
+            self._come_up()
+        except PowerLoss:
+            self.lose_power()
+            return
+        except WaltzError as error:
+            self._gone(f"does not start: {error}", error)
+            return
+        self.refused = None
+        assert self.engine is not None
+        identity = Identity(self._cluster.key, 1, self.engine.storage_id)
+        interval_ms = self._cluster.setup.scrub_interval_ms
+        scrub = Scrub(bytes_per_s=SCRUB_BYTES_PER_S if interval_ms else 0, interval_ms=interval_ms)
+        self.service = StorageService(
+            identity, queue_bytes_max=QUEUE_BYTES_MAX, room=self.engine.room, scrub=scrub
+        )
+        self._checks.storage_started(self)
+        self.follow()
+
+    def _come_up(self) -> None:
+        """Open the directory and take the address (rule 4)."""
+        if self._cluster.is_zookeeper_away:
+            raise CoordinatorUnavailable("ZooKeeper is away")
+        self._checks.log_opening(self)
+        engine = self.open_engine(self.disk)
+        registered = self._cluster.register_storage(self.replica, engine.storage_id)
+        if registered != engine.storage_id:
+            engine.abandon()
+            raise StorageIdMismatch(
+                f"{self.replica} is registered for {registered.hex()}, the directory is that of "
+                f"{engine.storage_id.hex()}"
+            )
+        self.engine = engine
+
+    def open_engine(self, disk: SimDisk) -> Engine:
+        """Open the directory on a disk; raises what `Engine.open` does, or PowerLoss."""
+        return Engine.open(
+            disk,
+            HOME,
+            replace(self._settings, trust_fsync=self.trusts_fsync),
+            partition_count=1,
+            new_storage_id=self.storage_id,
+            reserve_bytes=self._cluster.setup.reserve_bytes,
+        )
+
+    def follow(self) -> None:
+        """Serve the partition if it is assigned here, or leaves; else no longer (rule 4)."""
+        if self.service is None or self._is_dropping:
+            return
+        is_served = self._cluster.partition_id in self.service.partitions
+        assert self.engine is not None
+        if not self.engine.is_available(self._cluster.partition_id):
+            if is_served:
+                self._drop()
+            return
+        is_leaving = self.replica not in self._cluster.replicas and self._is_named()
+        if is_leaving:
+            self.after(LEAVING_AGAIN_US, self.follow)
+        if is_leaving or self.replica in self._cluster.replicas:
+            if not is_served:
+                self._serve()
+        elif is_served:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._is_dropping = True
+        self._step(service.Dropped(PartitionId(self._cluster.partition_id)))
+
+    def alone(self, call: "Callable[[], None]") -> None:
+        """Call while the partition is not served; then serve it again if it is to be.
+
+        Whoever dies before that never calls.
+        """
+        assert self.service is not None
+        assert self._aside is None
+        self._aside = call
+        if self._is_dropping:
+            return
+        if self._cluster.partition_id in self.service.partitions:
+            self._drop()
+        else:
+            self._go_aside()
+
+    def _go_aside(self) -> None:
+        call, self._aside = self._aside, None
+        if call is not None:
+            try:
+                call()
+            except PowerLoss:
+                self.lose_power()
+                return
+        self.follow()
+
+    def _is_named(self) -> bool:
+        """Whether it holds the partition, and the last session has it among its replicas."""
+        assert self.engine is not None
+        metadata = self._cluster.coordinator.metadata
+        is_held = self._cluster.partition_id in self.engine.assigned()
+        return is_held and metadata is not None and self.replica in metadata.states
+
+    def hear_of_assignment(self) -> None:
+        """Its watch has fired."""
+        if self._cluster.is_zookeeper_away:
+            self.after(100_000, self.hear_of_assignment)
+        else:
+            self.follow()
+
+    def _serve(self) -> None:
+        """Open the partition's log; try again later if that fails."""
+        assert self.engine is not None
+        bytes_before = self._checks.log_opening(self)
+        try:
+            log = self._open_log(self.engine)
+        except PowerLoss:
+            self.lose_power()
+            return
+        except WaltzError as error:
+            self.refused = error
+            self.world.note(f"{self.name} does not open the partition: {error}")
+            self._checks.storage_refused(self, error)
+            if self.engine.has_failed:
+                self._end(str(error))
+            else:
+                self.after(OPEN_AGAIN_US, self.follow)
+            return
+        self.refused = None
+        log.lock_file.file_bytes_max = LOCK_FILE_BYTES_MAX
+        assert self.service is not None
+        self._checks.log_opened(self, log, bytes_before)
+        self._step(service.Opened(log))
+
+    def _end(self, reason: str) -> None:
+        """As the daemon does when its disk cannot be trusted: somebody starts it anew."""
+        self.world.note(f"{self.name} ends: {reason}")
+        self._checks.count("storage ended itself")
+        self.die()
+        self._cluster.network.died(self, is_silent=False)
+        self._cluster.restart_later(self)
+
+    def _open_log(self, engine: Engine) -> ReplicaLog:
+        """As the daemon does: a full disk still has room for opening."""
+        partition_id = PartitionId(self._cluster.partition_id)
+        return engine.room.with_reserve(partial(engine.assign, partition_id))
+
+    def died(self) -> None:
+        """The process is gone; its files are as the kernel has them."""
+        if self.engine is not None:
+            self.engine.abandon()
+        self.engine = self.service = None
+
+    def kill(self, *, is_silent: bool = False) -> None:
+        """End the process (`kill -9`): the kernel's pages stay."""
+        if not self.is_up:
+            return
+        self.world.note(f"{self.name} is killed")
+        self.die()
+        self._cluster.network.died(self, is_silent=is_silent)
+
+    def lose_power(self, survival: Survival | None = None, *, with_lies: bool = False) -> None:
+        """Switch the machine off: what was not synced is lost, or some of it."""
+        if survival is None:
+            survival = self.rng.choice((Survival.ANY_SECTORS, Survival.ENDS))
+        if self.disk.is_lying and not with_lies:
+            survival = Survival.EVERYTHING  # what such a disk loses is in the budget of its fault
+        self.world.note(f"{self.name} loses power")
+        if self.is_up:
+            # The files of this boot are gone with it, so nothing is left to be closed.
+            self.engine = None
+            self.die()
+            self._cluster.network.died(self, is_silent=self.chance() < 0.5)
+        self.disk.power_loss(survival, self.rng)
+        self._cluster.restart_later(self)
+
+    def start_anew(self) -> None:
+        """Have an empty disk, and be another storage from now on; the process is down."""
+        assert not self.is_up
+        self.disk.become(NO_CONTENTS)
+        self.snapshots.clear()
+        self.refused = None
+        self.storage_id = self.rng.randbytes(16)
+
+    def heal(self) -> None:
+        """Let nothing go wrong with the machine and its disk any more."""
+        disk = self.disk
+        disk.capacity_bytes = disk.on_full = None
+        disk.stop_lying()
+        disk.forget_plans()
+        self.fsync_us = 500
+        self.dies_at = None
+        if self.is_up:  # Else its operator still has to start it as one whose disk has lied.
+            self.trusts_fsync = True
+
+    def _gone(self, text: str, error: WaltzError) -> None:
+        self.world.note(f"{self.name} {text}")
+        self.refused = error
+        self.engine = self.service = None
+        self.is_up = False
+        self.incarnation += 1
+        self._checks.storage_refused(self, error)
+        self._cluster.network.died(self, is_silent=False)
+        self._cluster.restart_later(self)
+
+    def scrub_now(self) -> None:
+        """As its operator asks for it."""
+        self._step(service.ScrubNow())
+
+    @property
+    def is_scrubbing(self) -> bool:
+        """Whether it has not yet read all that was asked for."""
+        states = () if self.service is None else self.service.scrub_states(self.now_ms)
+        return any(each.is_asked for each in states)
+
+    # ---- links
+
+    def accept(self, link: Link) -> Handlers:
+        """A server has dialled."""
+        return Handlers(self._heard, self._lost)
+
+    def _heard(self, link: Link, message: Message) -> None:
+        assert isinstance(message, StorageMessage)
+        self._step(Request(ConnectionId(link.number), message))
+
+    def _lost(self, link: Link, reason: str) -> None:
+        self._step(service.Disconnected(ConnectionId(link.number)))
+
+    # ---- the service
+
+    def ring(self) -> None:
+        """See `Process.ring`."""
+        assert self.service is not None
+        wake_at_ms = self.service.wake_at_ms
+        if wake_at_ms is not None and wake_at_ms <= self.now_ms:
+            self._step(Wakeup())
+        else:
+            self.set_timer(wake_at_ms)
+
+    def _step(self, event: service.Event) -> None:
+        machine = self.service
+        assert machine is not None
+        for effect in machine.step(event, self.now_ms):
+            self._perform(effect)
+            if self.service is not machine:
+                return
+        self.set_timer(machine.wake_at_ms)
+
+    def _perform(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Answer(connection, message):
+                link = self.links.get(connection)
+                if link is not None:
+                    self._cluster.network.send(link, FAR, message)
+            case effects.RunWork(work):
+                self._run(work)
+            case effects.CloseConnection(connection, reason):
+                link = self.links.get(connection)
+                if link is not None:
+                    self._cluster.network.close(link, FAR, reason)
+                    self.after(0, lambda: self._step(service.Disconnected(connection)))
+            case effects.EndProcess(reason):
+                self._end(reason)
+            case Report():
+                self._checks.reported(self.name, effect)
+            case effects.Idle():
+                self._is_dropping = False
+                self.after(0, self._go_aside)
+            case effects.LookForRoom(room):
+                self._look_for_room(room)
+            case _:
+                pass  # Reading less is the socket's business.
+
+    def _run(self, work: Work) -> None:
+        """Rule 2."""
+        if self._dies(work, is_after=False):
+            return
+        before = self._checks.before_work(self, work)
+        try:
+            result = work.run()
+        except PowerLoss:
+            self._checks.count("power lost at a step of the disk")
+            self.lose_power()
+            return
+        if self.disk.on_full is not None and any(
+            isinstance(each, NoSpace) for each in result.outcomes
+        ):
+            self.disk.on_full()  # A storage that sees it coming does not find out by a write.
+        self._checks.worked(self, work, result, before)
+        if self._dies(work, is_after=True):
+            return
+        has_synced = result.sync_s is not None or not result.read_count
+        busy_us = self.fsync_us if has_synced else 30
+        self.after(int(busy_us * (0.5 + self.chance())) + 20, partial(self._done, work, result))
+
+    def _look_for_room(self, room: Room) -> None:
+        try:
+            room.look_again()
+        except PowerLoss:
+            self.lose_power()
+            return
+        self.after(self.fsync_us, lambda: self._step(service.LookedForRoom()))
+
+    def _dies(self, work: Work, *, is_after: bool) -> bool:
+        """Die if it is to die here."""
+        if self.dies_at is None or not work.requests:
+            return False
+        point, is_wanted_after, struck = self.dies_at
+        if type(work.requests[0].message).__name__ != point or is_after != is_wanted_after:
+            return False
+        self.dies_at = None
+        struck()
+        self.kill()
+        self._cluster.restart_later(self)
+        return True
+
+    def _done(self, work: Work, result: WorkResult) -> None:
+        self._step(service.WorkDone(work, result))

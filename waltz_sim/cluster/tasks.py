@@ -1,0 +1,122 @@
+"""A Spark task with two attempts under one client ID, in the simulation.
+
+The first attempt has read the generation and is paused before it mounts. The second one mounts with
+a higher connection sequence, appends all rows and disconnects. Then the first one continues: it
+mounts and appends the same rows. The server's fences must refuse it (`server/mounts.py`, rule 1).
+
+Rules:
+    1. The rows have the same request IDs in both attempts: a second one in the log is a violation
+       of AtMostOnce.
+    2. The first attempt continues only when the second one has all rows in the log. Earlier the two
+       may take turns, and what is in the log would have to be read back (`client/claim.py`).
+    3. Without `Setup.has_new_owner_ids` it does not continue where the owner has died: that server
+       would keep its generation over the restart, and nothing would refuse this attempt.
+"""
+
+import zlib
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.errors import ConnectionSuperseded, GenerationMismatch
+from waltz_core.record import BEFORE_FIRST, ClientId, ReqId
+from waltz_core.wire.messages import (
+    LATEST_MARK,
+    AppendRequest,
+    ErrorResponse,
+    Message,
+    Mounted,
+    MountWriter,
+)
+from waltz_sim.world.network import NEAR, Handlers, Link
+from waltz_sim.world.process import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from waltz_sim.cluster.cluster import SimCluster
+
+ROWS: Final = 3
+LOOK_US: Final = 10_000
+LOOKS_MAX: Final = 300
+AGAIN_US: Final = 50_000
+TRIES_MAX: Final = 100
+# What ends an attempt: it is fenced, or its generation is over.
+FINAL: Final = (ConnectionSuperseded.code, GenerationMismatch.code)
+_NO_LOCKS: Final[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = ((), (), ())
+
+
+class TwoAttempts(Process):
+    """One task; `written` is called when its second attempt has all rows in the log."""
+
+    def __init__(self, cluster: "SimCluster", written: "Callable[[], None]") -> None:
+        super().__init__(cluster.world, "task")
+        self._cluster = cluster
+        self._written = written
+        self._client_id = ClientId(cluster.coordinator.next_client_id())
+        self._generation = cluster.coordinator.assignment.generation
+        self._rows = cluster.workload.rows_of(self.name, [_NO_LOCKS] * ROWS)
+        owner = cluster.owner
+        assert owner is not None
+        self._owner, self._incarnation = owner, owner.incarnation
+        self._is_over = False
+        self._attempt(2)
+        self._look(LOOKS_MAX)
+
+    def go_on(self) -> None:
+        """Let the first attempt continue."""
+        self._is_over = False
+        self._attempt(1)
+
+    def _look(self, left: int) -> None:
+        """Rule 2."""
+        if all(row.transaction_id != BEFORE_FIRST for row in self._rows):
+            self._is_over = True  # the second attempt
+            for link in list(self.links.values()):
+                self._cluster.network.close(link, NEAR)
+            self._written()
+        elif left:
+            self.after(LOOK_US, lambda: self._look(left - 1))
+
+    def _attempt(self, sequence: int, left: int = TRIES_MAX) -> None:
+        """Mount with a connection sequence, and append all rows; try again, as a client does."""
+        cluster, owner = self._cluster, self._cluster.owner
+
+        has_restarted = self._owner.incarnation != self._incarnation
+        if has_restarted and not cluster.setup.has_new_owner_ids:  # rule 3
+            return
+
+        def again() -> None:
+            if left and not self._is_over:
+                self.after(AGAIN_US, lambda: self._attempt(sequence, left - 1))
+
+        def mount(link: Link) -> None:
+            request = MountWriter(self._req_id(0), sequence, LATEST_MARK, wants_feed=False)
+            cluster.network.send(link, NEAR, request)
+
+        if owner is None:
+            again()
+            return
+        cluster.network.dial(
+            self,
+            owner,
+            Handlers(partial(self._heard, again), lambda _link, _reason: again()),
+            opened=mount,
+            failed=lambda _reason: again(),
+            accept=owner.accept,
+        )
+
+    def _heard(self, again: "Callable[[], None]", link: Link, message: Message) -> None:
+        network = self._cluster.network
+        if isinstance(message, Mounted):
+            self._is_over = True  # sent once: what becomes of it is read back, not sent again
+            for number, row in enumerate(self._rows, 1):
+                request = (BEFORE_FIRST, (), (), (), 7, row.data, zlib.crc32(row.data))
+                network.send(link, NEAR, AppendRequest(self._req_id(number), *request))
+        elif isinstance(message, ErrorResponse):
+            network.close(link, NEAR)
+            if message.error_code in FINAL:
+                self._is_over = True
+            again()
+
+    def _req_id(self, sequence: int) -> ReqId:
+        return ReqId(self._client_id, self._generation, self._cluster.partition_id, sequence)

@@ -1,0 +1,292 @@
+"""What the simulated applications do.
+
+Why it stands alone: a checker finds only what an application would have noticed, so applications
+here do all that the log is for: they append alone and in batches, under all kinds of locks, at old
+and new marks, try again after a refusal, follow the feed, ask for marks, die and come back.
+
+Rules:
+    1. Each client works in a loop of its own, drawn from its own chance.
+    2. Every row has a number that nobody else has, and is in the books before it is sent.
+    3. A deal (`ledger.py`) reads the state at the mark that it is sent with, as an application
+       does that has applied the feed up to there.
+    4. Some follow what is in flight: they compute from it as though it were there.
+    5. A row that claims a mark beyond the log has no locks but append locks: nothing is computed
+       from what is not there.
+"""
+
+import zlib
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.batches import encode_append
+from waltz_core.client import events
+from waltz_core.client.following import FOLLOW, Following
+from waltz_core.client.monitor import Parcel, Single
+from waltz_core.record import BEFORE_FIRST, TransactionId
+from waltz_core.wire.messages import (
+    FlushRequest,
+    HighWaterMarkRequest,
+    RangeForm,
+    RangeRequest,
+    Reason,
+    ReplicasRequest,
+    TransactionDataRequest,
+)
+from waltz_sim.promises.history import NUMBER_BYTES, Operation, data_of
+from waltz_sim.promises.ledger import Deal, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from waltz_sim.cluster.clients import SimClient
+    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.world.process import Process
+
+# The write, read and append locks of one row.
+Locks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+Ask = Locks | Deal
+PENDING_MAX: Final = 4
+RETRIES_MAX: Final = 3
+PATIENCE_US: Final = 200_000
+SLOWING_US: Final = 20_000
+DEAL_SHARE: Final = 0.4
+QUESTION_SHARE: Final = 0.06
+WAITING_QUESTION_SHARE: Final = 0.25  # of an application whose appends are not answered
+AHEAD_SHARE: Final = 0.004
+# Some records have sectors of the disk between their first and their last one.
+LONG_EVERY: Final = 7
+LONG_BYTES: Final = 1_200
+
+
+class Workload:
+    """All applications of a world."""
+
+    def __init__(self, cluster: "SimCluster") -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+        self._numbers = 0
+        self._tokens = 0
+        self._parcels: dict[int, list[Operation]] = {}
+        self.is_over = False
+        self._healing_since_us: int | None = None
+
+    def healing_us(self) -> int:
+        """Return for how long applications have known that everything heals."""
+        if self._healing_since_us is None:
+            self._healing_since_us = self._world.now_us
+        return self._world.now_us - self._healing_since_us
+
+    @property
+    def pending_count(self) -> int:
+        """How many parcels wait for an outcome."""
+        return len(self._parcels)
+
+    def operations_of(self, token: int) -> "Sequence[Operation]":
+        """Return the rows of a parcel."""
+        return self._parcels[token]
+
+    def begin(self, client: "SimClient") -> None:
+        """Let a client that has just started do something, again and again."""
+        _Application(self, self._cluster, client).begin()
+
+    def parcel(
+        self,
+        client: "SimClient",
+        rows: "Sequence[Ask]",
+        mark: int,
+        follows: Following | None = None,
+    ) -> Parcel:
+        """Enter rows in the books (deals, or write, read and append locks) and pack them.
+
+        What follows is computed from the state at the mark, and from what is in flight.
+        """
+        self._tokens += 1
+        operations = [self._operation(client.name, row, mark, follows) for row in rows]
+        self._parcels[self._tokens] = operations
+        if len(operations) == 1:
+            one = operations[0]
+            content = Single(7, one.data, one.write, one.read, one.append, follows)
+            return Parcel(self._tokens, 1, TransactionId(one.mark), content, zlib.crc32(one.data))
+        payload = encode_append(
+            [7] * len(rows),
+            [each.data for each in operations],
+            write_locks=[each.write for each in operations],
+            read_locks=[each.read for each in operations],
+            append_locks=[each.append for each in operations],
+        )
+        return Parcel(self._tokens, len(rows), TransactionId(mark), payload, zlib.crc32(payload))
+
+    def rows_of(self, author: str, rows: "Sequence[Locks]") -> list[Operation]:
+        """Enter rows in the books that nobody waits for."""
+        operations = [self._operation(author, row, BEFORE_FIRST, None) for row in rows]
+        for operation in operations:
+            operation.told = "gone"
+        return operations
+
+    def _operation(self, author: str, row: Ask, mark: int, follows: Following | None) -> Operation:
+        self._numbers += 1
+        ahead = () if follows is None else follows.above(TransactionId(mark))
+        number, checks = self._numbers, self._cluster.checks
+        if isinstance(row, Deal):
+            write, read = row.write, row.read
+            append: tuple[int, ...] = ()
+            data = data_of(number, NUMBER_BYTES) + checks.ledger.body(
+                row, mark, [each.data for each in ahead]
+            )
+        else:
+            write, read, append = row
+            is_long = not number % LONG_EVERY
+            data = data_of(number, LONG_BYTES if is_long else NUMBER_BYTES * (1 + number % 3))
+        state_mark = mark
+        if follows is not None and follows.has_seen:
+            mark = follows.mark
+        operation = Operation(
+            number, author, row, write, read, append, mark, self._world.now_us, data
+        )
+        if follows is not None and follows.has_seen:
+            operation.session_id, operation.state_mark = follows.session_id, state_mark
+            operation.followed = tuple(
+                (each.transaction_id, (each.req_id.client_id, each.req_id.sequence))
+                for each in ahead
+            )
+        checks.history.operations[number] = operation
+        return operation
+
+    def operation(self, author: str, row: Ask, mark: int) -> Operation:
+        """Enter one row in the books, whose author learns of its outcome elsewhere."""
+        return self._operation(author, row, mark, None)
+
+    def think_us(self, process: "Process") -> int:
+        """Return for how long an application does nothing."""
+        think_us = self._cluster.setup.think_ms * 1_000
+        if self._cluster.is_healing:
+            # All that is left to be seen is whether it becomes whole, and that may take long.
+            late_us = max(0, self.healing_us() - PATIENCE_US)
+            think_us += think_us * late_us // SLOWING_US
+        return int(process.chance() * 2 * think_us) + 100
+
+    def deal_of(self, process: "Process") -> Deal:
+        """Return what an application deals in next."""
+        keys, roll = self._cluster.setup.keys, process.chance()
+        one = int(process.chance() * keys)
+        if roll < 0.4:
+            return Deal(Kind.TRANSFER, one, (one + 1 + int(process.chance() * (keys - 1))) % keys)
+        return Deal(Kind.PUSH, one, one) if roll < 0.7 else Deal(Kind.GUARD, one, one ^ 1)
+
+    def ended(self, token: int) -> "list[Operation]":
+        """Take a parcel out: its outcome is known, or never will be."""
+        return self._parcels.pop(token)
+
+    def drop(self, client: "SimClient") -> None:
+        """Forget the parcels of a client that has died."""
+        for token, operations in list(self._parcels.items()):
+            if operations[0].client == client.name:
+                del self._parcels[token]
+
+
+class _Application:
+    """One life of one client's application."""
+
+    def __init__(self, workload: Workload, cluster: "SimCluster", client: "SimClient") -> None:
+        self._workload = workload
+        self._cluster = cluster
+        self._client = client
+        self._chance = client.chance
+        self._rng = client.rng
+        self._follows = int(client.name.removeprefix("client")) < cluster.setup.followers
+        self._waiting = 0
+        self._retries = 0
+
+    def begin(self) -> None:
+        client = self._client
+        client.on_settled = self._settled
+        client.on_refused = self._refused
+        if self._chance() < 0.6:
+            client.subscribe(TransactionId(BEFORE_FIRST))
+        self._later()
+
+    def _later(self) -> None:
+        self._client.after(self._workload.think_us(self._client), self._go)
+
+    def _go(self) -> None:
+        if self._workload.is_over:
+            return
+        is_stuck = self._waiting >= PENDING_MAX
+        if self._chance() < (WAITING_QUESTION_SHARE if is_stuck else QUESTION_SHARE):
+            self._question()
+        if not is_stuck:
+            roll = self._chance()
+            if roll >= self._cluster.setup.batch_share:
+                self._append([self._row()], self._mark())
+            else:
+                rows = [self._row() for _ in range(2 + int(self._chance() * 5))]
+                self._append(rows, self._mark())
+        self._later()
+
+    def _question(self) -> None:
+        """Ask for a mark, for a range, or for one transaction; the checkers look at the answers."""
+        client, roll = self._client, self._chance()
+        last = max(0, client.mark)
+        if roll < 0.3:
+            client.ask(lambda req_id: ReplicasRequest(req_id, linearizable=True))
+        elif roll < 0.4:
+            client.ask(lambda req_id: ReplicasRequest(req_id, linearizable=False))
+        elif roll < 0.55:
+            client.ask(HighWaterMarkRequest)
+        elif roll < 0.75:
+            client.ask(FlushRequest)
+        elif roll < 0.85:
+            place = TransactionId(int(self._chance() * (last + 1)))
+            client.ask(lambda req_id: TransactionDataRequest(req_id, place))
+        else:
+            form = RangeForm.WHOLE if self._chance() < 0.7 else RangeForm.HEADERS
+            wanted = (7,) if self._chance() < 0.3 else ()
+            first = int(self._chance() * (last + 1))
+            client.ask(lambda req_id: RangeRequest(req_id, first, last, 600, form, wanted))
+
+    def _mark(self) -> int:
+        """The mark that the application has seen: mostly all, sometimes less."""
+        mark: int = self._client.mark
+        if self._chance() < 0.2:
+            mark = max(BEFORE_FIRST, mark - int(self._chance() * 10))
+        return mark
+
+    def _row(self) -> Ask:
+        if self._chance() < DEAL_SHARE:
+            return self._workload.deal_of(self._client)
+        return self._some(0.5), self._some(0.3), self._some(0.2)
+
+    def _some(self, share: float) -> tuple[int, ...]:
+        if self._chance() >= share:
+            return ()
+        keys = self._cluster.setup.keys
+        count = 1 if self._chance() < 0.8 else 2
+        return tuple(sorted({int(self._chance() * keys) for _ in range(count)}))
+
+    def _append(self, rows: "Sequence[Ask]", mark: int, told: Following | None = None) -> None:
+        self._waiting += 1
+        if self._chance() < AHEAD_SHARE:
+            rows, mark, told = [((), (), (1,))], self._client.mark + 5, None
+        follows: Following | None = None
+        if self._follows and len(rows) == 1:
+            # Its state is that of the mark, and what follows claims is seen on top of it.
+            follows = (told or FOLLOW).claim(TransactionId(mark))[1]
+        self._client.append(self._workload.parcel(self._client, rows, mark, follows))
+
+    def _settled(self, effect: events.Settled) -> None:
+        operations = self._workload.ended(effect.token)
+        self._waiting -= 1
+        again = [
+            each.row
+            for each, reason in zip(operations, effect.outcome.reasons.tolist(), strict=True)
+            if reason == Reason.LOCK
+        ]
+        if again and self._retries < RETRIES_MAX and not self._workload.is_over:
+            self._retries += 1
+            self._cluster.checks.count("retry after a refusal")
+            self._append(again, self._client.mark, effect.outcome.following)
+        else:
+            self._retries = 0
+
+    def _refused(self, effect: events.Refused) -> None:
+        self._workload.ended(effect.token)
+        self._waiting -= 1

@@ -1,0 +1,412 @@
+"""What goes wrong with disks: they fail, fill up, lie, rot, come back old, empty or as another's.
+
+Why it stands alone: it is one subject of `faults.py`, whose rules hold here; whoever loses what was
+promised asks the budget (`budget.py`) first.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.lock_blocks import LogEnd, encode
+from waltz_core.record import BEFORE_FIRST, Chain, TransactionId
+from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME
+from waltz_core.storage.engine import STORAGE_ID_NAME
+from waltz_core.storage.format import SLOT_BLOCK_BYTES
+from waltz_core.storage.lock_file import LOCKS_NAME
+from waltz_sim.cluster.cluster import MS, SimCluster
+from waltz_sim.cluster.storages import HOME, NO_CONTENTS, SimStorage, Snapshot
+from waltz_sim.faults.striking import any_storage, counted, keep_down, trust_again_later
+from waltz_sim.world.disk import Contents, SimDisk, Survival
+from waltz_sim.world.disk import Fault as DiskFault
+from waltz_sim.world.inode import SECTOR_BYTES
+
+if TYPE_CHECKING:
+    from random import Random
+
+SNAPSHOTS_MAX: Final = 3
+PAGE_BYTES: Final = 4_096
+# Does it to a file of this size, which is not empty.
+Spoil = Callable[[SimStorage, Path, int], None]
+
+
+# ---- errors and speed. A second one while a first is handled may cost the replica what it had
+# promised (it becomes suspect), so a disk has one trouble at a time, unless there is no budget.
+
+
+def _healthy_disk(cluster: SimCluster, rng: "Random") -> SimDisk | None:
+    disk = any_storage(cluster, rng).disk
+    return disk if cluster.setup.is_unbounded or not disk.has_trouble else None
+
+
+def failing_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A call that changes something fails, once."""
+    disk = _healthy_disk(cluster, rng)
+    if disk is None:
+        return False
+    struck = counted(cluster, "failing_disk")
+    disk.plan(disk.step_count + rng.randint(1, 12), DiskFault.FAILS, struck)
+    return False
+
+
+def failing_call(cluster: SimCluster, rng: "Random") -> bool:
+    """A call of a rare kind fails, once."""
+    name = rng.choice(("create", "rename", "truncate", "unlink", "syncdir", "allocate"))
+    fault = rng.choice((DiskFault.FAILS, DiskFault.POWER_LOSS))
+    disk = _healthy_disk(cluster, rng)
+    if disk is None:
+        return False
+    disk.plan_call((name,), fault, counted(cluster, "failing_call"))
+    return False
+
+
+def failing_read(cluster: SimCluster, rng: "Random") -> bool:
+    """A read fails, once."""
+    disk = _healthy_disk(cluster, rng)
+    if disk is None:
+        return False
+    disk.plan_read(rng.randint(1, 30), counted(cluster, "failing_read"))
+    return False
+
+
+def full_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk has no room for a while, maybe with a restart in the middle of that."""
+    storage = any_storage(cluster, rng)
+    disk = storage.disk
+    if disk.has_trouble:
+        return False
+    used = sum(len(content) for content in disk.files().values())
+    disk.capacity_bytes = used + rng.choice((0, 100, 2_000))
+    disk.on_full = counted(cluster, "full_disk")
+
+    def empty() -> None:
+        disk.capacity_bytes = disk.on_full = None
+
+    empty_after_ms = rng.randrange(100, 2_000)
+    cluster.world.after(empty_after_ms * MS, empty)
+    if rng.random() < 0.4:
+        cluster.world.after(rng.randrange(empty_after_ms) * MS, lambda: cluster.kill(storage))
+    return False
+
+
+def slow_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk syncs at another pace."""
+    any_storage(cluster, rng).fsync_us = rng.choice((100, 500, 5_000, 100_000))
+    return True
+
+
+def hanging_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk syncs so slowly for a while that others may lose patience; the process is well."""
+    storage = any_storage(cluster, rng)
+    storage.fsync_us = hung_us = rng.randrange(300, 5_000) * MS
+
+    def go_on() -> None:
+        if storage.fsync_us == hung_us:
+            storage.fsync_us = 500
+
+    cluster.world.after(rng.randrange(500, 6_000) * MS, go_on)
+    return True
+
+
+# ---- losses that are in the budget
+
+
+def take_snapshot(cluster: SimCluster, rng: "Random") -> bool:
+    """Somebody makes a backup of a disk; no harm is done by that."""
+    storage = any_storage(cluster, rng)
+    log = storage.log
+    if log is None or storage.disk.is_lying:
+        return False
+    snapshot = Snapshot(storage.disk.contents(), log.last_session)
+    storage.snapshots = [*storage.snapshots, snapshot][-SNAPSHOTS_MAX:]
+    return True
+
+
+def roll_back_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk comes back from a backup."""
+    storages = [each for each in cluster.storages.values() if each.snapshots]
+    if not storages:
+        return False
+    storage = rng.choice(storages)
+    snapshot = rng.choice(storage.snapshots)
+    is_silent = snapshot.last_session >= cluster.budget.session_of(storage)
+    if not cluster.budget.allows(storage, is_silent=is_silent):
+        return False
+    cluster.checks.count("rolled back within a session" if is_silent else "rolled back")
+    _replace_disk(cluster, storage, snapshot.contents, rng)
+    return True
+
+
+def empty_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk is lost; the new one belongs to nobody until an operator says whose it is."""
+    storage = any_storage(cluster, rng)
+    if not cluster.budget.allows(storage):
+        return False
+    _replace_disk(cluster, storage, NO_CONTENTS, rng)
+    storage.storage_id = rng.randbytes(16)
+    _operate_later(cluster, rng)
+    return True
+
+
+def clone_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk is overwritten with a copy of another storage's."""
+    one, other = any_storage(cluster, rng), any_storage(cluster, rng)
+    if one is other or _is_of(cluster, other, one) or not cluster.budget.allows(one):
+        return False
+    _replace_disk(cluster, one, other.disk.contents(), rng)
+    _operate_later(cluster, rng)
+    return True
+
+
+def _is_of(cluster: SimCluster, other: SimStorage, one: SimStorage) -> bool:
+    """Whether a disk is one's own of an earlier day: nobody could see that (budget.py, rule 2)."""
+    path, mine = HOME / STORAGE_ID_NAME, cluster.coordinator.storage_ids.get(one.replica)
+    return mine is None or (other.disk.exists(path) and mine in other.disk.content(path))
+
+
+def swap_disks(cluster: SimCluster, rng: "Random") -> bool:
+    """Two machines have each other's disk, until somebody sees it; nothing is lost."""
+    one, other = any_storage(cluster, rng), any_storage(cluster, rng)
+    if one is other:
+        return False
+    if any(each.name in cluster.swapped or cluster.budget.has_lost(each) for each in (one, other)):
+        return False
+    cluster.swap_disks(one, other)
+    _operate_later(cluster, rng)
+    return True
+
+
+def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
+    """A disk says that it has synced, then the power goes; maybe its operator knows such disks."""
+    storage = any_storage(cluster, rng)
+    disk = storage.disk
+    if disk.has_trouble:
+        return False
+    disk.is_lying = True
+    is_known = rng.random() < 0.5
+
+    def lose_power() -> None:
+        if disk is not storage.disk or not disk.is_lying:
+            return
+        if storage.is_up and cluster.budget.allows(storage, is_silent=not is_known):
+            cluster.budget.spend(storage)
+            cluster.checks.count("fault lying_disk")
+            storage.trusts_fsync = not is_known
+            storage.lose_power(Survival.NOTHING, with_lies=True)
+        disk.stop_lying()
+
+    lies_ms = rng.randrange(5, 800)
+    cluster.world.after(lies_ms * MS, lose_power)
+    trust_again_later(cluster, storage, after_ms=lies_ms + 1_000)
+    return False
+
+
+def rot(cluster: SimCluster, rng: "Random") -> bool:
+    """A bit flips in any file, while the storage runs or while it is down."""
+
+    def flip(storage: SimStorage, path: Path, size: int) -> None:
+        for _ in range(rng.choice((1, 1, 3))):
+            storage.disk.flip(path, rng.randrange(size), 1 << rng.randrange(8))
+
+    return _spoil(cluster, rng, flip)
+
+
+def unseen_rot(cluster: SimCluster, rng: "Random") -> bool:
+    """A bit flips on the platter, of what the system has in memory as it was."""
+
+    def flip(storage: SimStorage, path: Path, size: int) -> None:
+        storage.disk.rot_unseen(path, rng.randrange(size), 1 << rng.randrange(8))
+
+    return _spoil(cluster, rng, flip)
+
+
+def memory_pressure(cluster: SimCluster, rng: "Random") -> bool:
+    """The system of a storage forgets all that it can read from the disk again."""
+    any_storage(cluster, rng).disk.drop_all_cached()
+    return True
+
+
+def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
+    """A page reads as zeros, or not at all where it is one of old records or of their index."""
+
+    def wipe(storage: SimStorage, path: Path, size: int) -> None:
+        page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
+        stems = (each.stem for each in _files(storage) if each.suffix == ".seg")
+        newest = max(stems, default="")  # without one the file is the daemon's own
+        is_old = path.suffix in {".seg", ".idx"} and path.stem != newest
+        if not is_old or size % 2:
+            storage.disk.overwrite(path, page, bytes(PAGE_BYTES))
+            return
+        # What the header of records is in can be read: nobody would open them otherwise.
+        start = max(page, SECTOR_BYTES) if path.suffix == ".seg" else page
+        end = min(page + PAGE_BYTES, size)
+        if start < end:
+            storage.disk.overwrite(path, start, bytes(end - start))
+            storage.disk.make_unreadable(path, start, end - 1)
+            cluster.checks.count("sectors lost")
+
+    return _spoil(cluster, rng, wipe)
+
+
+def misdirected_write(cluster: SimCluster, rng: "Random") -> bool:
+    """A page has gone to another place than it was meant for: of this file or of another."""
+
+    def misdirect(storage: SimStorage, path: Path, size: int) -> None:
+        source = storage.disk.content(rng.choice(_files(storage)))
+        start = rng.randrange(max(1, len(source))) // PAGE_BYTES * PAGE_BYTES
+        page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
+        storage.disk.overwrite(path, page, source[start : start + PAGE_BYTES])
+
+    return _spoil(cluster, rng, misdirect, is_plausible=True)
+
+
+def stale_page(cluster: SimCluster, rng: "Random") -> bool:
+    """A page is as it was a while ago: it was never written since, whatever the disk has said."""
+
+    def age(storage: SimStorage, path: Path, size: int) -> None:
+        old = next((each.contents.files.get(path, b"") for each in storage.snapshots), b"")
+        page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
+        storage.disk.overwrite(path, page, old[page : page + PAGE_BYTES].ljust(PAGE_BYTES, b"\0"))
+
+    return _spoil(cluster, rng, age, is_plausible=True)
+
+
+def cut_file(cluster: SimCluster, rng: "Random") -> bool:
+    """A file is shorter than it was, or gone."""
+
+    def cut(storage: SimStorage, path: Path, size: int) -> None:
+        if rng.random() < 0.2:
+            storage.disk.remove(path)
+        else:
+            storage.disk.cut(path, rng.choice((0, rng.randrange(size), size - 1)))
+
+    return _spoil(cluster, rng, cut, is_at_rest=True)
+
+
+def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
+    """One of a partition's two slots cannot be read."""
+
+    def spoil(storage: SimStorage, path: Path, size: int) -> None:
+        at = SLOT_BLOCK_BYTES * rng.randrange(2) + rng.randrange(200)
+        storage.disk.flip(path, min(at, size - 1))
+
+    return _spoil(cluster, rng, spoil, names=(SLOTS_NAME,))
+
+
+def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
+    """The lock files are lost, cut, mixed up, old or another log's: nobody may mind."""
+    storage = any_storage(cluster, rng)
+    disk = storage.disk
+    paths = [path for path in sorted(disk.files()) if path.name.startswith(LOCKS_NAME)]
+    paths = [path for path in paths if disk.content(path)]
+    if not paths:
+        return False
+    path = rng.choice(paths)
+    content = disk.content(path)
+    how = rng.choice(("lost", "cut", "old", "mixed", "foreign"))
+    if how in ("lost", "foreign"):
+        last = storage.log.max_id if storage.log is not None else BEFORE_FIRST
+        storage.kill()
+        keep_down(cluster, storage, rng.randrange(1, 300))
+        disk.remove(path)
+        if how == "foreign":
+            disk.put(path.with_name(LOCKS_NAME), _foreign_blocks(last, rng))
+    elif how == "cut":
+        disk.cut(path, rng.randrange(len(content)))
+    elif how == "old":
+        after_us = rng.randrange(50, 1_000) * MS
+        cluster.world.after(after_us, lambda: _restore(disk, path, content))
+    else:
+        start = rng.randrange(len(content))
+        disk.overwrite(path, rng.randrange(len(content)), content[start : start + 200])
+    cluster.checks.count(f"locks {how}")
+    return True
+
+
+def _foreign_blocks(last: TransactionId, rng: "Random") -> bytes:
+    """Return the lock blocks of another log, whose transactions have taken no locks."""
+    ends = [LogEnd(TransactionId(each), Chain(rng.randbytes(16))) for each in range(-1, last + 1)]
+    return b"".join(encode(end.last, end, before.chain, b"") for before, end in pairwise(ends))
+
+
+def _restore(disk: SimDisk, path: Path, content: bytes) -> None:
+    """A file is as it was: what came since is not there, what was cut from the log is again."""
+    if disk.exists(path):
+        disk.cut(path, len(content))
+        disk.overwrite(path, 0, content)
+
+
+def scrub(cluster: SimCluster, rng: "Random") -> bool:
+    """Somebody asks for a whole log to be read again."""
+    storage = any_storage(cluster, rng)
+    if storage.log is None:
+        return False
+    storage.scrub_now()
+    return True
+
+
+# ---- how
+
+
+def _replace_disk(
+    cluster: SimCluster, storage: SimStorage, contents: Contents, rng: "Random"
+) -> None:
+    storage.kill(is_silent=rng.random() < 0.3)
+    cluster.budget.spend(storage)
+    storage.disk.become(contents)
+    storage.snapshots.clear()
+    storage.refused = None
+    keep_down(cluster, storage, rng.randrange(1, 1_000))
+
+
+def _operate_later(cluster: SimCluster, rng: "Random") -> None:
+    cluster.world.after(rng.randrange(100, 3_000) * MS, cluster.operate)
+
+
+def _files(storage: SimStorage, names: tuple[str, ...] = ()) -> list[Path]:
+    """Return the files that matter, each kind as often as the others, in order."""
+    kinds: dict[str, list[Path]] = {}
+    for path in sorted(storage.disk.files()):
+        if path.parent not in {HOME, HOME / "0"} or path.name.endswith(".reserve"):
+            continue
+        if path.name.startswith(LOCKS_NAME):
+            continue  # No promise depends on them: see `spoiled_locks`.
+        if not names or path.name in names:
+            kinds.setdefault(path.suffix if path.parent != HOME else CONTROL_NAME, []).append(path)
+    most = max((len(paths) for paths in kinds.values()), default=0)
+    return [path for paths in kinds.values() for path in paths * (most // len(paths))]
+
+
+def _spoil(
+    cluster: SimCluster,
+    rng: "Random",
+    how: Spoil,
+    *,
+    names: tuple[str, ...] = (),
+    is_at_rest: bool = False,
+    is_plausible: bool = False,
+) -> bool:
+    """Spoil a file of a storage.
+
+    Nobody notices what is gone from the end of a log, nor what `is_plausible`: whole, but old.
+    """
+    storage = any_storage(cluster, rng)
+    files = [path for path in _files(storage, names) if storage.disk.content(path)]
+    if storage.disk.is_lying or not files:
+        return False
+    path = rng.choice(files)
+    segments = [each.stem for each in storage.disk.files() if each.suffix == ".seg"]
+    is_silent = is_plausible or path.stem == max(segments, default="")
+    if not cluster.budget.allows(storage, is_silent=is_silent):
+        return False
+    if is_at_rest or rng.random() < 0.5:
+        storage.kill(is_silent=rng.random() < 0.2)
+        keep_down(cluster, storage, rng.randrange(1, 500))
+    cluster.budget.spend(storage)
+    cluster.checks.rotted(storage)
+    cluster.world.note(f"{storage.name}: {path} is spoiled")
+    how(storage, path, len(storage.disk.content(path)))
+    cluster.checks.count(f"spoiled {path.suffix if path.parent != HOME else path.name}")
+    _operate_later(cluster, rng)
+    return True

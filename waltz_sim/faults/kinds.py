@@ -1,0 +1,198 @@
+"""All that goes wrong: the list of the kinds of faults.
+
+Why it stands alone: a fault that is not listed here is not simulated. The faults themselves are in
+`process_faults.py`, `network_faults.py`, `disk_faults.py` and `zookeeper_faults.py`.
+
+Rules:
+    1. A fault is decided by its own chance alone (`schedule.py`, rule 1), and by what is there.
+    2. What a replica had promised is taken away only within a budget (`budget.py`).
+    3. A kind of fault that has struck is counted, so that a batch in which it never does can be
+       refused (`striking.py`).
+    4. A rough run has a theme: a few kinds of trouble with disks, ZooKeeper's data or assignments
+       come again and again, half of the time with hardly anything else, over small segments. What
+       only a meeting of rare faults shows, it shows sooner.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from waltz_sim.cluster.cluster import SimCluster
+from waltz_sim.faults import disk_faults, network_faults, process_faults, zookeeper_faults
+from waltz_sim.faults.striking import Strike
+from waltz_sim.schedule import Fault, Schedule, schedule_of
+from waltz_sim.world.world import chance_of
+
+
+def plan(cluster: SimCluster, schedule: Schedule) -> None:
+    """Let the faults of a schedule happen, each in its time."""
+    for fault in schedule.faults:
+        cluster.world.after(fault.at_us, _action(cluster, fault))
+
+
+def _action(cluster: SimCluster, fault: Fault) -> Callable[[], None]:
+    def strike() -> None:
+        if cluster.is_healing:
+            return
+        rng = chance_of(fault.chance)
+        cluster.world.note(f"fault {fault.kind}")
+        if KINDS[fault.kind](cluster, rng):
+            cluster.checks.count(f"fault {fault.kind}")
+
+    return strike
+
+
+KINDS: Final[dict[str, Strike]] = {
+    strike.__name__: strike
+    for strike in (
+        process_faults.kill_storage,
+        process_faults.storage_away,
+        process_faults.restart_loop,
+        process_faults.crash_storage_at,
+        process_faults.power_loss,
+        process_faults.power_loss_at_a_step,
+        process_faults.all_power,
+        process_faults.pause_storage,
+        process_faults.pause_server,
+        process_faults.hanging_server,
+        process_faults.kill_server,
+        process_faults.crash_server_at,
+        process_faults.slow_server,
+        process_faults.kill_client,
+        process_faults.pause_client,
+        process_faults.slow_apply,
+        process_faults.two_attempts,
+        process_faults.clock_jump,
+        process_faults.clock_drift,
+        network_faults.cut_link,
+        network_faults.half_delivered,
+        network_faults.mute_link,
+        network_faults.partition_network,
+        network_faults.isolate_one,
+        network_faults.slow_network,
+        network_faults.heavy_tail,
+        network_faults.duplicate_connect,
+        network_faults.slow_reader,
+        network_faults.outlived_link,
+        disk_faults.failing_disk,
+        disk_faults.failing_call,
+        disk_faults.failing_read,
+        disk_faults.full_disk,
+        disk_faults.slow_disk,
+        disk_faults.hanging_disk,
+        disk_faults.take_snapshot,
+        disk_faults.roll_back_disk,
+        disk_faults.empty_disk,
+        disk_faults.clone_disk,
+        disk_faults.swap_disks,
+        disk_faults.lying_disk,
+        disk_faults.rot,
+        disk_faults.unseen_rot,
+        disk_faults.memory_pressure,
+        disk_faults.zeroed_page,
+        disk_faults.misdirected_write,
+        disk_faults.stale_page,
+        disk_faults.cut_file,
+        disk_faults.spoiled_slot,
+        disk_faults.scrub,
+        disk_faults.spoiled_locks,
+        zookeeper_faults.lost_answers,
+        zookeeper_faults.zookeeper_away,
+        zookeeper_faults.zookeeper_restart,
+        zookeeper_faults.expire_session,
+        zookeeper_faults.cut_off_server,
+        zookeeper_faults.late_watches,
+        zookeeper_faults.lost_watches,
+        zookeeper_faults.stale_reads,
+        zookeeper_faults.strand_owner,
+        zookeeper_faults.roll_back_nodes,
+        zookeeper_faults.delete_nodes,
+        zookeeper_faults.move_partition,
+        zookeeper_faults.duel,
+        zookeeper_faults.change_replicas,
+        zookeeper_faults.change_replicas_with_one_away,
+        zookeeper_faults.checkpoint,
+        zookeeper_faults.accept_replicas,
+    )
+}
+# What the budget seldom allows comes more often.
+WEIGHTS: Final[dict[str, int]] = {
+    **dict.fromkeys(KINDS, 4),
+    "kill_storage": 8,
+    "cut_link": 8,
+    "lost_answers": 6,
+    "take_snapshot": 8,
+    "roll_back_disk": 10,
+    "lying_disk": 8,
+    "rot": 8,
+    "zeroed_page": 8,
+    "misdirected_write": 8,
+    "stale_page": 8,
+    "cut_file": 8,
+    "roll_back_nodes": 8,
+    "delete_nodes": 8,
+    "strand_owner": 24,
+    "all_power": 2,
+    "slow_disk": 2,
+    "clock_jump": 2,
+    "clock_drift": 2,
+    "slow_apply": 2,
+    "duplicate_connect": 2,
+}
+
+# What a theme is made of (rule 4), and what else there is where nothing else is to be.
+THEMES: Final = (
+    "all_power",
+    "change_replicas",
+    "clone_disk",
+    "crash_storage_at",
+    "cut_file",
+    "delete_nodes",
+    "empty_disk",
+    "failing_call",
+    "failing_disk",
+    "failing_read",
+    "full_disk",
+    "kill_storage",
+    "lying_disk",
+    "misdirected_write",
+    "power_loss",
+    "power_loss_at_a_step",
+    "restart_loop",
+    "roll_back_disk",
+    "roll_back_nodes",
+    "rot",
+    "spoiled_slot",
+    "stale_page",
+    "strand_owner",
+    "swap_disks",
+    "take_snapshot",
+    "zeroed_page",
+)
+_BESIDE: Final = (
+    "change_replicas",
+    "crash_server_at",
+    "cut_link",
+    "kill_server",
+    "kill_storage",
+    "move_partition",
+    "power_loss",
+    "restart_loop",
+    "take_snapshot",
+)
+assert KINDS.keys() >= {*THEMES, *_BESIDE}
+
+
+def rough_schedule_of(seed: int) -> Schedule:
+    """Draw a rough run from its seed (rule 4)."""
+    rng = chance_of(seed ^ 0x20064)
+    theme = rng.sample(THEMES, rng.randint(3, 6))
+    weights = {kind: rng.choice((16, 30)) if kind in theme else 3 for kind in WEIGHTS}
+    only = None if rng.random() < 0.5 else {*theme, *_BESIDE}
+    schedule = schedule_of(seed, weights, only=only)
+    if rng.random() < 0.6:
+        schedule = schedule.with_setup(segment_bytes_max=rng.choice((600, 1_200, 2_048)))
+    if rng.random() < 0.3:
+        schedule = schedule.with_setup(replicas=5)
+    if rng.random() < 0.3:
+        schedule = schedule.with_setup(checkpoint_interval_count=rng.choice((10, 30)))
+    return schedule

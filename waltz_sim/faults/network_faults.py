@@ -1,0 +1,171 @@
+"""What goes wrong between machines: links break, fall silent, are slow, in one direction or both.
+
+Why it stands alone: it is one subject of `faults.py`, whose rules hold here.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from waltz_sim.cluster.clients import SimClient
+from waltz_sim.cluster.cluster import MS, SimCluster
+from waltz_sim.cluster.servers import SimServer
+from waltz_sim.faults.striking import counted
+from waltz_sim.world.network import FAR, NEAR, Handlers, Link
+
+if TYPE_CHECKING:
+    from random import Random
+
+# How much later than the end of a link what was sent on it may arrive.
+LATE_MS: Final = (50, 2_000)
+
+
+def cut_link(cluster: SimCluster, rng: "Random") -> bool:
+    """One link breaks."""
+    links = list(cluster.network.links.values())
+    if not links:
+        return False
+    cluster.network.break_link(rng.choice(links), "cut")
+    return True
+
+
+def half_delivered(cluster: SimCluster, rng: "Random") -> bool:
+    """A link breaks in the middle of what is on its way: a part arrives, the rest never does."""
+    network = cluster.network
+    under_way = [
+        (link, end)
+        for link in network.links.values()
+        for end in (NEAR, FAR)
+        if link.is_open[end] and link.at_us[1 - end] > cluster.world.now_us
+    ]
+    if not under_way:
+        return False
+    network.cut_within(*rng.choice(under_way), rng)
+    return True
+
+
+def mute_link(cluster: SimCluster, rng: "Random") -> bool:
+    """One link lets nothing through, and nobody is told."""
+    links = list(cluster.network.links.values())
+    if not links:
+        return False
+    cluster.network.mute(rng.choice(links))
+    return True
+
+
+def partition_network(cluster: SimCluster, rng: "Random") -> bool:
+    """Some machines do not hear some others, maybe in one direction only."""
+    names = [each.name for each in cluster.processes]
+    side = {name for name in names if rng.random() < 0.4}
+    is_one_way = rng.random() < 0.4
+    network = cluster.network
+    for one in names:
+        for other in names:
+            if (one in side) and (other not in side):
+                network.block(one, other)
+                if not is_one_way:
+                    network.block(other, one)
+    cluster.world.after(rng.randrange(10, 1_500) * MS, network.blocked.clear)
+    return True
+
+
+def isolate_one(cluster: SimCluster, rng: "Random") -> bool:
+    """One machine is alone; or two do not hear each other while all others do."""
+    network, names = cluster.network, [each.name for each in cluster.processes]
+    one = rng.choice(names)
+    others = [name for name in names if name != one]
+    if rng.random() < 0.4:
+        others = [rng.choice(others)]
+    is_one_way = rng.random() < 0.4
+    for other in others:
+        network.block(one, other)
+        if not is_one_way:
+            network.block(other, one)
+    cluster.world.after(rng.randrange(50, 2_500) * MS, network.blocked.clear)
+    return True
+
+
+def slow_network(cluster: SimCluster, rng: "Random") -> bool:
+    """Everything takes longer on the wire."""
+    cluster.network.slow_us = rng.choice((1_000, 10_000, 60_000))
+
+    def recover() -> None:
+        cluster.network.slow_us = 0
+
+    cluster.world.after(rng.randrange(20, 500) * MS, recover)
+    return True
+
+
+def heavy_tail(cluster: SimCluster, rng: "Random") -> bool:
+    """A few messages take very long, and what comes behind them on their links waits."""
+    cluster.network.tail_share = rng.choice((0.01, 0.1))
+
+    def recover() -> None:
+        cluster.network.tail_share = 0.0
+
+    cluster.world.after(rng.randrange(20, 800) * MS, recover)
+    return True
+
+
+def duplicate_connect(cluster: SimCluster, rng: "Random") -> bool:
+    """A client connects a second time, says nothing there, and goes away again."""
+    client, server = rng.choice(cluster.clients), rng.choice(cluster.servers)
+    if not client.is_up or not server.is_up:
+        return False
+    stay_ms = rng.randrange(1, 500)
+
+    def leave(link: Link) -> None:
+        client.after(stay_ms * MS, lambda: cluster.network.close(link, NEAR))
+
+    cluster.network.dial(
+        client,
+        server,
+        Handlers(lambda _link, _message: None, lambda _link, _reason: None),
+        opened=leave,
+        failed=lambda _reason: None,
+        accept=server.accept,
+    )
+    return True
+
+
+def slow_reader(cluster: SimCluster, rng: "Random") -> bool:
+    """A client does not take what a server sends it."""
+    links = [
+        link
+        for link in cluster.network.links.values()
+        if isinstance(link.ends[NEAR], SimClient) and link.is_open[FAR]
+    ]
+    if not links:
+        return False
+    link = rng.choice(links)
+    server = link.ends[FAR]
+    assert isinstance(server, SimServer)
+    if server.partition is None or server.is_paused:
+        return False
+    server.congest(link)
+    return True
+
+
+def outlived_link(cluster: SimCluster, rng: "Random") -> bool:
+    """A link is given up by who dialled it; what he has sent there arrives later, then its end."""
+    network, world = cluster.network, cluster.world
+    links = [
+        link
+        for link in network.links.values()
+        if all(link.is_open)
+        and link.held is None
+        and isinstance(link.ends[NEAR], SimClient | SimServer)
+    ]
+    of_clients = [link for link in links if isinstance(link.ends[NEAR], SimClient)]
+    if of_clients and rng.random() < 0.7:
+        links = of_clients
+    if not links:
+        return False
+    link = rng.choice(links)
+    network.hold(link, counted(cluster, "outlived_link"))
+    given_up_us = rng.choice((2, 10, 40, 100)) * MS
+    shortest, longest = LATE_MS
+    late_us = int(shortest * (longest / shortest) ** rng.random()) * MS
+    world.after(given_up_us, partial(network.give_up, link, "given up"))
+    end_us = rng.choice((0, 1, 20)) * MS
+    world.after(given_up_us + late_us, partial(network.release, link, "given up", end_us))
+    return False

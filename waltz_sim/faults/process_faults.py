@@ -1,0 +1,265 @@
+"""What goes wrong with processes and their clocks: they die, stand still, are slow.
+
+Why it stands alone: it is one subject of `faults.py`, whose rules hold here.
+"""
+
+from typing import TYPE_CHECKING, Final
+
+from waltz_sim.cluster.cluster import MS, SimCluster
+from waltz_sim.cluster.servers import RELEASED_PAUSE_US
+from waltz_sim.cluster.tasks import TwoAttempts
+from waltz_sim.faults.striking import any_storage, counted, keep_down, pause, pause_ms
+from waltz_sim.world.disk import Fault as DiskFault
+from waltz_sim.world.disk import Survival
+
+if TYPE_CHECKING:
+    from random import Random
+
+# The messages and events at which a server dies, before or after (`SimServer.dies_at`).
+SERVER_POINTS: Final = (
+    "Prepare",
+    "SetLowWaterMark",
+    "Truncate",
+    "AppendRaw",
+    "Engage",
+    "WriteMetadata",
+    "MetadataWritten",
+    "Prepared",
+    "ReplicaState",
+    "Appended",
+)
+STORAGE_POINTS: Final = ("Prepare", "SetLowWaterMark", "Truncate", "AppendRaw", "Engage")
+
+
+# ---- storages
+
+
+def kill_storage(cluster: SimCluster, rng: "Random") -> bool:
+    """`kill -9` of a storage, which its supervisor starts again."""
+    storage = any_storage(cluster, rng)
+    if not storage.is_up:
+        return False
+    storage.kill(is_silent=rng.random() < 0.1)
+    cluster.restart_later(storage)
+    return True
+
+
+def storage_away(cluster: SimCluster, rng: "Random") -> bool:
+    """A storage is gone for long."""
+    storage = any_storage(cluster, rng)
+    if not storage.is_up:
+        return False
+    cluster.held_down[storage.name] = None
+    storage.kill(is_silent=rng.random() < 0.5)
+
+    def back() -> None:
+        cluster.held_down.pop(storage.name, None)
+        storage.start()
+
+    cluster.world.after(rng.randrange(500, 4_000) * MS, back)
+    return True
+
+
+def restart_loop(cluster: SimCluster, rng: "Random") -> bool:
+    """A process dies again and again, soon after it has come up."""
+    process = any_storage(cluster, rng) if rng.random() < 0.6 else rng.choice(cluster.servers)
+    if not process.is_up:
+        return False
+    for _ in range(rng.randint(2, 5)):
+        cluster.world.after(rng.randrange(1, 800) * MS, lambda: cluster.kill(process))
+    return True
+
+
+def crash_storage_at(cluster: SimCluster, rng: "Random") -> bool:
+    """A storage dies at a named point: before it has done something, or with it done, untold."""
+    storage = any_storage(cluster, rng)
+    struck = counted(cluster, "crash_storage_at")
+    storage.dies_at = (rng.choice(STORAGE_POINTS), rng.random() < 0.7, struck)
+    return False
+
+
+def power_loss(cluster: SimCluster, rng: "Random") -> bool:
+    """One machine loses its power, and what was not synced."""
+    storage = any_storage(cluster, rng)
+    if not storage.is_up:
+        return False
+    storage.lose_power(rng.choice(list(Survival)))
+    return True
+
+
+def power_loss_at_a_step(cluster: SimCluster, rng: "Random") -> bool:
+    """The power goes in the middle of a piece of work, or when all is written and not synced."""
+    disk = any_storage(cluster, rng).disk
+    struck = counted(cluster, "power_loss_at_a_step")
+    if rng.random() < 0.5:
+        disk.plan(disk.step_count + rng.randint(1, 12), DiskFault.POWER_LOSS, struck)
+    else:
+        disk.plan_call(("sync",), DiskFault.POWER_LOSS, struck)
+    return False
+
+
+def all_power(cluster: SimCluster, rng: "Random") -> bool:
+    """The room is dark."""
+    for storage in cluster.storages.values():
+        if storage.is_up:
+            storage.lose_power(rng.choice(list(Survival)))
+    return True
+
+
+def pause_storage(cluster: SimCluster, rng: "Random") -> bool:
+    """A storage stands still (SIGSTOP)."""
+    return pause(cluster, any_storage(cluster, rng), rng)
+
+
+# ---- servers
+
+
+def pause_server(cluster: SimCluster, rng: "Random") -> bool:
+    """A server stands still, maybe for longer than its session lives."""
+    server = rng.choice(cluster.servers)
+    if not pause(cluster, server, rng):
+        return False
+    cluster.coordinator.watch_server(server)
+    return True
+
+
+def hanging_server(cluster: SimCluster, rng: "Random") -> bool:
+    """A server's event loop hangs, maybe for good, while its threads keep its ZooKeeper session.
+
+    Another server must not hang: the partition has to move to one.
+    """
+    server = rng.choice(cluster.servers)
+    hang_ms = rng.choice((300, 1_500, 4_000, None))
+    others = [each for each in cluster.servers if each is not server and not each.is_hanging]
+    if server.is_paused or not server.is_up or not others:
+        return False
+    server.hang()
+    if hang_ms is not None:
+        hang_count = server.hang_count
+
+        def go_on() -> None:
+            if server.hang_count == hang_count:
+                server.resume()
+
+        cluster.world.after(hang_ms * MS, go_on)
+    return True
+
+
+def kill_server(cluster: SimCluster, rng: "Random") -> bool:
+    """`kill -9` of a server."""
+    server = rng.choice(cluster.servers)
+    if not server.is_up:
+        return False
+    server.kill(is_silent=rng.random() < 0.2)
+    cluster.restart_later(server)
+    return True
+
+
+def crash_server_at(cluster: SimCluster, rng: "Random") -> bool:
+    """A server dies at a named point: before or after it sends or hears something."""
+    owner = cluster.owner
+    server = rng.choice(cluster.servers) if owner is None else owner
+    struck = counted(cluster, "crash_server_at")
+    server.dies_at = (rng.choice(SERVER_POINTS), rng.random() < 0.6, struck)
+    return False
+
+
+def slow_server(cluster: SimCluster, rng: "Random") -> bool:
+    """A server takes long for everything."""
+    server = rng.choice(cluster.servers)
+    server.slow_us = rng.choice((50, 500, 3_000))
+
+    def recover() -> None:
+        server.slow_us = 0
+
+    cluster.world.after(rng.randrange(50, 1_000) * MS, recover)
+    return True
+
+
+# ---- clients
+
+
+def kill_client(cluster: SimCluster, rng: "Random") -> bool:
+    """A client dies with appends under way, and comes back as another one."""
+    client = rng.choice(cluster.clients)
+    if not client.is_up:
+        return False
+    client.kill(is_silent=rng.random() < 0.3)
+    cluster.workload.drop(client)
+
+    def back() -> None:
+        if not client.is_up:
+            cluster.start_client(client)
+
+    cluster.world.after(rng.randrange(1, 500) * MS, back)
+    return True
+
+
+def pause_client(cluster: SimCluster, rng: "Random") -> bool:
+    """A client stands still."""
+    return pause(cluster, rng.choice(cluster.clients), rng)
+
+
+def slow_apply(cluster: SimCluster, rng: "Random") -> bool:
+    """A client's application takes long for what it is fed."""
+    client = rng.choice(cluster.clients)
+    if not client.is_up:
+        return False
+    client.apply_us_max = rng.choice((50_000, 400_000))
+
+    def recover() -> None:
+        client.apply_us_max = 3_000
+
+    cluster.world.after(pause_ms(rng) * MS, recover)
+    return True
+
+
+def two_attempts(cluster: SimCluster, rng: "Random") -> bool:
+    """A task's older attempt continues after a newer one has written all its rows.
+
+    Often the storages lose their quorum in between, for so long that the server releases the
+    partition, and owns it again in the same generation.
+    """
+    owner = cluster.owner
+    if owner is None or owner.partition is None or not owner.partition.is_open:
+        return False
+    struck = counted(cluster, "two_attempts")
+    away_ms = cluster.setup.quorum_ms_max + rng.randrange(50, 500)
+    is_away = rng.random() < 0.7
+    later_ms = rng.randrange(300)
+    if is_away:
+        later_ms += rng.choice((0, away_ms, away_ms + RELEASED_PAUSE_US // MS))
+
+    def written() -> None:
+        struck()
+        if is_away and not cluster.is_healing:
+            quorum_away(cluster, rng, away_ms)
+        cluster.world.after(later_ms * MS, task.go_on)
+
+    task = TwoAttempts(cluster, written)
+    return False
+
+
+def quorum_away(cluster: SimCluster, rng: "Random", away_ms: int) -> None:
+    """Take so many replicas away that the others are no quorum."""
+    replicas = list(cluster.replicas)
+    for replica in rng.sample(replicas, len(replicas) // 2 + 1):
+        storage = cluster.storages[replica]
+        if storage.is_up:
+            storage.kill()
+            keep_down(cluster, storage, away_ms)
+
+
+# ---- clocks
+
+
+def clock_jump(cluster: SimCluster, rng: "Random") -> bool:
+    """A clock on the wall jumps by an hour."""
+    rng.choice(list(cluster.processes)).wall_offset_ms += rng.choice((-3_600_000, 3_600_000))
+    return True
+
+
+def clock_drift(cluster: SimCluster, rng: "Random") -> bool:
+    """A machine's own clock, and all its timers, run fast or slow."""
+    rng.choice(list(cluster.processes)).set_pace(rng.choice((0.8, 0.9, 1.1, 1.2)))
+    return True

@@ -1,0 +1,369 @@
+"""What goes wrong with ZooKeeper, and what operators do.
+
+Why it stands alone: it is one subject of `faults.py`, whose rules hold here. What takes ZooKeeper's
+data away strikes in worlds without a budget only.
+"""
+
+from typing import TYPE_CHECKING
+
+from waltz_core.cluster.rebuilding import Verdict
+from waltz_core.replication import events
+from waltz_sim.cluster.cluster import MS, SimCluster
+from waltz_sim.cluster.rescue import BEST, STEPS, Rescue
+from waltz_sim.faults.striking import keep_down, pause_ms, trust_again_later
+from waltz_sim.world.disk import Survival
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from waltz_core.record import ReplicaId
+    from waltz_sim.cluster.clients import SimClient
+    from waltz_sim.cluster.servers import SimServer
+    from waltz_sim.cluster.storages import SimStorage
+
+
+# ---- answers, sessions, watches
+
+
+def lost_answers(cluster: SimCluster, rng: "Random") -> bool:
+    """ZooKeeper's answers get lost for a while."""
+    cluster.coordinator.lost_answers = 0.5
+
+    def recover() -> None:
+        cluster.coordinator.lost_answers = 0.0
+
+    cluster.world.after(rng.randrange(10, 400) * MS, recover)
+    return True
+
+
+def zookeeper_away(cluster: SimCluster, rng: "Random") -> bool:
+    """ZooKeeper answers nobody."""
+    cluster.coordinator.is_away = True
+
+    def recover() -> None:
+        cluster.coordinator.is_away = False
+
+    cluster.world.after(rng.randrange(10, 1_500) * MS, recover)
+    return True
+
+
+def zookeeper_restart(cluster: SimCluster, rng: "Random") -> bool:
+    """All its nodes stop and start; watches are set again, some sessions are gone."""
+    cluster.coordinator.is_away = True
+    expired = [server for server in cluster.servers if rng.random() < 0.5]
+    back_ms = rng.randrange(50, 1_500)
+    cluster.world.after(back_ms * MS, lambda: cluster.coordinator.restart(expired))
+    return True
+
+
+def expire_session(cluster: SimCluster, rng: "Random") -> bool:
+    """A server's session ends though it lives."""
+    server = rng.choice(cluster.servers)
+    if not server.is_up or not cluster.coordinator.alive.get(server.name):
+        return False
+    cluster.coordinator.expire(server)
+    return True
+
+
+def cut_off_server(cluster: SimCluster, rng: "Random") -> bool:
+    """A server does not reach ZooKeeper, while all else works."""
+    server = rng.choice(cluster.servers)
+    coordinator = cluster.coordinator
+    coordinator.cut_off[server.name] = None
+    coordinator.watch_server(server)
+    cluster.world.after(
+        rng.randrange(50, 3_000) * MS, lambda: coordinator.cut_off.pop(server.name, None)
+    )
+    return True
+
+
+def late_watches(cluster: SimCluster, rng: "Random") -> bool:
+    """News of the assignment take long."""
+    cluster.coordinator.watch_delay_ms_max = rng.choice((100, 1_000, 3_000))
+
+    def recover() -> None:
+        cluster.coordinator.watch_delay_ms_max = 20
+
+    cluster.world.after(rng.randrange(100, 2_000) * MS, recover)
+    return True
+
+
+def lost_watches(cluster: SimCluster, rng: "Random") -> bool:
+    """Watches get lost with their connections."""
+    cluster.coordinator.lost_watches = 0.6
+
+    def recover() -> None:
+        cluster.coordinator.lost_watches = 0.0
+
+    cluster.world.after(rng.randrange(100, 2_000) * MS, recover)
+    return True
+
+
+def stale_reads(cluster: SimCluster, rng: "Random") -> bool:
+    """Clients are told what held a while ago."""
+    cluster.coordinator.stale_reads = 0.7
+
+    def recover() -> None:
+        cluster.coordinator.stale_reads = 0.0
+
+    cluster.world.after(rng.randrange(100, 3_000) * MS, recover)
+    return True
+
+
+# ---- an owner that lives on
+
+
+def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
+    """The owner, some of its clients and a few replicas are cut off while another one takes over.
+
+    Neither ZooKeeper nor most replicas reach it any more, so that nobody tells it that its session
+    has expired, or that the partition was moved, and that it has been fenced. What was moved may
+    come back before it hears of it. Its clients may leave it, and may be sent back.
+    """
+    coordinator, owner = cluster.coordinator, cluster.owner
+    heirs = _heirs(cluster)
+    if owner is None or not heirs:
+        return False
+    coordinator.cut_off[owner.name] = None
+    ways = _cut_replicas_off(cluster, owner, rng)
+    leaving = list(cluster.clients)
+    rng.shuffle(leaving)
+    del leaving[rng.randint(1, max(1, len(leaving) - 1)) :]
+    stale_reads = rng.choice((0.0, 0.6))
+    heir = rng.choice(heirs) if rng.random() < 0.4 else None
+
+    def take_over() -> None:
+        if cluster.is_healing or owner.name not in coordinator.cut_off:
+            return
+        if heir is not None:
+            coordinator.give(heir)
+        elif coordinator.alive.get(owner.name):
+            coordinator.expire(owner)
+        coordinator.stale_reads = max(stale_reads, coordinator.stale_reads)
+        for client in leaving:
+            _leave_again_and_again(cluster, client, rng.randrange(10, 300))
+
+    def reach_replicas() -> None:
+        cluster.network.unblock(ways)
+
+    def reach_zookeeper() -> None:
+        if heir is not None and not cluster.is_healing and coordinator.alive.get(owner.name):
+            coordinator.give(owner.name)
+        coordinator.cut_off.pop(owner.name, None)
+        coordinator.stale_reads = 0.0
+
+    cluster.world.after(rng.randrange(1, 40) * MS, take_over)
+    cluster.world.after(rng.randrange(200, 3_000) * MS, reach_replicas)
+    cluster.world.after(rng.randrange(300, 3_000) * MS, reach_zookeeper)
+    return True
+
+
+def _heirs(cluster: SimCluster) -> list[str]:
+    """Return who could take over from an owner that serves now; none where nobody does."""
+    coordinator, owner = cluster.coordinator, cluster.owner
+    if owner is None or owner.is_paused or owner.name in coordinator.cut_off:
+        return []
+    if owner.partition is None or not owner.partition.is_open:
+        return []
+    alive = [name for name, is_alive in coordinator.alive.items() if is_alive]
+    return [name for name in alive if name != owner.name and name not in coordinator.cut_off]
+
+
+def _cut_replicas_off(
+    cluster: SimCluster, owner: "SimServer", rng: "Random"
+) -> list[tuple[str, str]]:
+    """Leave the owner fewer than a quorum of replicas, which nobody else reaches; or all."""
+    network, replicas = cluster.network, list(cluster.replicas)
+    rng.shuffle(replicas)
+    if rng.random() < 0.15:
+        return []
+    kept = set(replicas[: rng.randint(0, (len(replicas) - 1) // 2)])
+    pairs = [
+        (server.name, replica)
+        for server in cluster.servers
+        for replica in replicas
+        if (server is owner) != (replica in kept)
+    ]
+    ways = [*pairs, *((replica, server) for server, replica in pairs)]
+    for way in ways:
+        network.block(*way)
+    return ways
+
+
+def _leave_again_and_again(cluster: SimCluster, client: "SimClient", wait_ms: int) -> None:
+    """A client's links break now and then, as long as somebody is cut off from ZooKeeper."""
+    if cluster.is_healing or not cluster.coordinator.cut_off:
+        return
+    for link in list(client.links.values()):
+        cluster.network.break_link(link, "cut")
+    cluster.world.after(wait_ms * MS, lambda: _leave_again_and_again(cluster, client, 2 * wait_ms))
+
+
+# ---- its data (budget.py, rule 4)
+
+
+def _may_rewrite(cluster: SimCluster) -> bool:
+    return cluster.setup.is_unbounded and not cluster.budget.lost
+
+
+def roll_back_nodes(cluster: SimCluster, rng: "Random") -> bool:
+    """Somebody puts older data into the partition's nodes."""
+    coordinator = cluster.coordinator
+    if not _may_rewrite(cluster) or not coordinator.past_nodes:
+        return False
+    coordinator.put_back(*rng.choice(coordinator.past_nodes))
+    return True
+
+
+def delete_nodes(cluster: SimCluster, rng: "Random") -> bool:
+    """Somebody deletes one of the partition's nodes, or both."""
+    coordinator = cluster.coordinator
+    if not _may_rewrite(cluster) or coordinator.metadata is None:
+        return False
+    what = rng.choice(("metadata", "marker", "both"))
+    metadata = coordinator.metadata if what == "marker" else None
+    marker = coordinator.marker if what == "metadata" else None
+    coordinator.put_back(metadata, marker)
+    return True
+
+
+# ---- operators
+
+
+def move_partition(cluster: SimCluster, rng: "Random") -> bool:
+    """The assignment gives the partition to any living server, maybe to the same one."""
+    coordinator = cluster.coordinator
+    living = [name for name, is_alive in coordinator.alive.items() if is_alive]
+    if not living:
+        return False
+    coordinator.give(rng.choice(living))
+    return True
+
+
+def duel(cluster: SimCluster, rng: "Random") -> bool:
+    """The owner stands still or hears nothing while the partition goes away and comes back."""
+    coordinator = cluster.coordinator
+    owner = cluster.owner
+    others = [
+        name
+        for name, is_alive in coordinator.alive.items()
+        if is_alive and owner is not None and name != owner.name
+    ]
+    if owner is None or owner.is_paused or not owner.is_up or not others:
+        return False
+    if rng.random() < 0.5:
+        owner.pause()
+        cluster.world.after(pause_ms(rng) * MS, owner.resume)
+    else:
+        coordinator.watch_delay_ms_max = 1_000
+    coordinator.give(rng.choice(others))
+
+    def come_back() -> None:
+        coordinator.watch_delay_ms_max = 20
+        if coordinator.alive.get(owner.name) and rng.random() < 0.7:
+            coordinator.give(owner.name)
+
+    cluster.world.after(rng.randrange(5, 600) * MS, come_back)
+    return True
+
+
+def change_replicas(cluster: SimCluster, rng: "Random") -> bool:
+    """One replica more, or less, or one in the place of another."""
+    coordinator = cluster.coordinator
+    now = list(coordinator.assignment.replicas)
+    held = {} if coordinator.metadata is None else coordinator.metadata.states
+    if set(held) != set(now):
+        return False  # One step at a time.
+    spare = [each for each in cluster.storages if each not in now]
+    roll = rng.random()
+    if roll < 0.4 and len(now) > 2:
+        now.remove(rng.choice(now))
+    elif spare and len(now) >= 2:
+        if roll > 0.8 and len(now) > 2:
+            now.remove(rng.choice(now))
+        now.append(rng.choice(spare))
+    else:
+        return False
+    cluster.reassign(tuple(now))
+    return True
+
+
+def change_replicas_with_one_away(cluster: SimCluster, rng: "Random") -> bool:
+    """A replica is away while the assignment changes, maybe the one that joins or leaves."""
+    if not change_replicas(cluster, rng):
+        return False
+    storage = rng.choice(list(cluster.storages.values()))
+    cluster.kill(storage)
+    return True
+
+
+def checkpoint(cluster: SimCluster, rng: "Random") -> bool:
+    """A new session is asked for, under load."""
+    owner = cluster.owner
+    if owner is None or owner.partition is None or not owner.partition.is_open or owner.is_paused:
+        return False
+    owner.step(events.Checkpoint())
+    return True
+
+
+def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
+    """A replica's log is accepted by command, which may die after each step, and is run again.
+
+    Often the replica has lost its last records and is suspect, another one lacks them, and those
+    that have them are away: nothing that the command leaves behind may open the partition then.
+    """
+    metadata, replicas = cluster.coordinator.metadata, list(cluster.replicas)
+    held = {} if metadata is None else metadata.states
+    if set(held) != set(replicas) or len(replicas) < 2 or cluster.swapped:
+        return False
+    rng.shuffle(replicas)
+    accepted, behind, *others = (cluster.storages[each] for each in replicas)
+    at_ms = rng.randrange(50, 300)
+    if others and rng.random() < 0.6 and accepted.is_up and not accepted.disk.has_trouble:
+        accepted.disk.is_lying = True
+        behind.kill()
+        keep_down(cluster, behind, at_ms)
+        cluster.world.after((at_ms + 20) * MS, lambda: _lose_the_end(cluster, accepted, others))
+        _accept_later(cluster, accepted.replica, rng, at_ms + 30)
+    else:
+        _accept_later(cluster, BEST, rng, at_ms)
+    return False
+
+
+def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", after_ms: int) -> None:
+    """Run the command when the replica can be asked; where it has died, once more, or never."""
+    dies_after = rng.choice(("", "", *STEPS))
+    again_ms = rng.choice((None, 200, 1_500))
+
+    def told(verdict: Verdict | None) -> None:
+        cluster.checks.count("fault accept_replicas")
+        cluster.checks.count("rescue broken off" if verdict is None else "rescue done")
+        if verdict is None and again_ms is not None:
+            cluster.world.after(again_ms * MS, run_again)
+
+    def run_again() -> None:
+        if not cluster.is_healing:
+            Rescue(cluster, lambda _: None, accepted=accepted)
+
+    def run(left: int = 20) -> None:
+        if left and accepted != BEST and cluster.storages[accepted].log is None:
+            cluster.world.after(50 * MS, lambda: run(left - 1))
+        elif not cluster.is_healing:
+            Rescue(cluster, told, accepted=accepted, dies_after=dies_after)
+
+    cluster.world.after(after_ms * MS, run)
+
+
+def _lose_the_end(cluster: SimCluster, victim: "SimStorage", others: "list[SimStorage]") -> None:
+    """A disk that has lied loses what was not synced, and the replicas that have it go away."""
+    if not victim.disk.is_lying:
+        return
+    if victim.is_up and not cluster.is_healing and cluster.budget.allows(victim):
+        cluster.budget.spend(victim)
+        for each in others:
+            each.kill()
+            keep_down(cluster, each, 2_000)
+        victim.trusts_fsync = False
+        victim.lose_power(Survival.NOTHING, with_lies=True)
+        trust_again_later(cluster, victim, after_ms=1_000)
+    victim.disk.stop_lying()

@@ -1,0 +1,335 @@
+"""What servers tell clients: nothing too early, nothing stale, nothing rotten.
+
+Why it stands alone: every message that leaves a server for a client passes here, whatever part of
+the server made it, and whether the client will believe it or not.
+
+Rules:
+    1. An outcome or a mark is told only while a store session is open and settled, or when it
+       closed in that very step. Records that are in the log are told of any session that was open.
+    2. A mark without a proof may be as old as the session timer, and no older.
+    3. Behind a row that was lost nothing of its client gets in on that connection, until it mounts.
+    4. A flush is answered when everything that came before it on its connection has been answered.
+"""
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.errors import ClientAhead, LockFailed
+from waltz_core.record import BEFORE_FIRST, NO_SESSION, RECORD_HEADER, ReqId, SessionId
+from waltz_core.replication import events
+from waltz_core.wire.messages import (
+    AppendBatch,
+    AppendFollowing,
+    AppendRequest,
+    AppendResult,
+    ClientMessage,
+    ErrorResponse,
+    FeedBatch,
+    FlushRequest,
+    FlushResponse,
+    HighWaterMarkRequest,
+    HighWaterMarkResponse,
+    LockFailure,
+    Mounted,
+    MountResponse,
+    MountWriter,
+    Predecessors,
+    RangeData,
+    RangeForm,
+    Reason,
+    ReplicasRequest,
+    ReplicasResponse,
+    TransactionDataResponse,
+)
+from waltz_sim.promises.history import data_in
+
+if TYPE_CHECKING:
+    from waltz_core.server.events import Answer
+    from waltz_sim.cluster.clients import SimClient
+    from waltz_sim.cluster.servers import SimServer
+    from waltz_sim.promises.sessions import Sessions
+    from waltz_sim.promises.witness import Witness
+    from waltz_sim.world.network import Link
+
+_NEEDS_SESSION: Final = (
+    FlushResponse,
+    HighWaterMarkResponse,
+    LockFailure,
+    Mounted,
+    Predecessors,
+    ReplicasResponse,
+)
+_ASKS_MARK: Final = (FlushRequest, HighWaterMarkRequest, MountWriter, ReplicasRequest)
+# What lies in the log for good may be told later than the session that it was asked in.
+_FINAL: Final = (FeedBatch, RangeData)
+_WITHOUT_SESSION: Final = bytes((Reason.NOT_MOUNTED, Reason.TOO_LARGE, Reason.OVERLOADED))
+_READY: Final = 0
+_LOSSES: Final = (Reason.LOST, Reason.NO_SPACE)
+_FROM_THE_LOG: Final = (ClientAhead.code, LockFailed.code)
+_FEED_HEADER: Final = 20
+
+
+class Answers:
+    """All messages from servers to clients."""
+
+    def __init__(self, witness: "Witness", sessions: "Sessions") -> None:
+        self._witness = witness
+        self._sessions = sessions
+        # Of each server: the connection on which each client's last mount was answered.
+        self._mounted: dict[str, dict[int, int]] = {}
+        self._claims: dict[ReqId, SessionId] = {}  # of those who follow, until they are answered
+        # Of each server: the session that is open now, and those that were in this step.
+        self._open: dict[str, SessionId] = {}
+        self._in_step: dict[str, dict[SessionId, None]] = {}
+        self._marks: dict[int, int] = {}  # told on each connection
+        # Client and connection -> its first row that was lost since it has mounted there.
+        self._lost: dict[tuple[int, int], int] = {}
+        self._mark_before: dict[str, int] = {}  # of each server, before the step
+        self._mark: dict[str, int] = {}
+        self._pace: dict[str, float] = {}  # the slowest that each server's clock has run
+        # What applications know to be in the log, and since when (ms); the last one is the highest.
+        self._acknowledged: deque[tuple[int, int]] = deque([(0, BEFORE_FIRST)])
+        self._owed: dict[tuple[str, int], dict[object, None]] = {}  # client and link -> appends
+        self._questions: dict[object, tuple[ClientMessage, int, list[object]]] = {}
+
+    # ---- when a server may talk (rule 1)
+
+    def made(self, server: str) -> None:
+        """A partition machine begins: it knows of no session."""
+        self._open.pop(server, None)
+        self._mounted.pop(server, None)
+        self._in_step.pop(server, None)
+        self._mark.pop(server, None)
+        self._mark_before.pop(server, None)
+
+    def store_said(self, server: str, effect: events.Effect) -> None:
+        """Sessions open with `Settled`, and close."""
+        match effect:
+            case events.Settled():
+                self._open[server] = effect.session_id
+                self._in_step.setdefault(server, {})[effect.session_id] = None
+            case events.SessionOpened():
+                self._mark[server] = effect.high_water_mark
+            case events.Committed():
+                self._mark[server] = effect.last
+            case events.SessionClosed():
+                self._open.pop(server, None)
+            case _:
+                pass
+
+    def stepped(self, server: "SimServer") -> None:
+        """A step of a server is over."""
+        name = server.name
+        now = self._open.get(name)
+        self._in_step[name] = {} if now is None else {now: None}
+        self._mark_before[name] = self._mark.get(name, BEFORE_FIRST)
+        if server.pace < 1:
+            self._pace[name] = min(server.pace, self._pace.get(name, 1))
+
+    # ---- what leaves a server
+
+    def answered(self, server: "SimServer", answer: "Answer") -> None:
+        """A message leaves a server for a client."""
+        message, name = answer.message, server.name
+        if self._depends_on_the_log(message) and not self._in_step.get(name):
+            self._witness.fail("GateCAS2", f"{name} tells {message} without an open session")
+        session = getattr(message, "session_id", None)
+        if session is not None:
+            self._check_session(name, message, SessionId(session))
+        mark = getattr(message, "high_water_mark", None)
+        if mark is not None:
+            self._check_mark(server, answer, mark)
+        match message:
+            case FeedBatch():
+                self._check_feed(name, message)
+            case RangeData():
+                self._check_range(name, message)
+            case TransactionDataResponse():
+                self._check_data(name, message)
+            case AppendResult():
+                self._check_result(name, message)
+                self._check_order(name, answer.connection, message)
+                self._look_for_older(name, answer.connection, message)
+            case MountResponse() | Mounted():
+                client_id = message.req_id.client_id
+                self._lost.pop((client_id, answer.connection), None)
+                if isinstance(message, Mounted) or message.state == _READY:
+                    self._mounted.setdefault(name, {})[client_id] = answer.connection
+            case _:
+                pass
+
+    @staticmethod
+    def _depends_on_the_log(message: ClientMessage) -> bool:
+        if isinstance(message, AppendResult):
+            return bool(bytes(message.reasons).strip(_WITHOUT_SESSION))
+        if isinstance(message, ErrorResponse):
+            return message.error_code in _FROM_THE_LOG
+        if isinstance(message, MountResponse):
+            return message.state == _READY
+        return isinstance(message, _NEEDS_SESSION)
+
+    def _check_session(self, name: str, message: ClientMessage, session: SessionId) -> None:
+        """7. GateCAS2: only an open session has a name to be told."""
+        allowed = self._sessions.opened if isinstance(message, _FINAL) else self._in_step[name]
+        if session not in allowed:
+            self._witness.fail(
+                "GateCAS2", f"{name} tells {type(message).__name__} of session {session}"
+            )
+
+    def _check_mark(self, server: "SimServer", answer: "Answer", mark: int) -> None:
+        """15. HwmMono on each connection, never beyond the log; rule 2."""
+        witness, message = self._witness, answer.message
+        if mark > witness.history.last:
+            witness.fail(
+                "HwmMono", f"{server.name} tells {mark}, the log ends at {witness.history.last}"
+            )
+        before = self._marks.get(answer.connection, BEFORE_FIRST)
+        if mark < before:
+            witness.fail("HwmMono", f"{server.name} tells {mark} after {before}")
+        self._marks[answer.connection] = mark
+        if isinstance(message, FlushResponse | HighWaterMarkResponse | ReplicasResponse):
+            pace = self._pace.get(server.name, 1)
+            timer_ms = int(witness.cluster.limits.session_timer_ms / pace)
+            known = self.acknowledged_at(witness.world.now_ms - timer_ms - 1)
+            if mark < known:
+                witness.fail(
+                    "StaleMark",
+                    f"{server.name} tells {mark}, {known} was acknowledged {timer_ms} ms ago",
+                )
+
+    # ---- 21. NoRotServed
+
+    def _check_feed(self, name: str, message: FeedBatch) -> None:
+        records = self._witness.history.records
+        first, stop = message.first, message.first + message.count
+        size = RECORD_HEADER.size
+        wanted = b"".join(record[8:size] for record in records[first:stop])
+        if stop > len(records) or bytes(message.headers) != wanted:
+            self._witness.fail("NoRotServed", f"{name} feeds other headers in {first}..{stop - 1}")
+        if message.chain_at != BEFORE_FIRST and not self._is_chain(message):
+            self._witness.fail("NoRotServed", f"{name} feeds another chain at {message.chain_at}")
+
+    def _is_chain(self, message: FeedBatch) -> bool:
+        known = self._witness.history.chains.get(message.chain_at)
+        return known in (None, bytes(message.chain))
+
+    def _check_range(self, name: str, message: RangeData) -> None:
+        records, data = self._witness.history.records, bytes(message.records)
+        size, at = RECORD_HEADER.size, 0
+        for _ in range(message.count):
+            place = int.from_bytes(data[at : at + 8], "big")
+            if not 0 <= place < len(records):
+                self._witness.fail("NoRotServed", f"{name} tells of {place}, not in the log")
+            record = records[place]
+            wanted = record if message.form == RangeForm.WHOLE else record[:size]
+            if data[at : at + len(wanted)] != wanted:
+                self._witness.fail("NoRotServed", f"{name} tells another record at {place}")
+            at += len(wanted)
+        if at != len(data):
+            self._witness.fail("NoRotServed", f"{name} tells {len(data)} bytes, not {at}")
+        self._witness.counts["read"] += message.count
+
+    def _check_data(self, name: str, message: TransactionDataResponse) -> None:
+        place, records = message.transaction_id, self._witness.history.records
+        found, _ = message.result
+        if found is None:
+            return
+        if not 0 <= place < len(records) or bytes(found) != data_in(records[place]):
+            self._witness.fail("NoRotServed", f"{name} tells other data of {place}")
+        self._witness.count("read alone")
+
+    def _check_result(self, name: str, message: AppendResult) -> None:
+        """A refusal for a lock names what is in the log, and may have had to wait for that."""
+        reasons = bytes(message.reasons)
+        claimed = self._claims.pop(message.req_id, None)
+        if Reason.LOCK not in reasons:
+            return
+        if claimed is not None and claimed not in self._in_step[name]:
+            self._witness.count("follower of another session refused")
+        conflicts = memoryview(message.conflicting).cast("B")
+        for row, reason in enumerate(reasons):
+            if reason != Reason.LOCK:
+                continue
+            conflict = int.from_bytes(conflicts[8 * row : 8 * row + 8], "big", signed=True)
+            if conflict > self._witness.history.last:
+                self._witness.fail("OutcomeTruth", f"{name} refuses for {conflict}, not final")
+            if conflict > self._mark_before.get(name, BEFORE_FIRST):
+                self._witness.count("lock wait")
+
+    def _check_order(self, name: str, connection: int, message: AppendResult) -> None:
+        """A lost row ends its client's mount: what was sent behind it does not get in."""
+        req_id, reasons = message.req_id, bytes(message.reasons)
+        key = req_id.client_id, connection
+        lost = self._lost.get(key)
+        if lost is not None and lost < req_id.sequence and Reason.COMMITTED in reasons:
+            self._witness.fail("Overtaken", f"{name} tells {req_id} committed, {lost} was lost")
+        rows = [row for row, reason in enumerate(reasons) if reason in _LOSSES]
+        if rows and lost is None:
+            self._lost[key] = req_id.sequence + rows[0]
+
+    def _look_for_older(self, name: str, connection: int, message: AppendResult) -> None:
+        """A refusal on a connection that is older than the one its client has mounted on."""
+        mounted = self._mounted.get(name, {}).get(message.req_id.client_id, connection)
+        if connection < mounted and Reason.NOT_MOUNTED in bytes(message.reasons):
+            self._witness.count("append on an older connection")
+
+    # ---- what clients ask, and are told
+
+    def acknowledged(self, transaction_id: int) -> None:
+        """An application was told that this is in the log."""
+        if transaction_id > self._acknowledged[-1][1]:
+            self._acknowledged.append((self._witness.world.now_ms, transaction_id))
+
+    def acknowledged_at(self, at_ms: int) -> int:
+        """Return the highest id that was acknowledged by then; times never go back."""
+        known = self._acknowledged
+        while len(known) > 1 and known[1][0] <= at_ms:
+            known.popleft()
+        return known[0][1] if known[0][0] <= at_ms else BEFORE_FIRST
+
+    def sent(self, client: "SimClient", link: "Link", message: ClientMessage) -> None:
+        """A client sends something to a server."""
+        server = link.ends[1].name
+        if (
+            isinstance(message, _ASKS_MARK)
+            and server in self._open
+            and self._mark[server] < self._witness.history.last
+        ):
+            self._witness.count("mark asked of an old owner")
+        owed = self._owed.setdefault((client.name, link.number), {})
+        if isinstance(message, AppendFollowing) and message.session_id != NO_SESSION:
+            self._claims[message.req_id] = SessionId(message.session_id)
+        if isinstance(message, AppendBatch | AppendRequest):
+            owed[message.req_id] = None
+        elif isinstance(message, FlushRequest | ReplicasRequest):
+            known = self._acknowledged[-1][1]
+            self._questions[message.req_id] = message, known, list(owed)
+
+    def heard(self, client: "SimClient", link: "Link", message: ClientMessage) -> None:
+        """A client hears something from a server: flushes cover, proven marks are not stale."""
+        owed = self._owed.get((client.name, link.number), {})
+        if isinstance(message, AppendResult | ErrorResponse | Predecessors):
+            owed.pop(message.req_id, None)
+        found = self._questions.pop(message.req_id, None)
+        if found is None:
+            return
+        question, known, before = found
+        if isinstance(message, FlushResponse):
+            self._witness.count("flushed")
+            left = [each for each in before if each in owed]
+            if left:
+                self._witness.fail("Flush", f"{client.name} is told before the fate of {left}")
+        elif isinstance(message, ReplicasResponse):
+            assert isinstance(question, ReplicasRequest)
+            if question.linearizable:
+                self._witness.count("proven mark")
+                if message.high_water_mark < known:
+                    self._witness.fail(
+                        "StaleMark",
+                        f"{client.name} is told {message.high_water_mark}, {known} was "
+                        "acknowledged before it asked",
+                    )
+
+    def link_lost(self, client: "SimClient", link: "Link") -> None:
+        """Nothing more comes on it."""
+        self._owed.pop((client.name, link.number), None)

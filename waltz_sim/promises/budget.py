@@ -1,0 +1,159 @@
+"""What may be lost at once: the budget of faults that take away what a replica had promised.
+
+Why it stands alone: a world in which every disk may be lost proves nothing, for no quorum survives
+it; and a budget that is too careful proves as little. What is enough is one sentence per loss, and
+here are the sentences.
+
+Rules:
+    1. A loss that a replica notices (its disk is empty, or from before its last session, or it
+       cannot read its slots) may happen when every other engaged replica can be believed: then
+       each acknowledged transaction is still on one of them. Rot that a replica has not noticed
+       yet may not wait on one that is not engaged either, nor on one that has left: a session
+       could still engage it. So could the session in which a replica was lost, by what that
+       replica had told it before.
+    2. A loss that nobody can notice (the end of a log gone, within a session, without a trace) may
+       happen only when a quorum of others is engaged, and all of them hold all that this replica
+       holds (correctness.md 2.4, rows 2 and 8): with any of them away, the rest still outvotes it.
+    3. A replica that has lost something can be believed again when a later session has engaged it
+       and a copy of its disk, read whole, is without a fault.
+    4. Whoever changes ZooKeeper's data takes away the last that knows what the disks should have:
+       it is not done when one of them has lost something, and no disk loses anything after it.
+    5. Without a budget (`Setup.is_unbounded`) losses of the first kind may happen at any time. Then
+       the partition may halt; a wrong answer is still wrong.
+"""
+
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata, ReplicaState
+from waltz_core.errors import WaltzError
+from waltz_core.record import (
+    BEFORE_FIRST,
+    MADE_UP,
+    NO_SESSION,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.replication.quorum import quorum_size
+from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.storage.reading import READ_BYTES
+from waltz_sim.world.disk import SimDisk
+
+if TYPE_CHECKING:
+    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.storages import SimStorage
+
+_NOTHING: Final = PartitionMetadata()
+
+
+class Budget:
+    """See the module's rules."""
+
+    def __init__(self, cluster: "SimCluster") -> None:
+        self._cluster = cluster
+        # Who has lost something, and the session that ZooKeeper knew at that time.
+        self.lost: dict[ReplicaId, SessionId] = {}
+
+    @property
+    def _metadata(self) -> PartitionMetadata:
+        return self._cluster.coordinator.metadata or _NOTHING
+
+    def session_of(self, storage: "SimStorage") -> SessionId:
+        """Return the session in which ZooKeeper has a replica."""
+        state = self._metadata.states.get(storage.replica)
+        return NO_SESSION if state is None else state.session_id
+
+    def is_engaged(self, storage: "SimStorage") -> bool:
+        """Whether ZooKeeper has a replica as one whose vote counts."""
+        state = self._metadata.states.get(storage.replica)
+        return state is not None and state.closing_high_water_mark == UNRESOLVED
+
+    def allows(self, victim: "SimStorage", *, is_silent: bool = False) -> bool:
+        """Whether a replica may lose something now (all rules)."""
+        cluster = self._cluster
+        if victim.name in cluster.swapped or cluster.coordinator.is_rewritten:
+            return False  # Its disk is another's; or rule 4.
+        if cluster.setup.is_unbounded and not is_silent:
+            return True
+        metadata = self._metadata
+        rest = [
+            (cluster.storages[ReplicaId(name)], state)
+            for name, state in metadata.states.items()
+            if name != victim.replica
+        ]
+        others = [each for each in rest if each[1].closing_high_water_mark == UNRESOLVED]
+        if len(metadata.states) < 2 or not others:
+            return False
+        unsound = [cluster.storages[name] for name in self.lost if name != victim.replica]
+        rots = any(not is_sound(storage) for storage in unsound)
+        is_awaited = any(self.lost.get(each.replica) == metadata.session_id for each, _ in rest)
+        believed = all(self._is_believed(storage, state) for storage, state in others)
+        if rots or is_awaited or not believed:
+            return False
+        if not is_silent:
+            return True
+        is_outvoted = len(others) >= quorum_size(len(metadata.states))
+        return is_outvoted and self._all_hold(victim, [storage for storage, _ in others])
+
+    def has_lost(self, storage: "SimStorage") -> bool:
+        """Whether a replica has lost something, and nobody knows yet that it is mended."""
+        return storage.replica in self.lost
+
+    def has_rot(self, storage: "SimStorage") -> bool:
+        """Whether a replica that has lost something cannot be read whole."""
+        return self.has_lost(storage) and not is_sound(storage)
+
+    def spend(self, victim: "SimStorage") -> None:
+        """A replica loses something."""
+        self.lost[victim.replica] = self._metadata.session_id
+        self._cluster.checks.rolled_back(victim)
+
+    def _is_believed(self, storage: "SimStorage", state: ReplicaState) -> bool:
+        log = storage.log
+        if log is None or log.suspect or log.damaged or log.last_session < state.session_id:
+            return False
+        if log.is_broken:
+            return False  # It may be suspect when it is opened again.
+        since = self.lost.get(storage.replica)
+        if since is None:
+            return True
+        if state.session_id <= since or not is_sound(storage):
+            return False
+        del self.lost[storage.replica]
+        return True
+
+    def _all_hold(self, victim: "SimStorage", others: "list[SimStorage]") -> bool:
+        if victim.log is None:
+            return False
+        last = max(victim.log.max_id, self._cluster.checks.history.last)
+        return all(other.log is not None and other.log.synced_max >= last for other in others)
+
+
+def is_sound(storage: "SimStorage") -> bool:
+    """Whether all that is on the platter can be read and vouched for; nothing is changed."""
+    copy = SimDisk(is_traced=False)
+    copy.become(storage.disk.contents())
+    try:
+        engine = storage.open_engine(copy)
+        log = engine.log(PartitionId(0))
+        read_whole(log)
+        return not log.suspect and not log.damaged and not _has_made_up(log)
+    except WaltzError:
+        return False
+
+
+def _has_made_up(log: PartitionLog) -> bool:
+    """Whether a log has lost batches: it serves its records, and nobody can copy it whole."""
+    if log.synced_max == BEFORE_FIRST:
+        return False
+    _, entries = log.lineage(TransactionId(0), log.synced_max)
+    return not entries or any(entry.session_id == MADE_UP for entry in entries)
+
+
+def read_whole(log: PartitionLog) -> None:
+    """Read all of a log, so that it knows what is damaged; raises WaltzError if it cannot be."""
+    at = TransactionId(0)
+    while at <= log.synced_max:
+        log.lineage(at, at)
+        at = log.verify(at, READ_BYTES)

@@ -1,0 +1,375 @@
+"""What replicas keep: their promises, their marks, their records.
+
+Why it stands alone: all of it is read off the disks and off what storages answer. Nothing here
+knows what a server made of that.
+
+Rules:
+    1. What a storage has answered as synced is on its disk until a later session cuts it, or a
+       fault that takes disks back (`rolled_back`) has struck.
+    2. Records are compared with the books as bytes: no checksum and no chain is believed.
+    3. Nothing is read through a log: that could fail, or mend something, and would be seen.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from waltz_core.errors import DataLoss, DiskFailed, NoSpace, WaltzError
+from waltz_core.record import (
+    BEFORE_FIRST,
+    MADE_UP,
+    RECORD_HEADER,
+    RECORD_PREFIX,
+    Chain,
+    LineageEntry,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.storage.format import SEGMENT_HEADER_BYTES
+from waltz_core.wire.messages import (
+    AppendRaw,
+    LineageResponse,
+    Prepared,
+    RangeBytes,
+    RangeForm,
+    Repair,
+    SetLowWaterMark,
+    Truncate,
+)
+from waltz_sim.promises.history import NUMBER_BYTES
+
+if TYPE_CHECKING:
+    from waltz_core.storage.partition_log import PartitionLog
+    from waltz_core.storage.work import Outcome, Work, WorkResult
+    from waltz_sim.cluster.storages import SimStorage
+    from waltz_sim.promises.sessions import Sessions
+    from waltz_sim.promises.witness import Witness
+
+HOME: Final = Path("/waltz/0")
+# Every so many pieces of work a replica's records are compared with the books.
+LOOK_EVERY: Final = 200
+
+
+class Durable(NamedTuple):
+    """What of a replica may never go back."""
+
+    promised: SessionId
+    last_session: SessionId
+    confirmed_mark: TransactionId
+
+
+class Before(NamedTuple):
+    """What was to be seen of a log before a piece of work, where that is needed."""
+
+    synced_max: TransactionId = BEFORE_FIRST
+    segment_count: int = 0
+
+
+class _Cut(NamedTuple):
+    """A truncation that was asked for: what it keeps, and what was acknowledged at that time."""
+
+    keep: int
+    acked: int
+
+
+_NOTHING: Final = Before()
+
+
+class Replicas:
+    """All replicas that ever held the partition."""
+
+    def __init__(self, witness: "Witness", sessions: "Sessions") -> None:
+        self._witness = witness
+        self._sessions = sessions
+        self.durable: dict[str, Durable] = {}
+        # The highest id that was answered as synced and not cut since.
+        self.kept: dict[str, int] = {}
+        # The batches that lie on its disk, and where each ends.
+        self._holds: dict[str, dict[Chain, int]] = {}
+        self.rotten: dict[str, None] = {}  # a fault has changed bytes on their platters
+        self._chain_of: dict[tuple[int, SessionId], Chain] = {}
+        self._cutting: dict[str, _Cut] = {}  # truncations under way
+        self._work_count = 0
+
+    # ---- starting
+
+    def opened(self, storage: "SimStorage", log: "PartitionLog") -> None:
+        """3. PromiseMono, over restarts; rule 1."""
+        if storage.name in self.rotten and log.suspect:
+            self.durable.pop(storage.name, None)  # It has fallen back to its older slot.
+        self._check_durable(storage.name, log)
+        cutting = self._cutting.get(storage.name)
+        if cutting is not None and log.max_id <= cutting.keep and not log.is_broken:
+            # It failed in the middle of a truncation, which opening has carried to its end. What
+            # others have acknowledged since, in a later session, it does not count for.
+            self._cut(storage, log, cutting)
+        kept = self.kept.get(storage.name, BEFORE_FIRST)
+        if log.synced_max < kept and not log.suspect:
+            self._witness.fail(
+                "PromiseMono",
+                f"{storage.name} had synced {kept}, comes back with {log.synced_max} and is "
+                "not suspect",
+            )
+        self._check_torn(storage, log)
+
+    def _check_torn(self, storage: "SimStorage", log: "PartitionLog") -> None:
+        """21. NoRotServed: what counts after a crash is whole, before anybody has read it."""
+        if storage.name in self.rotten or log.suspect or log.damaged:
+            return
+        operations = self._witness.history.operations
+        for place, data in enumerate(self.data_on(storage)):
+            operation = operations.get(int.from_bytes(data[:NUMBER_BYTES], "big"))
+            if operation is None or operation.data != data:
+                self._witness.fail("NoRotServed", f"{storage.name} counts a torn record at {place}")
+
+    def rolled_back(self, storage: "SimStorage") -> None:
+        """A fault has taken this replica's disk back: what it promised is gone."""
+        self.durable.pop(storage.name, None)
+        self.kept.pop(storage.name, None)
+        self._holds.pop(storage.name, None)
+        self._cutting.pop(storage.name, None)
+        # What it had answered before counts: that may still be on its way.
+
+    def rotted(self, storage: "SimStorage") -> None:
+        """A fault has changed bytes on this replica's platter."""
+        self.rotten[storage.name] = None
+
+    # ---- working
+
+    def before_work(self, storage: "SimStorage", work: "Work") -> Before:
+        """Look at a log before something is done to it; `worked` gets what is returned."""
+        if not work.requests:
+            return _NOTHING
+        message, log = work.requests[0].message, work.log
+        if isinstance(message, Truncate) and message.session_id == log.promised:
+            self._cutting[storage.name] = _Cut(message.last_to_keep, self._witness.history.last)
+        if isinstance(message, SetLowWaterMark):
+            return Before(synced_max=log.synced_max)
+        if isinstance(message, AppendRaw) and _is_catch_up(message):
+            return Before(segment_count=len(segments_of(storage)))
+        return _NOTHING
+
+    def worked(
+        self, storage: "SimStorage", work: "Work", result: "WorkResult", before: Before
+    ) -> None:
+        """A piece of work is done, and is answered in a moment."""
+        for request, outcome in zip(work.requests, result.outcomes, strict=True):
+            message = request.message
+            if isinstance(outcome, WaltzError):
+                self._refused(storage, message, outcome)
+            elif isinstance(message, AppendRaw):
+                self._appended(storage, work.log, message, before)
+            elif isinstance(message, SetLowWaterMark):
+                self._marked(storage, message, before)
+            elif isinstance(message, Truncate):
+                self._cut(storage, work.log, self._cutting[storage.name])
+            elif isinstance(message, Repair):
+                is_live = work.log.is_engaged(SessionId(message.session_id))
+                self._witness.counts["damage mended live"] += is_live
+                self._witness.count("damage repaired")
+            else:
+                self._answered(storage, outcome)
+        self._witness.counts["scrub found damage"] += work.piece is not None and bool(result.found)
+        if work.requests:
+            self._check_durable(storage.name, work.log)
+        self._work_count += 1
+        if self._work_count % LOOK_EVERY == 0:
+            self.look_at(storage, work.log)
+
+    def _refused(self, storage: "SimStorage", message: object, error: WaltzError) -> None:
+        self._witness.counts[f"nack {type(message).__name__}"] += 1
+        if isinstance(message, Truncate) and not isinstance(error, DiskFailed):
+            self._cutting.pop(storage.name, None)
+        if isinstance(error, NoSpace):
+            self._witness.count("NO_SPACE")
+        if isinstance(message, Truncate) and isinstance(error, DataLoss):
+            # Its own guard has held; no server may ever rely on that.
+            if storage.name in self.rotten:
+                self._witness.count("a rotten log was not cut")
+                return
+            self._witness.fail("NoCutCommitted", f"{storage.name} was asked to: {error}")
+
+    def _appended(
+        self, storage: "SimStorage", log: "PartitionLog", message: AppendRaw, before: Before
+    ) -> None:
+        """4. SingleWriter, 7. GateCAS2, 22. Identity, 23. LogMatching: what is on a disk now."""
+        name, session = storage.name, SessionId(message.session_id)
+        self._check_identity(storage, "an append")
+        self._sessions.written(name, session, log.slot.nonce, message.lineage)
+        holds = self._holds.setdefault(name, {})
+        for entry in message.lineage:
+            holds[entry.chain] = entry.last
+            known = self._chain_of.setdefault((entry.last, entry.session_id), entry.chain)
+            if known != entry.chain:
+                self._witness.fail(
+                    "LogMatching", f"{entry.last} of {entry.session_id} has two chains ({name})"
+                )
+        self.kept[name] = log.synced_max
+        if before.segment_count and len(segments_of(storage)) > before.segment_count:
+            self._witness.count("segment roll during recovery")
+
+    def _marked(self, storage: "SimStorage", message: SetLowWaterMark, before: Before) -> None:
+        """10. LwmFull."""
+        self._check_identity(storage, "a mark")
+        if message.mark != before.synced_max:
+            self._witness.fail(
+                "LwmFull", f"{storage.name}: mark {message.mark} at {before.synced_max}"
+            )
+
+    def _cut(self, storage: "SimStorage", log: "PartitionLog", cut: "_Cut") -> None:
+        """9. NoCutCommitted: what was cut was not, with the same chain, in the log."""
+        keep = cut.keep
+        self._cutting.pop(storage.name, None)
+        chains = self._witness.history.chains
+        holds = self._holds.get(storage.name, {})
+        for chain, last in [each for each in holds.items() if each[1] > keep]:
+            is_acked = last <= cut.acked and chains.get(last) == chain
+            if is_acked and storage.name not in self.rotten:
+                self._witness.fail("NoCutCommitted", f"{storage.name} keeps {keep}, cuts {last}")
+            del holds[chain]
+        if keep < log.slot.low_water_mark:
+            self._witness.fail(
+                "NoCutCommitted", f"{storage.name} keeps {keep} of {log.slot.low_water_mark}"
+            )
+        self._check_identity(storage, "a truncation")
+        self.kept[storage.name] = min(self.kept.get(storage.name, BEFORE_FIRST), log.synced_max)
+        self._sessions.not_synced(storage.name, log.synced_max)
+
+    def _answered(self, storage: "SimStorage", outcome: "Outcome") -> None:
+        """21. NoRotServed and 22. Identity, of what a storage tells."""
+        if isinstance(outcome, RangeBytes):
+            self.check_range(storage.name, outcome)
+        elif isinstance(outcome, LineageResponse):
+            for entry in outcome.lineage:
+                if self._is_made_up(storage.name, entry):
+                    continue
+                if self._witness.history.node_at(entry.chain, entry.last) is None:
+                    self._witness.fail("NoRotServed", f"{storage.name} tells of {entry}")
+        elif isinstance(outcome, Prepared):
+            assert storage.engine is not None
+            if outcome.storage_id != storage.engine.storage_id:
+                self._witness.fail("Identity", f"{storage.name} tells the id of another one")
+
+    def _is_made_up(self, name: str, entry: LineageEntry) -> bool:
+        """Whether a batch may be one that stands for others whose entries could not be read."""
+        return name in self.rotten and entry.session_id == MADE_UP
+
+    def _check_identity(self, storage: "SimStorage", what: str) -> None:
+        """22. Identity: nothing is changed on a disk that is not the registered one."""
+        assert storage.engine is not None
+        registered = self._witness.cluster.coordinator.storage_ids.get(storage.replica)
+        if registered not in (None, storage.engine.storage_id):
+            self._witness.fail("Identity", f"{storage.name} has taken {what}, with another id")
+
+    def _check_durable(self, name: str, log: "PartitionLog") -> None:
+        """3. PromiseMono."""
+        slot = log.slot
+        now = Durable(slot.promised, slot.last_session, slot.low_water_mark)
+        before = self.durable.get(name)
+        if now == before:
+            return
+        if before is not None and (
+            now.promised < before.promised
+            or now.last_session < before.last_session
+            or now.confirmed_mark < before.confirmed_mark
+        ):
+            self._witness.fail("PromiseMono", f"{name}: {before}, then {now}")
+        if now.last_session > now.promised:
+            self._witness.fail("PromiseMono", f"{name}: {now}")
+        self.durable[name] = now
+        self._sessions.bound(name, now.promised, now.last_session)
+
+    # ---- records
+
+    def check_range(self, name: str, answer: RangeBytes) -> None:
+        """21. NoRotServed: what is read off a replica is what was handed to replicas."""
+        nodes = self._witness.history
+        records = bytes(answer.records)
+        end = 0
+        is_whole = answer.form == RangeForm.WHOLE
+        if name in self.rotten and not _covers(answer):
+            return  # Some entries are lost; whoever asked sees that.
+        for entry in answer.lineage:
+            if self._is_made_up(name, entry):
+                return
+            node = nodes.node_at(entry.chain, entry.last)
+            if node is None:
+                self._witness.fail("NoRotServed", f"{name} has a batch that nobody wrote: {entry}")
+            starts = (0, *node.ends)
+            first = max(answer.first, entry.first) - entry.first
+            stop = min(answer.first + answer.count - 1, entry.last) - entry.first + 1
+            if is_whole:
+                wanted = node.records[starts[first] : starts[stop]]
+            else:
+                size = RECORD_HEADER.size
+                wanted = b"".join(node.records[at : at + size] for at in starts[first:stop])
+            if records[end : end + len(wanted)] != wanted:
+                self._witness.fail(
+                    "NoRotServed", f"{name} tells other records in {entry.first}..{entry.last}"
+                )
+            end += len(wanted)
+        if end != len(records):
+            self._witness.fail("NoRotServed", f"{name} tells {len(records)} bytes, not {end}")
+
+    def look_at(self, storage: "SimStorage", log: "PartitionLog") -> None:
+        """24. Fixed: up to its low-water mark a replica has what the books have."""
+        if storage.name in self.rotten or log.damaged:
+            return
+        if storage.name not in self._sessions.engaged_now:
+            return
+        mark = min(log.confirmed_low_water_mark, self._witness.history.last)
+        self.check_records(storage, mark)
+
+    def bytes_of(self, storage: "SimStorage") -> int:
+        """Return how long the segment files of a replica are together."""
+        return sum(len(storage.disk.content(path)) for path in segments_of(storage))
+
+    def data_on(self, storage: "SimStorage") -> Iterator[bytes]:
+        """Yield the data of each record that lies on a replica's disk."""
+        for path in segments_of(storage):
+            content = storage.disk.content(path)
+            at = SEGMENT_HEADER_BYTES
+            while at < len(content):
+                size = RECORD_PREFIX.unpack_from(content, at)[3]
+                data_at = at + RECORD_PREFIX.size
+                yield content[data_at : data_at + size]
+                at = data_at + size + 4
+
+    def check_records(self, storage: "SimStorage", last: int) -> None:
+        """24. Fixed: compare the bytes of all records up to an id with the books."""
+        wanted = b"".join(self._witness.history.records[: last + 1])
+        found = b"".join(
+            storage.disk.content(path)[SEGMENT_HEADER_BYTES:] for path in segments_of(storage)
+        )
+        if found[: len(wanted)] == wanted:
+            return
+        at = 0
+        for place, record in enumerate(self._witness.history.records[: last + 1]):
+            if found[at : at + len(record)] != record:
+                self._witness.fail("Fixed", f"{storage.name} has another record at {place}")
+            at += len(record)
+
+
+def _covers(answer: RangeBytes) -> bool:
+    """Whether the batches of a range go on from one another, from its first id to its last."""
+    next_id = answer.first
+    for entry in answer.lineage:
+        if not entry.first <= next_id <= entry.last:
+            return False
+        next_id = entry.last + 1
+    return next_id >= answer.first + answer.count
+
+
+def _is_catch_up(message: AppendRaw) -> bool:
+    return any(entry.session_id != message.session_id for entry in message.lineage)
+
+
+def segments_of(storage: "SimStorage") -> list[Path]:
+    """Return the segment files of a storage, in their order."""
+    return [_path_of(name) for name in storage.disk.list(HOME) if name.endswith(".seg")]
+
+
+@lru_cache(maxsize=4_096)
+def _path_of(name: str) -> Path:
+    return HOME / name  # made anew each time, it would also be hashed anew

@@ -1,0 +1,455 @@
+"""Store sessions: who claims them, what they decide, when they are open, what they commit.
+
+Why it stands alone: this is correctness.md 2.1 as seen from ZooKeeper, from the promises on the
+disks, and from the answers that have reached the owner. What the owner makes of them is compared
+with what follows from them here, by a count of its own.
+
+Rules:
+    1. What ZooKeeper holds is known from the writes that it has applied (`wrote`).
+    2. A replica is fenced when its disk has promised the session, whoever was told of that.
+    3. A decision is looked at once, at the first sign of it: the report, or the first message that
+       changes a replica. Everything later has to agree with it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from waltz_core.cluster.model import UNRESOLVED, PartitionMarker, PartitionMetadata, ReplicaState
+from waltz_core.machine import Report
+from waltz_core.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    Chain,
+    LineageEntry,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.replication import events
+from waltz_core.wire.messages import (
+    Appended,
+    AppendRaw,
+    Engage,
+    Prepared,
+    Repair,
+    SetLowWaterMark,
+    StorageMessage,
+    Truncate,
+)
+from waltz_core.wire.messages import ReplicaState as ReplicaAnswer
+
+if TYPE_CHECKING:
+    from waltz_sim.cluster.servers import SimServer
+    from waltz_sim.promises.witness import Witness
+
+_CHANGING = (AppendRaw, Engage, Repair, SetLowWaterMark, Truncate)
+
+
+class Claimed(NamedTuple):
+    """What the first compare-and-set of a session has found and written."""
+
+    server: str
+    nonce: bytes
+    states: Mapping[ReplicaId, ReplicaState]
+
+    @property
+    def engaged(self) -> list[str]:
+        """Who was engaged in the session before."""
+        return [str(name) for name, state in self.states.items() if state[1] == UNRESOLVED]
+
+    @property
+    def quorum(self) -> int:
+        """How many are a quorum of the last assignment; 0 without a history."""
+        return len(self.states) // 2 + 1 if self.states else 0
+
+
+class Decided(NamedTuple):
+    """The least mark that the answers allow, and how many engaged replicas were unknown."""
+
+    least: int
+    unknown_count: int
+
+
+class Sessions:
+    """All store sessions of the partition."""
+
+    def __init__(self, witness: "Witness") -> None:
+        self._witness = witness
+        self.is_rewritten = False  # somebody has changed ZooKeeper's data
+        self.claims: dict[SessionId, Claimed] = {}
+        self.opened: dict[SessionId, PartitionMetadata] = {}  # by the second compare-and-set
+        # Where the log was then: whoever hears of it late is fenced, and owes no more than that.
+        self._last_at_open: dict[SessionId, int] = {}
+        self.ever_engaged: dict[SessionId, dict[str, None]] = {}
+        self.engaged_now: dict[str, None] = {}
+        self._nonces: dict[bytes, SessionId] = {}
+        self._tried: dict[SessionId, dict[bytes, None]] = {}
+        self._version = 0
+        self._last_claimants: list[str] = []
+        # Off the disks: the highest promise and mark-setting session ever, who synced which chain.
+        self._promised: dict[str, SessionId] = {}
+        self._last_session: dict[str, SessionId] = {}
+        self._synced: dict[Chain, dict[str, None]] = {}
+        self._lasts: dict[Chain, int] = {}  # where the batches with these chains end
+        # What has reached the owner.
+        # Each answer, and whether it came from the storage that was registered at that time.
+        self._prepared: dict[tuple[SessionId, str], list[tuple[Prepared, bool]]] = {}
+        self._reached: dict[tuple[SessionId, str], int] = {}
+        self.decided: dict[SessionId, Decided] = {}
+        self._marks: dict[SessionId, int] = {}
+        self._submitted: dict[SessionId, None] = {}
+
+    # ---- ZooKeeper (rule 1)
+
+    def wrote(
+        self,
+        server: str,
+        before: PartitionMetadata,
+        after: PartitionMetadata,
+        marker: PartitionMarker,
+    ) -> None:
+        """20. MetaShape; remembers claims, which sessions are open, and who is engaged in them."""
+        self.engaged_now = dict.fromkeys(_engaged(after))
+        if self.is_rewritten:
+            if after.states:
+                self.opened[after.session_id] = after
+                self._last_at_open.setdefault(after.session_id, self._witness.history.last)
+            return
+        if after.session_id == before.session_id:
+            self._check_states(server, before, after, marker)
+        else:
+            self._check_claim(server, before, after, marker)
+        version = self._witness.cluster.coordinator.metadata_version
+        if version != self._version + 1:
+            self._bad(f"version {self._version}, then {version}")
+        self._version = version
+
+    def _bad(self, text: str) -> None:
+        self._witness.fail("MetaShape", text)
+
+    def _check_claim(
+        self,
+        server: str,
+        before: PartitionMetadata,
+        after: PartitionMetadata,
+        marker: PartitionMarker,
+    ) -> None:
+        """The first compare-and-set: the next session, a new nonce, and nothing else."""
+        session = after.session_id
+        if session != before.session_id + 1 or after.generation < before.generation:
+            self._bad(f"a claim from {before} to {after}")
+        if marker.session_id != session or marker.nonce in self._nonces:
+            self._bad(f"claim {session} with the marker of {marker.session_id}, or an old nonce")
+        if dict(after.states) != dict(before.states):
+            self._bad(f"a claim changes states from {before.states} to {after.states}")
+        self._nonces[marker.nonce] = session
+        self.claims[session] = Claimed(server, marker.nonce, after.states)
+        if before.session_id in self.opened and before.session_id not in self._submitted:
+            self._witness.count("session with 0 appends")
+        if len(self._tried.get(session, ())) > 1:
+            self._witness.count("nonce mismatch")
+        claimants = self._last_claimants
+        if not claimants or claimants[-1] != server:
+            claimants.append(server)
+            if claimants[-3:-2] == [server]:
+                self._witness.count("owner bounce")
+
+    def _check_states(
+        self,
+        server: str,
+        before: PartitionMetadata,
+        after: PartitionMetadata,
+        marker: PartitionMarker,
+    ) -> None:
+        """The second and any later one: who is engaged now, and where the others were closed."""
+        session = after.session_id
+        claim = self.claims.get(session)
+        if claim is None or (claim.server, claim.nonce) != (server, marker.nonce):
+            self._bad(f"{server} writes states of {session}, claimed by {claim}")
+            return
+        engaged = _engaged(after)
+        if len(engaged) < len(after.states) // 2 + 1:
+            self._bad(f"too few are engaged: {after}")
+        if {after.states[ReplicaId(name)].session_id for name in engaged} != {session}:
+            self._bad(f"engaged in more than session {session}: {after}")
+        ever = self.ever_engaged.setdefault(session, {})
+        if not set(ever) <= set(engaged):
+            self._bad(f"{session} goes on without one of {list(ever)}: {after}")
+        self._check_closed(claim, after)
+        for name in engaged:
+            if self._last_session.get(name, NO_SESSION) < session:
+                self._witness.fail(
+                    "EngagedOnly", f"{name} is written as engaged in {session}, its mark is not set"
+                )
+        if not ever:
+            self._check_former(claim, session)
+        elif len(engaged) > len(ever):
+            self._witness.count("late join")
+        ever.update(dict.fromkeys(engaged))
+        self.opened[session] = after
+        self._last_at_open.setdefault(session, self._witness.history.last)
+
+    def _check_former(self, claim: Claimed, session: SessionId) -> None:
+        """A session opens when a quorum of the assignment before has its mark, too (2.1 G)."""
+        marked = [
+            str(name)
+            for name in claim.states
+            if self._last_session.get(name, NO_SESSION) >= session
+        ]
+        if len(marked) < claim.quorum:
+            self._bad(f"{session} opens, of {list(claim.states)} only {marked} have its mark")
+
+    def _check_closed(self, claim: Claimed, after: PartitionMetadata) -> None:
+        """Who is not ready is closed at the mark, or was closed before and stays so."""
+        mark = self._marks.get(after.session_id, BEFORE_FIRST)
+        for name, state in after.states.items():
+            if state[1] == UNRESOLVED:
+                continue
+            old = claim.states.get(name)
+            wanted = ReplicaState(NO_SESSION, TransactionId(mark)) if old is None else old
+            if old is not None and old[1] == UNRESOLVED:
+                wanted = ReplicaState(old.session_id, TransactionId(mark))
+            if state != wanted:
+                self._bad(f"{name} is written as {state}, not {wanted}")
+
+    def zookeeper_changed(self) -> None:
+        """Other data lies in ZooKeeper: ids of sessions come again.
+
+        From now on nothing is promised of sessions, but that no mark goes below the log; what is
+        told to applications is looked at elsewhere.
+        """
+        self.is_rewritten = True
+
+    # ---- disks (rule 2)
+
+    def bound(self, name: str, promised: SessionId, last_session: SessionId) -> None:
+        """A replica's slot says this now."""
+        self._promised[name] = max(promised, self._promised.get(name, NO_SESSION))
+        self._last_session[name] = max(last_session, self._last_session.get(name, NO_SESSION))
+
+    def written(
+        self, name: str, session: SessionId, nonce: bytes, lineage: Sequence[LineageEntry]
+    ) -> None:
+        """4. SingleWriter, 7. GateCAS2: batches lie synced on a replica, written in a session."""
+        claim = self.claims.get(session)
+        if (claim is None or claim.nonce != nonce) and not self.is_rewritten:
+            self._witness.fail(
+                "SingleWriter", f"{name} takes appends of {session} from somebody else"
+            )
+        for entry in lineage:
+            is_open = session in self.opened or self.is_rewritten
+            if entry.session_id == session and not is_open:
+                self._witness.fail(
+                    "GateCAS2", f"{name} has an append of {session}, which is not open"
+                )
+            self._synced.setdefault(entry.chain, {})[name] = None
+            self._lasts[entry.chain] = entry.last
+
+    def not_synced(self, name: str, above: int) -> None:
+        """A replica no longer has what it had above an id."""
+        for chain, names in self._synced.items():
+            if name in names and self._lasts[chain] > above:
+                del names[name]
+
+    # ---- what reaches the owner, and what it sends
+
+    def heard(self, session: SessionId, replica: str, answer: StorageMessage) -> None:
+        """A storage's answer has come to the owner."""
+        if isinstance(answer, Prepared):
+            coordinator = self._witness.cluster.coordinator
+            registered = coordinator.storage_ids.get(ReplicaId(replica))
+            # An answer may come from before the storage at this address was replaced.
+            former = coordinator.former_ids.get(ReplicaId(replica), ())
+            is_its = registered in (None, answer.storage_id) or answer.storage_id in former
+            self._prepared.setdefault((session, replica), []).append((answer, is_its))
+            self._notice_wait(session)
+        elif isinstance(answer, Appended | ReplicaAnswer):
+            key = session, replica
+            self._reached[key] = max(answer.synced_max, self._reached.get(key, BEFORE_FIRST))
+
+    def _notice_wait(self, session: SessionId) -> None:
+        """Count a session that knows too little though a replica has answered that it knows not."""
+        claim = self.claims.get(session)
+        if claim is None or session in self.decided:
+            return
+        answered = [name for name in claim.engaged if (session, name) in self._prepared]
+        known = self._known(session, claim)
+        if len(known) < len(answered) and len(claim.engaged) - len(known) >= claim.quorum:
+            self._witness.count("undecidable wait")
+
+    def _known(self, session: SessionId, claim: Claimed) -> list[int]:
+        """Return where the engaged replicas end that can be believed."""
+        lasts = [
+            self._known_max(session, name, claim.states[ReplicaId(name)]) for name in claim.engaged
+        ]
+        return [last for last in lasts if last is not None]
+
+    def sent(self, server: "SimServer", effect: events.SendToReplica) -> None:
+        """9. A replica is changed only in a session that has decided (rule 3)."""
+        message, session = effect.message, effect.session_id
+        if not isinstance(message, _CHANGING) or self.is_rewritten:
+            return
+        self._decide(session)
+        if isinstance(message, SetLowWaterMark):
+            self._check_mark(session, message.mark)
+        if isinstance(message, Engage) and effect.replica not in self.ever_engaged.get(session, ()):
+            self._witness.fail(
+                "EngagedOnly", f"{effect.replica} is told to be engaged in {session}"
+            )
+        if isinstance(message, AppendRaw):
+            self._check_own_append(server, effect.replica, message)
+
+    def _check_own_append(self, server: "SimServer", replica: str, message: AppendRaw) -> None:
+        """7. GateCAS2, and 2.1 I: live appends go to those who are engaged."""
+        session = SessionId(message.session_id)
+        lasts = [each.last for each in message.lineage if each.session_id == session]
+        if not lasts:
+            return
+        if session not in self.opened:
+            self._witness.fail("GateCAS2", f"{server.name} appends to {session}, not open yet")
+        late = lasts[-1] > self._witness.history.last
+        if late and replica not in self.ever_engaged[session]:
+            self._witness.fail("EngagedOnly", f"{replica} is sent {lasts[-1]} in {session}")
+
+    def _decide(self, session: SessionId) -> Decided:
+        """5. FenceFirst and the formula of 6. DecisionCovers, by a count of our own."""
+        found = self.decided.get(session)
+        if found is not None:
+            return found
+        claim = self.claims.get(session)
+        if claim is None:
+            self._witness.fail("SingleWriter", f"session {session} acts, and nobody claimed it")
+        engaged, quorum = claim.engaged, claim.quorum
+        unfenced = [name for name in engaged if self._promised.get(name, NO_SESSION) < session]
+        if engaged and len(unfenced) >= quorum:
+            self._witness.fail("FenceFirst", f"{session} decides, {unfenced} may still acknowledge")
+        known = self._known(session, claim)
+        unknown_count = len(engaged) - len(known)
+        least = BEFORE_FIRST
+        if engaged:
+            if unknown_count >= quorum:
+                self._witness.fail("DecisionCovers", f"{session} decides on {known} alone")
+            known.sort(reverse=True)
+            least = TransactionId(known[quorum - unknown_count - 1])
+        if unknown_count:
+            self._witness.count("U>0")
+        decided = self.decided[session] = Decided(least, unknown_count)
+        return decided
+
+    def _known_max(self, session: SessionId, name: str, state: ReplicaState) -> int | None:
+        """Return where a replica ends that can be believed, None for all others."""
+        last = -2
+        for answer, is_its in self._prepared.get((session, name), ()):
+            damage = memoryview(answer.damaged).cast("B")
+            ends = [int.from_bytes(damage[at : at + 8], "big") for at in range(8, len(damage), 16)]
+            if (
+                answer.suspect
+                or answer.last_session < state.session_id
+                or not is_its
+                or any(end > answer.low_water_mark for end in ends)
+                or answer.synced_max < last
+            ):
+                return None
+            last = answer.synced_max
+        return None if last == -2 else last
+
+    def _check_mark(self, session: SessionId, mark: int) -> None:
+        """6. DecisionCovers, of a mark that a session goes by."""
+        known = self._marks.get(session)
+        if known is not None and mark != known:
+            self._witness.fail("DecisionCovers", f"{session} goes by {known}, then by {mark}")
+        if known is not None:
+            return  # The log may have grown since, in this very session.
+        self._marks[session] = mark
+        decided, last = self._decide(session), self._witness.history.last
+        if mark < decided.least or mark < last:
+            self._witness.fail(
+                "DecisionCovers",
+                f"{session} goes by {mark}; {decided.least} may be acknowledged, "
+                f"{last} is in the log",
+            )
+
+    # ---- what the owner says
+
+    def submitted(self, server: "SimServer", session: SessionId) -> None:
+        """7. GateCAS2: a batch is handed to the store."""
+        if self.is_rewritten:
+            return
+        if session not in self.opened:
+            self._witness.fail("GateCAS2", f"{server.name} submits to {session}, not open yet")
+        self._submitted[session] = None
+
+    def stepped(self, server: "SimServer", effect: events.Effect) -> None:
+        """One thing that the store says."""
+        match effect:
+            case events.WriteMetadata(metadata=metadata, marker=marker):
+                tried = self._tried.setdefault(metadata.session_id, {})
+                claim = self.claims.get(metadata.session_id)
+                is_new = marker.nonce not in tried
+                if is_new and claim is not None and claim.nonce != marker.nonce:
+                    self._witness.count("nonce mismatch")
+                tried[marker.nonce] = None
+            case events.SessionOpened() if self.is_rewritten:
+                self._check_covers(effect)
+            case _ if self.is_rewritten:
+                pass
+            case Report(name="recovery.decided"):
+                self._decide(SessionId(int(str(dict(effect.fields)["session"]))))
+            case events.SessionOpened():
+                self._session_opened(server, effect)
+            case events.Settled():
+                self._check_open(effect.session_id, "Settled")
+            case events.Committed():
+                self._committed(effect)
+            case events.MarkUnproved():
+                self._witness.count("unproved mark")
+            case _:
+                pass
+
+    def _check_open(self, session: SessionId, what: str) -> None:
+        if session not in self.opened:
+            self._witness.fail("GateCAS2", f"{what} of session {session} before it is open")
+
+    def _session_opened(self, server: "SimServer", effect: events.SessionOpened) -> None:
+        """4. SingleWriter, 6. DecisionCovers, 7. GateCAS2."""
+        session = effect.session_id
+        self._check_open(session, "SessionOpened")
+        self._witness.count("session opened")
+        self._check_mark(session, effect.high_water_mark)
+        self._check_covers(effect)
+        writer = self.claims[session].server
+        if writer != server.name:
+            self._witness.fail("SingleWriter", f"{writer} and {server.name} in {session}")
+
+    def _check_covers(self, effect: events.SessionOpened) -> None:
+        """6. DecisionCovers, of what applications were told."""
+        last = self._last_at_open.get(effect.session_id, self._witness.history.last)
+        if effect.high_water_mark < last:
+            self._witness.fail(
+                "DecisionCovers",
+                f"{effect.session_id} opens at {effect.high_water_mark}, "
+                f"{self._witness.history.last} is in the log",
+            )
+        if effect.high_water_mark > self._witness.history.last:
+            self._witness.count("doubt in the log")
+
+    def _committed(self, effect: events.Committed) -> None:
+        """2. AckQuorum: on disks. 8. EngagedOnly: in what the owner may have counted."""
+        session, last = effect.session_id, effect.last
+        self._check_open(session, "Committed")
+        quorum = len(self.opened[session].states) // 2 + 1
+        engaged = self.ever_engaged[session]
+        holders = [name for name in self._synced.get(effect.chain, ()) if name in engaged]
+        if len(holders) < quorum:
+            self._witness.fail("AckQuorum", f"{last} of {session} is on {holders} only")
+        voters = [
+            name for name in engaged if self._reached.get((session, name), BEFORE_FIRST) >= last
+        ]
+        if len(voters) < quorum:
+            self._witness.fail(
+                "EngagedOnly", f"{last} of {session}: of {list(engaged)} only {voters} have said so"
+            )
+
+
+def _engaged(metadata: PartitionMetadata) -> list[str]:
+    return [name for name, state in metadata.states.items() if state[1] == UNRESOLVED]

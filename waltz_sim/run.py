@@ -1,0 +1,113 @@
+"""One seed or one schedule, run to its end: the verdict.
+
+Why it stands alone: tests, the command line, the swarm and the shrinker all run a schedule in the
+same way, and mean the same by "failed".
+"""
+
+import traceback
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Final
+
+from waltz_sim.cluster.cluster import MS, SimCluster
+from waltz_sim.faults import kinds as faults
+from waltz_sim.faults.kinds import WEIGHTS
+from waltz_sim.promises.history import Violation
+from waltz_sim.schedule import STEPS, Schedule, schedule_of
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a run ended. `rule` is None for a good one, else the name of what was broken.
+
+    A machine that has raised (its own assertion, or anything else) broke the rule `Crash`.
+    `steps` counts what happened in the world, `disk_steps` what its disks did.
+    """
+
+    schedule: Schedule
+    rule: str | None
+    text: str
+    counts: Counter[str]
+    steps: int
+    disk_steps: int
+    virtual_ms: int
+    committed: int
+    fingerprint: str
+    trace: str
+    notes: tuple[str, ...]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing was broken."""
+        return self.rule is None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What seeds mean: after `steps_max` steps a run is over and all heals; rough ones have themes.
+
+    See rule 4 of `faults.py`.
+    """
+
+    steps_max: int = STEPS
+    is_rough: bool = False
+
+    def schedule_of(self, seed: int) -> Schedule:
+        """Draw the schedule of a seed."""
+        drawn = faults.rough_schedule_of(seed) if self.is_rough else schedule_of(seed, WEIGHTS)
+        return drawn.with_setup(steps_max=self.steps_max)
+
+    @property
+    def options(self) -> str:
+        """What is said of it on the command line, each with a space before it."""
+        rough = " --rough" if self.is_rough else ""
+        return rough + ("" if self.steps_max == STEPS else f" --steps {self.steps_max}")
+
+    def command(self, seed: int) -> str:
+        """Return the command that runs a seed again."""
+        return f"python -m waltz_sim --seed {seed}{self.options}"
+
+
+PLAIN: Final = Drawing()
+
+
+def run_seed(seed: int, drawing: Drawing = PLAIN, *, is_traced: bool = False) -> Verdict:
+    """Draw a schedule from a seed and run it."""
+    return run(drawing.schedule_of(seed), is_traced=is_traced)
+
+
+def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False) -> Verdict:
+    """Run a schedule: its faults, then healing, then the checks of the end.
+
+    `keeps_all` lines of the trace, and not only the last ones.
+    """
+    cluster = SimCluster(schedule, is_traced=is_traced)
+    if keeps_all:
+        cluster.world.notes = deque(cluster.world.notes)
+    rule, text = None, ""
+    try:
+        faults.plan(cluster, schedule)
+        cluster.start_clients()
+        setup = schedule.setup
+        cluster.world.run(setup.duration_ms * MS, steps_max=setup.steps_max)
+        cluster.run_healed()
+    except Violation as violation:
+        rule, text = violation.rule, str(violation)
+    except Exception:  # noqa: BLE001 - whatever a machine raises is what is looked for
+        rule, text = "Crash", traceback.format_exc(limit=-6)
+    finally:
+        cluster.close()
+    world = cluster.world
+    return Verdict(
+        schedule=schedule,
+        rule=rule,
+        text=text,
+        counts=cluster.checks.counts,
+        steps=world.step_count,
+        disk_steps=sum(storage.disk.step_count for storage in cluster.storages.values()),
+        virtual_ms=world.now_ms,
+        committed=len(cluster.checks.history.log),
+        fingerprint=world.fingerprint,
+        trace=world.trace,
+        notes=tuple(world.notes),
+    )

@@ -1,0 +1,243 @@
+"""What a run is made of: a set-up and a list of faults, drawn from a seed or read from a file.
+
+Why it stands alone: a seed stands for a run only as long as nobody changes how schedules are drawn
+from seeds; a schedule written out stands for it for ever, can be shortened, and can be replayed
+from an installed package.
+
+Rules:
+    1. Everything that is drawn is drawn here, before the run; what a fault hits is decided by its
+       own `chance`, so that other faults may be left out without changing it.
+    2. Swarm testing: each seed has some kinds of faults only, each at its own rate, and its own
+       sizes of everything. A world in which all goes wrong at once explores little.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from waltz_core.errors import BadFormat
+from waltz_core.replication.limits import Limits as StoreLimits
+from waltz_core.server.events import Limits
+from waltz_core.server.pace import LARGE_BYTES
+from waltz_sim.world.world import chance_of
+
+if TYPE_CHECKING:
+    from random import Random
+
+FORMAT: Final = 1
+DURATION_MS: Final = 6_000
+STEPS: Final = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong: when, what, and a number that decides the rest (rule 1)."""
+
+    at_us: int
+    kind: str
+    chance: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The size of everything in one world; times in ms."""
+
+    replicas: int = 3
+    spare_storages: int = 1
+    servers: int = 2
+    clients: int = 3
+    is_bytes: bool = False
+    think_ms: int = 10  # between what a client does and what it does next, at most about twice this
+    batch_share: float = 0.1  # of what a client appends; the rest are single transactions
+    keys: int = 6  # so many different locks
+    lock_slot_count: int = 1009
+    segment_bytes_max: int = 4_096
+    reserve_bytes: int = 8_192
+    checkpoint_interval_count: int = 200
+    slice_rows_max: int = 64
+    lag_bytes_max: int = 4_096
+    range_bytes_max: int = 1_024
+    scrub_interval_ms: int = 0  # how often a log is read whole; 0: by a fault only
+    has_large_batches: bool = False  # every batch counts as one that may go in pieces
+    quorum_ms_max: int = 4_000  # without a quorum, until the partition is released
+    followers: int = 0  # so many of the clients follow what is in flight
+    context_clients: int = 0  # so many more run contexts by a view of their own
+    has_new_owner_ids: bool = False  # a server that restarts is another owner, as real ones are
+    duration_ms: int = DURATION_MS
+    steps_max: int = STEPS
+    is_unbounded: bool = False  # losses may hit any number of replicas, and ZooKeeper (budget.py)
+    is_calm: bool = False  # every draw is the middle one, for told stories
+
+    def limits(self) -> Limits:
+        """What a served partition keeps to."""
+        return Limits(
+            lock_slot_count=self.lock_slot_count,
+            queue_bytes_max=8 * LARGE_BYTES if self.has_large_batches else 64 * 1024,
+            in_flight_batches_max=8,
+            slice_rows_max=self.slice_rows_max,
+            feed_frame_count_max=8,
+            feed_grant_count_min=16,
+            fetches_max=2,
+            session_timer_ms=400,
+            open_wait_ms=2_000,
+            checkpoint_interval_count=self.checkpoint_interval_count,
+            checkpoint_interval_ms=200,
+            lock_tail_bytes_max=8 * 1024,
+        )
+
+    def store_limits(self) -> StoreLimits:
+        """What replication keeps to."""
+        return StoreLimits(
+            redial_ms_min=20,
+            redial_ms_max=500,
+            refused_retry_ms=1_500,
+            answer_ms_max=1_000,
+            quorum_ms_max=self.quorum_ms_max,
+            proof_ms_max=500,
+            stable_ms=2_000,
+            rejoin_ms_min=300,
+            hold_ms_min=200,
+            hold_ms_max=2_000,
+            lag_bytes_max=self.lag_bytes_max,
+            range_bytes_max=self.range_bytes_max,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One run: its seed, its set-up, and its faults in the order of their time."""
+
+    seed: int
+    setup: Setup = field(default_factory=Setup)
+    faults: tuple[Fault, ...] = ()
+
+    def with_faults(self, faults: Iterable[Fault]) -> "Schedule":
+        """Return the schedule with other faults."""
+        return dataclasses.replace(self, faults=tuple(faults))
+
+    def with_setup(self, **changes: float) -> "Schedule":
+        """Return the schedule with another set-up."""
+        return dataclasses.replace(self, setup=dataclasses.replace(self.setup, **changes))  # type: ignore[arg-type]
+
+    def to_json(self) -> str:
+        """Return the schedule as text; `from_json` reads it."""
+        told = {
+            "format": FORMAT,
+            "seed": self.seed,
+            "setup": dataclasses.asdict(self.setup),
+            "faults": [[each.at_us, each.kind, each.chance] for each in self.faults],
+        }
+        return json.dumps(told, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "Schedule":
+        """Read a schedule; raises BadFormat for anything else."""
+        try:
+            told: dict[str, Any] = json.loads(text)
+            if told["format"] != FORMAT:
+                raise BadFormat(f"schedule: expected format {FORMAT}, found {told['format']!r}")
+            setup = Setup(**told["setup"])
+            faults = tuple(Fault(int(at), str(kind), int(no)) for at, kind, no in told["faults"])
+            return Schedule(int(told["seed"]), setup, faults)
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadFormat(f"schedule: expected what `simulate` has written: {error}") from error
+
+
+def schedule_of(
+    seed: int, weights: Mapping[str, int], *, only: Iterable[str] | None = None
+) -> Schedule:
+    """Draw a run from its seed: `weights` are the kinds of faults and how often each may come.
+
+    `only` some kinds, where that is given.
+    """
+    rng = chance_of(seed ^ 0x5EED)
+    replicas = rng.choice((1, 3, 3, 3, 3, 3, 5))
+    setup = Setup(
+        replicas=replicas,
+        spare_storages=rng.choice((0, 1, 2)),
+        servers=rng.choice((1, 2, 2, 3)),
+        clients=rng.choice((2, 3, 4)),
+        is_bytes=rng.random() < 0.03,
+        think_ms=rng.choice((2, 10, 40)),
+        batch_share=rng.choice((0.0, 0.05, 0.3)),
+        keys=rng.choice((2, 6, 40)),
+        lock_slot_count=rng.choice((13, 1009)),
+        segment_bytes_max=rng.choice((2_048, 4_096, 65_536)),
+        checkpoint_interval_count=rng.choice((20, 100, 100_000)),
+        slice_rows_max=rng.choice((2, 64)),
+        lag_bytes_max=rng.choice((600, 4_096, 65_536)),
+        range_bytes_max=rng.choice((300, 1_024)),
+        is_unbounded=rng.random() < 0.05,
+        # From a stream of its own, so that seeds mean what they did before there was this.
+        has_large_batches=chance_of(seed ^ 0x1A26E).random() < 0.2,
+        scrub_interval_ms=chance_of(seed ^ 0x5C12B).choice((0, 0, 300, 1_500)),
+        followers=chance_of(seed ^ 0xF078E).choice((0, 0, 2, 4)),
+        context_clients=chance_of(seed ^ 0xC0417).choice((0, 0, 0, 0, 0, 0, 1, 2)),
+        has_new_owner_ids=chance_of(seed ^ 0x1D5).random() < 0.5,
+        quorum_ms_max=chance_of(seed ^ 0x9007).choice((4_000, 4_000, 4_000, 700)),
+    )
+    share = rng.choice((0.3, 0.6, 0.9))
+    allowed = set(weights if only is None else only)
+    kinds = [kind for kind in weights if kind not in LATER_KINDS and rng.random() < share]
+    kinds = [kind for kind in kinds if kind in allowed]
+    gap_us = rng.choice((30, 100, 300)) * 1_000
+    faults: list[Fault] = []
+    at_us = gap_us
+    while kinds and at_us < setup.duration_ms * 1_000:
+        (kind,) = rng.choices(kinds, [weights[each] for each in kinds])
+        faults.append(Fault(at_us, kind, rng.getrandbits(32)))
+        at_us += rng.randrange(1, 2 * gap_us)
+    later = [kind for kind in LATER_KINDS if kind in weights and kind in allowed]
+    faults += _later_faults(seed, setup, later)
+    return Schedule(seed, setup, tuple(sorted(faults, key=lambda fault: fault.at_us)))
+
+
+def _later_faults(seed: int, setup: Setup, kinds: Sequence[str]) -> list[Fault]:
+    """Draw each kind that came later from a stream of its own: see `has_large_batches`."""
+    faults: list[Fault] = []
+    for kind in kinds:
+        number, times = LATER_KINDS[kind]
+        rng = chance_of(seed ^ number)
+        faults += [
+            Fault(at_us, kind, rng.getrandbits(32))
+            for at_us in times(rng, setup.duration_ms * 1_000)
+        ]
+    return faults
+
+
+def _a_few(rng: "Random", duration_us: int) -> Iterator[int]:
+    for _ in range(rng.choice((0, 0, 2, 8))):
+        yield rng.randrange(duration_us)
+
+
+def _every(*gaps_ms: int) -> "Callable[[Random, int], Iterator[int]]":
+    """Draw times from the beginning on: most worlds are healed long before their time is over."""
+
+    def times(rng: "Random", duration_us: int) -> Iterator[int]:
+        gap_us = rng.choice(gaps_ms) * 1_000
+        at_us = 0
+        while gap_us and (at_us := at_us + rng.randrange(1, 2 * gap_us)) < duration_us:
+            yield at_us
+
+    return times
+
+
+class Later(NamedTuple):
+    """How a kind that came later is drawn: what parts its stream from others, and its times."""
+
+    number: int
+    times: "Callable[[Random, int], Iterator[int]]"
+
+
+LATER_KINDS: Final[Mapping[str, Later]] = {
+    "spoiled_locks": Later(0x10CC5, _a_few),
+    "outlived_link": Later(0x1A7E5, _every(0, 0, 50, 150, 450)),
+    "hanging_disk": Later(0x4A26, _every(0, 0, 0, 400, 1_500)),
+    "unseen_rot": Later(0x207, _every(0, 0, 150, 450)),
+    "two_attempts": Later(0x2A77, _every(0, 0, 300, 1_500)),
+    "hanging_server": Later(0x4A65, _every(0, 0, 0, 400, 1_500)),
+    "accept_replicas": Later(0xACCE7, _every(0, 0, 0, 0, 400, 1_500)),
+    "memory_pressure": Later(0x9E55, _every(0, 0, 100, 400)),
+}

@@ -1,0 +1,157 @@
+"""A failing schedule made short: what is left of it is what the failure needs.
+
+Why it stands alone: a schedule of sixty faults and four clients explains nothing. Leaving faults
+out is possible because each is decided by its own chance (`schedule.py`, rule 1).
+
+Rules:
+    1. A shorter schedule counts only if it breaks the same rule.
+    2. Nothing is made longer: faults are left out, sizes go down, time is cut.
+    3. The effort is bounded by a number of runs, and by whoever asks (`is_late`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from waltz_sim.run import Verdict, run
+from waltz_sim.schedule import Fault, Schedule
+
+RUNS_MAX: Final = 300
+DURATION_MS_MIN: Final = 50
+# What each part of a set-up is tried with, the best first.
+SMALLER: Final[tuple[tuple[str, tuple[float, ...]], ...]] = (
+    ("is_bytes", (False,)),
+    ("is_unbounded", (False,)),
+    ("has_large_batches", (False,)),
+    ("replicas", (1, 3)),
+    ("spare_storages", (0, 1)),
+    ("servers", (1, 2)),
+    ("clients", (1, 2, 3)),
+    ("batch_share", (0.0,)),
+    ("keys", (1, 2, 6)),
+)
+
+Run = Callable[[Schedule], Verdict]
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """The shortest schedule that was found, how it ends, and what it took."""
+
+    schedule: Schedule
+    verdict: Verdict
+    run_count: int
+
+
+def shrink(
+    verdict: Verdict,
+    *,
+    runs_max: int = RUNS_MAX,
+    is_late: Callable[[], bool] = lambda: False,
+    run_one: Run = run,
+) -> Shrunk:
+    """Shorten the schedule of a verdict that is not good."""
+    assert verdict.rule is not None
+    search = _Search(verdict, runs_max, is_late, run_one)
+    search.shorten()
+    return Shrunk(search.best.schedule, search.best, search.run_count)
+
+
+class _Search:
+    """The best schedule so far, and how to better it."""
+
+    def __init__(
+        self, verdict: Verdict, runs_max: int, is_late: Callable[[], bool], run_one: Run
+    ) -> None:
+        self.best = verdict
+        self.run_count = 0
+        self._rule = verdict.rule
+        self._runs_max = runs_max
+        self._is_late = is_late
+        self._run = run_one
+
+    @property
+    def _faults(self) -> tuple[Fault, ...]:
+        return self.best.schedule.faults
+
+    def shorten(self) -> None:
+        """Leave out, cut and lessen, until a whole round has bettered nothing."""
+        size = None
+        while size != _size_of(self.best.schedule) and not self._is_over():
+            size = _size_of(self.best.schedule)
+            self._cut_time()
+            self._leave_faults_out()
+            self._lessen()
+
+    def _is_over(self) -> bool:
+        return self.run_count >= self._runs_max or self._is_late()
+
+    def _is_better(self, candidate: Schedule) -> bool:
+        """Try a schedule; take it when it breaks the same rule (rule 1)."""
+        if self._is_over():
+            return False
+        self.run_count += 1
+        verdict = self._run(candidate)
+        if verdict.rule != self._rule:
+            return False
+        self.best = verdict
+        return True
+
+    def _cut_time(self) -> None:
+        """End the first phase as early as may be; what would come later is left out."""
+        failed_ms = self.best.virtual_ms + 1
+        schedule = self.best.schedule
+        if failed_ms < schedule.setup.duration_ms:
+            self._is_better(_until(schedule, failed_ms))
+        elif schedule.faults:
+            # It failed while healing: what was after the last fault hardly matters.
+            last_ms = schedule.faults[-1].at_us // 1_000 + 1
+            if last_ms < schedule.setup.duration_ms:
+                self._is_better(_until(schedule, last_ms))
+        duration_ms = self.best.schedule.setup.duration_ms
+        step_ms = duration_ms // 2
+        while step_ms >= DURATION_MS_MIN and not self._is_over():
+            if self._is_better(_until(self.best.schedule, duration_ms - step_ms)):
+                duration_ms -= step_ms
+            step_ms = min(step_ms, duration_ms) // 2
+
+    def _leave_faults_out(self) -> None:
+        """Leave out groups of faults, large ones first, then each alone (ddmin)."""
+        if self._faults and self._is_better(self.best.schedule.with_faults(())):
+            return
+        group_count = 2
+        while len(self._faults) > 1 and not self._is_over():
+            if any(self._is_better(each) for each in _without_groups(self.best, group_count)):
+                group_count = max(2, group_count - 1)
+            elif group_count >= len(self._faults):
+                return
+            else:
+                group_count = min(len(self._faults), 2 * group_count)
+
+    def _lessen(self) -> None:
+        """Make the world smaller."""
+        for name, values in SMALLER:
+            for value in values:
+                if value >= getattr(self.best.schedule.setup, name):
+                    break
+                if self._is_better(self.best.schedule.with_setup(**{name: value})):
+                    break
+
+
+def _until(schedule: Schedule, duration_ms: int) -> Schedule:
+    faults = [fault for fault in schedule.faults if fault.at_us <= duration_ms * 1_000]
+    return schedule.with_faults(faults).with_setup(duration_ms=duration_ms)
+
+
+def _without_groups(verdict: Verdict, group_count: int) -> Iterator[Schedule]:
+    """Yield the schedule without its first group of faults, without its second, and so on."""
+    faults: Sequence[Fault] = verdict.schedule.faults
+    size = -(-len(faults) // group_count)
+    for start in range(0, len(faults), size):
+        yield verdict.schedule.with_faults((*faults[:start], *faults[start + size :]))
+
+
+def _size_of(schedule: Schedule) -> tuple[int, ...]:
+    setup = schedule.setup
+    sizes = [int(100 * getattr(setup, name)) for name, _ in SMALLER]
+    return (len(schedule.faults), setup.duration_ms, *sizes)

@@ -1,0 +1,489 @@
+"""The hands that do things to a calm world, and the words for them.
+
+Why it stands alone: how a story is written down is one thing, what one can do in it another. This
+is the list of all commands.
+
+Rules:
+    1. A command is done at once, in the order of the story; nothing is waited for in between.
+    2. Whoever was killed stays down until the story starts it again.
+    3. The beginning, always the same, is done before anything else of its step, and is told only
+       where a story begins slowly.
+"""
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.client import events as client_events
+from waltz_core.cluster.model import PartitionMetadata
+from waltz_core.cluster.rebuilding import Verdict
+from waltz_core.errors import BadFormat
+from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, RECORD_PREFIX, ReplicaId
+from waltz_core.replication import events
+from waltz_core.replication.recovery import NO_STORAGE_ID
+from waltz_core.storage.format import SEGMENT_HEADER_BYTES
+from waltz_core.wire.admin_messages import (
+    AdminMessage,
+    MarkSuspect,
+    Refused,
+    ReSeed,
+    SetAvailable,
+)
+from waltz_core.wire.messages import AppendRaw, Nack, Prepare, Reason, StorageMessage
+from waltz_sim.cluster.administration import Operator
+from waltz_sim.cluster.cluster import MS, SimCluster
+from waltz_sim.cluster.peer import Answers, Peer
+from waltz_sim.cluster.rescue import Rescue
+from waltz_sim.cluster.servers import SimServer
+from waltz_sim.cluster.storages import SimStorage
+from waltz_sim.schedule import Schedule, Setup
+from waltz_sim.telling import Telling
+from waltz_sim.world.disk import Fault as DiskFault
+from waltz_sim.world.disk import SimDisk, Survival
+
+if TYPE_CHECKING:
+    from waltz_sim.cluster.workload import Locks
+    from waltz_sim.world.network import Link
+
+QUIET_MS: Final = 1_200
+_TICK_MS: Final = 50
+STEP_MS_MAX: Final = 30_000
+WRITE_EVERY_MS: Final = 50
+_NO_LOCKS: "Final[Locks]" = ((), (), ())
+_NAMES: Final = {"A": 0, "B": 1, "C": 2, "D": 3, "E": 4, "S": 0, "T": 1, "U": 2}
+
+
+class Stage:
+    """A world, and the hands that do things to it."""
+
+    def __init__(self, opening: str) -> None:
+        found = re.fullmatch(
+            r"begin(?: slowly)? with ([A-E ]+?)(?:, spare ([A-E ]+?))?(?:, servers ([STU ]+))?",
+            opening.strip(),
+        )
+        if found is None:
+            raise BadFormat(f"story: expected it to begin with replicas, found {opening!r}")
+        replicas, spare, servers = ((each or "").split() for each in found.groups())
+        setup = Setup(
+            replicas=len(replicas),
+            spare_storages=len(spare),
+            servers=max(1, len(servers)),
+            clients=1,
+            segment_bytes_max=1 << 20,
+            checkpoint_interval_count=1 << 30,
+            lag_bytes_max=1 << 16,
+            range_bytes_max=1 << 16,
+            is_calm=True,
+        )
+        self.telling: Telling
+        self.cluster = SimCluster(Schedule(0, setup), checks=self._told_to)
+        self.is_left_broken = False
+        self._triggers: list[tuple[str, str]] = []
+        self._held: Link | None = None
+        self._disks: dict[str, SimDisk] = {}
+        self._kept = self.cluster.coordinator.metadata, self.cluster.coordinator.marker
+        self._client = self.cluster.clients[0]
+        self._client.on_settled = self._settled
+        self._client.on_refused = self._refused
+        self._client.started()
+        self._client.subscribe(BEFORE_FIRST)
+        self._is_writing = False
+        self._tick()
+        if not opening.startswith("begin slowly"):
+            self.play("")
+
+    def _tick(self) -> None:
+        """Let time be looked at, also when nothing happens."""
+        self.cluster.world.after(_TICK_MS * MS, self._tick)
+
+    def _told_to(self, cluster: SimCluster) -> Telling:
+        self.telling = Telling(cluster)
+        self.telling.on_milestone = self._on_milestone
+        return self.telling
+
+    # ---- a step
+
+    def play(self, commands: str) -> list[str]:
+        """Do what a step says, wait until nothing happens any more, and tell what did."""
+        telling, world = self.telling, self.cluster.world
+        for command in commands.split(";"):
+            if command and not command.startswith("begin "):
+                self.do(command.strip())
+        telling.last_told_us = world.now_us
+        quiet_us = QUIET_MS * MS
+        world.run(STEP_MS_MAX * MS, until=lambda: world.now_us - telling.last_told_us > quiet_us)
+        return telling.take_lines()
+
+    def do(self, command: str) -> None:
+        """Carry one command out."""
+        for pattern, action in _COMMANDS.items():
+            found = re.fullmatch(pattern, command)
+            if found is not None:
+                action(self, *found.groups())
+                return
+        raise BadFormat(f"story: expected a command, found {command!r}")
+
+    def _on_milestone(self, line: str) -> None:
+        for milestone, command in list(self._triggers):
+            if milestone in line:
+                self._triggers.remove((milestone, command))
+                # Whoever tells is in the middle of something.
+                self.cluster.world.after(0, partial(self.do, command))
+
+    def when(self, milestone: str, command: str) -> None:
+        """Do something as soon as a milestone has come."""
+        self._triggers.append((milestone, command))
+
+    def wait(self, duration_ms: str) -> None:
+        """Let some time pass, whatever happens."""
+        self.cluster.world.run(int(duration_ms) * MS)
+
+    def leave_broken(self) -> None:
+        """Do not heal this one: nobody could without help."""
+        self.is_left_broken = True
+
+    # ---- processes
+
+    def _process(self, name: str) -> SimServer | SimStorage:
+        return self.cluster.servers[_NAMES[name]] if name in "STU" else self._storage(name)
+
+    def _storage(self, name: str) -> SimStorage:
+        return self.cluster.storages[_replica(name)]
+
+    def kill(self, name: str) -> None:
+        """`kill -9`, and nobody starts it again."""
+        process = self._process(name)
+        self.cluster.held_down[process.name] = None
+        process.kill()
+
+    def power_off(self, name: str) -> None:
+        """Take a storage's power: what was not synced is lost."""
+        storage = self._storage(name)
+        self.cluster.held_down[storage.name] = None
+        storage.lose_power(Survival.NOTHING, with_lies=True)
+
+    def start(self, name: str) -> None:
+        """Start it again."""
+        process = self._process(name)
+        self.cluster.held_down.pop(process.name, None)
+        process.start()
+
+    def pause(self, name: str) -> None:
+        """SIGSTOP."""
+        process = self._process(name)
+        process.pause()
+        if isinstance(process, SimServer):
+            self.cluster.coordinator.watch_server(process)
+
+    def resume(self, name: str) -> None:
+        """SIGCONT."""
+        self._process(name).resume()
+
+    def cut_off(self, name: str, others: str) -> None:
+        """Let nothing through between a machine and some others, and tell none of them."""
+        network, one = self.cluster.network, self._process(name).name
+        for other in (self._process(each).name for each in others.split()):
+            network.block(one, other)
+            network.block(other, one)
+            for link in list(network.links.values()):
+                if {each.name for each in link.ends} == {one, other}:
+                    network.mute(link)
+
+    def cut_one_way(self, name: str, other: str) -> None:
+        """Let nothing through from one machine to another; the way back is open."""
+        self.cluster.network.block(self._process(name).name, self._process(other).name)
+
+    def cut_from_zookeeper(self, name: str) -> None:
+        """Let a server reach everybody but ZooKeeper, which gives it up after a while."""
+        server = self._process(name)
+        assert isinstance(server, SimServer)
+        self.cluster.coordinator.cut_off[server.name] = None
+        self.cluster.coordinator.watch_server(server)
+
+    def hold_back(self) -> None:
+        """Let what the application sends on its link come to the server later."""
+        self._held = next(reversed(self._client.links.values()))
+        self.cluster.network.hold(
+            self._held, lambda: self.telling.tell("what was held back arrives")
+        )
+
+    def give_up_link(self) -> None:
+        """Let the application believe that its link is broken; nobody else is told."""
+        assert self._held is not None
+        self.cluster.network.give_up(self._held, "given up")
+
+    def release(self) -> None:
+        """Let what was held back arrive, and then the end of its link."""
+        assert self._held is not None
+        self.cluster.network.release(self._held, "given up", 50 * MS)
+
+    def mend_network(self) -> None:
+        """Let everything through again."""
+        self.cluster.network.heal()
+        self.cluster.coordinator.cut_off.clear()
+
+    def set_clock(self, name: str, sign: str) -> None:
+        """Let a clock on the wall jump by an hour."""
+        self._process(name).wall_offset_ms += 3_600_000 * (-1 if sign == "back" else 1)
+
+    # ---- disks
+
+    def keep_disk(self, name: str) -> None:
+        """Make a copy of a disk, as it is now on the platter."""
+        disk = SimDisk(is_traced=False)
+        for path, content in self._storage(name).disk.files().items():
+            disk.put(path, content)
+        self._disks[name] = disk
+
+    def old_disk(self, name: str) -> None:
+        """Put the copy in the place of the disk; the storage is down."""
+        storage = self._storage(name)
+        storage.disk = self._disks.pop(name)
+        self.telling.rolled_back(storage)
+
+    def new_disk(self, name: str, registered: str | None) -> None:
+        """Put an empty disk there; with `cluster replace` its storage is the one to expect."""
+        storage = self._storage(name)
+        storage.disk = SimDisk(is_traced=False)
+        storage.storage_id = bytes(reversed(storage.storage_id))
+        if registered:
+            self.cluster.coordinator.storage_ids[storage.replica] = storage.storage_id
+        self.telling.rolled_back(storage)
+
+    def swap_disks(self, name: str, other: str) -> None:
+        """Put each of two disks in the other's machine; both storages are down."""
+        one, two = self._storage(name), self._storage(other)
+        one.disk, two.disk = two.disk, one.disk
+        for each in (one, two):
+            self.telling.rolled_back(each)
+
+    def fill_disk(self, name: str) -> None:
+        """Leave no room on a disk."""
+        disk = self._storage(name).disk
+        disk.capacity_bytes = sum(len(content) for content in disk.files().values())
+
+    def make_room(self, name: str) -> None:
+        """Let a disk have room again."""
+        self._storage(name).disk.capacity_bytes = None
+
+    def fail_sync(self, name: str) -> None:
+        """Let the next sync of a disk fail: what was written stays unknown to the platter."""
+        disk = self._storage(name).disk
+        # An append writes records, offsets and lineage, and then syncs.
+        disk.plan(disk.step_count + 4, DiskFault.FAILS)
+
+    def rot(self, name: str, transaction_id: str) -> None:
+        """Let a bit of a record flip on the platter."""
+        disk = self._storage(name).disk
+        path = min(each for each in disk.files() if each.suffix == ".seg")
+        content, offset = disk.content(path), SEGMENT_HEADER_BYTES
+        for _ in range(int(transaction_id)):
+            offset += RECORD_PREFIX.size + 4 + RECORD_PREFIX.unpack_from(content, offset)[3]
+        assert RECORD_PREFIX.unpack_from(content, offset)[0] == int(transaction_id)
+        disk.flip(path, offset + RECORD_PREFIX.size)
+
+    def lie(self, name: str) -> None:
+        """Let a disk say from now on that it has synced, and not do it."""
+        self._storage(name).disk.is_lying = True
+
+    def trust_no_syncs(self, name: str) -> None:
+        """Have a storage's operator know of such disks, at its next start."""
+        self._storage(name).trusts_fsync = False
+
+    def scrub(self, name: str) -> None:
+        """Have all records read again."""
+        self._storage(name).scrub_now()
+
+    # ---- administration
+
+    def administer(self, name: str, message: AdminMessage) -> None:
+        """Ask a storage for something by its administration port."""
+
+        def told(answer: AdminMessage) -> None:
+            if isinstance(answer, Refused):
+                self.telling.tell(f"{name} does not do that: {answer.text}")
+
+        Operator(self.cluster, self._storage(name), told).ask(message)
+
+    def doubt(self, name: str) -> None:
+        """`storage mark-suspect`."""
+        self.administer(name, MarkSuspect(1, self.cluster.partition_id, is_forced=False))
+
+    def set_available(self, name: str, how: str) -> None:
+        """`storage availability`."""
+        is_online = how == "online"
+        self.administer(name, SetAvailable(1, (self.cluster.partition_id,), is_online))
+
+    def empty(self, name: str) -> None:
+        """`storage re-seed`."""
+        self.administer(name, ReSeed(1, self.cluster.partition_id, is_forced=False))
+
+    def declare(self) -> None:
+        """Have the storages' logs decide what ZooKeeper has to hold."""
+
+        def told(verdict: Verdict | None) -> None:
+            assert verdict is not None
+            log = self.telling.span(0, verdict.log.synced_max)
+            self.telling.tell(f"the log of {verdict.source} is the log: {log}")
+
+        Rescue(self.cluster, told)
+
+    def stranger_asks(self, name: str, session_id: str) -> None:
+        """Let somebody who owns nothing ask a storage for a session."""
+        identity = (bytes(16), NO_STORAGE_ID, self.cluster.key, 1)
+        self._stranger(name, Prepare(int(session_id), 1, self.cluster.partition_id, *identity))
+
+    def stranger_appends(self, name: str, session_id: str) -> None:
+        """Let somebody who has not asked for a session append in it."""
+        nothing = (0, b"", b"", 0, GENESIS_CHAIN, ())
+        self._stranger(name, AppendRaw(int(session_id), 1, self.cluster.partition_id, *nothing))
+
+    def _stranger(self, name: str, request: StorageMessage) -> None:
+        def told(answers: Answers) -> None:
+            for each in answers:
+                what = each.message if isinstance(each, Nack) else "as you say"
+                self.telling.tell(f"{name} to a stranger: {what}")
+
+        Peer(self.cluster, "stranger").ask(self._storage(name), [request], told)
+
+    # ---- the application
+
+    def append(self, count: str, at_once: str | None) -> None:
+        """Append rows, one by one without waiting, or as one batch."""
+        if at_once:
+            self._append(int(count))
+            return
+        for _ in range(int(count)):
+            self._append(1)
+
+    def _append(self, count: int) -> None:
+        client, mark = self._client, self._client.mark
+        client.append(self.cluster.workload.parcel(client, [_NO_LOCKS] * count, mark))
+
+    def writes_go_on(self) -> None:
+        """Append a row now and then; whatever is lost is tried again."""
+        self._is_writing = self.telling.names_ids = True
+        self._write()
+
+    def writes_end(self) -> None:
+        """Append no more, and wait for the last answer."""
+        self._is_writing = False
+        is_done = self.cluster.world.run(
+            STEP_MS_MAX * MS, until=lambda: not self.cluster.workload.pending_count
+        )
+        self.telling.tell_written(is_complete=is_done)
+
+    def _write(self) -> None:
+        if self._is_writing:
+            self._append(1)
+            self.cluster.world.after(WRITE_EVERY_MS * MS, self._write)
+
+    def _settled(self, effect: client_events.Settled) -> None:
+        count = len(self.cluster.workload.ended(effect.token))
+        if not self.telling.names_ids:
+            self.telling.last_told_us = self.cluster.world.now_us
+        elif (effect.outcome.reasons == Reason.LOST).any():
+            self._append(count)
+
+    def _refused(self, effect: client_events.Refused) -> None:
+        self.cluster.workload.ended(effect.token)
+        self.telling.last_told_us = self.cluster.world.now_us
+
+    # ---- ZooKeeper and operators
+
+    def replicas(self, names: str) -> None:
+        """Change the assignment."""
+        self.cluster.reassign(tuple(_replica(each) for each in names.split()))
+
+    def give(self, name: str) -> None:
+        """Move the partition to a server."""
+        self.cluster.coordinator.give(self._process(name).name)
+
+    def expire(self, name: str) -> None:
+        """Let a server's session end."""
+        server = self._process(name)
+        assert isinstance(server, SimServer)
+        self.cluster.coordinator.expire(server)
+
+    def checkpoint(self) -> None:
+        """Ask for a new session."""
+        owner = self.cluster.owner
+        assert owner is not None
+        owner.step(events.Checkpoint())
+
+    def zookeeper(self, what: str) -> None:
+        """Let it fall silent, lose its answers, or be as it should."""
+        self.cluster.coordinator.is_away = what == "is away"
+        self.cluster.coordinator.lost_answers = 1.0 if what == "loses answers" else 0.0
+
+    def keep_zookeeper(self) -> None:
+        """Make a copy of what ZooKeeper holds of the partition."""
+        coordinator = self.cluster.coordinator
+        self._kept = coordinator.metadata, coordinator.marker
+
+    def roll_zookeeper_back(self) -> None:
+        """Put the copy in its place."""
+        coordinator = self.cluster.coordinator
+        coordinator.metadata, coordinator.marker = self._kept
+        self.telling.zookeeper_changed()
+
+    def forget_states(self) -> None:
+        """Let ZooKeeper hold an opened partition without any replica's state."""
+        coordinator = self.cluster.coordinator
+        assert coordinator.metadata is not None
+        coordinator.metadata = PartitionMetadata(
+            coordinator.metadata.generation, coordinator.metadata.session_id, {}
+        )
+
+
+def _replica(name: str) -> ReplicaId:
+    return ReplicaId(f"storage{_NAMES[name]}:1")
+
+
+_COMMANDS: Final[dict[str, Callable[..., None]]] = {
+    r"when ([^:]+): (.+)": Stage.when,
+    r"wait (\d+) ms": Stage.wait,
+    r"leave it broken": Stage.leave_broken,
+    r"kill ([A-ES-U])": Stage.kill,
+    r"power off ([A-E])": Stage.power_off,
+    r"start ([A-ES-U])": Stage.start,
+    r"pause ([A-ES-U])": Stage.pause,
+    r"resume ([A-ES-U])": Stage.resume,
+    r"cut ([A-ES-U]) off from ([A-ES-U ]+)": Stage.cut_off,
+    r"let nothing from ([A-ES-U]) reach ([A-ES-U])": Stage.cut_one_way,
+    r"cut ([STU]) off from ZooKeeper": Stage.cut_from_zookeeper,
+    r"hold back what the application sends": Stage.hold_back,
+    r"let the application give its link up": Stage.give_up_link,
+    r"let what was held back arrive": Stage.release,
+    r"mend the network": Stage.mend_network,
+    r"set the clock of ([A-ES-U]) an hour (back|forward)": Stage.set_clock,
+    r"keep a copy of ([A-E])": Stage.keep_disk,
+    r"put the copy back in ([A-E])": Stage.old_disk,
+    r"put a new disk in ([A-E])( and register it)?": Stage.new_disk,
+    r"swap the disks of ([A-E]) and ([A-E])": Stage.swap_disks,
+    r"fill the disk of ([A-E])": Stage.fill_disk,
+    r"make room in ([A-E])": Stage.make_room,
+    r"let a sync fail in ([A-E])": Stage.fail_sync,
+    r"let ([A-E]) rot at (\d+)": Stage.rot,
+    r"let the disk of ([A-E]) lie": Stage.lie,
+    r"trust no syncs in ([A-E])": Stage.trust_no_syncs,
+    r"scrub ([A-E])": Stage.scrub,
+    r"doubt ([A-E])": Stage.doubt,
+    r"take ([A-E]) (offline|online)": Stage.set_available,
+    r"empty ([A-E])": Stage.empty,
+    r"declare what the storages have": Stage.declare,
+    r"let a stranger ask ([A-E]) for session (\d+)": Stage.stranger_asks,
+    r"let a stranger append to ([A-E]) in session (\d+)": Stage.stranger_appends,
+    r"append (\d+)( at once)?": Stage.append,
+    r"writes go on": Stage.writes_go_on,
+    r"writes end": Stage.writes_end,
+    r"replicas ([A-E ]+)": Stage.replicas,
+    r"give the partition to ([STU])": Stage.give,
+    r"expire ([STU])": Stage.expire,
+    r"checkpoint": Stage.checkpoint,
+    r"keep a copy of ZooKeeper": Stage.keep_zookeeper,
+    r"put ZooKeeper's copy back": Stage.roll_zookeeper_back,
+    r"let ZooKeeper forget the replicas": Stage.forget_states,
+    r"ZooKeeper (is away|loses answers|is as it should be)": Stage.zookeeper,
+}

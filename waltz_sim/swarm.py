@@ -1,0 +1,195 @@
+"""Many seeds on all cores.
+
+Why it stands alone: it is the simulator's only part that knows of processes and of real time; what
+a seed does is the same in all of them.
+
+Rules:
+    1. Seeds are taken in order, a few at a time; what is returned does not depend on how many
+       processes there were, unless time ends the run.
+    2. A process that dies takes the run with it: a seed that was not heard of is not a good seed.
+    3. An interrupt is for the process that was asked: it ends the others at once, and they neither
+       hear of it nor say anything, not even while they start.
+    4. The others end with it whatever ends it (on Linux): left alone they would wait for seeds for
+       ever.
+"""
+
+import ctypes
+import gc
+import signal
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import closing, contextmanager
+from functools import partial
+from itertools import count, islice
+from multiprocessing import active_children, get_context, parent_process
+from typing import Final
+
+from waltz_sim.coverage import Coverage, covered
+from waltz_sim.run import PLAIN, Drawing, run_seed
+
+CHUNK_SEEDS: Final = 8
+TOLD_EVERY_S: Final = 5.0
+LOOK_S: Final = 0.2  # how long an interrupt may wait
+# A world hangs together in rings, and is let go as a whole: to look for rings more often finds
+# nothing, and takes some percent of the time.
+COLLECT_EVERY: Final = 200_000
+_PR_SET_PDEATHSIG: Final = 1
+
+Told = Callable[[Coverage, float], None]
+
+
+def sweep(  # noqa: PLR0913 - what to run, how, and who hears of it
+    first: int,
+    seed_count: int | None = None,
+    *,
+    jobs: int,
+    seconds: float | None = None,
+    drawing: Drawing = PLAIN,
+    told: Told | None = None,
+    sums: Coverage | None = None,
+) -> Coverage:
+    """Run `seed_count` seeds from `first` on, or as many as there is time for; on the main thread.
+
+    `told` hears now and then how far it is, and after how many seconds. What is found is added to
+    `sums`, if given, so that whoever is interrupted has what was found until then.
+    """
+    assert seed_count is not None or seconds is not None
+    began_s = told_s = time.monotonic()
+    end_s = None if seconds is None else began_s + seconds
+    chunks = _chunks(first, seed_count, end_s)
+    sums = Coverage() if sums is None else sums
+    with closing(_run_all(chunks, jobs, partial(run_chunk, drawing=drawing))) as parts:
+        for part in parts:
+            sums.merge(part)
+            now_s = time.monotonic()
+            if told is not None and now_s - told_s >= TOLD_EVERY_S:
+                told_s = now_s
+                told(sums, now_s - began_s)
+    return sums
+
+
+def _chunks(first: int, seed_count: int | None, end_s: float | None) -> Iterator[range]:
+    starts = count(first, CHUNK_SEEDS)
+    for start in starts:
+        if end_s is not None and time.monotonic() >= end_s:
+            return
+        stop = start + CHUNK_SEEDS
+        if seed_count is not None:
+            stop = min(stop, first + seed_count)
+        if start >= stop:
+            return
+        yield range(start, stop)
+
+
+def _run_all(
+    chunks: Iterator[range], jobs: int, run_one: Callable[[range], Coverage]
+) -> Generator[Coverage, None, None]:
+    """Run chunks with a few of them ahead, so that no process waits."""
+    if jobs == 1:
+        with _few_collections():
+            yield from map(run_one, chunks)
+        return
+    # Started anew, not forked: a copy of a process with threads may hang.
+    with (
+        _interrupts_kept() as pass_on,
+        ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_prepare) as pool,
+        _ended_early(),
+    ):
+        with _deaf_children():
+            pending: set[Future[Coverage]] = {
+                pool.submit(run_one, chunk) for chunk in islice(chunks, 2 * jobs)
+            }
+        while pending:
+            pass_on()
+            done, pending = wait(pending, LOOK_S, return_when=FIRST_COMPLETED)
+            pending |= {pool.submit(run_one, chunk) for chunk in islice(chunks, len(done))}
+            for future in done:
+                yield future.result()
+
+
+@contextmanager
+def _interrupts_kept() -> Iterator[Callable[[], None]]:
+    """Give what passes an interrupt on that came meanwhile; the end does so, too.
+
+    Raised in the middle of a start it would leave a child without its orders, and in the middle of
+    a wait locks that the pool's own thread waits for.
+    """
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+
+    def pass_on() -> None:
+        if came and callable(before):
+            before(came.pop(), None)
+
+    try:
+        yield pass_on
+        pass_on()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _ended_early() -> Iterator[None]:
+    """End the processes that were started meanwhile when nobody waits for them any more."""
+    others = active_children()
+    try:
+        yield
+    except BaseException:
+        for child in active_children():
+            if child not in others:
+                child.terminate()
+        raise
+
+
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Have what is started meanwhile hear of no interrupt (rule 3)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _prepare() -> None:
+    """Get a process of the pool ready."""
+    _collect_little()
+    if sys.platform.startswith("linux"):
+        _end_with_parent()
+
+
+def _end_with_parent() -> None:
+    """Rule 4."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = parent_process()
+    assert parent is not None
+    if not parent.is_alive():  # It ended a moment before, and nothing tells of that any more.
+        sys.exit(1)
+
+
+def _collect_little() -> None:
+    """Look for rings seldom, and not among what was imported, which stays."""
+    gc.freeze()
+    gc.set_threshold(COLLECT_EVERY)
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Do the same in a process that has other things to do afterwards."""
+    before = gc.get_threshold()
+    _collect_little()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+
+
+def run_chunk(seeds: range, *, drawing: Drawing = PLAIN) -> Coverage:
+    """Run some seeds one after the other, and count what time of a core that took."""
+    began_s = time.process_time()
+    sums = covered(run_seed(seed, drawing) for seed in seeds)
+    sums.cpu_s = time.process_time() - began_s
+    return sums

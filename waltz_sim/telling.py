@@ -1,0 +1,334 @@
+"""What happens in a world, told in short lines: the milestones of the protocol, and no more.
+
+Why it stands alone: a story that hung on times, chance, or the order in which equal machines answer
+would be told anew with every change. This says what is a milestone, and how it is written down.
+
+Rules:
+    1. Milestones come from outside the machines: what replicas do, what ZooKeeper holds, what the
+       store says to its server, what applications are told, and what machines report.
+    2. What several replicas do on their own, between two milestones of the whole, is told together
+       and in the order of their names: who of them was first does not matter.
+    3. Storages are A to E, servers S and T. Ids that depend on when something was done get names,
+       h1 for the first that is told; the same id has the same name.
+    4. A log that holds ids 0 to 9 is "0..9", an empty one is "nothing".
+    5. What is said again within a session and a step of a story is told once: whoever is refused
+       tries again for ever.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from waltz_core.client import events as client_events
+from waltz_core.cluster.model import UNRESOLVED, PartitionMarker, PartitionMetadata, ReplicaState
+from waltz_core.errors import OutcomeUnknown, WaltzError
+from waltz_core.machine import Report
+from waltz_core.record import NO_SESSION, ReplicaId
+from waltz_core.replication import events
+from waltz_core.wire.messages import (
+    AppendRaw,
+    AppendResult,
+    Prepare,
+    Reason,
+    Repair,
+    SetLowWaterMark,
+    Truncate,
+)
+from waltz_sim.cluster.checkers import Checks
+from waltz_sim.world.network import NEAR
+
+if TYPE_CHECKING:
+    from waltz_core.replication.partition_store import PartitionStore
+    from waltz_core.server.events import Answer
+    from waltz_core.storage.work import Work, WorkResult
+    from waltz_sim.cluster.clients import SimClient
+    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.servers import SimServer
+    from waltz_sim.cluster.storages import SimStorage
+    from waltz_sim.promises.replicas import Before
+
+_NAME: Final = re.compile(r"storage(\d):1|server(\d)")
+_CHAIN: Final = re.compile(r"\b[0-9a-f]{32}\b")
+# What replicas do on their own (rule 2).
+_VERBS: Final = {"fenced": "with", "cut": "to", "copied": "", "mended": "", "marked": "at"}
+_WRITTEN: Final = "ZooKeeper has"
+# Reports that are milestones; the others are told by what comes of them.
+_REPORTS: Final[dict[str, str]] = {
+    "replica.unknown": "{replica} is not believed",
+    "replica.refused": "{replica} is refused: {reason}",
+    "replica.no_source": "{replica} cannot give {wanting} what it lacks: {reason}",
+    "replica.not_mended": "{replica} is not mended: {reason}",
+    "session.abandoned": "session {session} is given up: {reason}",
+    "coordinator.away": "ZooKeeper gives no answer",
+    "partition.refused": "refused: {reason}",
+    "data_loss": "stopped: {reason}",
+}
+
+
+def letters(text: str) -> str:
+    """Return a text with storages and servers by their names in stories (rule 3)."""
+
+    def name(found: re.Match[str]) -> str:
+        storage, server = found.groups()
+        return "ABCDE"[int(storage)] if storage is not None else "STU"[int(server)]
+
+    return _CHAIN.sub("...", _NAME.sub(name, text))
+
+
+class Telling(Checks):
+    """The checkers of a world, which also write down what they are told."""
+
+    def __init__(self, cluster: "SimCluster") -> None:
+        super().__init__(cluster)
+        self.lines: list[str] = []
+        self.last_told_us = 0  # or when an application was told something
+        # Called with every milestone as it happens, as "cut C", before it is told.
+        self.on_milestone: Callable[[str], None] = lambda _: None
+        self.names_ids = False  # rule 3
+        self._ids: dict[int, str] = {}
+        self._said: dict[object, None] = {}  # rule 5
+        self._together: dict[str, list[tuple[str, int, int]]] = {}  # by replica
+        self._outcomes: dict[str, list[int]] = {}
+
+    # ---- writing down
+
+    def take_lines(self) -> list[str]:
+        """Return what was told since the last time."""
+        self._flush()
+        if not self.names_ids:
+            self._tell_outcomes()
+        lines, self.lines = self.lines, []
+        self._said.clear()
+        return lines
+
+    def tell(self, text: str) -> None:
+        """Write down a milestone of the whole."""
+        line = letters(text)
+        if self._is_new(line):
+            self._flush()
+            self.lines.append(line)
+        self.on_milestone(line)
+
+    def _tell_of(self, verb: str, replica: str, first: int, last: int) -> None:
+        """Write down what one replica did with some ids (rule 2)."""
+        name = letters(replica)
+        if self._is_new((verb, name, first, last)):
+            deeds = self._together.setdefault(name, [])
+            if deeds and deeds[-1][0] == verb and deeds[-1][2] + 1 == first > 0:
+                first = deeds.pop()[1]
+            deeds.append((verb, first, last))
+        self.on_milestone(f"{verb} {name}")
+
+    def _is_new(self, what: object) -> bool:
+        """Tell whether something was not yet said in this session and step (rule 5)."""
+        if what in self._said:
+            return False
+        self._said[what] = None
+        self.last_told_us = self.world.now_us
+        return True
+
+    def _flush(self) -> None:
+        together, self._together = self._together, {}
+        by_deeds: dict[str, list[str]] = {}
+        for name, deeds in sorted(together.items()):
+            parts = [f"{verb} {_VERBS[verb]} {self.span(*ids)}" for verb, *ids in deeds]
+            by_deeds.setdefault(", ".join(" ".join(one.split()) for one in parts), []).append(name)
+        self.lines += [f"{' '.join(names)}: {text}" for text, names in by_deeds.items()]
+
+    def span(self, first: int, last: int) -> str:
+        """Return ids in words (rules 3 and 4)."""
+        if last < first:
+            return "nothing"
+        return f"{self._id(first)}..{self._id(last)}" if first != last else self._id(first)
+
+    def _id(self, number: int) -> str:
+        if not self.names_ids or number == 0:
+            return self._ids.get(number, str(number))
+        return self._ids.setdefault(number, f"h{len(self._ids) + 1}")
+
+    def _tell_outcomes(self) -> None:
+        outcomes, self._outcomes = self._outcomes, {}
+        for what, ids in sorted(outcomes.items()):
+            if what == "in the log":
+                spans = _runs(sorted(ids))
+                self.lines.append(f"told: {', '.join(self.span(*one) for one in spans)} {what}")
+            else:
+                self.lines.append(f"told: {len(ids)} {what}")
+
+    def tell_written(self, *, is_complete: bool) -> None:
+        """Tell in one line what became of rows that were written all the time."""
+        outcomes, self._outcomes = self._outcomes, {}
+        bad = sorted(what for what in outcomes if what not in {"in the log", "LOST"})
+        if bad or not is_complete:
+            self.tell(f"told: {', '.join(bad) or 'nothing'} for some rows")
+        else:
+            self.tell("told: all rows are in the log, each once")
+
+    # ---- replicas
+
+    def worked(
+        self,
+        storage: "SimStorage",
+        work: "Work",
+        result: "WorkResult",
+        before: "Before",
+    ) -> None:
+        """See `Checks.worked`; live appends are no milestones."""
+        super().worked(storage, work, result, before)
+        for request, outcome in zip(work.requests, result.outcomes, strict=True):
+            if isinstance(outcome, WaltzError):
+                continue
+            match request.message:
+                case Prepare():
+                    self._tell_of("fenced", storage.name, 0, work.log.synced_max)
+                case Truncate(last_to_keep=last):
+                    self._tell_of("cut", storage.name, 0, last)
+                case Repair(first=first, lengths=lengths):
+                    self._tell_of("mended", storage.name, first, first + len(lengths) // 4 - 1)
+                case SetLowWaterMark(mark=mark):
+                    self._tell_of("marked", storage.name, 0, mark)
+                case AppendRaw() as message if not self._is_engaged(storage.name, message):
+                    lineage = message.lineage
+                    self._tell_of("copied", storage.name, lineage[0].first, lineage[-1].last)
+                case _:
+                    pass
+
+    def _is_engaged(self, name: str, message: AppendRaw) -> bool:
+        metadata = self.cluster.coordinator.metadata
+        state = None if metadata is None else metadata.states.get(ReplicaId(name))
+        return state is not None and state[1] == UNRESOLVED and state[0] == message.session_id
+
+    def storage_refused(self, storage: "SimStorage", error: WaltzError) -> None:
+        """See `Checks.storage_refused`."""
+        super().storage_refused(storage, error)
+        self.tell(f"{storage.name} does not open: {error}")
+
+    # ---- ZooKeeper
+
+    def wrote(
+        self,
+        server: str,
+        before: PartitionMetadata,
+        after: PartitionMetadata,
+        marker: PartitionMarker,
+    ) -> None:
+        """See `Checks.wrote`; the claim is told by who makes it."""
+        super().wrote(server, before, after, marker)
+        if after.session_id != before.session_id:
+            return
+        session = after.session_id
+        already = [name for name, state in before.states.items() if state == (session, UNRESOLVED)]
+        now = [name for name, state in after.states.items() if state == (session, UNRESOLVED)]
+        if already:
+            joined = [letters(name) for name in now if name not in already]
+            self.tell(f"{_WRITTEN} {' '.join(sorted(joined))} in session {session}, too")
+            return
+        parts = [f"{' '.join(sorted(map(letters, now)))} in session {session}"]
+        parts += [
+            self._left(letters(name), state)
+            for name, state in sorted(after.states.items())
+            if name not in now
+        ]
+        self.tell(f"{_WRITTEN} {', '.join(parts)}")
+
+    def _left(self, name: str, state: ReplicaState) -> str:
+        last = state.closing_high_water_mark
+        if state.session_id == NO_SESSION:
+            return f"{name} new with {self.span(0, last)} to come"
+        return f"{name} left behind in session {state.session_id} with {self.span(0, last)}"
+
+    # ---- servers
+
+    def reported(self, name: str, report: Report) -> None:
+        """See `Checks.reported`."""
+        super().reported(name, report)
+        fields = dict(report.fields)
+        match report.name:
+            case "session.claimed":
+                self._said.clear()
+                origin = str(fields["origin"])
+                of_what = "" if origin == "RECORDED" else f", the partition is {origin.lower()}"
+                self.tell(f"{name} claims session {fields['session']}{of_what}")
+            case "recovery.decided":
+                mark = fields["mark"]
+                assert isinstance(mark, int)
+                self.tell(f"decided: {self.span(0, mark)} {self._without(fields['unknown'])}")
+            case "recovery.waiting":
+                self.tell(f"undecidable {self._without(fields['unknown'])}")
+            case known if known in _REPORTS:
+                self.tell(_REPORTS[known].format(**fields))
+            case _:
+                pass
+
+    def _without(self, unknown: object) -> str:
+        assert isinstance(unknown, tuple)
+        return f"without {' '.join(sorted(map(letters, unknown)))}" if unknown else "by all"
+
+    def stepped(
+        self, server: "SimServer", store: "PartitionStore", effects: Sequence[events.Effect]
+    ) -> None:
+        """See `Checks.stepped`."""
+        super().stepped(server, store, effects)
+        for effect in effects:
+            match effect:
+                case events.SessionOpened(session_id=session, high_water_mark=mark):
+                    self.tell(f"{server.name} opens session {session} with {self.span(0, mark)}")
+                case events.SessionClosed(session_id=session, reason=reason):
+                    self.tell(f"session {session} ends: {reason}")
+                case events.Settled():
+                    self._tell_settled(store, effect)
+                case events.Released(reason=reason):
+                    self.tell(f"{server.name} gives the partition up: {reason}")
+                case _:
+                    pass
+
+    def _tell_settled(self, store: "PartitionStore", effect: events.Settled) -> None:
+        assert store.session is not None
+        doubt = store.session.claim.in_doubt
+        if doubt is None:
+            return
+        first, last = doubt.committed + 1, doubt.last
+        kept = self.span(first, min(effect.committed_last, last))
+        self.tell(f"in doubt: {self.span(first, last)}; in the log: {kept}")
+
+    def answered(self, server: "SimServer", answer: "Answer") -> None:
+        """See `Checks.answered`; what an application is told is a milestone when it is told."""
+        super().answered(server, answer)
+        link, message = self.cluster.network.links.get(answer.connection), answer.message
+        if link is None or link.is_open[NEAR] or not isinstance(message, AppendResult):
+            return
+        told = {_outcome(reason) for reason in bytes(message.reasons)}
+        self.tell(f"{server.name} to a link that was given up: {', '.join(sorted(told))}")
+
+    # ---- applications
+
+    def settled(self, client: "SimClient", effect: client_events.Settled) -> None:
+        """See `Checks.settled`."""
+        super().settled(client, effect)
+        outcome = effect.outcome
+        ids, reasons = outcome.transaction_ids.tolist(), outcome.reasons.tolist()
+        for number, reason in zip(ids, reasons, strict=True):
+            what = _outcome(reason)
+            self._outcomes.setdefault(what, []).append(number)
+
+    def refused(self, client: "SimClient", effect: client_events.Refused) -> None:
+        """See `Checks.refused`."""
+        super().refused(client, effect)
+        what = "unknown" if isinstance(effect.error, OutcomeUnknown) else "not sent"
+        count = len(self.cluster.workload.operations_of(effect.token))
+        self._outcomes.setdefault(what, []).extend([-1] * count)
+
+
+def _outcome(reason: int) -> str:
+    return "in the log" if reason == Reason.COMMITTED else Reason(reason).name
+
+
+def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Return sorted ids as closed ranges."""
+    runs: list[tuple[int, int]] = []
+    for number in ids:
+        if runs and runs[-1][1] + 1 == number:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    return runs

@@ -1,0 +1,592 @@
+"""Everything that a crash may leave: a disk that writes down each change, and what they come to.
+
+`disk.py` loses power once, at random. Here a program runs to its end, and then each state is made
+that a crash at any point of the run may have left: no state depends on luck, and a sync can be left
+out or moved without running anything again.
+
+Rules:
+    1. Nothing is promised but what was synced: of the changes since, each sector, each size and
+       each entry of a directory is kept or lost by itself, in any order; of several values that
+       one of them has had since, any may be left.
+    2. `Sync` makes a file's bytes and size durable and not its name. `SyncDirectory` makes the
+       entries of one directory durable, not its own in the one above, nor what the files hold.
+    3. A rename is two entries. After a crash the file may have both names, or neither.
+    4. A sector that a file has grown over and nobody wrote reads as zeros.
+    5. After a sync that has failed, its sectors may be there or not, and no later sync of what is
+       not written again changes that.
+    6. A killed process loses nothing, and makes nothing durable either.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+
+from waltz_core.errors import DiskFailed, NoSpace
+from waltz_core.storage.disk import make_with_parents
+from waltz_sim.world.disk import Contents, SimDisk
+from waltz_sim.world.inode import SECTOR_BYTES
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from waltz_core.storage.disk import Buffer, File
+
+FileId = int
+UNITS_MAX: Final = 24  # that are kept or lost alone, at one point
+
+
+class Create(NamedTuple):
+    """A new, empty file got a name."""
+
+    path: Path
+    file: FileId
+
+
+class Write(NamedTuple):
+    """Bytes were written; the file grows to hold them."""
+
+    file: FileId
+    offset: int
+    data: bytes
+
+
+class Resize(NamedTuple):
+    """A file was cut or grown."""
+
+    file: FileId
+    size: int
+
+
+class Rename(NamedTuple):
+    """A file got another name."""
+
+    source: Path
+    target: Path
+
+
+class Unlink(NamedTuple):
+    """A name is gone."""
+
+    path: Path
+
+
+class MakeDirectory(NamedTuple):
+    """A directory was made in one that is there."""
+
+    path: Path
+
+
+class Sync(NamedTuple):
+    """A file's bytes and size are durable; `path` is what it was opened as, `site` who asked."""
+
+    file: FileId
+    path: Path
+    site: str = ""
+
+
+class SyncFailed(NamedTuple):
+    """A sync of a file has failed (rule 5)."""
+
+    file: FileId
+
+
+class SyncDirectory(NamedTuple):
+    """The names in a directory are durable."""
+
+    path: Path
+    site: str = ""
+
+
+class Remark(NamedTuple):
+    """Nothing of the disk: what whoever runs the program wants to find again in the list."""
+
+    what: object
+
+
+Change: TypeAlias = (
+    Create
+    | Write
+    | Resize
+    | Rename
+    | Unlink
+    | MakeDirectory
+    | Sync
+    | SyncFailed
+    | SyncDirectory
+    | Remark
+)
+
+
+class RecordingFile:
+    """An open file of a `RecordingDisk`."""
+
+    def __init__(self, disk: "RecordingDisk", file: "File", number: FileId, path: Path) -> None:
+        self._disk = disk
+        self._file = file
+        self._number = number
+        self._path = path
+        self.pread = file.pread
+        self.drop_cached = file.drop_cached
+        self.give_up_lost = file.give_up_lost
+        self.size = file.size
+        self.lock_range = file.lock_range
+        self.lock_whole = file.lock_whole
+        self.close = file.close
+
+    def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
+        """Write the parts; of a write that fails, what was done is written down."""
+        data = b"".join(parts)
+        before = self._file.pread(len(data), offset)
+        try:
+            self._file.pwrite([data], offset)
+        except (DiskFailed, NoSpace):
+            data = self._file.pread(len(data), offset)
+            if data != before:
+                self._disk.changes.append(Write(self._number, offset, data))
+            raise
+        self._disk.changes.append(Write(self._number, offset, data))
+
+    def sync(self) -> None:
+        """Make the file's bytes and size durable."""
+        try:
+            self._file.sync()
+        except DiskFailed:
+            self._disk.changes.append(SyncFailed(self._number))
+            raise
+        self._disk.changes.append(Sync(self._number, self._path, self._disk.site()))
+
+    def truncate(self, size: int) -> None:
+        """Cut the file."""
+        self._file.truncate(size)
+        self._disk.changes.append(Resize(self._number, size))
+
+    def allocate(self, size: int) -> None:
+        """Reserve room."""
+        self._file.allocate(size)
+        self._disk.changes.append(Resize(self._number, self._file.size()))
+
+
+class RecordingDisk:
+    """A `Disk` over a `SimDisk` that writes each change down; faults are planned on `inner`."""
+
+    def __init__(
+        self, changes: Iterable[Change] = (), site: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Go on where a process was killed that had made these changes (rule 6).
+
+        `site` is asked at each sync who makes it.
+        """
+        self.changes = list(changes)
+        self.site = site
+        self.inner = SimDisk(is_traced=False)
+        platter = Platter()
+        for change in self.changes:
+            platter.add(change)
+        self.inner.become(platter.image(Everything()))
+        self._files = dict(platter.files_seen())
+        self._next = platter.file_count
+
+    @classmethod
+    def after_power_loss(
+        cls, contents: Contents, site: Callable[[], str] = lambda: ""
+    ) -> "RecordingDisk":
+        """Return a disk on which all this is durable."""
+        return cls(changes_of(contents), site)
+
+    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> "File":
+        """Open a file for reading and writing."""
+        file = self.inner.open(path, create=create, is_dispensable=is_dispensable)
+        if path not in self._files:
+            self._files[path] = self._next
+            self._next += 1
+            self.changes.append(Create(path, self._files[path]))
+        return RecordingFile(self, file, self._files[path], path)
+
+    def exists(self, path: Path) -> bool:
+        """Tell if there is a file or a directory of this name."""
+        return self.inner.exists(path)
+
+    def identity(self, path: Path) -> tuple[int, int] | None:
+        """Return what tells two files of one name apart."""
+        return self.inner.identity(path)
+
+    def list(self, directory: Path) -> list[str]:
+        """Return the names in a directory, sorted."""
+        return self.inner.list(directory)
+
+    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+        """Say that files will be read soon."""
+        self.inner.will_read(directory, names)
+
+    def make_directory(self, directory: Path) -> None:
+        """Make a directory and its parents, durably."""
+        make_with_parents(self, directory, self._make_one, self.sync_directory)
+
+    def make_directories(self, directory: Path, names: Sequence[str]) -> None:
+        """Make directories in one, durably."""
+        for name in names:
+            if not self.exists(directory / name):
+                self._make_one(directory / name)
+        self.sync_directory(directory)
+
+    def _make_one(self, directory: Path) -> None:
+        self.inner.make_directory(directory)
+        self.changes.append(MakeDirectory(directory))
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name, in place of the one that has it."""
+        self.inner.rename(source, target)
+        self._files[target] = self._files.pop(source)
+        self.changes.append(Rename(source, target))
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; none there is no error."""
+        self.inner.unlink(path)
+        if self._files.pop(path, None) is not None:
+            self.changes.append(Unlink(path))
+
+    def sync_directory(self, directory: Path) -> None:
+        """Make the names in a directory durable."""
+        self.inner.sync_directory(directory)
+        self.changes.append(SyncDirectory(directory, self.site()))
+
+    def free_bytes(self, directory: Path) -> int:
+        """Return how much more can be written."""
+        return self.inner.free_bytes(directory)
+
+    def size_bytes(self, directory: Path) -> int:
+        """Return the size of the disk."""
+        return self.inner.size_bytes(directory)
+
+    def number_of(self, path: Path) -> FileId:
+        """Return the file that has a name."""
+        return self._files[path]
+
+    def remark(self, what: object) -> None:
+        """Write something down between two changes."""
+        self.changes.append(Remark(what))
+
+
+def changes_of(contents: Contents) -> list[Change]:
+    """Return changes that come to these contents, durably."""
+    changes: list[Change] = []
+    directories = sorted(contents.directories)
+    changes += [MakeDirectory(path) for path in directories if path != path.parent]
+    for number, (path, content) in enumerate(sorted(contents.files.items())):
+        changes += [Create(path, number), Write(number, 0, content), Sync(number, path)]
+    return changes + [SyncDirectory(path) for path in directories]
+
+
+# ---------------------------------------------------------------------------------------------
+# what is left
+
+
+class Sector(NamedTuple):
+    """A sector that was written since the last sync of its file."""
+
+    file: FileId
+    number: int
+
+
+class Size(NamedTuple):
+    """The size of a file, where it has changed since."""
+
+    file: FileId
+
+
+class Entry(NamedTuple):
+    """An entry of a directory that has changed since the last sync of it."""
+
+    path: Path
+
+
+Unit: TypeAlias = Sector | Size | Entry
+
+
+class Keep:
+    """What is kept of what was not synced; this one keeps nothing."""
+
+    def version(self, unit: Unit, count: int) -> int:
+        """Return which of `count` values of a unit is left, 1 being the first; 0 is the old one."""
+        del unit, count
+        return 0
+
+    def size(self, unit: Size, sizes: Sequence[int]) -> int:
+        """Return the size that is left; the first one is the old one."""
+        return sizes[self.version(unit, len(sizes) - 1)]
+
+
+class Everything(Keep):
+    """All that was written."""
+
+    def version(self, unit: Unit, count: int) -> int:
+        """Return the newest."""
+        del unit
+        return count
+
+
+class Only(Keep):
+    """Some units and nothing else. A sector that is kept is not beyond the end of its file."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.units = set(units)
+        self._sized = {one.file for one in self.units if isinstance(one, Sector)}
+
+    def version(self, unit: Unit, count: int) -> int:
+        """Return the newest of those that are kept."""
+        is_kept = unit in self.units or (isinstance(unit, Size) and unit.file in self._sized)
+        return count if is_kept else 0
+
+
+class AllBut(Keep):
+    """All but some units."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.units = set(units)
+
+    def version(self, unit: Unit, count: int) -> int:
+        """Return the newest but of those that are lost."""
+        return 0 if unit in self.units else count
+
+
+class AnyOf(Keep):
+    """Each unit by chance, with any of its values, and sizes in between."""
+
+    def __init__(self, rng: "Random") -> None:
+        self._rng = rng
+        self._share = rng.choice((0.1, 0.5, 0.9))
+
+    def version(self, unit: Unit, count: int) -> int:
+        """Return any."""
+        del unit
+        return self._rng.randint(1, count) if self._rng.random() < self._share else 0
+
+    def size(self, unit: Size, sizes: Sequence[int]) -> int:
+        """Return one of the sizes, or one between them."""
+        del unit
+        between = self._rng.randint(min(sizes), max(sizes))
+        return self._rng.choice((*sizes, between, sizes[-1]))
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    """One file: what is durable, what is seen, and all that sectors and size were in between."""
+
+    kept: bytearray = field(default_factory=bytearray)
+    seen: bytearray = field(default_factory=bytearray)
+    sectors: dict[int, list[bytes]] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)
+    doubtful: set[int] = field(default_factory=set)  # of a sync that has failed (rule 5)
+
+    def write(self, offset: int, data: bytes) -> None:
+        if len(self.seen) < offset:
+            self.resize(offset)
+        self.seen[offset : offset + len(data)] = data
+        self._touch(offset, offset + len(data))
+        self._sized()
+
+    def resize(self, size: int) -> None:
+        old = len(self.seen)
+        del self.seen[size:]
+        self.seen.extend(bytes(size - len(self.seen)))
+        if size % SECTOR_BYTES and size < old:
+            self._touch(size, size + 1)  # what is cut from a sector is zeroed
+        self._touch(old, size)
+        self._sized()
+
+    def _touch(self, start: int, end: int) -> None:
+        for sector in range(start // SECTOR_BYTES, -(-end // SECTOR_BYTES)) if start < end else ():
+            at = sector * SECTOR_BYTES
+            content = bytes(self.seen[at : at + SECTOR_BYTES]).ljust(SECTOR_BYTES, b"\0")
+            self.sectors.setdefault(sector, []).append(content)
+            self.doubtful.discard(sector)
+
+    def _sized(self) -> None:
+        if len(self.seen) != (self.sizes or [len(self.kept)])[-1]:
+            self.sizes.append(len(self.seen))
+
+    def sync(self) -> None:
+        """Make all durable but what is in doubt."""
+        doubted = {one: self.sectors[one] for one in self.doubtful}
+        before = self.kept
+        self.kept = bytearray(self.seen)
+        for sector in doubted:
+            at = sector * SECTOR_BYTES
+            size = len(self.kept[at : at + SECTOR_BYTES])
+            self.kept[at : at + size] = before[at : at + size].ljust(size, b"\0")
+        self.sectors = doubted
+        self.sizes.clear()
+
+    def content(self, number: FileId, keep: Keep) -> bytes:
+        sizes = [len(self.kept), *self.sizes]
+        size = keep.size(Size(number), sizes) if self.sizes else sizes[0]
+        left = bytearray(self.kept[:size])
+        left.extend(bytes(size - len(left)))
+        for sector, versions in self.sectors.items():
+            at = sector * SECTOR_BYTES
+            which = keep.version(Sector(number, sector), len(versions)) if at < size else 0
+            if which:
+                left[at : at + SECTOR_BYTES] = versions[which - 1][: size - at]
+        return bytes(left)
+
+
+class Platter:
+    """What a list of changes comes to, change by change."""
+
+    def __init__(self) -> None:
+        self._files: dict[FileId, _File] = {}
+        # Entries of directories, by path. A directory is an entry without a file.
+        self._kept: dict[Path, FileId | None] = {}
+        self._seen: dict[Path, FileId | None] = {}
+        self._pending: dict[Path, list[tuple[bool, FileId | None]]] = {}
+
+    @property
+    def file_count(self) -> int:
+        """How many files there ever were."""
+        return len(self._files)
+
+    def files_seen(self) -> Iterator[tuple[Path, FileId]]:
+        """Return the files that a program sees."""
+        return ((path, file) for path, file in self._seen.items() if file is not None)
+
+    def add(self, change: Change) -> None:
+        """Make one more change."""
+        match change:
+            case Write(file, offset, data):
+                self._files[file].write(offset, data)
+            case Resize(file, size):
+                self._files[file].resize(size)
+            case Sync(file):
+                self._files[file].sync()
+            case SyncFailed(file):
+                self._files[file].doubtful.update(self._files[file].sectors)
+            case Remark():
+                pass
+            case _:
+                self._rename(change)
+
+    def _rename(self, change: Create | Rename | Unlink | MakeDirectory | SyncDirectory) -> None:
+        match change:
+            case Create(path, file):
+                self._files[file] = _File()
+                self._enter(path, file)
+            case Rename(source, target):
+                self._enter(target, self._seen[source])
+                self._remove(source)
+            case Unlink(path):
+                self._remove(path)
+            case MakeDirectory(path):
+                self._enter(path, None)
+            case SyncDirectory(path):
+                self._sync_entries(path)
+
+    def _enter(self, path: Path, file: FileId | None) -> None:
+        self._seen[path] = file
+        self._pending.setdefault(path, []).append((True, file))
+
+    def _remove(self, path: Path) -> None:
+        del self._seen[path]
+        self._pending.setdefault(path, []).append((False, None))
+
+    def _sync_entries(self, directory: Path) -> None:
+        for path in [one for one in self._pending if one.parent == directory]:
+            del self._pending[path]
+            self._kept.pop(path, None)
+            if path in self._seen:
+                self._kept[path] = self._seen[path]
+
+    def units(self) -> list[Unit]:
+        """Return everything that may be kept or lost by itself."""
+        units: list[Unit] = [Entry(path) for path in self._pending]
+        for number, file in self._files.items():
+            units += [Sector(number, sector) for sector in file.sectors]
+            if file.sizes:
+                units.append(Size(number))
+        return units
+
+    def image(self, keep: Keep) -> Contents:
+        """Return what is on the disk when this is kept of what was not synced."""
+        entries = dict(self._kept)
+        for path, values in self._pending.items():
+            which = keep.version(Entry(path), len(values))
+            if which:
+                is_there, file = values[which - 1]
+                entries.pop(path, None)
+                if is_there:
+                    entries[path] = file
+        directories = {Path("/")}
+        for path in sorted(one for one, file in entries.items() if file is None):
+            if path.parent in directories:
+                directories.add(path)
+        contents = {
+            path: self._files[file].content(file, keep)
+            for path, file in sorted(entries.items(), key=lambda one: one[0])
+            if file is not None and path.parent in directories
+        }
+        return Contents(contents, frozenset(directories))
+
+
+def survivals(platter: Platter, rng: "Random", *, random_count: int) -> Iterator[Keep]:
+    """Return what may be kept at one point: nothing, all, each alone, all but each, by chance."""
+    yield Keep()
+    yield Everything()
+    units = platter.units()
+    if len(units) < 2:
+        return
+    files = {one.file for one in units if not isinstance(one, Entry)}
+    groups: list[Sequence[Unit]] = [
+        [one for one in units if not isinstance(one, Entry) and one.file == file] for file in files
+    ]
+    groups.append([one for one in units if isinstance(one, Entry)])
+    alone = [[one] for one in _some(units, rng)]
+    for group in (*alone, *(group for group in groups if 1 < len(group) < len(units))):
+        yield Only(group)
+        yield AllBut(group)
+    for _ in range(random_count):
+        yield AnyOf(rng)
+
+
+def _some(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
+    """Return all units, or where there are too many the ends of them and some between."""
+    if len(units) <= UNITS_MAX:
+        return units
+    between = rng.sample(range(2, len(units) - 2), UNITS_MAX - 4)
+    return [units[place] for place in (0, 1, *sorted(between), len(units) - 2, len(units) - 1)]
+
+
+# ---------------------------------------------------------------------------------------------
+# programs that are wrong
+
+
+def sync_places(changes: Sequence[Change]) -> list[int]:
+    """Return where something is synced."""
+    return [place for place, one in enumerate(changes) if isinstance(one, Sync | SyncDirectory)]
+
+
+def without(changes: Sequence[Change], place: int) -> list[Change]:
+    """Return the changes of a program that forgets a sync."""
+    return [*changes[:place], *changes[place + 1 :]]
+
+
+def delayed(changes: Sequence[Change], place: int) -> list[Change] | None:
+    """Return the changes of a program that makes a sync after the next one; None if it is last."""
+    after = next((one for one in sync_places(changes) if one > place), None)
+    if after is None:
+        return None
+    return [
+        *changes[:place],
+        *changes[place + 1 : after + 1],
+        changes[place],
+        *changes[after + 1 :],
+    ]
+
+
+def platters(changes: Sequence[Change]) -> Iterator[tuple[int, Platter]]:
+    """Return each point at which a crash may come, as the number of changes before it."""
+    platter = Platter()
+    yield 0, platter
+    for place, change in enumerate(changes):
+        platter.add(change)
+        if not isinstance(change, Remark):
+            yield place + 1, platter

@@ -1,0 +1,568 @@
+"""A disk in memory that forgets what was not synced: the crashable twin of `storage/disk.py`.
+
+Why it stands alone: what a storage promises is what is left after the power has gone, and no real
+disk can be asked to lose it on demand. This one keeps two contents of each file, the one that a
+program sees and the one that is on the platter, and knows which sectors differ.
+
+Rules:
+    1. Only `sync` and `sync_directory` carry anything over, and only their own file or directory.
+    2. A power loss keeps any subset of the sectors written since, and any of the sizes in between;
+       of the changes of names it keeps the first few, as a journal does.
+    3. A sector (512 bytes) is written as a whole or not at all, by a write that fails too.
+    4. A sync that fails leaves its sectors marked clean: the program sees them, the platter never
+       will, and the next sync says nothing about it (ext4, XFS and Btrfs do the same).
+    5. Every call that changes something is a step. A fault is planned for a step by its number, or
+       for the next step of a kind, or for a read; whoever has planned it is told when it strikes.
+    6. A disk that lies says that it has synced what it has not.
+    7. A sector that cannot be read stays so until it is given up, cut away or written whole: not
+       in part, as a system would have to read the rest of it.
+    8. What is not dirty may be forgotten at any time, and is read from the platter from then on.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
+from waltz_core.storage.page_cache import blocks_begun
+from waltz_sim.world.inode import SECTOR_BYTES, Inode
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from waltz_core.storage.disk import Buffer, File
+
+FREE_BYTES: Final = 1 << 40  # of a disk without limit
+_FOLIO_BYTES: Final = 4 * SECTOR_BYTES  # what is forgotten together; `page_cache.py`, rule 4
+Struck = Callable[[], None]
+
+
+class PowerLoss(BaseException):
+    """The machine is off. No error of the disk: nothing on the way up may handle it."""
+
+
+class Survival(Enum):
+    """What a power loss leaves of what was not synced."""
+
+    NOTHING = auto()
+    EVERYTHING = auto()  # also what a killed process leaves
+    ANY_SECTORS = auto()
+    ENDS = auto()  # of everything that was written in one piece, and nothing between them
+
+
+class Fault(Enum):
+    """What happens at a planned step, once."""
+
+    POWER_LOSS = auto()
+    FAILS = auto()
+    DISK_FULL = auto()
+
+
+class Contents(NamedTuple):
+    """All that is on a platter, as a backup has it."""
+
+    files: dict[Path, bytes]
+    directories: frozenset[Path]
+
+
+class _Plan(NamedTuple):
+    fault: Fault
+    struck: Struck | None
+
+
+@dataclass(frozen=True, slots=True)
+class _NameChange:
+    """A name came, went or moved: `target` is the name of `inode` now, or of nothing."""
+
+    target: Path
+    inode: Inode | None = None
+    source: Path | None = None
+
+    def apply(self, names: dict[Path, Inode]) -> None:
+        if self.source is not None:
+            names.pop(self.source, None)
+        if self.inode is None:
+            names.pop(self.target, None)
+        else:
+            names[self.target] = self.inode
+
+
+class SimFile:
+    """An open file of a `SimDisk`."""
+
+    def __init__(
+        self, disk: "SimDisk", path: Path, inode: Inode, *, is_dispensable: bool = False
+    ) -> None:
+        self._disk = disk
+        self._path = path
+        self._inode = inode
+        self._is_dispensable = is_dispensable
+        self._boot = disk.boot_count
+        self._is_open = True
+        disk.open_count += 1
+
+    def _check(self) -> None:
+        disk = self._disk
+        if disk.is_off:
+            raise PowerLoss
+        assert self._boot == disk.boot_count, "a file of before the power loss"
+        assert self._is_open, f"{self._path} is closed"
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
+        self._check()
+        assert size >= 0
+        assert offset >= 0
+        disk = self._disk
+        disk.read_count += 1
+        if disk.read_plans:
+            disk.reading(self._path)
+        unreadable = self._inode.unreadable
+        if unreadable and size:
+            sectors = range(offset // SECTOR_BYTES, (offset + size - 1) // SECTOR_BYTES + 1)
+            if not unreadable.isdisjoint(sectors):
+                raise ReadFailed(f"reading {self._path}: a sector cannot be read")
+        return bytes(self._inode.seen[offset : offset + size])
+
+    def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
+        """Write the parts one after the other; a fault leaves some of it written."""
+        self._check()
+        disk, inode = self._disk, self._inode
+        data = b"".join(parts)
+        size = len(data)
+        fault = disk.step("write", self._path)
+        if fault is not None:
+            has_grown = offset + size > len(inode.seen)
+            data = data[: _written_bytes(fault, offset, size, has_grown=has_grown)]
+        elif disk.capacity_bytes is not None:
+            room = disk.room_for(inode, offset + size)
+            if room < 0:
+                data = data[: max(0, size + room)]
+                fault = Fault.DISK_FULL
+        whole, data = data, inode.up_to_lost(offset, data) if inode.unreadable else data
+        if data:
+            if len(inode.seen) < offset:
+                inode.resize(offset)
+            end = offset + len(data)
+            inode.seen[offset:end] = data
+            inode.touch(offset, end)
+        if fault is None and len(data) < len(whole):
+            fault = Fault.FAILS  # rule 7
+        disk.strike(fault, "write", self._path)
+
+    def drop_cached(self, offset: int, size: int) -> None:
+        """See what is on the platter, of what is synced, in the blocks begun there (rule 8)."""
+        self._check()
+        self._inode.drop_cached(*blocks_begun(offset, size, _FOLIO_BYTES))
+
+    def give_up_lost(self, offset: int, size: int) -> bool:
+        """Let the sectors at the ends of a range be zeros that cannot be read (rule 7)."""
+        self._check()
+        inode = self._inode
+        ends = {offset // SECTOR_BYTES, (offset + size - 1) // SECTOR_BYTES} & inode.unreadable
+        for start in sorted(sector * SECTOR_BYTES for sector in ends):
+            self._disk.strike(self._disk.step("punch", self._path), "punch", self._path)
+            lost = slice(start, start + SECTOR_BYTES)
+            inode.seen[lost] = bytes(len(inode.seen[lost]))
+            inode.touch(lost.start, lost.stop)
+        return bool(ends)
+
+    def sync(self) -> None:
+        """Make the file's bytes and size durable (rules 1 and 4)."""
+        self._check()
+        assert not self._is_dispensable, f"{self._path} may be lost, and is synced"
+        inode = self._inode
+        fault = self._disk.step("sync", self._path)
+        if fault is None:
+            if not self._disk.is_lying:
+                inode.carry_over(inode.dirty, len(inode.seen))
+                inode.dirty.clear()
+            return
+        if fault is not Fault.POWER_LOSS and not self._disk.is_lying:
+            inode.dirty.clear()
+        if fault is Fault.DISK_FULL:
+            fault = Fault.FAILS  # to the storage it is all the same why a sync fails
+        self._disk.strike(fault, "sync", self._path)
+
+    def truncate(self, size: int) -> None:
+        """Cut the file to `size` bytes."""
+        self._check()
+        fault = self._disk.step("truncate", self._path)
+        if fault is None:
+            self._inode.resize(size)
+        self._disk.strike(fault, "truncate", self._path)
+
+    def size(self) -> int:
+        """Return the size in bytes."""
+        self._check()
+        return len(self._inode.seen)
+
+    def lock_range(self, first: int, count: int) -> bool:
+        """Take a POSIX lock: one process, so nobody else can have it."""
+        self._check()
+        assert first >= 0
+        assert count > 0
+        return True
+
+    def lock_whole(self) -> bool:
+        """Take an exclusive lock; False when another open file has it."""
+        self._check()
+        if self._inode.locked_by not in {None, self}:
+            return False
+        self._inode.locked_by = self
+        return True
+
+    def allocate(self, size: int) -> None:
+        """Reserve room for the first `size` bytes."""
+        self._check()
+        fault = self._disk.step("allocate", self._path)
+        if fault is None and self._disk.room_for(self._inode, size) < 0:
+            fault = Fault.DISK_FULL
+        if fault is None and size > len(self._inode.seen):
+            self._inode.resize(size)
+        self._disk.strike(fault, "allocate", self._path)
+
+    def close(self) -> None:
+        """Close it; the lock goes with it."""
+        if self._is_open and self._boot == self._disk.boot_count:
+            self._disk.open_count -= 1
+        self._is_open = False
+        if self._inode.locked_by is self:
+            self._inode.locked_by = None
+
+
+class SimDisk:
+    """A file system in memory. Directories are the parents of files and need no making."""
+
+    def __init__(self, *, capacity_bytes: int | None = None, is_traced: bool = True) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.boot_count = 0
+        self.step_count = 0
+        self.read_count = 0
+        self.open_count = 0  # files that somebody has open
+        self.trace: list[str] = []
+        self.is_lying = False
+        self.on_full: Struck | None = None  # told whenever there is no room
+        self._is_traced = is_traced
+        self._plans: dict[int, _Plan] = {}  # by step
+        self._call_plans: list[tuple[Collection[str], _Plan]] = []
+        self.read_plans: dict[int, Struck | None] = {}  # by read
+        self.is_off = False
+        self._names: dict[Path, Inode] = {}
+        self._kept_names: dict[Path, Inode] = {}
+        self._journal: list[_NameChange] = []  # what is not durable yet, oldest first
+        self._directories: set[Path] = set()
+
+    # ---- Disk
+
+    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> "File":
+        """Open a file for reading and writing."""
+        self.check_power()
+        inode = self._names.get(path)
+        if inode is None:
+            if not create:
+                raise DiskFailed(f"opening {path}: no such file")
+            self.strike(self.step("create", path), "create", path)
+            inode = Inode()
+            self._change(_NameChange(path, inode))
+        return SimFile(self, path, inode, is_dispensable=is_dispensable)
+
+    def exists(self, path: Path) -> bool:
+        """Tell if there is a file or a directory of this name."""
+        self.check_power()
+        return path in self._names or path in self._directories
+
+    def identity(self, path: Path) -> tuple[int, int] | None:
+        """Return a constant where there is something: nothing is replaced while it is in use."""
+        return (0, 0) if self.exists(path) else None
+
+    def list(self, directory: Path) -> list[str]:
+        """Return the names in a directory, sorted."""
+        self.check_power()
+        inside = directory.parts
+        return sorted(
+            path.name
+            for paths in (self._names, self._directories)
+            for path in paths
+            if path.parts[:-1] == inside
+        )
+
+    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+        """Do nothing: all of it is in memory."""
+        self.check_power()
+
+    def make_directory(self, directory: Path) -> None:
+        """Make a directory and its parents, durably."""
+        self.check_power()
+        if directory in self._directories:
+            return
+        self.strike(self.step("mkdir", directory), "mkdir", directory)
+        self._directories.update((directory, *directory.parents))
+
+    def make_directories(self, directory: Path, names: Sequence[str]) -> None:
+        """Make directories in one, durably."""
+        for name in names:
+            self.make_directory(directory / name)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name, in place of the one that has it."""
+        self.check_power()
+        self.strike(self.step("rename", target), "rename", target)
+        self._change(_NameChange(target, self._names[source], source))
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; none there is no error."""
+        self.check_power()
+        if path not in self._names:
+            return
+        self.strike(self.step("unlink", path), "unlink", path)
+        self._change(_NameChange(path))
+
+    def sync_directory(self, directory: Path) -> None:
+        """Make the names in a directory durable."""
+        self.check_power()
+        fault = self.step("syncdir", directory)
+        if fault is None:
+            left: list[_NameChange] = []
+            for change in self._journal:
+                if change.target.parent == directory:
+                    change.apply(self._kept_names)
+                else:
+                    left.append(change)
+            self._journal = left
+        self.strike(fault, "syncdir", directory)
+
+    def free_bytes(self, directory: Path) -> int:
+        """Return how much more can be written."""
+        self.check_power()
+        used = sum(len(one.seen) for one in self._names.values())
+        return FREE_BYTES if self.capacity_bytes is None else max(0, self.capacity_bytes - used)
+
+    def size_bytes(self, directory: Path) -> int:
+        """Return the size of the disk."""
+        return FREE_BYTES if self.capacity_bytes is None else self.capacity_bytes
+
+    def _change(self, change: _NameChange) -> None:
+        change.apply(self._names)
+        self._journal.append(change)
+
+    # ---- faults
+
+    def plan(self, step: int, fault: Fault, struck: Struck | None = None) -> None:
+        """Let something happen at a step (rule 5); steps count from 1 since the disk was made."""
+        assert step > self.step_count
+        self._plans[step] = _Plan(fault, struck)
+
+    def plan_call(self, names: Collection[str], fault: Fault, struck: Struck | None = None) -> None:
+        """Let something happen at the next step of one of these kinds, as the trace names them."""
+        self._call_plans.append((names, _Plan(fault, struck)))
+
+    def plan_read(self, count: int, struck: Struck | None = None) -> None:
+        """Let the `count`th read from now on fail, once."""
+        assert count > 0
+        self.read_plans[self.read_count + count] = struck
+
+    @property
+    def has_trouble(self) -> bool:
+        """Whether something is planned, or wrong with it already."""
+        plans = (self._plans, self._call_plans, self.read_plans)
+        return self.is_lying or self.capacity_bytes is not None or any(plans)
+
+    def forget_plans(self) -> None:
+        """Let nothing more happen."""
+        self._plans.clear()
+        self._call_plans.clear()
+        self.read_plans.clear()
+
+    def power_loss(self, survival: Survival, rng: "Random") -> None:
+        """Switch the machine off and on again; open files are gone (rule 2)."""
+        for inode in (*self._names.values(), *self._kept_names.values()):
+            _lose(inode, survival, rng)
+        count = {
+            Survival.NOTHING: 0,
+            Survival.EVERYTHING: len(self._journal),
+            Survival.ANY_SECTORS: rng.randint(0, len(self._journal)),
+            Survival.ENDS: len(self._journal),
+        }[survival]
+        for change in self._journal[:count]:
+            change.apply(self._kept_names)
+        self._journal.clear()
+        self._names = dict(self._kept_names)
+        self.forget_plans()
+        self.is_off = False
+        self.boot_count += 1
+        self.open_count = 0
+
+    def flip(self, path: Path, offset: int, mask: int = 1) -> None:
+        """Let bits rot on the platter, unseen by anybody."""
+        inode = self._names[path]
+        for content in (inode.seen, inode.kept):
+            if offset < len(content):
+                content[offset] ^= mask
+
+    def rot_unseen(self, path: Path, offset: int, mask: int = 1) -> None:
+        """Let bits rot on the platter, whose right content is still in memory (rule 8)."""
+        kept = self._names[path].kept
+        if offset < len(kept):
+            kept[offset] ^= mask
+
+    def drop_all_cached(self) -> None:
+        """Let the system have other use for all its memory (rule 8)."""
+        for inode in self._names.values():
+            inode.drop_cached(0, len(inode.seen))
+
+    def stop_lying(self) -> None:
+        """Bring to the platter what was said to be there."""
+        self.is_lying = False
+        for inode in self._names.values():
+            inode.carry_over(inode.dirty, len(inode.seen))
+            inode.dirty.clear()
+
+    def overwrite(self, path: Path, offset: int, content: bytes) -> None:
+        """Let other bytes be there than were written, unseen by anybody; no file grows."""
+        inode = self._names[path]
+        for each in (inode.seen, inode.kept):
+            part = content[: max(0, len(each) - offset)]
+            each[offset : offset + len(part)] = part
+
+    def make_unreadable(self, path: Path, first: int, last: int) -> None:
+        """Let the sectors of some bytes be lost, which whoever reads there is told (rule 7)."""
+        self._names[path].unreadable.update(range(first // SECTOR_BYTES, last // SECTOR_BYTES + 1))
+
+    def cut(self, path: Path, size: int) -> None:
+        """Let a file be shorter than it was, unseen by anybody."""
+        inode = self._names[path]
+        del inode.seen[size:], inode.kept[size:]
+
+    def remove(self, path: Path) -> None:
+        """Let a file be gone, unseen by anybody."""
+        self._names.pop(path, None)
+        self._kept_names.pop(path, None)
+
+    def contents(self) -> Contents:
+        """Return what is on the platter now."""
+        files = {path: bytes(inode.kept) for path, inode in self._kept_names.items()}
+        return Contents(files, frozenset(self._directories))
+
+    def become(self, contents: Contents) -> None:
+        """Put a backup, or nothing, in the place of all that is here; nobody has a file open."""
+        self._names = {
+            path: Inode(bytearray(s), bytearray(s)) for path, s in contents.files.items()
+        }
+        self._kept_names = dict(self._names)
+        self._directories = set(contents.directories)
+        self._journal.clear()
+        self.forget_plans()
+        self.is_off = self.is_lying = False
+        self.boot_count += 1
+        self.open_count = 0
+
+    def content(self, path: Path) -> bytes:
+        """Return what a program would read of a file."""
+        return bytes(self._names[path].seen)
+
+    def put(self, path: Path, content: bytes) -> None:
+        """Write a file whole and durable, as if it had been there before."""
+        self._directories.update(path.parents)
+        inode = Inode(bytearray(content), bytearray(content))
+        self._names[path] = self._kept_names[path] = inode
+
+    def files(self) -> dict[Path, bytes]:
+        """Return all files."""
+        return {path: bytes(inode.seen) for path, inode in self._names.items()}
+
+    # ---- for SimFile
+
+    def check_power(self) -> None:
+        """Raise when the machine is off."""
+        if self.is_off:
+            raise PowerLoss
+
+    def step(self, what: str, path: Path) -> Fault | None:
+        """Count a step and return the fault that is planned for it."""
+        self.step_count += 1
+        if self._is_traced:
+            self.trace.append(f"{what} {path.name}")
+        if not self._plans and not self._call_plans:
+            return None
+        plan = self._plans.pop(self.step_count, None)
+        if plan is None and self._call_plans:
+            plan = self._next_call_plan(what)
+        if plan is None:
+            return None
+        if plan.struck is not None:
+            plan.struck()
+        return plan.fault
+
+    def _next_call_plan(self, what: str) -> _Plan | None:
+        for place, (names, plan) in enumerate(self._call_plans):
+            if what in names:
+                del self._call_plans[place]
+                return plan
+        return None
+
+    def reading(self, path: Path) -> None:
+        """Raise the error that is planned for this read."""
+        if self.read_count in self.read_plans:
+            struck = self.read_plans.pop(self.read_count)
+            if struck is not None:
+                struck()
+            raise ReadFailed(f"reading {path}: input/output error")
+
+    def strike(self, fault: Fault | None, what: str, path: Path) -> None:
+        """Raise the error of a fault."""
+        if fault is None:
+            return
+        if fault is Fault.POWER_LOSS:
+            self.is_off = True
+            raise PowerLoss
+        if fault is Fault.DISK_FULL:
+            if self.on_full is not None:
+                self.on_full()
+            raise NoSpace(f"{what} {path}: no space left on device")
+        if fault is Fault.FAILS:
+            raise DiskFailed(f"{what} {path}: input/output error")
+
+    def room_for(self, inode: Inode, size: int) -> int:
+        """Return the bytes that would still be free with a file of `size`; below 0 if too few."""
+        growth = size - len(inode.seen)
+        if self.capacity_bytes is None or growth <= 0:
+            return 0
+        used = sum(len(one.seen) for one in self._names.values())
+        return self.capacity_bytes - used - growth
+
+
+def _written_bytes(fault: Fault, offset: int, size: int, *, has_grown: bool) -> int:
+    """Return how much of a write is done where a fault strikes (rule 3)."""
+    if fault is Fault.POWER_LOSS:
+        return max(0, _sector_floor(offset + size // 2) - offset)
+    is_divided = has_grown if fault is Fault.DISK_FULL else _spans_sectors(offset, size)
+    return size // 2 if is_divided else 0
+
+
+def _spans_sectors(offset: int, size: int) -> bool:
+    return size > 0 and offset // SECTOR_BYTES != (offset + size - 1) // SECTOR_BYTES
+
+
+def _sector_floor(offset: int) -> int:
+    return offset // SECTOR_BYTES * SECTOR_BYTES
+
+
+def _lose(inode: Inode, survival: Survival, rng: "Random") -> None:
+    """Settle what is on the platter of one file, and show that."""
+    sectors = sorted(inode.dirty)
+    sizes = sorted((len(inode.kept), len(inode.seen)))
+    if survival is Survival.EVERYTHING:
+        inode.carry_over(sectors, len(inode.seen))
+    elif survival is Survival.ANY_SECTORS:
+        share = rng.choice((0.1, 0.5, 0.9))
+        size = rng.choice((*sizes, rng.randint(*sizes)))
+        inode.carry_over([one for one in sectors if rng.random() < share], size)
+    elif survival is Survival.ENDS:
+        ends = [one for one in sectors if not {one - 1, one + 1} <= inode.dirty]
+        inode.carry_over(ends, len(inode.seen))
+    inode.seen = bytearray(inode.kept)
+    inode.dirty.clear()
+    inode.locked_by = None

@@ -1,0 +1,181 @@
+"""An asyncio event loop in virtual time, for production code that is made of coroutines.
+
+Why it stands alone: machines need no loop; the client's and the operator's shells do, and their
+faults are in what happens between two awaits.
+
+Rules:
+    1. Callbacks run in the order in which they became ready. A timer is something planned in the
+       world, and ends with its process.
+    2. A loop is entered by what comes to its process: a message, a timer. It is left when nothing
+       is ready any more.
+    3. Production code survives errors, so what a checker finds inside it is kept by `fail` and
+       raised when the loop is left.
+    4. A loop is closed with its process: its tasks are cancelled and run to their end, so that
+       nothing of them is left to be collected at another time.
+"""
+
+import asyncio
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from waltz_sim.world.process import Process
+    from waltz_sim.world.world import Planned
+
+CLOSING_ROUNDS_MAX: Final = 100
+
+
+class _Timer(asyncio.TimerHandle):
+    """A timer that is taken out of the world when it is cancelled."""
+
+    __slots__ = ("planned",)
+    planned: "Planned"
+
+    def cancel(self) -> None:
+        """See `asyncio.TimerHandle`."""
+        if not self.cancelled():
+            self.planned.cancel()
+            asyncio.Handle.cancel(self)
+
+
+class SimLoop(asyncio.AbstractEventLoop):
+    """See the module's rules; what production code does not use of a loop is not there."""
+
+    def __init__(self, process: "Process") -> None:
+        self._process = process
+        self._ready: deque[asyncio.Handle] = deque()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._is_running = self._is_planned = self._is_closed = False
+        self._failure: Exception | None = None
+
+    # ---- what asyncio asks
+
+    def time(self) -> float:
+        """Return virtual time, in seconds."""
+        return self._process.world.now_us / 1_000_000
+
+    def call_soon(
+        self, callback: Callable[..., object], *args: object, context: Context | None = None
+    ) -> asyncio.Handle:
+        """See `asyncio`."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        if not (self._is_running or self._is_planned or self._is_closed):
+            self._is_planned = True
+            self._process.after(0, self._run_planned)
+        return handle
+
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[..., object],
+        *args: object,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """See `asyncio`."""
+        return self.call_at(self.time() + delay, callback, *args, context=context)
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: object,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """See `asyncio`."""
+        timer = _Timer(when, callback, args, self, context)
+        # One more: rounded down it would ring before its time.
+        delay_us = max(0, int((when - self.time()) * 1_000_000) + 1)
+        timer.planned = self._process.after(delay_us, lambda: self._ring(timer))
+        return timer
+
+    def create_future(self) -> "asyncio.Future[Any]":
+        """See `asyncio`."""
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self,
+        coro: Coroutine[Any, Any, Any],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> "asyncio.Task[Any]":
+        """See `asyncio`."""
+        task: asyncio.Task[Any] = asyncio.Task(coro, loop=self, name=name, context=context)
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        return task
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """See `asyncio`: a callback or a task has raised and nothing has taken that."""
+        error = context.get("exception")
+        if isinstance(error, Exception):
+            self.fail(error)
+
+    def get_debug(self) -> bool:
+        """See `asyncio`."""
+        return False
+
+    def is_running(self) -> bool:
+        """See `asyncio`."""
+        return self._is_running
+
+    def is_closed(self) -> bool:
+        """See `asyncio`."""
+        return self._is_closed
+
+    # ---- what the world does
+
+    def enter(self, call: Callable[[], object]) -> None:
+        """Call as the loop does, then run all that is ready (rule 2); raises as rule 3 says."""
+        if self._is_running:
+            call()
+            return
+        before = events._get_running_loop()
+        events._set_running_loop(self)
+        self._is_running = True
+        try:
+            call()
+            while self._ready:
+                handle = self._ready.popleft()
+                if not handle.cancelled():
+                    handle._run()
+        finally:
+            self._is_running = False
+            events._set_running_loop(before)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def fail(self, error: Exception) -> None:
+        """Have this raised when the loop is left; the first one counts."""
+        if self._failure is None and not self._is_closed:
+            self._failure = error
+
+    def close(self) -> None:
+        """Rule 4."""
+        self._is_closed = True
+        for _ in range(CLOSING_ROUNDS_MAX):
+            if not self._tasks:
+                return
+            for task in list(self._tasks):
+                task.cancel()
+            self.enter(lambda: None)
+        raise AssertionError(f"tasks that cannot be cancelled: {list(self._tasks)}")
+
+    def _run_planned(self) -> None:
+        self._is_planned = False
+        self.enter(lambda: None)
+
+    def _ring(self, timer: asyncio.TimerHandle) -> None:
+        if not (timer.cancelled() or self._is_closed):
+            self.enter(timer._run)
+
+
+def loop_of(process: "Process") -> SimLoop:
+    """Return a new loop of a process."""
+    # What a loop has beside, for sockets, threads and signals, would raise NotImplementedError.
+    return SimLoop(process)  # type: ignore[abstract]
