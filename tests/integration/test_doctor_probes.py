@@ -11,7 +11,7 @@ from tests.integration.test_storage_admin import fill
 from tests.integration.test_storage_daemon import config_for, on_loop, serving, session
 from tests.ports import free_port
 from waltz_core.cli.doctor_probes import _Storage
-from waltz_core.client.storage_admin import StorageAdmin, administered
+from waltz_core.client.storage_admin import administered
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.storages import Layout
 from waltz_core.record import PartitionId, ReplicaId
@@ -120,18 +120,5 @@ def test_a_log_that_is_being_opened_has_not_failed_to_open(tmp_path, monkeypatch
                 replica = facts.replicas[0]
                 assert (replica.is_opening, replica.why_not) == (True, "")
                 released.set()
-
-    on_loop(main())
-
-
-def test_what_a_storage_of_the_original_does_not_hold_is_known(tmp_path, monkeypatch):
-    admin_port = free_port()
-    monkeypatch.setattr(StorageAdmin, "is_ours", False)
-
-    async def main():
-        async with serving(config_for(tmp_path, admin_port=admin_port), CLUSTER) as address:
-            facts = await told(address, admin_port, [*CLUSTER.partitions, PartitionId(3)])
-            held = {each: its.is_held for each, its in facts.replicas.items()}
-            assert held == {0: True, 2: True, 3: False}
 
     on_loop(main())

@@ -514,14 +514,6 @@ class _Storage:
             held = dict((await admin.ask(HeldResponse, HeldRequest)).available)
         assigned = self._seen.layout.assignment.partitions[self._address]
         every = sorted({*held, *assigned})
-        if not admin.is_ours:
-            return replace(
-                facts,
-                replicas={
-                    PartitionId(each): ReplicaFacts(each in held, held.get(each, True))
-                    for each in every
-                },
-            )
         async with asyncio.timeout(self._timeout_s):
             told = await admin.ask(StorageResponse, StorageRequest)
         facts = await self._with_gauges(admin, facts)
