@@ -131,9 +131,9 @@ OPTIONS: tuple[Option, ...] = (
         "requiredColumns",
         Use.READ,
         "none",
-        "With `dataFormat`: columns that each payload must have, `id,amount`, spelt as in the "
-        "schema. A payload that lacks one is handled as `mode` says; other columns that are absent "
-        "become null.",
+        "With `dataFormat`: columns that each payload must have, `id,amount`, in any case. A "
+        "payload that lacks one is handled as `mode` says; other columns that are absent become "
+        "null.",
     ),
     Option(
         "columnNameOfCorruptRecord",

@@ -33,6 +33,7 @@ from pyspark import TaskContext
 
 from waltz_core.errors import BadFormat
 from waltz_core.strict_json import exact_from_json, from_json
+from waltz_spark.options import columns_meant
 from waltz_spark.rows import is_binary, plain_type
 
 # Of Arrow's widest decimal; Spark's has 38.
@@ -45,7 +46,7 @@ class Unpacker:
     Args:
         fields: the wanted columns, with Arrow types as Spark wants them back.
         data_format: `msgpack` or `json`.
-        required: columns that each payload must have.
+        required: columns that each payload must have, in any case (`columns_meant`).
         is_case_sensitive: whether a key in another case is another column (rule 4).
     """
 
@@ -58,7 +59,9 @@ class Unpacker:
         is_case_sensitive: bool = False,
     ) -> None:
         self._fields = list(fields)
-        self._required = [part.name for part in fields if part.name in required]
+        names = [part.name for part in fields]
+        meant = {name for each in required for name in columns_meant(each, names)}
+        self._required = [name for name in names if name in meant]
         self._find = dict.get if is_case_sensitive else _in_any_case
         self._builders = [_builder(part.type, data_format, self._find) for part in fields]
         self._format = data_format

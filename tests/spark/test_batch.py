@@ -342,6 +342,7 @@ def test_a_payload_that_lacks_a_required_column_is_handled_as_mode_says(
     reader = corrupt_log(spark, connect).option("requiredColumns", "n").schema("n long")
     reader = reader.option("mode", "DROPMALFORMED")
     assert [row.n for row in reader.load(connect).collect()] == [1, 4, 7]
+    assert reader.option("requiredColumns", "N").load(connect).count() == 3
     with pytest.raises(Exception, match=r"'requiredColumns' names 'm'.*unpacked .* are n"):
         reader.option("requiredColumns", "n,m").load(connect).collect()
 

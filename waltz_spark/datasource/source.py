@@ -28,6 +28,7 @@ from waltz_spark.options import (
     ReadOptions,
     WriteOptions,
     check_names,
+    columns_meant,
     parse_read,
     parse_write,
 )
@@ -109,7 +110,7 @@ class WaltzDataSource(DataSource):
             )
         payload = [field.name for field in foreign]
         for name in options.required_columns:
-            if name not in payload:
+            if not columns_meant(name, payload):
                 raise BadRequest(
                     f"option 'requiredColumns' names {name!r}; the schema's columns that are "
                     f"unpacked from the payload are {', '.join(payload)}"

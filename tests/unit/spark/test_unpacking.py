@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.errors import BadFormat
+from waltz_spark.options import columns_meant
 from waltz_spark.unpacking import Unpacker
 
 UTC = dt.UTC
@@ -158,6 +159,22 @@ def test_a_key_matches_a_column_in_any_case_unless_spark_is_case_sensitive() -> 
     assert [each.to_pylist() for each in found] == [[None], [None]]
     both = pa.array([msgpack.packb({"ID": 1, "Id": 2})], pa.binary())
     assert Unpacker(fields, "msgpack").columns(both, where)[0].to_pylist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "meant"),
+    [
+        ("id", ["ID", "id"], ["id"]),
+        ("Id", ["ID", "amount"], ["ID"]),
+        ("id", ["amount"], []),
+    ],
+)
+def test_a_required_column_is_found_in_any_case(name, columns, meant):
+    assert columns_meant(name, columns) == meant
+    fields = [pa.field(each, pa.int64()) for each in columns]
+    unpacker = Unpacker(fields, "json", required=[name])
+    _, good = unpacker.what_can_be_read(pa.array([b"{}"]))
+    assert good.tolist() == [not meant]
 
 
 def test_a_required_column_that_a_payload_lacks_is_an_error() -> None:
