@@ -46,6 +46,10 @@ LOCKS_MAX = 64 * 1024
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 assert TRANSACTION_BYTES_MAX + RECORD_OVERHEAD_BYTES < FRAME_BYTES_MAX
 
+# A request that is no append has a negative sequence number, so that none is taken for a row. A
+# client's streams use numbers down to this one, its other requests those below.
+CONTROL_SEQUENCE_MIN = -(1 << 30)
+
 
 class ReqId(NamedTuple):
     """The identity of one append (or of one request): no two transactions in the log share one.

@@ -27,23 +27,9 @@ FILE_LINES_MAX = 800
 FILES_LONGER_ON_PURPOSE = {
     "waltz_core/wire/messages.py": "the table of all messages, one dataclass each, no behaviour",
 }
-# Whose files have a unit test file each, of the same name, but for shells: those name one of
-# SHELL_MODULES, and tests with real daemons cover them.
-MIRRORED = ("replication", "wire", "storage", "cluster", "server")
+# Packages whose files are pure, but for shells: those name one of SHELL_MODULES.
+PURE_PACKAGES = ("replication", "wire", "storage", "cluster", "server")
 SHELL_MODULES = ("asyncio", "threading", "socket", "subprocess", "multiprocessing", "kazoo")
-# Files that only declare; whoever uses them tests them.
-DECLARATIONS = {
-    "waltz_core/cluster/facts.py",
-    "waltz_core/cluster/znodes.py",
-    "waltz_core/replication/events.py",
-    "waltz_core/server/events.py",
-    "waltz_core/server/outcomes.py",
-    "waltz_core/storage/effects.py",
-    "waltz_core/storage/errands.py",
-    "waltz_core/wire/admin_messages.py",
-    "waltz_core/wire/original_messages.py",
-    "waltz_core/wire/messages.py",
-}
 # What changes its object and returns something.
 CHANGES = {"acquire", "next", "pop", "popitem", "popleft", "remove", "send", "setdefault", "step"}
 # third-party module -> the only files that may name it
@@ -212,33 +198,17 @@ def test_overviews_hold_prose_only():
     nothing(wrong, "an __init__ with code in it")
 
 
-def test_every_mirrored_file_has_a_test_file_of_its_own():
-    missing = [
-        s.path
-        for s in product()
-        if s.path.startswith(tuple(f"waltz_core/{name}/" for name in MIRRORED))
-        if not s.path.endswith("__init__.py")
-        if s.path not in DECLARATIONS and not is_shell(s)
-        if not mirror_of(s.path).exists()
-    ]
-    nothing(missing, "no tests/unit/<package>/test_<file>.py")
-
-
 def is_shell(source: Source) -> bool:
     """Return whether a file names what no pure file may name."""
     names = {name for node in source.nodes for name in imported(node)}
     return bool(names & set(SHELL_MODULES))
 
 
-def mirror_of(path: str) -> Path:
-    """Return where the unit tests of a source file live."""
-    source = Path(path).relative_to("waltz_core")
-    return ROOT / "tests" / "unit" / source.parent / f"test_{source.name}"
-
-
 def test_exceptions_to_these_rules_name_files_that_exist():
-    named = {*FILES_LONGER_ON_PURPOSE, *DECLARATIONS}
-    nothing([path for path in named if not (ROOT / path).exists()], "listed here, but gone")
+    nothing(
+        [path for path in FILES_LONGER_ON_PURPOSE if not (ROOT / path).exists()],
+        "listed here, but gone",
+    )
 
 
 # --- Functions
@@ -291,7 +261,7 @@ def test_every_pure_file_is_under_the_contract_of_pure_modules():
         if each["name"].startswith("pure modules")
     ]
     listed = tuple(f"{name}." for name in contract["source_modules"])
-    folders = tuple(f"waltz_core/{name}/" for name in MIRRORED)
+    folders = tuple(f"waltz_core/{name}/" for name in PURE_PACKAGES)
     folders += tuple(f"waltz_sim/{name}/" for name in ("world", "cluster", "faults", "promises"))
     forgotten = [
         s.path

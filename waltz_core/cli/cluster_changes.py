@@ -11,7 +11,7 @@ from typing import TypeAlias
 from waltz_core.cli import transport
 from waltz_core.cli.asking import answers, name_at
 from waltz_core.cli.changing import Command, Result, add_common, run
-from waltz_core.cli.server import ranges_of
+from waltz_core.cli.output import ranges_of
 from waltz_core.client.storage_admin import administered
 from waltz_core.cluster import changes
 from waltz_core.cluster.changes import Placement, Plan

@@ -41,3 +41,14 @@ def show_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
             for cell, width, to_right in zip(cells, widths, right, strict=True)
         ]
         show("  ".join(padded).rstrip())
+
+
+def ranges_of(numbers: list[int]) -> str:
+    """Return rising numbers as commands take them, "0-6,9"; "-" for none."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] + 1 == number:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts) or "-"

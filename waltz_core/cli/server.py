@@ -8,7 +8,7 @@ from waltz_core import net
 from waltz_core.cli import cluster_checks, http_pages, server_run
 from waltz_core.cli.asking import ask
 from waltz_core.cli.changing import add_common, connected
-from waltz_core.cli.output import show_json, show_table
+from waltz_core.cli.output import ranges_of, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.errors import WaltzError
 from waltz_core.wire.messages import PartitionsHealthRequest, PartitionsHealthResponse
@@ -90,14 +90,3 @@ async def _state_of(address: str) -> str:
         return f"does not answer: {error}"
     ill = [partition for partition, is_healthy in told.healthy if not is_healthy]
     return f"no open session: partitions {ranges_of(ill)}" if ill else WELL
-
-
-def ranges_of(numbers: list[int]) -> str:
-    """Return rising numbers as commands take them, "0-6,9"; "-" for none."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][-1] + 1 == number:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ",".join("-".join(map(str, part)) for part in parts) or "-"

@@ -50,7 +50,15 @@ from waltz_core.client.monitor import AppendAnswer, BatchOutcome, Monitor, Parce
 from waltz_core.client.outbox import Limits, Outbox
 from waltz_core.client.readback import ReadBack
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import BEFORE_FIRST, ClientId, Generation, PartitionId, ReqId, TransactionId
+from waltz_core.record import (
+    BEFORE_FIRST,
+    CONTROL_SEQUENCE_MIN,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    TransactionId,
+)
 from waltz_core.wire import messages
 from waltz_core.wire.messages import LATEST_MARK
 
@@ -58,9 +66,6 @@ if TYPE_CHECKING:
     from random import Random
 
 SEQUENCE_MAX = (1 << 31) - 1
-# Requests that are no appends have negative sequence numbers, so that none is taken for a row.
-# The client's other requests (`connections.py`) use those below.
-CONTROL_SEQUENCE_MIN = -(1 << 30)
 
 _LINKED = (Phase.MOUNTING, Phase.SETTLING, Phase.READY)
 

@@ -18,7 +18,6 @@ import re
 from dataclasses import dataclass
 
 from waltz_core import errors
-from waltz_core.cluster.paths import ClusterPaths
 from waltz_core.host_names import check_host
 
 EXPECTED = "expected host:port[,host:port]/root, such as zk1:2181,zk2:2181/waltz/payments"
@@ -39,11 +38,6 @@ class ConnectString:
     root: str
     auth_file: str = ""
     tls: str = ""
-
-    @property
-    def paths(self) -> ClusterPaths:
-        """The cluster's paths."""
-        return ClusterPaths(self.root)
 
     def __str__(self) -> str:
         given = {"auth": self.auth_file, "tls": self.tls}

@@ -24,7 +24,6 @@ def test_a_good_one(text, hosts, root):
     found = parse_connect_string(text)
     assert found == ConnectString(hosts, root)
     assert parse_connect_string(str(found)) == found
-    assert found.paths.store == f"{root}/store"
 
 
 @pytest.mark.parametrize("file", ["/etc/waltz/auth", "relative file", "/a?b&c=d", "auth="])
@@ -32,7 +31,6 @@ def test_an_auth_file_is_named(file):
     found = parse_connect_string(f"zk1:2181,zk2:2181/waltz/payments?auth={file}")
     assert found == ConnectString(("zk1:2181", "zk2:2181"), "/waltz/payments", file)
     assert parse_connect_string(str(found)) == found
-    assert found.paths.store == "/waltz/payments/store"
 
 
 @pytest.mark.parametrize(
