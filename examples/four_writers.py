@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from waltz_core.batches import encode_append
 from waltz_core.client import (
     BYTES,
     BatchOutcome,
@@ -48,6 +47,7 @@ from waltz_core.client import (
 )
 from waltz_core.errors import LockFailed, OutcomeUnknown, WaltzError
 from waltz_core.local import LocalCluster, running
+from waltz_core.records.batches import encode_append
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -28,7 +28,7 @@ from waltz_core.client import (
     lock,
     partition_of,
 )
-from waltz_core.raw_records import HEADER_DTYPE
+from waltz_core.records.raw_records import HEADER_DTYPE
 
 MIB = 1024 * 1024
 

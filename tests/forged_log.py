@@ -15,7 +15,7 @@ from uuid import UUID
 from waltz_core.cluster import zookeeper
 from waltz_core.cluster.model import MarkerState, PartitionMarker, PartitionMetadata, ReplicaState
 from waltz_core.local import LocalCluster
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     RECORD_OVERHEAD_BYTES,

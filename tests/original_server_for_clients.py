@@ -20,7 +20,10 @@ from zlib import crc32
 
 from tests.patience import HANG_S
 from waltz_core.client.directory import Changed, ClusterInfo, Owner
-from waltz_core.record import Generation, PartitionId
+from waltz_core.records.record import (
+    Generation,
+    PartitionId,
+)
 
 HELLO = struct.Struct(">Bhi")
 REQ_ID_BYTES = 16

@@ -4,7 +4,7 @@ import zlib
 
 import numpy as np
 
-from waltz_core.record import (
+from waltz_core.records.record import (
     GENESIS_CHAIN,
     RECORD_OVERHEAD_BYTES,
     RECORD_PREFIX,

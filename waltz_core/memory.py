@@ -36,7 +36,10 @@ from waltz_core.client.opening import Opening
 from waltz_core.client.sync_client import WaltzClient
 from waltz_core.client.verdicts import reason_of
 from waltz_core.config import ClientConfig
-from waltz_core.record import PartitionId, TransactionId
+from waltz_core.records.record import (
+    PartitionId,
+    TransactionId,
+)
 from waltz_core.server.in_process import GENERATION, Failures, Faults, MemoryServer
 from waltz_core.server.memory import StoredTransaction
 

@@ -19,7 +19,12 @@ from waltz_core.client import events as client_events
 from waltz_core.cluster.model import PartitionMetadata
 from waltz_core.cluster.rebuilding import Verdict
 from waltz_core.errors import BadFormat
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, RECORD_PREFIX, ReplicaId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    RECORD_PREFIX,
+    ReplicaId,
+)
 from waltz_core.replication import events
 from waltz_core.replication.recovery import NO_STORAGE_ID
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES

@@ -23,7 +23,10 @@ from waltz_core.client import events as client_events
 from waltz_core.cluster.model import UNRESOLVED, PartitionMarker, PartitionMetadata, ReplicaState
 from waltz_core.errors import OutcomeUnknown, WaltzError
 from waltz_core.machine import Report
-from waltz_core.record import NO_SESSION, ReplicaId
+from waltz_core.records.record import (
+    NO_SESSION,
+    ReplicaId,
+)
 from waltz_core.replication import events
 from waltz_core.wire.messages import (
     AppendRaw,

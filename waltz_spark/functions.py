@@ -4,7 +4,7 @@ from pyspark.sql import Column
 from pyspark.sql import functions as F
 
 from waltz_core.errors import BadRequest
-from waltz_core.record import lock_hash
+from waltz_core.records.record import lock_hash
 
 _INTEGERS = ("tinyint", "smallint", "int", "bigint")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from waltz_core.errors import BadConfig, DataLoss
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark.options import Marks, ReadOptions
 
 UNSTAMPED = 0  # the commit stamp of what an original wrote

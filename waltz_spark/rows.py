@@ -28,7 +28,7 @@ from pyspark.sql import types
 from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadRequest
-from waltz_core.strict_json import to_json
+from waltz_core.records.strict_json import to_json
 from waltz_spark.options import LOG_COLUMNS
 
 _LOG_TYPES = {

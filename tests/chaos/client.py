@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.fault.load import four_writers
-from waltz_core.batches import encode_append
 from waltz_core.client import Transaction, TransactionBuilder, WaltzClient, lock, partition_of
 from waltz_core.config import ClientConfig
 from waltz_core.errors import WaltzError
+from waltz_core.records.batches import encode_append
 
 ACCOUNTS, COUNTERS = 300, 40
 PENDING_MAX = 5  # parcels of one partition under way

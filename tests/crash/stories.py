@@ -19,7 +19,11 @@ import numpy as np
 
 from tests.property.storage_model import batches
 from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    next_chain,
+)
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings
 from waltz_sim.world.crash import RecordingDisk, Remark, Sync, Write

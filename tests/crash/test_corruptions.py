@@ -13,7 +13,10 @@ import pytest
 
 from tests.crash.stories import Story, open_engine, settings
 from waltz_core.errors import ChecksumMismatch, Damaged, DataLoss, WaltzError
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+)
 from waltz_sim.world.crash import Everything, Platter
 from waltz_sim.world.disk import Contents, SimDisk
 

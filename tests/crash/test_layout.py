@@ -28,7 +28,7 @@ from tests.crash.stories import (
     sessions_and_marks,
     truncate,
 )
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings
 from waltz_sim.world.crash import AnyOf, Everything, Keep, Platter, RecordingDisk

@@ -19,7 +19,7 @@ from tests.patience import HANG_S
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
-from waltz_core.record import RECORD_OVERHEAD_BYTES
+from waltz_core.records.record import RECORD_OVERHEAD_BYTES
 
 ROUNDS_MAX, ROUND_S = 4, 10.0
 PARTITIONS, ROWS = 2, 5

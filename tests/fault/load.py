@@ -21,11 +21,11 @@ from types import ModuleType
 from typing import Self
 
 from tests.patience import HANG_S
-from waltz_core.batches import encode_append
 from waltz_core.client import WaltzClient, lock, partition_of
 from waltz_core.config import ClientConfig
 from waltz_core.errors import WaltzError
 from waltz_core.local import LocalCluster, Member
+from waltz_core.records.batches import encode_append
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, IN_FLIGHT = 20, 8

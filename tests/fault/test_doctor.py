@@ -36,7 +36,10 @@ from waltz_core.cluster.model import PartitionMetadata
 from waltz_core.cluster.storages import Layout
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.local import LocalCluster
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+)
 from waltz_core.storage.format import SLOT_BYTES
 
 pytestmark = pytest.mark.fault

@@ -26,7 +26,7 @@ from tests.fault.load import command, wait_until
 from tests.patience import HANG_S
 from tests.ports import free_port
 from waltz_core.local import LocalCluster
-from waltz_core.record import ReplicaId
+from waltz_core.records.record import ReplicaId
 
 pytestmark = pytest.mark.fault
 

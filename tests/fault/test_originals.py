@@ -19,7 +19,10 @@ from waltz_core.client import BYTES, AsyncCallbacks, AsyncWaltzClient, lock, tra
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.local import LocalCluster, running
-from waltz_core.raw_records import HEADER_DTYPE, headers_of
+from waltz_core.records.raw_records import (
+    HEADER_DTYPE,
+    headers_of,
+)
 
 NAMES = ("a", "b", "c")
 

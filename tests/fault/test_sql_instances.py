@@ -24,7 +24,7 @@ from tests.unit.client.test_sql import transaction
 from waltz_core.client import PoisonPolicy, RangeForm, Transaction, WaltzClient
 from waltz_core.client.sql import SqlCallbacks
 from waltz_core.errors import BadRequest
-from waltz_core.raw_records import HEADER_DTYPE
+from waltz_core.records.raw_records import HEADER_DTYPE
 
 pytestmark = pytest.mark.fault
 

@@ -14,7 +14,10 @@ from waltz_core.client import WaltzClient
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.local import LocalCluster, running
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+)
 
 pytestmark = pytest.mark.fault
 

@@ -6,9 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from waltz_core.checksum import crc32
-from waltz_core.raw_records import first_bad_record, record_crcs
-from waltz_core.record import (
+from waltz_core.records.checksum import crc32
+from waltz_core.records.raw_records import (
+    first_bad_record,
+    record_crcs,
+)
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     RECORD_OVERHEAD_BYTES,

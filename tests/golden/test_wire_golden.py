@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from waltz_core.record import ReqId
+from waltz_core.records.record import ReqId
 from waltz_core.wire import codec
 from waltz_core.wire.messages import Message, Surface
 

@@ -8,7 +8,14 @@ from uuid import UUID
 import pytest
 
 from waltz_core.cluster import model
-from waltz_core.record import Generation, PartitionId, ReplicaId, ServerId, SessionId, TransactionId
+from waltz_core.records.record import (
+    Generation,
+    PartitionId,
+    ReplicaId,
+    ServerId,
+    SessionId,
+    TransactionId,
+)
 
 ENTRIES = json.loads((Path(__file__).parent / "zookeeper" / "zookeeper.json").read_text())
 CAPTURED = [entry for entry in ENTRIES if entry.get("decoded")]

@@ -7,9 +7,13 @@ from uuid import UUID
 import numpy as np
 
 from tests.ports import free_port
-from waltz_core import errors, net, raw_records
-from waltz_core.checksum import crc32
-from waltz_core.record import (
+from waltz_core import (
+    errors,
+    net,
+)
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
     GENESIS_CHAIN,
     Chain,
     LineageEntry,

@@ -14,7 +14,6 @@ from pyspark.serializers import CPickleSerializer
 
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.batches import encode_append
 from waltz_core.client import (
     BYTES,
     Callbacks,
@@ -29,7 +28,11 @@ from waltz_core.client import (
 from waltz_core.client.ranges import ReplicaLink, ReplicaSet
 from waltz_core.config import ClientConfig
 from waltz_core.local import LocalCluster, running
-from waltz_core.raw_records import HEADER_DTYPE, headers_of
+from waltz_core.records.batches import encode_append
+from waltz_core.records.raw_records import (
+    HEADER_DTYPE,
+    headers_of,
+)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,10 @@ from waltz_core.cli.doctor_probes import _Storage
 from waltz_core.client.storage_admin import administered
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.storages import Layout
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+)
 from waltz_core.storage import upkeep
 from waltz_core.storage.daemon import StaticCluster
 from waltz_core.storage.engine import Engine

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from tests.patience import HANG_S
-from waltz_core.batches import encode_append
 from waltz_core.client import AsyncCallbacks, AsyncTransaction, AsyncWaltzClient, WaltzClient
 from waltz_core.client.directory import Layout, Owner
 from waltz_core.local import LocalCluster, running
-from waltz_core.record import Generation
+from waltz_core.records.batches import encode_append
+from waltz_core.records.record import Generation
 
 WANTED, OTHER = 7, 8
 # One in so many passes the filter.

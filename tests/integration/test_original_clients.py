@@ -11,7 +11,7 @@ from tests import original_client as original
 from tests.integration.test_server_daemon import World, cluster, connect, ids, run
 from tests.loops import until
 from tests.original_client import OriginalClient, Req
-from waltz_core.record import PartitionId
+from waltz_core.records.record import PartitionId
 from waltz_core.server import host as hosting
 from waltz_core.server.daemon import Server
 from waltz_core.wire import messages

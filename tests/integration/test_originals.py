@@ -15,7 +15,7 @@ from tests.integration.test_server_daemon import ALICE, BOB, cluster, connect, r
 from tests.loops import until
 from tests.original_client import Req, Wire
 from tests.patience import HANG_S
-from waltz_core.record import PartitionId
+from waltz_core.records.record import PartitionId
 from waltz_core.server import originals
 from waltz_core.server.daemon import Server
 

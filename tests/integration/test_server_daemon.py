@@ -18,12 +18,18 @@ from tests.integration.memory_storage import MemoryStorage
 from tests.loops import until
 from tests.patience import HANG_S
 from waltz_core import errors, net
-from waltz_core.batches import encode_append
 from waltz_core.cluster.creation import NewCluster, NewStorage
 from waltz_core.cluster.memory import SESSION_TIMEOUT_MS, MemoryZooKeeper
 from waltz_core.cluster.znodes import Delete
 from waltz_core.config import ServerConfig
-from waltz_core.record import ClientId, Generation, PartitionId, ReplicaId, ReqId
+from waltz_core.records.batches import encode_append
+from waltz_core.records.record import (
+    ClientId,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    ReqId,
+)
 from waltz_core.server import daemon
 from waltz_core.server.daemon import Server
 from waltz_core.wire import messages

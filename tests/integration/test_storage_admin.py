@@ -24,7 +24,11 @@ from waltz_core import errors
 from waltz_core.cli.storage_views import damaged_count
 from waltz_core.client.storage_admin import administered, copy_partition
 from waltz_core.cluster.zookeeper import connected
-from waltz_core.record import BEFORE_FIRST, PartitionId, ReplicaId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    PartitionId,
+    ReplicaId,
+)
 from waltz_core.storage.daemon import StaticCluster
 from waltz_core.wire import codec
 from waltz_core.wire.admin_messages import (

@@ -27,7 +27,13 @@ from waltz_core.cluster.creation import NewCluster, NewStorage
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.config import StorageConfig
-from waltz_core.record import BEFORE_FIRST, Generation, PartitionId, ReplicaId, SessionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+)
 from waltz_core.storage import daemon, upkeep
 from waltz_core.storage import serving as serving_module
 from waltz_core.storage.daemon import StaticCluster, StorageDaemon, serve

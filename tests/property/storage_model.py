@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from waltz_core import raw_records
-from waltz_core.checksum import crc32
 from waltz_core.errors import DiskFailed, NoSpace
-from waltz_core.record import (
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     RECORD_PREFIX,

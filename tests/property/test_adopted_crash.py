@@ -11,8 +11,13 @@ import pytest
 
 from tests.crash import layout
 from tests.property.storage_model import KEY, PARTITION, ROOT, SURVIVALS
-from waltz_core import raw_records
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, LineageEntry, next_chain
+from waltz_core.records import raw_records
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    LineageEntry,
+    next_chain,
+)
 from waltz_core.storage import recovery
 from waltz_core.storage.control_file import ControlFile
 from waltz_core.storage.partition_log import LogSettings

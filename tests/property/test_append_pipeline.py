@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from waltz_core import raw_records
-from waltz_core.batches import encode_append
-from waltz_core.record import (
+from waltz_core.records import raw_records
+from waltz_core.records.batches import encode_append
+from waltz_core.records.record import (
     GENESIS_CHAIN,
     ClientId,
     Generation,

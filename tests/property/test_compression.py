@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from waltz_core import errors
 from waltz_core.client import BYTES, JSON, MSGPACK, Zstd
-from waltz_core.record import TRANSACTION_BYTES_MAX
+from waltz_core.records.record import TRANSACTION_BYTES_MAX
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=50),

@@ -9,8 +9,16 @@ from random import Random
 
 import pytest
 
-from waltz_core.lock_blocks import LogEnd, encode
-from waltz_core.record import PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.records.lock_blocks import (
+    LogEnd,
+    encode,
+)
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.server import refill as module
 from waltz_core.server.events import Fetch, Limits
 from waltz_core.server.locks import LockTable

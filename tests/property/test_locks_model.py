@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from waltz_core.batches import LockColumn
-from waltz_core.record import TransactionId
+from waltz_core.records.batches import LockColumn
+from waltz_core.records.record import TransactionId
 from waltz_core.server.locks import AHEAD, PASSED, LockTable, Requests
 
 Row = tuple[list[int], list[int], list[int], int, bool]  # write, read, append, mark lag, eligible

@@ -14,7 +14,7 @@ from tests.property.test_storage_format import B16, INT64, SLOTS, entries
 from waltz_core.errors import DiskFailed
 from waltz_core.offline import layout
 from waltz_core.offline.layout import GENESIS, Batch
-from waltz_core.record import PartitionId
+from waltz_core.records.record import PartitionId
 from waltz_core.storage import format as disk_format
 from waltz_sim.world.disk import Fault
 

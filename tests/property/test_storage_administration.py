@@ -13,7 +13,11 @@ import pytest
 
 from tests.property.storage_model import batches
 from waltz_core.errors import DiskFailed, NoSpace, UnknownPartition
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    NO_SESSION,
+)
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.format import Mark
 from waltz_core.storage.partition_log import LogSettings

@@ -18,7 +18,7 @@ from tests.property.storage_model import (
     run_until_power_loss,
 )
 from waltz_core.errors import DiskFailed, NoSpace
-from waltz_core.record import GENESIS_CHAIN
+from waltz_core.records.record import GENESIS_CHAIN
 from waltz_sim.world.disk import Fault, PowerLoss, Survival
 
 SEEDS = range(25 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))

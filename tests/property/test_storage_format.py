@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.record import LineageEntry
+from waltz_core.records.record import LineageEntry
 from waltz_core.storage.format import (
     DAMAGED_MAX,
     PARTITIONS_MAX,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.errors import DiskFailed
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.storage import (
     damage,
     partition_log,

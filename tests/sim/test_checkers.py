@@ -10,7 +10,13 @@ from waltz_core.client import events as client_events
 from waltz_core.client.monitor import BatchOutcome
 from waltz_core.cluster.model import UNRESOLVED, MarkerState, PartitionMarker, ReplicaState
 from waltz_core.errors import ClientAhead, DataLoss, DiskFailed, LockFailed, Unreachable
-from waltz_core.record import GENESIS_CHAIN, NO_SESSION, LineageEntry, ReplicaId, ReqId
+from waltz_core.records.record import (
+    GENESIS_CHAIN,
+    NO_SESSION,
+    LineageEntry,
+    ReplicaId,
+    ReqId,
+)
 from waltz_core.replication import events
 from waltz_core.server.events import Answer, refusal
 from waltz_core.server.locks import LockTable

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import Reason
 from waltz_sim.cluster.cluster import MS, SimCluster
 from waltz_sim.schedule import Schedule, Setup

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from waltz_core.errors import SessionFenced
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.replication.recovery import Recovery
 from waltz_core.storage import record_search, recovery, service
 from waltz_core.storage.effects import CloseConnection

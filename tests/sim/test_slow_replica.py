@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import RangeRaw, Reason
 from waltz_sim.cluster.checkers import Checks
 from waltz_sim.cluster.cluster import MS, SimCluster

@@ -17,7 +17,7 @@ from tests.unit.storage.test_partition_log import (
     make_entries,
     make_records,
 )
-from waltz_core.record import GENESIS_CHAIN
+from waltz_core.records.record import GENESIS_CHAIN
 
 pytestmark = pytest.mark.sim
 

@@ -5,7 +5,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from waltz_core.client import lock as client_lock
-from waltz_core.record import spread
+from waltz_core.records.record import spread
 from waltz_spark.functions import lock, partition_of
 
 pytestmark = pytest.mark.spark

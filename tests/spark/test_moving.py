@@ -25,9 +25,9 @@ import waltz_spark
 from tests.fault.changing import address, does
 from tests.fault.load import all_engaged, shown, wait_until
 from tests.patience import HANG_S
-from waltz_core.batches import encode_append
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
+from waltz_core.records.batches import encode_append
 
 pytestmark = pytest.mark.spark
 

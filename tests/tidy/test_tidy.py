@@ -51,8 +51,8 @@ ONE_DOOR = {
 # pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.
 # The core has two doors: rows in batches, with what they are made over, and the codec of payloads.
 ARROW_DOORS = (
-    "waltz_core/arrow_buffers.py",
-    "waltz_core/batches.py",
+    "waltz_core/records/arrow_buffers.py",
+    "waltz_core/records/batches.py",
     "waltz_core/client/compression.py",
 )
 DISK_DOORS = ("waltz_core/storage/disk.py",)
@@ -232,7 +232,9 @@ def test_pure_functions_take_no_bare_minus_one_for_an_id():
         for s in product()
         for node in s.nodes
         if isinstance(node, ast.Call) and dotted(node.func) in ("TransactionId", "SessionId")
-        if node.args and ast.unparse(node.args[0]) == "-1" and s.path != "waltz_core/record.py"
+        if node.args
+        and ast.unparse(node.args[0]) == "-1"
+        and s.path != "waltz_core/records/record.py"
     ]
     nothing(bare, "a bare -1; BEFORE_FIRST and NO_SESSION have names")
 

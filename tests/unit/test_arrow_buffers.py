@@ -1,4 +1,4 @@
-"""Tests of `waltz_core.arrow_buffers`."""
+"""Tests of `waltz_core.records.arrow_buffers`."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core import arrow_buffers
+from waltz_core.records import arrow_buffers
 
 
 @given(parts=st.lists(st.binary(max_size=9)))
@@ -57,7 +57,7 @@ def test_a_task_that_reads_imports_no_pandas():
         import sys
         import numpy as np
         from tests.unit.test_raw_records import run_of
-        from waltz_core.batches import READ_SCHEMA, range_to_arrow
+        from waltz_core.records.batches import READ_SCHEMA, range_to_arrow
         records, lengths = run_of([b"", b"data"])
         made = range_to_arrow(records, lengths, [(0, 0, 5)], READ_SCHEMA.names, partition_id=0)
         made[0].validate(full=True)

@@ -1,4 +1,4 @@
-"""Tests of `waltz_core.batches`."""
+"""Tests of `waltz_core.records.batches`."""
 
 import struct
 from collections.abc import Callable
@@ -13,10 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.call_counting import counted_calls
-from waltz_core import batches, checksum, raw_records
-from waltz_core.checksum import crc32
 from waltz_core.errors import BadRequest, TooLarge
-from waltz_core.record import (
+from waltz_core.records import (
+    batches,
+    checksum,
+    raw_records,
+)
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
     RECORD_PREFIX,
     TRANSACTION_BYTES_MAX,
     ClientId,

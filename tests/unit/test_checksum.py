@@ -1,4 +1,4 @@
-"""Tests of `waltz_core.checksum`, with crcmod as the oracle."""
+"""Tests of `waltz_core.records.checksum`, with crcmod as the oracle."""
 
 import crcmod.predefined
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core import checksum
+from waltz_core.records import checksum
 
 oracle = crcmod.predefined.mkCrcFun("crc-32")
 runs = st.lists(st.binary(max_size=300), max_size=40)

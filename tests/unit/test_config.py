@@ -14,7 +14,11 @@ from waltz_core.config import (
     render_toml,
 )
 from waltz_core.errors import BadConfig
-from waltz_core.record import FRAME_BYTES_MAX, RECORD_OVERHEAD_BYTES, TRANSACTION_BYTES_MAX
+from waltz_core.records.record import (
+    FRAME_BYTES_MAX,
+    RECORD_OVERHEAD_BYTES,
+    TRANSACTION_BYTES_MAX,
+)
 from waltz_core.settings import load, sample_toml
 
 CONNECT = "127.0.0.1:2181/waltz/test"

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.checksum import crc32
-from waltz_core.lock_blocks import LOCKS_BYTES_MAX, TRAILER_BYTES, Block, Blocks, LogEnd, encode
+from waltz_core.records.checksum import crc32
+from waltz_core.records.lock_blocks import (
+    LOCKS_BYTES_MAX,
+    TRAILER_BYTES,
+    Block,
+    Blocks,
+    LogEnd,
+    encode,
+)
 
 START = LogEnd(-1, bytes(16))
 

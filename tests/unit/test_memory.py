@@ -12,7 +12,6 @@ import pytest
 from tests.client_contract import Ledger, Told
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.batches import encode_append
 from waltz_core.client import (
     AsyncCallbacks,
     Callbacks,
@@ -23,6 +22,7 @@ from waltz_core.client import (
 )
 from waltz_core.config import ClientConfig
 from waltz_core.memory import MemoryWaltz
+from waltz_core.records.batches import encode_append
 
 SHORT = ClientConfig(request_timeout_ms=200, retry_interval_ms_min=1, retry_interval_ms_max=20)
 

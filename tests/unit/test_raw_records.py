@@ -1,4 +1,4 @@
-"""Tests of `waltz_core.raw_records`."""
+"""Tests of `waltz_core.records.raw_records`."""
 
 import struct
 from contextlib import AbstractContextManager
@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core import raw_records
-from waltz_core.checksum import crc32
 from waltz_core.errors import BadFormat
-from waltz_core.record import (
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
     RECORD_HEADER,
     RECORD_PREFIX,
     ClientId,

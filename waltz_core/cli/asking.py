@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from waltz_core.cli import transport
 from waltz_core.errors import WaltzError
-from waltz_core.record import ReqId
+from waltz_core.records.record import ReqId
 from waltz_core.wire.messages import ClientMessage, Surface
 
 ANSWER_S = 10.0

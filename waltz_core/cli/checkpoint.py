@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import uvloop
 
-from waltz_core import raw_records
-from waltz_core.batches import encode_append
 from waltz_core.client import AsyncWaltzClient, RangeForm, Reason
+from waltz_core.records import raw_records
+from waltz_core.records.batches import encode_append
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable

@@ -22,7 +22,7 @@ from waltz_core.client import (
 )
 from waltz_core.client.callbacks import policy_of
 from waltz_core.errors import BadConfig
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.records.record import BEFORE_FIRST
 
 
 def add(command: argparse.ArgumentParser) -> None:

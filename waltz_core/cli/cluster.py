@@ -20,7 +20,10 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.creation import NewCluster, NewStorage
 from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata
 from waltz_core.errors import BadConfig
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+)
 
 
 def add(command: argparse.ArgumentParser) -> None:

@@ -18,7 +18,10 @@ from waltz_core.cluster.changes import Placement, Plan
 from waltz_core.cluster.connect_string import split_address
 from waltz_core.cluster.storages import Layout
 from waltz_core.errors import BadConfig, BadRequest, Unreachable, WaltzError
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+)
 from waltz_core.wire.admin_messages import Done, RemovePartition
 from waltz_core.wire.messages import Surface
 

@@ -13,7 +13,7 @@ from waltz_core.cli.output import show_json, show_table
 from waltz_core.cluster import changes
 from waltz_core.cluster.membership import ServersView
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
-from waltz_core.record import PartitionId
+from waltz_core.records.record import PartitionId
 from waltz_core.wire.messages import (
     AddPreferredRequest,
     AddPreferredResponse,

@@ -37,7 +37,14 @@ from waltz_core.errors import (
     Unavailable,
     UnknownPartition,
 )
-from waltz_core.record import NO_SESSION, ClientId, Generation, PartitionId, ReplicaId, SessionId
+from waltz_core.records.record import (
+    NO_SESSION,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+)
 from waltz_core.wire.messages import Nack, Prepared
 
 ATTEMPTS_MAX = 10

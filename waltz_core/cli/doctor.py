@@ -26,7 +26,7 @@ from waltz_core.cluster.findings import KINDS, Finding
 from waltz_core.config import LocalConfig
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
-from waltz_core.record import PartitionId
+from waltz_core.records.record import PartitionId
 
 TIMEOUT_S: Final = 3.0
 # Long enough for a session to open or a partition to move, where nothing is in the way.

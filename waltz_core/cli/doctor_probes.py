@@ -47,7 +47,7 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.local import LocalCluster
-from waltz_core.record import (
+from waltz_core.records.record import (
     PartitionId,
     ReplicaId,
     ReqId,

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from waltz_core import batches
-from waltz_core.batches import encode_append
 from waltz_core.client import AsyncWaltzClient, Reason
 from waltz_core.cluster.model import UNRESOLVED
 from waltz_core.cluster.znodes import SessionState
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
-from waltz_core.record import PartitionId
+from waltz_core.records import batches
+from waltz_core.records.batches import encode_append
+from waltz_core.records.record import PartitionId
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import uvloop
 
-from waltz_core import raw_records
 from waltz_core.cli.singles import measured
 from waltz_core.client import (
     AsyncWaltzClient,
@@ -30,7 +29,8 @@ from waltz_core.client import (
     TransactionContext,
     lock,
 )
-from waltz_core.record import RECORD_PREFIX
+from waltz_core.records import raw_records
+from waltz_core.records.record import RECORD_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from waltz_core.batches import encode_append
 from waltz_core.cli.output import say
 from waltz_core.client import AsyncWaltzClient, Reason
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.errors import Unavailable, WaltzError
 from waltz_core.local import LocalCluster
+from waltz_core.records.batches import encode_append
 
 if TYPE_CHECKING:
     from waltz_core.cli.bench import Load, Measured, Meter

@@ -21,7 +21,7 @@ import uvloop
 from waltz_core import errors
 from waltz_core.cli.singles import check_ids, measured
 from waltz_core.client import AsyncWaltzClient, lock
-from waltz_core.record import TransactionId
+from waltz_core.records.record import TransactionId
 
 if TYPE_CHECKING:
     from waltz_core.cli.bench import Load, Measured, Meter

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from waltz_core.batches import encode_append
 from waltz_core.client import AsyncWaltzClient, Reason
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
-from waltz_core.record import PartitionId
+from waltz_core.records.batches import encode_append
+from waltz_core.records.record import PartitionId
 
 if TYPE_CHECKING:
     from pathlib import Path

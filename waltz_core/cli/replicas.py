@@ -17,7 +17,7 @@ from waltz_core.cli import transport
 from waltz_core.cluster.rebuilding import NO_IDS, Ids, Log
 from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
 from waltz_core.net import Link
-from waltz_core.record import (
+from waltz_core.records.record import (
     RECORD_HEADER,
     REQ_ID,
     PartitionId,

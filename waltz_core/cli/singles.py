@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import uvloop
 
-from waltz_core import errors, raw_records
+from waltz_core import errors
 from waltz_core.client import (
     AsyncCallbacks,
     AsyncTransaction,
@@ -28,7 +28,11 @@ from waltz_core.client import (
     RangeForm,
     lock,
 )
-from waltz_core.record import BEFORE_FIRST, TransactionId
+from waltz_core.records import raw_records
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    TransactionId,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,9 +21,9 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from waltz_core.batches import encode_append
 from waltz_core.client import MSGPACK, Callbacks, WaltzClient
 from waltz_core.errors import BadConfig
+from waltz_core.records.batches import encode_append
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -23,10 +23,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core import raw_records
-from waltz_core.checksum import combine_many, crc32_of_each
 from waltz_core.cli.output import say
-from waltz_core.record import (
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import (
+    combine_many,
+    crc32_of_each,
+)
+from waltz_core.records.record import (
     RECORD_OVERHEAD_BYTES,
     Chain,
     ClientId,

@@ -28,7 +28,7 @@ from waltz_core.client.storage_admin import (
     copy_partition,
 )
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
-from waltz_core.record import ReplicaId
+from waltz_core.records.record import ReplicaId
 from waltz_core.wire.admin_messages import (
     Done,
     HeldRequest,

@@ -18,7 +18,7 @@ from waltz_core.cluster.connect_string import split_address
 from waltz_core.cluster.coordinator import ClusterView
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.errors import BadConfig
-from waltz_core.record import ReplicaId
+from waltz_core.records.record import ReplicaId
 
 PARTITIONS_MAX: Final = 1 << 20
 

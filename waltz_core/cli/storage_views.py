@@ -17,7 +17,7 @@ from waltz_core.cli.storage_target import (
 )
 from waltz_core.client.storage_admin import StorageAdmin, administered
 from waltz_core.errors import StorageIdMismatch, WaltzError
-from waltz_core.record import ReplicaId
+from waltz_core.records.record import ReplicaId
 from waltz_core.wire.admin_messages import (
     CheckCluster,
     Done,

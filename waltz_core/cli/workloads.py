@@ -17,8 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import uvloop
 
-from waltz_core import raw_records
-from waltz_core.batches import encode_append
 from waltz_core.cli.checkpoint import checkpoint
 from waltz_core.cli.failover import (
     failover_freeze,
@@ -36,7 +34,9 @@ from waltz_core.cli.singles import append_one, append_single, conditional, feed
 from waltz_core.cli.sql_view import sql_view
 from waltz_core.cli.storage_bench import storage_append, storage_open
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.records import raw_records
+from waltz_core.records.batches import encode_append
+from waltz_core.records.record import BEFORE_FIRST
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

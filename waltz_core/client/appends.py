@@ -24,11 +24,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from waltz_core import errors
-from waltz_core.batches import encode_append
-from waltz_core.checksum import crc32
 from waltz_core.client.following import Following
 from waltz_core.client.monitor import BatchOutcome, Parcel, Single
-from waltz_core.record import (
+from waltz_core.records.batches import encode_append
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
     BEFORE_FIRST,
     RECORD_OVERHEAD_BYTES,
     PartitionId,

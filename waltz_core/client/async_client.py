@@ -59,7 +59,10 @@ from waltz_core.client.transaction import (
     partition_of,
 )
 from waltz_core.config import ClientConfig
-from waltz_core.record import PartitionId, TransactionId
+from waltz_core.records.record import (
+    PartitionId,
+    TransactionId,
+)
 from waltz_core.wire.messages import RangeForm
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from enum import Enum, auto
 
 from waltz_core import errors
 from waltz_core.client.transaction import AsyncTransaction, Transaction, check_header, each_of
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.records.record import BEFORE_FIRST
 
 # Header values of one filter.
 HEADERS_MAX = 1_000

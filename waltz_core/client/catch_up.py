@@ -24,8 +24,11 @@ from waltz_core.client.partition import ClientPartition
 from waltz_core.client.ranges import RangeQuery
 from waltz_core.client.requests import Requests
 from waltz_core.config import ClientConfig
-from waltz_core.raw_records import FEED_HEADER_DTYPE, HEADER_DTYPE
-from waltz_core.record import TransactionId
+from waltz_core.records.raw_records import (
+    FEED_HEADER_DTYPE,
+    HEADER_DTYPE,
+)
+from waltz_core.records.record import TransactionId
 from waltz_core.wire.messages import RangeForm
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from waltz_core import errors
 from waltz_core.client.serializers import Serializer
-from waltz_core.record import TRANSACTION_BYTES_MAX
+from waltz_core.records.record import TRANSACTION_BYTES_MAX
 
 T = TypeVar("T")
 

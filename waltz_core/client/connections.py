@@ -30,7 +30,13 @@ from waltz_core import errors, net
 from waltz_core.client import originals
 from waltz_core.client.original_link import OriginalLink
 from waltz_core.client.silence import Silences
-from waltz_core.record import CONTROL_SEQUENCE_MIN, ClientId, Generation, PartitionId, ReqId
+from waltz_core.records.record import (
+    CONTROL_SEQUENCE_MIN,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+)
 from waltz_core.wire.messages import AppendFollowing, ClientMessage, ErrorResponse, Message, Surface
 
 _log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from waltz_core.client.transaction import (
     TransactionContext,
     check_context,
 )
-from waltz_core.record import TransactionId
+from waltz_core.records.record import TransactionId
 from waltz_core.wire.messages import Reason
 
 if TYPE_CHECKING:

@@ -33,7 +33,10 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.sharing import Shared
 from waltz_core.config import ClientConfig
-from waltz_core.record import Generation, PartitionId
+from waltz_core.records.record import (
+    Generation,
+    PartitionId,
+)
 
 T = TypeVar("T")
 

@@ -18,7 +18,10 @@ from typing import TypeAlias
 from waltz_core.client.monitor import BatchOutcome, Parcel
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import Generation, TransactionId
+from waltz_core.records.record import (
+    Generation,
+    TransactionId,
+)
 from waltz_core.values import value
 from waltz_core.wire.messages import Buffer, ClientMessage
 

@@ -21,9 +21,9 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeVar, overload
 
 from waltz_core import errors
-from waltz_core.checksum import crc32
 from waltz_core.client.serializers import MSGPACK, Serializer
-from waltz_core.record import (
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
     RECORD_OVERHEAD_BYTES,

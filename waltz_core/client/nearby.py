@@ -32,9 +32,17 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core import errors, handover, raw_records
-from waltz_core.checksum import crc32
-from waltz_core.record import LineageEntry, PartitionId, TransactionId
+from waltz_core import (
+    errors,
+    handover,
+)
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
+    LineageEntry,
+    PartitionId,
+    TransactionId,
+)
 from waltz_core.wire.places import Place, encode_segment
 
 I64 = npt.NDArray[np.int64]

@@ -25,12 +25,12 @@ from typing import NamedTuple
 import numpy as np
 
 from waltz_core import errors, net
-from waltz_core.checksum import crc32
 from waltz_core.client.connections import ServerLink, ServerLinks
 from waltz_core.client.directory import Directory, Owner
 from waltz_core.client.originals import VERSION_MAX, MountState
 from waltz_core.client.ranges import RangeChunk, RangeQuery
-from waltz_core.record import (
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
     NO_SESSION,
     RECORD_HEADER,
     RECORD_PREFIX,

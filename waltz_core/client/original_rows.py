@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
-from waltz_core import batches
-from waltz_core.record import (
+from waltz_core.records import batches
+from waltz_core.records.record import (
     BEFORE_FIRST,
     FRAME_BYTES_MAX,
     GENESIS_CHAIN,

@@ -33,7 +33,7 @@ from typing import Final, TypeAlias
 
 from waltz_core import errors
 from waltz_core.client.original_rows import FeedRun, Row, rows_of
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
     RECORD_HEADER,

@@ -7,7 +7,7 @@ without a line for every try. Stream, catch-up and applier each see another part
 import asyncio
 import logging
 
-from waltz_core.record import PartitionId
+from waltz_core.records.record import PartitionId
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from collections import deque
 from waltz_core import errors
 from waltz_core.client import verdicts
 from waltz_core.client.monitor import BatchOutcome, Parcel
-from waltz_core.record import PartitionId
+from waltz_core.records.record import PartitionId
 from waltz_core.values import value
 from waltz_core.wire.messages import Mounted, Reason
 

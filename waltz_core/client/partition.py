@@ -32,7 +32,11 @@ from waltz_core.client.stream import PartitionStream
 from waltz_core.config import ClientConfig
 from waltz_core.driver import Driver
 from waltz_core.machine import Report
-from waltz_core.record import Generation, PartitionId, TransactionId
+from waltz_core.records.record import (
+    Generation,
+    PartitionId,
+    TransactionId,
+)
 from waltz_core.wire.messages import ClientMessage
 
 if TYPE_CHECKING:

@@ -32,10 +32,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core import errors, handover, net, raw_records
-from waltz_core.checksum import crc32
+from waltz_core import (
+    errors,
+    handover,
+    net,
+)
 from waltz_core.client.nearby import GRANT_BYTES, Grant, Nearby
-from waltz_core.record import (
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
     RECORD_OVERHEAD_BYTES,

@@ -11,7 +11,13 @@ Rules:
 
 from waltz_core.client.monitor import Monitor
 from waltz_core.errors import DataLoss
-from waltz_core.record import BEFORE_FIRST, MADE_UP, Chain, ReqId, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    MADE_UP,
+    Chain,
+    ReqId,
+    TransactionId,
+)
 from waltz_core.wire.messages import RangeData, RangeForm, RangeRequest
 
 

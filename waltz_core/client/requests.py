@@ -38,7 +38,13 @@ from waltz_core.client.ranges import (
     server_request,
 )
 from waltz_core.config import NO_GROUP, ClientConfig
-from waltz_core.record import BEFORE_FIRST, NO_SESSION, PartitionId, ReqId, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    PartitionId,
+    ReqId,
+    TransactionId,
+)
 from waltz_core.wire import messages
 from waltz_core.wire.messages import ClientMessage
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgpack
 
-from waltz_core import errors, strict_json
+from waltz_core import errors
+from waltz_core.records import strict_json
 
 T = TypeVar("T")
 

@@ -38,7 +38,10 @@ from waltz_core.client.backoff import Backoff
 from waltz_core.client.callbacks import BatchCallbacks, PoisonPolicy
 from waltz_core.client.feed import BATCH_MAX
 from waltz_core.client.transaction import Transaction, TransactionBuilder
-from waltz_core.record import BEFORE_FIRST, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    TransactionId,
+)
 
 try:
     import sqlalchemy as sa

@@ -50,7 +50,7 @@ from waltz_core.client.monitor import AppendAnswer, BatchOutcome, Monitor, Parce
 from waltz_core.client.outbox import Limits, Outbox
 from waltz_core.client.readback import ReadBack
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     CONTROL_SEQUENCE_MIN,
     ClientId,

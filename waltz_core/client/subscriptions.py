@@ -21,7 +21,10 @@ from waltz_core.client.data_cache import DATA_BYTES_MAX, DataBudget, DataCache
 from waltz_core.client.partition import ClientPartition
 from waltz_core.client.requests import Requests
 from waltz_core.config import ClientConfig
-from waltz_core.record import PartitionId, TransactionId
+from waltz_core.records.record import (
+    PartitionId,
+    TransactionId,
+)
 
 FindPartition = Callable[[PartitionId], Coroutine[Any, Any, ClientPartition]]
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]

@@ -57,7 +57,10 @@ from waltz_core.client.transaction import (
     check_context,
 )
 from waltz_core.config import ClientConfig
-from waltz_core.record import PartitionId, TransactionId
+from waltz_core.records.record import (
+    PartitionId,
+    TransactionId,
+)
 from waltz_core.wire.messages import RangeForm
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from collections.abc import Iterable
 from typing import Any, Protocol, SupportsIndex, TypeVar, cast, overload
 
 from waltz_core import errors
-from waltz_core.checksum import crc32
 from waltz_core.client.following import Following, Predecessor
 from waltz_core.client.serializers import MSGPACK, Serializer
-from waltz_core.record import (
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
     BEFORE_FIRST,
     LOCKS_MAX,
     TRANSACTION_BYTES_MAX,

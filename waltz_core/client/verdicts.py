@@ -11,7 +11,7 @@ Rules:
 
 from waltz_core import errors
 from waltz_core.client.monitor import BatchOutcome, Parcel, Pending
-from waltz_core.record import PartitionId
+from waltz_core.records.record import PartitionId
 from waltz_core.wire.messages import Reason
 
 _REASONS: dict[int, Reason] = {

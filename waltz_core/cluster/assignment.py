@@ -23,7 +23,12 @@ from waltz_core.cluster.model import (
     ReplicaAssignments,
     ServerDescriptor,
 )
-from waltz_core.record import Generation, PartitionId, ReplicaId, ServerId
+from waltz_core.records.record import (
+    Generation,
+    PartitionId,
+    ReplicaId,
+    ServerId,
+)
 
 FIRST_GENERATION = Generation(0)
 

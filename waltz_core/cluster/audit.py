@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from waltz_core import errors, strict_json
+from waltz_core import errors
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
 from waltz_core.cluster.znodes import Create, Delete, Set
+from waltz_core.records import strict_json
 
 ENTRIES_MAX = 1_000
 TEXT_CHARACTERS_MAX = 2_000

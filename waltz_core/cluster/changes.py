@@ -23,7 +23,10 @@ from typing import NamedTuple, TypeAlias
 
 from waltz_core import errors
 from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata, ReplicaAssignments
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+)
 
 Placement: TypeAlias = Mapping[PartitionId, tuple[ReplicaId, ...]]
 

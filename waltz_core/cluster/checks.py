@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from waltz_core.cluster import changes
 from waltz_core.cluster.facts import ClusterFacts, ServerFacts, StorageFacts
 from waltz_core.cluster.standing import Lack, Standing, lack_of
-from waltz_core.record import PartitionId
+from waltz_core.records.record import PartitionId
 
 # check -> what it looks at, in the order of the original's `verify`
 CHECKS: Final = {

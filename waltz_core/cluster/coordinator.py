@@ -44,7 +44,13 @@ from waltz_core.cluster.znodes import (
     StateCallback,
     Znodes,
 )
-from waltz_core.record import ClientId, Generation, PartitionId, ReplicaId, ServerId
+from waltz_core.records.record import (
+    ClientId,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    ServerId,
+)
 
 __all__ = [
     "ClusterView",

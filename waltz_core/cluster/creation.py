@@ -20,7 +20,10 @@ from waltz_core.cluster.assignment import assign_replicas
 from waltz_core.cluster.connect_string import check_address
 from waltz_core.cluster.paths import ClusterPaths
 from waltz_core.cluster.znodes import NO_NODE, Create, Operation, Set
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+)
 
 # A create of a marker takes about 100 bytes and its path; a request may have 1 MiB.
 STEP_OPERATIONS_MAX = 1000

@@ -34,7 +34,10 @@ from waltz_core.cluster.facts import (
 )
 from waltz_core.cluster.findings import KINDS, Finding, finding
 from waltz_core.cluster.standing import Lack, Standing, lack_of
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+)
 
 MIB: Final = 1024 * 1024
 # Two machines whose clocks are set by NTP differ by less; nothing is decided by clocks.

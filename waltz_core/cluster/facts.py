@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from waltz_core.cluster.membership import Ownership
 from waltz_core.cluster.model import PartitionMarker, PartitionMetadata
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
     PartitionId,

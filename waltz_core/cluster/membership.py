@@ -37,7 +37,11 @@ from waltz_core.cluster.nodes import ClusterNodes, decode_node
 from waltz_core.cluster.paths import DESCRIPTOR_PREFIX
 from waltz_core.cluster.reachability import ReachBoard, eligible
 from waltz_core.cluster.znodes import Create, Delete, NodeStat, Operation, Set, Signal
-from waltz_core.record import Generation, PartitionId, ServerId
+from waltz_core.records.record import (
+    Generation,
+    PartitionId,
+    ServerId,
+)
 
 READ_ATTEMPTS_MAX = 20
 WRITE_ATTEMPTS_MAX = 20

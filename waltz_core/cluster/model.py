@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 from uuid import UUID
 
 from waltz_core import errors
-from waltz_core.record import (
+from waltz_core.records.record import (
     NO_SESSION,
     Generation,
     PartitionId,

@@ -21,10 +21,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from waltz_core import errors, strict_json
+from waltz_core import errors
 from waltz_core.cluster.nodes import ClusterNodes, decode_node, is_number
 from waltz_core.cluster.znodes import Signal
-from waltz_core.record import ServerId
+from waltz_core.records import strict_json
+from waltz_core.records.record import ServerId
 
 FAILURES_MIN: Final = 3
 FAILING_MS: Final = 5_000

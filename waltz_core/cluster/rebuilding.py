@@ -41,7 +41,7 @@ from waltz_core.cluster import model
 from waltz_core.cluster.creation import NewCluster, creation_steps
 from waltz_core.cluster.paths import ClusterPaths
 from waltz_core.cluster.znodes import Create, Operation
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
     Generation,

@@ -21,7 +21,10 @@ from waltz_core.cluster.facts import (
     StorageFacts,
 )
 from waltz_core.cluster.model import UNRESOLVED, MarkerState, ReplicaState
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+)
 
 
 class Lack(Enum):

@@ -21,7 +21,10 @@ from waltz_core.cluster.changes import Change, Plan, Replicas, Wait
 from waltz_core.cluster.connect_string import check_address
 from waltz_core.cluster.nodes import ClusterNodes, decode_node
 from waltz_core.cluster.znodes import Delete, Set, Signal
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+)
 
 WRITE_ATTEMPTS_MAX = 20
 PARTITIONS_AT_ONCE: Final = 8

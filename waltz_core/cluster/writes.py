@@ -26,10 +26,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from waltz_core import errors, strict_json
+from waltz_core import errors
 from waltz_core.cluster.nodes import ClusterNodes, decode_node, is_number
 from waltz_core.cluster.znodes import Create, Delete, Node, Operation, Set
-from waltz_core.record import ClientId
+from waltz_core.records import strict_json
+from waltz_core.records.record import ClientId
 
 ATTEMPTS_MAX = 100
 RUNS_MAX = 1_000

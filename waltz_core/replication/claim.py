@@ -21,7 +21,12 @@ from waltz_core.cluster.model import (
     PartitionMetadata,
     ReplicaState,
 )
-from waltz_core.record import Generation, ReplicaId, SessionId, TransactionId
+from waltz_core.records.record import (
+    Generation,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.replication.recovery import Origin, origin_of, states_to_claim
 

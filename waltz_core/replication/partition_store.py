@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from waltz_core.cluster.model import EMPTY_METADATA, ReplicaState
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     Generation,
     PartitionId,

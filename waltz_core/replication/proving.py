@@ -11,7 +11,10 @@ Rules:
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from waltz_core.record import ReplicaId, TransactionId
+from waltz_core.records.record import (
+    ReplicaId,
+    TransactionId,
+)
 from waltz_core.replication.events import Effect, MarkProved, MarkUnproved
 from waltz_core.replication.limits import Limits
 from waltz_core.replication.quorum import Tally, Verdict

@@ -30,15 +30,15 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
-from waltz_core import raw_records
-from waltz_core.checksum import crc32
 from waltz_core.errors import (
     BadFormat,
     ChecksumMismatch,
     DataLoss,
     RemoteProtocolError,
 )
-from waltz_core.record import (
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     MADE_UP,

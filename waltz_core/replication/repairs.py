@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 from waltz_core.errors import Damaged, ProtocolError, RemoteProtocolError, WaltzError
 from waltz_core.machine import Report
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     NO_SESSION,

@@ -19,7 +19,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.errors import RemoteProtocolError
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     Chain,

@@ -16,7 +16,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from waltz_core.errors import RemoteProtocolError
-from waltz_core.record import BEFORE_FIRST, MADE_UP, LineageEntry, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    MADE_UP,
+    LineageEntry,
+    TransactionId,
+)
 from waltz_core.replication.claim import Claim
 from waltz_core.replication.events import Settled
 from waltz_core.replication.replica_session import ReplicaSession

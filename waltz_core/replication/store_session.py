@@ -30,7 +30,12 @@ from waltz_core.errors import (
     from_code,
 )
 from waltz_core.machine import Report
-from waltz_core.record import PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.replication.claim import Claim
 from waltz_core.replication.events import Batch, Committed, Effect, SessionOpened
 from waltz_core.replication.limits import Limits

@@ -6,7 +6,11 @@ Why it stands alone: `partition.py` decides who is told what and when; how it is
 from collections.abc import Sequence
 
 from waltz_core import errors
-from waltz_core.record import ReplicaId, SessionId, TransactionId
+from waltz_core.records.record import (
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.server.events import Answer, Identity, Limits, Received, refusal
 from waltz_core.server.mounts import Place
 from waltz_core.server.tickets import Ticket

@@ -34,9 +34,9 @@ from collections.abc import Iterable
 from typing import TypeGuard
 
 from waltz_core.errors import WaltzError
-from waltz_core.lock_blocks import LogEnd
 from waltz_core.machine import earliest
-from waltz_core.record import (
+from waltz_core.records.lock_blocks import LogEnd
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     NO_SESSION,

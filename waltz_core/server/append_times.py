@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final, NamedTuple
 
-from waltz_core.record import ReplicaId
+from waltz_core.records.record import ReplicaId
 
 WINDOW_S: Final = 60
 

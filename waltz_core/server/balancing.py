@@ -23,7 +23,10 @@ from waltz_core.cluster.loads import LoadBook, LoadMeter
 from waltz_core.cluster.membership import ServersView
 from waltz_core.driver import loop_clock_ms
 from waltz_core.errors import WaltzError
-from waltz_core.record import PartitionId, ServerId
+from waltz_core.records.record import (
+    PartitionId,
+    ServerId,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from typing import Protocol, cast
 from waltz_core import errors
 from waltz_core.metrics import Metrics
 from waltz_core.net import Link
-from waltz_core.record import PartitionId
+from waltz_core.records.record import PartitionId
 from waltz_core.server.append_times import AppendTime
 from waltz_core.server.events import (
     Answer,

@@ -31,7 +31,13 @@ from waltz_core.cluster.starting import connected, patiently
 from waltz_core.config import NO_GROUP, ServerConfig
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Health, Metrics, serve_pages
-from waltz_core.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId, ServerId
+from waltz_core.records.record import (
+    FRAME_BYTES_MAX,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    ServerId,
+)
 from waltz_core.replication.limits import Limits as StoreLimits
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.append_times import AppendTime, AppendTimes

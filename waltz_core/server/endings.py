@@ -15,7 +15,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from waltz_core.errors import TooLarge, WaltzError
-from waltz_core.record import BEFORE_FIRST, NO_SESSION, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    TransactionId,
+)
 from waltz_core.server.answers import refuse_ticket
 from waltz_core.server.events import Answer
 from waltz_core.server.following import Following

@@ -17,8 +17,8 @@ from typing import NamedTuple, NewType, Protocol, TypeAlias
 
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Wakeup
-from waltz_core.raw_records import FEED_HEADER_BYTES
-from waltz_core.record import (
+from waltz_core.records.raw_records import FEED_HEADER_BYTES
+from waltz_core.records.record import (
     BEFORE_FIRST,
     FRAME_BYTES_MAX,
     GENESIS_CHAIN,

@@ -7,9 +7,9 @@ pipeline's rules about them are easier to read without their fields.
 from dataclasses import dataclass, field
 from typing import Final
 
-from waltz_core.batches import EncodedBatch
-from waltz_core.lock_blocks import TOLD_APART_MAX
-from waltz_core.record import LineageEntry
+from waltz_core.records.batches import EncodedBatch
+from waltz_core.records.lock_blocks import TOLD_APART_MAX
+from waltz_core.records.record import LineageEntry
 from waltz_core.replication.events import Batch
 from waltz_core.server.outcomes import Outcome
 from waltz_core.server.tickets import Ticket

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from waltz_core.record import (
+from waltz_core.records.record import (
     NO_SESSION,
     RECORD_OVERHEAD_BYTES,
     SessionId,

@@ -25,7 +25,13 @@ from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.errors import CoordinatorConflict, WaltzError
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
-from waltz_core.record import BEFORE_FIRST, Generation, PartitionId, ReplicaId, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    Generation,
+    PartitionId,
+    ReplicaId,
+    TransactionId,
+)
 from waltz_core.replication import events as replication
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.append_times import AppendTimes

@@ -22,7 +22,12 @@ from waltz_core import errors, net
 from waltz_core.config import MIB
 from waltz_core.driver import Driver
 from waltz_core.metrics import Metrics
-from waltz_core.record import BEFORE_FIRST, Generation, PartitionId, ReqId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    Generation,
+    PartitionId,
+    ReqId,
+)
 from waltz_core.replication.events import Own
 from waltz_core.server.append_times import AppendTime
 from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache

@@ -14,11 +14,20 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from waltz_core.batches import AppendRows, EncodedBatch, decode_append, encode_records
-from waltz_core.checksum import crc32
 from waltz_core.errors import BadRequest, ChecksumMismatch
-from waltz_core.lock_blocks import TOLD_APART_MAX
-from waltz_core.record import BEFORE_FIRST, TRANSACTION_BYTES_MAX, TransactionId
+from waltz_core.records.batches import (
+    AppendRows,
+    EncodedBatch,
+    decode_append,
+    encode_records,
+)
+from waltz_core.records.checksum import crc32
+from waltz_core.records.lock_blocks import TOLD_APART_MAX
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    TRANSACTION_BYTES_MAX,
+    TransactionId,
+)
 from waltz_core.server.events import Limits
 from waltz_core.server.locks import AHEAD, NO_CONFLICT, PASSED, REFUSED, LockTable, Mask, Requests
 from waltz_core.server.singles import encode_singles, lock_column

@@ -34,8 +34,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.batches import LockColumn
-from waltz_core.record import TransactionId
+from waltz_core.records.batches import LockColumn
+from waltz_core.records.record import TransactionId
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]

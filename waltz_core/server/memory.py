@@ -13,15 +13,15 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from waltz_core.checksum import crc32
-from waltz_core.raw_records import (
+from waltz_core.records.checksum import crc32
+from waltz_core.records.raw_records import (
     HEADER_DTYPE,
     headers_of,
     lengths_from_wire,
     lengths_to_wire,
     offsets_of,
 )
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     NO_SESSION,

@@ -30,7 +30,12 @@ from waltz_core.errors import (
     NotOwned,
     WaltzError,
 )
-from waltz_core.record import ClientId, Generation, PartitionId, TransactionId
+from waltz_core.records.record import (
+    ClientId,
+    Generation,
+    PartitionId,
+    TransactionId,
+)
 from waltz_core.server.events import ConnectionId
 from waltz_core.wire.messages import LATEST_MARK, MountRequest, MountWriter
 

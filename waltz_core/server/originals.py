@@ -21,7 +21,11 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from waltz_core import errors
-from waltz_core.record import BEFORE_FIRST, PartitionId, ReqId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    PartitionId,
+    ReqId,
+)
 from waltz_core.server.answers import NOT_READY, READY
 from waltz_core.server.events import Answer
 from waltz_core.values import value

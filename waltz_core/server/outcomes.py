@@ -7,7 +7,7 @@ watches the two needs nothing else of either.
 from typing import TypeAlias
 
 from waltz_core.machine import Report
-from waltz_core.record import LineageEntry
+from waltz_core.records.record import LineageEntry
 from waltz_core.replication.events import Batch
 from waltz_core.server.events import Answer, Fetch
 from waltz_core.server.tickets import Ticket

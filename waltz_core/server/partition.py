@@ -25,7 +25,13 @@ from typing import assert_never
 
 from waltz_core import errors
 from waltz_core.machine import Report, Wakeup, earliest
-from waltz_core.record import BEFORE_FIRST, NO_SESSION, Generation, SessionId, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    Generation,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.replication import events as replication
 from waltz_core.server import answers, feed, outcomes
 from waltz_core.server.append import AppendPipeline

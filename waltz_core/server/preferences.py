@@ -12,7 +12,10 @@ Rules:
 
 from collections.abc import Callable, Collection, Mapping
 
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+)
 from waltz_core.replication.quorum import quorum_size
 
 

@@ -17,7 +17,7 @@ Rules (correctness.md row 16 and "ZooKeeper away"):
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.replication.events import ProveMark
 from waltz_core.server.mounts import mark_of
 from waltz_core.wire.messages import (

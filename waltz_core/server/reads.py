@@ -26,11 +26,11 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core import raw_records
-from waltz_core.batches import select_records
-from waltz_core.checksum import crc32
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, Unreachable, WaltzError
-from waltz_core.record import (
+from waltz_core.records import raw_records
+from waltz_core.records.batches import select_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     MADE_UP,

@@ -26,9 +26,14 @@ from typing import Final
 
 import numpy as np
 
-from waltz_core.lock_blocks import HASH_BYTES, Block, Blocks, LogEnd
 from waltz_core.machine import Report, earliest
-from waltz_core.record import (
+from waltz_core.records.lock_blocks import (
+    HASH_BYTES,
+    Block,
+    Blocks,
+    LogEnd,
+)
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     NO_SESSION,

@@ -10,9 +10,19 @@ from itertools import chain
 
 import numpy as np
 
-from waltz_core.batches import EncodedBatch, LockColumn
-from waltz_core.checksum import combine, crc32
-from waltz_core.record import RECORD_OVERHEAD_BYTES, RECORD_PREFIX, TransactionId
+from waltz_core.records.batches import (
+    EncodedBatch,
+    LockColumn,
+)
+from waltz_core.records.checksum import (
+    combine,
+    crc32,
+)
+from waltz_core.records.record import (
+    RECORD_OVERHEAD_BYTES,
+    RECORD_PREFIX,
+    TransactionId,
+)
 from waltz_core.server.tickets import SingleTicket
 
 

@@ -25,8 +25,8 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.batches import AppendRows
-from waltz_core.record import (
+from waltz_core.records.batches import AppendRows
+from waltz_core.records.record import (
     NO_SESSION,
     RECORD_OVERHEAD_BYTES,
     ReqId,

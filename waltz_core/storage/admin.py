@@ -28,10 +28,10 @@ from typing import Final, TypeAlias, assert_never
 
 import numpy as np
 
-from waltz_core import raw_records
 from waltz_core.errors import BadRequest, ClusterKeyMismatch, Overloaded, WaltzError
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import (
+from waltz_core.records import raw_records
+from waltz_core.records.record import (
     GENESIS_CHAIN,
     RECORD_OVERHEAD_BYTES,
     PartitionId,

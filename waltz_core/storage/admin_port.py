@@ -22,7 +22,10 @@ from waltz_core import errors, net
 from waltz_core.driver import Driver
 from waltz_core.machine import Report
 from waltz_core.net import Link, Listener
-from waltz_core.record import NO_SESSION, PartitionId
+from waltz_core.records.record import (
+    NO_SESSION,
+    PartitionId,
+)
 from waltz_core.storage import errands, service, upkeep
 from waltz_core.storage.admin import AdminRequest, AdminService, Effect, Event, Outcome, Run, Tell
 from waltz_core.storage.engine import Engine

@@ -16,9 +16,9 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core import raw_records
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
-from waltz_core.record import (
+from waltz_core.records import raw_records
+from waltz_core.records.record import (
     MADE_UP,
     NO_SESSION,
     Chain,

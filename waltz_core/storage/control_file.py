@@ -35,7 +35,11 @@ from waltz_core.errors import (
     DiskFailed,
     WaltzError,
 )
-from waltz_core.record import PartitionId, SessionId, TransactionId
+from waltz_core.records.record import (
+    PartitionId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.storage.disk import Disk, File, create_durably, write_over
 from waltz_core.storage.format import (
     CONTROL_HEADER_BYTES,

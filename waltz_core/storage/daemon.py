@@ -39,7 +39,12 @@ from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.net import Link
-from waltz_core.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
+from waltz_core.records.record import (
+    FRAME_BYTES_MAX,
+    PartitionId,
+    ReplicaId,
+    TransactionId,
+)
 from waltz_core.storage import effects, service, upkeep
 from waltz_core.storage.admin_port import AdminPort
 from waltz_core.storage.disk import RealDisk, open_for_another

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
-from waltz_core.record import TransactionId
+from waltz_core.records.record import TransactionId
 from waltz_core.storage.batch_checks import check_repaired
 from waltz_core.storage.format import IdRange, Slot
 from waltz_core.storage.id_ranges import with_damage, without_damage

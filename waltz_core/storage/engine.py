@@ -29,8 +29,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from waltz_core import raw_records
-from waltz_core.checksum import crc32
 from waltz_core.errors import (
     BadFormat,
     BadRequest,
@@ -42,7 +40,15 @@ from waltz_core.errors import (
     UnknownPartition,
     WaltzError,
 )
-from waltz_core.record import NO_SESSION, Chain, PartitionId, SessionId, TransactionId
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
+    NO_SESSION,
+    Chain,
+    PartitionId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.storage import removal
 from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import Disk, File, create_durably

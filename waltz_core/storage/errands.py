@@ -6,7 +6,7 @@ Why it stands alone: the machine that decides (`admin.py`) and the shell that ca
 
 from typing import Final, NamedTuple, TypeAlias
 
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     NO_SESSION,

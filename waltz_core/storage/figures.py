@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from waltz_core.errors import DiskFailed
 from waltz_core.machine import Report
-from waltz_core.record import PartitionId
+from waltz_core.records.record import PartitionId
 from waltz_core.storage.id_ranges import count_of
 from waltz_core.storage.partition_log import PartitionLog
 from waltz_core.storage.room import Room

@@ -5,7 +5,7 @@ Why it stands alone: it is arithmetic, and of files it knows only how many range
 
 from itertools import pairwise
 
-from waltz_core.record import TransactionId
+from waltz_core.records.record import TransactionId
 from waltz_core.storage.format import DAMAGED_MAX, IdRange
 
 

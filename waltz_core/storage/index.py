@@ -21,7 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, ChecksumMismatch, ReadFailed
-from waltz_core.record import BEFORE_FIRST, Chain, LineageEntry, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    Chain,
+    LineageEntry,
+    TransactionId,
+)
 from waltz_core.storage.disk import Disk, File, write_over
 from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,

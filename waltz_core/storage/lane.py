@@ -14,7 +14,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from waltz_core.record import BEFORE_FIRST, NO_SESSION, SessionId, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.storage.format import NOBODYS_NONCE
 from waltz_core.storage.replica_log import ReplicaLog
 from waltz_core.storage.scrub import Piece

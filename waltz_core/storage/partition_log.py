@@ -40,7 +40,7 @@ from waltz_core.errors import (
     SessionFenced,
     WaltzError,
 )
-from waltz_core.record import (
+from waltz_core.records.record import (
     NO_SESSION,
     Chain,
     LineageEntry,

@@ -23,9 +23,15 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core import raw_records
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, DiskFailed, ReadFailed
-from waltz_core.record import BEFORE_FIRST, Chain, LineageEntry, PartitionId, TransactionId
+from waltz_core.records import raw_records
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    Chain,
+    LineageEntry,
+    PartitionId,
+    TransactionId,
+)
 from waltz_core.storage.control_file import SlotFile
 from waltz_core.storage.format import (
     IdRange,

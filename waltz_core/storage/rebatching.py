@@ -15,7 +15,13 @@ Rules:
 from collections.abc import Sequence
 
 from waltz_core.errors import BadFormat, ChecksumMismatch
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, Chain, LineageEntry, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    Chain,
+    LineageEntry,
+    TransactionId,
+)
 from waltz_core.storage.segment import Segment
 from waltz_core.storage.segments import Segments
 

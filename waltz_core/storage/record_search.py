@@ -18,10 +18,18 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.checksum import crc32
 from waltz_core.errors import ReadFailed
-from waltz_core.raw_records import RECORD_BYTES_MAX, first_bad_record, offsets_of
-from waltz_core.record import RECORD_OVERHEAD_BYTES, RECORD_PREFIX, TransactionId
+from waltz_core.records.checksum import crc32
+from waltz_core.records.raw_records import (
+    RECORD_BYTES_MAX,
+    first_bad_record,
+    offsets_of,
+)
+from waltz_core.records.record import (
+    RECORD_OVERHEAD_BYTES,
+    RECORD_PREFIX,
+    TransactionId,
+)
 from waltz_core.storage.disk import File
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES
 from waltz_core.storage.index import OffsetIndex

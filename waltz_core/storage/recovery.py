@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Final
 
 from waltz_core.errors import BadFormat, ChecksumMismatch, MissingSegment, WaltzError
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     MADE_UP,

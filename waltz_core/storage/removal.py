@@ -21,7 +21,11 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from waltz_core.errors import BadFormat
-from waltz_core.record import NO_SESSION, PartitionId, SessionId
+from waltz_core.records.record import (
+    NO_SESSION,
+    PartitionId,
+    SessionId,
+)
 from waltz_core.storage.control_file import SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import TEMPORARY_SUFFIX, Disk, create_durably
 from waltz_core.storage.format import (

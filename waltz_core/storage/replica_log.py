@@ -43,7 +43,7 @@ from waltz_core.errors import (
     NoSpace,
     WaltzError,
 )
-from waltz_core.record import (
+from waltz_core.records.record import (
     NO_SESSION,
     Chain,
     LineageEntry,

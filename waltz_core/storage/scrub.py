@@ -18,8 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from waltz_core.checksum import crc32
-from waltz_core.record import BEFORE_FIRST, PartitionId, TransactionId
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    PartitionId,
+    TransactionId,
+)
 from waltz_core.storage.disk import Disk, create_durably
 
 MIB: Final = 1024 * 1024

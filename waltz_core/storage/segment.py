@@ -23,8 +23,17 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, ChecksumMismatch, ReadFailed
-from waltz_core.raw_records import FEW, lengths_between, offsets_of
-from waltz_core.record import Chain, LineageEntry, PartitionId, TransactionId
+from waltz_core.records.raw_records import (
+    FEW,
+    lengths_between,
+    offsets_of,
+)
+from waltz_core.records.record import (
+    Chain,
+    LineageEntry,
+    PartitionId,
+    TransactionId,
+)
 from waltz_core.storage.disk import Disk, File, create_durably, write_over
 from waltz_core.storage.format import (
     SEGMENT_HEADER_BYTES,

@@ -19,9 +19,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core import raw_records
 from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed, ReadFailed
-from waltz_core.record import (
+from waltz_core.records import raw_records
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     MADE_UP,

@@ -49,7 +49,12 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import NO_SESSION, PartitionId, SessionId, TransactionId
+from waltz_core.records.record import (
+    NO_SESSION,
+    PartitionId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.storage.effects import (
     Answer,
     CloseConnection,

@@ -32,7 +32,11 @@ from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.model import UNRESOLVED, ReplicaAssignments
 from waltz_core.machine import Report
-from waltz_core.record import NO_SESSION, PartitionId, ReplicaId
+from waltz_core.records.record import (
+    NO_SESSION,
+    PartitionId,
+    ReplicaId,
+)
 from waltz_core.storage import service
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.errands import Standing

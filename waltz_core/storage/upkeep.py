@@ -9,7 +9,10 @@ from functools import partial
 from typing import assert_never
 
 from waltz_core.errors import WaltzError
-from waltz_core.record import BEFORE_FIRST, PartitionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    PartitionId,
+)
 from waltz_core.storage import errands
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.errands import Change, Held, LogFacts, ReplicaFacts, RoomFacts

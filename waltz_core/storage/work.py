@@ -21,8 +21,6 @@ from typing import Final, NewType, TypeAlias
 
 import numpy as np
 
-from waltz_core import raw_records
-from waltz_core.checksum import crc32
 from waltz_core.errors import (
     BadRequest,
     ChecksumMismatch,
@@ -31,7 +29,9 @@ from waltz_core.errors import (
     ReadFailed,
     WaltzError,
 )
-from waltz_core.record import (
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
     GENESIS_CHAIN,
     RECORD_HEADER,
     RECORD_OVERHEAD_BYTES,

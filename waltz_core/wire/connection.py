@@ -21,7 +21,7 @@ from typing import ClassVar, Final, TypeAlias
 import numpy as np
 
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
-from waltz_core.record import FRAME_BYTES_MAX
+from waltz_core.records.record import FRAME_BYTES_MAX
 from waltz_core.wire import codec
 from waltz_core.wire.codec import FRAME_HEADER, FrameHeader
 from waltz_core.wire.messages import Buffer, Hello, Message, Surface

@@ -14,9 +14,9 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from waltz_core.checksum import crc32
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
-from waltz_core.record import (
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
     RECORD_HEADER,
     Chain,
     LineageEntry,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from waltz_core.cluster.model import UNRESOLVED
 from waltz_core.errors import BadRequest, CoordinatorUnavailable, WaltzError
 from waltz_core.machine import Report
-from waltz_core.record import NO_SESSION
+from waltz_core.records.record import NO_SESSION
 from waltz_core.storage import errands, upkeep
 from waltz_core.storage.admin import AdminRequest, AdminService, Effect, Outcome, Run, Tell
 from waltz_core.storage.errands import Errand, Standing

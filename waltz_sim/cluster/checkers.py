@@ -14,7 +14,11 @@ from waltz_core.client import events as client_events
 from waltz_core.cluster.model import UNRESOLVED, PartitionMarker, PartitionMetadata
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
-from waltz_core.record import Chain, SessionId, TransactionId
+from waltz_core.records.record import (
+    Chain,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.replication import events
 from waltz_core.storage.partition_log import PartitionLog
 from waltz_core.storage.work import Work, WorkResult

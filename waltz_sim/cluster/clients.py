@@ -19,7 +19,14 @@ from waltz_core.client.monitor import Parcel
 from waltz_core.client.stream import PartitionStream
 from waltz_core.errors import Unreachable
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import BEFORE_FIRST, ClientId, Generation, PartitionId, ReqId, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    TransactionId,
+)
 from waltz_core.wire.messages import (
     ClientMessage,
     ErrorResponse,

@@ -24,7 +24,10 @@ from waltz_core.errors import (
     StorageIdMismatch,
     WaltzError,
 )
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+)
 from waltz_core.replication import events
 from waltz_core.replication.replica_session import Stage
 from waltz_sim.cluster.checkers import Checks

@@ -25,7 +25,11 @@ from waltz_core.client.requests import Requests
 from waltz_core.client.subscriptions import Subscriptions
 from waltz_core.client.transaction import AsyncTransaction, TransactionBuilder, TransactionContext
 from waltz_core.config import KIB, ClientConfig
-from waltz_core.record import BEFORE_FIRST, PartitionId, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    PartitionId,
+    TransactionId,
+)
 from waltz_core.wire.messages import AppendRequest, ClientMessage, Message
 from waltz_sim.promises.history import Operation, Violation
 from waltz_sim.world.event_loop import loop_of

@@ -27,7 +27,11 @@ from waltz_core.cluster.model import (
     PartitionMetadata,
 )
 from waltz_core.cluster.watchdog import Watchdog
-from waltz_core.record import Generation, ReplicaId, SessionId
+from waltz_core.records.record import (
+    Generation,
+    ReplicaId,
+    SessionId,
+)
 from waltz_core.replication import events
 
 if TYPE_CHECKING:

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Final
 from waltz_core.cluster import rebuilding
 from waltz_core.cluster.model import MarkerState, PartitionMarker, PartitionMetadata
 from waltz_core.cluster.rebuilding import Log, Verdict
-from waltz_core.record import NO_SESSION, PartitionId, ReplicaId, SessionId, TransactionId
+from waltz_core.records.record import (
+    NO_SESSION,
+    PartitionId,
+    ReplicaId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.replication.recovery import NO_STORAGE_ID
 from waltz_core.replication.repair import pairs_of

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.errors import NotOwned
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import ReplicaId, SessionId
+from waltz_core.records.record import (
+    ReplicaId,
+    SessionId,
+)
 from waltz_core.replication import events
 from waltz_core.replication.invariants import check
 from waltz_core.replication.partition_store import PartitionStore

@@ -21,7 +21,11 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.errors import CoordinatorUnavailable, NoSpace, StorageIdMismatch, WaltzError
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import PartitionId, ReplicaId, SessionId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+    SessionId,
+)
 from waltz_core.storage import effects, service
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings

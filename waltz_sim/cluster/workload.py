@@ -17,11 +17,14 @@ Rules:
 import zlib
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.batches import encode_append
 from waltz_core.client import events
 from waltz_core.client.following import FOLLOW, Following
 from waltz_core.client.monitor import Parcel, Single
-from waltz_core.record import BEFORE_FIRST, TransactionId
+from waltz_core.records.batches import encode_append
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    TransactionId,
+)
 from waltz_core.wire.messages import (
     FlushRequest,
     HighWaterMarkRequest,

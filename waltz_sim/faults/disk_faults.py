@@ -9,8 +9,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.lock_blocks import LogEnd, encode
-from waltz_core.record import BEFORE_FIRST, Chain, TransactionId
+from waltz_core.records.lock_blocks import (
+    LogEnd,
+    encode,
+)
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    Chain,
+    TransactionId,
+)
 from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME
 from waltz_core.storage.engine import STORAGE_ID_NAME
 from waltz_core.storage.format import SLOT_BLOCK_BYTES

@@ -16,7 +16,7 @@ from waltz_sim.world.disk import Survival
 if TYPE_CHECKING:
     from random import Random
 
-    from waltz_core.record import ReplicaId
+    from waltz_core.records.record import ReplicaId
     from waltz_sim.cluster.clients import SimClient
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.storages import SimStorage

@@ -17,7 +17,7 @@ from waltz_core.storage.lane import REQUEST_BYTES
 from waltz_core.wire.messages import AppendRaw, StorageMessage
 
 if TYPE_CHECKING:
-    from waltz_core.record import SessionId
+    from waltz_core.records.record import SessionId
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.storages import SimStorage
     from waltz_sim.promises.witness import Witness

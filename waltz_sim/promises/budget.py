@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata, ReplicaState
 from waltz_core.errors import WaltzError
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     MADE_UP,
     NO_SESSION,

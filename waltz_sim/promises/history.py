@@ -17,7 +17,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     NO_SESSION,

@@ -12,7 +12,10 @@ Rules:
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.record import BEFORE_FIRST, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    TransactionId,
+)
 from waltz_core.replication import events
 
 if TYPE_CHECKING:

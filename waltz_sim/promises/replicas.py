@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from waltz_core.errors import DataLoss, DiskFailed, NoSpace, WaltzError
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     MADE_UP,
     RECORD_HEADER,

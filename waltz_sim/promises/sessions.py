@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from waltz_core.cluster.model import UNRESOLVED, PartitionMarker, PartitionMetadata, ReplicaState
 from waltz_core.machine import Report
-from waltz_core.record import (
+from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
     Chain,

@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
-from waltz_core import batches
 from waltz_core.client import RangeChunk, RangeForm, ReplicaSet, WaltzClient
-from waltz_core.record import PartitionId
+from waltz_core.records import batches
+from waltz_core.records.record import PartitionId
 from waltz_spark.options import LOG_COLUMNS, OnCorrupt, ReadOptions
 from waltz_spark.planning import Span
 from waltz_spark.spark_version import arrow_schema

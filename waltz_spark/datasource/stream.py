@@ -29,7 +29,7 @@ from pyspark.sql.types import StructType
 
 from waltz_core.client import ReplicaSet, WaltzClient
 from waltz_core.errors import BadConfig, DataLoss, WaltzError
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark import planning
 from waltz_spark.connections import client_of, sources_of
 from waltz_spark.datasource.batch import read_task, tasks_of

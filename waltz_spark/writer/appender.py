@@ -25,9 +25,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from waltz_core.batches import encode_append_arrow
 from waltz_core.client import BatchOrder, BatchOutcome, Reason
 from waltz_core.errors import BadRequest, ClientAhead, NoSpace, TooLarge, Unavailable, WaltzError
+from waltz_core.records.batches import encode_append_arrow
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
 from waltz_spark.writer.recompute import Anew, Refused

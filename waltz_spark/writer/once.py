@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from waltz_core import raw_records
 from waltz_core.client import RangeForm, Reason, WaltzClient
 from waltz_core.errors import BadRequest
+from waltz_core.records import raw_records
 from waltz_spark.writer.appender import Answered
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
 from waltz_spark.writer.row_keys import RowKeys

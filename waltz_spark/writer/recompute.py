@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from waltz_core import batches
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadRequest
-from waltz_core.record import PartitionId
+from waltz_core.records import batches
+from waltz_core.records.record import PartitionId
 from waltz_spark.options import LOG_COLUMNS, WriteOptions
 from waltz_spark.unpacking import Unpacker, is_case_sensitive
 from waltz_spark.writer.columns import (

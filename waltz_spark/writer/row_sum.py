@@ -22,8 +22,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from waltz_core.batches import data_crcs
 from waltz_core.errors import BadRequest
+from waltz_core.records.batches import data_crcs
 from waltz_spark.options import WriteOptions
 from waltz_spark.rows import pack
 from waltz_spark.writer.columns import Shaped

@@ -23,7 +23,10 @@ from waltz_core.cluster.model import (
 from waltz_core.cluster.rebuilding import IDS_EPOCH_S, NO_IDS, Ids, Log
 from waltz_core.cluster.znodes import Set
 from waltz_core.errors import BadConfig, BadRequest, ReadFailed, Unavailable
-from waltz_core.record import BEFORE_FIRST, NO_SESSION
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+)
 from waltz_core.wire.messages import Prepared
 
 A, B, C = "10.0.0.1:5280", "10.0.0.2:5280", "10.0.0.3:5280"

@@ -20,9 +20,7 @@ from waltz_core.cluster.memory import MemoryZooKeeper
 from waltz_core.config import ClientConfig
 from waltz_core.driver import Driver
 from waltz_core.errors import NotOwned
-from waltz_core.record import (
-    PartitionId,
-)
+from waltz_core.records.record import PartitionId
 from waltz_core.replication import events as replication
 from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.server.events import (

@@ -17,7 +17,13 @@ from waltz_core.client.events import Phase, StreamSettings
 from waltz_core.client.monitor import Parcel, Single
 from waltz_core.client.stream import PartitionStream
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import BEFORE_FIRST, RECORD_HEADER, PartitionId, ReqId, TransactionId
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    RECORD_HEADER,
+    PartitionId,
+    ReqId,
+    TransactionId,
+)
 from waltz_core.server.feed import pick
 from waltz_core.wire import messages as m
 

@@ -10,8 +10,8 @@ from waltz_core.client.events import StreamSettings
 from waltz_core.client.monitor import Parcel, Single
 from waltz_core.client.stream import PartitionStream
 from waltz_core.machine import Report, Wakeup
-from waltz_core.raw_records import FEED_HEADER_DTYPE
-from waltz_core.record import (
+from waltz_core.records.raw_records import FEED_HEADER_DTYPE
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     RECORD_HEADER,

@@ -7,11 +7,11 @@ import pytest
 from tests.patience import HANG_S
 from tests.unit.client.stories import PARTITION
 from waltz_core import errors
-from waltz_core.batches import decode_append
 from waltz_core.client.appends import Appends, BatchOrder, Row, Window
 from waltz_core.client.following import Following
 from waltz_core.client.monitor import BatchOutcome
-from waltz_core.record import SessionId
+from waltz_core.records.batches import decode_append
+from waltz_core.records.record import SessionId
 from waltz_core.wire.messages import Reason
 
 BATCH = b"two rows"

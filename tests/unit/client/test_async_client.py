@@ -21,7 +21,6 @@ from tests.unit.client.memory_cluster import (
     two_clients,
 )
 from waltz_core import errors
-from waltz_core.batches import encode_append
 from waltz_core.client import (
     LATEST,
     AsyncCallbacks,
@@ -36,6 +35,7 @@ from waltz_core.client import (
     outage,
     partition_of,
 )
+from waltz_core.records.batches import encode_append
 from waltz_core.server.events import Limits
 
 

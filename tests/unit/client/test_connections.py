@@ -9,7 +9,7 @@ import pytest
 from tests.patience import HANG_S
 from waltz_core import errors, net
 from waltz_core.client.connections import ServerLinks
-from waltz_core.record import CONTROL_SEQUENCE_MIN
+from waltz_core.records.record import CONTROL_SEQUENCE_MIN
 from waltz_core.wire.messages import HighWaterMarkRequest, HighWaterMarkResponse, Surface
 
 

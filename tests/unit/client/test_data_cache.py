@@ -7,7 +7,7 @@ from tests.unit.client.memory_cluster import memory_cluster
 from tests.unit.client.test_async_client import batch_of, told, until
 from waltz_core.client import AsyncCallbacks
 from waltz_core.client.data_cache import DataBudget
-from waltz_core.record import TransactionId
+from waltz_core.records.record import TransactionId
 
 COUNT = 200
 SIZE = 2_000

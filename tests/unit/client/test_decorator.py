@@ -6,7 +6,10 @@ from tests.unit.client.memory_cluster import memory_cluster
 from tests.unit.client.test_async_client import told
 from waltz_core import errors
 from waltz_core.client import MSGPACK, TransactionBuilder, lock, partition_of, transactional
-from waltz_core.record import PartitionId, TransactionId
+from waltz_core.records.record import (
+    PartitionId,
+    TransactionId,
+)
 
 
 @transactional(partition_by=lambda account, amount=0: lock("account", account), retries_max=3)

@@ -19,7 +19,7 @@ from waltz_core.client.directory import (
 from waltz_core.cluster.membership import Ownership, ServersView
 from waltz_core.cluster.model import GroupDescriptor, ServerDescriptor
 from waltz_core.config import ClientConfig
-from waltz_core.record import ReplicaId
+from waltz_core.records.record import ReplicaId
 
 CLUSTER = ClusterInfo("shop", bytes(16), 3)
 LAYOUT = Layout("zk:2181/shop", CLUSTER, {0: ("a:1", 1), 2: ("b:2", 4)})

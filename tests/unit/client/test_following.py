@@ -5,10 +5,15 @@ from dataclasses import replace
 import pytest
 
 from waltz_core import errors
-from waltz_core.checksum import crc32
 from waltz_core.client import MSGPACK, following
 from waltz_core.client.following import FOLLOW
-from waltz_core.record import NO_SESSION, RECORD_PREFIX, PartitionId, ReqId
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
+    NO_SESSION,
+    RECORD_PREFIX,
+    PartitionId,
+    ReqId,
+)
 from waltz_core.wire.messages import Predecessors
 
 SESSION, MOUNT = 4, 2

@@ -27,7 +27,10 @@ from waltz_core.client import Reason, appends, connections
 from waltz_core.cluster import model, zookeeper
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.config import ClientConfig
-from waltz_core.record import PartitionId, TransactionId
+from waltz_core.records.record import (
+    PartitionId,
+    TransactionId,
+)
 
 
 class Passage:

@@ -14,7 +14,7 @@ from tests.storage_owner import records_of
 from waltz_core import errors
 from waltz_core.client import nearby as nearby_module
 from waltz_core.client.nearby import Grant, Nearby
-from waltz_core.record import LineageEntry
+from waltz_core.records.record import LineageEntry
 from waltz_core.wire.places import Place, decode_segment
 
 SKIPPED = 128  # what lies before the first record of a segment

@@ -11,7 +11,7 @@ from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, RangeForm, original_reads
 from waltz_core.client.opening import Opening
 from waltz_core.config import ClientConfig
-from waltz_core.raw_records import HEADER_DTYPE
+from waltz_core.records.raw_records import HEADER_DTYPE
 
 QUICK = ClientConfig(request_timeout_ms=3_000, retry_interval_ms_min=5, retry_interval_ms_max=50)
 COUNT = 3_000

@@ -5,8 +5,6 @@ import struct
 import pytest
 
 from waltz_core import errors
-from waltz_core.batches import encode_append
-from waltz_core.checksum import crc32
 from waltz_core.client import originals
 from waltz_core.client.originals import (
     ASK_AGAIN_MS,
@@ -18,7 +16,9 @@ from waltz_core.client.originals import (
     ToServer,
     ToStream,
 )
-from waltz_core.record import ReqId
+from waltz_core.records.batches import encode_append
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import ReqId
 from waltz_core.wire import messages as m
 from waltz_core.wire.messages import LATEST_MARK, RangeForm, Reason
 

@@ -8,7 +8,7 @@ import pytest
 from waltz_core import errors
 from waltz_core.client.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
 from waltz_core.client.outage import AGAIN_S, Outage
-from waltz_core.record import PartitionId
+from waltz_core.records.record import PartitionId
 
 
 def times_told(

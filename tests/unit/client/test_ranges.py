@@ -10,8 +10,6 @@ import pytest
 
 from tests.unit.client.stories import headers, req
 from waltz_core import errors
-from waltz_core.batches import decode_append, encode_append, encode_records
-from waltz_core.checksum import crc32
 from waltz_core.client.ranges import (
     RangeChunk,
     RangeQuery,
@@ -21,7 +19,18 @@ from waltz_core.client.ranges import (
     chunk_of_server,
     read_chunks,
 )
-from waltz_core.record import LineageEntry, PartitionId, SessionId, TransactionId
+from waltz_core.records.batches import (
+    decode_append,
+    encode_append,
+    encode_records,
+)
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
+    LineageEntry,
+    PartitionId,
+    SessionId,
+    TransactionId,
+)
 from waltz_core.wire.messages import RangeBytes, RangeData, RangeForm, RangeRaw
 from waltz_core.wire.places import PLACES
 

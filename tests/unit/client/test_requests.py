@@ -12,7 +12,7 @@ from waltz_core.client.directory import Owner
 from waltz_core.client.ranges import RangeQuery
 from waltz_core.client.requests import Requests
 from waltz_core.config import ClientConfig
-from waltz_core.record import NO_SESSION
+from waltz_core.records.record import NO_SESSION
 from waltz_core.wire import messages as m
 
 CONFIG = ClientConfig(retry_interval_ms_min=1, retry_interval_ms_max=1, request_timeout_ms=20_000)

@@ -15,7 +15,10 @@ from tests.patience import HANG_S
 from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder, sql
 from waltz_core.client.sql import SqlCallbacks
 from waltz_core.errors import BadConfig, BadRequest, ClusterKeyMismatch, DataLoss, Unreachable
-from waltz_core.record import PartitionId, TransactionId
+from waltz_core.records.record import (
+    PartitionId,
+    TransactionId,
+)
 
 METADATA = sa.MetaData()
 TOTALS = sa.Table(

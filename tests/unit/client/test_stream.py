@@ -19,7 +19,11 @@ from tests.unit.client.stories import (
 from waltz_core import errors
 from waltz_core.client import events, stream
 from waltz_core.client.events import Phase
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, LineageEntry
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    LineageEntry,
+)
 from waltz_core.wire import messages as m
 
 

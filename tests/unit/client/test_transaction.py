@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from waltz_core import errors
-from waltz_core.checksum import crc32
 from waltz_core.client import BYTES, JSON, MSGPACK, TransactionBuilder, lock, partition_of
 from waltz_core.client.following import FOLLOW
 from waltz_core.client.transaction import (
@@ -18,7 +17,13 @@ from waltz_core.client.transaction import (
     check_partition,
     check_range,
 )
-from waltz_core.record import LOCKS_MAX, TRANSACTION_BYTES_MAX, lock_hash, spread
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
+    LOCKS_MAX,
+    TRANSACTION_BYTES_MAX,
+    lock_hash,
+    spread,
+)
 from waltz_core.wire.messages import ENTRIES_MAX
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "locks.json"

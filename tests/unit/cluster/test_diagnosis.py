@@ -28,7 +28,10 @@ from waltz_core.cluster.model import (
     PartitionMetadata,
     ReplicaState,
 )
-from waltz_core.record import BEFORE_FIRST, NO_SESSION
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+)
 
 A, B, C, SPARE = "10.0.0.1:5280", "10.0.0.2:5280", "10.0.0.3:5280", "10.0.0.4:5280"
 ONE, TWO = "10.0.1.1:5180", "10.0.1.2:5180"

@@ -16,7 +16,7 @@ from waltz_core.cluster.memory import SESSION_TIMEOUT_MS, MemoryZooKeeper, Write
 from waltz_core.cluster.nodes import ClusterNodes
 from waltz_core.cluster.reachability import ReachBoard, Report
 from waltz_core.cluster.znodes import Create, SessionState, Set
-from waltz_core.record import ServerId
+from waltz_core.records.record import ServerId
 
 ROOT = "/w"
 SERVERS = f"{ROOT}/serverDescriptors"

@@ -13,7 +13,10 @@ from waltz_core.cluster.assignment import assign_partitions
 from waltz_core.cluster.creation import NewCluster, NewStorage
 from waltz_core.cluster.memory import MemoryZooKeeper
 from waltz_core.cluster.rebuilding import Log, choose
-from waltz_core.record import BEFORE_FIRST, NO_SESSION
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+)
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.replication.recovery import Origin, Recovery, origin_of
 

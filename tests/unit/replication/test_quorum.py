@@ -3,7 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.record import ReplicaId, TransactionId
+from waltz_core.records.record import (
+    ReplicaId,
+    TransactionId,
+)
 from waltz_core.replication.quorum import Tally, Verdict, quorum_mark, quorum_size
 
 REPLICAS = [ReplicaId(f"storage-{n}:1") for n in range(5)]

@@ -12,7 +12,7 @@ from waltz_core.errors import (
     DataLoss,
     RemoteProtocolError,
 )
-from waltz_core.record import (
+from waltz_core.records.record import (
     GENESIS_CHAIN,
     MADE_UP,
     LineageEntry,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.replication.model_storage import make_batch
 from waltz_core.errors import RemoteProtocolError
-from waltz_core.record import GENESIS_CHAIN
+from waltz_core.records.record import GENESIS_CHAIN
 from waltz_core.replication.events import CloseReplica, OpenReplica, SendToReplica
 from waltz_core.replication.limits import Limits
 from waltz_core.replication.replica_session import ReplicaSession, Stage

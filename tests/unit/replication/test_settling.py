@@ -5,7 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from waltz_core import errors
-from waltz_core.record import GENESIS_CHAIN, MADE_UP, LineageEntry
+from waltz_core.records.record import (
+    GENESIS_CHAIN,
+    MADE_UP,
+    LineageEntry,
+)
 from waltz_core.replication.claim import InDoubt
 from waltz_core.replication.events import Settled
 from waltz_core.replication.settling import SETTLING, Settling

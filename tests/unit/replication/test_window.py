@@ -3,8 +3,14 @@
 import pytest
 
 from tests.unit.replication.model_storage import make_batch
-from waltz_core.lock_blocks import Blocks, LogEnd
-from waltz_core.record import GENESIS_CHAIN, next_chain
+from waltz_core.records.lock_blocks import (
+    Blocks,
+    LogEnd,
+)
+from waltz_core.records.record import (
+    GENESIS_CHAIN,
+    next_chain,
+)
 from waltz_core.replication.window import Window
 
 

@@ -1,7 +1,7 @@
 """What clients are told, in the words of the original's messages and of ours."""
 
 from waltz_core import errors
-from waltz_core.record import (
+from waltz_core.records.record import (
     ClientId,
     Generation,
     PartitionId,

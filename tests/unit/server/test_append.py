@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 from tests.call_counting import counted_calls
-from waltz_core import errors, raw_records
-from waltz_core.batches import encode_append
-from waltz_core.lock_blocks import LogEnd, encode
-from waltz_core.record import (
+from waltz_core import errors
+from waltz_core.records import raw_records
+from waltz_core.records.batches import encode_append
+from waltz_core.records.lock_blocks import (
+    LogEnd,
+    encode,
+)
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     ClientId,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from waltz_core.record import (
+from waltz_core.records.record import (
     GENESIS_CHAIN,
     RECORD_OVERHEAD_BYTES,
     LineageEntry,

@@ -9,7 +9,7 @@ from tests.unit.server.test_append import (
     World,
     results,
 )
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.server.contenders import HELD_MS_MAX, PATIENCE, PATIENCE_MS_MIN
 from waltz_core.server.outcomes import Reached
 

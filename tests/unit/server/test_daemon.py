@@ -10,7 +10,12 @@ from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.config import ServerConfig
-from waltz_core.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId
+from waltz_core.records.record import (
+    FRAME_BYTES_MAX,
+    Generation,
+    PartitionId,
+    ReplicaId,
+)
 from waltz_core.server import daemon
 from waltz_core.server.daemon import Server, limits_of, store_limits_of
 

@@ -3,8 +3,8 @@
 import pytest
 
 from waltz_core.errors import BadRequest, ClientAhead, NotMounted, WaltzError
-from waltz_core.raw_records import FEED_HEADER_BYTES
-from waltz_core.record import (
+from waltz_core.records.raw_records import FEED_HEADER_BYTES
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     Chain,

@@ -1,7 +1,7 @@
 """What lies between judgement and outcome."""
 
-from waltz_core.batches import EncodedBatch
-from waltz_core.lock_blocks import TOLD_APART_MAX
+from waltz_core.records.batches import EncodedBatch
+from waltz_core.records.lock_blocks import TOLD_APART_MAX
 from waltz_core.server.flights import Draft
 
 

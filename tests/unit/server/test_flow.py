@@ -1,6 +1,11 @@
 """Who is read from and who waits: counts, bytes, slow takers of answers, and the memory limit."""
 
-from waltz_core.record import ClientId, Generation, PartitionId, ReqId
+from waltz_core.records.record import (
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+)
 from waltz_core.server.events import ConnectionId
 from waltz_core.server.flow import REQUEST_OVERHEAD_BYTES, Flow, FlowLimits
 from waltz_core.wire.messages import AppendBatch, FlushRequest, RangeForm, RangeRequest

@@ -17,7 +17,11 @@ from tests.unit.server.test_append import (
     results,
 )
 from waltz_core.client.following import FOLLOW
-from waltz_core.record import NO_SESSION, PartitionId, ReqId
+from waltz_core.records.record import (
+    NO_SESSION,
+    PartitionId,
+    ReqId,
+)
 from waltz_core.server import following
 from waltz_core.server.contenders import HELD_MS_MAX, PATIENCE_MS_MIN
 from waltz_core.server.events import Answer, Limits

@@ -2,7 +2,10 @@
 
 from tests.unit.server.test_partition import ALICE, A, World
 from waltz_core.metrics import Metrics
-from waltz_core.record import PartitionId, ReplicaId
+from waltz_core.records.record import (
+    PartitionId,
+    ReplicaId,
+)
 from waltz_core.server.events import Congested
 from waltz_core.server.host import Waits, _Told
 

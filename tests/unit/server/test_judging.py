@@ -5,10 +5,14 @@ import zlib
 
 import pytest
 
-from waltz_core import errors, raw_records
-from waltz_core.batches import EncodedBatch, encode_append
-from waltz_core.lock_blocks import TOLD_APART_MAX
-from waltz_core.record import (
+from waltz_core import errors
+from waltz_core.records import raw_records
+from waltz_core.records.batches import (
+    EncodedBatch,
+    encode_append,
+)
+from waltz_core.records.lock_blocks import TOLD_APART_MAX
+from waltz_core.records.record import (
     BEFORE_FIRST,
     ClientId,
     Generation,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.call_counting import counted_calls
-from waltz_core.batches import LockColumn
-from waltz_core.record import TransactionId
+from waltz_core.records.batches import LockColumn
+from waltz_core.records.record import TransactionId
 from waltz_core.server.locks import (
     NO_CONFLICT,
     REFUSED,

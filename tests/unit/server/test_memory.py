@@ -2,8 +2,12 @@
 
 import numpy as np
 
-from waltz_core.batches import decode_append, encode_append, encode_records
-from waltz_core.record import (
+from waltz_core.records.batches import (
+    decode_append,
+    encode_append,
+    encode_records,
+)
+from waltz_core.records.record import (
     BEFORE_FIRST,
     ClientId,
     Generation,

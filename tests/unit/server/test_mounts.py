@@ -1,7 +1,13 @@
 """Which connection may write for a client: the latest one, and no other ever again."""
 
 from waltz_core.errors import WaltzError
-from waltz_core.record import ClientId, Generation, PartitionId, ReqId, TransactionId
+from waltz_core.records.record import (
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    TransactionId,
+)
 from waltz_core.server.events import ConnectionId
 from waltz_core.server.mounts import Mounts, Place
 from waltz_core.wire.messages import LATEST_MARK, MountWriter

@@ -15,7 +15,10 @@ from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ServerDescriptor
 from waltz_core.cluster.reachability import Report
 from waltz_core.errors import CoordinatorUnavailable
-from waltz_core.record import PartitionId, ServerId
+from waltz_core.records.record import (
+    PartitionId,
+    ServerId,
+)
 from waltz_core.server import neighbours
 from waltz_core.server.neighbours import Neighbours
 from waltz_core.wire.messages import Surface

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 
 from waltz_core import errors
-from waltz_core.record import ClientId, Generation, PartitionId, ReqId
+from waltz_core.records.record import (
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+)
 from waltz_core.server.events import Answer, ConnectionId, refusal
 from waltz_core.server.originals import MARK_WAIT_S, MOUNT_WAIT_S, End, Frames, Original, Unheard
 from waltz_core.wire import codec, messages

@@ -7,12 +7,16 @@ from typing import Any, TypeVar
 
 import pytest
 
-from waltz_core import errors, raw_records
-from waltz_core.batches import encode_append
+from waltz_core import errors
 from waltz_core.cluster.model import MarkerState, PartitionMarker, PartitionMetadata
-from waltz_core.lock_blocks import LogEnd, encode
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import (
+from waltz_core.records import raw_records
+from waltz_core.records.batches import encode_append
+from waltz_core.records.lock_blocks import (
+    LogEnd,
+    encode,
+)
+from waltz_core.records.record import (
     GENESIS_CHAIN,
     ClientId,
     Generation,

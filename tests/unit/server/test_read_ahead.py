@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.storage.logs import make_run
-from waltz_core.record import TransactionId
+from waltz_core.records.record import TransactionId
 from waltz_core.server.cache import CacheBudget
 from waltz_core.server.read_ahead import NEAR_COUNT, STRETCHES_MAX, ReadAhead
 

@@ -10,7 +10,10 @@ import pytest
 from tests.loops import on_loop, until
 from waltz_core import net
 from waltz_core.errors import ClusterKeyMismatch, Unreachable
-from waltz_core.record import GENESIS_CHAIN, ReplicaId
+from waltz_core.records.record import (
+    GENESIS_CHAIN,
+    ReplicaId,
+)
 from waltz_core.server import replicas
 from waltz_core.server.replicas import ReadLinks
 from waltz_core.wire.messages import (

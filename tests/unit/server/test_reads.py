@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.storage.logs import make_run
 from waltz_core import errors
-from waltz_core.raw_records import lengths_to_wire
-from waltz_core.record import (
+from waltz_core.records.raw_records import lengths_to_wire
+from waltz_core.records.record import (
     GENESIS_CHAIN,
     MADE_UP,
     ClientId,

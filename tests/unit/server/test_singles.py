@@ -2,8 +2,18 @@
 
 import zlib
 
-from waltz_core.batches import decode_append, encode_append, encode_records
-from waltz_core.record import ClientId, Generation, PartitionId, ReqId, TransactionId
+from waltz_core.records.batches import (
+    decode_append,
+    encode_append,
+    encode_records,
+)
+from waltz_core.records.record import (
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+    TransactionId,
+)
 from waltz_core.server.events import ConnectionId
 from waltz_core.server.singles import encode_singles, joined, lock_column
 from waltz_core.server.tickets import Epoch, SingleTicket

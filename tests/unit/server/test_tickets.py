@@ -2,8 +2,11 @@
 
 import numpy as np
 
-from waltz_core.batches import decode_append, encode_append
-from waltz_core.record import (
+from waltz_core.records.batches import (
+    decode_append,
+    encode_append,
+)
+from waltz_core.records.record import (
     RECORD_OVERHEAD_BYTES,
     ClientId,
     Generation,

@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from waltz_core.batches import decode_append
 from waltz_core.client import BatchOrder, BatchOutcome, Reason
 from waltz_core.errors import ClientAhead
-from waltz_core.record import LOCKS_MAX
+from waltz_core.records.batches import decode_append
+from waltz_core.records.record import LOCKS_MAX
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer import appender as appender_module
 from waltz_spark.writer.appender import Appender

@@ -6,9 +6,13 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import ArrayType, IntegerType, LongType, StructField, StructType
 
-from waltz_core.checksum import crc32
 from waltz_core.errors import BadRequest, TooLarge
-from waltz_core.record import LOCKS_MAX, lock_hash, spread
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
+    LOCKS_MAX,
+    lock_hash,
+    spread,
+)
 from waltz_spark.options import OnLockFailure, WriteOptions, parse_write
 from waltz_spark.writer.columns import LOCK_COLUMNS, Shaper, check_schema
 from waltz_spark.writer.once import Spool

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.errors import BadRequest
-from waltz_core.record import spread
+from waltz_core.records.record import spread
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer.columns import Shaper
 from waltz_spark.writer.row_sum import RowSum, row_sum

@@ -9,9 +9,15 @@ from random import Random
 
 import numpy as np
 
-from waltz_core.checksum import crc32
-from waltz_core.raw_records import record_crcs
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, RECORD_PREFIX, LineageEntry, next_chain
+from waltz_core.records.checksum import crc32
+from waltz_core.records.raw_records import record_crcs
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    RECORD_PREFIX,
+    LineageEntry,
+    next_chain,
+)
 from waltz_core.storage.control_file import SLOTS_NAME
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.format import (

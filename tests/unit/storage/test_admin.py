@@ -9,7 +9,11 @@ from tests.storage_owner import records_of
 from waltz_core import errors
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed, from_code
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import GENESIS_CHAIN, LineageEntry, ReqId
+from waltz_core.records.record import (
+    GENESIS_CHAIN,
+    LineageEntry,
+    ReqId,
+)
 from waltz_core.storage.admin import (
     WAITING_MAX,
     AdminRequest,

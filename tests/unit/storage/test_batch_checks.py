@@ -4,7 +4,11 @@ import pytest
 
 from tests.unit.storage.logs import KEY, ROOT, make_batches, make_segments, new_disk
 from waltz_core.errors import BadRequest, ChecksumMismatch
-from waltz_core.record import GENESIS_CHAIN, MADE_UP, next_chain
+from waltz_core.records.record import (
+    GENESIS_CHAIN,
+    MADE_UP,
+    next_chain,
+)
 from waltz_core.storage.batch_checks import (
     check_batches,
     check_chain,

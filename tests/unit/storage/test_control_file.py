@@ -12,7 +12,7 @@ import pytest
 from tests.patience import HANG_S
 from tests.unit.storage.logs import KEY, ROOT, new_disk
 from waltz_core.errors import BadFormat, ClusterKeyMismatch, DiskFailed, ReadFailed
-from waltz_core.record import NO_SESSION
+from waltz_core.records.record import NO_SESSION
 from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.format import (

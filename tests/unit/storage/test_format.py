@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from waltz_core.checksum import crc32
 from waltz_core.errors import BadFormat, ChecksumMismatch
-from waltz_core.record import LineageEntry
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import LineageEntry
 from waltz_core.storage import format as disk_format
 from waltz_core.storage.format import (
     ControlHeader,

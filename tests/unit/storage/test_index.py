@@ -15,7 +15,10 @@ from tests.unit.storage.logs import (
     new_segment,
 )
 from waltz_core.errors import ChecksumMismatch
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+)
 from waltz_core.storage.disk import RealDisk, create_durably
 from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tests.call_counting import counted_calls
-from waltz_core.checksum import crc32
 from waltz_core.errors import (
     BadFormat,
     BadRequest,
@@ -16,8 +15,12 @@ from waltz_core.errors import (
     NoSpace,
     SessionFenced,
 )
-from waltz_core.raw_records import headers_of, record_crcs
-from waltz_core.record import (
+from waltz_core.records.checksum import crc32
+from waltz_core.records.raw_records import (
+    headers_of,
+    record_crcs,
+)
+from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
     NO_SESSION,

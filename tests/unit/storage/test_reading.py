@@ -4,8 +4,11 @@ import pytest
 
 from tests.unit.storage.logs import ROOT, make_segments, new_disk
 from waltz_core.errors import BadRequest, ChecksumMismatch, DiskFailed
-from waltz_core.raw_records import headers_of
-from waltz_core.record import GENESIS_CHAIN, MADE_UP
+from waltz_core.records.raw_records import headers_of
+from waltz_core.records.record import (
+    GENESIS_CHAIN,
+    MADE_UP,
+)
 from waltz_core.storage import reading
 from waltz_core.storage.control_file import SlotFile
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange, Slot, segment_name

@@ -8,7 +8,10 @@ import pytest
 
 from tests.unit.storage.logs import BLANK, ROOT, fill_segment, make_run, new_disk, new_segment
 from waltz_core.errors import ReadFailed
-from waltz_core.record import GENESIS_CHAIN, RECORD_PREFIX
+from waltz_core.records.record import (
+    GENESIS_CHAIN,
+    RECORD_PREFIX,
+)
 from waltz_core.storage import record_search
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES, segment_name
 from waltz_core.storage.index import OffsetIndex

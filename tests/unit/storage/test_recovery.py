@@ -23,7 +23,13 @@ from waltz_core.errors import (
     MissingSegment,
     ReadFailed,
 )
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, MADE_UP, NO_SESSION, LineageEntry
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    MADE_UP,
+    NO_SESSION,
+    LineageEntry,
+)
 from waltz_core.storage import recovery
 from waltz_core.storage.batch_checks import check_chain, check_repaired
 from waltz_core.storage.control_file import SLOTS_NAME, SlotFile

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from waltz_core.errors import BadFormat, ChecksumMismatch, NoSpace
-from waltz_core.record import BEFORE_FIRST, NO_SESSION
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+)
 from waltz_core.storage import removal
 from waltz_core.storage.control_file import SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.disk import create_durably

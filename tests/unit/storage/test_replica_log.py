@@ -9,9 +9,14 @@ import pytest
 from tests.crash import layout
 from tests.property.test_adopted_crash import other_batches
 from tests.unit.storage.test_service import KEY, MoodyDisk
-from waltz_core import raw_records
 from waltz_core.errors import BadRequest, DataLoss, DiskFailed, NoSpace
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION, next_chain
+from waltz_core.records import raw_records
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    NO_SESSION,
+    next_chain,
+)
 from waltz_core.storage import truncation
 from waltz_core.storage.control_file import ControlFile, SlotFile
 from waltz_core.storage.format import NO_NONCE, UNBATCHED, Mark, Marker, Slot

@@ -17,7 +17,7 @@ from tests.unit.storage.logs import (
     open_segment,
 )
 from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed
-from waltz_core.record import BEFORE_FIRST
+from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.storage.disk import remove_temporary
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange, segment_name
 from waltz_core.storage.segment import Segment

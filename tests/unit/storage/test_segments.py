@@ -16,7 +16,10 @@ from tests.unit.storage.logs import (
     open_segment,
 )
 from waltz_core.errors import BadFormat, ChecksumMismatch
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+)
 from waltz_core.storage.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,

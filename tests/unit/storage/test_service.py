@@ -14,7 +14,11 @@ from tests.storage_owner import Owner, records_of
 from waltz_core import errors
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, UnknownPartition, from_code
 from waltz_core.machine import Report, Wakeup
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    next_chain,
+)
 from waltz_core.storage import effects, service
 from waltz_core.storage.disk import RealDisk
 from waltz_core.storage.engine import Engine

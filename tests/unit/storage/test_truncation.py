@@ -6,7 +6,10 @@ import pytest
 
 from tests.unit.storage.logs import ROOT, make_segments, new_disk
 from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+)
 from waltz_core.storage import truncation
 from waltz_core.storage.batch_checks import check_chain
 from waltz_core.storage.format import IdRange, Mark, Marker, Slot, TruncateIntent, segment_name

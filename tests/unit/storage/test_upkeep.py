@@ -6,7 +6,6 @@ import pytest
 
 from tests.storage_owner import Owner
 from tests.unit.storage.test_engine import open_engine
-from waltz_core import raw_records
 from waltz_core.errors import (
     BadFormat,
     BadRequest,
@@ -15,7 +14,12 @@ from waltz_core.errors import (
     NoSpace,
     UnknownPartition,
 )
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
+from waltz_core.records import raw_records
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    NO_SESSION,
+)
 from waltz_core.storage import errands, upkeep
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.partition_log import LogSettings

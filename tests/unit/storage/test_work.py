@@ -8,9 +8,12 @@ import pytest
 
 from tests.call_counting import counted_calls
 from tests.storage_owner import Owner, records_of
-from waltz_core import raw_records
 from waltz_core.errors import BadRequest, ChecksumMismatch, NoSpace, ReadFailed
-from waltz_core.record import BEFORE_FIRST, GENESIS_CHAIN
+from waltz_core.records import raw_records
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+)
 from waltz_core.storage import work
 from waltz_core.storage.disk import RealDisk, RealFile
 from waltz_core.storage.engine import Engine

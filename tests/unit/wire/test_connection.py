@@ -3,7 +3,7 @@
 import pytest
 
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
-from waltz_core.record import ReqId
+from waltz_core.records.record import ReqId
 from waltz_core.wire import codec
 from waltz_core.wire.connection import (
     HELLO_BYTES_MAX,

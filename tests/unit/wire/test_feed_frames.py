@@ -4,7 +4,12 @@ import struct
 
 import pytest
 
-from waltz_core.record import ClientId, Generation, PartitionId, ReqId
+from waltz_core.records.record import (
+    ClientId,
+    Generation,
+    PartitionId,
+    ReqId,
+)
 from waltz_core.wire import codec
 from waltz_core.wire.feed_frames import FEED_FRAME_BYTES, feed_frames
 from waltz_core.wire.messages import FeedData

@@ -21,9 +21,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.checksum import crc32, crc32_of_rows, crc32_of_run
 from waltz_core.errors import BadFormat
-from waltz_core.record import (
+from waltz_core.records.checksum import (
+    crc32,
+    crc32_of_rows,
+    crc32_of_run,
+)
+from waltz_core.records.record import (
     RECORD_HEADER,
     RECORD_OVERHEAD_BYTES,
     RECORD_PREFIX,

@@ -25,8 +25,11 @@ Rules:
 import struct
 from typing import Final, NamedTuple
 
-from waltz_core.checksum import crc32
-from waltz_core.record import Chain, TransactionId
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
+    Chain,
+    TransactionId,
+)
 
 Buffer = bytes | memoryview
 
