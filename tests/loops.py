@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from functools import wraps
 
 from tests.patience import HANG_S
-from waltz_core import net
+from waltz_core.transport import net
 
 LOOK_S = 0.002
 

@@ -28,7 +28,7 @@ from random import Random
 from types import TracebackType
 from typing import Any, Final, Self
 
-from waltz_core import errors, net
+from waltz_core import errors
 from waltz_core.client.async_client import AsyncWaltzClient
 from waltz_core.client.directory import Changed, ClusterInfo, Owner
 from waltz_core.client.feed import Consumer, Run, Verdict
@@ -42,6 +42,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.server.in_process import GENERATION, Failures, Faults, MemoryServer
 from waltz_core.server.memory import StoredTransaction
+from waltz_core.transport import net
 
 # What clients are given unless a test says otherwise: a process waits for nobody long.
 QUICK: Final = ClientConfig(

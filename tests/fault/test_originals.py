@@ -14,7 +14,6 @@ from tests.integration.test_original_clients import Counters
 from tests.loops import until
 from tests.original_client import OriginalClient, Req
 from tests.patience import HANG_S
-from waltz_core import net
 from waltz_core.client import BYTES, AsyncCallbacks, AsyncWaltzClient, lock, transactional
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.zookeeper import connected
@@ -23,6 +22,7 @@ from waltz_core.records.raw_records import (
     HEADER_DTYPE,
     headers_of,
 )
+from waltz_core.transport import net
 
 NAMES = ("a", "b", "c")
 

@@ -9,10 +9,11 @@ import pytest
 from tests.integration.run_storage import KEY, PARTITION_COUNT
 from tests.integration.test_storage_daemon import config_for, on_loop, serving, session
 from tests.storage_owner import records_of
-from waltz_core import errors, handover
+from waltz_core import errors
 from waltz_core.client import ranges
 from waltz_core.client.ranges import RangeQuery, ReplicaReader, ReplicaSet
 from waltz_core.storage.format import SEGMENT_HEADER_BYTES, segment_name
+from waltz_core.transport import handover
 from waltz_core.wire.messages import DamageFound, RangeForm
 
 pytestmark = pytest.mark.skipif(not handover.IS_POSSIBLE, reason="abstract names are Linux's")

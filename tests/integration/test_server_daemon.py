@@ -17,7 +17,7 @@ import pytest
 from tests.integration.memory_storage import MemoryStorage
 from tests.loops import until
 from tests.patience import HANG_S
-from waltz_core import errors, net
+from waltz_core import errors
 from waltz_core.cluster.creation import NewCluster, NewStorage
 from waltz_core.cluster.memory import SESSION_TIMEOUT_MS, MemoryZooKeeper
 from waltz_core.cluster.znodes import Delete
@@ -32,6 +32,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.server import daemon
 from waltz_core.server.daemon import Server
+from waltz_core.transport import net
 from waltz_core.wire import messages
 from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason, Surface
 

@@ -20,7 +20,7 @@ from tests.loops import until
 from tests.patience import HANG_S
 from tests.ports import free_port
 from tests.storage_owner import Owner, records_of
-from waltz_core import errors, net
+from waltz_core import errors
 from waltz_core.cluster import model
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.creation import NewCluster, NewStorage
@@ -39,6 +39,7 @@ from waltz_core.storage import serving as serving_module
 from waltz_core.storage.daemon import StaticCluster, StorageDaemon, serve
 from waltz_core.storage.engine import Engine
 from waltz_core.storage.work import Work
+from waltz_core.transport import net
 from waltz_core.wire.messages import (
     Appended,
     Engage,

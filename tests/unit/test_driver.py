@@ -5,9 +5,9 @@ import logging
 
 from tests.loops import on_loop
 from tests.patience import HANG_S
-from waltz_core import net
 from waltz_core.driver import Driver
 from waltz_core.machine import Report, Wakeup
+from waltz_core.transport import net
 
 
 class Echo:

@@ -12,7 +12,11 @@ import time
 import pytest
 
 from tests.patience import HANG_S
-from waltz_core import errors, handover, net
+from waltz_core import errors
+from waltz_core.transport import (
+    handover,
+    net,
+)
 
 pytestmark = pytest.mark.skipif(not handover.IS_POSSIBLE, reason="abstract names are Linux's")
 

@@ -7,9 +7,12 @@ import threading
 import pytest
 
 from tests.loops import until
-from waltz_core import lookup, net
 from waltz_core.errors import Unreachable
 from waltz_core.host_names import check_host
+from waltz_core.transport import (
+    lookup,
+    net,
+)
 from waltz_core.wire.messages import Surface
 
 

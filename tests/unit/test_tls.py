@@ -14,9 +14,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.certificates import Certificates, make
-from waltz_core import tls
 from waltz_core.config import ClientConfig, ServerConfig, StorageConfig, render_toml
 from waltz_core.errors import BadConfig
+from waltz_core.transport import tls
 
 CONNECT = "zk1:2181/waltz/payments"
 PLAIN = ClientConfig()

@@ -21,7 +21,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
-from waltz_core import net
 from waltz_core.cli.output import say, show, show_json
 from waltz_core.cli.parsing import WHICH_CLUSTER
 from waltz_core.cli.progress import ProgressLine
@@ -31,6 +30,7 @@ from waltz_core.cluster.changes import Plan
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.storages import Progress
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
+from waltz_core.transport import net
 
 TIMEOUT_S = 600.0
 BROKEN_OFF = "failed: broken off"

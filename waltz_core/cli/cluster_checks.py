@@ -6,7 +6,6 @@ import datetime
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from waltz_core import net
 from waltz_core.cli.asking import ask
 from waltz_core.cli.changing import Command, Result, add_common, connected, run
 from waltz_core.cli.output import show_json, show_table
@@ -14,6 +13,7 @@ from waltz_core.cluster import changes
 from waltz_core.cluster.membership import ServersView
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 from waltz_core.records.record import PartitionId
+from waltz_core.transport import net
 from waltz_core.wire.messages import (
     AddPreferredRequest,
     AddPreferredResponse,

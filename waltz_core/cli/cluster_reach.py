@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Mapping
 from typing import Final, NamedTuple, TypeAlias
 
-from waltz_core import net
 from waltz_core.cli.asking import ask
 from waltz_core.cli.changing import add_common, connected
 from waltz_core.cli.output import show_json, show_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.errors import WaltzError
+from waltz_core.transport import net
 from waltz_core.wire.messages import CheckConnectivityRequest, CheckConnectivityResponse
 
 HERE: Final = "this command"

@@ -4,12 +4,12 @@ import argparse
 import asyncio
 from typing import TypeAlias
 
-from waltz_core import net
 from waltz_core.cli.asking import answers
 from waltz_core.cli.changing import Command, Result, add_common, add_place, connected, place_of, run
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
+from waltz_core.transport import net
 from waltz_core.wire.messages import Surface
 
 # A session has a root; where only hosts are named, it is one that no cluster has.

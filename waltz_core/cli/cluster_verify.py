@@ -8,12 +8,12 @@ from what the doctor asks, too.
 import argparse
 from typing import Final, TypeAlias
 
-from waltz_core import net
 from waltz_core.cli.changing import add_common, connected
 from waltz_core.cli.output import show, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cluster import changes
 from waltz_core.cluster.checks import CHECKS, check, failed_checks
+from waltz_core.transport import net
 
 # How long an answer may take.
 ANSWER_S: Final = 10.0

@@ -16,7 +16,6 @@ import os
 from pathlib import Path
 from typing import Final
 
-from waltz_core import net
 from waltz_core.cli import transport
 from waltz_core.cli.doctor_probes import gather, local_cluster
 from waltz_core.cli.output import show, show_json
@@ -27,6 +26,7 @@ from waltz_core.config import LocalConfig
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 from waltz_core.records.record import PartitionId
+from waltz_core.transport import net
 
 TIMEOUT_S: Final = 3.0
 # Long enough for a session to open or a partition to move, where nothing is in the way.

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeAlias, TypedDict, TypeVar
 
-from waltz_core import net
 from waltz_core.cli import transport
 from waltz_core.cli.storage_views import damaged_count
 from waltz_core.client.connections import ServerLink, ServerLinks
@@ -55,6 +54,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
+from waltz_core.transport import net
 from waltz_core.wire.admin_messages import (
     CheckCluster,
     Done,

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from waltz_core.cli.output import show_json, show_table
 from waltz_core.errors import BadConfig, RemoteProtocolError, Unreachable
-from waltz_core.net import split_address
+from waltz_core.transport.net import split_address
 
 ANSWER_S: Final = 10.0
 PAGE_BYTES_MAX: Final = 64 * 1024 * 1024

@@ -16,7 +16,6 @@ from typing import Final
 from waltz_core.cli import transport
 from waltz_core.cluster.rebuilding import NO_IDS, Ids, Log
 from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
-from waltz_core.net import Link
 from waltz_core.records.record import (
     RECORD_HEADER,
     REQ_ID,
@@ -25,6 +24,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
+from waltz_core.transport.net import Link
 from waltz_core.wire.messages import (
     DamageFound,
     Message,

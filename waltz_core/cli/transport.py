@@ -16,7 +16,10 @@ from contextvars import ContextVar
 from ssl import SSLContext
 from typing import Final
 
-from waltz_core import net, tls
+from waltz_core.transport import (
+    net,
+    tls,
+)
 from waltz_core.wire.messages import Surface
 
 _PLACE: Final[ContextVar[str]] = ContextVar("tls", default="")

@@ -18,7 +18,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from waltz_core import errors, tls
+from waltz_core import errors
 from waltz_core.client.appends import BatchOrder, Row
 from waltz_core.client.callbacks import AsyncCallbacks, check_callbacks, check_headers
 from waltz_core.client.catch_up import Recipient
@@ -63,6 +63,7 @@ from waltz_core.records.record import (
     PartitionId,
     TransactionId,
 )
+from waltz_core.transport import tls
 from waltz_core.wire.messages import RangeForm
 
 if TYPE_CHECKING:

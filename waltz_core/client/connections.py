@@ -26,7 +26,7 @@ from collections.abc import Callable, Container
 from ssl import SSLContext
 from typing import NamedTuple, TypeVar, cast
 
-from waltz_core import errors, net
+from waltz_core import errors
 from waltz_core.client import originals
 from waltz_core.client.original_link import OriginalLink
 from waltz_core.client.silence import Silences
@@ -37,6 +37,7 @@ from waltz_core.records.record import (
     PartitionId,
     ReqId,
 )
+from waltz_core.transport import net
 from waltz_core.wire.messages import AppendFollowing, ClientMessage, ErrorResponse, Message, Surface
 
 _log = logging.getLogger(__name__)

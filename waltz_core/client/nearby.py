@@ -32,10 +32,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core import (
-    errors,
-    handover,
-)
+from waltz_core import errors
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
@@ -43,6 +40,7 @@ from waltz_core.records.record import (
     PartitionId,
     TransactionId,
 )
+from waltz_core.transport import handover
 from waltz_core.wire.places import Place, encode_segment
 
 I64 = npt.NDArray[np.int64]

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from waltz_core import errors, net
+from waltz_core import errors
 from waltz_core.client.connections import ServerLink, ServerLinks
 from waltz_core.client.directory import Directory, Owner
 from waltz_core.client.originals import VERSION_MAX, MountState
@@ -40,6 +40,7 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
 )
+from waltz_core.transport import net
 from waltz_core.wire import messages
 from waltz_core.wire.messages import RangeForm
 

@@ -32,11 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core import (
-    errors,
-    handover,
-    net,
-)
+from waltz_core import errors
 from waltz_core.client.nearby import GRANT_BYTES, Grant, Nearby
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
@@ -50,6 +46,10 @@ from waltz_core.records.record import (
     ReqId,
     SessionId,
     TransactionId,
+)
+from waltz_core.transport import (
+    handover,
+    net,
 )
 from waltz_core.wire import messages
 from waltz_core.wire.messages import Buffer, RangeForm, Surface

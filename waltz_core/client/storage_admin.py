@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 from ssl import SSLContext
 from typing import Final, TypeVar
 
-from waltz_core import net
 from waltz_core.errors import (
     BadConfig,
     BadRequest,
@@ -23,7 +22,8 @@ from waltz_core.errors import (
     WaltzError,
     from_code,
 )
-from waltz_core.net import Link
+from waltz_core.transport import net
+from waltz_core.transport.net import Link
 from waltz_core.wire.admin_messages import (
     AdminMessage,
     Copied,

@@ -27,8 +27,8 @@ from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.connection import ConnectionDropped
 from kazoo.protocol.serialization import Connect
 
-from waltz_core import lookup
 from waltz_core.cluster.watchdog import Watchdog
+from waltz_core.transport import lookup
 
 _log = logging.getLogger(__name__)
 

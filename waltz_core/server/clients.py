@@ -21,7 +21,6 @@ from typing import Protocol, cast
 
 from waltz_core import errors
 from waltz_core.metrics import Metrics
-from waltz_core.net import Link
 from waltz_core.records.record import PartitionId
 from waltz_core.server.append_times import AppendTime
 from waltz_core.server.events import (
@@ -36,6 +35,7 @@ from waltz_core.server.events import (
 from waltz_core.server.flow import Admitted, Flow, FlowLimits
 from waltz_core.server.originals import VERSION_MAX, End, Frames, Original, Told, Unheard
 from waltz_core.server.replicas import Tasks
+from waltz_core.transport.net import Link
 from waltz_core.wire.messages import (
     AddPreferredRequest,
     AddPreferredResponse,

@@ -22,7 +22,7 @@ from dataclasses import replace
 from random import SystemRandom
 from typing import Final
 
-from waltz_core import errors, net, tls
+from waltz_core import errors
 from waltz_core.cluster.coordinator import ClusterView, Coordinator
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
@@ -55,6 +55,10 @@ from waltz_core.server.pace import Pace
 from waltz_core.server.partition import Partition
 from waltz_core.server.preferences import Preferences, within_reach
 from waltz_core.server.replicas import ReadLinks, is_reachable
+from waltz_core.transport import (
+    net,
+    tls,
+)
 from waltz_core.wire.messages import Surface
 
 _log = logging.getLogger(__name__)

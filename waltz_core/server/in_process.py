@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
-from waltz_core import errors, net
+from waltz_core import errors
 from waltz_core.config import MIB
 from waltz_core.driver import Driver
 from waltz_core.metrics import Metrics
@@ -49,6 +49,7 @@ from waltz_core.server.memory import REPLICA, MemoryLog, MemoryStore
 from waltz_core.server.pace import Pace
 from waltz_core.server.partition import Partition
 from waltz_core.server.replicas import Tasks
+from waltz_core.transport import net
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendRequest,

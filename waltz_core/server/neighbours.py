@@ -27,7 +27,6 @@ from collections.abc import Awaitable, Callable
 from ssl import SSLContext
 from typing import Final
 
-from waltz_core import net
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ServerDescriptor
 from waltz_core.cluster.reachability import Reachability, ReachBoard
@@ -35,6 +34,7 @@ from waltz_core.driver import loop_clock_ms
 from waltz_core.errors import BadConfig, TlsMismatch, WaltzError
 from waltz_core.records.record import ServerId
 from waltz_core.server.replicas import Tasks
+from waltz_core.transport import net
 from waltz_core.wire.messages import Surface
 
 _log = logging.getLogger(__name__)

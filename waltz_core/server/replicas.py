@@ -20,12 +20,15 @@ from ssl import SSLContext
 from typing import Any, Final, Protocol, TypeAlias
 
 from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
-from waltz_core.net import Link, dial
 from waltz_core.records.record import (
     ReplicaId,
     SessionId,
 )
 from waltz_core.replication import events as replication
+from waltz_core.transport.net import (
+    Link,
+    dial,
+)
 from waltz_core.wire.messages import (
     LockBlocks,
     LockBlocksRequest,

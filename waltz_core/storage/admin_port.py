@@ -18,10 +18,9 @@ from itertools import count
 from ssl import SSLContext
 from typing import Final, assert_never
 
-from waltz_core import errors, net
+from waltz_core import errors
 from waltz_core.driver import Driver
 from waltz_core.machine import Report
-from waltz_core.net import Link, Listener
 from waltz_core.records.record import (
     NO_SESSION,
     PartitionId,
@@ -34,6 +33,11 @@ from waltz_core.storage.scrub import ScrubState
 from waltz_core.storage.service import ADMINISTRATION, Identity
 from waltz_core.storage.serving import InThread, Serving
 from waltz_core.storage.work import ConnectionId, Request, Work
+from waltz_core.transport import net
+from waltz_core.transport.net import (
+    Link,
+    Listener,
+)
 from waltz_core.wire.admin_messages import AdminMessage, Refused
 from waltz_core.wire.messages import Message, Nack, RangeForm, RangeRaw, StorageMessage, Surface
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Final, TypeVar, assert_never
 from uuid import UUID
 
-from waltz_core import errors, handover, net, tls
+from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.starting import connected, patiently
@@ -38,7 +38,6 @@ from waltz_core.config import StorageConfig
 from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
-from waltz_core.net import Link
 from waltz_core.records.record import (
     FRAME_BYTES_MAX,
     PartitionId,
@@ -58,6 +57,12 @@ from waltz_core.storage.service import Event, Identity, StorageService
 from waltz_core.storage.serving import Serving, side_by_side
 from waltz_core.storage.work import ConnectionId, Request, Work
 from waltz_core.storage.writers import Outcome, Writers
+from waltz_core.transport import (
+    handover,
+    net,
+    tls,
+)
+from waltz_core.transport.net import Link
 from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
 from waltz_core.wire.places import SEGMENT_QUESTION_BYTES, decode_segment, door_of
 

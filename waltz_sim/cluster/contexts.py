@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from waltz_core import net
+    from waltz_core.transport import net
     from waltz_sim.cluster.cluster import SimCluster
     from waltz_sim.cluster.coordinator import Assignment
     from waltz_sim.cluster.workload import Ask

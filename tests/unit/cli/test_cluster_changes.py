@@ -7,12 +7,12 @@ from uuid import UUID
 
 import pytest
 
-from waltz_core import net
 from waltz_core.cli import cluster_changes
 from waltz_core.cli.changing import Command
 from waltz_core.cluster.creation import NewCluster, NewStorage
 from waltz_core.cluster.memory import MemoryZooKeeper
 from waltz_core.errors import BadConfig, Unreachable
+from waltz_core.transport import net
 from waltz_core.wire.messages import Surface
 
 OLD = "127.0.0.1:1"

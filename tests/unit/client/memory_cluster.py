@@ -11,7 +11,6 @@ from typing import NamedTuple
 from uuid import UUID
 
 from tests.patience import HANG_S
-from waltz_core import net
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.directory import ZooKeeperDirectory
 from waltz_core.cluster import model
@@ -36,6 +35,7 @@ from waltz_core.server.events import (
 from waltz_core.server.memory import REPLICA, MemoryLog, MemoryStore
 from waltz_core.server.pace import Pace
 from waltz_core.server.partition import Identity, Partition
+from waltz_core.transport import net
 from waltz_core.wire.messages import Surface
 
 KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")

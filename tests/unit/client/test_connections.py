@@ -7,9 +7,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.patience import HANG_S
-from waltz_core import errors, net
+from waltz_core import errors
 from waltz_core.client.connections import ServerLinks
 from waltz_core.records.record import CONTROL_SEQUENCE_MIN
+from waltz_core.transport import net
 from waltz_core.wire.messages import HighWaterMarkRequest, HighWaterMarkResponse, Surface
 
 

@@ -22,7 +22,6 @@ from tests.unit.client.memory_cluster import (
     memory_cluster,
 )
 from tests.unit.client.test_async_client import Applying, batch_of, told, until
-from waltz_core import net
 from waltz_core.client import Reason, appends, connections
 from waltz_core.cluster import model, zookeeper
 from waltz_core.cluster.coordinator import Coordinator
@@ -31,6 +30,7 @@ from waltz_core.records.record import (
     PartitionId,
     TransactionId,
 )
+from waltz_core.transport import net
 
 
 class Passage:

@@ -9,7 +9,6 @@ import pytest
 
 from tests.loops import on_loop, until
 from tests.ports import free_port
-from waltz_core import net
 from waltz_core.cluster import reachability
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ServerDescriptor
@@ -21,6 +20,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.server import neighbours
 from waltz_core.server.neighbours import Neighbours
+from waltz_core.transport import net
 from waltz_core.wire.messages import Surface
 
 HOST = "127.0.0.1"

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.loops import on_loop, until
-from waltz_core import net
 from waltz_core.errors import ClusterKeyMismatch, Unreachable
 from waltz_core.records.record import (
     GENESIS_CHAIN,
@@ -16,6 +15,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.server import replicas
 from waltz_core.server.replicas import ReadLinks
+from waltz_core.transport import net
 from waltz_core.wire.messages import (
     Nack,
     OpenRequest,

@@ -19,7 +19,7 @@ import ssl
 from collections.abc import Callable
 from typing import Final
 
-from waltz_core import tls
+from waltz_core.transport import tls
 
 _log = logging.getLogger(__name__)
 

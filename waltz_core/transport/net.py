@@ -28,7 +28,6 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import uvloop
 
-from waltz_core import lookup, tcp, tls
 from waltz_core.errors import (
     BadConfig,
     RemoteProtocolError,
@@ -36,7 +35,15 @@ from waltz_core.errors import (
     Unreachable,
     WaltzError,
 )
-from waltz_core.tls_port import BACKLOG, TlsPort
+from waltz_core.transport import (
+    lookup,
+    tcp,
+    tls,
+)
+from waltz_core.transport.tls_port import (
+    BACKLOG,
+    TlsPort,
+)
 from waltz_core.wire.connection import (
     FOUND_TLS,
     Connection,
