@@ -6,21 +6,21 @@ import random
 import socket
 from typing import Final
 
-from waltz_core import local_ports
+from waltz_core.local import ports
 
 # Workers of one run share the machine's ports, and a port is nobody's while its daemon is away. So
 # all of them draw below the ports that commands draw from, which tests give as their users do.
 _LOWEST: Final = 5_000
 _WORKER: Final = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _WORKERS: Final = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-_SHARE: Final = (local_ports.FIRST - _LOWEST) // _WORKERS
+_SHARE: Final = (ports.FIRST - _LOWEST) // _WORKERS
 _FIRST: Final = _LOWEST + _WORKER * _SHARE
 _drawn: set[int] = set()
 
 
 def keep_apart() -> None:
     """Have clusters in this process draw from its share of the ports."""
-    local_ports.FIRST, local_ports.LAST = _FIRST, _FIRST + _SHARE - 1
+    ports.FIRST, ports.LAST = _FIRST, _FIRST + _SHARE - 1
 
 
 def free_port() -> int:

@@ -12,7 +12,7 @@ from tests.patience import HANG_S
 from waltz_core.cluster.storages import Layout
 from waltz_core.cluster.zookeeper import connected
 from waltz_core.local import LocalCluster
-from waltz_core.local_ports import is_free
+from waltz_core.local.ports import is_free
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,11 @@ import pytest
 
 from tests.fault.load import command, wait_until
 from tests.patience import HANG_S, slowness
-from waltz_core import local_ports
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
-from waltz_core.local import LOOPBACK, LocalCluster, Member, cluster, running, start_of
-from waltz_core.local_ports import is_free
-from waltz_core.zookeeper_process import zookeeper_config
+from waltz_core.local import LOOPBACK, LocalCluster, Member, cluster, ports, running, start_of
+from waltz_core.local.ports import is_free
+from waltz_core.local.zookeeper_process import zookeeper_config
 
 pytestmark = pytest.mark.fault
 # `WALTZ_LOCAL_CYCLES=20` is the long version.
@@ -227,7 +226,7 @@ def test_up_draws_again_what_another_program_has_taken_meanwhile(directory: Path
 
 
 def test_a_port_base_names_all_ports(directory: Path):
-    base = local_ports.FIRST + 100
+    base = ports.FIRST + 100
     while not all(is_free(base + offset, LOOPBACK) for offset in range(6)):
         base += 6
     with taken(base + 3):

@@ -44,7 +44,7 @@ ONE_DOOR = {
         "waltz_spark/unpacking.py",
     ),
     "prometheus_client": ("waltz_core/metrics.py",),
-    "psutil": ("waltz_core/local.py",),
+    "psutil": ("waltz_core/local/local_cluster.py",),
     "py4j": ("waltz_spark/unwrapping.py",),
     "sqlalchemy": ("waltz_core/client/sql.py", "waltz_core/cli/sql_view.py"),
 }

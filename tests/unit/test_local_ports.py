@@ -4,28 +4,27 @@ import asyncio
 import socket
 
 from tests.ports import free_port
-from waltz_core import local_ports
-from waltz_core.local import LOOPBACK
+from waltz_core.local import LOOPBACK, ports
 
 
 def test_a_held_port_is_not_held_twice_and_a_daemon_listens_at_it():
     port = free_port()
-    held = local_ports.hold(port, LOOPBACK)
+    held = ports.hold(port, LOOPBACK)
     assert held is not None
     with held:
-        assert local_ports.hold(port, LOOPBACK) is None
-        assert local_ports.is_free(port, LOOPBACK)
+        assert ports.hold(port, LOOPBACK) is None
+        assert ports.is_free(port, LOOPBACK)
 
         async def listen():
             async with await asyncio.start_server(lambda *_: None, LOOPBACK, port):
-                assert not local_ports.is_free(port, LOOPBACK)
+                assert not ports.is_free(port, LOOPBACK)
 
         asyncio.run(listen())
-    again = local_ports.hold(port, LOOPBACK)
+    again = ports.hold(port, LOOPBACK)
     assert again is not None
     again.close()
 
 
 def test_a_port_at_which_another_program_listens_is_not_held():
     with socket.create_server((LOOPBACK, 0)) as other:
-        assert local_ports.hold(other.getsockname()[1], LOOPBACK) is None
+        assert ports.hold(other.getsockname()[1], LOOPBACK) is None

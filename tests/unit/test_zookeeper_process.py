@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from waltz_core.errors import BadConfig
-from waltz_core.zookeeper_process import (
+from waltz_core.local.zookeeper_process import (
     JAVA_OPTIONS,
     MAIN_CLASS,
     command,
@@ -58,7 +58,7 @@ def test_a_directory_that_java_cannot_name_is_refused():
 def test_java_names_files_as_python_does(given, told):
     """Without a locale at all Python itself has chosen one, and told its children of it."""
     program = (
-        "from waltz_core.zookeeper_process import environment as of;"
+        "from waltz_core.local.zookeeper_process import environment as of;"
         "print(of().get('LC_ALL'), of().get('LC_CTYPE'))"
     )
     clean = {

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from waltz_core import zookeeper_process
 from waltz_core.errors import BadConfig
+from waltz_core.local import zookeeper_process
 
 
 def add(command: argparse.ArgumentParser) -> None:

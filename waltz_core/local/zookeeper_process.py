@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from waltz_core import local_ports
 from waltz_core.errors import BadConfig
+from waltz_core.local import ports
 
 MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 # One collector thread, and no second compiler: it starts with 0.85 s of CPU instead of 1.4.
@@ -147,7 +147,7 @@ def check_port(config: Path) -> None:
     lines = config.read_text(encoding="latin-1").splitlines()
     values = dict(each.partition("=")[::2] for each in lines if not each.startswith("#"))
     port, host = values.get("clientPort", ""), values.get("clientPortAddress", "")
-    if port.isdecimal() and not local_ports.is_free_soon(int(port), host):
+    if port.isdecimal() and not ports.is_free_soon(int(port), host):
         raise BadConfig(f"{config}: port {port} of ZooKeeper is taken by another program")
 
 

@@ -33,11 +33,15 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 
 import psutil
 
-from waltz_core import local_ports
 from waltz_core.cluster.connect_string import ConnectString
 from waltz_core.config import render_toml
 from waltz_core.errors import BadConfig, Unreachable, WaltzError
-from waltz_core.zookeeper_process import Peer, write_node_number, zookeeper_config
+from waltz_core.local import ports
+from waltz_core.local.zookeeper_process import (
+    Peer,
+    write_node_number,
+    zookeeper_config,
+)
 
 if TYPE_CHECKING:
     import socket
@@ -443,10 +447,10 @@ class LocalCluster:
 
     def _named(self, port: int) -> int:
         """Return a port that was named by the port base, and hold it."""
-        held = local_ports.hold(port, self._host)
+        held = ports.hold(port, self._host)
         if held is not None:
             self._held.append(held)
-        elif not local_ports.is_free(port, self._host):  # else old connections linger there
+        elif not ports.is_free(port, self._host):  # else old connections linger there
             raise BadConfig(
                 f"--port-base {self._port_base}: port {port} is taken by another program. "
                 "Hint: give another port base, or none."
@@ -456,7 +460,7 @@ class LocalCluster:
     def _usual(self, usual: int | None) -> int:
         """Return the usual port where it is free, another one where it is not, and hold it."""
         if self._usual_ports and usual is not None:
-            held = local_ports.hold(usual, self._host)
+            held = ports.hold(usual, self._host)
             if held is not None:
                 self._held.append(held)
                 return usual
@@ -465,7 +469,7 @@ class LocalCluster:
     def _draw(self, taken: set[int]) -> int:
         """Return a free port that no member has, and hold it."""
         host = self._host if self._state is None else self._state.host
-        port, held = local_ports.draw(taken, host)
+        port, held = ports.draw(taken, host)
         self._held.append(held)
         return port
 
@@ -489,7 +493,7 @@ class LocalCluster:
         state = self._loaded()
         for name in PORTS:
             port: int = getattr(member, name)
-            if not port or local_ports.is_free_soon(port, state.host):
+            if not port or ports.is_free_soon(port, state.host):
                 continue
             if reason := self._why_fixed(member, name):
                 raise BadConfig(
@@ -642,7 +646,7 @@ class LocalCluster:
                 say(f"waiting for {', '.join(each.name for each in waiting)}")
                 next_line += SAY_EVERY_S
             # It listens there only after it has opened its directory and registered.
-            waiting = [each for each in waiting if local_ports.is_free(each.admin_port, host)]
+            waiting = [each for each in waiting if ports.is_free(each.admin_port, host)]
             time.sleep(0.05)
         self._check_alive(started)
 

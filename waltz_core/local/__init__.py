@@ -1,0 +1,9 @@
+"""A whole cluster on this machine: a real ZooKeeper, storages and servers, each its own process.
+
+`local_cluster.py` starts and stops it, `zookeeper_process.py` runs the ZooKeeper that comes with
+PySpark, and `ports.py` finds free ports.
+"""
+
+from waltz_core.local.local_cluster import LocalCluster, Member, running
+
+__all__ = ["LocalCluster", "Member", "running"]
