@@ -19,7 +19,8 @@ from tests.fault.load import command, wait_until
 from tests.patience import HANG_S, slowness
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
-from waltz_core.local import LOOPBACK, LocalCluster, Member, cluster, ports, running, start_of
+from waltz_core.local import LocalCluster, Member, cluster, ports, running
+from waltz_core.local.local_cluster import LOOPBACK, start_of
 from waltz_core.local.ports import is_free
 from waltz_core.local.zookeeper_process import zookeeper_config
 

@@ -4,7 +4,8 @@ import asyncio
 import socket
 
 from tests.ports import free_port
-from waltz_core.local import LOOPBACK, ports
+from waltz_core.local import ports
+from waltz_core.local.local_cluster import LOOPBACK
 
 
 def test_a_held_port_is_not_held_twice_and_a_daemon_listens_at_it():

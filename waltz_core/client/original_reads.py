@@ -20,7 +20,7 @@ import asyncio
 import struct
 from collections.abc import Sequence
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, TYPE_CHECKING
 
 import numpy as np
 
@@ -40,9 +40,11 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
 )
-from waltz_core.transport import net
 from waltz_core.wire import messages
 from waltz_core.wire.messages import RangeForm
+
+if TYPE_CHECKING:
+    from waltz_core.transport import net
 
 # Rule 3.
 QUESTIONS_MAX = 64

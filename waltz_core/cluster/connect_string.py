@@ -30,8 +30,8 @@ _NEXT_OPTION = re.compile("&(?=auth=|tls=)")
 class ConnectString:
     """Where a cluster is: ZooKeeper's hosts, each "host:port", and the cluster's root.
 
-    `tls` is how its servers and storages are spoken to, as `waltz_core.transport.tls` reads it; empty: it
-    does not say.
+    `tls` is how its servers and storages are spoken to, as `waltz_core.transport.tls` reads it;
+    empty: it does not say.
     """
 
     hosts: tuple[str, ...]

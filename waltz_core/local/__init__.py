@@ -4,6 +4,6 @@
 PySpark, and `ports.py` finds free ports.
 """
 
-from waltz_core.local.local_cluster import LocalCluster, Member, running
+from waltz_core.local.local_cluster import LocalCluster, Member, cluster, running
 
-__all__ = ["LocalCluster", "Member", "running"]
+__all__ = ["LocalCluster", "Member", "cluster", "running"]
