@@ -10,8 +10,8 @@ from pathlib import Path
 from waltz_core.cluster.findings import KINDS as FINDINGS
 from waltz_core.cluster.paths import ZNODES
 from waltz_core.config import KINDS
+from waltz_core.config.settings import sample_toml
 from waltz_core.local.zookeeper_process import zookeeper_config
-from waltz_core.settings import sample_toml
 from waltz_spark.option_table import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -35,7 +35,7 @@ from waltz_core.client.feed import Consumer, Run, Verdict
 from waltz_core.client.opening import Opening
 from waltz_core.client.sync_client import WaltzClient
 from waltz_core.client.verdicts import reason_of
-from waltz_core.config import ClientConfig
+from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import (
     PartitionId,
     TransactionId,

@@ -26,8 +26,8 @@ from tests.chaos.network import Machine, Network, environment
 from tests.patience import HANG_S, slowness
 from tests.spark.places import die_with_parent
 from waltz_core.client import WaltzClient
-from waltz_core.cluster.connect_string import ConnectString
 from waltz_core.config import ClientConfig, render_toml
+from waltz_core.config.connect_string import ConnectString
 from waltz_core.errors import WaltzError
 from waltz_core.local.zookeeper_process import (
     Peer,

@@ -233,7 +233,7 @@ def test_another_cluster_another_process_and_a_broken_file_are_refused(tmp_path)
 def test_it_does_not_run_without_its_assertions(tmp_path):
     program = (
         "from waltz_core.storage.daemon import run\n"
-        "from waltz_core.config import StorageConfig\n"
+        "from waltz_core.config.declarations import StorageConfig\n"
         f"run(StorageConfig(connect='nowhere:1/none', directory={str(tmp_path / 'x')!r}))\n"
     )
     done = subprocess.run(

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from tests.loops import until
+from waltz_core.config.host_names import check_host
 from waltz_core.errors import Unreachable
-from waltz_core.host_names import check_host
 from waltz_core.transport import (
     lookup,
     net,

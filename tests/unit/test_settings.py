@@ -6,8 +6,16 @@ from typing import ClassVar
 
 import pytest
 
+from waltz_core.config.settings import (
+    Config,
+    Shown,
+    load,
+    nearest,
+    render,
+    sample_toml,
+    setting,
+)
 from waltz_core.errors import BadConfig
-from waltz_core.settings import Config, Shown, load, nearest, render, sample_toml, setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from waltz_core.cli.output import ranges_of
 from waltz_core.client.storage_admin import administered
 from waltz_core.cluster import changes
 from waltz_core.cluster.changes import Placement, Plan
-from waltz_core.cluster.connect_string import split_address
 from waltz_core.cluster.storages import Layout
+from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig, BadRequest, Unreachable, WaltzError
 from waltz_core.records.record import (
     PartitionId,

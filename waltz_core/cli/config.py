@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 from waltz_core.cli.output import show_json, show_table
-from waltz_core.config import KINDS
-from waltz_core.settings import load
+from waltz_core.config.declarations import KINDS
+from waltz_core.config.settings import load
 
 
 def add(command: argparse.ArgumentParser) -> None:

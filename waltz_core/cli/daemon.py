@@ -17,8 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from waltz_core.config.settings import (
+    Config,
+    load,
+)
 from waltz_core.errors import BadConfig
-from waltz_core.settings import Config, load
 
 _log = logging.getLogger(__name__)
 

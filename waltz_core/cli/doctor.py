@@ -22,7 +22,7 @@ from waltz_core.cli.output import show, show_json
 from waltz_core.cluster.diagnosis import diagnose, summary
 from waltz_core.cluster.facts import Facts, ServerFacts
 from waltz_core.cluster.findings import KINDS, Finding
-from waltz_core.config import LocalConfig
+from waltz_core.config.declarations import LocalConfig
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 from waltz_core.records.record import PartitionId

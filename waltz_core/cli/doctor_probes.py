@@ -22,7 +22,6 @@ from waltz_core.cli.storage_views import damaged_count
 from waltz_core.client.connections import ServerLink, ServerLinks
 from waltz_core.client.storage_admin import StorageAdmin, administered
 from waltz_core.cluster import changes, zookeeper
-from waltz_core.cluster.connect_string import ConnectString, parse_connect_string, split_address
 from waltz_core.cluster.coordinator import ClusterView, Coordinator, PartitionView, ServersView
 from waltz_core.cluster.facts import (
     ClusterFacts,
@@ -38,6 +37,11 @@ from waltz_core.cluster.facts import (
 )
 from waltz_core.cluster.reachability import Report
 from waltz_core.cluster.storages import Layout
+from waltz_core.config.connect_string import (
+    ConnectString,
+    parse_connect_string,
+    split_address,
+)
 from waltz_core.errors import (
     ClusterKeyMismatch,
     NoCluster,

@@ -7,10 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 
 from waltz_core.cli.output import say, show, show_json, show_table
-from waltz_core.config import LocalConfig
+from waltz_core.config.declarations import LocalConfig
+from waltz_core.config.settings import (
+    Loaded,
+    load,
+)
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
-from waltz_core.settings import Loaded, load
 
 # flag -> setting; all of them are fixed for the life of a directory
 FIXED = {

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from waltz_core.settings import nearest
+from waltz_core.config.settings import nearest
 
 NOT_UNDERSTOOD = 2
 WHICH_CLUSTER = (

@@ -7,7 +7,7 @@ import argparse
 from typing import TypeAlias
 
 from waltz_core.cli.daemon import add_run, run_daemon, spare_threads
-from waltz_core.config import ServerConfig
+from waltz_core.config.declarations import ServerConfig
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

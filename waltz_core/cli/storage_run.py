@@ -8,7 +8,7 @@ import argparse
 from typing import TypeAlias
 
 from waltz_core.cli.daemon import add_run, run_daemon, spare_threads
-from waltz_core.config import StorageConfig
+from waltz_core.config.declarations import StorageConfig
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple, TypeAlias
 from waltz_core.cli.changing import CONNECT_WAIT_S, add_wait, recorded
 from waltz_core.cli.transport import add_tls
 from waltz_core.cluster import zookeeper
-from waltz_core.cluster.connect_string import split_address
 from waltz_core.cluster.coordinator import ClusterView
 from waltz_core.cluster.model import ReplicaAssignments
+from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig
 from waltz_core.records.record import ReplicaId
 

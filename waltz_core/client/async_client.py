@@ -58,7 +58,7 @@ from waltz_core.client.transaction import (
     each_of,
     partition_of,
 )
-from waltz_core.config import ClientConfig
+from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import (
     PartitionId,
     TransactionId,

@@ -23,7 +23,7 @@ from waltz_core.client.outage import Outage
 from waltz_core.client.partition import ClientPartition
 from waltz_core.client.ranges import RangeQuery
 from waltz_core.client.requests import Requests
-from waltz_core.config import ClientConfig
+from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.raw_records import (
     FEED_HEADER_DTYPE,
     HEADER_DTYPE,

@@ -20,7 +20,7 @@ from typing import Any
 from waltz_core.cluster import zookeeper
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.writes import TaskState, WriteState, check_name
-from waltz_core.config import ClientConfig
+from waltz_core.config.declarations import ClientConfig
 from waltz_core.errors import ConnectionSuperseded, Unreachable
 
 SEQUENCES_OF_ATTEMPT = 1 << 32

@@ -28,11 +28,11 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 
 from waltz_core import errors
 from waltz_core.cluster import zookeeper
-from waltz_core.cluster.connect_string import parse_connect_string
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.sharing import Shared
-from waltz_core.config import ClientConfig
+from waltz_core.config.connect_string import parse_connect_string
+from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import (
     Generation,
     PartitionId,

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 
 from waltz_core import errors
-from waltz_core.config import ClientConfig
+from waltz_core.config.declarations import ClientConfig
 
 HOW_TO_OPEN = (
     "use `async with AsyncWaltzClient.connect(...) as client`, or "

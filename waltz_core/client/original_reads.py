@@ -20,7 +20,7 @@ import asyncio
 import struct
 from collections.abc import Sequence
 from itertools import count
-from typing import NamedTuple, TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 

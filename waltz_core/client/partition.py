@@ -29,7 +29,7 @@ from waltz_core.client.events import Phase, StreamSettings
 from waltz_core.client.monitor import Parcel
 from waltz_core.client.outage import QUIET_S, Outage
 from waltz_core.client.stream import PartitionStream
-from waltz_core.config import ClientConfig
+from waltz_core.config.declarations import ClientConfig
 from waltz_core.driver import Driver
 from waltz_core.machine import Report
 from waltz_core.records.record import (

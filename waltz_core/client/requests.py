@@ -37,7 +37,7 @@ from waltz_core.client.ranges import (
     chunk_of_server,
     server_request,
 )
-from waltz_core.config import NO_GROUP, ClientConfig
+from waltz_core.config.declarations import NO_GROUP, ClientConfig
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,

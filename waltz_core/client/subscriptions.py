@@ -20,7 +20,7 @@ from waltz_core.client.catch_up import CatchUp, Recipient
 from waltz_core.client.data_cache import DATA_BYTES_MAX, DataBudget, DataCache
 from waltz_core.client.partition import ClientPartition
 from waltz_core.client.requests import Requests
-from waltz_core.config import ClientConfig
+from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import (
     PartitionId,
     TransactionId,

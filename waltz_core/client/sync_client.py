@@ -56,7 +56,7 @@ from waltz_core.client.transaction import (
     TransactionContext,
     check_context,
 )
-from waltz_core.config import ClientConfig
+from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import (
     PartitionId,
     TransactionId,

@@ -20,7 +20,6 @@ from statistics import median
 from typing import Final
 
 from waltz_core.cluster import changes, rebuilding
-from waltz_core.cluster.connect_string import parse_connect_string, split_address
 from waltz_core.cluster.facts import (
     ClusterFacts,
     Facts,
@@ -34,6 +33,10 @@ from waltz_core.cluster.facts import (
 )
 from waltz_core.cluster.findings import KINDS, Finding, finding
 from waltz_core.cluster.standing import Lack, Standing, lack_of
+from waltz_core.config.connect_string import (
+    parse_connect_string,
+    split_address,
+)
 from waltz_core.records.record import (
     PartitionId,
     ReplicaId,

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from waltz_core.cluster import zookeeper
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.config import ServerConfig, StorageConfig
+from waltz_core.config.declarations import ServerConfig, StorageConfig
 from waltz_core.errors import Unavailable
 
 _log = logging.getLogger(__name__)

@@ -43,7 +43,6 @@ from kazoo.protocol.states import ZnodeStat
 from kazoo.security import ACL, CREATOR_ALL_ACL, OPEN_ACL_UNSAFE, Id, Permissions
 
 from waltz_core import errors
-from waltz_core.cluster.connect_string import ConnectString, parse_connect_string
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.credentials import SCHEME, Credentials, Grant, parse_credentials
 from waltz_core.cluster.kazoo_connection import Handler, Hooks, clock_ms
@@ -62,6 +61,10 @@ from waltz_core.cluster.znodes import (
     Set,
     Signal,
     StateCallback,
+)
+from waltz_core.config.connect_string import (
+    ConnectString,
+    parse_connect_string,
 )
 
 CONNECT_TIMEOUT_MS = 10_000

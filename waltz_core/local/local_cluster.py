@@ -33,8 +33,8 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 
 import psutil
 
-from waltz_core.cluster.connect_string import ConnectString
-from waltz_core.config import render_toml
+from waltz_core.config.connect_string import ConnectString
+from waltz_core.config.declarations import render_toml
 from waltz_core.errors import BadConfig, Unreachable, WaltzError
 from waltz_core.local import ports
 from waltz_core.local.zookeeper_process import (

@@ -28,7 +28,7 @@ from waltz_core.cluster.membership import ServersView
 from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.cluster.sharing import Shared
 from waltz_core.cluster.starting import connected, patiently
-from waltz_core.config import NO_GROUP, ServerConfig
+from waltz_core.config.declarations import NO_GROUP, ServerConfig
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.records.record import (

@@ -19,7 +19,7 @@ from random import Random
 from typing import Final
 
 from waltz_core import errors
-from waltz_core.config import MIB
+from waltz_core.config.declarations import MIB
 from waltz_core.driver import Driver
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import (

@@ -34,7 +34,7 @@ from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.model import ReplicaAssignments
 from waltz_core.cluster.starting import connected, patiently
-from waltz_core.config import StorageConfig
+from waltz_core.config.declarations import StorageConfig
 from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages

@@ -30,10 +30,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from waltz_core.cluster.connect_string import parse_connect_string
-from waltz_core.config import ServerConfig, StorageConfig, TlsConfig
+from waltz_core.config.connect_string import parse_connect_string
+from waltz_core.config.declarations import ServerConfig, StorageConfig, TlsConfig
+from waltz_core.config.settings import load
 from waltz_core.errors import BadConfig
-from waltz_core.settings import load
 
 _log = logging.getLogger(__name__)
 

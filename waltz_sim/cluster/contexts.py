@@ -24,7 +24,7 @@ from waltz_core.client.directory import Changed, ClusterInfo, Owner
 from waltz_core.client.requests import Requests
 from waltz_core.client.subscriptions import Subscriptions
 from waltz_core.client.transaction import AsyncTransaction, TransactionBuilder, TransactionContext
-from waltz_core.config import KIB, ClientConfig
+from waltz_core.config.declarations import KIB, ClientConfig
 from waltz_core.records.record import (
     BEFORE_FIRST,
     PartitionId,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from waltz_core.cluster.connect_string import (
+from waltz_core.config.connect_string import (
     ConnectString,
     parse_connect_string,
     split_address,

@@ -16,9 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from waltz_core.config.host_names import check_host
+from waltz_core.config.settings import (
+    Config,
+    nearest,
+    render,
+    setting,
+)
 from waltz_core.errors import BadConfig
-from waltz_core.host_names import check_host
-from waltz_core.settings import Config, nearest, render, setting
 
 KIB = 1024
 MIB = 1024 * KIB

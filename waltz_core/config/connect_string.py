@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 
 from waltz_core import errors
-from waltz_core.host_names import check_host
+from waltz_core.config.host_names import check_host
 
 EXPECTED = "expected host:port[,host:port]/root, such as zk1:2181,zk2:2181/waltz/payments"
 

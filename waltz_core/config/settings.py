@@ -1,6 +1,6 @@
 """How settings are declared, put together from their sources, shown, and written.
 
-Why it stands alone: `config.py` is then a list that a person can read. Nothing here knows a
+Why it stands alone: `declarations.py` is then a list that a person can read. Nothing here knows a
 setting by name, but for `connect`, which everything has.
 
 Rules:
@@ -232,7 +232,7 @@ def sample_toml(config_type: type[Config]) -> str:
     doc = (config_type.__doc__ or "").strip()
     lines = [
         f"# {doc}",
-        "# Written by `make docs` from waltz_core/config.py. A line in comment shows the default.",
+        "# Written by `make docs`. A line in comment shows the default.",
     ]
     for each in sorted(fields(config_type), key=lambda found: not found.metadata["example"]):
         lines.append("")
