@@ -12,8 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
-from waltz_core.cluster import zookeeper
-from waltz_core.cluster.model import MarkerState, PartitionMarker, PartitionMetadata, ReplicaState
+from waltz_core.cluster.nodes.model import (
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaState,
+)
+from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.local import LocalCluster
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -60,7 +65,7 @@ def forge(cluster: LocalCluster, last: int) -> None:
 
 
 async def _into_zookeeper(connect: str) -> tuple[UUID, list[str]]:
-    async with zookeeper.connected(connect) as coordinator:
+    async with zookeeper_session.connected(connect) as coordinator:
         store = (await coordinator.read_cluster()).store
         assignment = (await coordinator.read_replica_assignment()).partitions
         marker = PartitionMarker(MarkerState.OPEN, SESSION)

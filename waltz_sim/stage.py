@@ -16,8 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.client import events as client_events
-from waltz_core.cluster.model import PartitionMetadata
-from waltz_core.cluster.rebuilding import Verdict
+from waltz_core.cluster.change.rebuilding import Verdict
+from waltz_core.cluster.nodes.model import PartitionMetadata
 from waltz_core.errors import BadFormat
 from waltz_core.records.record import (
     BEFORE_FIRST,

@@ -20,7 +20,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.client import events as client_events
-from waltz_core.cluster.model import UNRESOLVED, PartitionMarker, PartitionMetadata, ReplicaState
+from waltz_core.cluster.nodes.model import (
+    UNRESOLVED,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaState,
+)
 from waltz_core.errors import OutcomeUnknown, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import (

@@ -9,8 +9,8 @@ from typing import Any
 
 from tests.fault.load import Story, command, segments, shown, wait_until
 from tests.patience import HANG_S
-from waltz_core.cluster.storages import Layout
-from waltz_core.cluster.zookeeper import connected
+from waltz_core.cluster.change.storages import Layout
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster
 from waltz_core.local.ports import is_free
 

@@ -32,9 +32,9 @@ from tests.fault.load import command, wait_until
 from tests.fault.threads import let_threads_go, stop_threads
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
-from waltz_core.cluster.model import PartitionMetadata
-from waltz_core.cluster.storages import Layout
-from waltz_core.cluster.zookeeper import connected
+from waltz_core.cluster.change.storages import Layout
+from waltz_core.cluster.nodes.model import PartitionMetadata
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster
 from waltz_core.records.record import (
     PartitionId,

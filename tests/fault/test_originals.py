@@ -15,8 +15,8 @@ from tests.loops import until
 from tests.original_client import OriginalClient, Req
 from tests.patience import HANG_S
 from waltz_core.client import BYTES, AsyncCallbacks, AsyncWaltzClient, lock, transactional
-from waltz_core.cluster.membership import ServersView
-from waltz_core.cluster.zookeeper import connected
+from waltz_core.cluster.membership.registration import ServersView
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster, running
 from waltz_core.records.raw_records import (
     HEADER_DTYPE,

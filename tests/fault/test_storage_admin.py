@@ -11,8 +11,8 @@ import pytest
 from tests.fault.load import all_engaged, command, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
-from waltz_core.cluster.model import ReplicaAssignments
-from waltz_core.cluster.zookeeper import connected
+from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster, running
 from waltz_core.records.record import (
     PartitionId,

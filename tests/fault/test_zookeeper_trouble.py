@@ -23,7 +23,7 @@ from tests.fault.load import Load, Story, command, role, shown, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.coordinator import ServersView
-from waltz_core.cluster.zookeeper import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig, WaltzError
 from waltz_core.local import LocalCluster, Member, running

@@ -23,7 +23,7 @@ from tests.ports import free_port
 from waltz_core import errors
 from waltz_core.cli.storage_views import damaged_count
 from waltz_core.client.storage_admin import administered, copy_partition
-from waltz_core.cluster.zookeeper import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.records.record import (
     BEFORE_FIRST,
     PartitionId,

@@ -21,11 +21,14 @@ from tests.patience import HANG_S
 from tests.ports import free_port
 from tests.storage_owner import Owner, records_of
 from waltz_core import errors
-from waltz_core.cluster import model
+from waltz_core.cluster.change.creation import (
+    NewCluster,
+    NewStorage,
+)
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.creation import NewCluster, NewStorage
-from waltz_core.cluster.model import ReplicaAssignments
-from waltz_core.cluster.zookeeper import connected
+from waltz_core.cluster.nodes import model
+from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.config import StorageConfig
 from waltz_core.records.record import (
     BEFORE_FIRST,

@@ -19,10 +19,17 @@ from tests.integration.conftest import ZooKeeperProcess
 from tests.loops import until
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.cluster import zookeeper as door
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.memory import MemoryZooKeeper
-from waltz_core.cluster.znodes import Create, Delete, Operation, SessionState, Set, Znodes
+from waltz_core.cluster.nodes.znodes import (
+    Create,
+    Delete,
+    Operation,
+    SessionState,
+    Set,
+    Znodes,
+)
+from waltz_core.cluster.zookeeper import zookeeper_session as door
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 pytestmark = pytest.mark.zookeeper
 

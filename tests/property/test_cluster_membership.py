@@ -8,10 +8,20 @@ import pytest
 
 from tests.cluster_contract import KEY, Inbox, descriptor, running
 from waltz_core import errors
+from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.creation import NewCluster
-from waltz_core.cluster.memory import MemorySession, MemoryZooKeeper, WriteFault
-from waltz_core.cluster.znodes import Children, Node, Operation, SessionState, Signal
+from waltz_core.cluster.nodes.znodes import (
+    Children,
+    Node,
+    Operation,
+    SessionState,
+    Signal,
+)
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
+    MemorySession,
+    MemoryZooKeeper,
+    WriteFault,
+)
 
 ROOT = "/w"
 PARTITION_COUNT = 7

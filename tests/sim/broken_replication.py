@@ -1,8 +1,11 @@
 """Rules of replication and of store sessions, each broken alone."""
 
 from tests.sim.switches import Patches, instead, nothing, switch
-from waltz_core.cluster import rebuilding
-from waltz_core.cluster.model import UNRESOLVED, ReplicaState
+from waltz_core.cluster.change import rebuilding
+from waltz_core.cluster.nodes.model import (
+    UNRESOLVED,
+    ReplicaState,
+)
 from waltz_core.replication import claim, partition_store, recovery, repair, store_session
 from waltz_core.replication.events import Committed
 from waltz_core.replication.partition_store import PartitionStore, _Waiting

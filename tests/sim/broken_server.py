@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from tests.sim.switches import Patches, instead, nothing, switch
-from waltz_core.cluster.watchdog import Watchdog
+from waltz_core.cluster.zookeeper.watchdog import Watchdog
 from waltz_core.records.batches import LockColumn
 from waltz_core.records.lock_blocks import Blocks
 from waltz_core.server import append, judging

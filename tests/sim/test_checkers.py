@@ -8,7 +8,12 @@ import pytest
 
 from waltz_core.client import events as client_events
 from waltz_core.client.monitor import BatchOutcome
-from waltz_core.cluster.model import UNRESOLVED, MarkerState, PartitionMarker, ReplicaState
+from waltz_core.cluster.nodes.model import (
+    UNRESOLVED,
+    MarkerState,
+    PartitionMarker,
+    ReplicaState,
+)
 from waltz_core.errors import ClientAhead, DataLoss, DiskFailed, LockFailed, Unreachable
 from waltz_core.records.record import (
     GENESIS_CHAIN,

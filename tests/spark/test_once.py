@@ -18,7 +18,7 @@ import waltz_core.local
 from tests.patience import HANG_S
 from tests.spark.in_log import in_log
 from waltz_core.client import WaltzClient, begin_write, end_write, forget_writes
-from waltz_core.cluster import zookeeper
+from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadRequest, ConnectionSuperseded
 from waltz_spark.options import parse_write
 from waltz_spark.writer.batch import DAY_MS, Named, WaltzBatchWriter, finish, forget, new_job
@@ -309,7 +309,7 @@ def test_a_write_that_an_earlier_version_has_finished_is_done(
 
 
 async def kept_ms(connect: str, write: str) -> int | None:
-    async with zookeeper.connected(connect) as coordinator:
+    async with zookeeper_session.connected(connect) as coordinator:
         state = await coordinator.writes.read(write)
         return None if state is None else state.keep_ms
 

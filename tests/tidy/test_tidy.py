@@ -36,7 +36,10 @@ CHANGES = {"acquire", "next", "pop", "popitem", "popleft", "remove", "send", "se
 ONE_DOOR = {
     # A second CRC-32: who verifies a disk shares no code with who has written it.
     "crcmod": ("waltz_core/offline/layout.py",),
-    "kazoo": ("waltz_core/cluster/zookeeper.py", "waltz_core/cluster/kazoo_connection.py"),
+    "kazoo": (
+        "waltz_core/cluster/zookeeper/zookeeper_session.py",
+        "waltz_core/cluster/zookeeper/kazoo_connection.py",
+    ),
     "nats": ("waltz_core/cli/nats_peer.py",),
     "msgpack": (
         "waltz_core/client/serializers.py",

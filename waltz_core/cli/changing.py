@@ -24,11 +24,14 @@ from dataclasses import dataclass, field
 from waltz_core.cli.output import say, show, show_json
 from waltz_core.cli.parsing import WHICH_CLUSTER
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cluster import zookeeper
-from waltz_core.cluster.audit import DONE, AuditEntry
-from waltz_core.cluster.changes import Plan
+from waltz_core.cluster.change.audit import (
+    DONE,
+    AuditEntry,
+)
+from waltz_core.cluster.change.changes import Plan
+from waltz_core.cluster.change.storages import Progress
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.storages import Progress
+from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 from waltz_core.transport import net
 
@@ -230,4 +233,4 @@ def _now_ms() -> int:
 
 def connected(connect: str) -> AbstractAsyncContextManager[Coordinator]:
     """Open a session for a command."""
-    return zookeeper.connected(connect, connect_timeout_ms=round(CONNECT_WAIT_S * 1000))
+    return zookeeper_session.connected(connect, connect_timeout_ms=round(CONNECT_WAIT_S * 1000))

@@ -15,10 +15,16 @@ from waltz_core.cli import (
 )
 from waltz_core.cli.changing import add_place, add_wait, place_of, recorded
 from waltz_core.cli.output import say, show, show_json, show_table
-from waltz_core.cluster import zookeeper
+from waltz_core.cluster.change.creation import (
+    NewCluster,
+    NewStorage,
+)
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.creation import NewCluster, NewStorage
-from waltz_core.cluster.model import UNRESOLVED, PartitionMetadata
+from waltz_core.cluster.nodes.model import (
+    UNRESOLVED,
+    PartitionMetadata,
+)
+from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadConfig
 from waltz_core.records.record import (
     PartitionId,
@@ -73,7 +79,7 @@ def _create(arguments: argparse.Namespace) -> int:
 
 async def _create_at(arguments: argparse.Namespace, new: NewCluster) -> int:
     timeout_ms, place = round(arguments.wait_s * 1000), place_of(arguments)
-    async with zookeeper.connected(place, connect_timeout_ms=timeout_ms) as found:
+    async with zookeeper_session.connected(place, connect_timeout_ms=timeout_ms) as found:
         if arguments.if_absent and await _exists(found):
             say(f"there is a cluster at {place} already")
             return 0
@@ -99,11 +105,11 @@ def _protect(arguments: argparse.Namespace) -> int:
 
 
 async def _protect_at(place: str, timeout_ms: int) -> int:
-    count = await zookeeper.protect(place, connect_timeout_ms=timeout_ms)
+    count = await zookeeper_session.protect(place, connect_timeout_ms=timeout_ms)
     if not count:
         raise BadConfig(f"no cluster at {place}: there is no such root in ZooKeeper")
     # What was just protected is written with the same credentials.
-    connected = zookeeper.connected(place, connect_timeout_ms=timeout_ms)
+    connected = zookeeper_session.connected(place, connect_timeout_ms=timeout_ms)
     async with connected as found, recorded(found, creates=True):
         say(f"protected {count} nodes")
     return 0
@@ -128,7 +134,9 @@ def _show(arguments: argparse.Namespace) -> int:
 
 async def _show_at(arguments: argparse.Namespace) -> int:
     timeout_ms = round(arguments.wait_s * 1000)
-    async with zookeeper.connected(place_of(arguments), connect_timeout_ms=timeout_ms) as found:
+    async with zookeeper_session.connected(
+        place_of(arguments), connect_timeout_ms=timeout_ms
+    ) as found:
         cluster = await found.read_cluster()
         servers = await found.read_servers()
         layout = await found.storages.read()

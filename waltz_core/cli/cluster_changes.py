@@ -1,6 +1,6 @@
 """`waltz-core cluster add-storage | move-replica | auto-assign | ...`: replicas and storages.
 
-Each verb says what it wants; `cluster/changes.py` finds the steps, `cli/changing.py` runs them.
+Each verb says what it wants; `cluster/change/changes.py` finds the steps, `cli/changing.py` runs them.
 """
 
 import argparse
@@ -13,9 +13,12 @@ from waltz_core.cli.asking import answers, name_at
 from waltz_core.cli.changing import Command, Result, add_common, run
 from waltz_core.cli.output import ranges_of
 from waltz_core.client.storage_admin import administered
-from waltz_core.cluster import changes
-from waltz_core.cluster.changes import Placement, Plan
-from waltz_core.cluster.storages import Layout
+from waltz_core.cluster.change import changes
+from waltz_core.cluster.change.changes import (
+    Placement,
+    Plan,
+)
+from waltz_core.cluster.change.storages import Layout
 from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig, BadRequest, Unreachable, WaltzError
 from waltz_core.records.record import (

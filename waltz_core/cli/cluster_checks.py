@@ -9,8 +9,8 @@ from typing import TypeAlias
 from waltz_core.cli.asking import ask
 from waltz_core.cli.changing import Command, Result, add_common, connected, run
 from waltz_core.cli.output import show_json, show_table
-from waltz_core.cluster import changes
-from waltz_core.cluster.membership import ServersView
+from waltz_core.cluster.change import changes
+from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 from waltz_core.records.record import PartitionId
 from waltz_core.transport import net

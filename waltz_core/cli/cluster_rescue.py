@@ -1,7 +1,7 @@
 """`waltz-core cluster accept-replicas | rebuild-metadata`: when it is the storages that know.
 
 Both take a replica's log for the log by decision, not by quorum. What is decided stands in
-`cluster/rebuilding.py`; here storages are asked, people told, and ZooKeeper written.
+`cluster/change/rebuilding.py`; here storages are asked, people told, and ZooKeeper written.
 """
 
 import argparse
@@ -17,17 +17,28 @@ from uuid import UUID
 from waltz_core.cli.changing import Command, Result, add_common, run
 from waltz_core.cli.output import show_table
 from waltz_core.cli.replicas import ClusterFacts, ReplicaLink, Session, log_of, open_links
-from waltz_core.cluster import changes, rebuilding
-from waltz_core.cluster.changes import Plan
+from waltz_core.cluster.change import (
+    changes,
+    rebuilding,
+)
+from waltz_core.cluster.change.changes import Plan
+from waltz_core.cluster.change.creation import (
+    NewCluster,
+    NewStorage,
+)
+from waltz_core.cluster.change.rebuilding import (
+    NO_IDS,
+    Ids,
+    Log,
+    Verdict,
+)
 from waltz_core.cluster.coordinator import Coordinator, PartitionView
-from waltz_core.cluster.creation import NewCluster, NewStorage
-from waltz_core.cluster.model import (
+from waltz_core.cluster.nodes.model import (
     MarkerState,
     PartitionMarker,
     PartitionMetadata,
     ReplicaAssignments,
 )
-from waltz_core.cluster.rebuilding import NO_IDS, Ids, Log, Verdict
 from waltz_core.errors import (
     BadConfig,
     BadRequest,

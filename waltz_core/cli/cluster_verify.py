@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 from waltz_core.cli.changing import add_common, connected
 from waltz_core.cli.output import show, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cluster import changes
+from waltz_core.cluster.change import changes
 from waltz_core.cluster.checks import CHECKS, check, failed_checks
 from waltz_core.transport import net
 

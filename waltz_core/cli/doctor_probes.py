@@ -21,7 +21,8 @@ from waltz_core.cli import transport
 from waltz_core.cli.storage_views import damaged_count
 from waltz_core.client.connections import ServerLink, ServerLinks
 from waltz_core.client.storage_admin import StorageAdmin, administered
-from waltz_core.cluster import changes, zookeeper
+from waltz_core.cluster.change import changes
+from waltz_core.cluster.change.storages import Layout
 from waltz_core.cluster.coordinator import ClusterView, Coordinator, PartitionView, ServersView
 from waltz_core.cluster.facts import (
     ClusterFacts,
@@ -35,8 +36,8 @@ from waltz_core.cluster.facts import (
     ServerFacts,
     StorageFacts,
 )
-from waltz_core.cluster.reachability import Report
-from waltz_core.cluster.storages import Layout
+from waltz_core.cluster.membership.reachability import Report
+from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import (
     ConnectString,
     parse_connect_string,
@@ -218,7 +219,7 @@ def mode_of(answer: bytes) -> str:
 async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Facts:
     timeout_ms = round(timeout_s * 1000)
     try:
-        async with zookeeper.connected(
+        async with zookeeper_session.connected(
             place, connect_timeout_ms=timeout_ms, request_timeout_ms=timeout_ms
         ) as coordinator:
             seen = await _Seen.read(coordinator)

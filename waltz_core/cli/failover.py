@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from waltz_core.client import AsyncWaltzClient, Reason
-from waltz_core.cluster.model import UNRESOLVED
-from waltz_core.cluster.znodes import SessionState
-from waltz_core.cluster.zookeeper import connected
+from waltz_core.cluster.nodes.model import UNRESOLVED
+from waltz_core.cluster.nodes.znodes import SessionState
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 from waltz_core.records import batches
 from waltz_core.records.batches import encode_append

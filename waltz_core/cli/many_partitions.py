@@ -27,7 +27,7 @@ import uvloop
 
 from waltz_core.cli.output import say
 from waltz_core.client import AsyncWaltzClient, Reason
-from waltz_core.cluster.zookeeper import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.errors import Unavailable, WaltzError
 from waltz_core.local import LocalCluster
 from waltz_core.records.batches import encode_append

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from waltz_core.client import AsyncWaltzClient, Reason
-from waltz_core.cluster.zookeeper import connected
+from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 from waltz_core.records.batches import encode_append
 from waltz_core.records.record import PartitionId

@@ -1,7 +1,7 @@
 """Speaks to storages as the owner of a session does: promise, tell what you have, mark your log.
 
 Why it stands alone: these are the same messages as those of a server's sessions, and a storage
-keeps its rules whoever asks; what is made of the answers is decided in `cluster/rebuilding.py`.
+keeps its rules whoever asks; what is made of the answers is decided in `cluster/change/rebuilding.py`.
 
 Rules:
     1. A session that a storage is asked to promise is one that ZooKeeper has given to nobody else.
@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from waltz_core.cli import transport
-from waltz_core.cluster.rebuilding import NO_IDS, Ids, Log
+from waltz_core.cluster.change.rebuilding import (
+    NO_IDS,
+    Ids,
+    Log,
+)
 from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
 from waltz_core.records.record import (
     RECORD_HEADER,

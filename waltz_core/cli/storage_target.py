@@ -13,9 +13,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 from waltz_core.cli.changing import CONNECT_WAIT_S, add_wait, recorded
 from waltz_core.cli.transport import add_tls
-from waltz_core.cluster import zookeeper
 from waltz_core.cluster.coordinator import ClusterView
-from waltz_core.cluster.model import ReplicaAssignments
+from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig
 from waltz_core.records.record import ReplicaId
@@ -99,7 +99,7 @@ async def on_record(arguments: argparse.Namespace) -> AsyncIterator[None]:
         yield
         return
     timeout_ms = round(arguments.wait_s * 1000)
-    connected = zookeeper.connected(arguments.connect, connect_timeout_ms=timeout_ms)
+    connected = zookeeper_session.connected(arguments.connect, connect_timeout_ms=timeout_ms)
     async with connected as coordinator, recorded(coordinator):
         yield
 
@@ -132,7 +132,9 @@ def partitions_of(arguments: argparse.Namespace) -> tuple[int, ...]:
 async def read_facts(arguments: argparse.Namespace) -> ClusterFacts:
     """Ask ZooKeeper about a cluster's storages; raises CoordinatorUnavailable, BadConfig."""
     timeout_ms = round(arguments.wait_s * 1000)
-    async with zookeeper.connected(arguments.connect, connect_timeout_ms=timeout_ms) as found:
+    async with zookeeper_session.connected(
+        arguments.connect, connect_timeout_ms=timeout_ms
+    ) as found:
         ids = {address: one.bytes for address, one in (await found.read_storage_ids()).items()}
         return ClusterFacts(
             await found.read_cluster(),

@@ -17,9 +17,9 @@ Rules (spark.md, "Exactly once"; `cluster/writes.py`):
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from waltz_core.cluster import zookeeper
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.writes import TaskState, WriteState, check_name
+from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.errors import ConnectionSuperseded, Unreachable
 
@@ -67,7 +67,7 @@ class TaskClaim:
             CoordinatorUnavailable: ZooKeeper does not answer.
             ConnectionSuperseded: the write is forgotten.
         """
-        coordinator = self._coordinator = await zookeeper.connect(
+        coordinator = self._coordinator = await zookeeper_session.connect(
             self._connect,
             connect_timeout_ms=config.zookeeper_connect_timeout_ms,
             session_timeout_ms=config.zookeeper_session_timeout_ms,
@@ -148,21 +148,21 @@ async def begin_write(
     connect: str, write: str, marks: Mapping[int, int], *, keep_ms: int
 ) -> dict[str, Any] | None:
     """Begin a write unless it was; return its summary when it is done already, else None."""
-    async with zookeeper.connected(connect) as coordinator:
+    async with zookeeper_session.connected(connect) as coordinator:
         state = await coordinator.writes.begin(write, marks, keep_ms)
         return None if state.summary is None else dict(state.summary)
 
 
 async def summary_of_write(connect: str, write: str) -> dict[str, Any] | None:
     """Return what a write has come to; None while it goes on, and when it is not known."""
-    async with zookeeper.connected(connect) as coordinator:
+    async with zookeeper_session.connected(connect) as coordinator:
         state = await coordinator.writes.read(write)
         return None if state is None or state.summary is None else dict(state.summary)
 
 
 async def tasks_of_write(connect: str, write: str) -> list[int]:
     """Return the numbers of the tasks that any run of a write has begun."""
-    async with zookeeper.connected(connect) as coordinator:
+    async with zookeeper_session.connected(connect) as coordinator:
         return await coordinator.writes.task_numbers(write)
 
 
@@ -174,7 +174,7 @@ async def end_write(
     Raises:
         ConnectionSuperseded: the write is forgotten.
     """
-    async with zookeeper.connected(connect) as coordinator:
+    async with zookeeper_session.connected(connect) as coordinator:
         state = await coordinator.writes.finish(write, summary, keep_ms)
         assert state.summary is not None
         return dict(state.summary)
@@ -182,7 +182,7 @@ async def end_write(
 
 async def forget_writes(connect: str, names: Sequence[str]) -> list[str]:
     """Remove writes by name, and some of those whose time is over; return which."""
-    async with zookeeper.connected(connect) as coordinator:
+    async with zookeeper_session.connected(connect) as coordinator:
         writes = coordinator.writes
         removed = [*names, *await writes.out_of_time()]
         for name in removed:

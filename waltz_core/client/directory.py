@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 from waltz_core import errors
-from waltz_core.cluster import zookeeper
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.membership import ServersView
-from waltz_core.cluster.sharing import Shared
+from waltz_core.cluster.membership.registration import ServersView
+from waltz_core.cluster.nodes.sharing import Shared
+from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import (
@@ -128,7 +128,7 @@ class ZooKeeperDirectory:
         connect: str,
         *,
         connect_timeout_ms: int,
-        session_timeout_ms: int = zookeeper.SESSION_TIMEOUT_MS,
+        session_timeout_ms: int = zookeeper_session.SESSION_TIMEOUT_MS,
         coordinator: Coordinator | None = None,
     ) -> None:
         self._place = parse_connect_string(connect)
@@ -175,7 +175,7 @@ class ZooKeeperDirectory:
         self._owners, self._groups = {}, {}  # of the session before, if there was one
         self._cluster, self._was_missing = None, False
         if self._coordinator is None:
-            self._coordinator = await zookeeper.connect(
+            self._coordinator = await zookeeper_session.connect(
                 self._place,
                 connect_timeout_ms=self._connect_timeout_ms,
                 session_timeout_ms=self._session_timeout_ms,
@@ -309,7 +309,7 @@ class FixedDirectory:
         layout: Layout,
         *,
         connect_timeout_ms: int,
-        session_timeout_ms: int = zookeeper.SESSION_TIMEOUT_MS,
+        session_timeout_ms: int = zookeeper_session.SESSION_TIMEOUT_MS,
     ) -> None:
         self._told: dict[PartitionId, Owner] = {}
         self._cluster = layout.cluster

@@ -45,9 +45,9 @@ The files, each using only those above it:
     contact.py         since when ZooKeeper is away, or back
     assignment.py      servers x partitions, storages x partitions
     creation.py        the writes that make a cluster
-    nodes.py           reading and following nodes below a root
+    node_access.py           reading and following nodes below a root
     reachability.py    which servers others can connect to, and may own partitions
-    membership.py      the live servers, and the lead server's duty
+    registration.py      the live servers, and the lead server's duty
     writes.py          writes that must enter the log once, and which attempt of a task is the last
     audit.py           who has changed what by command
     changes.py         how replicas get to where they should be, one safe step at a time
@@ -55,9 +55,9 @@ The files, each using only those above it:
     rebuilding.py      the nodes of a cluster whose ZooKeeper has lost them
     tree.py            which clusters there are below a path, and the end of one
     coordinator.py     what servers, storages, clients and commands do here: start reading there
-    memory.py          a ZooKeeper in memory, with faults on request
+    zookeeper_in_memory.py          a ZooKeeper in memory, with faults on request
     watchdog.py        a hanging event loop keeps no session
     kazoo_connection.py  what runs on kazoo's thread
-    zookeeper.py       a real one, through kazoo; `connect` is where a process begins
+    zookeeper_session.py       a real one, through kazoo; `connect` is where a process begins
     starting.py        a daemon's start while ZooKeeper is slow
 """

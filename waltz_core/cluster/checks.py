@@ -11,7 +11,7 @@ Rules:
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from waltz_core.cluster import changes
+from waltz_core.cluster.change import changes
 from waltz_core.cluster.facts import ClusterFacts, ServerFacts, StorageFacts
 from waltz_core.cluster.standing import Lack, Standing, lack_of
 from waltz_core.records.record import PartitionId

@@ -21,19 +21,33 @@ from typing import NamedTuple, Never
 from uuid import UUID
 
 from waltz_core import errors
-from waltz_core.cluster import model
-from waltz_core.cluster.assignment import check_replica_change
-from waltz_core.cluster.audit import AuditLog
-from waltz_core.cluster.creation import NewCluster, NewStorage, creation_steps
-from waltz_core.cluster.loads import LoadBoard
-from waltz_core.cluster.membership import Membership, Ownership, ServersView
-from waltz_core.cluster.nodes import ClusterNodes, decode_node
-from waltz_core.cluster.reachability import ReachBoard
-from waltz_core.cluster.rebuilding import rebuilding_steps
-from waltz_core.cluster.storages import Storages
-from waltz_core.cluster.tree import FoundCluster, delete_tree, find_clusters
-from waltz_core.cluster.writes import WriteRegistry
-from waltz_core.cluster.znodes import (
+from waltz_core.cluster.change.audit import AuditLog
+from waltz_core.cluster.change.creation import (
+    NewCluster,
+    NewStorage,
+    creation_steps,
+)
+from waltz_core.cluster.change.rebuilding import rebuilding_steps
+from waltz_core.cluster.change.storages import Storages
+from waltz_core.cluster.membership.assignment import check_replica_change
+from waltz_core.cluster.membership.loads import LoadBoard
+from waltz_core.cluster.membership.reachability import ReachBoard
+from waltz_core.cluster.membership.registration import (
+    Membership,
+    Ownership,
+    ServersView,
+)
+from waltz_core.cluster.nodes import model
+from waltz_core.cluster.nodes.node_access import (
+    ClusterNodes,
+    decode_node,
+)
+from waltz_core.cluster.nodes.tree import (
+    FoundCluster,
+    delete_tree,
+    find_clusters,
+)
+from waltz_core.cluster.nodes.znodes import (
     NO_NODE,
     Create,
     Node,
@@ -44,6 +58,7 @@ from waltz_core.cluster.znodes import (
     StateCallback,
     Znodes,
 )
+from waltz_core.cluster.writes import WriteRegistry
 from waltz_core.records.record import (
     ClientId,
     Generation,

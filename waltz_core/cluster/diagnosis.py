@@ -19,7 +19,10 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final
 
-from waltz_core.cluster import changes, rebuilding
+from waltz_core.cluster.change import (
+    changes,
+    rebuilding,
+)
 from waltz_core.cluster.facts import (
     ClusterFacts,
     Facts,

@@ -12,7 +12,7 @@ Rules:
 
 from enum import Enum, auto
 
-from waltz_core.cluster.changes import Replicas
+from waltz_core.cluster.change.changes import Replicas
 from waltz_core.cluster.facts import (
     ClusterFacts,
     PartitionFacts,
@@ -20,7 +20,11 @@ from waltz_core.cluster.facts import (
     ServerFacts,
     StorageFacts,
 )
-from waltz_core.cluster.model import UNRESOLVED, MarkerState, ReplicaState
+from waltz_core.cluster.nodes.model import (
+    UNRESOLVED,
+    MarkerState,
+    ReplicaState,
+)
 from waltz_core.records.record import (
     PartitionId,
     ReplicaId,

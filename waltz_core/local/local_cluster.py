@@ -651,10 +651,10 @@ class LocalCluster:
         self._check_alive(started)
 
     def _unregistered(self) -> set[str]:
-        from waltz_core.cluster import zookeeper  # noqa: PLC0415 - costs start-up time
+        from waltz_core.cluster.zookeeper import zookeeper_session  # noqa: PLC0415 - costs start-up time
 
         async def registered() -> set[str]:
-            async with zookeeper.connected(self.connect) as coordinator:
+            async with zookeeper_session.connected(self.connect) as coordinator:
                 view = await coordinator.read_servers()
                 given = view.servers.keys() - view.left_out if view.is_settled else ()
                 return {view.servers[each].address for each in given}

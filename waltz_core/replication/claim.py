@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from waltz_core.cluster.model import (
+from waltz_core.cluster.nodes.model import (
     MarkerState,
     PartitionMarker,
     PartitionMetadata,

@@ -17,7 +17,10 @@ Rules:
 
 from typing import NamedTuple, TypeAlias
 
-from waltz_core.cluster.model import PartitionMarker, PartitionMetadata
+from waltz_core.cluster.nodes.model import (
+    PartitionMarker,
+    PartitionMetadata,
+)
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import (
     Chain,

@@ -18,7 +18,7 @@ Rules (correctness.md 2.1, C to E and G):
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
-from waltz_core.cluster.model import (
+from waltz_core.cluster.nodes.model import (
     UNRESOLVED,
     MarkerState,
     PartitionMarker,

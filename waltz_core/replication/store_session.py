@@ -20,7 +20,10 @@ from enum import Enum, auto
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from waltz_core.cluster.model import UNRESOLVED, ReplicaState
+from waltz_core.cluster.nodes.model import (
+    UNRESOLVED,
+    ReplicaState,
+)
 from waltz_core.errors import (
     Damaged,
     RemoteProtocolError,

@@ -1,7 +1,7 @@
 """The server's part in balance by load: measure, tell, and, as the lead, have partitions moved.
 
 Why it stands alone: it is the clockwork between counts, ZooKeeper and the planner; what is worth a
-move is decided in `cluster/balance.py`.
+move is decided in `cluster/membership/balance.py`.
 
 Rules:
     1. Only the lead has partitions moved, and only by an assignment that is written at the version
@@ -17,10 +17,16 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from waltz_core.cluster.balance import BalanceLimits, Balancer
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.loads import LoadBook, LoadMeter
-from waltz_core.cluster.membership import ServersView
+from waltz_core.cluster.membership.balance import (
+    BalanceLimits,
+    Balancer,
+)
+from waltz_core.cluster.membership.loads import (
+    LoadBook,
+    LoadMeter,
+)
+from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.driver import loop_clock_ms
 from waltz_core.errors import WaltzError
 from waltz_core.records.record import (

@@ -24,10 +24,16 @@ from typing import Final
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import ClusterView, Coordinator
-from waltz_core.cluster.membership import ServersView
-from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
-from waltz_core.cluster.sharing import Shared
-from waltz_core.cluster.starting import connected, patiently
+from waltz_core.cluster.membership.registration import ServersView
+from waltz_core.cluster.nodes.model import (
+    ReplicaAssignments,
+    ServerDescriptor,
+)
+from waltz_core.cluster.nodes.sharing import Shared
+from waltz_core.cluster.zookeeper.starting import (
+    connected,
+    patiently,
+)
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Health, Metrics, serve_pages

@@ -16,7 +16,7 @@ Rules:
     5. A dying process may still take one more connection and drop it: whatever else a dial ends
        with, the next one follows soon, and only then ever more slowly.
     6. What the dials show is published for the lead, which gives a server no partitions that no
-       other one can connect to (`cluster/reachability.py`). A connection that was taken and then
+       other one can connect to (`cluster/membership/reachability.py`). A connection that was taken and then
        closed is one: a server of another version, or one that has all the connections it may.
 """
 
@@ -27,9 +27,12 @@ from collections.abc import Awaitable, Callable
 from ssl import SSLContext
 from typing import Final
 
-from waltz_core.cluster.membership import ServersView
-from waltz_core.cluster.model import ServerDescriptor
-from waltz_core.cluster.reachability import Reachability, ReachBoard
+from waltz_core.cluster.membership.reachability import (
+    Reachability,
+    ReachBoard,
+)
+from waltz_core.cluster.membership.registration import ServersView
+from waltz_core.cluster.nodes.model import ServerDescriptor
 from waltz_core.driver import loop_clock_ms
 from waltz_core.errors import BadConfig, TlsMismatch, WaltzError
 from waltz_core.records.record import ServerId

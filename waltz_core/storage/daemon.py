@@ -32,8 +32,11 @@ from uuid import UUID
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.model import ReplicaAssignments
-from waltz_core.cluster.starting import connected, patiently
+from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.zookeeper.starting import (
+    connected,
+    patiently,
+)
 from waltz_core.config.declarations import StorageConfig
 from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report

@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from waltz_core.client import events as client_events
-from waltz_core.cluster.model import UNRESOLVED, PartitionMarker, PartitionMetadata
+from waltz_core.cluster.nodes.model import (
+    UNRESOLVED,
+    PartitionMarker,
+    PartitionMetadata,
+)
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import (

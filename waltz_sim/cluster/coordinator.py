@@ -21,12 +21,12 @@ Rules:
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from waltz_core.cluster.model import (
+from waltz_core.cluster.nodes.model import (
     MarkerState,
     PartitionMarker,
     PartitionMetadata,
 )
-from waltz_core.cluster.watchdog import Watchdog
+from waltz_core.cluster.zookeeper.watchdog import Watchdog
 from waltz_core.records.record import (
     Generation,
     ReplicaId,

@@ -1,7 +1,7 @@
 """An operator who has the storages declare what ZooKeeper has to hold, in the simulation.
 
 Why it stands alone: which log is taken, and in which order that is made durable, is decided by the
-production code (`cluster/rebuilding.py`); here storages are asked, and ZooKeeper is written, as the
+production code (`cluster/change/rebuilding.py`); here storages are asked, and ZooKeeper is written, as the
 commands do it.
 
 Rules:
@@ -16,9 +16,16 @@ Rules:
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.cluster import rebuilding
-from waltz_core.cluster.model import MarkerState, PartitionMarker, PartitionMetadata
-from waltz_core.cluster.rebuilding import Log, Verdict
+from waltz_core.cluster.change import rebuilding
+from waltz_core.cluster.change.rebuilding import (
+    Log,
+    Verdict,
+)
+from waltz_core.cluster.nodes.model import (
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+)
 from waltz_core.records.record import (
     NO_SESSION,
     PartitionId,

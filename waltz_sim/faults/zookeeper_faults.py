@@ -6,7 +6,7 @@ data away strikes in worlds without a budget only.
 
 from typing import TYPE_CHECKING
 
-from waltz_core.cluster.rebuilding import Verdict
+from waltz_core.cluster.change.rebuilding import Verdict
 from waltz_core.replication import events
 from waltz_sim.cluster.cluster import MS, SimCluster
 from waltz_sim.cluster.rescue import BEST, STEPS, Rescue

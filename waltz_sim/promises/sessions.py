@@ -14,7 +14,12 @@ Rules:
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from waltz_core.cluster.model import UNRESOLVED, PartitionMarker, PartitionMetadata, ReplicaState
+from waltz_core.cluster.nodes.model import (
+    UNRESOLVED,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaState,
+)
 from waltz_core.machine import Report
 from waltz_core.records.record import (
     BEFORE_FIRST,

@@ -7,9 +7,12 @@ import pytest
 from tests.cluster_contract import KEY
 from waltz_core import errors
 from waltz_core.cli.changing import BROKEN_OFF, in_time, recorded
-from waltz_core.cluster.audit import BEGUN, DONE
-from waltz_core.cluster.creation import NewCluster
-from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.cluster.change.audit import (
+    BEGUN,
+    DONE,
+)
+from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 CLUSTER = NewCluster("w", 1, KEY)
 

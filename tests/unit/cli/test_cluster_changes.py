@@ -9,8 +9,11 @@ import pytest
 
 from waltz_core.cli import cluster_changes
 from waltz_core.cli.changing import Command
-from waltz_core.cluster.creation import NewCluster, NewStorage
-from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.cluster.change.creation import (
+    NewCluster,
+    NewStorage,
+)
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadConfig, Unreachable
 from waltz_core.transport import net
 from waltz_core.wire.messages import Surface

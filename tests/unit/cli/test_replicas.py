@@ -6,7 +6,10 @@ import struct
 import pytest
 
 from waltz_core.cli.replicas import ClusterFacts, ReplicaLink, Session, log_of
-from waltz_core.cluster.rebuilding import NO_IDS, Ids
+from waltz_core.cluster.change.rebuilding import (
+    NO_IDS,
+    Ids,
+)
 from waltz_core.errors import RemoteProtocolError, SessionFenced
 from waltz_core.records.record import (
     RECORD_HEADER,

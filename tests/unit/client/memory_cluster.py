@@ -1,7 +1,7 @@
 """A cluster in one process: the server's own partition machine over a log in memory, real TCP.
 
 What is not real is what lies below a served partition: replication commits at once (or when told
-to), and reads come from the log in memory. ZooKeeper is the one of `cluster/memory.py`.
+to), and reads come from the log in memory. ZooKeeper is the one of `cluster/zookeeper/zookeeper_in_memory.py`.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ from uuid import UUID
 from tests.patience import HANG_S
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.directory import ZooKeeperDirectory
-from waltz_core.cluster import model
-from waltz_core.cluster.creation import NewCluster
-from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.nodes import model
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.config import ClientConfig
 from waltz_core.driver import Driver
 from waltz_core.errors import NotOwned

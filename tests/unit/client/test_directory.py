@@ -16,8 +16,14 @@ from waltz_core.client.directory import (
     Owner,
     ZooKeeperDirectory,
 )
-from waltz_core.cluster.membership import Ownership, ServersView
-from waltz_core.cluster.model import GroupDescriptor, ServerDescriptor
+from waltz_core.cluster.membership.registration import (
+    Ownership,
+    ServersView,
+)
+from waltz_core.cluster.nodes.model import (
+    GroupDescriptor,
+    ServerDescriptor,
+)
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import ReplicaId
 

@@ -23,8 +23,9 @@ from tests.unit.client.memory_cluster import (
 )
 from tests.unit.client.test_async_client import Applying, batch_of, told, until
 from waltz_core.client import Reason, appends, connections
-from waltz_core.cluster import model, zookeeper
 from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.nodes import model
+from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import (
     PartitionId,
@@ -280,7 +281,7 @@ async def told_client(cluster: MemoryCluster, config: ClientConfig) -> AsyncIter
 
     async with cluster.client().opened() as other:
         layout = other.layout()
-    with mock.patch.object(zookeeper, "connect", connect):
+    with mock.patch.object(zookeeper_session, "connect", connect):
         async with OpenedClient.at(layout, config) as client:
             yield client
 

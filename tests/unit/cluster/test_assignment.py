@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core import errors
-from waltz_core.cluster.assignment import (
+from waltz_core.cluster.membership.assignment import (
     assign_partitions,
     assign_replicas,
     check_replica_change,
@@ -13,7 +13,11 @@ from waltz_core.cluster.assignment import (
     is_in_force,
     move_partitions,
 )
-from waltz_core.cluster.model import PartitionAssignment, ReplicaAssignments, ServerDescriptor
+from waltz_core.cluster.nodes.model import (
+    PartitionAssignment,
+    ReplicaAssignments,
+    ServerDescriptor,
+)
 
 
 def live(*server_ids, preferred=None):

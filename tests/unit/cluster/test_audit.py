@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 
 from tests.cluster_contract import KEY
 from waltz_core import errors
-from waltz_core.cluster import audit
-from waltz_core.cluster.audit import AuditEntry
-from waltz_core.cluster.creation import NewCluster
-from waltz_core.cluster.memory import MemoryZooKeeper, WriteFault
+from waltz_core.cluster.change import audit
+from waltz_core.cluster.change.audit import AuditEntry
+from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
+    MemoryZooKeeper,
+    WriteFault,
+)
 
 ROOT = "/w"
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)

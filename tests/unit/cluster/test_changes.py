@@ -5,10 +5,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from waltz_core import errors
-from waltz_core.cluster import changes
-from waltz_core.cluster.assignment import check_replica_change
-from waltz_core.cluster.changes import Change, Plan, Replicas, Wait
-from waltz_core.cluster.model import (
+from waltz_core.cluster.change import changes
+from waltz_core.cluster.change.changes import (
+    Change,
+    Plan,
+    Replicas,
+    Wait,
+)
+from waltz_core.cluster.membership.assignment import check_replica_change
+from waltz_core.cluster.nodes.model import (
     NO_GENERATION,
     UNRESOLVED,
     PartitionMetadata,

@@ -2,8 +2,11 @@
 
 import asyncio
 
-from waltz_core.cluster.contact import ABSENCE_MS_MIN, Contact
-from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.cluster.nodes.contact import (
+    ABSENCE_MS_MIN,
+    Contact,
+)
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 
 def test_an_absence_and_a_return_are_timed():

@@ -15,11 +15,15 @@ from tests.cluster_contract import (
     running,
 )
 from waltz_core import errors
-from waltz_core.cluster import model
+from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.creation import NewCluster
-from waltz_core.cluster.memory import MemorySession, MemoryZooKeeper, WriteFault
-from waltz_core.cluster.znodes import Set
+from waltz_core.cluster.nodes import model
+from waltz_core.cluster.nodes.znodes import Set
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
+    MemorySession,
+    MemoryZooKeeper,
+    WriteFault,
+)
 
 ROOT = "/waltz/payments"
 

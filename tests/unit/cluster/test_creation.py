@@ -4,14 +4,18 @@ from uuid import UUID
 
 import pytest
 
-from waltz_core.cluster.creation import (
+from waltz_core.cluster.change.creation import (
     STEP_OPERATIONS_MAX,
     NewCluster,
     NewStorage,
     creation_steps,
 )
-from waltz_core.cluster.paths import ClusterPaths
-from waltz_core.cluster.znodes import NO_NODE, Create, Set
+from waltz_core.cluster.nodes.paths import ClusterPaths
+from waltz_core.cluster.nodes.znodes import (
+    NO_NODE,
+    Create,
+    Set,
+)
 from waltz_core.errors import BadConfig
 
 KEY = UUID(int=1)

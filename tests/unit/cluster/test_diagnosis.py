@@ -21,7 +21,7 @@ from waltz_core.cluster.facts import (
     StorageFacts,
 )
 from waltz_core.cluster.findings import KINDS
-from waltz_core.cluster.model import (
+from waltz_core.cluster.nodes.model import (
     UNRESOLVED,
     MarkerState,
     PartitionMarker,

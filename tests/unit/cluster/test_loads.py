@@ -7,10 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cluster_contract import KEY
-from waltz_core.cluster.creation import NewCluster
-from waltz_core.cluster.loads import Load, LoadBook, LoadMeter, decode_loads, encode_loads
-from waltz_core.cluster.memory import MemoryZooKeeper
-from waltz_core.cluster.znodes import Set
+from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.membership.loads import (
+    Load,
+    LoadBook,
+    LoadMeter,
+    decode_loads,
+    encode_loads,
+)
+from waltz_core.cluster.nodes.znodes import Set
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadFormat
 
 WINDOW_MS = 30_000

@@ -8,14 +8,29 @@ import pytest
 from tests.cluster_contract import KEY, Inbox, descriptor, owned, running
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.cluster import model
+from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.creation import NewCluster
-from waltz_core.cluster.membership import Membership, Ownership, ServersView
-from waltz_core.cluster.memory import SESSION_TIMEOUT_MS, MemoryZooKeeper, WriteFault
-from waltz_core.cluster.nodes import ClusterNodes
-from waltz_core.cluster.reachability import ReachBoard, Report
-from waltz_core.cluster.znodes import Create, SessionState, Set
+from waltz_core.cluster.membership.reachability import (
+    ReachBoard,
+    Report,
+)
+from waltz_core.cluster.membership.registration import (
+    Membership,
+    Ownership,
+    ServersView,
+)
+from waltz_core.cluster.nodes import model
+from waltz_core.cluster.nodes.node_access import ClusterNodes
+from waltz_core.cluster.nodes.znodes import (
+    Create,
+    SessionState,
+    Set,
+)
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
+    SESSION_TIMEOUT_MS,
+    MemoryZooKeeper,
+    WriteFault,
+)
 from waltz_core.records.record import ServerId
 
 ROOT = "/w"

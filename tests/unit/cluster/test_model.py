@@ -6,7 +6,7 @@ from uuid import UUID
 import pytest
 
 from waltz_core import errors
-from waltz_core.cluster import model
+from waltz_core.cluster.nodes import model
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ import asyncio
 import pytest
 
 from waltz_core import errors
-from waltz_core.cluster.memory import MemoryZooKeeper
-from waltz_core.cluster.nodes import ClusterNodes
-from waltz_core.cluster.reachability import (
+from waltz_core.cluster.membership.reachability import (
     FAILING_MS,
     FAILURES_MIN,
     REASON_CHARS_MAX,
@@ -17,7 +15,9 @@ from waltz_core.cluster.reachability import (
     Report,
     eligible,
 )
-from waltz_core.cluster.znodes import Create
+from waltz_core.cluster.nodes.node_access import ClusterNodes
+from waltz_core.cluster.nodes.znodes import Create
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 
 def says(reached=(), unreachable=()):

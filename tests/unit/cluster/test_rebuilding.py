@@ -8,11 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from waltz_core import errors
-from waltz_core.cluster import model, rebuilding
-from waltz_core.cluster.assignment import assign_partitions
-from waltz_core.cluster.creation import NewCluster, NewStorage
-from waltz_core.cluster.memory import MemoryZooKeeper
-from waltz_core.cluster.rebuilding import Log, choose
+from waltz_core.cluster.change import rebuilding
+from waltz_core.cluster.change.creation import (
+    NewCluster,
+    NewStorage,
+)
+from waltz_core.cluster.change.rebuilding import (
+    Log,
+    choose,
+)
+from waltz_core.cluster.membership.assignment import assign_partitions
+from waltz_core.cluster.nodes import model
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,

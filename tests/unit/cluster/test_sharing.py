@@ -1,9 +1,9 @@
-"""Tests of `waltz_core.cluster.sharing`."""
+"""Tests of `waltz_core.cluster.nodes.sharing`."""
 
 import asyncio
 import gc
 
-from waltz_core.cluster.sharing import Shared
+from waltz_core.cluster.nodes.sharing import Shared
 from waltz_core.errors import CoordinatorUnavailable
 
 

@@ -6,7 +6,10 @@ import pytest
 
 from tests.unit.cluster.test_diagnosis import ENGAGED, ONE, SPARE, A, B, C, Case
 from waltz_core.cluster.facts import ReplicaFacts
-from waltz_core.cluster.model import PartitionMetadata, ReplicaState
+from waltz_core.cluster.nodes.model import (
+    PartitionMetadata,
+    ReplicaState,
+)
 from waltz_core.cluster.standing import Lack, Standing, lack_of
 
 

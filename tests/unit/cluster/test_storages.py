@@ -8,13 +8,23 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.cluster import changes, model
-from waltz_core.cluster.changes import Plan
+from waltz_core.cluster.change import changes
+from waltz_core.cluster.change.changes import Plan
+from waltz_core.cluster.change.creation import (
+    NewCluster,
+    NewStorage,
+)
+from waltz_core.cluster.change.storages import (
+    PARTITIONS_AT_ONCE,
+    Layout,
+)
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
-from waltz_core.cluster.creation import NewCluster, NewStorage
-from waltz_core.cluster.memory import MemoryZooKeeper
-from waltz_core.cluster.storages import PARTITIONS_AT_ONCE, Layout
-from waltz_core.cluster.znodes import NO_NODE, Set
+from waltz_core.cluster.nodes import model
+from waltz_core.cluster.nodes.znodes import (
+    NO_NODE,
+    Set,
+)
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 ROOT = "/w"
 A, B, C, D = (f"10.0.0.{n}:5280" for n in range(4))

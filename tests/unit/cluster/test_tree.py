@@ -6,11 +6,14 @@ import pytest
 
 from tests.cluster_contract import KEY
 from waltz_core import errors
-from waltz_core.cluster import tree
-from waltz_core.cluster.creation import NewCluster
-from waltz_core.cluster.memory import MemoryZooKeeper, WriteFault
-from waltz_core.cluster.paths import ClusterPaths
-from waltz_core.cluster.znodes import Create
+from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.nodes import tree
+from waltz_core.cluster.nodes.paths import ClusterPaths
+from waltz_core.cluster.nodes.znodes import Create
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
+    MemoryZooKeeper,
+    WriteFault,
+)
 
 
 class Story:

@@ -1,6 +1,6 @@
 """The watchdog: a loop that hangs keeps no session, and a process that was stopped does no harm."""
 
-from waltz_core.cluster.watchdog import Watchdog
+from waltz_core.cluster.zookeeper.watchdog import Watchdog
 
 TIMEOUT_MS = 3_000
 

@@ -8,7 +8,11 @@ from collections import deque
 from random import Random
 
 from tests.unit.replication.model_storage import ModelStorage, make_batch
-from waltz_core.cluster.model import MarkerState, PartitionMarker, PartitionMetadata
+from waltz_core.cluster.nodes.model import (
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+)
 from waltz_core.machine import Report, Wakeup
 from waltz_core.replication import events
 from waltz_core.replication.invariants import check

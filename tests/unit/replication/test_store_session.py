@@ -6,7 +6,10 @@ import pytest
 
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
 from waltz_core import errors
-from waltz_core.cluster.model import UNRESOLVED, ReplicaState
+from waltz_core.cluster.nodes.model import (
+    UNRESOLVED,
+    ReplicaState,
+)
 from waltz_core.replication import events
 from waltz_core.replication.events import Committed, SessionClosed, SessionOpened
 from waltz_core.replication.replica_session import Stage

@@ -7,9 +7,9 @@ import pytest
 
 from tests.cluster_contract import KEY, Inbox, descriptor, running
 from tests.patience import HANG_S
-from waltz_core.cluster.balance import Balancer
-from waltz_core.cluster.creation import NewCluster
-from waltz_core.cluster.memory import MemoryZooKeeper
+from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.membership.balance import Balancer
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.server.balancing import Balancing, Pace
 
 ROOT = "/w"

@@ -8,7 +8,10 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.cluster.model import ReplicaAssignments, ServerDescriptor
+from waltz_core.cluster.nodes.model import (
+    ReplicaAssignments,
+    ServerDescriptor,
+)
 from waltz_core.config import ServerConfig
 from waltz_core.records.record import (
     FRAME_BYTES_MAX,

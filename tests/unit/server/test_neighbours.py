@@ -9,10 +9,10 @@ import pytest
 
 from tests.loops import on_loop, until
 from tests.ports import free_port
-from waltz_core.cluster import reachability
-from waltz_core.cluster.membership import ServersView
-from waltz_core.cluster.model import ServerDescriptor
-from waltz_core.cluster.reachability import Report
+from waltz_core.cluster.membership import reachability
+from waltz_core.cluster.membership.reachability import Report
+from waltz_core.cluster.membership.registration import ServersView
+from waltz_core.cluster.nodes.model import ServerDescriptor
 from waltz_core.errors import CoordinatorUnavailable
 from waltz_core.records.record import (
     PartitionId,

@@ -8,7 +8,11 @@ from typing import Any, TypeVar
 import pytest
 
 from waltz_core import errors
-from waltz_core.cluster.model import MarkerState, PartitionMarker, PartitionMetadata
+from waltz_core.cluster.nodes.model import (
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+)
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append

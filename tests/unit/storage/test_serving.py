@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.patience import HANG_S
-from waltz_core.cluster.model import ReplicaAssignments
+from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed
 from waltz_core.storage import service
 from waltz_core.storage.room import Room

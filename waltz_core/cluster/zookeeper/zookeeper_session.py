@@ -44,11 +44,8 @@ from kazoo.security import ACL, CREATOR_ALL_ACL, OPEN_ACL_UNSAFE, Id, Permission
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.credentials import SCHEME, Credentials, Grant, parse_credentials
-from waltz_core.cluster.kazoo_connection import Handler, Hooks, clock_ms
-from waltz_core.cluster.sharing import Shared
-from waltz_core.cluster.watchdog import BEATS
-from waltz_core.cluster.znodes import (
+from waltz_core.cluster.nodes.sharing import Shared
+from waltz_core.cluster.nodes.znodes import (
     NO_NODE,
     PERSISTENT,
     Children,
@@ -62,6 +59,18 @@ from waltz_core.cluster.znodes import (
     Signal,
     StateCallback,
 )
+from waltz_core.cluster.zookeeper.credentials import (
+    SCHEME,
+    Credentials,
+    Grant,
+    parse_credentials,
+)
+from waltz_core.cluster.zookeeper.kazoo_connection import (
+    Handler,
+    Hooks,
+    clock_ms,
+)
+from waltz_core.cluster.zookeeper.watchdog import BEATS
 from waltz_core.config.connect_string import (
     ConnectString,
     parse_connect_string,

@@ -10,9 +10,17 @@ from contextlib import suppress
 from typing import Final, Never, TypeVar
 
 from waltz_core import errors
-from waltz_core.cluster.contact import Contact
-from waltz_core.cluster.paths import ClusterPaths
-from waltz_core.cluster.znodes import Create, Delete, Node, Operation, Set, Signal, Znodes
+from waltz_core.cluster.nodes.contact import Contact
+from waltz_core.cluster.nodes.paths import ClusterPaths
+from waltz_core.cluster.nodes.znodes import (
+    Create,
+    Delete,
+    Node,
+    Operation,
+    Set,
+    Signal,
+    Znodes,
+)
 
 T = TypeVar("T")
 

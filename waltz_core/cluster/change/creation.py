@@ -15,10 +15,15 @@ from typing import NamedTuple
 from uuid import UUID
 
 from waltz_core import errors
-from waltz_core.cluster import model
-from waltz_core.cluster.assignment import assign_replicas
-from waltz_core.cluster.paths import ClusterPaths
-from waltz_core.cluster.znodes import NO_NODE, Create, Operation, Set
+from waltz_core.cluster.membership.assignment import assign_replicas
+from waltz_core.cluster.nodes import model
+from waltz_core.cluster.nodes.paths import ClusterPaths
+from waltz_core.cluster.nodes.znodes import (
+    NO_NODE,
+    Create,
+    Operation,
+    Set,
+)
 from waltz_core.config.connect_string import check_address
 from waltz_core.records.record import (
     PartitionId,

@@ -16,8 +16,12 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from waltz_core import errors
-from waltz_core.cluster.model import ClusterParams
-from waltz_core.cluster.znodes import Delete, Set, Znodes
+from waltz_core.cluster.nodes.model import ClusterParams
+from waltz_core.cluster.nodes.znodes import (
+    Delete,
+    Set,
+    Znodes,
+)
 
 # ZooKeeper's own nodes.
 ITS_OWN: Final = "/zookeeper"

@@ -25,18 +25,31 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Never
 
 from waltz_core import errors
-from waltz_core.cluster import model
-from waltz_core.cluster.assignment import (
+from waltz_core.cluster.membership.assignment import (
     assign_partitions,
     handed_over,
     is_in_force,
     move_partitions,
     with_generations,
 )
-from waltz_core.cluster.nodes import ClusterNodes, decode_node
-from waltz_core.cluster.paths import DESCRIPTOR_PREFIX
-from waltz_core.cluster.reachability import ReachBoard, eligible
-from waltz_core.cluster.znodes import Create, Delete, NodeStat, Operation, Set, Signal
+from waltz_core.cluster.membership.reachability import (
+    ReachBoard,
+    eligible,
+)
+from waltz_core.cluster.nodes import model
+from waltz_core.cluster.nodes.node_access import (
+    ClusterNodes,
+    decode_node,
+)
+from waltz_core.cluster.nodes.paths import DESCRIPTOR_PREFIX
+from waltz_core.cluster.nodes.znodes import (
+    Create,
+    Delete,
+    NodeStat,
+    Operation,
+    Set,
+    Signal,
+)
 from waltz_core.records.record import (
     Generation,
     PartitionId,

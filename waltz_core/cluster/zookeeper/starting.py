@@ -1,7 +1,7 @@
 """How a daemon starts while ZooKeeper is slow: it waits, repeats requests, and logs why.
 
 A separate file because servers and storages start alike, and everything after the start already
-waits for ZooKeeper (`nodes.py`, `follow`).
+waits for ZooKeeper (`node_access.py`, `follow`).
 
 Rules:
     1. A step that ZooKeeper does not answer is repeated until `zookeeper_connect_timeout_ms` after
@@ -15,8 +15,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Final, TypeVar
 
-from waltz_core.cluster import zookeeper
 from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.declarations import ServerConfig, StorageConfig
 from waltz_core.errors import Unavailable
 
@@ -34,7 +34,7 @@ async def connected(config: ServerConfig | StorageConfig) -> AsyncIterator[Coord
     Raises as `zookeeper.connect` does.
     """
     async with contextlib.AsyncExitStack() as stack:
-        session = zookeeper.connected(
+        session = zookeeper_session.connected(
             config.connect,
             connect_timeout_ms=config.zookeeper_connect_timeout_ms,
             session_timeout_ms=config.zookeeper_session_timeout_ms,

@@ -1,7 +1,7 @@
 """Which servers other servers can connect to, and which servers may own partitions because of that.
 
 A separate file because the servers that connect (`server/neighbours.py`), the lead that assigns
-partitions (`membership.py`) and the doctor share these rules (decision 027).
+partitions (`registration.py`) and the doctor share these rules (decision 027).
 
 Rules:
     1. Each server publishes in the ephemeral node `R/x/reach/ID` which other servers it has
@@ -22,8 +22,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from waltz_core import errors
-from waltz_core.cluster.nodes import ClusterNodes, decode_node, is_number
-from waltz_core.cluster.znodes import Signal
+from waltz_core.cluster.nodes.node_access import (
+    ClusterNodes,
+    decode_node,
+    is_number,
+)
+from waltz_core.cluster.nodes.znodes import Signal
 from waltz_core.records import strict_json
 from waltz_core.records.record import ServerId
 

@@ -1,0 +1,6 @@
+"""Changes of a cluster: creating it, its storages and replicas, and rebuilding its metadata.
+
+`creation.py` creates the nodes of a cluster. `storages.py` registers storages and applies changes
+of replicas; `changes.py` plans those changes in safe steps. `rebuilding.py` writes metadata from
+what storages hold, after ZooKeeper lost it. `audit.py` keeps the record of all changes.
+"""

@@ -1,0 +1,6 @@
+"""Which servers are alive, and which of them owns which partition.
+
+`registration.py` has the registered servers and the duties of the lead server. `assignment.py`
+assigns partitions to servers and replicas to storages. `loads.py` and `balance.py` move partitions
+by load, and `reachability.py` excludes servers that their peers cannot reach.
+"""

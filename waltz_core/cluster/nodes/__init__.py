@@ -1,0 +1,7 @@
+"""What ZooKeeper stores for one cluster: the tree of nodes, their values and their bytes.
+
+`znodes.py` is the interface to ZooKeeper that everything else is written against. `paths.py` has
+the path of each node and `model.py` its value. `node_access.py` reads, writes and watches the
+nodes of one cluster, and `tree.py` lists or deletes whole clusters. `contact.py` records since when
+ZooKeeper has been unreachable; `sharing.py` merges identical requests.
+"""
