@@ -7,11 +7,11 @@ drift from the code that it describes.
 import sys
 from pathlib import Path
 
-from waltz_core.cluster.findings import KINDS as FINDINGS
 from waltz_core.cluster.nodes.paths import ZNODES
 from waltz_core.config import KINDS
 from waltz_core.config.settings import sample_toml
 from waltz_core.local.zookeeper_process import zookeeper_config
+from waltz_core.ops.findings import KINDS as FINDINGS
 from waltz_spark.option_table import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,7 +19,7 @@ OPTIONS_BEGIN = "<!-- options: written by `make docs` from waltz_spark/option_ta
 OPTIONS_END = "<!-- /options -->"
 NODES_BEGIN = "<!-- nodes: written by `make docs` from waltz_core/cluster/nodes/paths.py -->"
 NODES_END = "<!-- /nodes -->"
-FINDINGS_BEGIN = "<!-- findings: written by `make docs` from waltz_core/cluster/findings.py -->"
+FINDINGS_BEGIN = "<!-- findings: written by `make docs` from waltz_core/ops/findings.py -->"
 FINDINGS_END = "<!-- /findings -->"
 
 LOGGING = """\

@@ -1,7 +1,7 @@
 """`waltz-core cluster verify`: seven checks of every partition, from ZooKeeper to storages.
 
 Why it stands alone: nothing is changed here, and what is found is told twice, as sentences for
-people and by partition and check for programs. What has failed is judged in `cluster/checks.py`,
+people and by partition and check for programs. What has failed is judged in `ops/checks.py`,
 from what the doctor asks, too.
 """
 
@@ -12,7 +12,11 @@ from waltz_core.cli.changing import add_common, connected
 from waltz_core.cli.output import show, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cluster.change import changes
-from waltz_core.cluster.checks import CHECKS, check, failed_checks
+from waltz_core.ops.checks import (
+    CHECKS,
+    check,
+    failed_checks,
+)
 from waltz_core.transport import net
 
 # How long an answer may take.

@@ -1,7 +1,7 @@
 """`waltz-core doctor`: what is wrong with a cluster, in sentences, and which command mends it.
 
 Why it stands alone: everything else in `waltz-core` does one thing that somebody has decided on;
-this says what there is to decide. What may be wrong stands in `cluster/findings.py`.
+this says what there is to decide. What may be wrong stands in `ops/findings.py`.
 
 Rules:
     1. It changes nothing, and it ends: each question has a timeout.
@@ -19,12 +19,21 @@ from typing import Final
 from waltz_core.cli import transport
 from waltz_core.cli.doctor_probes import gather, local_cluster
 from waltz_core.cli.output import show, show_json
-from waltz_core.cluster.diagnosis import diagnose, summary
-from waltz_core.cluster.facts import Facts, ServerFacts
-from waltz_core.cluster.findings import KINDS, Finding
 from waltz_core.config.declarations import LocalConfig
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
+from waltz_core.ops.diagnosis import (
+    diagnose,
+    summary,
+)
+from waltz_core.ops.facts import (
+    Facts,
+    ServerFacts,
+)
+from waltz_core.ops.findings import (
+    KINDS,
+    Finding,
+)
 from waltz_core.records.record import PartitionId
 from waltz_core.transport import net
 

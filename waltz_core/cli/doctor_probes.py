@@ -1,6 +1,6 @@
 """Asks everybody how they are: ZooKeeper's nodes, the servers, the storages, this machine.
 
-Why it stands alone: it only asks. What is made of the answers is `cluster/diagnosis.py`'s.
+Why it stands alone: it only asks. What is made of the answers is `ops/diagnosis.py`'s.
 
 Rules:
     1. Each question has a timeout, and those that can be asked side by side are.
@@ -24,18 +24,6 @@ from waltz_core.client.storage_admin import StorageAdmin, administered
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.change.storages import Layout
 from waltz_core.cluster.coordinator import ClusterView, Coordinator, PartitionView, ServersView
-from waltz_core.cluster.facts import (
-    ClusterFacts,
-    Facts,
-    LocalFacts,
-    MemberFacts,
-    NodeFacts,
-    PartitionFacts,
-    ReplicaFacts,
-    RoomFacts,
-    ServerFacts,
-    StorageFacts,
-)
 from waltz_core.cluster.membership.reachability import Report
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import (
@@ -51,6 +39,18 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.local import LocalCluster
+from waltz_core.ops.facts import (
+    ClusterFacts,
+    Facts,
+    LocalFacts,
+    MemberFacts,
+    NodeFacts,
+    PartitionFacts,
+    ReplicaFacts,
+    RoomFacts,
+    ServerFacts,
+    StorageFacts,
+)
 from waltz_core.records.record import (
     PartitionId,
     ReplicaId,

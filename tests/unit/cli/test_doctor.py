@@ -13,8 +13,8 @@ from tests.unit.cluster.test_diagnosis import ONE, A, B, healthy
 from waltz_core.cli import doctor
 from waltz_core.cli.doctor_probes import _Asked, gather, mode_of
 from waltz_core.cli.main import main
-from waltz_core.cluster.diagnosis import diagnose
-from waltz_core.cluster.facts import Facts
+from waltz_core.ops.diagnosis import diagnose
+from waltz_core.ops.facts import Facts
 
 CONNECT = "127.0.0.1:1/waltz/none"
 

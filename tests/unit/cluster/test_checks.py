@@ -3,11 +3,16 @@
 import pytest
 
 from tests.unit.cluster.test_diagnosis import ENGAGED, ONE, TWO, A, B, C, Case
-from waltz_core.cluster.checks import CHECKS, Failed, check, failed_checks
 from waltz_core.cluster.membership.registration import Ownership
 from waltz_core.cluster.nodes.model import (
     PartitionMetadata,
     ReplicaState,
+)
+from waltz_core.ops.checks import (
+    CHECKS,
+    Failed,
+    check,
+    failed_checks,
 )
 
 BEHIND = ReplicaState(6, 50)

@@ -5,10 +5,20 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.cluster.printed_commands import check_understood
-from waltz_core.cluster import diagnosis
 from waltz_core.cluster.coordinator import Ownership
-from waltz_core.cluster.diagnosis import LAG_MAX, summary
-from waltz_core.cluster.facts import (
+from waltz_core.cluster.nodes.model import (
+    UNRESOLVED,
+    MarkerState,
+    PartitionMarker,
+    PartitionMetadata,
+    ReplicaState,
+)
+from waltz_core.ops import diagnosis
+from waltz_core.ops.diagnosis import (
+    LAG_MAX,
+    summary,
+)
+from waltz_core.ops.facts import (
     ClusterFacts,
     Facts,
     LocalFacts,
@@ -20,14 +30,7 @@ from waltz_core.cluster.facts import (
     ServerFacts,
     StorageFacts,
 )
-from waltz_core.cluster.findings import KINDS
-from waltz_core.cluster.nodes.model import (
-    UNRESOLVED,
-    MarkerState,
-    PartitionMarker,
-    PartitionMetadata,
-    ReplicaState,
-)
+from waltz_core.ops.findings import KINDS
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,

@@ -5,12 +5,16 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.cluster.test_diagnosis import ENGAGED, ONE, SPARE, A, B, C, Case
-from waltz_core.cluster.facts import ReplicaFacts
 from waltz_core.cluster.nodes.model import (
     PartitionMetadata,
     ReplicaState,
 )
-from waltz_core.cluster.standing import Lack, Standing, lack_of
+from waltz_core.ops.facts import ReplicaFacts
+from waltz_core.ops.standing import (
+    Lack,
+    Standing,
+    lack_of,
+)
 
 
 @pytest.fixture

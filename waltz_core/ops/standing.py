@@ -13,17 +13,17 @@ Rules:
 from enum import Enum, auto
 
 from waltz_core.cluster.change.changes import Replicas
-from waltz_core.cluster.facts import (
+from waltz_core.cluster.nodes.model import (
+    UNRESOLVED,
+    MarkerState,
+    ReplicaState,
+)
+from waltz_core.ops.facts import (
     ClusterFacts,
     PartitionFacts,
     ReplicaFacts,
     ServerFacts,
     StorageFacts,
-)
-from waltz_core.cluster.nodes.model import (
-    UNRESOLVED,
-    MarkerState,
-    ReplicaState,
 )
 from waltz_core.records.record import (
     PartitionId,

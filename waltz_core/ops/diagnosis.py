@@ -23,7 +23,11 @@ from waltz_core.cluster.change import (
     changes,
     rebuilding,
 )
-from waltz_core.cluster.facts import (
+from waltz_core.config.connect_string import (
+    parse_connect_string,
+    split_address,
+)
+from waltz_core.ops.facts import (
     ClusterFacts,
     Facts,
     LocalFacts,
@@ -34,11 +38,15 @@ from waltz_core.cluster.facts import (
     ServerFacts,
     StorageFacts,
 )
-from waltz_core.cluster.findings import KINDS, Finding, finding
-from waltz_core.cluster.standing import Lack, Standing, lack_of
-from waltz_core.config.connect_string import (
-    parse_connect_string,
-    split_address,
+from waltz_core.ops.findings import (
+    KINDS,
+    Finding,
+    finding,
+)
+from waltz_core.ops.standing import (
+    Lack,
+    Standing,
+    lack_of,
 )
 from waltz_core.records.record import (
     PartitionId,
