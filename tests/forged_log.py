@@ -29,12 +29,20 @@ from waltz_core.records.record import (
     ReqId,
     next_chain,
 )
-from waltz_core.storage.control_file import SlotFile
-from waltz_core.storage.disk import RealDisk, RealFile
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.format import OFFSET_BYTES, SEGMENT_HEADER_BYTES, Marker, SegmentHeader
-from waltz_core.storage.partition_log import LogSettings
-from waltz_core.storage.segment import Segment
+from waltz_core.storage.disk.file_system import (
+    RealDisk,
+    RealFile,
+)
+from waltz_core.storage.files.control_file import SlotFile
+from waltz_core.storage.files.format import (
+    OFFSET_BYTES,
+    SEGMENT_HEADER_BYTES,
+    Marker,
+    SegmentHeader,
+)
+from waltz_core.storage.files.segment import Segment
+from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.service.engine import Engine
 
 STAMP_MS = 1_700_000_000_000
 SESSION, GENERATION = 0, 1

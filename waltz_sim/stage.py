@@ -27,7 +27,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication import events
 from waltz_core.replication.recovery import NO_STORAGE_ID
-from waltz_core.storage.format import SEGMENT_HEADER_BYTES
+from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
 from waltz_core.wire.admin_messages import (
     AdminMessage,
     MarkSuspect,

@@ -48,7 +48,10 @@ from waltz_sim.world.network import NEAR
 if TYPE_CHECKING:
     from waltz_core.replication.partition_store import PartitionStore
     from waltz_core.server.events import Answer
-    from waltz_core.storage.work import Work, WorkResult
+    from waltz_core.storage.service.work import (
+        Work,
+        WorkResult,
+    )
     from waltz_sim.cluster.clients import SimClient
     from waltz_sim.cluster.cluster import SimCluster
     from waltz_sim.cluster.servers import SimServer

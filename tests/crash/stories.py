@@ -24,8 +24,8 @@ from waltz_core.records.record import (
     GENESIS_CHAIN,
     next_chain,
 )
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.partition_log import LogSettings
+from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.crash import RecordingDisk, Remark, Sync, Write
 from waltz_sim.world.disk import Fault
 

@@ -29,8 +29,8 @@ from tests.crash.stories import (
     truncate,
 )
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.partition_log import LogSettings
+from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.crash import AnyOf, Everything, Keep, Platter, RecordingDisk
 from waltz_sim.world.disk import Contents, SimDisk
 

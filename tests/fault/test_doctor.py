@@ -40,7 +40,7 @@ from waltz_core.records.record import (
     PartitionId,
     ReplicaId,
 )
-from waltz_core.storage.format import SLOT_BYTES
+from waltz_core.storage.files.format import SLOT_BYTES
 
 pytestmark = pytest.mark.fault
 

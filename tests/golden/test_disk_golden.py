@@ -19,11 +19,10 @@ from waltz_core.records.record import (
     SessionId,
     next_chain,
 )
-from waltz_core.storage import format as disk_format
-from waltz_core.storage.control_file import ControlFile
-from waltz_core.storage.disk import RealDisk
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.format import (
+from waltz_core.storage.disk.file_system import RealDisk
+from waltz_core.storage.files import format as disk_format
+from waltz_core.storage.files.control_file import ControlFile
+from waltz_core.storage.files.format import (
     CONTROL_HEADER_BYTES,
     NEW_PARTITION_INFOS,
     PARTITION_INFO_BYTES,
@@ -32,8 +31,12 @@ from waltz_core.storage.format import (
     SegmentHeader,
     partition_info_offset,
 )
-from waltz_core.storage.partition_log import LogSettings, PartitionLog
-from waltz_core.storage.removal import Wipe
+from waltz_core.storage.log.partition_log import (
+    LogSettings,
+    PartitionLog,
+)
+from waltz_core.storage.log.removal import Wipe
+from waltz_core.storage.service.engine import Engine
 
 GOLDEN = Path(__file__).parent / "disk"
 

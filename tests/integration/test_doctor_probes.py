@@ -18,10 +18,10 @@ from waltz_core.records.record import (
     PartitionId,
     ReplicaId,
 )
-from waltz_core.storage import upkeep
-from waltz_core.storage.daemon import StaticCluster
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.work import Work
+from waltz_core.storage.process.storage_daemon import StaticCluster
+from waltz_core.storage.service import upkeep
+from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.work import Work
 from waltz_core.wire.admin_messages import Done, SetAvailable
 
 CLUSTER = StaticCluster(KEY, PARTITION_COUNT, (PartitionId(0), PartitionId(2)))

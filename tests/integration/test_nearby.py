@@ -12,7 +12,10 @@ from tests.storage_owner import records_of
 from waltz_core import errors
 from waltz_core.client import ranges
 from waltz_core.client.ranges import RangeQuery, ReplicaReader, ReplicaSet
-from waltz_core.storage.format import SEGMENT_HEADER_BYTES, segment_name
+from waltz_core.storage.files.format import (
+    SEGMENT_HEADER_BYTES,
+    segment_name,
+)
 from waltz_core.transport import handover
 from waltz_core.wire.messages import DamageFound, RangeForm
 

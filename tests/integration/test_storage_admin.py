@@ -29,7 +29,7 @@ from waltz_core.records.record import (
     PartitionId,
     ReplicaId,
 )
-from waltz_core.storage.daemon import StaticCluster
+from waltz_core.storage.process.storage_daemon import StaticCluster
 from waltz_core.wire import codec
 from waltz_core.wire.admin_messages import (
     AdminMessage,

@@ -37,11 +37,16 @@ from waltz_core.records.record import (
     ReplicaId,
     SessionId,
 )
-from waltz_core.storage import daemon, upkeep
-from waltz_core.storage import serving as serving_module
-from waltz_core.storage.daemon import StaticCluster, StorageDaemon, serve
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.work import Work
+from waltz_core.storage.process import serving as serving_module
+from waltz_core.storage.process import storage_daemon
+from waltz_core.storage.process.storage_daemon import (
+    StaticCluster,
+    StorageDaemon,
+    serve,
+)
+from waltz_core.storage.service import upkeep
+from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.work import Work
 from waltz_core.transport import net
 from waltz_core.wire.messages import (
     Appended,
@@ -235,7 +240,7 @@ def test_another_cluster_another_process_and_a_broken_file_are_refused(tmp_path)
 
 def test_it_does_not_run_without_its_assertions(tmp_path):
     program = (
-        "from waltz_core.storage.daemon import run\n"
+        "from waltz_core.storage.process.storage_daemon import run\n"
         "from waltz_core.config.declarations import StorageConfig\n"
         f"run(StorageConfig(connect='nowhere:1/none', directory={str(tmp_path / 'x')!r}))\n"
     )
@@ -370,7 +375,7 @@ def test_a_bug_in_the_work_ends_the_daemon(tmp_path, monkeypatch):
         async with serving(config_for(tmp_path)) as address, session(address, 5) as owner:
             await owner.prepare()
             await owner.engage()
-            monkeypatch.setattr(daemon.Work, "run", broken)
+            monkeypatch.setattr(storage_daemon.Work, "run", broken)
             owner.link.send(owner.owner.append())
             with pytest.raises(errors.Unreachable):
                 await owner.link.receive()
@@ -399,7 +404,7 @@ async def at_an_append(storage, begun):
 
 def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, monkeypatch):
     """One thread: whatever else wanted it at the end would wait for ever."""
-    monkeypatch.setattr(daemon, "CLOSE_S_MAX", 0.05)
+    monkeypatch.setattr(storage_daemon, "CLOSE_S_MAX", 0.05)
     run, begun, may_go_on, ended = Work.run, *(threading.Event() for _ in range(3))
 
     def slow(self, clock_s):
@@ -500,7 +505,7 @@ def test_work_of_others_is_waited_for_after_a_failure(tmp_path, monkeypatch):
             for each in (one, two):
                 await each.prepare()
                 await each.engage()
-            monkeypatch.setattr(daemon.Work, "run", run)
+            monkeypatch.setattr(storage_daemon.Work, "run", run)
             for each in (one, two):
                 each.link.send(each.owner.append())
             with pytest.raises(errors.Unreachable):
@@ -706,7 +711,7 @@ def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, mo
         return room_of(engine, clock_ms)
 
     monkeypatch.setattr(upkeep, "room_of", hang)
-    monkeypatch.setattr(daemon, "ROOM_S_MAX", 0.05)
+    monkeypatch.setattr(storage_daemon, "ROOM_S_MAX", 0.05)
 
     async def main():
         storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)

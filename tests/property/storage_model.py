@@ -15,8 +15,11 @@ from waltz_core.records.record import (
     LineageEntry,
     next_chain,
 )
-from waltz_core.storage.control_file import ControlFile
-from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.storage.files.control_file import ControlFile
+from waltz_core.storage.log.partition_log import (
+    LogSettings,
+    PartitionLog,
+)
 from waltz_sim.world.disk import Fault, PowerLoss, SimDisk, Survival
 
 KEY = bytes(range(16))

@@ -18,10 +18,10 @@ from waltz_core.records.record import (
     LineageEntry,
     next_chain,
 )
-from waltz_core.storage import recovery
-from waltz_core.storage.control_file import ControlFile
-from waltz_core.storage.partition_log import LogSettings
-from waltz_core.storage.replica_log import ReplicaLog
+from waltz_core.storage.files.control_file import ControlFile
+from waltz_core.storage.log import log_recovery
+from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.replica_log import ReplicaLog
 from waltz_sim.world.disk import Fault, PowerLoss, SimDisk
 
 BATCH_IDS = 8
@@ -30,7 +30,7 @@ SEGMENT_IDS = 14  # of a segment that 0.13 has written
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
-    monkeypatch.setattr(recovery, "ADOPTED_BATCH_IDS", BATCH_IDS)
+    monkeypatch.setattr(log_recovery, "ADOPTED_BATCH_IDS", BATCH_IDS)
 
 
 def as_0_13_leaves_it(disk, records, *, session, mark):

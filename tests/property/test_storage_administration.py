@@ -18,9 +18,9 @@ from waltz_core.records.record import (
     GENESIS_CHAIN,
     NO_SESSION,
 )
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.format import Mark
-from waltz_core.storage.partition_log import LogSettings
+from waltz_core.storage.files.format import Mark
+from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.disk import Fault, PowerLoss, SimDisk, Survival
 
 ROOT = Path("/storage")

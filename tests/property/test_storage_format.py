@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.records.record import LineageEntry
-from waltz_core.storage.format import (
+from waltz_core.storage.files.format import (
     DAMAGED_MAX,
     PARTITIONS_MAX,
     SLOT_BYTES,
@@ -26,7 +26,7 @@ from waltz_core.storage.format import (
     first_of_name,
     segment_name,
 )
-from waltz_core.storage.removal import Wipe
+from waltz_core.storage.log.removal import Wipe
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 UINT32 = st.integers(0, 0xFFFFFFFF)

@@ -16,7 +16,7 @@ from waltz_core.replication.repairs import Repairs
 from waltz_core.replication.replica_session import NO_TICKET, ReplicaSession, Stage
 from waltz_core.replication.settling import Settling
 from waltz_core.replication.store_session import StoreSession
-from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.storage.log.partition_log import PartitionLog
 
 
 @switch

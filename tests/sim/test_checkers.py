@@ -25,7 +25,11 @@ from waltz_core.records.record import (
 from waltz_core.replication import events
 from waltz_core.server.events import Answer, refusal
 from waltz_core.server.locks import LockTable
-from waltz_core.storage.work import Request, Work, WorkResult
+from waltz_core.storage.service.work import (
+    Request,
+    Work,
+    WorkResult,
+)
 from waltz_core.wire import messages as m
 from waltz_sim.cluster.cluster import MS, SimCluster
 from waltz_sim.promises.bounds import CLAIMS_MAX, DIALS_MAX

@@ -5,8 +5,8 @@ from random import Random
 import pytest
 
 from waltz_core.replication import events
-from waltz_core.storage.control_file import SLOTS_NAME
-from waltz_core.storage.service import NO_STORAGE_ID
+from waltz_core.storage.files.control_file import SLOTS_NAME
+from waltz_core.storage.service.service import NO_STORAGE_ID
 from waltz_sim.cluster.cluster import MS, SimCluster
 from waltz_sim.faults import disk_faults, network_faults, process_faults, zookeeper_faults
 from waltz_sim.faults import kinds as faults

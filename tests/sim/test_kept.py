@@ -9,10 +9,12 @@ import pytest
 from waltz_core.errors import SessionFenced
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.replication.recovery import Recovery
-from waltz_core.storage import record_search, recovery, service
-from waltz_core.storage.effects import CloseConnection
-from waltz_core.storage.partition_log import PartitionLog
-from waltz_core.storage.segments import Segments
+from waltz_core.storage.files import record_search
+from waltz_core.storage.files.segments import Segments
+from waltz_core.storage.log import log_recovery
+from waltz_core.storage.log.partition_log import PartitionLog
+from waltz_core.storage.service import service
+from waltz_core.storage.service.service_effects import CloseConnection
 from waltz_sim.run import run
 from waltz_sim.schedule import Schedule
 
@@ -85,13 +87,13 @@ def test_a_batch_that_rots_behind_the_marker_is_not_cut_where_a_log_goes_on(monk
     """A failed sync had ended its file; with it went what two of three had acknowledged."""
     schedule = Schedule.from_json((KEPT / "610000134.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
-    recover = recovery._Opening.recover_records
+    recover = log_recovery._Opening.recover_records
 
     def by_the_last_file_alone(self, segments):
         self._passed = BEFORE_FIRST
         recover(self, segments)
 
-    monkeypatch.setattr(recovery._Opening, "recover_records", by_the_last_file_alone)
+    monkeypatch.setattr(log_recovery._Opening, "recover_records", by_the_last_file_alone)
     assert run(schedule).rule == "DecisionCovers"
 
 

@@ -58,7 +58,7 @@ ARROW_DOORS = (
     "waltz_core/records/batches.py",
     "waltz_core/client/compression.py",
 )
-DISK_DOORS = ("waltz_core/storage/disk.py",)
+DISK_DOORS = ("waltz_core/storage/disk/file_system.py",)
 # What a file that reaches the disk only through a `Disk` does not ask of a path.
 PATH_CALLS = (
     "glob",

@@ -429,8 +429,11 @@ def _choose_all(
 
 def _new_cluster(arguments: argparse.Namespace) -> NewCluster:
     from waltz_core.cli.cluster import storage_of  # noqa: PLC0415 - that file declares these verbs
-    from waltz_core.storage.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
-    from waltz_core.storage.format import CONTROL_HEADER_BYTES, ControlHeader  # noqa: PLC0415
+    from waltz_core.storage.files.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
+    from waltz_core.storage.files.format import (
+        CONTROL_HEADER_BYTES,
+        ControlHeader,
+    )
 
     key, count = arguments.cluster_key, arguments.partitions
     if arguments.from_directory is not None:

@@ -13,7 +13,7 @@ from waltz_core.offline.index_repair import repair_index as make_anew
 from waltz_core.offline.verify import Verified
 from waltz_core.offline.verify import verify as verify_at
 from waltz_core.offline.verify_segment import LogSeen
-from waltz_core.storage.disk import RealDisk
+from waltz_core.storage.disk.file_system import RealDisk
 
 
 def verify(arguments: argparse.Namespace) -> int:

@@ -41,9 +41,12 @@ from waltz_core.records.record import (
     TransactionId,
     next_chain,
 )
-from waltz_core.storage.disk import RealDisk
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.storage.disk.file_system import RealDisk
+from waltz_core.storage.log.partition_log import (
+    LogSettings,
+    PartitionLog,
+)
+from waltz_core.storage.service.engine import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,6 +22,6 @@ def add(verbs: Verbs) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     spare_threads()
-    from waltz_core.storage.daemon import run  # noqa: PLC0415 - only a storage needs it
+    from waltz_core.storage.process.storage_daemon import run  # noqa: PLC0415 - only a storage needs it
 
     return run_daemon(arguments, StorageConfig, run)

@@ -11,11 +11,24 @@ from waltz_core.cluster.nodes.model import UNRESOLVED
 from waltz_core.errors import BadRequest, CoordinatorUnavailable, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION
-from waltz_core.storage import errands, upkeep
-from waltz_core.storage.admin import AdminRequest, AdminService, Effect, Outcome, Run, Tell
-from waltz_core.storage.errands import Errand, Standing
-from waltz_core.storage.service import Identity
-from waltz_core.storage.work import ConnectionId
+from waltz_core.storage.service import (
+    errands,
+    upkeep,
+)
+from waltz_core.storage.service.admin import (
+    AdminRequest,
+    AdminService,
+    Effect,
+    Outcome,
+    Run,
+    Tell,
+)
+from waltz_core.storage.service.errands import (
+    Errand,
+    Standing,
+)
+from waltz_core.storage.service.service import Identity
+from waltz_core.storage.service.work import ConnectionId
 from waltz_core.wire.admin_messages import AdminMessage, Done
 
 if TYPE_CHECKING:

@@ -24,8 +24,11 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication import events
-from waltz_core.storage.partition_log import PartitionLog
-from waltz_core.storage.work import Work, WorkResult
+from waltz_core.storage.log.partition_log import PartitionLog
+from waltz_core.storage.service.work import (
+    Work,
+    WorkResult,
+)
 from waltz_sim.promises.answers import Answers
 from waltz_sim.promises.bounds import Bounds
 from waltz_sim.promises.ledger import Ledger

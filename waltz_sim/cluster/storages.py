@@ -1,6 +1,6 @@
 """A storage of the simulation: the real service and engine on a disk that can lose things.
 
-Why it stands alone: it is what `storage/daemon.py` is outside: it runs the service's effects, but
+Why it stands alone: it is what `storage/process/storage_daemon.py` is outside: it runs the service's effects, but
 in virtual time, and a power cut may strike between any two steps of its disk.
 
 Rules:
@@ -26,14 +26,25 @@ from waltz_core.records.record import (
     ReplicaId,
     SessionId,
 )
-from waltz_core.storage import effects, service
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.partition_log import LogSettings
-from waltz_core.storage.replica_log import ReplicaLog
-from waltz_core.storage.room import Room
-from waltz_core.storage.scrub import Scrub
-from waltz_core.storage.service import Identity, StorageService
-from waltz_core.storage.work import ConnectionId, Request, Work, WorkResult
+from waltz_core.storage.files.room import Room
+from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.replica_log import ReplicaLog
+from waltz_core.storage.log.scrub import Scrub
+from waltz_core.storage.service import (
+    service,
+    service_effects,
+)
+from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.service import (
+    Identity,
+    StorageService,
+)
+from waltz_core.storage.service.work import (
+    ConnectionId,
+    Request,
+    Work,
+    WorkResult,
+)
 from waltz_core.wire.messages import Message, StorageMessage
 from waltz_sim.world.disk import Contents, PowerLoss, SimDisk, Survival
 from waltz_sim.world.network import FAR, Handlers, Link
@@ -348,27 +359,27 @@ class SimStorage(Process):
                 return
         self.set_timer(machine.wake_at_ms)
 
-    def _perform(self, effect: effects.Effect) -> None:
+    def _perform(self, effect: service_effects.Effect) -> None:
         match effect:
-            case effects.Answer(connection, message):
+            case service_effects.Answer(connection, message):
                 link = self.links.get(connection)
                 if link is not None:
                     self._cluster.network.send(link, FAR, message)
-            case effects.RunWork(work):
+            case service_effects.RunWork(work):
                 self._run(work)
-            case effects.CloseConnection(connection, reason):
+            case service_effects.CloseConnection(connection, reason):
                 link = self.links.get(connection)
                 if link is not None:
                     self._cluster.network.close(link, FAR, reason)
                     self.after(0, lambda: self._step(service.Disconnected(connection)))
-            case effects.EndProcess(reason):
+            case service_effects.EndProcess(reason):
                 self._end(reason)
             case Report():
                 self._checks.reported(self.name, effect)
-            case effects.Idle():
+            case service_effects.Idle():
                 self._is_dropping = False
                 self.after(0, self._go_aside)
-            case effects.LookForRoom(room):
+            case service_effects.LookForRoom(room):
                 self._look_for_room(room)
             case _:
                 pass  # Reading less is the socket's business.

@@ -18,10 +18,13 @@ from waltz_core.records.record import (
     Chain,
     TransactionId,
 )
-from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME
-from waltz_core.storage.engine import STORAGE_ID_NAME
-from waltz_core.storage.format import SLOT_BLOCK_BYTES
-from waltz_core.storage.lock_file import LOCKS_NAME
+from waltz_core.storage.files.control_file import (
+    CONTROL_NAME,
+    SLOTS_NAME,
+)
+from waltz_core.storage.files.format import SLOT_BLOCK_BYTES
+from waltz_core.storage.files.lock_file import LOCKS_NAME
+from waltz_core.storage.service.engine import STORAGE_ID_NAME
 from waltz_sim.cluster.cluster import MS, SimCluster
 from waltz_sim.cluster.storages import HOME, NO_CONTENTS, SimStorage, Snapshot
 from waltz_sim.faults.striking import any_storage, counted, keep_down, trust_again_later

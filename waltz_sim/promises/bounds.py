@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.replication import events
 from waltz_core.server.refill import UNDER_WAY_MAX
-from waltz_core.storage.lane import REQUEST_BYTES
+from waltz_core.storage.service.lane import REQUEST_BYTES
 from waltz_core.wire.messages import AppendRaw, StorageMessage
 
 if TYPE_CHECKING:

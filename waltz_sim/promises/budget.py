@@ -40,8 +40,8 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication.quorum import quorum_size
-from waltz_core.storage.partition_log import PartitionLog
-from waltz_core.storage.reading import READ_BYTES
+from waltz_core.storage.log.partition_log import PartitionLog
+from waltz_core.storage.log.reading import READ_BYTES
 from waltz_sim.world.disk import SimDisk
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage.format import SEGMENT_HEADER_BYTES
+from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
 from waltz_core.wire.messages import (
     AppendRaw,
     LineageResponse,
@@ -40,8 +40,12 @@ from waltz_core.wire.messages import (
 from waltz_sim.promises.history import NUMBER_BYTES
 
 if TYPE_CHECKING:
-    from waltz_core.storage.partition_log import PartitionLog
-    from waltz_core.storage.work import Outcome, Work, WorkResult
+    from waltz_core.storage.log.partition_log import PartitionLog
+    from waltz_core.storage.service.work import (
+        Outcome,
+        Work,
+        WorkResult,
+    )
     from waltz_sim.cluster.storages import SimStorage
     from waltz_sim.promises.sessions import Sessions
     from waltz_sim.promises.witness import Witness

@@ -1,4 +1,4 @@
-"""A disk in memory that forgets what was not synced: the crashable twin of `storage/disk.py`.
+"""A disk in memory that forgets what was not synced: the crashable twin of `storage/disk/file_system.py`.
 
 Why it stands alone: what a storage promises is what is left after the power has gone, and no real
 disk can be asked to lose it on demand. This one keeps two contents of each file, the one that a
@@ -26,13 +26,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
-from waltz_core.storage.page_cache import blocks_begun
+from waltz_core.storage.disk.page_cache import blocks_begun
 from waltz_sim.world.inode import SECTOR_BYTES, Inode
 
 if TYPE_CHECKING:
     from random import Random
 
-    from waltz_core.storage.disk import Buffer, File
+    from waltz_core.storage.disk.file_system import (
+        Buffer,
+        File,
+    )
 
 FREE_BYTES: Final = 1 << 40  # of a disk without limit
 _FOLIO_BYTES: Final = 4 * SECTOR_BYTES  # what is forgotten together; `page_cache.py`, rule 4

@@ -256,9 +256,9 @@ def test_one_segment_that_is_refused_does_not_keep_the_others_from_being_mended(
 HOLDER = """
 import sys
 from pathlib import Path
-from waltz_core.storage.disk import RealDisk
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.partition_log import LogSettings
+from waltz_core.storage.disk.file_system import RealDisk
+from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.log.partition_log import LogSettings
 engine = Engine.open(
     RealDisk(), Path(sys.argv[1]), LogSettings(bytes(range(16)), 900, lambda: 1),
     partition_count=4, new_storage_id=bytes(16),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from waltz_core.cli.main import main
-from waltz_core.storage.partition_log import PartitionLog
+from waltz_core.storage.log.partition_log import PartitionLog
 
 SMALL = ["--mib", "1", "--payload", "100", "--batch", "500"]
 ROWS = (1 << 20) // 100 // 500 * 500

@@ -8,7 +8,7 @@ from tests.offline_storage import PARTITION, some_world
 from tests.property.storage_model import ROOT
 from waltz_core.errors import BadFormat, DiskFailed
 from waltz_core.offline.index_repair import held_alone, repair_index
-from waltz_core.storage.disk import RealDisk
+from waltz_core.storage.disk.file_system import RealDisk
 from waltz_sim.world.disk import Fault, PowerLoss, Survival
 
 SEGMENT = ROOT / str(PARTITION) / "0000000000000000011.seg"

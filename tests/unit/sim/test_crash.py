@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.errors import DiskFailed
-from waltz_core.storage.disk import create_durably
+from waltz_core.storage.disk.file_system import create_durably
 from waltz_sim.world.crash import (
     AllBut,
     AnyOf,

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
-from waltz_core.storage.disk import create_durably
+from waltz_core.storage.disk.file_system import create_durably
 from waltz_sim.world.disk import Fault, PowerLoss, SimDisk, Survival
 from waltz_sim.world.inode import SECTOR_BYTES
 

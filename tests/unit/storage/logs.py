@@ -18,9 +18,9 @@ from waltz_core.records.record import (
     LineageEntry,
     next_chain,
 )
-from waltz_core.storage.control_file import SLOTS_NAME
-from waltz_core.storage.disk import RealDisk
-from waltz_core.storage.format import (
+from waltz_core.storage.disk.file_system import RealDisk
+from waltz_core.storage.files.control_file import SLOTS_NAME
+from waltz_core.storage.files.format import (
     NEW_PARTITION_INFOS,
     OFFSET_BYTES,
     SEGMENT_HEADER_BYTES,
@@ -32,9 +32,9 @@ from waltz_core.storage.format import (
     encode_entry,
     segment_name,
 )
-from waltz_core.storage.recovery import open_log
-from waltz_core.storage.segment import Segment
-from waltz_core.storage.segments import Segments
+from waltz_core.storage.files.segment import Segment
+from waltz_core.storage.files.segments import Segments
+from waltz_core.storage.log.log_recovery import open_log
 from waltz_sim.world.disk import SimDisk
 
 KEY = bytes(range(16))

@@ -14,7 +14,13 @@ from waltz_core.records.record import (
     LineageEntry,
     ReqId,
 )
-from waltz_core.storage.admin import (
+from waltz_core.storage.files.format import (
+    FLAG_ASSIGNED,
+    FLAG_AVAILABLE,
+    IdRange,
+    PartitionInfo,
+)
+from waltz_core.storage.service.admin import (
     WAITING_MAX,
     AdminRequest,
     AdminService,
@@ -23,7 +29,7 @@ from waltz_core.storage.admin import (
     Tell,
     gauges_json,
 )
-from waltz_core.storage.errands import (
+from waltz_core.storage.service.errands import (
     Doubt,
     Empty,
     FindHeld,
@@ -41,8 +47,7 @@ from waltz_core.storage.errands import (
     Standing,
     Switch,
 )
-from waltz_core.storage.format import FLAG_ASSIGNED, FLAG_AVAILABLE, IdRange, PartitionInfo
-from waltz_core.storage.service import Identity
+from waltz_core.storage.service.service import Identity
 from waltz_core.wire import admin_messages as wire
 from waltz_core.wire.messages import RangeBytes, RangeForm
 

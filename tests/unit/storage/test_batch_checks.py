@@ -9,13 +9,13 @@ from waltz_core.records.record import (
     MADE_UP,
     next_chain,
 )
-from waltz_core.storage.batch_checks import (
+from waltz_core.storage.files.batch_checks import (
     check_batches,
     check_chain,
     check_repaired,
     entry_before,
 )
-from waltz_core.storage.format import (
+from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
     IdRange,

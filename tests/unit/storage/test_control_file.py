@@ -13,9 +13,14 @@ from tests.patience import HANG_S
 from tests.unit.storage.logs import KEY, ROOT, new_disk
 from waltz_core.errors import BadFormat, ClusterKeyMismatch, DiskFailed, ReadFailed
 from waltz_core.records.record import NO_SESSION
-from waltz_core.storage.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
-from waltz_core.storage.disk import RealDisk
-from waltz_core.storage.format import (
+from waltz_core.storage.disk.file_system import RealDisk
+from waltz_core.storage.files.control_file import (
+    CONTROL_NAME,
+    SLOTS_NAME,
+    ControlFile,
+    SlotFile,
+)
+from waltz_core.storage.files.format import (
     SLOT_BLOCK_BYTES,
     SLOT_BYTES,
     IdRange,

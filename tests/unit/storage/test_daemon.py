@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 
-from waltz_core.storage.daemon import StorageDaemon
+from waltz_core.storage.process.storage_daemon import StorageDaemon
 
 
 class Link:

@@ -5,8 +5,7 @@ import pytest
 
 from tests.unit.storage.logs import ROOT, make_batches, make_run, make_segments, new_disk
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
-from waltz_core.storage import damage
-from waltz_core.storage.format import (
+from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
@@ -14,6 +13,7 @@ from waltz_core.storage.format import (
     Slot,
     segment_name,
 )
+from waltz_core.storage.log import damage
 
 RECORD_BYTES = 60
 HOLE = Slot(2, damaged=(IdRange(1, 1), IdRange(4, 6)))

@@ -16,9 +16,13 @@ import pytest
 from tests.patience import HANG_S
 from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
-from waltz_core.storage import disk as disk_module
-from waltz_core.storage.disk import RealDisk, create_durably, remove_temporary
-from waltz_core.storage.page_cache import STEP_BYTES
+from waltz_core.storage.disk import file_system as disk_module
+from waltz_core.storage.disk.file_system import (
+    RealDisk,
+    create_durably,
+    remove_temporary,
+)
+from waltz_core.storage.disk.page_cache import STEP_BYTES
 from waltz_sim.world.crash import Platter, RecordingDisk, survivals
 from waltz_sim.world.disk import Fault, SimDisk
 

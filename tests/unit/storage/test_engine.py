@@ -21,9 +21,9 @@ from waltz_core.errors import (
     SessionFenced,
     UnknownPartition,
 )
-from waltz_core.storage.disk import RealDisk
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.partition_log import LogSettings
+from waltz_core.storage.disk.file_system import RealDisk
+from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.disk import Fault, SimDisk, Survival
 
 KEY = bytes(range(16))

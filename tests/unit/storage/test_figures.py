@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from waltz_core.errors import DiskFailed
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
-from waltz_core.storage.figures import Figures
-from waltz_core.storage.format import IdRange
-from waltz_core.storage.scrub import Scrubbed
-from waltz_core.storage.work import WorkResult
+from waltz_core.storage.files.format import IdRange
+from waltz_core.storage.log.scrub import Scrubbed
+from waltz_core.storage.process.figures import Figures
+from waltz_core.storage.service.work import WorkResult
 
 
 def made():

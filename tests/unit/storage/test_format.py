@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import LineageEntry
-from waltz_core.storage import format as disk_format
-from waltz_core.storage.format import (
+from waltz_core.storage.files import format as disk_format
+from waltz_core.storage.files.format import (
     ControlHeader,
     IdRange,
     LineageHeader,
@@ -23,7 +23,7 @@ from waltz_core.storage.format import (
     TruncateIntent,
     with_crc,
 )
-from waltz_core.storage.removal import Wipe
+from waltz_core.storage.log.removal import Wipe
 
 KEY = bytes(range(16))
 ENTRY = LineageEntry(3, 9, 7, 11, KEY)

@@ -5,8 +5,12 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.storage.format import DAMAGED_MAX, IdRange, Slot
-from waltz_core.storage.id_ranges import (
+from waltz_core.storage.files.format import (
+    DAMAGED_MAX,
+    IdRange,
+    Slot,
+)
+from waltz_core.storage.files.id_ranges import (
     count_of,
     damage_until,
     in_words,

@@ -5,11 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from tests.storage_owner import Owner
-from waltz_core.storage import lane as lanes
-from waltz_core.storage.format import NOBODYS_NONCE
-from waltz_core.storage.lane import Lane, queue_bytes
-from waltz_core.storage.scrub import Piece
-from waltz_core.storage.work import Request
+from waltz_core.storage.files.format import NOBODYS_NONCE
+from waltz_core.storage.log.scrub import Piece
+from waltz_core.storage.service import lane as lanes
+from waltz_core.storage.service.lane import (
+    Lane,
+    queue_bytes,
+)
+from waltz_core.storage.service.work import Request
 from waltz_core.wire.messages import Engage, Heartbeat, RangeForm, RangeRaw, Repair
 
 OWNER = Owner(1)

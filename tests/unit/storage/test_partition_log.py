@@ -29,10 +29,19 @@ from waltz_core.records.record import (
     LineageEntry,
     next_chain,
 )
-from waltz_core.storage.control_file import ControlFile
-from waltz_core.storage.disk import RealDisk, RealFile
-from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange
-from waltz_core.storage.partition_log import LogSettings, PartitionLog
+from waltz_core.storage.disk.file_system import (
+    RealDisk,
+    RealFile,
+)
+from waltz_core.storage.files.control_file import ControlFile
+from waltz_core.storage.files.format import (
+    SEGMENT_HEADER_BYTES,
+    IdRange,
+)
+from waltz_core.storage.log.partition_log import (
+    LogSettings,
+    PartitionLog,
+)
 
 KEY = bytes(range(16))
 NONCE = b"n" * 16

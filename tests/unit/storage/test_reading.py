@@ -9,10 +9,15 @@ from waltz_core.records.record import (
     GENESIS_CHAIN,
     MADE_UP,
 )
-from waltz_core.storage import reading
-from waltz_core.storage.control_file import SlotFile
-from waltz_core.storage.format import SEGMENT_HEADER_BYTES, IdRange, Slot, segment_name
-from waltz_core.storage.reading import LogReader
+from waltz_core.storage.files.control_file import SlotFile
+from waltz_core.storage.files.format import (
+    SEGMENT_HEADER_BYTES,
+    IdRange,
+    Slot,
+    segment_name,
+)
+from waltz_core.storage.log import reading
+from waltz_core.storage.log.reading import LogReader
 from waltz_sim.world.disk import SimFile
 
 RECORD_BYTES = 60

@@ -6,7 +6,7 @@ from waltz_core.records.record import (
     LineageEntry,
     next_chain,
 )
-from waltz_core.storage import rebatching
+from waltz_core.storage.log import rebatching
 
 
 def entries_of(segments):

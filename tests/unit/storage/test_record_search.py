@@ -12,10 +12,13 @@ from waltz_core.records.record import (
     GENESIS_CHAIN,
     RECORD_PREFIX,
 )
-from waltz_core.storage import record_search
-from waltz_core.storage.format import SEGMENT_HEADER_BYTES, segment_name
-from waltz_core.storage.index import OffsetIndex
-from waltz_core.storage.record_search import (
+from waltz_core.storage.files import record_search
+from waltz_core.storage.files.format import (
+    SEGMENT_HEADER_BYTES,
+    segment_name,
+)
+from waltz_core.storage.files.index import OffsetIndex
+from waltz_core.storage.files.record_search import (
     HoleSearch,
     Salvaged,
     _candidates,

@@ -30,10 +30,15 @@ from waltz_core.records.record import (
     NO_SESSION,
     LineageEntry,
 )
-from waltz_core.storage import recovery
-from waltz_core.storage.batch_checks import check_chain, check_repaired
-from waltz_core.storage.control_file import SLOTS_NAME, SlotFile
-from waltz_core.storage.format import (
+from waltz_core.storage.files.batch_checks import (
+    check_chain,
+    check_repaired,
+)
+from waltz_core.storage.files.control_file import (
+    SLOTS_NAME,
+    SlotFile,
+)
+from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
     NEW_PARTITION_INFOS,
@@ -48,9 +53,10 @@ from waltz_core.storage.format import (
     TruncateIntent,
     segment_name,
 )
-from waltz_core.storage.recovery import open_log
-from waltz_core.storage.segment import Segment
-from waltz_core.storage.truncation import cut_of
+from waltz_core.storage.files.segment import Segment
+from waltz_core.storage.log import log_recovery
+from waltz_core.storage.log.log_recovery import open_log
+from waltz_core.storage.log.truncation import cut_of
 from waltz_sim.world.disk import Fault, PowerLoss, SimDisk, Survival
 
 RECORD_BYTES = 60
@@ -259,7 +265,7 @@ def test_an_opening_that_is_cut_short_does_not_forget_that_it_fell_back(monkeypa
     fallen_back(disk, promised=9)
     info = INFO._replace(session_id=4)
     with monkeypatch.context() as patches:
-        patches.setattr(recovery._Opening, "open_segments", broken("a crash"))
+        patches.setattr(log_recovery._Opening, "open_segments", broken("a crash"))
         with pytest.raises(DiskFailed, match="a crash"):
             opened(disk, info=info)
     slots = opened(disk, info=info)[1]
@@ -294,8 +300,8 @@ def test_an_error_while_files_are_closed_does_not_take_the_place_of_the_first(mo
         patches.setattr(Segment, "close", close_and_fail)
 
     with monkeypatch.context() as patches:
-        patches.setattr(recovery._Opening, "settle_lineage", broken("the first"))
-        patches.setattr(recovery._Opening, "recover_records", closes_fail)
+        patches.setattr(log_recovery._Opening, "settle_lineage", broken("the first"))
+        patches.setattr(log_recovery._Opening, "recover_records", closes_fail)
         with pytest.raises(DiskFailed, match="the first") as caught:
             opened(disk)
     assert caught.value.__notes__ == ["and then: closing 0", "and then: closing 3"]

@@ -17,11 +17,20 @@ from waltz_core.records.record import (
     NO_SESSION,
     next_chain,
 )
-from waltz_core.storage import truncation
-from waltz_core.storage.control_file import ControlFile, SlotFile
-from waltz_core.storage.format import NO_NONCE, UNBATCHED, Mark, Marker, Slot
-from waltz_core.storage.partition_log import LogSettings
-from waltz_core.storage.replica_log import ReplicaLog
+from waltz_core.storage.files.control_file import (
+    ControlFile,
+    SlotFile,
+)
+from waltz_core.storage.files.format import (
+    NO_NONCE,
+    UNBATCHED,
+    Mark,
+    Marker,
+    Slot,
+)
+from waltz_core.storage.log import truncation
+from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.replica_log import ReplicaLog
 
 NONCE = b"n" * 16
 

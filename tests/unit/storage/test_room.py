@@ -6,8 +6,13 @@ from threading import Thread
 import pytest
 
 from waltz_core.errors import NoSpace
-from waltz_core.storage.disk import RealDisk
-from waltz_core.storage.room import RESERVE_NAME, SPARE_BYTES_MAX, Room, append_bytes
+from waltz_core.storage.disk.file_system import RealDisk
+from waltz_core.storage.files.room import (
+    RESERVE_NAME,
+    SPARE_BYTES_MAX,
+    Room,
+    append_bytes,
+)
 from waltz_sim.world.disk import Fault, SimDisk
 
 ROOT = Path("/waltz")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.storage.logs import ROOT, new_disk
-from waltz_core.storage.scrub import (
+from waltz_core.storage.log.scrub import (
     ASKED_BYTES_PER_S,
     PIECE_BYTES_MAX,
     PLACES_NAME,

@@ -20,7 +20,7 @@ from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
 )
-from waltz_core.storage.format import (
+from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
     IdRange,
@@ -28,7 +28,10 @@ from waltz_core.storage.format import (
     encode_entry,
     segment_name,
 )
-from waltz_core.storage.segments import Segments, first_wrong
+from waltz_core.storage.files.segments import (
+    Segments,
+    first_wrong,
+)
 from waltz_sim.world.disk import Survival
 
 RECORD_BYTES = 60

@@ -19,14 +19,20 @@ from waltz_core.records.record import (
     GENESIS_CHAIN,
     next_chain,
 )
-from waltz_core.storage import effects, service
-from waltz_core.storage.disk import RealDisk
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.format import Slot
-from waltz_core.storage.partition_log import LogSettings
-from waltz_core.storage.scrub import Scrub
-from waltz_core.storage.service import Identity, StorageService
-from waltz_core.storage.work import Request
+from waltz_core.storage.disk.file_system import RealDisk
+from waltz_core.storage.files.format import Slot
+from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.scrub import Scrub
+from waltz_core.storage.service import (
+    service,
+    service_effects,
+)
+from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.service import (
+    Identity,
+    StorageService,
+)
+from waltz_core.storage.service.work import Request
 from waltz_core.wire.messages import (
     Appended,
     DamageFound,
@@ -124,7 +130,7 @@ class Bench:
     def step(self, event):
         wanted = self.service.step(event, self.now_ms)
         self.effects += wanted
-        self.works += [each.work for each in wanted if isinstance(each, effects.RunWork)]
+        self.works += [each.work for each in wanted if isinstance(each, service_effects.RunWork)]
         return wanted
 
     def send(self, connection, *messages):
@@ -163,7 +169,7 @@ class Bench:
         found = [
             (each.connection, each.message)
             for each in self.effects
-            if isinstance(each, effects.Answer)
+            if isinstance(each, service_effects.Answer)
         ]
         return found if connection is None else [m for c, m in found if c == connection]
 
@@ -265,7 +271,7 @@ def test_an_earlier_session_is_refused_with_the_promised_one(bench):
 def test_the_same_session_of_another_owner_is_refused(bench):
     bench.owned(5)
     assert bench.refusal(2, prepare(Owner(5, nonce=b"another nonce..."))) is errors.SessionFenced
-    assert bench.only(effects.CloseConnection) == []
+    assert bench.only(service_effects.CloseConnection) == []
 
 
 def test_a_session_that_was_promised_to_nobody_knows_whom_is_not_anothers(tmp_path):
@@ -289,7 +295,7 @@ def test_a_session_that_was_promised_to_nobody_knows_whom_is_not_anothers(tmp_pa
 def test_the_same_owner_may_come_again_on_another_connection(bench):
     owner = bench.owned(5, connection=1)
     assert isinstance(bench.ask(2, prepare(owner)), Prepared)
-    assert [each.connection for each in bench.only(effects.CloseConnection)] == [1]
+    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
     assert bench.refusal(1, owner.append()) is errors.SessionFenced
     owner.next_id, owner.chain = 0, GENESIS_CHAIN
     assert isinstance(bench.ask(2, owner.append()), Appended)
@@ -323,7 +329,7 @@ def test_an_owner_that_comes_again_is_not_told_of_a_rival(bench):
 def test_a_connection_may_go_on_with_a_later_session(bench):
     bench.owned(5, connection=1)
     later = bench.owned(6, connection=1)
-    assert bench.only(effects.CloseConnection) == []
+    assert bench.only(service_effects.CloseConnection) == []
     assert isinstance(bench.ask(1, later.append()), Appended)
 
 
@@ -334,7 +340,7 @@ def test_a_partition_that_is_not_assigned_here_is_refused(bench):
 def test_a_promise_that_could_not_be_made_durable_ends_the_session(bench):
     bench.disk.next_errors["pwrite"] = DiskFailed("slots are gone")
     assert bench.refusal(1, prepare(Owner(5))) is DiskFailed
-    assert [each.connection for each in bench.only(effects.CloseConnection)] == [1]
+    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
     assert bench.refusal(1, Owner(5).make(Heartbeat)) is errors.SessionFenced
     # What was refused stays fenced: an earlier session cannot slip in.
     assert bench.refusal(2, prepare(Owner(4))) is errors.SessionFenced
@@ -502,7 +508,7 @@ def test_a_later_session_ends_the_earlier_one_at_once(bench):
     bench.send(2, prepare(new))
     refused = bench.answers(1)[-4:]
     assert all(each.error_code == errors.SessionFenced.code for each in refused)
-    assert [each.connection for each in bench.only(effects.CloseConnection)] == [1]
+    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
     bench.send(1, old.append())
     assert bench.answers(1)[-1].promised == 6
     bench.finish()
@@ -637,10 +643,10 @@ def test_who_brings_more_than_there_is_room_for_is_not_read_until_there_is(make)
     bench = make(queue_bytes_max=4_000)
     owner = bench.owned(5)
     bench.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
-    assert [each.connection for each in bench.only(effects.PauseReading)] == [1]
-    assert bench.only(effects.ResumeReading) == []
+    assert [each.connection for each in bench.only(service_effects.PauseReading)] == [1]
+    assert bench.only(service_effects.ResumeReading) == []
     bench.finish()
-    assert [each.connection for each in bench.only(effects.ResumeReading)] == [1]
+    assert [each.connection for each in bench.only(service_effects.ResumeReading)] == [1]
     assert bench.service.queued_bytes == 0
     assert bench.log.synced_max == 7
 
@@ -651,7 +657,7 @@ def test_a_connection_that_is_gone_is_not_resumed(make):
     bench.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
     bench.step(service.Disconnected(1))
     bench.finish()
-    assert bench.only(effects.ResumeReading) == []
+    assert bench.only(service_effects.ResumeReading) == []
 
 
 def test_a_prepare_that_waits_is_told_of_the_later_session_that_ends_it(bench):
@@ -688,8 +694,8 @@ def test_after_a_failed_sync_the_partition_leaves_its_session_and_a_second_one_i
     assert refused[0].error_code == DiskFailed.code
     assert "x.seg" in refused[0].message
     assert {each.error_code for each in refused[1:]} == {DiskFailed.code}
-    assert [each.connection for each in bench.only(effects.CloseConnection)] == [1]
-    assert bench.only(effects.EndProcess) == []
+    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
+    assert bench.only(service_effects.EndProcess) == []
     assert bench.refusal(1, owner.make(Heartbeat)) is errors.SessionFenced
     bench.ask(7, open_request())
     assert bench.refusal(7, range_of(Owner(5), 0, 1, reader=True)) is errors.NotMounted
@@ -699,7 +705,7 @@ def test_after_a_failed_sync_the_partition_leaves_its_session_and_a_second_one_i
     assert bench.ask(2, kept.append()).synced_max == 2
     bench.disk.next_errors["sync"] = DiskFailed("sync of y.seg: Input/output error")
     assert bench.refusal(2, kept.append()) is DiskFailed
-    (end,) = bench.only(effects.EndProcess)
+    (end,) = bench.only(service_effects.EndProcess)
     assert "y.seg" in end.reason
 
 
@@ -709,7 +715,7 @@ def test_a_full_disk_refuses_appends_and_still_reads(bench):
     kept = (owner.next_id, owner.chain)
     bench.disk.next_errors["pwrite"] = NoSpace("x.seg: no space left")
     assert bench.refusal(1, owner.append()) is NoSpace
-    assert bench.only(effects.CloseConnection) == []
+    assert bench.only(service_effects.CloseConnection) == []
     assert bench.ask(1, range_of(owner, 0, 1)).count == 2
     owner.next_id, owner.chain = kept
     assert bench.ask(1, owner.append()).synced_max == 2
@@ -746,15 +752,15 @@ def test_a_dropped_partition_is_served_no_more(bench):
     assert bench.service.partitions == (0,)
     bench.send(1, owner.append(), owner.append())
     bench.step(service.Dropped(0))
-    assert bench.only(effects.Idle) == []
-    assert [each.connection for each in bench.only(effects.CloseConnection)] == [1]
+    assert bench.only(service_effects.Idle) == []
+    assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
     bench.finish()
-    assert [each.log for each in bench.only(effects.Idle)] == [bench.log]
+    assert [each.log for each in bench.only(service_effects.Idle)] == [bench.log]
     assert bench.refusal(1, owner.make(Heartbeat)) is errors.UnknownPartition
     bench.step(service.Opened(bench.log))
     assert bench.owned(6, connection=2).next_id == 1
     bench.step(service.Dropped(0))
-    assert len(bench.only(effects.Idle)) == 2
+    assert len(bench.only(service_effects.Idle)) == 2
 
 
 def test_refusals_are_reported(bench):
@@ -863,7 +869,9 @@ def test_a_read_that_fails_is_told_and_ends_nothing(bench):
         assert bench.ask(1, range_of(owner, 0, 5)).count == 6
     assert len(reports(bench, "read_failed")) == 3
     assert "x.seg" in reports(bench, "read_failed")[0]["error"]
-    assert bench.only(effects.EndProcess) == bench.only(effects.CloseConnection) == []
+    assert (
+        bench.only(service_effects.EndProcess) == bench.only(service_effects.CloseConnection) == []
+    )
     assert bench.ask(1, owner.append()).synced_max == 6
 
 
@@ -956,7 +964,7 @@ def test_a_partition_that_is_dropped_in_the_middle_of_a_piece(make):
     (work,) = tick(bench)
     bench.step(service.Dropped(0))
     bench.step(service.WorkDone(work, work.run()))
-    assert [each.log for each in bench.only(effects.Idle)] == [bench.log]
+    assert [each.log for each in bench.only(service_effects.Idle)] == [bench.log]
     assert bench.service.scrub_states(bench.now_ms) == []
 
 
@@ -975,18 +983,18 @@ def test_room_is_looked_for_until_there_is_some(make):
     for free, is_short in ((50, True), (167, True), (168, False)):
         bench.disk.free = free
         assert tick(bench) == []
-        look = bench.only(effects.LookForRoom)[-1]
+        look = bench.only(service_effects.LookForRoom)[-1]
         look.room.look_again()
         bench.step(service.LookedForRoom())
         assert look.room.is_short == is_short
-    assert len(bench.only(effects.LookForRoom)) == 3
+    assert len(bench.only(service_effects.LookForRoom)) == 3
     owner.next_id, owner.chain = kept
     assert bench.ask(1, owner.append(2)).synced_max == 1
     wake_at_ms = bench.service.wake_at_ms
     tick(bench)
     bench.finish()
     assert wake_at_ms is not None
-    assert len(bench.only(effects.LookForRoom)) == 3
+    assert len(bench.only(service_effects.LookForRoom)) == 3
 
 
 def test_what_is_no_append_takes_its_room_from_the_reserve(make):
@@ -1051,7 +1059,7 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
             bench.now_ms += 2_000
             bench.step(Wakeup())
     bench.finish()
-    (gone,) = bench.only(effects.GiveUp)
+    (gone,) = bench.only(service_effects.GiveUp)
     assert gone.log is bench.log
     names = [each.name for each in bench.only(Report)]
     assert names.count("files_replaced") == 1
@@ -1063,8 +1071,8 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
     other = dataclasses.replace(prepare(Owner(2)), partition_id=1)
     assert isinstance(bench.ask(4, other), Prepared)
     bench.step(service.Dropped(0))
-    assert bench.only(effects.Idle)[-1].log is bench.log
-    assert not bench.only(effects.EndProcess)
+    assert bench.only(service_effects.Idle)[-1].log is bench.log
+    assert not bench.only(service_effects.EndProcess)
 
 
 def test_what_a_replica_lacked_is_reported_when_it_was_filled_up(bench):

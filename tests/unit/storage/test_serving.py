@@ -10,9 +10,8 @@ import pytest
 from tests.patience import HANG_S
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed
-from waltz_core.storage import service
-from waltz_core.storage.room import Room
-from waltz_core.storage.serving import (
+from waltz_core.storage.files.room import Room
+from waltz_core.storage.process.serving import (
     OPEN_AGAIN_S_MAX,
     OPEN_AGAIN_S_MIN,
     OPENERS_COUNT,
@@ -20,6 +19,7 @@ from waltz_core.storage.serving import (
     look_again_s,
     side_by_side,
 )
+from waltz_core.storage.service import service
 from waltz_sim.world.disk import SimDisk
 
 

@@ -10,10 +10,17 @@ from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
 )
-from waltz_core.storage import truncation
-from waltz_core.storage.batch_checks import check_chain
-from waltz_core.storage.format import IdRange, Mark, Marker, Slot, TruncateIntent, segment_name
-from waltz_core.storage.truncation import cut_of
+from waltz_core.storage.files.batch_checks import check_chain
+from waltz_core.storage.files.format import (
+    IdRange,
+    Mark,
+    Marker,
+    Slot,
+    TruncateIntent,
+    segment_name,
+)
+from waltz_core.storage.log import truncation
+from waltz_core.storage.log.truncation import cut_of
 from waltz_sim.world.disk import Fault, Survival
 
 RECORD_BYTES = 60

@@ -20,10 +20,18 @@ from waltz_core.records.record import (
     GENESIS_CHAIN,
     NO_SESSION,
 )
-from waltz_core.storage import errands, upkeep
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.partition_log import LogSettings
-from waltz_core.storage.upkeep import carry_out, facts_of, held_by, room_of
+from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.service import (
+    errands,
+    upkeep,
+)
+from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.upkeep import (
+    carry_out,
+    facts_of,
+    held_by,
+    room_of,
+)
 from waltz_core.wire.admin_messages import Copy
 from waltz_sim.world.disk import Fault, SimDisk
 
@@ -115,7 +123,7 @@ def test_a_log_that_does_not_open_after_a_change_says_why(engine, monkeypatch):
     def broken(*_arguments, **_options):
         raise BadFormat("rotten")
 
-    monkeypatch.setattr("waltz_core.storage.engine.ReplicaLog.open", broken)
+    monkeypatch.setattr("waltz_core.storage.service.engine.ReplicaLog.open", broken)
     carry_out(engine, errands.Doubt(1))  # is done all the same
     assert facts_of(engine, 1, is_served=False).why_not == "rotten"
 

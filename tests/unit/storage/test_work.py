@@ -14,13 +14,24 @@ from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
 )
-from waltz_core.storage import work
-from waltz_core.storage.disk import RealDisk, RealFile
-from waltz_core.storage.engine import Engine
-from waltz_core.storage.format import SEGMENT_HEADER_BYTES
-from waltz_core.storage.partition_log import LogSettings
-from waltz_core.storage.scrub import Piece, Scrubbed
-from waltz_core.storage.work import BATCHES_BYTES_MAX, RANGE_BYTES_MAX, Request, Work
+from waltz_core.storage.disk.file_system import (
+    RealDisk,
+    RealFile,
+)
+from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
+from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.scrub import (
+    Piece,
+    Scrubbed,
+)
+from waltz_core.storage.service import work
+from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.work import (
+    BATCHES_BYTES_MAX,
+    RANGE_BYTES_MAX,
+    Request,
+    Work,
+)
 from waltz_core.wire.messages import (
     ENTRIES_MAX,
     Appended,

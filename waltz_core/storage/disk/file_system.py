@@ -1,0 +1,607 @@
+"""The door to the file system: what the storage asks of a disk, and the real one.
+
+Why it stands alone: all that can go wrong with a disk goes wrong here, so the simulator puts
+another `Disk` in its place that tears, loses and fills up. No other file here opens a file.
+
+Rules:
+    1. An error of the operating system becomes `NoSpace` (the disk is full, what was there stays
+       as it is), `ReadFailed` (bytes of a file that cannot be had) or `DiskFailed` (anything else,
+       and whatever a sync fails with); no `OSError` leaves this file.
+    2. What is durable is said: only `File.sync` and `sync_directory` make it so.
+    3. A write is complete or raises; a short write is carried on.
+    4. A file comes into being whole: `create_durably` writes it under another name first.
+    5. A real disk has so many descriptors open as it was told (`descriptors.py`). One whose file is
+       locked stays open, since the lock would go with it; so does one whose file has writes that
+       are not synced, since the error of a failed write-back is told to those only who had the file
+       open. A file that may be lost at any time (`is_dispensable`) is never synced, and is closed
+       like any other: nobody asks for its errors.
+    6. A file that is closed while another thread uses it keeps its descriptor until that call has
+       ended: the system would give the number to the next file that is opened.
+    7. What is said to be read soon (`will_read`) is a hint: the system fetches it from the disk
+       while others are still being named, many at a time. Nothing depends on it.
+    8. Of a block that the disk does not give no part can be written either: the system would have
+       to read the rest. `give_up_lost` is the one call that takes what is left of such a block, and
+       is made when a write has failed for it (`write_over`).
+    9. Of what was written to a real file and synced, the system's memory keeps the newest part
+       (`page_cache.py`).
+   10. What is wrong on the disk alone is not seen as long as the system has the right bytes in its
+       memory. So whoever reads to find that has them dropped first (`drop_cached`): the blocks that
+       begin within what he reads, as `page_cache.py` has it. A hint, too.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, Protocol
+
+from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, WaltzError
+from waltz_core.storage.disk.descriptors import Descriptors
+from waltz_core.storage.disk.page_cache import (
+    KEPT_BYTES,
+    Tail,
+    blocks_begun,
+)
+
+Buffer = bytes | memoryview
+TEMPORARY_SUFFIX: Final = ".tmp"
+_VECTOR_MAX: Final = 512  # POSIX promises 16, Linux has 1024
+# What is given up at once: a block of nearly all file systems. Of a larger one no part is punched.
+_BLOCK_BYTES: Final = 4096
+_PUNCH_HOLE: Final = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+# What a disk, or a file system with checksums, says of bytes that it has lost.
+_LOST: Final = {errno.EIO, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)}
+_SECOND_TRY_S: Final = 0.5
+OPEN_FILES_MAX: Final = 64
+# What `will_read` asks for: of small files all, of others these much of the beginning and the end.
+_SMALL_FILE_BYTES: Final = 64 * 1024
+_BEGINNING_BYTES: Final = 4 * 1024
+_END_BYTES: Final = 16 * 1024
+
+
+class File(Protocol):
+    """An open file. Offsets and sizes are in bytes."""
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
+
+    def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
+        """Write the parts one after the other from `offset` on."""
+
+    def drop_cached(self, offset: int, size: int) -> None:
+        """Have what is synced read from the disk the next time, a block at a time (rule 10)."""
+
+    def give_up_lost(self, offset: int, size: int) -> bool:
+        """Let the blocks at the ends of a range be zeros where they cannot be read (rule 8).
+
+        Return whether there are any.
+        """
+
+    def sync(self) -> None:
+        """Make the file's bytes and size durable (fdatasync)."""
+
+    def truncate(self, size: int) -> None:
+        """Cut the file to `size` bytes."""
+
+    def size(self) -> int:
+        """Return the size in bytes."""
+
+    def lock_range(self, first: int, count: int) -> bool:
+        """Take an exclusive POSIX lock on bytes; False when another process has it."""
+
+    def lock_whole(self) -> bool:
+        """Take an exclusive lock that an opener in this same process meets too; False if taken."""
+
+    def allocate(self, size: int) -> None:
+        """Reserve room for the first `size` bytes."""
+
+    def close(self) -> None:
+        """Close it; the lock goes with it."""
+
+
+class Disk(Protocol):
+    """A file system as the storage uses it."""
+
+    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> File:
+        """Open a file for reading and writing; one that is dispensable is never synced (rule 5)."""
+
+    def exists(self, path: Path) -> bool:
+        """Tell if there is a file or a directory of this name."""
+
+    def identity(self, path: Path) -> tuple[int, int] | None:
+        """Return device and inode of what has this name now; None where nothing has."""
+
+    def list(self, directory: Path) -> list[str]:
+        """Return the names in a directory, sorted."""
+
+    def make_directory(self, directory: Path) -> None:
+        """Make a directory and its parents, unless they are there; their names are durable."""
+
+    def make_directories(self, directory: Path, names: Sequence[str]) -> None:
+        """Make directories in one that is durable, unless they are there; by one sync for all."""
+
+    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+        """Say that the beginnings and the ends of files will be read soon (rule 7)."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name, in place of the one that has it."""
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; none there is no error."""
+
+    def sync_directory(self, directory: Path) -> None:
+        """Make the names in a directory durable."""
+
+    def free_bytes(self, directory: Path) -> int:
+        """Return how much more can be written to the file system of a directory."""
+
+    def size_bytes(self, directory: Path) -> int:
+        """Return the size of the file system of a directory."""
+
+
+def make_with_parents(
+    disk: Disk,
+    directory: Path,
+    make_one: Callable[[Path], None],
+    sync_found: Callable[[Path], None],
+) -> None:
+    """Make a directory and its parents, each durable in the one above; `make_one` makes just one.
+
+    Whoever made one that is there may have been killed before its name was durable, so
+    `sync_found` makes the names beside that one durable too.
+    """
+    if disk.exists(directory):
+        sync_found(directory.parent)
+        return
+    make_with_parents(disk, directory.parent, make_one, sync_found)
+    make_one(directory)
+    disk.sync_directory(directory.parent)
+
+
+def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes]]) -> None:
+    """Make files that are whole and durable, each in place of an older one (rule 4).
+
+    A crash leaves some of them, and others under a temporary name; the last one is there only when
+    all are. No order of renames is kept but by a sync of the directory between them.
+    """
+    temporary = [directory / (name + TEMPORARY_SUFFIX) for name, _ in files]
+    for path, (_, content) in zip(temporary, files, strict=True):
+        file = disk.open(path, create=True)
+        try:
+            file.truncate(0)
+            file.pwrite([content], 0)
+            file.sync()
+        finally:
+            file.close()
+    for place, (path, (name, _)) in enumerate(zip(temporary, files, strict=True), 1):
+        if 1 < place == len(files):
+            disk.sync_directory(directory)
+        disk.rename(path, directory / name)
+    disk.sync_directory(directory)
+
+
+def write_over(file: File, data: Buffer, offset: int) -> None:
+    """Write in place of bytes that may be lost (rule 8)."""
+    try:
+        file.pwrite([data], offset)
+    except DiskFailed:
+        if not file.give_up_lost(offset, len(data)):
+            raise
+        file.pwrite([data], offset)
+
+
+def remove_temporary(disk: Disk, directory: Path) -> None:
+    """Remove what a crash in `create_durably` has left."""
+    for name in disk.list(directory):
+        if name.endswith(TEMPORARY_SUFFIX):
+            disk.unlink(directory / name)
+
+
+# ---------------------------------------------------------------------------------------------
+# the real one
+
+
+def open_for_another(path: Path) -> int:
+    """Return a descriptor of a real file, for reading only, which another process is to have."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ReadFailed(f"opening {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _typed_errors(what: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _typed(error, what, path) from error
+
+
+def _typed(error: OSError, what: str, path: Path, *, may_be_full: bool = True) -> WaltzError:
+    """Return the error that an error of the operating system becomes (rule 1)."""
+    message = f"{what} {path}: {error.strerror or error}"
+    if may_be_full and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return NoSpace(message)
+    return DiskFailed(message)
+
+
+class RealFile:
+    """A file of the operating system. One thread at a time uses it; any may close it meanwhile.
+
+    No context manager turns the errors into ours: some calls run for every append, others for every
+    file when a log is opened.
+    """
+
+    __slots__ = (
+        "_descriptors",
+        "_fd",
+        "_is_closed",
+        "_is_dispensable",
+        "_is_locked",
+        "_is_unsynced",
+        "_is_used",
+        "_path",
+        "_tail",
+    )
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        create: bool,
+        descriptors: Descriptors,
+        is_dispensable: bool = False,
+        cached_bytes_max: int = KEPT_BYTES,
+    ) -> None:
+        self._path = path
+        self._descriptors = descriptors
+        self._is_closed = False
+        self._is_dispensable = is_dispensable
+        self._is_locked = False
+        self._is_unsynced = False
+        self._is_used = False
+        self._tail = Tail(cached_bytes_max)
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        try:
+            with descriptors.lock:
+                self._fd = descriptors.open(path, flags)
+                descriptors.leave(self, is_kept=False)
+        except OSError as error:
+            raise _typed(error, "opening", path) from error
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return up to `size` bytes."""
+        try:
+            fd = self._use()
+        except DiskFailed as error:
+            if self._is_closed:
+                raise
+            raise ReadFailed(str(error)) from error  # it could not be opened again
+        try:
+            data = os.pread(fd, size, offset)
+            if len(data) in {size, 0}:
+                return data
+            parts = [data]
+            got = len(data)
+            while got < size and (data := os.pread(fd, size - got, offset + got)):
+                parts.append(data)
+                got += len(data)
+            return b"".join(parts)
+        except OSError as error:
+            why = f"{error.strerror or error} ({size} bytes at {offset})"
+            raise ReadFailed(f"reading {self._path}: {why}") from error
+        finally:
+            self._leave()
+
+    def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
+        """Write all of it (rule 3)."""
+        fd = self._use()
+        self._is_unsynced = True
+        try:
+            if len(parts) == 1:
+                size = memoryview(parts[0]).nbytes
+                if os.pwritev(fd, parts, offset) == size:
+                    self._tail.wrote(offset, size)
+                    return  # it nearly always is so; what was written of more is written again
+            left = [memoryview(part).cast("B") for part in parts if len(part)]
+            while left:
+                written = os.pwritev(fd, left[:_VECTOR_MAX], offset)
+                self._tail.wrote(offset, written)
+                offset += written
+                left = _after(left, written)
+        except OSError as error:
+            raise _typed(error, "writing", self._path) from error
+        finally:
+            self._leave()
+
+    def drop_cached(self, offset: int, size: int) -> None:
+        """Give pages back; what was not synced stays (rule 10)."""
+        start, size = blocks_begun(offset, size)
+        if not size:
+            return
+        fd = self._use()
+        try:
+            _give_back(fd, start, size)
+        finally:
+            self._leave()
+
+    def give_up_lost(self, offset: int, size: int) -> bool:
+        """Punch the blocks at the ends of a range out that cannot be read; others are left alone.
+
+        A file system that cannot do that leaves them, and the write tells.
+        """
+        fd = self._use()
+        found = False
+        try:
+            for block in {offset // _BLOCK_BYTES, (offset + size - 1) // _BLOCK_BYTES}:
+                if not _gives(fd, block * _BLOCK_BYTES):
+                    self._is_unsynced = found = True
+                    _punch(fd, block * _BLOCK_BYTES)
+        finally:
+            self._leave()
+        return found
+
+    def sync(self) -> None:
+        """Wait for fdatasync. One that finds no room has lost what it was to write (rule 1)."""
+        fd = self._use()
+        try:
+            os.fdatasync(fd)
+            self._is_unsynced = False
+            old = self._tail.take_old()
+            if old is not None:
+                _give_back(fd, *old)
+        except OSError as error:
+            raise _typed(error, "syncing", self._path, may_be_full=False) from error
+        finally:
+            self._leave()
+
+    def truncate(self, size: int) -> None:
+        """Cut the file."""
+        fd = self._use()
+        self._is_unsynced = True
+        self._tail.cut(size)
+        try:
+            os.ftruncate(fd, size)
+        except OSError as error:
+            raise _typed(error, "truncating", self._path) from error
+        finally:
+            self._leave()
+
+    def size(self) -> int:
+        """Return the size in bytes."""
+        fd = self._use()
+        try:
+            return os.fstat(fd).st_size
+        except OSError as error:
+            raise _typed(error, "looking at", self._path) from error
+        finally:
+            self._leave()
+
+    def lock_range(self, first: int, count: int) -> bool:
+        """Take a POSIX record lock; it is lost when this process closes the file anywhere."""
+        fd = self._use()
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first, os.SEEK_SET)
+            self._is_locked = True
+        except OSError as error:
+            if error.errno in {errno.EACCES, errno.EAGAIN}:
+                return False
+            raise DiskFailed(f"locking {self._path}: {error.strerror}") from error
+        finally:
+            self._leave()
+        return True
+
+    def lock_whole(self) -> bool:
+        """Take a BSD lock, which belongs to the open file and not to the process."""
+        fd = self._use()
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._is_locked = True
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise DiskFailed(f"locking {self._path}: {error.strerror}") from error
+        finally:
+            self._leave()
+        return True
+
+    def allocate(self, size: int) -> None:
+        """Reserve room on the disk."""
+        fd = self._use()
+        self._is_unsynced = True
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            raise _typed(error, "allocating", self._path) from error
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        """Close it, once; under a call that another thread makes, when that has ended (rule 6)."""
+        try:
+            with self._descriptors.lock:
+                self._is_closed = True
+                if not self._is_used:
+                    self.release()
+        except OSError as error:
+            raise _typed(error, "closing", self._path) from error
+
+    # ---- its descriptor (rule 5)
+
+    def _use(self) -> int:
+        with self._descriptors.lock:
+            if self._is_closed:
+                raise DiskFailed(f"{self._path}: is closed")
+            if self._fd >= 0:
+                self._descriptors.use(self)
+            else:
+                with _typed_errors("opening", self._path):
+                    self._fd = self._descriptors.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+            self._is_used = True
+            return self._fd
+
+    def _leave(self) -> None:
+        with self._descriptors.lock:
+            self._is_used = False
+            if self._is_closed:
+                with suppress(OSError):  # whoever closed it has gone on
+                    self.release()
+                return
+            is_unsynced = self._is_unsynced and not self._is_dispensable
+            self._descriptors.leave(self, is_kept=self._is_locked or is_unsynced)
+
+    def release(self) -> None:
+        """Give up the descriptor until the file is used again; whoever calls has the lock."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            self._descriptors.close(self, fd)
+
+
+def _after(parts: list[memoryview], written: int) -> list[memoryview]:
+    """Return what is left of the parts after `written` bytes."""
+    for place, part in enumerate(parts):
+        if written < len(part):
+            return [part[written:], *parts[place + 1 :]]
+        written -= len(part)
+    return []
+
+
+def _gives(fd: int, offset: int) -> bool:
+    """Tell whether the disk gives a block, now or in a moment; other errors tell nothing of it."""
+    for is_last in (False, True):
+        try:
+            os.pread(fd, _BLOCK_BYTES, offset)
+        except OSError as error:
+            if error.errno not in _LOST:
+                return True
+            if not is_last:
+                threading.Event().wait(_SECOND_TRY_S)
+        else:
+            return True
+    return False
+
+
+def _punch(fd: int, offset: int) -> None:
+    """Take a block out of a file, which keeps its size; does nothing where that cannot be done."""
+    call = getattr(ctypes.CDLL(None), "fallocate", None)
+    if call is not None and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_int64):
+        call(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(_BLOCK_BYTES))
+
+
+def _give_back(fd: int, start: int, size: int) -> None:
+    """Have the system forget what is on the disk; a file system that cannot do that keeps it."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)
+
+
+def _advise(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        if size <= _SMALL_FILE_BYTES:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+        else:
+            os.posix_fadvise(fd, 0, _BEGINNING_BYTES, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(fd, size - _END_BYTES, _END_BYTES, os.POSIX_FADV_WILLNEED)
+    finally:
+        os.close(fd)
+
+
+class RealDisk:
+    """The file system of this machine, with so many of its files open at one time (rule 5)."""
+
+    def __init__(
+        self, open_files_max: int = OPEN_FILES_MAX, *, cached_bytes_max: int = KEPT_BYTES
+    ) -> None:
+        self.descriptors = Descriptors(open_files_max)
+        self._cached_bytes_max = cached_bytes_max
+
+    def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> File:
+        """Open a file for reading and writing."""
+        return RealFile(
+            path,
+            create=create,
+            descriptors=self.descriptors,
+            is_dispensable=is_dispensable,
+            cached_bytes_max=self._cached_bytes_max,
+        )
+
+    def exists(self, path: Path) -> bool:
+        """Tell if there is something of this name."""
+        return self.identity(path) is not None
+
+    def identity(self, path: Path) -> tuple[int, int] | None:
+        """Return device and inode; None where nothing has this name."""
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise _typed(error, "looking for", path) from error
+        return found.st_dev, found.st_ino
+
+    def list(self, directory: Path) -> list[str]:
+        """Return the names, sorted."""
+        with _typed_errors("listing", directory):
+            return sorted(os.listdir(directory))
+
+    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+        """Have the system fetch what it does not have in memory; it is not waited for."""
+        with self.descriptors.one_beside():
+            for name in names:
+                with suppress(OSError):  # whoever reads it is told
+                    _advise(f"{directory}/{name}")
+
+    def make_directory(self, directory: Path) -> None:
+        """Make it and its parents; each is durable in the one above."""
+        make_with_parents(self, directory, self._make_one, self._sync_found)
+
+    def make_directories(self, directory: Path, names: Sequence[str]) -> None:
+        """Make directories in one that is durable, unless they are there; by one sync for all."""
+        for name in names:
+            self._make_one(directory / name)
+        self.sync_directory(directory)
+
+    def _sync_found(self, directory: Path) -> None:
+        """Sync a directory, unless it may not be read: then this process has made nothing there."""
+        if os.access(directory, os.R_OK):
+            self.sync_directory(directory)
+
+    def _make_one(self, directory: Path) -> None:
+        with _typed_errors("making", directory):
+            directory.mkdir(exist_ok=True)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name."""
+        with _typed_errors("renaming", source):
+            source.replace(target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file, if it is there."""
+        with _typed_errors("removing", path):
+            path.unlink(missing_ok=True)
+
+    def sync_directory(self, directory: Path) -> None:
+        """Wait until the names are on disk."""
+        with _typed_errors("syncing", directory):
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def free_bytes(self, directory: Path) -> int:
+        """Return what is free for everybody; what is kept for root does not count."""
+        with _typed_errors("looking at", directory):
+            found = os.statvfs(directory)
+        return found.f_bavail * found.f_frsize
+
+    def size_bytes(self, directory: Path) -> int:
+        """Return the size, with what is kept for root."""
+        with _typed_errors("looking at", directory):
+            found = os.statvfs(directory)
+        return found.f_blocks * found.f_frsize

@@ -1,0 +1,144 @@
+"""Whether batches are what they say: their records, their bounds, and the chain through them.
+
+Why it stands alone: an append, a repair and an opening ask the same question of bytes from three
+sources, and what is taken for a batch has to be the same in all of them.
+
+Rules:
+    1. A batch is right when each of its records is, none is missing, and the chain that its entry
+       states is made from the one before and the records' CRCs.
+    2. Nothing is changed here, and nothing is decided: who asks says what becomes of a wrong one.
+    3. A chain that was made up (`MADE_UP`) proves nothing of the records, nor does the next one.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
+from waltz_core.records import raw_records
+from waltz_core.records.record import (
+    MADE_UP,
+    NO_SESSION,
+    Chain,
+    LineageEntry,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.storage.files.format import IdRange
+from waltz_core.storage.files.segments import Segments
+
+I64 = npt.NDArray[np.int64]
+
+
+def check_chain(
+    entries: Sequence[LineageEntry], first: TransactionId, chain: Chain, record_crcs: bytes
+) -> int | None:
+    """Return the index of the first batch that does not go on from the one before, else None."""
+    next_id = first
+    for index, entry in enumerate(entries):
+        crcs = record_crcs[4 * (entry.first - first) : 4 * (entry.last - first + 1)]
+        if entry.first != next_id or len(crcs) != 4 * (entry.last - entry.first + 1):
+            return index
+        chain = next_chain(chain, entry.first, entry.last, entry.session_id, crcs)
+        if chain != entry.chain:
+            return index
+        next_id = TransactionId(entry.last + 1)
+    return None
+
+
+def check_batches(
+    first: TransactionId,
+    lengths: I64,
+    records: bytes | memoryview,
+    chain_before: Chain,
+    entries: Sequence[LineageEntry],
+    records_crc: int | None = None,
+) -> None:
+    """Check that a run of records is what it says, and that its batches cover it.
+
+    `records_crc` is that of all bytes, where a pass over them has been made already.
+
+    Raises:
+        BadRequest: the ids, the batches or their chain do not fit the records.
+        ChecksumMismatch: a record's CRC does not fit.
+    """
+    where = f"append at {first}"
+    if not entries or not lengths.size or raw_records.sum_of(lengths) != len(records):
+        raise BadRequest(f"{where}: expected batches and records, found lengths that differ")
+    crcs = raw_records.proven_crcs(records, lengths, first, records_crc=records_crc)
+    if crcs is None:
+        bad = raw_records.first_bad_record(records, lengths)
+        if bad is not None:
+            raise ChecksumMismatch(f"{where}: record {first + bad} is not what was sent")
+        gap = raw_records.first_gap(records, lengths, first)
+        assert gap is not None
+        raise BadRequest(f"{where}: expected id {first + gap} in its place, found another")
+    wrong = check_chain(entries, first, chain_before, crcs)
+    if wrong is not None or entries[-1].last != first + lengths.size - 1:
+        raise BadRequest(f"{where}: the batches do not fit the records, or their chain differs")
+
+
+def check_repaired(
+    segments: Segments, repaired: IdRange, damaged: Sequence[IdRange]
+) -> tuple[IdRange, ...]:
+    """Check the chain of each repaired batch that has no damage left; return what comes to light.
+
+    That is damage beside what was repaired, in the same batch: it waits for its own repair.
+
+    Raises:
+        ChecksumMismatch: the records are not those that a batch was made of.
+    """
+    found: list[IdRange] = []
+    for chain, entry in _batches(segments, repaired):
+        is_damaged = any(one.first <= entry.last and entry.first <= one.last for one in damaged)
+        if is_damaged or entry.first > repaired.last:  # then those of what was repaired are gone
+            continue
+        before = entry_before(segments, entry.first)
+        if MADE_UP in {entry.session_id, NO_SESSION if before is None else before.session_id}:
+            continue  # Its chain is not made of these records, nor is that of the next.
+        crcs = _crcs(segments, entry.first, entry.last)
+        beside = () if crcs is not None else _wrong_beside(segments, entry, repaired)
+        found += beside
+        if beside:
+            continue
+        if crcs is None or check_chain([entry], entry.first, chain, crcs) is not None:
+            raise ChecksumMismatch(
+                f"records {repaired.first}..{repaired.last} are not those that batch "
+                f"{entry.first}..{entry.last} was made of"
+            )
+    return tuple(found)
+
+
+def _batches(segments: Segments, ids: IdRange) -> list[tuple[Chain, LineageEntry]]:
+    """Return the batches that touch ids, each with the chain before it; those that can be read."""
+    try:
+        found = segments.entries(*ids, ids.last - ids.first + 1)[1]
+        return [(segments.entries(each.last, each.last, 1)[0], each) for each in found]
+    except (BadFormat, ChecksumMismatch, ReadFailed):
+        return segments.readable_batches(*ids)
+
+
+def _crcs(segments: Segments, first: TransactionId, last: TransactionId) -> bytes | None:
+    """Return the records' CRCs; None where one is wrong, or the disk does not give it."""
+    with suppress(ReadFailed):
+        return segments.record_crcs(first, last)
+    return None
+
+
+def _wrong_beside(
+    segments: Segments, entry: LineageEntry, repaired: IdRange
+) -> tuple[IdRange, ...]:
+    """Return the ids of a batch that are wrong, but for those that were repaired."""
+    every = map(TransactionId, range(entry.first, entry.last + 1))
+    beside = [each for each in every if not repaired.first <= each <= repaired.last]
+    return tuple(IdRange(each, each) for each in beside if _crcs(segments, each, each) is None)
+
+
+def entry_before(segments: Segments, first: TransactionId) -> LineageEntry | None:
+    """Return the batch that ends before an id; None if there is none that can be read."""
+    with suppress(BadFormat, ChecksumMismatch):
+        found = segments.entry_of(TransactionId(first - 1)) if first else None
+        return found if found is not None and found.last < first else None
+    return None

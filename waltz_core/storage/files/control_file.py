@@ -1,0 +1,370 @@
+"""What a storage remembers outside its logs: the original's control file, and a partition's slots.
+
+Why it stands alone: both are pairs of structures of which the newer valid one counts, and both are
+written so that a crash in the middle of a write leaves the other one.
+
+Rules:
+    1. Never write over the structure that counts; write the other one, sync, then let it count.
+    2. An exclusive lock on bytes 0..127 of `waltz-storage.ctl` is held while the storage runs; the
+       original takes the same lock (interop.md section 5.1).
+    3. Partitions do not share state here: each may be written by a thread of its own. They share
+       the syncs of the control file: one is for all who had written when it began. One that fails
+       is told to all of these, and to all who come later: what it was to write is lost, the system
+       tells that once, and the pages hold the promises of many.
+    4. Falling back to the older slot is told to the caller, as a promise may be lost with it. Even
+       sequences stand in block 1 and odd ones in block 0: a slot that a disk has put where the
+       other one belongs, or that is another partition's, is none.
+    5. The control file is made anew only where there is no partition: it says of each that it is
+       here, and what it has promised.
+    6. What a process before has written is seen and may not be durable; after a sync of its that
+       failed, another one alone would do nothing. So all is written as it is, synced, and then
+       believed.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from waltz_core.errors import (
+    BadFormat,
+    ChecksumMismatch,
+    ClusterKeyMismatch,
+    DiskFailed,
+    WaltzError,
+)
+from waltz_core.records.record import (
+    PartitionId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.storage.disk.file_system import (
+    Disk,
+    File,
+    create_durably,
+    write_over,
+)
+from waltz_core.storage.files.format import (
+    CONTROL_HEADER_BYTES,
+    NEW_PARTITION_INFOS,
+    PARTITION_INFO_BYTES,
+    SLOT_BLOCK_BYTES,
+    SLOT_BYTES,
+    SLOT_COUNT,
+    ControlHeader,
+    PartitionInfo,
+    Slot,
+    of_file,
+    partition_entry_offset,
+    partition_info_offset,
+)
+
+CONTROL_NAME: Final = "waltz-storage.ctl"
+SLOTS_NAME: Final = "waltz-x.ctl"
+_LOCK_BYTES: Final = 128
+
+
+class ControlFile:
+    """The original's control file: the cluster, and a few numbers for each partition."""
+
+    def __init__(self, file: File, header: ControlHeader, current: list[int]) -> None:
+        self.header = header
+        self._file = file
+        # Which of its two structures counts, for each partition; 0 or 1.
+        self._current = current
+        self._infos = [_read_info(file, index, slot) for index, slot in enumerate(current)]
+        self._writing = threading.Lock()
+        self._syncing = threading.Lock()
+        self._written_count = self._synced_count = 0
+        self._failure: WaltzError | None = None  # of a sync (rule 3)
+
+    @classmethod
+    def open(
+        cls, disk: Disk, directory: Path, cluster_key: bytes, partition_count: int, now_ms: int
+    ) -> "ControlFile":
+        """Open or create the file and lock it.
+
+        Raises:
+            DiskFailed: another process runs on this directory, or the disk failed.
+            ClusterKeyMismatch: the directory is another cluster's.
+            BadFormat: the number of partitions differs, both structures of one are wrong, or the
+                file is missing or cut where there are partitions (rule 5).
+        """
+        path = directory / CONTROL_NAME
+        header = ControlHeader(now_ms, cluster_key, partition_count)
+        if not disk.exists(path):
+            _create(disk, directory, header, found="no file")
+        file = _open_locked(disk, path)
+        try:
+            size_bytes = file.size()
+            if size_bytes < CONTROL_HEADER_BYTES:
+                # Whoever began it was stopped before anything counted; the original does the same.
+                _create(disk, directory, header, found=f"{size_bytes} bytes")
+        except BaseException:
+            file.close()
+            raise
+        if size_bytes < CONTROL_HEADER_BYTES:
+            file.close()
+            file = _open_locked(disk, path)
+        try:
+            file.pwrite([file.pread(file.size(), 0)], 0)  # rule 6
+            file.sync()
+            with of_file(path):
+                header = ControlHeader.decode(file.pread(CONTROL_HEADER_BYTES, 0))
+            _check_header(header, cluster_key, partition_count, path)
+            current = [_newer(file, index, path) for index in range(partition_count)]
+            return cls(file, header, current)
+        except BaseException:
+            file.close()
+            raise
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a sync has failed: nothing is written before the next opening (rule 3)."""
+        return self._failure is not None
+
+    def info(self, partition_id: PartitionId) -> PartitionInfo:
+        """Return what counts for a partition."""
+        return self._infos[partition_id]
+
+    def set_marks(
+        self,
+        partition_id: PartitionId,
+        session_id: SessionId,
+        mark: TransactionId,
+        local_mark: TransactionId | None = None,
+    ) -> PartitionInfo:
+        """Write session and mark durably, as the original does at SET_LOW_WATER_MARK.
+
+        `local_mark` is where the log ends, if that is not at the mark.
+        """
+        local = mark if local_mark is None else local_mark
+        info = self.info(partition_id)._replace(session_id=session_id, low_water_mark=mark)
+        return self._write(partition_id, info._replace(local_low_water_mark=local))
+
+    def set_flags(self, partition_id: PartitionId, flags: int) -> PartitionInfo:
+        """Write the flags durably."""
+        return self._write(partition_id, self.info(partition_id)._replace(flags=flags))
+
+    def set_flags_of(self, partition_ids: Sequence[PartitionId], flags: int) -> None:
+        """Write the flags of several partitions durably, by one sync."""
+        self._write_all({each: self.info(each)._replace(flags=flags) for each in partition_ids})
+
+    def forget(self, partition_id: PartitionId, flags: int) -> PartitionInfo:
+        """Write durably what a partition has that nothing is known of, but for these flags."""
+        return self._write(partition_id, NEW_PARTITION_INFOS[0]._replace(flags=flags))
+
+    def close(self) -> None:
+        """Close the file; the lock goes with it."""
+        self._file.close()
+
+    def _write(self, partition_id: PartitionId, info: PartitionInfo) -> PartitionInfo:
+        self._write_all({partition_id: info})
+        return self.info(partition_id)
+
+    def _write_all(self, infos: Mapping[PartitionId, PartitionInfo]) -> None:
+        """Write structures beside those that count, and let them count once durable (rule 1)."""
+        next_infos = {
+            each: info._replace(sequence=self.info(each).sequence + 1)
+            for each, info in infos.items()
+        }
+        with self._writing:
+            for each, info in next_infos.items():
+                place = partition_info_offset(each, 1 - self._current[each])
+                self._file.pwrite([info.encode()], place)
+            self._written_count += 1
+            number = self._written_count
+        self._sync(number)
+        for each, info in next_infos.items():
+            self._current[each] = 1 - self._current[each]
+            self._infos[each] = info
+
+    def _sync(self, number: int) -> None:
+        """Make so many writes durable, or learn that another's sync has (rule 3)."""
+        with self._syncing:
+            if self._failure is not None:
+                raise DiskFailed(f"a sync has failed before: {self._failure}")
+            if self._synced_count >= number:
+                return
+            with self._writing:
+                count = self._written_count
+            try:
+                self._file.sync()
+            except WaltzError as error:
+                self._failure = error
+                raise
+            self._synced_count = count
+
+
+def _open_locked(disk: Disk, path: Path) -> File:
+    file = disk.open(path)
+    if not file.lock_range(0, _LOCK_BYTES):
+        file.close()
+        raise DiskFailed(f"{path}: failed to acquire the lock, another process has it")
+    return file
+
+
+def _create(disk: Disk, directory: Path, header: ControlHeader, *, found: str) -> None:
+    """Make the file durably, unless a partition is here (rule 5)."""
+    held = [name for name in disk.list(directory) if name.isascii() and name.isdecimal()]
+    if held:
+        raise BadFormat(
+            f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes beside "
+            f"the directories of partitions {', '.join(held)}, found {found}; what these have "
+            "promised was in it, so it is not made anew"
+        )
+    create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
+
+
+def _new_content(header: ControlHeader) -> bytes:
+    infos = b"".join(info.encode() for info in NEW_PARTITION_INFOS)
+    entries = [
+        index.to_bytes(4, "big", signed=True) + infos for index in range(header.partition_count)
+    ]
+    return header.encode() + b"".join(entries)
+
+
+def _check_header(
+    header: ControlHeader, cluster_key: bytes, partition_count: int, path: Path
+) -> None:
+    if header.cluster_key != cluster_key:
+        raise ClusterKeyMismatch(
+            f"{path}: expected cluster {cluster_key.hex()}, found {header.cluster_key.hex()}"
+        )
+    if header.partition_count != partition_count:
+        raise BadFormat(
+            f"{path}: expected {partition_count} partitions, found {header.partition_count}"
+        )
+
+
+def _newer(file: File, index: int, path: Path) -> int:
+    """Return which structure of a partition counts (interop.md section 5.1)."""
+    stated = int.from_bytes(file.pread(4, partition_entry_offset(index)), "big", signed=True)
+    if stated != index:
+        raise BadFormat(f"{path}: expected partition {index} in its place, found {stated}")
+    sequences: list[tuple[int, int]] = []
+    for slot in (0, 1):
+        try:
+            sequences.append((_read_info(file, index, slot).sequence, slot))
+        except (BadFormat, ChecksumMismatch):
+            continue
+    if not sequences:
+        raise BadFormat(f"{path}: both structures of partition {index} are wrong")
+    if len(sequences) == 2 and sequences[0][0] == sequences[1][0]:
+        raise BadFormat(f"{path}: both structures of partition {index} have one sequence number")
+    return max(sequences)[1]
+
+
+def _read_info(file: File, index: int, slot: int) -> PartitionInfo:
+    data = file.pread(PARTITION_INFO_BYTES, partition_info_offset(index, slot))
+    return PartitionInfo.decode(data)
+
+
+# ---------------------------------------------------------------------------------------------
+# our slots
+
+
+class SlotFile:
+    """The two slots of a partition; `slot` is the one that counts and is durable.
+
+    When the file was opened, `slot` is what is seen, and `older` what a crash may bring back, None
+    if there is none.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        directory: Path,
+        file: File,
+        slot: Slot,
+        place: int,
+        *,
+        older: Slot | None,
+    ) -> None:
+        assert place in {0, 1}
+        self._disk = disk
+        self._directory = directory
+        self._identity = self._identity_now()
+        self.slot = slot
+        self.older = older
+        self.fell_back = older is None
+        self._file = file
+        self._place = place
+
+    @classmethod
+    def create(cls, disk: Disk, directory: Path, slot: Slot) -> "SlotFile":
+        """Create the file with two valid slots, durably."""
+        create_durably(disk, directory, [cls.new_file(slot)])
+        return cls.open(disk, directory, slot.partition_id)
+
+    @staticmethod
+    def new_file(slot: Slot) -> tuple[str, bytes]:
+        """Return the name and the content of a file with two valid slots."""
+        assert _block_of(slot.sequence) == 1, "rule 4"
+        older = replace(slot, sequence=slot.sequence - 1)
+        blocks = [one.encode().ljust(SLOT_BLOCK_BYTES, b"\0") for one in (older, slot)]
+        return SLOTS_NAME, b"".join(blocks)
+
+    @classmethod
+    def open(cls, disk: Disk, directory: Path, partition_id: PartitionId) -> "SlotFile":
+        """Open the file and read the slot that counts.
+
+        Raises:
+            BadFormat: no slot is valid, or it is of another partition.
+            ReadFailed: the disk does not give them; an older one is not taken for the newer.
+        """
+        path = directory / SLOTS_NAME
+        file = disk.open(path)
+        try:
+            found = _readable_slots(file)
+        except BaseException:
+            file.close()
+            raise
+        valid = [
+            (slot.sequence, place, slot)
+            for place, slot in found
+            if slot.partition_id == partition_id and place == _block_of(slot.sequence)
+        ]
+        if not valid:
+            file.close()
+            whose = ", ".join(str(slot.partition_id) for _, slot in found)
+            why = f"expected partition {partition_id}, found {whose}" if found else "none"
+            raise BadFormat(f"{path}: no control slot is valid: {why}")
+        _, place, slot = max(valid, key=lambda one: one[0])
+        older = next((one for sequence, _, one in valid if sequence < slot.sequence), None)
+        return cls(disk, directory, file, slot, place, older=older)
+
+    def is_in_place(self) -> bool:
+        """Tell whether directory and file are still those that were opened; raises DiskFailed."""
+        return self._identity_now() == self._identity
+
+    def _identity_now(self) -> tuple[object, object]:
+        directory = self._directory
+        return self._disk.identity(directory), self._disk.identity(directory / SLOTS_NAME)
+
+    def write(self, slot: Slot) -> None:
+        """Make a slot durable, and the one that counts (rule 1)."""
+        slot = replace(slot, sequence=self.slot.sequence + 1)
+        place = 1 - self._place
+        assert place == _block_of(slot.sequence), "rule 4"
+        write_over(self._file, slot.encode(), SLOT_BLOCK_BYTES * place)
+        self._file.sync()
+        self.slot, self.older, self._place = slot, self.slot, place
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _readable_slots(file: File) -> list[tuple[int, Slot]]:
+    found: list[tuple[int, Slot]] = []
+    for place in range(SLOT_COUNT):
+        with suppress(BadFormat, ChecksumMismatch):
+            found.append((place, Slot.decode(file.pread(SLOT_BYTES, SLOT_BLOCK_BYTES * place))))
+    return found
+
+
+def _block_of(sequence: int) -> int:
+    return (sequence + 1) % SLOT_COUNT

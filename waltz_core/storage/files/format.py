@@ -1,0 +1,572 @@
+"""Every byte that a storage node keeps on disk: the original's three files, and our three.
+
+Why it stands alone: a file outlives the program that wrote it. Two programs read these bytes, the
+original one and ours, so each layout is written down once, is checked when it is read, and has
+golden bytes in `tests/golden/disk/`.
+
+    waltz-storage.ctl   the original's: cluster, partitions, session and water marks  (5.1)
+    waltz-x.id          ours: which storage this is
+    <p>/waltz-x.ctl     ours: promise, marks, marker, damage of partition p, in two slots
+    <p>/waltz-x.wipe    ours: the files of partition p are being deleted, and what stays
+    <p>/<first>.seg     the original's: records  (5.2)
+    <p>/<first>.idx     the original's: where each record starts  (5.3)
+    <p>/<first>.chn     ours: one entry for each batch that ends in the segment
+
+Rules:
+    1. All integers are big-endian, ids and marks of 64 bits; each file begins with a version.
+    2. Any bytes decode to a value, or to `BadFormat` (impossible) or `ChecksumMismatch` (changed).
+    3. Reserved bytes are zero, in what is written and in what is read.
+    4. CRC-32 as zlib has it, over all that is before it in its structure.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    NO_SESSION,
+    Chain,
+    LineageEntry,
+    PartitionId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.values import value
+
+VERSION: Final = 0
+Bytes = bytes | memoryview
+
+_CRC = struct.Struct(">I")
+
+
+def with_crc(body: bytes, before: int = 0) -> bytes:
+    """Return the bytes and their CRC-32 (rule 4), as if what has the CRC `before` preceded them."""
+    return body + _CRC.pack(crc32(body, before))
+
+
+def checked_body(data: Bytes, size: int, what: str, before: int = 0) -> bytes:
+    """Return the bytes before the CRC of a structure of `size` bytes; `before` as in `with_crc`.
+
+    Raises:
+        BadFormat: it is too short.
+        ChecksumMismatch: the CRC does not fit.
+    """
+    if len(data) != size:
+        raise BadFormat(f"{what}: expected {size} bytes, found {len(data)}")
+    body = bytes(data[:-4])
+    stated = _CRC.unpack_from(data, size - 4)[0]
+    found = crc32(body, before)
+    if stated != found:
+        raise ChecksumMismatch(f"{what}: expected CRC {stated:08x}, found {found:08x}")
+    return body
+
+
+def _whole(data: Bytes, size: int, what: str) -> None:
+    if len(data) < size:
+        raise BadFormat(f"{what}: expected {size} bytes, found {len(data)}")
+
+
+def check_version(found: int, what: str) -> None:
+    """Raise BadFormat for another version than ours."""
+    if found != VERSION:
+        raise BadFormat(f"{what}: expected version {VERSION}, found {found}")
+
+
+def _zero(reserved: Bytes, what: str) -> None:
+    if any(reserved):
+        found = bytes(reserved).strip(b"\0")[:16].hex()
+        raise BadFormat(f"{what}: expected zero in the reserved bytes, found {found}")
+
+
+@contextmanager
+def of_file(path: Path) -> Iterator[None]:
+    """Let what is said of bytes begin with the file that they are in."""
+    try:
+        yield
+    except (BadFormat, ChecksumMismatch) as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+# ---------------------------------------------------------------------------------------------
+# waltz-storage.ctl, the header. Has no CRC; when it is wrong the storage refuses to start.
+#
+#   0         4               12            28                 32            128
+#   | version | created in ms | cluster key | partition count  | zero        |
+
+_CONTROL_HEADER = struct.Struct(">iq16si96s")
+CONTROL_HEADER_BYTES: Final = 128
+assert _CONTROL_HEADER.size == CONTROL_HEADER_BYTES
+PARTITIONS_MAX: Final = 1 << 20
+
+
+class ControlHeader(NamedTuple):
+    """Of which cluster a storage directory is."""
+
+    created_ms: int
+    cluster_key: bytes
+    partition_count: int
+
+    def encode(self) -> bytes:
+        """Return the 128 bytes."""
+        return _CONTROL_HEADER.pack(VERSION, *self, bytes(96))
+
+    @staticmethod
+    def decode(data: Bytes) -> "ControlHeader":
+        """Read 128 bytes (rule 2)."""
+        _whole(data, CONTROL_HEADER_BYTES, "control file header")
+        version, created_ms, key, count, reserved = _CONTROL_HEADER.unpack_from(data)
+        check_version(version, "control file header")
+        _zero(reserved, "control file header")
+        if not 0 <= count <= PARTITIONS_MAX:
+            raise BadFormat(
+                f"control file header: expected 0 to {PARTITIONS_MAX} partitions, found {count}"
+            )
+        return ControlHeader(created_ms, key, count)
+
+
+# ---------------------------------------------------------------------------------------------
+# waltz-storage.ctl, one of two structures of a partition; the one with the greater sequence counts.
+#
+#   0         8                16                     24      28         32    36
+#   | session | low-water mark | local low-water mark | flags | sequence | CRC |
+#
+# When one is wrong the other counts; when both are, the partition's own slots can tell.
+
+_PARTITION_INFO = struct.Struct(">qqqii")
+PARTITION_INFO_BYTES: Final = 36
+PARTITION_ENTRY_BYTES: Final = 4 + 2 * PARTITION_INFO_BYTES
+assert _PARTITION_INFO.size + _CRC.size == PARTITION_INFO_BYTES
+assert PARTITION_ENTRY_BYTES == 76
+FLAG_AVAILABLE: Final = 1
+FLAG_ASSIGNED: Final = 4
+
+
+class PartitionInfo(NamedTuple):
+    """What the original keeps of a partition outside its log."""
+
+    session_id: SessionId
+    low_water_mark: TransactionId
+    local_low_water_mark: TransactionId
+    flags: int
+    sequence: int
+
+    def encode(self) -> bytes:
+        """Return the 36 bytes."""
+        return with_crc(_PARTITION_INFO.pack(*self))
+
+    @staticmethod
+    def decode(data: Bytes) -> "PartitionInfo":
+        """Read 36 bytes (rule 2)."""
+        body = checked_body(data, PARTITION_INFO_BYTES, "partition info")
+        session, mark, local, flags, sequence = _PARTITION_INFO.unpack(body)
+        for name, found in (("session", session), ("mark", mark), ("local mark", local)):
+            if found < BEFORE_FIRST:
+                raise BadFormat(f"partition info: expected a {name} of at least -1, found {found}")
+        return PartitionInfo(
+            SessionId(session), TransactionId(mark), TransactionId(local), flags, sequence
+        )
+
+
+NEW_PARTITION_INFOS: Final = (
+    PartitionInfo(NO_SESSION, BEFORE_FIRST, BEFORE_FIRST, FLAG_AVAILABLE, -1),
+    PartitionInfo(NO_SESSION, BEFORE_FIRST, BEFORE_FIRST, FLAG_AVAILABLE, 0),
+)
+
+
+def partition_entry_offset(index: int) -> int:
+    """Return where the entry of the partition with this number begins in the control file."""
+    return CONTROL_HEADER_BYTES + PARTITION_ENTRY_BYTES * index
+
+
+def partition_info_offset(index: int, slot: int) -> int:
+    """Return where structure 0 or 1 of a partition begins in the control file."""
+    assert slot in {0, 1}
+    return partition_entry_offset(index) + 4 + PARTITION_INFO_BYTES * slot
+
+
+# ---------------------------------------------------------------------------------------------
+# .seg and .idx, the header of both. Has no CRC; it says nothing that name and directory do not.
+#
+#   0         4               12            28          32               40     128
+#   | version | created in ms | cluster key | partition | first id here  | zero |
+#
+# .seg goes on with records (see raw_records.py), .idx with 8 bytes for each: its offset in .seg.
+
+_SEGMENT_HEADER = struct.Struct(">iq16siq88s")
+SEGMENT_HEADER_BYTES: Final = 128
+OFFSET_BYTES: Final = 8
+assert _SEGMENT_HEADER.size == SEGMENT_HEADER_BYTES
+
+
+class SegmentHeader(NamedTuple):
+    """Whose records a segment holds, and from which id on."""
+
+    created_ms: int
+    cluster_key: bytes
+    partition_id: PartitionId
+    first: TransactionId
+
+    def encode(self) -> bytes:
+        """Return the 128 bytes."""
+        return _SEGMENT_HEADER.pack(VERSION, *self, bytes(88))
+
+    @staticmethod
+    def decode(data: Bytes) -> "SegmentHeader":
+        """Read 128 bytes (rule 2)."""
+        _whole(data, SEGMENT_HEADER_BYTES, "segment header")
+        version, created_ms, key, partition, first, reserved = _SEGMENT_HEADER.unpack_from(data)
+        check_version(version, "segment header")
+        _zero(reserved, "segment header")
+        if first < 0:
+            raise BadFormat(f"segment header: expected a first id of at least 0, found {first}")
+        return SegmentHeader(created_ms, key, PartitionId(partition), TransactionId(first))
+
+
+def segment_name(first: TransactionId, suffix: str) -> str:
+    """Return the file name of a segment's ".seg", ".idx" or ".chn"."""
+    assert first >= 0
+    return f"{first:019d}{suffix}"
+
+
+def first_of_name(name: str) -> TransactionId | None:
+    """Return the first id that a ".seg" file is named for, or None for any other name."""
+    stem, dot, suffix = name.partition(".")
+    if dot and suffix == "seg" and len(stem) == 19 and stem.isascii() and stem.isdigit():
+        return TransactionId(int(stem))
+    return None
+
+
+# ---------------------------------------------------------------------------------------------
+# .chn, the header, and one entry for each batch whose last record is in the segment.
+#
+#   0         4            12            28          32              40             56     60    64
+#   | version | created ms | cluster key | partition | first id here | chain before | zero | CRC |
+#
+#   0       8      16        24         32      48          56     60    64
+#   | first | last | session | stamp ms | chain | synced id | zero | CRC |
+#
+# "chain before" is the chain before the first entry of the file. "synced id" is the last id that
+# was durable when the entry was written: of an id up to there it is certain that it was, so that
+# it cannot have been torn by a crash. A wrong entry above all those ids and the acked marker ends
+# the log there; one below makes the replica suspect. No entry lies across two sectors.
+#
+# The CRC of an entry begins with that of its segment's header and with its number in the file, so
+# that nothing else that a disk writes to its place passes for it: not an entry of another file, and
+# not a record, which has its CRC at its end too.
+
+_LINEAGE_HEADER = struct.Struct(">iq16siq16s4x")
+_LINEAGE_ENTRY = struct.Struct(">qqqq16sq4x")
+_LINEAGE_ENTRY_AND_CRC = struct.Struct(">qqqq16sq4sI")
+_PLACE = struct.Struct(">q")
+LINEAGE_HEADER_BYTES: Final = 64
+LINEAGE_ENTRY_BYTES: Final = 64
+assert _LINEAGE_HEADER.size + _CRC.size == LINEAGE_HEADER_BYTES
+assert _LINEAGE_ENTRY.size + _CRC.size == LINEAGE_ENTRY_BYTES
+assert _LINEAGE_ENTRY_AND_CRC.size == LINEAGE_ENTRY_BYTES
+_NOTHING_RESERVED: Final = bytes(4)
+
+
+class LineageHeader(NamedTuple):
+    """To which segment a lineage file belongs, and the chain before its first entry."""
+
+    segment: SegmentHeader
+    chain_before: Chain
+
+    @property
+    def segment_crc(self) -> int:
+        """What the CRC of each entry begins with."""
+        return crc32(self.segment.encode())
+
+    def encode(self) -> bytes:
+        """Return the 64 bytes."""
+        return with_crc(_LINEAGE_HEADER.pack(VERSION, *self.segment, self.chain_before))
+
+    @staticmethod
+    def decode(data: Bytes) -> "LineageHeader":
+        """Read 64 bytes (rule 2)."""
+        body = checked_body(data, LINEAGE_HEADER_BYTES, "lineage header")
+        version, created_ms, key, partition, first, chain = _LINEAGE_HEADER.unpack(body)
+        check_version(version, "lineage header")
+        _zero(body[-4:], "lineage header")
+        if first < 0:
+            raise BadFormat(f"lineage header: expected a first id of at least 0, found {first}")
+        segment = SegmentHeader(created_ms, key, PartitionId(partition), TransactionId(first))
+        return LineageHeader(segment, Chain(chain))
+
+
+def encode_entry(
+    entry: LineageEntry, synced: TransactionId, *, segment_crc: int, place: int
+) -> bytes:
+    """Return the 64 bytes of a lineage entry; `synced` is what is durable already."""
+    assert BEFORE_FIRST <= synced < entry.first
+    return with_crc(_LINEAGE_ENTRY.pack(*entry, synced), _bound(segment_crc, place))
+
+
+def decode_entry(
+    data: Bytes, *, segment_crc: int, place: int
+) -> tuple[LineageEntry, TransactionId]:
+    """Read 64 bytes (rule 2): the entry, and what was durable before it."""
+    bound = _bound(segment_crc, place)
+    if len(data) == LINEAGE_ENTRY_BYTES:
+        found = _LINEAGE_ENTRY_AND_CRC.unpack(data)
+        first, last, session, stamp_ms, chain, synced, reserved, stated = found
+        is_right = stated == crc32(data[:-4], bound) and reserved == _NOTHING_RESERVED
+        if is_right and BEFORE_FIRST <= synced < first <= last and first >= 0:
+            return LineageEntry(first, last, session, stamp_ms, chain), synced
+    # Something is wrong: say what.
+    body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", bound)
+    _zero(body[-4:], "lineage entry")
+    *fields, synced = _LINEAGE_ENTRY.unpack(body)
+    entry = _entry(fields)
+    if not BEFORE_FIRST <= synced < entry.first:
+        raise BadFormat(f"lineage entry: expected a synced id below {entry.first}, found {synced}")
+    return entry, TransactionId(synced)
+
+
+def _bound(segment_crc: int, place: int) -> int:
+    return crc32(_PLACE.pack(place), segment_crc)
+
+
+def _entry(fields: Sequence[Any]) -> LineageEntry:
+    first, last, session, stamp_ms, chain = fields
+    if not 0 <= first <= last:
+        raise BadFormat(f"lineage entry: expected 0 <= first <= last, found {first}..{last}")
+    return LineageEntry(
+        TransactionId(first), TransactionId(last), SessionId(session), stamp_ms, Chain(chain)
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# waltz-x.id: which storage this is. When it is wrong the storage refuses to start.
+#
+#   0         4      20    24
+#   | version | UUID | CRC |
+
+_STORAGE_ID = struct.Struct(">i16s")
+STORAGE_ID_BYTES: Final = 24
+assert _STORAGE_ID.size + _CRC.size == STORAGE_ID_BYTES
+
+
+def encode_storage_id(storage_id: bytes) -> bytes:
+    """Return the 24 bytes of `waltz-x.id`."""
+    assert len(storage_id) == 16
+    return with_crc(_STORAGE_ID.pack(VERSION, storage_id))
+
+
+def decode_storage_id(data: Bytes) -> bytes:
+    """Read 24 bytes (rule 2)."""
+    body = checked_body(data, STORAGE_ID_BYTES, "storage id")
+    version, storage_id = _STORAGE_ID.unpack(body)
+    check_version(version, "storage id")
+    return bytes(storage_id)
+
+
+# ---------------------------------------------------------------------------------------------
+# <p>/waltz-x.ctl: two slots, at 0 and at 4096; the greater sequence counts.
+#
+#     0  version, flags, partition, damaged count   4 x int32
+#    16  sequence, the original's sequence          2 x int64
+#    32  promised session, nonce                    int64, 16 bytes
+#    56  last session, confirmed mark               2 x int64
+#    72  provisional session, provisional mark      2 x int64
+#    88  acked id, chain there                      int64, 16 bytes
+#   112  truncate to, entry of the batch that is cut   int64, 48 bytes
+#   168  damaged ranges, first and last id          21 x 2 x int64
+#   504  how many sessions before the last one it was engaged, and 1; 0: never   uint32
+#   508  CRC
+#
+# A slot is one sector, which a disk writes as a whole or not at all: a slot that is wrong has not
+# been torn by a crash, it has rotted, and the promise in it may be lost. So then the other one
+# counts and the replica is suspect; with both wrong the partition refuses to open. What follows
+# a sector in its block is zero and is not read.
+
+_SLOT = struct.Struct(">iiiiqqq16sqqqqq16sqqqqq16s")
+SLOT_BYTES: Final = 512
+SLOT_BLOCK_BYTES: Final = 4096
+SLOT_COUNT: Final = 2
+DAMAGED_MAX: Final = 21
+_RANGE = struct.Struct(">qq")
+assert _SLOT.size == 168
+assert _SLOT.size + DAMAGED_MAX * _RANGE.size + 4 + _CRC.size <= SLOT_BYTES
+_SESSIONS_BACK = struct.Struct(">I")
+_DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _CUT = 1, 2, 4, 8, 16
+NO_NONCE: Final = bytes(16)
+# Of a session that may have been promised to somebody whose name is lost.
+NOBODYS_NONCE: Final = b"\xff" * 16
+
+
+class Mark(NamedTuple):
+    """A low-water mark that a session has set and nothing has confirmed yet."""
+
+    session_id: SessionId
+    low_water_mark: TransactionId
+
+
+class Marker(NamedTuple):
+    """An id that is known to be on disk for good, at a batch's end, and the chain there."""
+
+    transaction_id: TransactionId
+    chain: Chain
+
+
+NOTHING_ACKED: Final = Marker(BEFORE_FIRST, GENESIS_CHAIN)
+# In place of the acked marker's chain: some records up to the marker have no batches. The next
+# opening makes them (`log_recovery.py`, rule 4). No hash has this value.
+UNBATCHED: Final = Chain(b"\xff" * 16)
+
+
+class TruncateIntent(NamedTuple):
+    """A truncation that has begun: the id to keep, and the entry of a batch cut in its middle."""
+
+    last_to_keep: TransactionId
+    cut: LineageEntry | None
+
+
+class IdRange(NamedTuple):
+    """Ids first..last, closed."""
+
+    first: TransactionId
+    last: TransactionId
+
+
+@value(frozen=True, slots=True)
+class Slot:
+    """What a replica remembers of a partition beside its log.
+
+    `original_sequence`: of the structure in `waltz-storage.ctl` that we wrote last, or were to.
+    """
+
+    partition_id: PartitionId
+    sequence: int = 0
+    original_sequence: int = 0
+    promised: SessionId = NO_SESSION
+    nonce: bytes = NO_NONCE
+    last_session: SessionId = NO_SESSION
+    low_water_mark: TransactionId = BEFORE_FIRST
+    provisional: Mark | None = None
+    acked: Marker = NOTHING_ACKED
+    truncate: TruncateIntent | None = None
+    damaged: tuple[IdRange, ...] = ()
+    dirty: bool = False
+    suspect: bool = False
+    engaged: SessionId = NO_SESSION  # the last one that had opened, and that this replica was in
+
+    def is_overtaken(self, info: PartitionInfo) -> bool:
+        """Tell if the original has run on this directory since: its sequence or session says so."""
+        is_later = NO_SESSION < self.last_session < info.session_id
+        return is_later or info.sequence > self.original_sequence
+
+    @property
+    def is_unbatched(self) -> bool:
+        """Whether records may be here that have no batches."""
+        return self.acked.chain == UNBATCHED
+
+    def encode(self) -> bytes:
+        """Return the 512 bytes."""
+        assert len(self.nonce) == 16
+        assert len(self.damaged) <= DAMAGED_MAX
+        provisional = self.provisional or Mark(NO_SESSION, BEFORE_FIRST)
+        truncate = self.truncate or TruncateIntent(BEFORE_FIRST, None)
+        body = _SLOT.pack(
+            VERSION,
+            self._flags(),
+            self.partition_id,
+            len(self.damaged),
+            self.sequence,
+            self.original_sequence,
+            self.promised,
+            self.nonce,
+            self.last_session,
+            self.low_water_mark,
+            *provisional,
+            *self.acked,
+            truncate.last_to_keep,
+            *(truncate.cut or (0, 0, 0, 0, GENESIS_CHAIN)),
+        )
+        ranges = b"".join(_RANGE.pack(*one) for one in self.damaged)
+        tail = _SESSIONS_BACK.pack(self._sessions_back())
+        return with_crc((body + ranges).ljust(SLOT_BYTES - _CRC.size - len(tail), b"\0") + tail)
+
+    def _sessions_back(self) -> int:
+        back = self.last_session - self.engaged + 1
+        assert back > 0
+        return 0 if self.engaged == NO_SESSION or back >= 1 << 32 else back
+
+    def _flags(self) -> int:
+        return (
+            _DIRTY * self.dirty
+            | _SUSPECT * self.suspect
+            | _PROVISIONAL * (self.provisional is not None)
+            | _TRUNCATE * (self.truncate is not None)
+            | _CUT * (self.truncate is not None and self.truncate.cut is not None)
+        )
+
+    @staticmethod
+    def decode(data: Bytes) -> "Slot":
+        """Read 512 bytes (rule 2)."""
+        body = checked_body(data, SLOT_BYTES, "control slot")
+        fields = _SLOT.unpack_from(body)
+        version, flags, partition, damaged_count, sequence, original = fields[:6]
+        promised, nonce, last_session, low_water_mark = fields[6:10]
+        check_version(version, "control slot")
+        if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _CUT:
+            raise BadFormat(
+                f"control slot: impossible damaged count {damaged_count} or flags {flags:x}"
+            )
+        if min(promised, last_session, low_water_mark, fields[12]) < BEFORE_FIRST:
+            raise BadFormat("control slot: expected sessions and marks of at least -1")
+        used = _SLOT.size + damaged_count * _RANGE.size
+        _zero(body[used : -_SESSIONS_BACK.size], "control slot")
+        (back,) = _SESSIONS_BACK.unpack_from(body, len(body) - _SESSIONS_BACK.size)
+        if back > last_session + 1:
+            raise BadFormat(f"control slot: engaged {back - 1} before session {last_session}")
+        return Slot(
+            PartitionId(partition),
+            sequence,
+            original,
+            promised=SessionId(promised),
+            nonce=nonce,
+            last_session=SessionId(last_session),
+            low_water_mark=TransactionId(low_water_mark),
+            provisional=_provisional(flags, *fields[10:12]),
+            acked=Marker(TransactionId(fields[12]), Chain(fields[13])),
+            truncate=_truncate(flags, fields[14], fields[15:20]),
+            damaged=_damaged(body[_SLOT.size : used]),
+            dirty=bool(flags & _DIRTY),
+            suspect=bool(flags & _SUSPECT),
+            engaged=SessionId(last_session + 1 - back) if back else NO_SESSION,
+        )
+
+
+def _provisional(flags: int, session: int, mark: int) -> Mark | None:
+    if not flags & _PROVISIONAL:
+        return None
+    if min(session, mark) < BEFORE_FIRST:
+        raise BadFormat(f"control slot: impossible provisional mark {mark} of session {session}")
+    return Mark(SessionId(session), TransactionId(mark))
+
+
+def _truncate(flags: int, last_to_keep: int, cut: Sequence[Any]) -> TruncateIntent | None:
+    if not flags & _TRUNCATE:
+        return None
+    if last_to_keep < BEFORE_FIRST:
+        raise BadFormat(f"control slot: expected to truncate to at least -1, found {last_to_keep}")
+    entry = _entry(cut) if flags & _CUT else None
+    return TruncateIntent(TransactionId(last_to_keep), entry)
+
+
+def _damaged(data: bytes) -> tuple[IdRange, ...]:
+    ranges = []
+    previous = -1
+    for first, last in _RANGE.iter_unpack(data):
+        if not previous < first <= last:
+            raise BadFormat(f"control slot: damaged range {first}..{last} is out of order")
+        ranges.append(IdRange(TransactionId(first), TransactionId(last)))
+        previous = last
+    return tuple(ranges)

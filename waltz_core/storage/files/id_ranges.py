@@ -1,0 +1,56 @@
+"""Ranges of ids, as what is known to be damaged is kept: sorted, apart, and few.
+
+Why it stands alone: it is arithmetic, and of files it knows only how many ranges fit into a slot.
+"""
+
+from itertools import pairwise
+
+from waltz_core.records.record import TransactionId
+from waltz_core.storage.files.format import (
+    DAMAGED_MAX,
+    IdRange,
+)
+
+
+def with_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, ...]:
+    """Return the ranges with one more, in order and merged; at most `DAMAGED_MAX` of them.
+
+    When there are too many, the two that are nearest to each other become one: what lies between
+    them is called damaged too, which costs a repair and never a wrong answer.
+    """
+    merged: list[IdRange] = []
+    for one in sorted((*damaged, added)):
+        if merged and one.first <= merged[-1].last + 1:
+            merged[-1] = IdRange(merged[-1].first, max(merged[-1].last, one.last))
+        else:
+            merged.append(one)
+    while len(merged) > DAMAGED_MAX:
+        gaps = [after.first - before.last for before, after in pairwise(merged)]
+        place = gaps.index(min(gaps))
+        merged[place : place + 2] = [IdRange(merged[place].first, merged[place + 1].last)]
+    return tuple(merged)
+
+
+def without_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRange, ...]:
+    """Return the ranges without the ids of `removed`."""
+    left: list[IdRange] = []
+    for first, last in damaged:
+        before = IdRange(first, min(last, TransactionId(removed.first - 1)))
+        after = IdRange(max(first, TransactionId(removed.last + 1)), last)
+        left.extend(one for one in (before, after) if one.first <= one.last)
+    return tuple(left[:DAMAGED_MAX]) if len(left) <= DAMAGED_MAX else damaged
+
+
+def damage_until(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdRange, ...]:
+    """Return the ranges as they are in a log that ends at an id."""
+    return tuple(IdRange(one.first, min(one.last, last)) for one in damaged if one.first <= last)
+
+
+def count_of(ranges: tuple[IdRange, ...]) -> int:
+    """Return how many ids there are in ranges that do not overlap."""
+    return sum(last - first + 1 for first, last in ranges)
+
+
+def in_words(ranges: tuple[IdRange, ...]) -> str:
+    """Return ranges as a log line tells them."""
+    return ",".join(f"{first}..{last}" for first, last in ranges)

@@ -1,0 +1,98 @@
+"""The lock files of one partition: the newest lock blocks that its owners have sent.
+
+Why it stands alone: it is the one file of a storage that nobody's data depends on. It may be gone,
+torn, old or full of holes at any time: whoever reads it believes only what the log itself proves
+(`waltz_core/records/lock_blocks.py`). So it is never synced (and takes no place among the
+descriptors that have to stay open), and what goes wrong with it is told to nobody.
+
+Rules:
+    1. Two files: blocks go to the end of one; when that is full it takes the place of the other. So
+       the newest `file_bytes_max` bytes are there, and hardly more than twice as many on disk.
+    2. After an error nothing is written or read any more until the log is opened again.
+    3. The files are opened when the first block comes, or the first question.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from waltz_core.errors import DiskFailed, NoSpace
+from waltz_core.storage.disk.file_system import (
+    Disk,
+    File,
+)
+
+Buffer = bytes | memoryview
+
+LOCKS_NAME: Final = "waltz-x.lck"
+OLDER_LOCKS_NAME: Final = "waltz-x.lck.old"
+FILE_BYTES_MAX: Final = 8 * 1024 * 1024
+
+
+class LockFile:
+    """See the module's rules."""
+
+    def __init__(self, disk: Disk, directory: Path) -> None:
+        self.file_bytes_max = FILE_BYTES_MAX
+        self._disk = disk
+        self._path = directory / LOCKS_NAME
+        self._older_path = directory / OLDER_LOCKS_NAME
+        self._file: File | None = None
+        self._size = 0
+        self._has_failed = False
+
+    def append(self, blocks: Sequence[Buffer]) -> None:
+        """Keep blocks, oldest first; not durable."""
+        if self._has_failed or not blocks:
+            return
+        try:
+            file = self._opened()
+            if self._size >= self.file_bytes_max:
+                file = self._renewed(file)
+            file.pwrite(blocks, self._size)
+        except (DiskFailed, NoSpace):
+            self._has_failed = True
+            return
+        self._size += sum(len(block) for block in blocks)
+
+    def newest(self, bytes_max: int) -> bytes:
+        """Return the newest bytes, of both files if need be; nothing after an error."""
+        if self._has_failed:
+            return b""
+        try:
+            file = self._opened()
+            found = file.pread(min(self._size, bytes_max), max(0, self._size - bytes_max))
+            rest = bytes_max - len(found)
+            return self._older(rest) + found if rest else found
+        except (DiskFailed, NoSpace):
+            self._has_failed = True
+            return b""
+
+    def close(self) -> None:
+        """Close the file; nothing is written any more."""
+        self._has_failed = True
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _opened(self) -> File:
+        if self._file is None:
+            self._file = self._disk.open(self._path, create=True, is_dispensable=True)
+            self._size = self._file.size()
+        return self._file
+
+    def _renewed(self, file: File) -> File:
+        self._file = None
+        file.close()
+        self._disk.rename(self._path, self._older_path)
+        return self._opened()
+
+    def _older(self, bytes_max: int) -> bytes:
+        if not self._disk.exists(self._older_path):
+            return b""
+        file = self._disk.open(self._older_path)
+        try:
+            size = file.size()
+            return file.pread(min(size, bytes_max), max(0, size - bytes_max))
+        finally:
+            file.close()

@@ -1,0 +1,254 @@
+"""Finding records in the bytes of a `.seg` file; it runs after a crash, and record by record.
+
+Why it stands alone: how bytes look like records is one thing, what becomes of a log by it another.
+
+Rules:
+    1. A record is one when its id, its length and its CRC say so; a position alone says nothing.
+    2. Behind a hole the first record that lies where the index has it comes before any that was
+       found earlier, unless that one leads there, record by record: a misdirected write leaves
+       good records where they do not belong, and a record's data may hold others.
+    3. Where nothing is cut, what the disk does not give is a hole like any other (`Salvaged`), as
+       long as the index can be read: what looks like a record behind it may lie in one's data.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.errors import ReadFailed
+from waltz_core.records.checksum import crc32
+from waltz_core.records.raw_records import (
+    RECORD_BYTES_MAX,
+    first_bad_record,
+    offsets_of,
+)
+from waltz_core.records.record import (
+    RECORD_OVERHEAD_BYTES,
+    RECORD_PREFIX,
+    TransactionId,
+)
+from waltz_core.storage.disk.file_system import File
+from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
+from waltz_core.storage.files.index import OffsetIndex
+
+I64 = npt.NDArray[np.int64]
+_ID_MAX: Final = TransactionId((1 << 63) - 1)
+_NONE: Final = np.zeros(0, dtype=np.int64)
+SCAN_BYTES: Final = 8 * 1024 * 1024
+_STEP_BYTES: Final = 64 * 1024
+_STATED_PLACE: Final = 28  # where a record states the length of its data
+# What a drive that has lost a sector still gives is asked for in pieces of its own unit.
+_PIECE_BYTES: Final = 4096
+assert SCAN_BYTES > RECORD_BYTES_MAX
+
+
+class Readable(Protocol):
+    """What is asked of a file here."""
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
+
+
+class Salvaged:
+    """A file with zeros for what the disk does not give (rule 3); nothing is asked for twice."""
+
+    def __init__(self, file: File) -> None:
+        self._file = file
+        self._lost: set[int] = set()  # pieces, by number
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether anything was not given."""
+        return bool(self._lost)
+
+    def pread(self, size: int, offset: int) -> bytes:
+        """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
+        pieces = range(offset // _PIECE_BYTES, -(-(offset + size) // _PIECE_BYTES))
+        if self._lost.isdisjoint(pieces):
+            with suppress(ReadFailed):
+                return self._file.pread(size, offset)
+        end = min(offset + size, self._file.size())
+        parts = []
+        while offset < end:
+            piece_end = min(end, offset - offset % _PIECE_BYTES + _PIECE_BYTES)
+            parts.append(self._piece(piece_end - offset, offset))
+            offset = piece_end
+        return b"".join(parts)
+
+    def _piece(self, size: int, offset: int) -> bytes:
+        number = offset // _PIECE_BYTES
+        if number not in self._lost:
+            try:
+                return self._file.pread(size, offset)
+            except ReadFailed:
+                self._lost.add(number)
+        return bytes(size)
+
+
+def record_end(file: Readable, start: int, transaction_id: int, size: int) -> int | None:
+    """Return where the record at an offset ends, or None when it is not that of the id."""
+    if not SEGMENT_HEADER_BYTES <= start <= size - RECORD_OVERHEAD_BYTES:
+        return None
+    found, _, _, length, _ = RECORD_PREFIX.unpack(file.pread(RECORD_PREFIX.size, start))
+    end = start + RECORD_OVERHEAD_BYTES + length
+    if found != transaction_id or length < 0 or end > size:
+        return None
+    return int(end)
+
+
+def scan(
+    file: Readable, offset: int, first: TransactionId, *, size: int, stop_id: TransactionId | None
+) -> tuple[I64, int]:
+    """Return where the valid records from an offset on start, and where the last of them ends."""
+    all_starts: list[I64] = []
+    next_id = int(first)
+    while offset < size and next_id != stop_id:
+        data = file.pread(min(SCAN_BYTES, size - offset), offset)
+        lengths = _walk(data, next_id, stop_id)
+        if not lengths.size:
+            break
+        run = memoryview(data)[: int(lengths.sum())]
+        bad = first_bad_record(run, lengths)
+        good = lengths[:bad] if bad is not None else lengths
+        all_starts.append(offsets_of(good)[:-1] + offset)
+        offset += int(good.sum())
+        next_id += int(good.size)
+        if bad is not None:
+            break
+    starts = np.concatenate(all_starts) if all_starts else np.zeros(0, dtype=np.int64)
+    return starts, offset
+
+
+def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
+    """Return the lengths of what looks like records with the ids that are due, and is whole."""
+    lengths = []
+    at = 0
+    while at + RECORD_OVERHEAD_BYTES <= len(data) and next_id != stop_id:
+        found, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
+        length = RECORD_OVERHEAD_BYTES + data_bytes
+        if found != next_id or data_bytes < 0 or at + length > len(data):
+            break
+        lengths.append(length)
+        at += length
+        next_id += 1
+    return np.array(lengths, dtype=np.int64)
+
+
+class Found(NamedTuple):
+    """A record and where it lies; `is_confirmed`: the index has it, or one that it leads to."""
+
+    transaction_id: TransactionId
+    offset: int
+    is_confirmed: bool
+
+
+class HoleSearch:
+    """Finds the records with which the log goes on behind holes, in one file, hole by hole."""
+
+    def __init__(
+        self, file: Readable, index: OffsetIndex, first: TransactionId, *, last: TransactionId
+    ) -> None:
+        self._file = file
+        self._index = index
+        self._first = first  # of the segment
+        self._last = last  # no record above it says anything
+        self._starts: I64 | None = None  # of the ids from `_from` on
+        self._from = first
+
+    def behind(
+        self, hole: TransactionId, offset: int, size: int
+    ) -> tuple[TransactionId, int] | None:
+        """Return the first record behind the hole that begins with an id at an offset, and where.
+
+        None when there is no record up to `last` that could be it.
+
+        Raises:
+            ReadFailed: neither all records nor their index can be read.
+        """
+        if self._starts is None:
+            # As it was before: what is found behind a hole is written into the index.
+            self._from = TransactionId(hole + 1)
+            is_hurt = isinstance(self._file, Salvaged) and self._file.has_lost
+            read = self._index.read if is_hurt else self._index.known  # rule 3
+            self._starts = read(self._from - self._first, self._last - hole)
+            if is_hurt and (self._starts < SEGMENT_HEADER_BYTES).any():
+                # They were in a block of the index that was given up (file_system.py, rule 8).
+                raise ReadFailed(f"record {hole}: neither it nor the index behind it can be read")
+        starts = self._starts[hole + 1 - self._from :]
+        found = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
+        if found is None:
+            return None
+        if not found.is_confirmed:
+            self._starts = _NONE  # all of it has been searched for nothing; not for each hole
+        return found.transaction_id, found.offset
+
+
+def find_record(
+    file: Readable,
+    hole: int,
+    first: TransactionId,
+    *,
+    size: int,
+    starts: I64,
+    last: TransactionId = _ID_MAX,
+) -> Found | None:
+    """Return the first record behind a hole, up to an id (rule 2); None without one.
+
+    The hole begins at offset `hole` with the record `first`; `starts` is where those after `first`
+    should lie.
+    """
+    found: Found | None = None
+    offset = hole + 1
+    while offset + RECORD_OVERHEAD_BYTES <= size:
+        data = file.pread(min(SCAN_BYTES, size - offset), offset)
+        for at in _candidates(data, first, size - offset):
+            found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
+            start, between = offset + at, found_id - first - 1
+            if found_id > last or start - hole < RECORD_OVERHEAD_BYTES * (between + 1):
+                continue  # it is not vouched for, or those in the hole would have no room
+            is_known = between < starts.size and starts[between] == start
+            if not is_known and found is not None:
+                continue
+            record = file.pread(RECORD_OVERHEAD_BYTES + data_bytes, start)
+            if int.from_bytes(record[-4:], "big") != crc32(record[:-4]):
+                continue
+            here = Found(TransactionId(found_id), start, is_known)
+            if is_known:
+                leads = found is not None and _leads_to(file, found, here, size)
+                return found._replace(is_confirmed=True) if found is not None and leads else here
+            found = here
+        if found is not None and not starts.size:
+            break
+        offset += max(1, len(data) - RECORD_PREFIX.size + 1)
+    return found
+
+
+def _leads_to(file: Readable, begin: Found, end: Found, size: int) -> bool:
+    """Tell if good records lie between two, without a gap."""
+    first, stop_id = begin.transaction_id, end.transaction_id
+    starts, offset = scan(file, begin.offset, first, size=size, stop_id=stop_id)
+    return (first + starts.size, offset) == (stop_id, end.offset)
+
+
+def _candidates(data: bytes, after: int, room: int) -> Iterator[int]:
+    """Return where in the bytes a record's id and length look possible, in order.
+
+    The arrays for this are many times as large as the bytes, so it goes step by step.
+    """
+    # Each id takes at least 40 bytes, so that none can be far above the one that is due.
+    id_max = after + room // RECORD_OVERHEAD_BYTES + 1_000_000
+    count = len(data) - RECORD_PREFIX.size + 1
+    for start in range(0, count, _STEP_BYTES):
+        size = min(_STEP_BYTES, count - start)
+        ids: I64 = np.ndarray((size,), dtype=">i8", buffer=data, offset=start, strides=(1,))
+        stated: I64 = np.ndarray(
+            (size,), dtype=">i4", buffer=data, offset=start + _STATED_PLACE, strides=(1,)
+        )
+        (places,) = ((ids > after) & (ids <= id_max)).nonzero()
+        lengths = stated[places].astype(np.int64)
+        places += start
+        fits = (lengths >= 0) & (lengths + RECORD_OVERHEAD_BYTES + places <= room)
+        yield from places[fits].tolist()

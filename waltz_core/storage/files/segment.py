@@ -1,0 +1,538 @@
+"""One segment: records back to back in a `.seg` file, with its `.idx` and `.chn` beside it.
+
+Why it stands alone: it knows how a run of records lies in one file, and how to tell a torn tail
+from damage; of sessions, marks and the other segments it knows nothing.
+
+Rules:
+    1. A segment exists when its `.seg` has its name; `.idx` and `.chn` get theirs before.
+    2. Records of a segment have the ids first..next_id-1; `.seg` ends with its last record.
+    3. Bytes that are no record are a torn tail only if nothing at or above them was ever vouched
+       for, by the acked marker, a later segment or a later batch's entry; otherwise they are
+       damage, and stay (correctness.md 2.5). A crash may leave any sectors of what was not synced,
+       so that a valid record behind torn ones proves nothing.
+    4. Damaged ids keep their place in the index, so that the bytes can be filled in again. It is
+       asked first where they end (record_search.py).
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.errors import BadFormat, ChecksumMismatch, ReadFailed
+from waltz_core.records.raw_records import (
+    FEW,
+    lengths_between,
+    offsets_of,
+)
+from waltz_core.records.record import (
+    Chain,
+    LineageEntry,
+    PartitionId,
+    TransactionId,
+)
+from waltz_core.storage.disk.file_system import (
+    Disk,
+    File,
+    create_durably,
+    write_over,
+)
+from waltz_core.storage.files.format import (
+    SEGMENT_HEADER_BYTES,
+    IdRange,
+    LineageHeader,
+    SegmentHeader,
+    of_file,
+    segment_name,
+)
+from waltz_core.storage.files.index import (
+    LineageFile,
+    OffsetIndex,
+)
+from waltz_core.storage.files.record_search import (
+    SCAN_BYTES,
+    HoleSearch,
+    Readable,
+    Salvaged,
+    record_end,
+    scan,
+)
+
+I64 = npt.NDArray[np.int64]
+Buffer = bytes | memoryview
+
+
+class Recovered(NamedTuple):
+    """What `Segment.recover` found: ids that cannot be read, and if vouched-for ids are gone."""
+
+    damaged: tuple[IdRange, ...]
+    lost: bool
+
+
+class Segment:
+    """The files of one segment, opened when they are first needed."""
+
+    def __init__(self, disk: Disk, directory: Path, header: SegmentHeader) -> None:
+        self.first = header.first
+        self.next_id = header.first
+        self.size_bytes = SEGMENT_HEADER_BYTES
+        self._header = header
+        self._disk = disk
+        self._directory = directory
+        self._paths: dict[str, Path] = {}  # by suffix
+        self._files: tuple[File, OffsetIndex, LineageFile] | None = None
+        self._records_dirty = False
+        self._lineage_dirty = False
+
+    @classmethod
+    def create(
+        cls, disk: Disk, directory: Path, header: SegmentHeader, chain_before: Chain
+    ) -> "Segment":
+        """Make an empty segment, durably (rule 1)."""
+        create_durably(disk, directory, cls.new_files(header, chain_before))
+        return cls(disk, directory, header)
+
+    @staticmethod
+    def new_files(header: SegmentHeader, chain_before: Chain) -> list[tuple[str, bytes]]:
+        """Return the files of an empty segment, `.seg` last (rule 1)."""
+        plain, first = header.encode(), header.first
+        return [
+            (segment_name(first, ".idx"), plain),
+            (segment_name(first, ".chn"), LineageHeader(header, chain_before).encode()),
+            (segment_name(first, ".seg"), plain),
+        ]
+
+    @classmethod
+    def open(
+        cls,
+        disk: Disk,
+        directory: Path,
+        first: TransactionId,
+        *,
+        partition_id: PartitionId,
+        cluster_key: bytes,
+        lineage: LineageFile | None = None,
+    ) -> "Segment":
+        """Open a segment; a missing `.idx` is made, empty. `lineage`, if given, is its `.chn`.
+
+        Raises:
+            BadFormat, ChecksumMismatch: a header is wrong, or of another partition or cluster.
+        """
+        path = directory / segment_name(first, ".seg")
+        with ExitStack() as opened:
+            if lineage is not None:
+                opened.callback(lineage.close)
+            file = disk.open(path)
+            opened.callback(file.close)
+            with of_file(path):
+                header = SegmentHeader.decode(file.pread(SEGMENT_HEADER_BYTES, 0))
+            if header[1:] != (cluster_key, partition_id, first):
+                raise BadFormat(
+                    f"{path}: expected partition {partition_id} from id {first} of cluster "
+                    f"{cluster_key.hex()}, found {header.partition_id} from {header.first} of "
+                    f"{header.cluster_key.hex()}"
+                )
+            segment = cls(disk, directory, header)
+            segment.size_bytes = file.size()
+            index = OffsetIndex(segment._open_index(), header)
+            opened.callback(index.close)
+            segment.next_id = TransactionId(first + index.count)
+            segment._files = (file, index, lineage or segment._open_lineage())
+            opened.pop_all()
+        return segment
+
+    # ---- files
+
+    def _opened(self) -> tuple[File, OffsetIndex, LineageFile]:
+        if self._files is None:
+            with ExitStack() as opened:
+                index = OffsetIndex(self._disk.open(self._path(".idx")), self._header)
+                opened.callback(index.close)
+                lineage = self._open_lineage()
+                opened.callback(lineage.close)
+                self._files = (self._disk.open(self._path(".seg")), index, lineage)
+                opened.pop_all()
+        return self._files
+
+    def _open_lineage(self) -> LineageFile:
+        lineage = LineageFile.open(self._disk, self._path(".chn"))
+        if lineage.segment[1:] != self._header[1:]:
+            lineage.close()
+            raise BadFormat(f"{self._path('.chn')}: belongs to another segment")
+        return lineage
+
+    def _open_index(self) -> File:
+        """Open the `.idx`; one that is missing, or not this segment's, is made anew, empty.
+
+        Of one that has lost its first block the rest is kept: it may know what the records do not.
+        """
+        path = self._path(".idx")
+        if self._disk.exists(path):
+            file = self._disk.open(path)
+            try:
+                if self._has_header(file):
+                    return file
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+        create_durably(self._disk, self._directory, [(path.name, self._header.encode())])
+        return self._disk.open(path)
+
+    def _has_header(self, file: File) -> bool:
+        """Tell whether it is of this segment; one that was in a lost block is written anew."""
+        try:
+            found = file.pread(SEGMENT_HEADER_BYTES, 0)
+        except ReadFailed:
+            file.give_up_lost(0, SEGMENT_HEADER_BYTES)
+            found = file.pread(SEGMENT_HEADER_BYTES, 0)
+        if len(found) == SEGMENT_HEADER_BYTES and not any(found):
+            file.pwrite([self._header.encode()], 0)
+            file.sync()
+            return True
+        try:
+            return SegmentHeader.decode(found)[1:] == self._header[1:]
+        except BadFormat:
+            return False
+
+    def _path(self, suffix: str) -> Path:
+        path = self._paths.get(suffix)
+        if path is None:
+            path = self._paths[suffix] = self._directory / segment_name(self.first, suffix)
+        return path
+
+    @property
+    def index(self) -> OffsetIndex:
+        """Where the records start."""
+        return self._opened()[1]
+
+    @property
+    def lineage(self) -> LineageFile:
+        """The batches that end here."""
+        return self._opened()[2]
+
+    @property
+    def last(self) -> TransactionId:
+        """The id of the last record; one below `first` when there is none."""
+        return TransactionId(self.next_id - 1)
+
+    @property
+    def is_dirty(self) -> bool:
+        """Is there anything that `sync` would make durable?"""
+        return self._records_dirty or self._lineage_dirty
+
+    def close(self) -> None:
+        """Close the files; they are opened again when needed."""
+        if self._files is not None:
+            (file, index, lineage), self._files = self._files, None
+            try:
+                file.close()
+            finally:
+                try:
+                    index.close()
+                finally:
+                    lineage.close()
+
+    def forget(self) -> None:
+        """Never sync these files again: a sync has failed, and another would lie."""
+        self._records_dirty = self._lineage_dirty = False
+        self.close()
+
+    def copy_index(self, synced: TransactionId) -> None:
+        """Put the index into a new file, durably, in place of one that may have failed.
+
+        It was synced up to an id. Behind that the records tell: of what a failed sync has lost the
+        system may have forgotten since what was written.
+        """
+        file, index, _ = self._opened()
+        count = self.next_id - self.first
+        known = index.read(0, count)
+        offsets = np.pad(known, (0, count - known.size))
+        start_id, offset = self._where_from(synced, Salvaged(file))
+        starts, _ = scan(
+            Salvaged(file), offset, start_id, size=self.size_bytes, stop_id=self.next_id
+        )
+        place = start_id - self.first
+        offsets[place : place + starts.size] = starts
+        content = self._header.encode() + offsets.astype(">i8").tobytes()
+        self.close()
+        create_durably(self._disk, self._directory, [(segment_name(self.first, ".idx"), content)])
+
+    def rewrite_lineage_header(self, chain_before: Chain) -> None:
+        """Write another chain before the first batch, durably."""
+        self.lineage.rewrite_header(chain_before)
+
+    def remove(self) -> None:
+        """Remove the files, `.seg` first and durably (rule 1); an opening removes the others."""
+        self.close()
+        self._disk.unlink(self._path(".seg"))
+        self._disk.sync_directory(self._directory)
+        for suffix in (".chn", ".idx"):
+            self._disk.unlink(self._path(suffix))
+
+    # ---- writing
+
+    def append(self, lengths: I64, records: Buffer) -> None:
+        """Write records behind the last one; not durable."""
+        file, index, _ = self._opened()
+        self._records_dirty = True
+        file.pwrite([records], self.size_bytes)
+        count = int(lengths.size)
+        if count == 1 and index.count == self.next_id - self.first:
+            index.add(self.size_bytes)
+        else:
+            index.write(self.next_id - self.first, lengths.cumsum() - lengths + self.size_bytes)
+        self.size_bytes += len(records)
+        self.next_id = TransactionId(self.next_id + count)
+
+    def append_entries(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
+        """Write batches that end here; `synced` is what is durable already. Not durable."""
+        if entries:
+            self._lineage_dirty = True
+            self.lineage.append(entries, synced)
+
+    def sync(self) -> int:
+        """Make records and batches durable; return how many syncs it took."""
+        file, _, lineage = self._opened()
+        count = 0
+        if self._records_dirty:
+            file.sync()
+            count += 1
+            self._records_dirty = False
+        if self._lineage_dirty:
+            lineage.sync()
+            count += 1
+            self._lineage_dirty = False
+        return count
+
+    def sync_index(self) -> None:
+        """Make the index durable, if it has changed."""
+        if self.index.is_dirty:
+            self.index.sync()
+
+    def cut(self, last_to_keep: TransactionId) -> None:
+        """Cut records and batches after an id; not durable.
+
+        A batch that the cut goes through is dropped; the caller knows what becomes of it.
+        """
+        file, index, lineage = self._opened()
+        keep = max(0, last_to_keep - self.first + 1)
+        if keep < self.next_id - self.first:
+            self.size_bytes = int(self.bounds(self.first + keep, self.first + keep)[0])
+            self.next_id = TransactionId(self.first + keep)
+        self._records_dirty = True
+        self._lineage_dirty = True
+        file.truncate(self.size_bytes)
+        index.cut(self.next_id - self.first)
+        place = lineage.place_of(TransactionId(last_to_keep + 1))
+        lineage.cut(place)
+
+    def fill(self, lengths: I64, records: Buffer, hole: IdRange) -> None:
+        """Write the first records of a hole, durably. At the segment's end a hole has any size.
+
+        Raises:
+            BadFormat: the hole has more or fewer bytes.
+        """
+        file, index, _ = self._opened()
+        offsets = self.bounds(hole.first, hole.last)
+        count = int(lengths.size)
+        start, end = int(offsets[0]), int(offsets[-1])
+        filled = start + len(records)
+        whole = count == hole.last - hole.first + 1
+        is_at_end = hole.last == self.last
+        if not is_at_end and (filled > end or (whole and filled < end)):
+            raise BadFormat(
+                f"records {hole.first}..{hole.last}: expected {end - start} bytes, "
+                f"found {len(records)} for {count} records"
+            )
+        if is_at_end:
+            self.size_bytes = filled if whole else max(filled, end)
+            file.truncate(self.size_bytes)
+        write_over(file, records, start)
+        if not any(file.pread(SEGMENT_HEADER_BYTES, 0)):  # it was in a block given up
+            file.pwrite([self._header.encode()], 0)
+        starts = offsets_of(lengths) + start
+        place = hole.first - self.first
+        index.write_over(place, starts[:-1])
+        if not whole and int(offsets[count]) != filled:
+            # The index never knew where the rest of the hole begins; now it does.
+            index.write_over(
+                place + count, np.full(offsets.size - 1 - count, filled, dtype=np.int64)
+            )
+        file.sync()
+        index.sync()
+
+    def write_again(
+        self,
+        first: TransactionId,
+        *,
+        index_first: TransactionId | None = None,
+        syncs_all: bool = True,
+    ) -> None:
+        """Write all from an id on as it is, and make all durable: the cache may call it clean.
+
+        The index is written from `index_first` on, where that is lower: its own sync may be the one
+        that has failed. Without `syncs_all`, records and index are those that were synced before,
+        and are synced only where an opening has changed them. What the batches do not name does
+        not count.
+        """
+        file, index, lineage = self._opened()
+        if first < self.next_id:
+            start = int(self.bounds(first, first)[0])
+            for at in range(start, self.size_bytes, SCAN_BYTES):
+                file.pwrite([file.pread(min(SCAN_BYTES, self.size_bytes - at), at)], at)
+        index_first = first if index_first is None else min(first, index_first)
+        if index_first < self.next_id:
+            place = index_first - self.first
+            index.write(place, index.read(place, self.next_id - index_first))
+        lineage.write_again(lineage.place_of(first))
+        if syncs_all or self._records_dirty:
+            file.sync()
+        if syncs_all or index.is_dirty:
+            index.sync()
+        lineage.sync()
+        self._records_dirty = self._lineage_dirty = False
+
+    # ---- reading
+
+    def bounds(self, first: int, last: int) -> I64:
+        """Return the offsets of first..last and the end of last, one more than there are ids."""
+        assert self.first <= first
+        count = last - first + 1
+        place = first - self.first
+        offsets = self.index.read(place, min(count + 1, self.next_id - first))
+        if first + offsets.size == self.next_id and offsets.size <= count:
+            offsets = np.append(offsets, self.size_bytes)
+        if (
+            offsets.size != count + 1
+            or offsets[0] < SEGMENT_HEADER_BYTES
+            or offsets[-1] > self.size_bytes
+            or not _is_rising(offsets)
+        ):
+            raise ChecksumMismatch(f"{self._path('.idx')}: wrong from record {first} on")
+        return offsets
+
+    def read(self, first: TransactionId, last: TransactionId) -> tuple[bytes, I64]:
+        """Return the bytes of records first..last as they are, and their lengths."""
+        offsets = self.bounds(first, last)
+        size = int(offsets[-1] - offsets[0])
+        data = self._opened()[0].pread(size, int(offsets[0]))
+        # Bytes that are missing read as zeros, which are no records: the caller's check tells.
+        return data.ljust(size, b"\0"), lengths_between(offsets)
+
+    def drop_cached(self, first: TransactionId, last: TransactionId) -> None:
+        """Have the bytes of records first..last read from the disk, by whoever reads on."""
+        offsets = self.bounds(first, last)
+        start = 0 if first == self.first else int(offsets[0])  # the header's block is theirs, too
+        self._opened()[0].drop_cached(start, int(offsets[-1]) - start)
+
+    # ---- after a crash
+
+    def is_plausible(self) -> bool:
+        """Tell if the index and the size of `.seg` agree on where the last record ends.
+
+        They do not where the disk does not give one of them: this is asked of older segments.
+        """
+        if self.next_id == self.first:
+            return self.size_bytes == SEGMENT_HEADER_BYTES
+        file, index, _ = self._opened()
+        start = index.known(self.last - self.first, 1)
+        if not start.size:
+            return False
+        end = record_end(Salvaged(file), int(start[0]), self.last, self.size_bytes)
+        return end == self.size_bytes
+
+    def _where_from(
+        self, transaction_id: TransactionId, reader: Readable
+    ) -> tuple[TransactionId, int]:
+        """Return an id, and where its record begins: the first one if the index is wrong there."""
+        if self.first < transaction_id < self.next_id:
+            start = self.index.known(transaction_id - self.first, 1)
+            if start.size and record_end(reader, int(start[0]), transaction_id, self.size_bytes):
+                return transaction_id, int(start[0])
+        return self.first, SEGMENT_HEADER_BYTES
+
+    def has_place_for(self, transaction_id: TransactionId) -> bool:
+        """Tell if the index and the record of an id agree on where it begins and ends."""
+        start, end = self.bounds(transaction_id, transaction_id).tolist()
+        file = self._opened()[0]
+        return bool(record_end(file, start, transaction_id, self.size_bytes) == end)
+
+    def recover(
+        self, start_id: TransactionId, must_reach: TransactionId, *, is_last: bool
+    ) -> Recovered:
+        """Read records from `start_id` on, mend the index, and cut a torn tail (rule 3).
+
+        `must_reach` is the last id that is known to have been synced: in the last segment by the
+        acked marker or an entry, in the others it is the id before the next segment.
+        """
+        file, index, _ = self._opened()
+        file_size = file.size()
+        # Of the last one a tail is cut, which a disk that does not give it says nothing of.
+        reader = file if is_last else Salvaged(file)
+        start_id, offset = self._where_from(start_id, reader)
+        stop_id = None if is_last else TransactionId(must_reach + 1)
+        damaged: list[IdRange] = []
+        lost = False
+        next_id = start_id
+        search = HoleSearch(reader, index, self.first, last=TransactionId(must_reach + 1))
+        while True:
+            starts, offset = scan(reader, offset, next_id, size=file_size, stop_id=stop_id)
+            self._mend(next_id, starts)
+            next_id = TransactionId(next_id + int(starts.size))
+            if next_id > must_reach:
+                break  # what follows is torn, whatever it looks like: none of it was synced
+            found = search.behind(next_id, offset, file_size)
+            if found is not None:
+                hole = IdRange(next_id, TransactionId(found[0] - 1))
+                damaged.append(self._hole(hole, offset, found[1]))
+                next_id, offset = found
+                continue
+            if is_last and (offset == file_size or not self._knows(must_reach, file_size)):
+                lost = True
+                break
+            damaged.append(self._hole(IdRange(next_id, must_reach), offset, file_size))
+            next_id, offset = TransactionId(must_reach + 1), file_size
+            break
+        self.next_id, self.size_bytes = next_id, offset
+        index.cut(next_id - self.first)
+        if offset < file_size and (is_last or not damaged):  # else it may be records that lie there
+            file.truncate(offset)
+            self._records_dirty = True
+        if not is_last:
+            # Of the last one more may be cut; then `write_again` makes it durable.
+            file.sync()
+            index.sync()
+            self._records_dirty = False
+        return Recovered(tuple(damaged), lost)
+
+    def _mend(self, first: TransactionId, starts: I64) -> None:
+        self.index.rewrite(first - self.first, starts)
+
+    def _hole(self, hole: IdRange, offset: int, end: int) -> IdRange:
+        """Index the ids of a hole: where the old index had them, else all at its beginning."""
+        place = hole.first - self.first
+        count = hole.last - hole.first + 1
+        starts = self.index.known(place, count)
+        good = (
+            starts.size == count
+            and starts[0] == offset
+            and (np.diff(starts) > 0).all()
+            and starts[-1] < max(end, offset + 1)
+        )
+        self.index.write_over(place, starts if good else np.full(count, offset, dtype=np.int64))
+        return hole
+
+    def _knows(self, transaction_id: TransactionId, file_size: int) -> bool:
+        start = self.index.read(transaction_id - self.first, 1)
+        return bool(start.size and start[0] < file_size)
+
+
+def _is_rising(offsets: I64) -> bool:
+    if offsets.size <= FEW:
+        plain = offsets.tolist()
+        return bool(plain == sorted(plain))  # a third of what arrays take for so few
+    return not bool((offsets[1:] < offsets[:-1]).any())

@@ -1,0 +1,498 @@
+"""The segments of one partition as one run of records and one run of batches.
+
+Why it stands alone: a batch, a read or a cut may go over the border between two files. Here the
+borders are, so that neither the log above nor the segment below has to think of them.
+
+Rules:
+    1. Segment i ends where segment i+1 begins; the first begins at 0; there is always one.
+    2. A batch's entry is in the segment of its last record.
+    3. Segments are made at the end and removed from the end, newest first.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed, ReadFailed
+from waltz_core.records import raw_records
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    MADE_UP,
+    RECORD_OVERHEAD_BYTES,
+    Chain,
+    LineageEntry,
+    SessionId,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.storage.disk.file_system import Disk
+from waltz_core.storage.files.format import (
+    IdRange,
+    SegmentHeader,
+    first_of_name,
+)
+from waltz_core.storage.files.lock_file import LockFile
+from waltz_core.storage.files.segment import Segment
+from waltz_core.wire.places import Place
+
+I64 = npt.NDArray[np.int64]
+_CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
+
+
+class LostBatches(NamedTuple):
+    """Entries that cannot be read, in a segment from a place on; `ids` are theirs and the next's.
+
+    A single one with another behind it may be proven.
+    """
+
+    segment_index: int
+    place: int
+    ids: IdRange
+    may_be_proven: bool
+
+
+class Segments:
+    """All segments of a partition, oldest first."""
+
+    def __init__(
+        self, disk: Disk, directory: Path, blank: SegmentHeader, segments: list[Segment]
+    ) -> None:
+        assert segments
+        assert segments[0].first == 0
+        self.all = segments
+        self.lock_file = LockFile(disk, directory)
+        self.directory = directory
+        self._disk = disk
+        self._blank = blank
+        self._is_cutting = False  # a cut was begun, and has not come to its end
+        self._firsts = [segment.first for segment in segments]
+
+    # ---- what is there
+
+    @property
+    def current(self) -> Segment:
+        """The segment that is appended to."""
+        return self.all[-1]
+
+    @property
+    def last(self) -> TransactionId:
+        """The last id, or BEFORE_FIRST."""
+        return self.current.last
+
+    @property
+    def chain(self) -> Chain:
+        """The chain after the last batch that has an entry."""
+        lineage = self.current.lineage
+        return lineage.chain_at(lineage.count)
+
+    def lineage_end(self) -> LineageEntry | None:
+        """Return the last batch, or None when there is none."""
+        for segment in reversed(self.all):
+            if segment.lineage.count:
+                return segment.lineage.entry(segment.lineage.count - 1)
+        return None
+
+    def chain_at(self, transaction_id: TransactionId) -> Chain | None:
+        """Return the chain at a batch's end, or None where no batch ends."""
+        if transaction_id == BEFORE_FIRST:
+            return GENESIS_CHAIN
+        if not 0 <= transaction_id <= self.last:
+            return None
+        lineage = self._holding(transaction_id).lineage
+        place = lineage.place_of(transaction_id)
+        if place == lineage.count:
+            return None
+        entry = lineage.entry(place)
+        return entry.chain if entry.last == transaction_id else None
+
+    def segment_end(self, transaction_id: TransactionId) -> TransactionId:
+        """Return the last id of the segment that holds an id."""
+        return self.all[self._index_of(transaction_id)].last
+
+    def _holding(self, transaction_id: int) -> Segment:
+        return self.all[self._index_of(transaction_id)]
+
+    def _index_of(self, transaction_id: int) -> int:
+        return bisect_right(self._firsts, transaction_id) - 1
+
+    # ---- changing
+
+    def add(self, now_ms: int, chain_before: Chain) -> None:
+        """Begin a new segment behind the last record, durably."""
+        first = TransactionId(self.last + 1)
+        header = self._blank._replace(created_ms=now_ms, first=first)
+        self.all.append(Segment.create(self._disk, self.directory, header, chain_before))
+        self._firsts.append(first)
+
+    def renew(self, now_ms: int, chain_before: Chain, marker: TransactionId) -> None:
+        """Go on in a new file, and leave the current one alone for good.
+
+        Its index was synced up to the marker.
+        """
+        with suppress(DiskFailed):
+            # Nobody believes it. But it may bring the cut to the disk; an original, which does not
+            # cut where the next segment begins, would stumble over what is behind it.
+            self.current.sync()
+        self.current.forget()
+        if self.current.next_id > self.current.first:
+            self.current.copy_index(marker)
+            self.add(now_ms, chain_before)
+            return
+        # It holds nothing; the new files take its name.
+        header = self._blank._replace(created_ms=now_ms, first=self.current.first)
+        self.current.close()
+        self.all[-1] = Segment.create(self._disk, self.directory, header, chain_before)
+
+    def sync(self) -> int:
+        """Make everything durable but the index; return how many syncs it took."""
+        return sum(segment.sync() for segment in self.all[-2:] if segment.is_dirty)
+
+    def sync_index(self) -> None:
+        """Make the index of the current segment durable; the others' are since the roll."""
+        self.current.sync_index()
+
+    def cut(self, last_to_keep: TransactionId, cut: LineageEntry | None) -> None:
+        """Cut records and batches after an id; `cut` is the entry of a batch cut in its middle.
+
+        Not durable, but that removed segments stay removed. May be done again.
+        """
+        if self._is_cutting:  # What it has removed is not seen any more, and may not be synced.
+            self._disk.sync_directory(self.directory)
+        self._is_cutting = True
+        self._remove_unfinished()
+        while len(self.all) > 1 and self.current.first > last_to_keep:
+            self._firsts.pop()
+            self.all.pop().remove()
+        self.current.cut(last_to_keep)
+        end = self.lineage_end()
+        if cut is not None and (end is None or end.last < cut.first):
+            self.current.append_entries([cut], BEFORE_FIRST)
+        self._is_cutting = False
+
+    def _remove_unfinished(self) -> None:
+        """Remove a segment that got its name before making it failed: nobody here knows of it."""
+        names = self._disk.list(self.directory)
+        unknown = [one for one in map(first_of_name, names) if one not in {None, *self._firsts}]
+        for first in unknown:
+            assert first is not None
+            header = self._blank._replace(first=first)
+            Segment(self._disk, self.directory, header).remove()
+
+    def fill(self, first: TransactionId, lengths: I64, records: memoryview, hole: IdRange) -> None:
+        """Write records into a hole that begins at `first`, durably.
+
+        Raises:
+            BadFormat: they do not fit into it.
+        """
+        done = 0
+        while done < lengths.size:
+            segment = self._holding(first)
+            count = min(int(lengths.size) - done, segment.next_id - first)
+            part = lengths[done : done + count]
+            size = int(part.sum())
+            here = IdRange(first, min(hole.last, segment.last))
+            segment.fill(part, records[:size], here)
+            records = records[size:]
+            done += count
+            first = TransactionId(first + count)
+
+    def diagnose(self, wrong: TransactionId) -> tuple[IdRange, ...]:
+        """Return what is damaged around a record that was read wrong; mend its index if that is."""
+        segment = self._holding(wrong)
+        if segment.has_place_for(wrong):
+            return (IdRange(wrong, wrong),)
+        return segment.recover(segment.first, segment.last, is_last=False).damaged
+
+    def mend(self, first: TransactionId, last: TransactionId) -> tuple[IdRange, ...]:
+        """Make index and batches of first..last anew where they cannot be read.
+
+        Return the damage that came to light.
+        """
+        damaged: list[IdRange] = []
+        for index in self._indices_around(first, last):
+            segment = self.all[index]
+            low, high = max(first, segment.first), min(last, segment.last)
+            try:
+                if low <= high:
+                    segment.bounds(low, high)
+            except (ChecksumMismatch, ReadFailed):
+                found = segment.recover(segment.first, segment.last, is_last=False)
+                damaged.extend(found.damaged)
+            for run in segment.lineage.unreadable():
+                self._mend_batches(index, *run)
+        return tuple(damaged)
+
+    def lost_batches(self, first: TransactionId, last: TransactionId) -> list[LostBatches]:
+        """Return the batches around first..last that cannot be read.
+
+        Raises:
+            ChecksumMismatch, ReadFailed: what stands before them cannot be read either.
+        """
+        found = []
+        for index in self._indices_around(first, last):
+            segment = self.all[index]
+            for low, high in segment.lineage.unreadable():
+                begin = TransactionId(self._entry_before(index, low).last + 1)
+                is_end = high == segment.lineage.count
+                end = segment.last if is_end else segment.lineage.entry(high).last
+                may_be_proven = high == low + 1 and not is_end
+                found.append(LostBatches(index, low, IdRange(begin, end), may_be_proven))
+        return found
+
+    def prove(self, lost: LostBatches) -> bool:
+        """Make a lost batch anew if its records, and the batch behind it, prove what it was."""
+        made = self._proven(lost.segment_index, lost.place) if lost.may_be_proven else None
+        if made is None:
+            return False
+        self.all[lost.segment_index].lineage.rewrite(lost.place, [made])
+        return True
+
+    def readable_batches(
+        self, first: TransactionId, last: TransactionId
+    ) -> list[tuple[Chain, LineageEntry]]:
+        """Return the batches that touch first..last and can be read, each with the chain before it.
+
+        It reads all entries of the segments around.
+        """
+        found = []
+        for index in self._indices_around(first, last):
+            lineage = self.all[index].lineage
+            for place in range(lineage.count):
+                with suppress(BadFormat, ChecksumMismatch, ReadFailed):
+                    entry = lineage.entry(place)
+                    if first <= entry.last and entry.first <= last:
+                        found.append((lineage.chain_at(place), entry))
+        return found
+
+    def _indices_around(self, first: TransactionId, last: TransactionId) -> range:
+        """Return the segments that hold first..last and their batches."""
+        try:
+            last_index = self._last_index_of(last)
+        except ReadFailed:
+            last_index = min(self._index_of(last) + 1, len(self.all) - 1)
+        return range(max(0, self._index_of(first)), last_index + 1)
+
+    def _mend_batches(self, index: int, low: int, high: int) -> None:
+        """Write anew the entries of places low..high-1, of which the neighbours are known.
+
+        A single one can be told from the chain of the next, but for its stamp, which becomes that
+        of the one before. Of several the bounds are lost: their chains will not be the others'.
+        """
+        lineage = self.all[index].lineage
+        if high == lineage.count:
+            # Only the next open can tell where its log ends: it trims the file and is suspect.
+            raise ChecksumMismatch(
+                f"the last {high - low} of {high} batches of the segment from id "
+                f"{self.all[index].first} cannot be read"
+            )
+        after = lineage.entry(high)
+        before = self._entry_before(index, low)
+        places = high - low
+        ends = [before.last + one for one in range(1, places)] + [after.first - 1]
+        made = self._proven(index, low) if places == 1 else None
+        if made is not None:
+            lineage.rewrite(low, [made])
+            return
+        entries: list[LineageEntry] = []
+        for end in ends:
+            entries.append(self._made_up(before, end, MADE_UP))
+            before = entries[-1]
+        lineage.rewrite(low, entries)
+
+    def _proven(self, index: int, place: int) -> LineageEntry | None:
+        """Return what a lost batch was by the chain of the next; None where nothing fits."""
+        before, after = self._entry_before(index, place), self.all[index].lineage.entry(place + 1)
+        if not 0 <= before.session_id <= after.session_id <= before.session_id + 100:
+            return None
+        for session in range(before.session_id, after.session_id + 1):
+            made = self._made_up(before, after.first - 1, SessionId(session))
+            if self._made_up(made, after.last, after.session_id).chain == after.chain:
+                return made
+        return None
+
+    def _entry_before(self, index: int, place: int) -> LineageEntry:
+        while index >= 0:
+            if place:
+                return self.all[index].lineage.entry(place - 1)
+            index -= 1
+            place = self.all[index].lineage.count if index >= 0 else 0
+        return LineageEntry(BEFORE_FIRST, BEFORE_FIRST, SessionId(0), 0, GENESIS_CHAIN)
+
+    def _made_up(self, before: LineageEntry, last: int, session: SessionId) -> LineageEntry:
+        first, end = TransactionId(before.last + 1), TransactionId(last)
+        crcs = self.record_crcs(first, end) or bytes(4 * (end - first + 1))
+        chain = next_chain(before.chain, first, end, session, crcs)
+        return LineageEntry(first, end, session, before.stamp_ms, chain)
+
+    def close(self) -> None:
+        """Close all files."""
+        self.lock_file.close()
+        for segment in self.all:
+            segment.close()
+
+    # ---- records
+
+    def read(self, first: TransactionId, last: TransactionId) -> tuple[bytes, I64]:
+        """Return the bytes of first..last and their lengths, unchecked."""
+        runs: list[bytes] = []
+        lengths: list[I64] = []
+        while first <= last:
+            segment = self._holding(first)
+            end = min(last, segment.last)
+            run, part = segment.read(first, end)
+            runs.append(run)
+            lengths.append(part)
+            first = TransactionId(end + 1)
+        if len(runs) == 1:
+            return runs[0], lengths[0]
+        return b"".join(runs), np.concatenate(lengths)
+
+    def drop_cached(self, first: TransactionId, last: TransactionId) -> None:
+        """Have the bytes of first..last read from the disk the next time."""
+        while first <= last:
+            segment = self._holding(first)
+            segment.drop_cached(first, min(last, segment.last))
+            first = TransactionId(segment.next_id)
+
+    def places(self, first: TransactionId, last: TransactionId) -> tuple[list[Place], I64]:
+        """Return where the bytes of first..last lie, and their lengths, by the index alone."""
+        places: list[Place] = []
+        lengths: list[I64] = []
+        while first <= last:
+            segment = self._holding(first)
+            end = min(last, segment.last)
+            offsets = segment.bounds(first, end)
+            start = int(offsets[0])
+            places.append(Place(segment.first, start, int(offsets[-1]) - start))
+            lengths.append(raw_records.lengths_between(offsets))
+            first = TransactionId(end + 1)
+        return places, np.concatenate(lengths)
+
+    def fitting(self, first: TransactionId, last: TransactionId, bytes_max: int) -> TransactionId:
+        """Return the last id that fits into `bytes_max` with all from `first` on; one always does.
+
+        Less than one record's overhead for each id cannot be, which bounds what is read.
+        """
+        last = min(last, TransactionId(first + bytes_max // RECORD_OVERHEAD_BYTES))
+        next_id = first
+        while next_id <= last:
+            segment = self._holding(next_id)
+            end = min(last, segment.last)
+            offsets = segment.bounds(next_id, end)
+            count = int(np.searchsorted(offsets[1:] - offsets[0], bytes_max, side="right"))
+            if count < end - next_id + 1:
+                return TransactionId(max(first, next_id + count - 1))
+            bytes_max -= int(offsets[-1] - offsets[0])
+            next_id = TransactionId(end + 1)
+        return last
+
+    def record_crcs(self, first: TransactionId, last: TransactionId) -> bytes | None:
+        """Return the record CRCs of first..last, or None when a record is wrong or missing."""
+        if last > self.last:
+            return None
+        parts: list[bytes] = []
+        while first <= last:
+            end = self.fitting(first, last, _CRC_BLOCK_BYTES)
+            records, lengths = self.read(first, end)
+            if first_wrong(records, lengths, first) is not None:
+                return None
+            parts.append(raw_records.record_crcs(records, lengths))
+            first = TransactionId(end + 1)
+        return b"".join(parts)
+
+    # ---- batches
+
+    def entries_from(self, first: TransactionId) -> Iterator[LineageEntry]:
+        """Return the batches that end at or after an id, oldest first."""
+        for index in range(max(0, self._index_of(first)), len(self.all)):
+            lineage = self.all[index].lineage
+            yield from lineage.entries(lineage.place_of(first))
+
+    def entry_of(self, transaction_id: TransactionId) -> LineageEntry | None:
+        """Return the batch that ends at or first after an id."""
+        return next(self.entries_from(transaction_id), None)
+
+    def entries(
+        self, first: TransactionId, last: TransactionId, entries_max: int
+    ) -> tuple[Chain, tuple[LineageEntry, ...]]:
+        """Return the batches that touch first..last and the chain before them; the newest if many.
+
+        Where there are none, the chain is that at the end of the log.
+
+        Raises:
+            BadFormat, ChecksumMismatch: an entry is wrong, or is that of another place.
+        """
+        slices: list[Sequence[LineageEntry]] = []
+        chain_before = self.chain
+        left = entries_max
+        for index in range(self._last_index_of(last), -1, -1):
+            lineage = self.all[index].lineage
+            low = lineage.place_of(first)
+            high = min(lineage.place_of(last) + 1, lineage.count)
+            low = max(low, high - left)
+            if low < high:
+                slices.append(_run_of(lineage.slice(low, high)))
+                chain_before = lineage.chain_at(low)
+                left -= high - low
+            if left == 0 or self.all[index].first <= first:
+                break
+        return chain_before, tuple(entry for part in reversed(slices) for entry in part)
+
+    def _last_index_of(self, last: TransactionId) -> int:
+        """Return the segment whose lineage has the batch that holds an id."""
+        index = max(0, self._index_of(last))
+        while index + 1 < len(self.all):
+            lineage = self.all[index].lineage
+            if lineage.place_of(last) < lineage.count:
+                break
+            index += 1
+        return index
+
+
+def _run_of(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
+    """Return entries of one file, each of which goes on from the one before (none is misplaced)."""
+    for before, after in pairwise(entries):
+        if after.first != before.last + 1:
+            raise ChecksumMismatch(
+                f"expected a batch from {before.last + 1} on behind {before.first}..{before.last}, "
+                f"found {after.first}..{after.last}"
+            )
+    return entries
+
+
+def first_wrong(records: bytes | memoryview, lengths: I64, first: TransactionId) -> int | None:
+    """Return the index of the first record that is not whole, not right or not in its place."""
+    count, size = _before_short(lengths)
+    run = memoryview(records)[:size]
+    found = [
+        place
+        for place in (
+            raw_records.first_bad_record(run, lengths[:count]),
+            raw_records.first_gap(run, lengths[:count], first),
+        )
+        if place is not None
+    ]
+    if found:
+        return min(found)
+    return count if count < lengths.size else None
+
+
+def _before_short(lengths: I64) -> tuple[int, int]:
+    """Return how many records come before the first that is too short, and their bytes."""
+    if lengths.size <= raw_records.FEW:
+        size = 0
+        for count, length in enumerate(lengths.tolist()):
+            if length < RECORD_OVERHEAD_BYTES:
+                return count, size
+            size += length
+        return int(lengths.size), size
+    short = np.flatnonzero(lengths < RECORD_OVERHEAD_BYTES)
+    count = int(short[0]) if short.size else int(lengths.size)
+    return count, int(lengths[:count].sum())

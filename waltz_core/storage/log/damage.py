@@ -1,0 +1,93 @@
+"""Filling damaged records of a log with good ones.
+
+Why it stands alone: it is the only way by which bytes below the low-water mark ever change, so what
+it lets in can be read in one place.
+
+Rules:
+    1. A hole is filled from its beginning on, so that what is left of it is one range again.
+    2. Only records that are right by themselves are written, and only into known damage.
+    3. The damage is forgotten last, and not before the chain of each batch that is whole again is
+       what it was: a record of the right id may still be that of another history. One beside it
+       that is found wrong by that is noted as damaged: it is no fault of what was repaired.
+    4. Where one batch cannot be read either, its records come first, and those of the next batch:
+       both together have to prove, by the next one's chain, what it was. Of several, or the last of
+       a segment, nothing proves it: nothing is let in.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
+from waltz_core.records.record import TransactionId
+from waltz_core.storage.files.batch_checks import check_repaired
+from waltz_core.storage.files.format import (
+    IdRange,
+    Slot,
+)
+from waltz_core.storage.files.id_ranges import (
+    with_damage,
+    without_damage,
+)
+from waltz_core.storage.files.segments import (
+    Segments,
+    first_wrong,
+)
+
+I64 = npt.NDArray[np.int64]
+
+
+def fill(
+    slot: Slot,
+    segments: Segments,
+    first: TransactionId,
+    lengths: I64,
+    records: bytes | memoryview,
+) -> tuple[IdRange, ...]:
+    """Write records into a hole, durably; return the damage that is known from then on.
+
+    Raises:
+        BadRequest: `first` does not begin a damaged range, or the records go beyond it.
+        ChecksumMismatch: a record's CRC does not fit, or its batch's chain does not.
+        BadFormat: the bytes do not fit into the hole.
+    """
+    last = TransactionId(first + int(lengths.size) - 1)
+    hole = next((one for one in slot.damaged if one.first == first), None)
+    if hole is None or not first <= last <= hole.last:
+        raise BadRequest(
+            f"partition {slot.partition_id}: expected ids from the beginning of a damaged range, "
+            f"found {first}..{last}"
+        )
+    bad = first_wrong(records, lengths, first)
+    if bad is not None:
+        raise ChecksumMismatch(
+            f"partition {slot.partition_id}: record {first + bad} is not what was sent"
+        )
+    segments.fill(first, lengths, memoryview(records).cast("B"), hole)
+    filled = IdRange(first, last)
+    left = without_damage(slot.damaged, filled)
+    _prove_lost_batches(segments, filled, left)
+    for found in check_repaired(segments, filled, left):  # rule 3
+        left = with_damage(left, found)
+    return left
+
+
+def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[IdRange]) -> None:
+    """Make the batches of what was filled anew if they cannot be read and can be by now (rule 4).
+
+    Raises:
+        ChecksumMismatch, ReadFailed: the records do not prove what they were.
+    """
+    with suppress(BadFormat, ChecksumMismatch, ReadFailed):
+        segments.entries(*filled, filled.last - filled.first + 1)
+        return
+    for lost in segments.lost_batches(*filled):
+        waits = any(one.first <= lost.ids.last and lost.ids.first <= one.last for one in damaged)
+        is_touched = filled.first <= lost.ids.last and lost.ids.first <= filled.last
+        if is_touched and not (waits and lost.may_be_proven) and not segments.prove(lost):
+            raise ChecksumMismatch(
+                f"records {filled.first}..{filled.last} do not prove what the batch was that "
+                f"they belong to: it cannot be read (one of {lost.ids.first}..{lost.ids.last})"
+            )

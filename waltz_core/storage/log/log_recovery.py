@@ -1,0 +1,555 @@
+"""What happens before a log can be used: opening, believing, cutting the torn tail, adopting.
+
+Why it stands alone: it runs once, in an order that matters (correctness.md 2.5), and it is the only
+place where the bytes of a replica are judged without a session.
+
+Rules:
+    1. The intent of a truncation is carried out before anything is judged.
+    2. Nothing is ever cut that is known to have been synced: up to the acked marker, up to what
+       a later batch's entry says, and up to the last batch of the older segments. What is wrong
+       there is damage, and what is missing makes the replica suspect.
+    3. Above that, a record counts when its batch is whole, its entry is there and the chain holds;
+       a crash may leave any sectors of the rest, and nobody was told that it is there.
+    4. A directory that an original has written to since we did is adopted, and not suspect: its
+       records get batches of up to 1024 ids, bounded alike on all replicas. Its sequence says so,
+       or its session: a crash may have come between our slot and the structure that it knows of.
+       The same holds for records that an owner has left without batches (`UNBATCHED`), or that an
+       earlier version of this storage took from 0.13 servers: our slot is the newest then, and its
+       marker vouches. A provisional mark of such a server loses its session (`replica_log.py`,
+       rule 1). Bounds are those that the ids give, however often it was opened meanwhile: batches
+       of an earlier adoption that end elsewhere are made again.
+    5. Falling back to the older slot may have lost a promise: all sessions up to one above any
+       that the directory knows of are refused, and the replica is suspect. That is durable
+       before anything else is written: the next opening may not see any more that it fell back.
+       Nor does an older slot know who has written last: what looks like an original's may be ours.
+    6. That a replica is suspect is durable before what says so is mended: a crash on the way leaves
+       files in which nothing is wrong.
+    7. What a killed process has written is found, and may not be durable: it is synced before it is
+       believed, names included. What nothing vouches for is written once more before that: after a
+       sync that failed the cache shows what the disk does not have, and calls it clean. For an
+       index only the marker vouches.
+    8. A directory that is gone or empty, of which the control file knows a session, has lost its
+       log and its promise: it begins empty and suspect, and refuses sessions as in rule 5. Both
+       are durable with its first slot. (A log that was thrown away on purpose is forgotten by the
+       control file before, see `removal.py`.)
+    9. What is durable already is not synced once more, as a storage opens a thousand of these:
+       files that this opening has made; records and index up to the marker, which were synced
+       before it; and the slot before anything is changed, where a crash may bring the older one
+       back. Whatever this opening has changed, or nothing vouches for, is synced.
+"""
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from waltz_core.errors import BadFormat, ChecksumMismatch, MissingSegment, WaltzError
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    MADE_UP,
+    NO_SESSION,
+    Chain,
+    LineageEntry,
+    SessionId,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.storage.disk.file_system import (
+    Disk,
+    create_durably,
+    remove_temporary,
+)
+from waltz_core.storage.files.batch_checks import (
+    check_chain,
+    entry_before,
+)
+from waltz_core.storage.files.control_file import (
+    SLOTS_NAME,
+    SlotFile,
+)
+from waltz_core.storage.files.format import (
+    NO_NONCE,
+    NOBODYS_NONCE,
+    LineageHeader,
+    Marker,
+    PartitionInfo,
+    SegmentHeader,
+    Slot,
+    first_of_name,
+    segment_name,
+)
+from waltz_core.storage.files.id_ranges import (
+    damage_until,
+    with_damage,
+)
+from waltz_core.storage.files.index import LineageFile
+from waltz_core.storage.files.segment import Segment
+from waltz_core.storage.files.segments import Segments
+from waltz_core.storage.log.rebatching import (
+    chain_before,
+    drop_batches,
+    relink,
+)
+
+ADOPTED_BATCH_IDS: Final = 1024
+
+
+def open_log(
+    disk: Disk,
+    directory: Path,
+    blank: SegmentHeader,
+    info: PartitionInfo,
+    *,
+    trust_fsync: bool,
+    is_named: bool = False,
+) -> tuple[Segments, SlotFile]:
+    """Open or create the files of a partition and bring them into a state that can be believed.
+
+    Durable on return, the dirty bit included. `is_named` says that the directory's name is
+    durable.
+    """
+    if not (is_named and disk.exists(directory)):
+        disk.make_directory(directory)
+    remove_temporary(disk, directory)
+    firsts = _firsts(disk, directory)
+    if not firsts and not disk.exists(directory / SLOTS_NAME):
+        return _begin(disk, directory, blank, info, trust_fsync=trust_fsync)
+    disk.will_read(directory, disk.list(directory))
+    disk.sync_directory(directory)  # rule 7
+    slots = _open_slots(disk, directory, blank, info)
+    opening = _Opening(disk, directory, blank, info, slots)
+    try:
+        opening.slot = _at_open(slots, info, trust_fsync=trust_fsync)
+        if not opening.may_fall_back():
+            slots.write(opening.slot)
+        segments = opening.open_segments(firsts)
+        opening.recover_records(segments)
+        opening.settle_lineage(segments)
+        opening.write_again(segments)
+        slots.write(opening.settled(segments))
+        for segment in segments.all[:-1]:
+            segment.close()
+    except BaseException as error:
+        # It may be tried again, and again: no file may stay open.
+        for close in (*(each.close for each in opening.opened), slots.close):
+            try:
+                close()
+            except WaltzError as another:  # The first one says what is wrong.
+                error.add_note(f"and then: {another}")
+        raise
+    return segments, slots
+
+
+def _begin(
+    disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo, *, trust_fsync: bool
+) -> tuple[Segments, SlotFile]:
+    """Make the files of a log of which there is nothing yet, the `.seg` last, and durably."""
+    slot = Slot(
+        blank.partition_id, original_sequence=info.sequence, dirty=True, suspect=not trust_fsync
+    )
+    if info.session_id != NO_SESSION:  # rule 8
+        slot = replace(_promised_to_nobody(slot, info.session_id), suspect=True)
+    files = [SlotFile.new_file(slot), *Segment.new_files(blank, GENESIS_CHAIN)]
+    create_durably(disk, directory, files)
+    segments = Segments(disk, directory, blank, [Segment(disk, directory, blank)])
+    return segments, SlotFile.open(disk, directory, blank.partition_id)
+
+
+# ---------------------------------------------------------------------------------------------
+# slots
+
+
+def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo) -> SlotFile:
+    if disk.exists(directory / SLOTS_NAME):
+        return SlotFile.open(disk, directory, blank.partition_id)
+    if any(name.endswith(".chn") for name in disk.list(directory)):
+        raise BadFormat(f"{directory}: expected {SLOTS_NAME} beside .chn files, found none")
+    # An older sequence number than the original's says "adopt", also after a crash on the way.
+    slot = Slot(blank.partition_id, original_sequence=info.sequence - 1, dirty=True)
+    return SlotFile.create(disk, directory, slot)
+
+
+def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
+    slot = slots.slot
+    if slot.is_overtaken(info) and info.session_id >= slot.last_session:
+        slot = replace(
+            slot,
+            promised=max(slot.promised, info.session_id),
+            nonce=slot.nonce if slot.promised >= info.session_id else NO_NONCE,
+            last_session=info.session_id,
+            low_water_mark=info.low_water_mark,
+            provisional=None,
+        )
+    elif slot.provisional is not None and slot.nonce == NO_NONCE:  # rule 4; owners have nonces
+        slot = replace(slot, provisional=slot.provisional._replace(session_id=NO_SESSION))
+    if slots.fell_back:
+        slot = _promised_to_nobody(slot, max(slot.last_session, info.session_id))
+    suspect = slot.suspect or slots.fell_back or (slot.dirty and not trust_fsync)
+    return replace(slot, dirty=True, suspect=suspect)
+
+
+def _promised_to_nobody(slot: Slot, seen: SessionId) -> Slot:
+    """Return a slot that refuses all sessions up to one above what was seen (rule 5)."""
+    # What was promised to nobody is what was seen then, and one more: no session has that.
+    promised = slot.promised - (slot.nonce == NOBODYS_NONCE)
+    return replace(slot, promised=SessionId(max(promised, seen) + 1), nonce=NOBODYS_NONCE)
+
+
+def _firsts(disk: Disk, directory: Path) -> list[TransactionId]:
+    names = disk.list(directory)
+    firsts = sorted(first for name in names if (first := first_of_name(name)) is not None)
+    known = frozenset(names)
+    for name in names:
+        if name.endswith((".idx", ".chn")) and f"{name[:-4]}.seg" not in known:
+            disk.unlink(directory / name)  # a crash came before the segment had its name
+    if firsts and firsts[0] != 0:
+        raise MissingSegment(f"{directory}: expected a segment from id 0, found {firsts[0]} first")
+    return firsts
+
+
+# ---------------------------------------------------------------------------------------------
+# segments
+
+
+class _Opening:
+    """The state of one opening; `slot` gathers what will be written at its end."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        directory: Path,
+        blank: SegmentHeader,
+        info: PartitionInfo,
+        slots: SlotFile,
+    ) -> None:
+        slot = slots.slot
+        self.slot = slot
+        self._slots = slots
+        self._disk = disk
+        self._directory = directory
+        self._blank = blank
+        self._info = info
+        # A 0.13 process has written since, or an owner has left records without batches.
+        self._is_overtaken = slot.is_overtaken(info)
+        self._adopting = self._is_overtaken or slot.is_unbatched
+        self.opened: list[Segment] = []  # everything that is to be closed when it fails
+        self._rebuilt: list[Segment] = []
+        self._implausible: set[TransactionId] = set()  # older ones, by their first id
+        # Up to the marker the records were vouched for by a slot, ours or the original's. What a
+        # batch's entry vouches for is known when the segments are open.
+        acked = slot.acked.transaction_id
+        self._marker = info.local_low_water_mark if self._is_overtaken else acked
+        self._vouched = self._marker
+        self._passed = BEFORE_FIRST  # the end of the last batch in an older segment
+
+    def may_fall_back(self) -> bool:
+        """Whether it may still be the older slot that counts after a crash in this opening.
+
+        The newer one may be seen and not be durable (rule 7). What this opening cuts and mends
+        must then be what it might have cut and mended with the older one (rules 1, 2, 6).
+        """
+        newer, older = self._slots.slot, self._slots.older
+        return (
+            older is not None
+            and older.dirty
+            and self.slot == newer
+            and not newer.suspect
+            and not self._adopting
+            and newer.truncate is older.truncate is None
+            and older.acked.transaction_id <= newer.acked.transaction_id
+        )
+
+    def open_segments(self, firsts: list[TransactionId]) -> Segments:
+        """Open all segments, without those that a truncation had begun to remove (rule 1)."""
+        intent = self.slot.truncate
+        opened = self.opened
+        if intent is not None:
+            while len(firsts) > 1 and firsts[-1] > intent.last_to_keep:
+                header = self._blank._replace(first=firsts.pop())
+                Segment(self._disk, self._directory, header).remove()
+        chain = GENESIS_CHAIN
+        for place, first in enumerate(firsts):
+            segment, end = self._open_segment(first, chain)
+            if place + 1 < len(firsts):
+                chain = self._pass_by(segment, end, firsts[place + 1])
+        if not opened:
+            made = Segment.create(self._disk, self._directory, self._blank, GENESIS_CHAIN)
+            opened.append(made)
+        return Segments(self._disk, self._directory, self._blank, opened)
+
+    def _open_segment(
+        self, first: TransactionId, chain_before: Chain
+    ) -> tuple[Segment, LineageEntry | None]:
+        """Open a segment; a `.chn` that is missing or wrong is made anew, without batches.
+
+        Return its last batch, too.
+        """
+        header = self._blank._replace(first=first)
+        lineage = self._open_lineage(header)
+        rebuilt = lineage is None
+        if lineage is None:
+            if not self._adopting:
+                self._suspect()
+            content = LineageHeader(header, chain_before).encode()
+            create_durably(self._disk, self._directory, [(segment_name(first, ".chn"), content)])
+        segment = Segment.open(
+            self._disk,
+            self._directory,
+            first,
+            partition_id=self._blank.partition_id,
+            cluster_key=self._blank.cluster_key,
+            lineage=lineage,
+        )
+        self.opened.append(segment)
+        if segment.lineage.chain_before != chain_before and not self._adopting:
+            self._suspect()
+            self._rebuilt.extend(self.opened[-2:-1])  # It may have lost its last batches.
+        end = segment.lineage.trim()
+        if rebuilt:
+            self._rebuilt.append(segment)
+        return segment, end
+
+    def _open_lineage(self, header: SegmentHeader) -> LineageFile | None:
+        path = self._directory / segment_name(header.first, ".chn")
+        if not self._disk.exists(path):
+            return None
+        try:
+            lineage = LineageFile.open(self._disk, path)
+        except (BadFormat, ChecksumMismatch):
+            return None
+        if lineage.segment[1:] == header[1:]:
+            return lineage
+        lineage.close()
+        return None
+
+    def _pass_by(
+        self, segment: Segment, end: LineageEntry | None, next_first: TransactionId
+    ) -> Chain:
+        """Look at all that is wanted of an older segment, and close it; return the chain there."""
+        lineage = segment.lineage
+        chain = lineage.chain_before if end is None else end.chain
+        if end is not None and end.last >= next_first:
+            # What a file was given up with may be back: its cut was never synced.
+            lineage.cut(lineage.place_of(next_first))
+            chain = lineage.chain_at(lineage.count)
+            end = lineage.entry(lineage.count - 1) if lineage.count else None
+        if end is not None:
+            self._passed = end.last
+        if segment.next_id != next_first or not segment.is_plausible():
+            self._implausible.add(segment.first)
+        segment.close()
+        return chain
+
+    def _suspect(self) -> None:
+        """Note it, durably (rule 6)."""
+        if not self.slot.suspect:
+            self.slot = replace(self.slot, suspect=True)
+            self._slots.write(self.slot)
+
+    # ---- records
+
+    def recover_records(self, segments: Segments) -> None:
+        """Read what the marker does not vouch for, cut a torn tail, note damage (rule 2)."""
+        lineage = segments.current.lineage
+        after = lineage.place_of(TransactionId(self._marker + 1))
+        # The marker moves at a roll, but not where a log goes on in a new file after a failure.
+        self._vouched = max(self._marker, self._passed, lineage.vouched(after))
+        if self.slot.truncate is not None:
+            # What an entry above the cut says is true, and does not count any more (rule 1).
+            self._vouched = min(self._vouched, self.slot.truncate.last_to_keep)
+        nexts = [*(segment.first for segment in segments.all[1:]), None]
+        for segment, next_first in zip(segments.all, nexts, strict=True):
+            if next_first is None:
+                start = max(segment.first, TransactionId(self._marker))
+                self._recover(segment, start, self._vouched, is_last=True)
+                continue
+            reach = TransactionId(next_first - 1)
+            plausible = segment.first not in self._implausible
+            if not plausible or reach > self._marker:
+                start = max(segment.first, min(self._marker, reach)) if plausible else segment.first
+                self._recover(segment, start, reach, is_last=False)
+        if segments.last < self._vouched:
+            self._suspect()
+        if self.slot.truncate is not None:
+            segments.cut(*self.slot.truncate)  # Durable before the intent goes: `write_again`.
+
+    def _recover(
+        self, segment: Segment, start: TransactionId, reach: TransactionId, *, is_last: bool
+    ) -> None:
+        found = segment.recover(start, reach, is_last=is_last)
+        for one in found.damaged:
+            self.slot = replace(self.slot, damaged=with_damage(self.slot.damaged, one))
+        if found.lost:
+            self._suspect()
+
+    # ---- batches
+
+    def settle_lineage(self, segments: Segments) -> None:
+        """Check the batches above the marker, and cut or adopt what has none (rules 3, 4)."""
+        for segment in self._rebuilt:
+            self._fill_between(segments, segment)
+        anchor = min(self._marker, self.slot.low_water_mark) if self._adopting else self._marker
+        if not self._adopting and not self._marker_holds(segments):
+            self._suspect()
+        end = min(self._valid_end(segments, TransactionId(anchor)), segments.last)
+        if not self._adopting and end < self._vouched:
+            self._suspect()
+        if self._adopting:
+            end = self._before_uneven(segments, end)
+        if self._adopting or end < self._vouched:
+            drop_batches(segments, end)
+            # One that cannot be read below that end goes, too, with all behind it.
+            end = min(end, self._end_of(segments))
+            self._append_batches(segments, TransactionId(end + 1), segments.last)
+        elif end < segments.last or end < self._end_of(segments):
+            segments.cut(end, None)
+
+    def _marker_holds(self, segments: Segments) -> bool:
+        try:
+            return segments.chain_at(TransactionId(self._marker)) == self.slot.acked.chain
+        except (BadFormat, ChecksumMismatch):
+            return False
+
+    def _valid_end(self, segments: Segments, anchor: TransactionId) -> TransactionId:
+        """Return the end of the last batch above the anchor up to which all is as it should be."""
+        end = anchor
+        try:
+            after = TransactionId(anchor + 1)
+            chain, touching = segments.entries(after, after, 1)
+            end = TransactionId(touching[0].first - 1) if touching else self._end_of(segments)
+            for entry in segments.entries_from(TransactionId(end + 1)):
+                if entry.last > segments.last or not self._holds(segments, entry, end, chain):
+                    return end
+                end, chain = entry.last, entry.chain
+        except (BadFormat, ChecksumMismatch):
+            return end
+        return end
+
+    def _before_uneven(self, segments: Segments, end: TransactionId) -> TransactionId:
+        """Return the end of the batches that stay: those at the log's end that an earlier adoption
+        has bounded otherwise than this one would go, with all behind them (rule 4).
+        """
+        first = TransactionId(end + 1)
+        with suppress(BadFormat, ChecksumMismatch):  # one that cannot be read stays what it is
+            while first > 0:
+                entry = segments.entry_of(TransactionId(first - 1))
+                if entry is None or entry.session_id != NO_SESSION or entry.first >= first:
+                    break
+                first = entry.first
+        while first <= end:
+            entry = segments.entry_of(first)
+            if entry is None or entry.last != self._adopted_end(first, segments.last):
+                break
+            first = TransactionId(entry.last + 1)
+        return TransactionId(first - 1)
+
+    def _end_of(self, segments: Segments) -> TransactionId:
+        end = segments.lineage_end()
+        return end.last if end is not None else BEFORE_FIRST
+
+    def _holds(
+        self, segments: Segments, entry: LineageEntry, end: TransactionId, chain: Chain
+    ) -> bool:
+        if entry.first != end + 1:
+            return False
+        if any(one.first <= entry.last and entry.first <= one.last for one in self.slot.damaged):
+            return True  # what cannot be read cannot be checked; the damage is known
+        crcs = segments.record_crcs(entry.first, entry.last)
+        return crcs is not None and check_chain([entry], entry.first, chain, crcs) is None
+
+    def _fill_between(self, segments: Segments, segment: Segment) -> None:
+        """Give a segment that lost its batches new ones, up to where the next known ones begin."""
+        place = segments.all.index(segment)
+        before = [one for one in segments.all[: place + 1] if one.lineage.count]
+        after = next((one for one in segments.all[place + 1 :] if one.lineage.count), None)
+        first = before[-1].lineage.entry(before[-1].lineage.count - 1).last + 1 if before else 0
+        if after is not None:
+            last = min(segment.last, after.lineage.entry(0).first - 1)
+            if first <= last:
+                chain = after.lineage.chain_before
+                self._append_batches(segments, TransactionId(first), TransactionId(last), chain)
+
+    def _append_batches(
+        self,
+        segments: Segments,
+        first: TransactionId,
+        last: TransactionId,
+        last_chain: Chain | None = None,
+    ) -> None:
+        """Make batches for first..last; the last one's chain is `last_chain` if that is known."""
+        # Batches of an original never had a session here; others have lost theirs. A stamp does
+        # not go back: what stands before is the nearest that is known.
+        session_id, stamp_ms = NO_SESSION, 0
+        if not self._adopting or self.slot.suspect:
+            before = entry_before(segments, first)
+            session_id, stamp_ms = MADE_UP, 0 if before is None else before.stamp_ms
+        place = 0
+        while first <= last:
+            end = self._adopted_end(first, last)
+            while segments.all[place].last < end:
+                place += 1
+            segment = segments.all[place]
+            crcs = segments.record_crcs(first, end) or bytes(4 * (end - first + 1))
+            chain = next_chain(chain_before(segments, place), first, end, session_id, crcs)
+            if end == last and last_chain is not None:
+                chain = last_chain
+            made = LineageEntry(first, end, session_id, stamp_ms, chain)
+            segment.append_entries([made], BEFORE_FIRST)
+            segment.sync()
+            first = TransactionId(end + 1)
+        relink(segments)
+
+    def _adopted_end(self, first: TransactionId, last: TransactionId) -> TransactionId:
+        """Return where a batch from `first` on ends: before a 1024th id, at the mark or the end."""
+        end = first - first % ADOPTED_BATCH_IDS + ADOPTED_BATCH_IDS - 1
+        mark = self._info.low_water_mark
+        return TransactionId(min(end, last, mark if first <= mark else last))
+
+    # ---- the end
+
+    def write_again(self, segments: Segments) -> None:
+        """Make durable what is believed (rules 7, 9); an original's may be long: only synced."""
+        current, vouched, marker = segments.current, self._vouched, self._marker
+        if self._is_overtaken:
+            vouched = marker = segments.last
+        current.write_again(
+            max(current.first, TransactionId(vouched + 1)),
+            index_first=max(current.first, TransactionId(marker + 1)),
+            syncs_all=self._adopting or segments.last > self._marker,
+        )
+
+    def settled(self, segments: Segments) -> Slot:
+        """Return the slot as it is when the log is open (rule 5)."""
+        end = segments.lineage_end()
+        marker = (
+            Marker(end.last, end.chain) if end is not None else Marker(BEFORE_FIRST, GENESIS_CHAIN)
+        )
+        slot = self.slot
+        if end is not None and end.session_id == MADE_UP:
+            # No owner can compare this end with its log: let it be cut, and copied from there.
+            # So it is after a crash too, between making up and writing this slot.
+            true_end = _last_true_end(segments)
+            mark = min(slot.low_water_mark, true_end)
+            provisional = slot.provisional if true_end >= slot.low_water_mark else None
+            slot = replace(slot, suspect=True, low_water_mark=mark, provisional=provisional)
+        if slot.nonce == NOBODYS_NONCE and end is not None:
+            slot = _promised_to_nobody(slot, end.session_id)
+        return replace(
+            slot,
+            acked=marker,
+            truncate=None,
+            damaged=damage_until(slot.damaged, segments.last),
+            original_sequence=max(self._info.sequence, self.slot.original_sequence),
+        )
+
+
+def _last_true_end(segments: Segments) -> TransactionId:
+    """Return the end of the last batch that is not made up; unreadable ones count as that."""
+    for segment in reversed(segments.all):
+        for place in range(segment.lineage.count - 1, -1, -1):
+            with suppress(BadFormat, ChecksumMismatch):
+                entry = segment.lineage.entry(place)
+                if entry.session_id != MADE_UP:
+                    return entry.last
+    return BEFORE_FIRST

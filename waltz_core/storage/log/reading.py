@@ -1,0 +1,328 @@
+"""Reading a partition's log: records that are checked, around those that are damaged.
+
+Why it stands alone: reading changes nothing but what is known of damage, and it is the only way by
+which bytes leave a log.
+
+Rules:
+    1. No record leaves that its own CRC, its length or its id contradicts.
+    2. What is found wrong is noted in the slot, durably, before the read goes on without it.
+    3. A wrong index and a wrong batch entry are mended from what is around them, once for a read.
+    4. What the disk does not give is asked for once more; what it does not give then either is as
+       good as wrong, and rules 1 to 3 hold for it. Each error is kept until somebody tells it.
+    5. A reader of this machine may be told where records lie instead. Then rule 1 is his: what he
+       finds wrong he asks for again, and does not get (`client/nearby.py`).
+    6. Whoever reads to find damage has the system drop the records first: what it has in memory
+       may be right where the disk is not.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, DiskFailed, ReadFailed
+from waltz_core.records import raw_records
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    Chain,
+    LineageEntry,
+    PartitionId,
+    TransactionId,
+)
+from waltz_core.storage.files.control_file import SlotFile
+from waltz_core.storage.files.format import (
+    IdRange,
+    Slot,
+)
+from waltz_core.storage.files.id_ranges import with_damage
+from waltz_core.storage.files.segments import (
+    Segments,
+    first_wrong,
+)
+from waltz_core.wire.places import Place
+
+I64 = npt.NDArray[np.int64]
+_Read = TypeVar("_Read")
+READ_BYTES: Final = 8 * 1024 * 1024
+LINEAGE_ENTRIES_MAX: Final = 1 << 16
+# Records that are tried one by one behind one that cannot be read, before the read goes on.
+_UNREADABLE_RUN_MAX: Final = 128
+_ERRORS_KEPT_MAX: Final = 16
+_WRONG: Final = (BadFormat, ChecksumMismatch, ReadFailed)
+
+
+class RangeRead(NamedTuple):
+    """Records `first` and following, the batches that they belong to, the chain before those."""
+
+    first: TransactionId
+    lengths: I64
+    records: bytes
+    entries: tuple[LineageEntry, ...]
+    chain_before: Chain
+
+
+class HeadersRead(NamedTuple):
+    """Headers (28 bytes each) of `record_count` records from `first` on, with their batches."""
+
+    first: TransactionId
+    record_count: int
+    headers: bytes
+    entries: tuple[LineageEntry, ...]
+    chain_before: Chain
+
+
+class PlacesRead(NamedTuple):
+    """Where records `first` and following lie, and the batches that they belong to."""
+
+    first: TransactionId
+    lengths: I64
+    places: tuple[Place, ...]
+    entries: tuple[LineageEntry, ...]
+
+
+class LogReader:
+    """Reads of one partition."""
+
+    def __init__(
+        self,
+        partition_id: PartitionId,
+        segments: Segments,
+        slots: SlotFile,
+        write_slot: Callable[[Slot], None],
+    ) -> None:
+        self.partition_id = partition_id
+        self._segments = segments
+        self._slots = slots
+        self._write_slot = write_slot
+        self._errors: list[str] = []  # those of the disk (rule 4)
+        self.checked_bytes = 0  # of records that were read and found right
+
+    def take_errors(self) -> list[str]:
+        """Return, once, what the disk has said."""
+        errors, self._errors = self._errors, []
+        return errors
+
+    def read_range(
+        self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
+    ) -> RangeRead:
+        """Return records of first..last that fit into `bytes_max`, one (batch) at least.
+
+        With `whole_batches`, `first` begins a batch and the answer ends with one. The answer stops
+        before a damaged record.
+
+        Raises:
+            BadRequest: there is no such record, or no batch begins there.
+            ChecksumMismatch: the record at `first` (or its batch) is damaged.
+        """
+        if not 0 <= first <= last <= self._segments.last:
+            raise BadRequest(
+                f"partition {self.partition_id}: expected ids up to {self._segments.last}, "
+                f"found {first}..{last}"
+            )
+        wrong = BEFORE_FIRST
+        while True:
+            self._refuse_damaged(first, whole_batches=whole_batches)
+            read = self._mended(
+                first,
+                last,
+                lambda: self._attempt(first, last, bytes_max, whole_batches=whole_batches),
+            )
+            if isinstance(read, RangeRead):
+                return read
+            if isinstance(read, IdRange):
+                self._note_damage((read,))
+                continue
+            # Either the index leads to the wrong place, and is mended once, or the record is gone.
+            # Each round notes damage that the next one reads around.
+            self._note_damage(
+                self._segments.diagnose(read) if read != wrong else (IdRange(read, read),)
+            )
+            wrong = read
+
+    def _mended(
+        self, first: TransactionId, last: TransactionId, read: Callable[[], _Read]
+    ) -> _Read:
+        """Read; when index or batches are wrong, make them anew and read once more."""
+        try:
+            return read()
+        except ReadFailed as error:
+            self._keep(error)
+            with suppress(*_WRONG):
+                return read()
+        except (BadFormat, ChecksumMismatch):
+            pass
+        self._note_damage(self._segments.mend(first, last))
+        return read()
+
+    def _attempt(
+        self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
+    ) -> RangeRead | TransactionId | IdRange:
+        """Read once; return instead the id of the first wrong record, or what cannot be read."""
+        end = self._segments.fitting(first, last, bytes_max)
+        end = self._before_damage(first, end, whole_batches=whole_batches)
+        try:
+            records, lengths = self._segments.read(first, end)
+        except ReadFailed as error:
+            self._keep(error)
+            unreadable = self._unreadable(first, end)
+            if unreadable is not None:
+                return unreadable
+            records, lengths = self._segments.read(first, end)
+        bad = first_wrong(records, lengths, first)
+        if bad is not None:
+            return TransactionId(first + bad)
+        chain_before, entries = self._segments.entries(first, end, LINEAGE_ENTRIES_MAX)
+        self.checked_bytes += len(records)
+        return RangeRead(first, lengths, records, entries, chain_before)
+
+    def _unreadable(self, first: TransactionId, last: TransactionId) -> IdRange | None:
+        """Return the first records of a range that the disk does not give; None if it gives all."""
+        low, high = int(first), int(last)
+        if self._gives(low, high):
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if self._gives(low, middle):
+                low = middle + 1
+            else:
+                high = middle
+        end = low
+        run_end = min(int(last), low + _UNREADABLE_RUN_MAX - 1)
+        while end < run_end and not self._gives(end + 1, end + 1):
+            end += 1
+        return IdRange(TransactionId(low), TransactionId(end))
+
+    def _gives(self, first: int, last: int) -> bool:
+        try:
+            self._segments.read(TransactionId(first), TransactionId(last))
+        except ReadFailed:
+            return False
+        return True
+
+    def _keep(self, error: ReadFailed) -> None:
+        if len(self._errors) < _ERRORS_KEPT_MAX:
+            self._errors.append(str(error))
+
+    def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
+        """Read records from an id on, off the disk, note damage, return the next id (rule 6)."""
+        last = self._segments.last
+        with suppress(DiskFailed, *_WRONG):  # a hint: what is wrong is found by the read
+            self._segments.drop_cached(first, self._segments.fitting(first, last, bytes_max))
+        try:
+            read = self.read_range(first, last, bytes_max, whole_batches=False)
+        except ChecksumMismatch:
+            for one in self._slots.slot.damaged:
+                if one.first <= first <= one.last:
+                    return TransactionId(one.last + 1)
+            raise
+        return TransactionId(first + int(read.lengths.size))
+
+    def segment_end(self, transaction_id: TransactionId) -> TransactionId:
+        """Return the last id of the segment that holds an id."""
+        return self._segments.segment_end(transaction_id)
+
+    def _refuse_damaged(self, first: TransactionId, *, whole_batches: bool) -> None:
+        last = first
+        if whole_batches:
+            entry = self._mended(first, first, lambda: self._segments.entry_of(first))
+            if entry is None or entry.first != first:
+                raise BadRequest(
+                    f"partition {self.partition_id}: expected a batch that begins at {first}, "
+                    f"found {entry and (entry.first, entry.last)}"
+                )
+            last = entry.last
+        for damaged in self._slots.slot.damaged:
+            if damaged.first <= last and first <= damaged.last:
+                raise ChecksumMismatch(
+                    f"partition {self.partition_id}: records {damaged.first}..{damaged.last} "
+                    "are damaged"
+                )
+
+    def _before_damage(
+        self, first: TransactionId, last: TransactionId, *, whole_batches: bool
+    ) -> TransactionId:
+        """Return the last id to read: before any damage, and at a batch's end if so wanted."""
+        beyond = last + 1
+        for damaged in self._slots.slot.damaged:
+            if first < damaged.first < beyond:
+                beyond = damaged.first
+        if whole_batches and beyond <= self._segments.last:
+            entry, after = (
+                self._segments.entry_of(first),
+                self._segments.entry_of(TransactionId(beyond)),
+            )
+            assert entry is not None
+            assert after is not None
+            beyond = max(entry.last + 1, after.first)
+        return TransactionId(beyond - 1)
+
+    def read_headers(
+        self, first: TransactionId, last: TransactionId, bytes_max: int
+    ) -> HeadersRead:
+        """Return the 28-byte headers of first..last that fit into `bytes_max`, one at least.
+
+        Raises:
+            BadRequest, ChecksumMismatch: as `read_range`.
+        """
+        last = min(last, TransactionId(first + max(1, bytes_max // 28) - 1))
+        parts: list[bytes] = []
+        next_id = first
+        while next_id <= last:
+            try:
+                read = self.read_range(next_id, last, READ_BYTES, whole_batches=False)
+            except ChecksumMismatch:
+                if not parts:
+                    raise
+                break
+            parts.append(raw_records.headers_of(read.records, read.lengths))
+            next_id = TransactionId(next_id + int(read.lengths.size))
+        chain_before, entries = self.lineage(first, TransactionId(next_id - 1))
+        return HeadersRead(first, next_id - first, b"".join(parts), entries, chain_before)
+
+    def places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> PlacesRead:
+        """Return where the records of first..last lie that fit into `bytes_max`, one at least.
+
+        They are not read. The answer stops before damage that is known.
+
+        Raises:
+            BadRequest, ChecksumMismatch: as `read_range`.
+        """
+        if not 0 <= first <= last <= self._segments.last:
+            raise BadRequest(
+                f"partition {self.partition_id}: expected ids up to {self._segments.last}, "
+                f"found {first}..{last}"
+            )
+        self._refuse_damaged(first, whole_batches=False)
+        return self._mended(first, last, lambda: self._places(first, last, bytes_max))
+
+    def _places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> PlacesRead:
+        # They cannot have more batches than that, so that none is left out.
+        last = min(last, TransactionId(first + LINEAGE_ENTRIES_MAX - 1))
+        end = self._segments.fitting(first, last, bytes_max)
+        end = self._before_damage(first, end, whole_batches=False)
+        _, entries = self._segments.entries(first, end, LINEAGE_ENTRIES_MAX)
+        places, lengths = self._segments.places(first, end)
+        return PlacesRead(first, lengths, tuple(places), entries)
+
+    def lineage(
+        self, first: TransactionId, last: TransactionId
+    ) -> tuple[Chain, tuple[LineageEntry, ...]]:
+        """Return the batches that touch first..last and the chain before them, newest if many.
+
+        Raises:
+            BadFormat, ChecksumMismatch: an entry is wrong.
+        """
+        return self._mended(
+            first, last, lambda: self._segments.entries(first, last, LINEAGE_ENTRIES_MAX)
+        )
+
+    def _note_damage(self, found: Sequence[IdRange]) -> None:
+        slot = self._slots.slot
+        damaged = slot.damaged
+        for one in found:
+            damaged = with_damage(damaged, one)
+        if damaged != slot.damaged:
+            self._write_slot(replace(slot, damaged=damaged))

@@ -1,0 +1,82 @@
+"""Taking batches away from records that stay, and giving them others.
+
+An opening does it to records that Waltz 0.13 has written, and an open log to records of which an
+owner sends the batches. Between the two steps a record has no batch, and that is durable before
+the first of them (`UNBATCHED` in the acked marker, or an opening's own slot).
+
+Rules:
+    1. A batch's entry is in the segment of its last record, and is durable there on return.
+    2. Batches go newest first, each file durably before the next, and come oldest first: whatever
+       a crash leaves of them is a run from the log's beginning.
+    3. The header of a `.chn` has the chain before its first batch: it is written again when the
+       batches of earlier segments are others.
+"""
+
+from collections.abc import Sequence
+
+from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    Chain,
+    LineageEntry,
+    TransactionId,
+)
+from waltz_core.storage.files.segment import Segment
+from waltz_core.storage.files.segments import Segments
+
+
+def drop_batches(segments: Segments, end: TransactionId) -> None:
+    """Take away all batches that end behind an id, durably; the records stay (rule 2)."""
+    current = segments.current.lineage  # where those of records that are gone may stand, too
+    count = current.count
+    if segments.last > end:
+        current.cut(_place_after(segments.current, end))
+    current.cut(current.place_of(TransactionId(end + 1)))
+    if current.count < count:
+        current.sync()
+    for segment in reversed(segments.all[:-1]):
+        if segment.last <= end:
+            break
+        if segment.lineage.count:
+            segment.lineage.cut(_place_after(segment, end))
+            segment.lineage.sync()
+
+
+def add_batches(segments: Segments, entries: Sequence[LineageEntry]) -> None:
+    """Put batches behind the last ones, durably; their records are there already (rule 1)."""
+    for segment in segments.all:
+        here = [entry for entry in entries if segment.first <= entry.last < segment.next_id]
+        if here:
+            segment.append_entries(here, BEFORE_FIRST)
+            segment.sync()
+
+
+def relink(segments: Segments) -> None:
+    """Write those headers of `.chn` files again that others' new batches have made wrong."""
+    for place, segment in enumerate(segments.all):
+        chain = chain_before(segments, place, within=False)
+        if segment.lineage.chain_before != chain:
+            segment.rewrite_lineage_header(chain)
+
+
+def _place_after(segment: Segment, end: TransactionId) -> int:
+    """Return how many entries of a segment end at or before an id; bad ones end the count."""
+    count = 0
+    try:
+        for entry in segment.lineage.entries(0):
+            if entry.last > end:
+                break
+            count += 1
+    except (BadFormat, ChecksumMismatch):
+        pass
+    return count
+
+
+def chain_before(segments: Segments, place: int, *, within: bool = True) -> Chain:
+    """Return the chain after all batches of the segments up to a place."""
+    for index in range(place if within else place - 1, -1, -1):
+        lineage = segments.all[index].lineage
+        if lineage.count:
+            return lineage.chain_at(lineage.count)
+    return GENESIS_CHAIN

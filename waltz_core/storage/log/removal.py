@@ -1,0 +1,134 @@
+"""Taking a partition's files away, in an order that a crash cannot spoil.
+
+Why it stands alone: it is the only place where what was acknowledged is thrown away on purpose.
+Whether it may be is decided before (`admin.py`); from here on there is no way back.
+
+The order: the intent (`waltz-x.wipe`), the control file, the files of the log with the newest
+first, the slots, the intent again. Each step is durable before the next.
+
+Rules:
+    1. Once the intent is durable it is carried out: by whoever opens the directory next, if the
+       process dies before that. Until it is, nothing has changed.
+    2. Each step may be done twice: an interrupted removal is begun anew from its intent.
+    3. A replica whose log was thrown away while it is held is suspect, and has no mark: it is
+       never taken for one that never had anything, nor for one that has what it once promised. Its
+       promise it keeps.
+    4. Only files that a log is made of are removed; what else lies there is not ours.
+"""
+
+import struct
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from waltz_core.errors import BadFormat
+from waltz_core.records.record import (
+    NO_SESSION,
+    PartitionId,
+    SessionId,
+)
+from waltz_core.storage.disk.file_system import (
+    TEMPORARY_SUFFIX,
+    Disk,
+    create_durably,
+)
+from waltz_core.storage.files.control_file import (
+    SLOTS_NAME,
+    ControlFile,
+    SlotFile,
+)
+from waltz_core.storage.files.format import (
+    FLAG_ASSIGNED,
+    FLAG_AVAILABLE,
+    VERSION,
+    Bytes,
+    Slot,
+    check_version,
+    checked_body,
+    with_crc,
+)
+from waltz_core.storage.files.lock_file import (
+    LOCKS_NAME,
+    OLDER_LOCKS_NAME,
+)
+
+WIPE_NAME: Final = "waltz-x.wipe"
+_LOG_SUFFIXES: Final = (".seg", ".idx", ".chn", LOCKS_NAME, OLDER_LOCKS_NAME, TEMPORARY_SUFFIX)
+
+# waltz-x.wipe: version, partition, is held (3 x int32), promise (int64), nonce (16 bytes), CRC
+_WIPE = struct.Struct(">iiiq16s")
+WIPE_BYTES: Final = _WIPE.size + 4
+
+
+class Wipe(NamedTuple):
+    """That a partition's files go; `is_held`: it begins anew, empty, with the promise it has."""
+
+    partition_id: PartitionId
+    is_held: bool
+    promised: SessionId
+    nonce: bytes
+
+    def encode(self) -> bytes:
+        """Return the 40 bytes."""
+        return with_crc(_WIPE.pack(VERSION, *self))
+
+    @staticmethod
+    def decode(data: Bytes) -> "Wipe":
+        """Read them; another version, a wrong CRC or impossible values raise."""
+        body = checked_body(data, WIPE_BYTES, "wipe intent")
+        version, partition, is_held, promised, nonce = _WIPE.unpack(body)
+        check_version(version, "wipe intent")
+        if is_held not in {0, 1} or promised < NO_SESSION:
+            raise BadFormat(f"wipe intent: impossible flag {is_held} or session {promised}")
+        return Wipe(PartitionId(partition), bool(is_held), SessionId(promised), nonce)
+
+
+def wipe(disk: Disk, directory: Path, control: ControlFile, intent: Wipe) -> None:
+    """Remove a partition's files and what is known of it; durable on return.
+
+    Nobody may have them open. Raises NoSpace, with nothing changed, when not even the intent can be
+    written; DiskFailed: see rule 1.
+    """
+    create_durably(disk, directory, [(WIPE_NAME, intent.encode())])
+    finish(disk, directory, control, intent.partition_id)
+
+
+def finish(disk: Disk, directory: Path, control: ControlFile, partition_id: PartitionId) -> None:
+    """Carry out a removal that was begun (rule 1); nothing happens when none was.
+
+    Raises:
+        BadFormat, ChecksumMismatch: what was begun cannot be read.
+    """
+    path = directory / WIPE_NAME
+    if not disk.exists(path):
+        return
+    intent = _read(disk, path)
+    if intent.partition_id != partition_id:
+        raise BadFormat(f"{path}: expected partition {partition_id}, found {intent.partition_id}")
+    flags = control.info(partition_id).flags | FLAG_ASSIGNED if intent.is_held else FLAG_AVAILABLE
+    info = control.forget(partition_id, flags)
+    for name in reversed(disk.list(directory)):
+        if name.endswith(_LOG_SUFFIXES):
+            disk.unlink(directory / name)
+    disk.sync_directory(directory)
+    if intent.is_held:
+        slot = Slot(
+            partition_id,
+            original_sequence=info.sequence,
+            promised=intent.promised,
+            nonce=intent.nonce,
+            suspect=True,
+        )
+        SlotFile.create(disk, directory, slot).close()
+    else:
+        disk.unlink(directory / SLOTS_NAME)
+        disk.sync_directory(directory)
+    disk.unlink(path)
+    disk.sync_directory(directory)
+
+
+def _read(disk: Disk, path: Path) -> Wipe:
+    file = disk.open(path)
+    try:
+        return Wipe.decode(file.pread(WIPE_BYTES, 0))
+    finally:
+        file.close()

@@ -1,0 +1,261 @@
+"""When which part of which log is read again, so that rot is found while others can still mend it.
+
+Why it stands alone: it decides nothing about the bytes. It is a timetable, and `service.py` puts
+what it says between the other work of a partition.
+
+Rules:
+    1. One piece at a time in the whole storage, and after it a pause, so that the rate is kept.
+    2. A partition is read in the order of its ids, from the first to the last that was there when
+       the pass began. Then the next partition has its turn.
+    3. A pass that nobody asked for begins `interval_ms` after the one before has begun, or later.
+       What was asked for goes first, and faster; it is done also where nothing goes by itself.
+    4. Where a pass has come to is kept in a file, now and then. It is worth nothing but time: what
+       is lost of it, or cannot be read, is read twice.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    PartitionId,
+    TransactionId,
+)
+from waltz_core.storage.disk.file_system import (
+    Disk,
+    create_durably,
+)
+
+MIB: Final = 1024 * 1024
+# While a piece is read its partition does nothing else.
+PIECE_BYTES_MAX: Final = 256 * 1024
+# Who asks is waiting, and has chosen the hour.
+ASKED_BYTES_PER_S: Final = 32 * MIB
+# A partition without records, or one that is held up, is looked at again after this.
+REST_MS: Final = 1_000
+PLACES_NAME: Final = "waltz-x.scrub"
+_PLACES_BYTES_MAX: Final = 1024 * 1024
+_FIRST: Final = TransactionId(0)
+
+
+class Piece(NamedTuple):
+    """A stretch of a log to be read: from an id on, about so many bytes."""
+
+    first: TransactionId
+    bytes_max: int
+
+
+class Scrubbed(NamedTuple):
+    """What came of a piece: where to go on, what was read, and what could not be got past."""
+
+    next_id: TransactionId
+    read_bytes: int
+    error: str | None = None
+
+
+class ScrubState(NamedTuple):
+    """How far the scrub is with a partition; the ages are in milliseconds, -1 for never."""
+
+    partition_id: PartitionId
+    is_running: bool
+    is_asked: bool
+    next_id: TransactionId
+    last_id: TransactionId
+    read_bytes: int
+    passes_count: int
+    finished_age_ms: int
+    error: str | None
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One partition: its pass, or when the next may begin."""
+
+    next_id: TransactionId
+    last_id: TransactionId = BEFORE_FIRST
+    is_running: bool = False
+    is_asked: bool = False
+    due_ms: int | None = None
+    read_bytes: int = 0
+    passes_count: int = 0
+    finished_ms: int | None = None
+    error: str | None = None
+
+
+class Scrub:
+    """See the module's rules. `bytes_per_s` 0: nothing goes by itself."""
+
+    def __init__(
+        self,
+        *,
+        bytes_per_s: int = 0,
+        interval_ms: int = 0,
+        places: Mapping[PartitionId, TransactionId] | None = None,
+    ) -> None:
+        assert bytes_per_s >= 0
+        self._bytes_per_s = bytes_per_s
+        self._interval_ms = interval_ms
+        self._turns: dict[PartitionId, _Turn] = {}
+        self._places = dict(places or {})
+        self._reading: PartitionId | None = None  # rule 1
+        self._free_at_ms = 0
+        self.wake_at_ms: int | None = None  # when the next piece is due
+
+    # ---- which partitions there are
+
+    def opened(self, partition_id: PartitionId, now_ms: int) -> None:
+        """A partition is served: its turn comes at once, from where a pass had come to."""
+        turn = _Turn(self._places.pop(partition_id, _FIRST))
+        self._turns[partition_id] = turn
+        if self._bytes_per_s:
+            turn.due_ms = now_ms
+            if self._reading is None:  # Not `_set_wake`: there may be a thousand of them.
+                self.wake_at_ms = earlier(self.wake_at_ms, max(self._free_at_ms, now_ms))
+
+    def dropped(self, partition_id: PartitionId) -> None:
+        """A partition is served no longer."""
+        del self._turns[partition_id]
+        if self._reading == partition_id:
+            self._reading = None
+        self._set_wake()
+
+    def ask(self, partition_ids: Iterable[PartitionId], now_ms: int) -> None:
+        """Somebody wants these to be read now, from their beginning (rule 3)."""
+        for partition_id in partition_ids:
+            turn = self._turns[partition_id]
+            turn.is_asked, turn.is_running, turn.due_ms = True, False, now_ms
+            turn.next_id = _FIRST
+        self._free_at_ms = min(self._free_at_ms, now_ms)
+        self._set_wake()
+
+    # ---- when
+
+    def _set_wake(self) -> None:
+        """Find `wake_at_ms` anew; it is asked for far more often than it changes."""
+        self.wake_at_ms = None
+        due = [turn.due_ms for turn in self._turns.values() if turn.due_ms is not None]
+        if due and self._reading is None:
+            self.wake_at_ms = max(self._free_at_ms, min(due))
+
+    def next_turn(self, now_ms: int) -> PartitionId | None:
+        """Return the partition whose piece is due; `begin` has to follow."""
+        if self.wake_at_ms is None or self.wake_at_ms > now_ms:
+            return None
+        ready = [
+            (not turn.is_asked, not turn.is_running, turn.due_ms, partition_id)
+            for partition_id, turn in self._turns.items()
+            if turn.due_ms is not None and turn.due_ms <= now_ms
+        ]
+        return min(ready)[-1]
+
+    def begin(self, partition_id: PartitionId, last_id: TransactionId, now_ms: int) -> Piece | None:
+        """Return the next piece of a log that ends at `last_id`; None when there is nothing."""
+        turn = self._turns[partition_id]
+        if not turn.is_running:
+            turn.is_running, turn.last_id, turn.error = True, last_id, None
+            # Counted from here, so that passes do not drift with how long one takes.
+            turn.due_ms = now_ms
+        turn.last_id = min(turn.last_id, last_id)  # A log may have been cut since.
+        if turn.next_id > turn.last_id:
+            self._finish(turn, now_ms)
+            return None
+        self._reading = partition_id
+        self._set_wake()
+        return Piece(turn.next_id, min(PIECE_BYTES_MAX, self._rate(turn)))
+
+    def done(self, partition_id: PartitionId, scrubbed: Scrubbed, now_ms: int) -> bool:
+        """A piece was read; tell whether the pass has come to its end."""
+        assert self._reading == partition_id
+        self._reading = None
+        turn = self._turns[partition_id]
+        turn.read_bytes += scrubbed.read_bytes
+        if scrubbed.error is not None:
+            turn.error = scrubbed.error
+        pause_ms = -(-scrubbed.read_bytes * 1_000 // self._rate(turn))
+        self._free_at_ms = now_ms + max(1, pause_ms)
+        is_finished = False
+        if turn.is_running:  # Not one that was asked for again meanwhile.
+            turn.next_id = scrubbed.next_id
+            is_finished = turn.next_id > turn.last_id
+            if is_finished:
+                self._finish(turn, now_ms)
+        self._set_wake()
+        return is_finished
+
+    def _rate(self, turn: _Turn) -> int:
+        return max(self._bytes_per_s, ASKED_BYTES_PER_S if turn.is_asked else 1)
+
+    def _finish(self, turn: _Turn, now_ms: int) -> None:
+        assert turn.due_ms is not None
+        turn.is_running = turn.is_asked = False
+        turn.next_id = _FIRST
+        turn.passes_count += 1
+        turn.finished_ms = now_ms
+        begun_ms = turn.due_ms
+        turn.due_ms = None
+        if self._bytes_per_s:
+            turn.due_ms = max(begun_ms + self._interval_ms, now_ms + REST_MS)
+        self._set_wake()
+
+    # ---- how far it is
+
+    def states(self, now_ms: int) -> list[ScrubState]:
+        """Return how far it is with each partition, in their order."""
+        return [
+            ScrubState(
+                partition_id,
+                turn.is_running,
+                turn.is_asked,
+                turn.next_id,
+                turn.last_id,
+                turn.read_bytes,
+                turn.passes_count,
+                -1 if turn.finished_ms is None else now_ms - turn.finished_ms,
+                turn.error,
+            )
+            for partition_id, turn in sorted(self._turns.items())
+        ]
+
+    @property
+    def places(self) -> dict[PartitionId, TransactionId]:
+        """Where the passes that are not finished have come to (rule 4)."""
+        return {name: turn.next_id for name, turn in self._turns.items() if turn.next_id}
+
+
+def earlier(one: int | None, other: int | None) -> int | None:
+    """Return the earlier of two times of which each may be never."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
+
+
+# ---------------------------------------------------------------------------------------------
+# where it was (rule 4): a line for each partition, and before them the checksum of all
+
+
+def write_places(disk: Disk, directory: Path, places: Mapping[PartitionId, TransactionId]) -> None:
+    """Write where the passes have come to; raises DiskFailed, NoSpace."""
+    lines = "".join(f"{partition} {next_id}\n" for partition, next_id in sorted(places.items()))
+    body = lines.encode()
+    create_durably(disk, directory, [(PLACES_NAME, f"{crc32(body):08x}\n".encode() + body)])
+
+
+def read_places(disk: Disk, directory: Path) -> dict[PartitionId, TransactionId]:
+    """Return where the passes had come to; nothing when that is not known. Raises DiskFailed."""
+    if not disk.exists(directory / PLACES_NAME):
+        return {}
+    file = disk.open(directory / PLACES_NAME)
+    try:
+        head, _, body = file.pread(_PLACES_BYTES_MAX, 0).partition(b"\n")
+    finally:
+        file.close()
+    if head != f"{crc32(body):08x}".encode():
+        return {}
+    places: dict[PartitionId, TransactionId] = {}
+    for line in body.decode().splitlines():
+        partition, next_id = line.split(" ")
+        places[PartitionId(int(partition))] = TransactionId(int(next_id))
+    return places

@@ -1,0 +1,90 @@
+"""A truncation: what is written down before it, how it is carried out, and what is written after.
+
+Why it stands alone: it is begun by a session and may be ended by the next opening, and both have to
+come to the same log.
+
+Rules:
+    1. The intent is durable in the slot before anything is cut. From then on the truncation is
+       carried to its end, by whoever opens the log next if need be.
+    2. Each step may be done twice: what has failed for want of room is done again with more.
+    3. A batch that the cut goes through keeps its beginning, as a batch with a chain of its own,
+       which stands in the intent: when it is cut, the records behind it may be gone.
+"""
+
+from dataclasses import replace
+
+from waltz_core.errors import ChecksumMismatch
+from waltz_core.records.record import (
+    GENESIS_CHAIN,
+    Chain,
+    LineageEntry,
+    TransactionId,
+    next_chain,
+)
+from waltz_core.storage.files.format import (
+    UNBATCHED,
+    Marker,
+    Slot,
+    TruncateIntent,
+)
+from waltz_core.storage.files.id_ranges import damage_until
+from waltz_core.storage.files.segments import Segments
+
+
+def intended(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slot:
+    """Return the slot with the intent, and without what will not hold behind the cut (rule 1).
+
+    Raises:
+        ChecksumMismatch: the batch that the cut goes through cannot be read.
+    """
+    cut, end = cut_of(segments, last_to_keep)
+    provisional = slot.provisional
+    if provisional is not None and last_to_keep < provisional.low_water_mark <= segments.last:
+        provisional = None  # the log will not reach it any more, so nothing may confirm it
+    # A mark that the log never reached is of Waltz 0.13, and still tells that the log is short.
+    return replace(
+        slot,
+        truncate=TruncateIntent(last_to_keep, cut),
+        acked=min(slot.acked, _marker(slot, *end), key=lambda one: one.transaction_id),
+        provisional=provisional,
+    )
+
+
+def cut_of(segments: Segments, last_to_keep: TransactionId) -> tuple[LineageEntry | None, Marker]:
+    """Return the new entry of the batch that a cut goes through, and the batch end before it."""
+    entry = segments.entry_of(last_to_keep) if last_to_keep >= 0 else None
+    if entry is None or entry.last == last_to_keep:
+        return None, Marker(last_to_keep, segments.chain_at(last_to_keep) or GENESIS_CHAIN)
+    chain, _ = segments.entries(entry.last, entry.last, 1)
+    crcs = segments.record_crcs(entry.first, last_to_keep)
+    if crcs is None:
+        raise ChecksumMismatch(
+            f"records {entry.first}..{last_to_keep}: expected to cut a batch that can be read"
+        )
+    cut = entry._replace(
+        last=last_to_keep,
+        chain=next_chain(chain, entry.first, last_to_keep, entry.session_id, crcs),
+    )
+    return cut, Marker(TransactionId(entry.first - 1), chain)
+
+
+def carry_out(segments: Segments, intent: TruncateIntent) -> None:
+    """Carry out a truncation whose intent is durable; durable on return."""
+    segments.cut(*intent)
+    segments.sync()
+    segments.sync_index()
+
+
+def finished(slot: Slot, segments: Segments) -> Slot:
+    """Return the slot without the intent, when it is carried out."""
+    return replace(
+        slot,
+        truncate=None,
+        acked=_marker(slot, segments.last, segments.chain),
+        damaged=damage_until(slot.damaged, segments.last),
+    )
+
+
+def _marker(slot: Slot, last: TransactionId, chain: Chain) -> Marker:
+    """Return the marker for an id, with the chain there if the records have batches."""
+    return Marker(last, UNBATCHED if slot.is_unbatched else chain)

@@ -1,0 +1,1 @@
+"""The storage daemon: its ports, its registration in ZooKeeper, its metrics and its shutdown."""

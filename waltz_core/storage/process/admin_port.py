@@ -1,0 +1,246 @@
+"""The port for administration: connections in, errands carried out.
+
+Why it stands alone: it is the shell of `admin.py`, off the path of transactions: nobody who appends
+or reads waits for what goes on here, but where a partition is taken from them on purpose.
+
+Rules:
+    1. Every errand has one outcome; only our own bugs escape, and end the process.
+    2. What is served is read through the service, in turn with its other work; nothing else is done
+       to it without taking it away first (`serving.py`, rule 3).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from ssl import SSLContext
+from typing import Final, assert_never
+
+from waltz_core import errors
+from waltz_core.driver import Driver
+from waltz_core.machine import Report
+from waltz_core.records.record import (
+    NO_SESSION,
+    PartitionId,
+)
+from waltz_core.storage.log.scrub import ScrubState
+from waltz_core.storage.process.serving import (
+    InThread,
+    Serving,
+)
+from waltz_core.storage.service import (
+    errands,
+    service,
+    upkeep,
+)
+from waltz_core.storage.service.admin import (
+    AdminRequest,
+    AdminService,
+    Effect,
+    Event,
+    Outcome,
+    Run,
+    Tell,
+)
+from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.errands import Errand
+from waltz_core.storage.service.service import (
+    ADMINISTRATION,
+    Identity,
+)
+from waltz_core.storage.service.work import (
+    ConnectionId,
+    Request,
+    Work,
+)
+from waltz_core.transport import net
+from waltz_core.transport.net import (
+    Link,
+    Listener,
+)
+from waltz_core.wire.admin_messages import AdminMessage, Refused
+from waltz_core.wire.messages import Message, Nack, RangeForm, RangeRaw, StorageMessage, Surface
+
+_log = logging.getLogger(__name__)
+
+LINKS_MAX: Final = 64
+
+
+class AdminPort:
+    """The administration of one storage; see the module's rules."""
+
+    def __init__(  # noqa: PLR0913 - what it needs of the daemon, one by one
+        self,
+        engine: Engine,
+        serving: Serving,
+        identity: Identity,
+        *,
+        post: Callable[[service.Event], None],
+        report: Callable[[Report], None],
+        in_thread: InThread,
+        tasks: asyncio.TaskGroup,
+        on_failure: Callable[[Exception], None],
+        scrub_states: Callable[[], Sequence[ScrubState]],
+    ) -> None:
+        self._engine = engine
+        self._serving = serving
+        self._post = post
+        self._in_thread = in_thread
+        self._scrub_states = scrub_states
+        self._tasks = tasks
+        self._storage_id = identity.storage_id
+        self._numbers = count(1)
+        self._links: dict[ConnectionId, Link] = {}
+        # Reads through the service that are not answered yet, by sequence.
+        self._reads: dict[int, asyncio.Future[StorageMessage]] = {}
+        self._driver: Driver[Event, Effect] = Driver(
+            AdminService(identity, address=serving.address),
+            self._perform,
+            on_report=report,
+            on_failure=on_failure,
+            name="storage.admin",
+        )
+
+    async def listen(self, host: str, port: int, ssl: SSLContext | None) -> Listener:
+        """Open the port; raises BadConfig when it cannot be."""
+        listener = await net.listen(
+            Surface.ADMIN, host, port, self._accept, ssl=ssl, links_max=LINKS_MAX
+        )
+        _log.info("storage.admin_port address=%s:%d", host, listener.port)
+        return listener
+
+    def stop(self) -> None:
+        """Take nothing more in."""
+        self._driver.stop()
+
+    # ---- connections
+
+    def _accept(self, link: Link) -> None:
+        connection = ConnectionId(next(self._numbers))
+        self._links[connection] = link
+        link.start(partial(self._received, connection), partial(self._closed, connection))
+
+    def _received(self, connection: ConnectionId, messages: list[Message]) -> None:
+        version = self._links[connection].version
+        assert version is not None
+        for message in messages:
+            assert isinstance(message, AdminMessage)
+            self._driver.post(AdminRequest(connection, version, message))
+
+    def _closed(self, connection: ConnectionId, _reason: str) -> None:
+        del self._links[connection]
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Tell():
+                self._tell(effect)
+            case Run():
+                self._tasks.create_task(self._run(effect))
+            case Report():
+                pass  # the driver hands them on
+            case _:
+                assert_never(effect)
+
+    def _tell(self, effect: Tell) -> None:
+        link = self._links.get(effect.connection)
+        if link is None:
+            return
+        try:
+            link.send(effect.message)
+        except errors.LocalProtocolError as error:
+            # More than fits into a frame, or than this version can say.
+            if link.version == 0:
+                link.close(str(error))
+            else:
+                sequence = effect.message.sequence
+                link.send(Refused(sequence, errors.TooLarge.code, str(error)))
+
+    # ---- errands (rule 1)
+
+    async def _run(self, effect: Run) -> None:
+        value: object
+        try:
+            value = await self._carry_out(effect.errand)
+        except errors.WaltzError as error:
+            value = error
+        self._driver.post(Outcome(effect.ticket, value))
+
+    async def _carry_out(self, errand: Errand) -> object:
+        match errand:
+            case errands.FindHeld() | errands.FindRoom() | errands.LookAt():
+                return await self._look(errand)
+            case errands.FindStanding():
+                return await self._serving.standing(errand.partition_id)
+            case errands.ReadRange():
+                return await self._read(errand)
+            case errands.Scrub():
+                return self._scrub(errand)
+            case _:
+                call = partial(upkeep.carry_out, self._engine, errand)
+                return await self._serving.alone(upkeep.partition_of(errand), call)
+
+    async def _look(self, errand: errands.FindHeld | errands.FindRoom | errands.LookAt) -> object:
+        if isinstance(errand, errands.FindHeld):
+            return upkeep.held_by(self._engine)
+        if isinstance(errand, errands.FindRoom):
+            clock_ms = time.time_ns() // 1_000_000
+            return await self._in_thread(partial(upkeep.room_of, self._engine, clock_ms))
+        is_served = errand.partition_id in self._serving.logs
+        return upkeep.facts_of(self._engine, errand.partition_id, is_served=is_served)
+
+    def _scrub(self, errand: errands.Scrub) -> ScrubState | None:
+        if errand.begins:
+            self._post(service.ScrubNow(errand.partition_id))
+        found = (one for one in self._scrub_states() if one.partition_id == errand.partition_id)
+        return next(found, None)
+
+    # ---- reading (rule 2)
+
+    async def _read(self, errand: errands.ReadRange) -> StorageMessage:
+        """Read through the service what is served, and by ourselves what is not."""
+        number = next(self._numbers)
+        request = RangeRaw(
+            NO_SESSION,
+            number,
+            errand.partition_id,
+            errand.first,
+            errand.last,
+            errand.bytes_max,
+            RangeForm.WHOLE,
+            errand.whole_batches,
+            reader=False,
+        )
+        if errand.partition_id not in self._serving.logs:
+            return await self._read_unserved(Request(ADMINISTRATION, request))
+        answer = self._reads[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._post(Request(ADMINISTRATION, request))
+            return _or_raise(await answer)
+        finally:
+            del self._reads[number]
+
+    async def _read_unserved(self, request: Request) -> StorageMessage:
+        partition_id = PartitionId(request.message.partition_id)
+
+        def read() -> StorageMessage:
+            work = Work(self._engine.log(partition_id), (request,), self._storage_id)
+            (outcome,) = work.run().outcomes
+            if isinstance(outcome, errors.WaltzError):
+                raise outcome
+            return outcome
+
+        return await self._serving.alone(partition_id, read, ends_session=False)
+
+    def answered(self, message: StorageMessage) -> None:
+        """The service has answered a read."""
+        answer = self._reads.get(message.sequence)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+
+def _or_raise(answer: StorageMessage) -> StorageMessage:
+    if isinstance(answer, Nack):
+        raise errors.from_code(answer.error_code, answer.message)
+    return answer

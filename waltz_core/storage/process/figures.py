@@ -1,0 +1,109 @@
+"""The figures of a storage: what its metrics count, and what they show at the moment.
+
+Why it stands alone: it only looks. The daemon hands it what has happened, and nothing depends on
+what becomes of it here.
+
+Rules:
+    1. Whatever takes a replica's records away, or gives them back, has a counter.
+"""
+
+from collections.abc import Callable, Mapping
+from math import nan
+from typing import TYPE_CHECKING
+
+from waltz_core.errors import DiskFailed
+from waltz_core.machine import Report
+from waltz_core.records.record import PartitionId
+from waltz_core.storage.files.id_ranges import count_of
+from waltz_core.storage.files.room import Room
+from waltz_core.storage.log.partition_log import PartitionLog
+from waltz_core.storage.service.service import StorageService
+from waltz_core.storage.service.work import (
+    Work,
+    WorkResult,
+)
+
+if TYPE_CHECKING:
+    from waltz_core.metrics import Metrics
+
+
+class Figures:
+    """The metrics of one storage."""
+
+    def __init__(self, metrics: "Metrics") -> None:
+        self._metrics = metrics
+
+    def show(
+        self,
+        machine: StorageService,
+        room: Room,
+        *,
+        links_count: Callable[[], int],
+        logs: Mapping[PartitionId, PartitionLog],
+    ) -> None:
+        """Have gauges read what is so at the time."""
+        ask = self._metrics.ask
+        ask("waltz_storage_connections", links_count)
+        ask("waltz_storage_queued_bytes", lambda: machine.queued_bytes)
+        ask("waltz_storage_free_bytes", lambda: _free_bytes(room))
+        ask("waltz_storage_full_disks", lambda: room.is_short)
+        ask("waltz_storage_reserve_bytes", lambda: room.reserved_bytes)
+        ask(
+            "waltz_storage_suspect_replicas",
+            lambda: sum(log.suspect for log in list(logs.values())),
+        )
+
+    def show_log(self, log: PartitionLog) -> None:
+        """Have gauges read what a partition's log is at the time."""
+        where = {"partition": log.partition_id}
+        ask = self._metrics.ask
+        ask("waltz_storage_last_transaction", lambda: log.synced_max, **where)
+        ask("waltz_storage_low_water_mark", lambda: log.low_water_mark, **where)
+        ask("waltz_storage_damaged_transactions", lambda: count_of(log.damaged), **where)
+
+    def count(self, work: Work, result: WorkResult) -> None:
+        """Count what a piece of work has done."""
+        add, partition = self._metrics.add, work.partition_id
+        if result.appended_count:
+            add(
+                "waltz_storage_appended_transactions_total",
+                result.appended_count,
+                partition=partition,
+            )
+            add("waltz_storage_appended_bytes_total", result.appended_bytes, partition=partition)
+        if result.read_count:
+            add("waltz_storage_read_transactions_total", result.read_count, partition=partition)
+            add("waltz_storage_read_bytes_total", result.read_bytes, partition=partition)
+        if result.sync_s is not None:
+            add("waltz_storage_syncs_total")
+            self._metrics.observe("waltz_storage_sync_seconds", result.sync_s)
+        if result.failure is not None:
+            add("waltz_storage_failed_writes_total")
+        if result.scrubbed or result.found or result.mended or result.failed_reads:
+            self._count_damage(result, partition)
+
+    def _count_damage(self, result: WorkResult, partition: PartitionId) -> None:
+        mended = () if result.mended is None else (result.mended,)
+        for name, amount in (
+            ("failed_reads_total", len(result.failed_reads)),
+            ("damage_found_transactions_total", count_of(result.found)),
+            ("damage_mended_transactions_total", count_of(mended)),
+            ("scrubbed_bytes_total", result.scrubbed.read_bytes if result.scrubbed else 0),
+        ):
+            if amount:
+                self._metrics.add(f"waltz_storage_{name}", amount, partition=partition)
+
+    def report(self, report: Report) -> None:
+        """Count a report under its own name, and a pass of the scrub for its partition."""
+        self._metrics.report(report)
+        if report.name == "scrub_finished":
+            partition = str(dict(report.fields)["partition"])
+            self._metrics.add("waltz_storage_scrub_passes_total", partition=partition)
+
+
+def _free_bytes(room: Room) -> float:
+    """Return what is free; not a number where the disk does not say: the others are shown too."""
+    try:
+        return room.free_bytes()
+    except DiskFailed:
+        return nan

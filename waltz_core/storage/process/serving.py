@@ -1,0 +1,343 @@
+"""Which partitions a storage serves: it follows ZooKeeper, and stands aside for administration.
+
+Why it stands alone: opening, dropping and administering a partition must never happen at once, and
+here are the locks, one for each partition, that see to it.
+
+Rules:
+    1. A partition is served while the replica assignment names this storage for it, and afterwards
+       for as long as its metadata does: the session that leaves this storage out has to hear first
+       what it holds (correctness.md 2.1 C and D). While ZooKeeper is away nothing changes. One that
+       cannot be opened (a full disk, a failing one, a file that somebody has to bring back) is
+       tried again, ever more rarely; where only a new start can help, the process ends.
+    2. A partition that was taken offline is not served, whoever wants it.
+    3. Whoever changes a partition's files has it alone: it is dropped first, which ends its session
+       here, and opened again afterwards if it is still to be served.
+    4. A partition is dropped when its work has come to an end. Work that hangs on a disk holds up
+       that partition only.
+    5. A partition whose files were deleted or replaced is dropped, and not opened again before an
+       administrator has emptied it (`engine.py`, rule 8). The process ends if the control file was
+       deleted or replaced, too (rule 9 there).
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from typing import Final, Protocol, TypeVar
+
+from waltz_core import errors
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.nodes.model import (
+    UNRESOLVED,
+    ReplicaAssignments,
+)
+from waltz_core.machine import Report
+from waltz_core.records.record import (
+    NO_SESSION,
+    PartitionId,
+    ReplicaId,
+)
+from waltz_core.storage.log.replica_log import ReplicaLog
+from waltz_core.storage.service import service
+from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.errands import Standing
+
+_log = logging.getLogger(__name__)
+
+OPEN_AGAIN_S_MIN: Final = 1.0
+OPEN_AGAIN_S_MAX: Final = 60.0
+# So many partitions are opened at once. Each has three syncs, or six when it is new; a file system
+# makes those of all who wait durable in one go. With more threads they only contend for it.
+OPENERS_COUNT: Final = 8
+ResultT = TypeVar("ResultT")
+
+
+def side_by_side(call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]) -> None:
+    """Call for each partition, several at once on threads that end with this; blocks.
+
+    Raises what the first call raised that did; the others are made all the same.
+    """
+    if not partition_ids:
+        return
+    with ThreadPoolExecutor(min(OPENERS_COUNT, len(partition_ids)), "storage-opener") as pool:
+        for done in [pool.submit(call, each) for each in partition_ids]:
+            done.result()
+
+
+class InThread(Protocol):
+    """Calls what blocks on a thread of the storage's pool."""
+
+    def __call__(self, call: Callable[[], ResultT]) -> Awaitable[ResultT]:
+        """Return what the call returns."""
+
+
+class Serving:
+    """The partitions of one storage; see the module's rules."""
+
+    def __init__(  # noqa: PLR0913 - what it needs of the daemon, one by one
+        self,
+        engine: Engine,
+        coordinator: Coordinator | None,
+        *,
+        partitions: tuple[PartitionId, ...],
+        post: Callable[[service.Event], None],
+        report: Callable[[Report], None],
+        in_thread: InThread,
+        on_opened: Callable[[ReplicaLog], None],
+        on_dropped: Callable[[PartitionId], None],
+    ) -> None:
+        self.address = ReplicaId("")  # until the daemon knows its port
+        self.logs: dict[PartitionId, ReplicaLog] = {}
+        self._engine = engine
+        self._coordinator = coordinator
+        self._assigned = partitions  # what is assigned here, offline or not
+        self._post = post
+        self._report = report
+        self._in_thread = in_thread
+        self._on_opened = on_opened
+        self._on_dropped = on_dropped
+        self._changed = asyncio.Event()
+        self._dropping: dict[PartitionId, asyncio.Event] = {}
+        self._alone = defaultdict[PartitionId, asyncio.Lock](asyncio.Lock)  # rule 3
+
+    @property
+    def offline(self) -> tuple[PartitionId, ...]:
+        """Partitions that are assigned here and were taken offline."""
+        return tuple(one for one in self._assigned if not self._engine.is_available(one))
+
+    @property
+    def not_served(self) -> list[PartitionId]:
+        """Partitions that should be served and are not."""
+        return sorted(set(self._wanted()) - self.logs.keys())
+
+    @property
+    def why_not_served(self) -> dict[str, str]:
+        """By partition that should be served and is not: why its log cannot be used."""
+        failed = self._engine.failed
+        return {str(each): str(failed[each]) for each in self.not_served if each in failed}
+
+    def _wanted(self) -> tuple[PartitionId, ...]:
+        return tuple(one for one in self._assigned if self._engine.is_available(one))
+
+    # ---- following (rule 1)
+
+    def assigned(self, assignments: ReplicaAssignments) -> None:
+        """Take in what ZooKeeper assigns to whom."""
+        mine = assignments.partitions.get(self.address)
+        if mine is None:
+            _log.warning("storage.not_assigned address=%s", self.address)
+        count_max = self._engine.partition_count
+        self._assigned = tuple(sorted(each for each in mine or () if 0 <= each < count_max))
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Open and drop what has to be, soon."""
+        self._changed.set()
+
+    async def follow(self, on_looked: Callable[[], None]) -> None:
+        """Open and drop partitions until they are the right ones; tell whenever that was done."""
+        again_s = OPEN_AGAIN_S_MIN
+        await self._changed.wait()  # before that, what is assigned here is not known
+        async with asyncio.TaskGroup() as drops:
+            while True:
+                try:
+                    async with asyncio.timeout(self._wait_s(again_s)):
+                        await self._changed.wait()
+                    again_s = OPEN_AGAIN_S_MIN
+                except TimeoutError:
+                    again_s = min(2 * again_s, OPEN_AGAIN_S_MAX)
+                self._changed.clear()
+                if self._engine.has_gone:
+                    await self._in_thread(self._engine.check_place)
+                leaving = await self._leaving()
+                wanted = {
+                    each for each in (*self._assigned, *leaving) if self._is_wanted(each, leaving)
+                }
+                for partition_id in self._free(self.logs.keys() - wanted):
+                    drops.create_task(self._drop_alone(partition_id))
+                await self._open_alone(self._free(wanted - self.logs.keys()), leaving)
+                on_looked()
+
+    def _is_wanted(self, partition_id: PartitionId, leaving: Collection[PartitionId]) -> bool:
+        """Whether a partition should be open; an administrator may have changed that meanwhile."""
+        engine = self._engine
+        if engine.is_gone(partition_id) or not engine.is_available(partition_id):
+            return False
+        is_kept = partition_id in leaving and engine.is_held(partition_id)
+        return is_kept or partition_id in self._assigned
+
+    def _free(self, partition_ids: Collection[PartitionId]) -> list[PartitionId]:
+        """Return those that nobody is at; whoever is looks again afterwards."""
+        return sorted(each for each in partition_ids if not self._alone[each].locked())
+
+    async def _drop_alone(self, partition_id: PartitionId) -> None:
+        async with self._alone[partition_id]:
+            if partition_id in self.logs:
+                await self._drop(partition_id)
+        self.look_again()
+
+    async def _open_alone(
+        self, partition_ids: Sequence[PartitionId], leaving: Collection[PartitionId]
+    ) -> None:
+        async with AsyncExitStack() as stack:
+            for partition_id in partition_ids:
+                await stack.enter_async_context(self._alone[partition_id])
+            await self._open(
+                [
+                    each
+                    for each in partition_ids
+                    if each not in self.logs and self._is_wanted(each, leaving)
+                ]
+            )
+
+    def _wait_s(self, again_s: float) -> float | None:
+        lying_here = [each for each in self._engine.assigned() if self._engine.is_available(each)]
+        return look_again_s(again_s, served=self.logs, wanted=self._wanted(), lying_here=lying_here)
+
+    async def _leaving(self) -> list[PartitionId]:
+        """Return the partitions that were taken away, but not yet by a session of their owner."""
+        leaving: list[PartitionId] = []
+        if self._coordinator is None:
+            return leaving
+        for partition_id in self._engine.assigned():
+            if partition_id in self._assigned or not self._engine.is_available(partition_id):
+                continue
+            try:
+                metadata = (await self._coordinator.read_partition(partition_id)).metadata
+                is_named = metadata is not None and self.address in metadata.states
+            except errors.WaltzError as error:
+                _log.warning("storage.metadata_unread partition=%s error=%s", partition_id, error)
+                is_named = partition_id in self.logs
+            if is_named:
+                leaving.append(partition_id)
+        return leaving
+
+    async def _open(self, partition_ids: Sequence[PartitionId]) -> None:
+        """Open the logs side by side; one that cannot be served is no reason to miss the others."""
+        found: dict[PartitionId, ReplicaLog | errors.WaltzError] = {}
+
+        def open_one(partition_id: PartitionId) -> None:
+            try:
+                # A full disk still has room for that.
+                assign = partial(self._engine.assign, partition_id)
+                found[partition_id] = self._engine.room.with_reserve(assign)
+            except errors.WaltzError as error:
+                found[partition_id] = error
+
+        def open_all() -> None:
+            with suppress(errors.WaltzError):  # Each of them is told so once more.
+                self._engine.found(partition_ids)
+            side_by_side(open_one, partition_ids)
+
+        await self._in_thread(open_all)
+        for partition_id in partition_ids:
+            log = found[partition_id]
+            if isinstance(log, errors.WaltzError):
+                fields = (("partition", partition_id), ("error", log))
+                self._report(Report("partition_refused", fields))
+                if self._engine.has_failed:
+                    raise log
+                continue
+            self.logs[partition_id] = log
+            self._on_opened(log)
+            self._post(service.Opened(log))
+            last = log.synced_max
+            _log.debug("storage.partition_opened partition=%s last=%s", partition_id, last)
+        if partition_ids:
+            _log.info("storage.partitions_opened count=%d", len(partition_ids))
+
+    async def _drop(self, partition_id: PartitionId) -> None:
+        """Serve a partition no longer; its files stay, and stay open until they are changed."""
+        idle = self._dropping[partition_id] = asyncio.Event()
+        self._post(service.Dropped(partition_id))
+        await idle.wait()
+        del self._dropping[partition_id]
+        del self.logs[partition_id]
+        self._on_dropped(partition_id)
+        _log.info("storage.partition_dropped partition=%s", partition_id)
+
+    def idle(self, partition_id: PartitionId) -> None:
+        """A partition that is dropped has no work under way any more."""
+        self._dropping[partition_id].set()
+
+    def give_up(self, partition_id: PartitionId, why: errors.WaltzError) -> None:
+        """The files of a partition that is served were deleted or replaced (rule 5)."""
+        self._engine.give_up(partition_id, why)
+        self.look_again()
+
+    # ---- administration (rules 2 and 3)
+
+    async def alone(
+        self, partition_id: PartitionId, call: Callable[[], ResultT], *, ends_session: bool = True
+    ) -> ResultT:
+        """Call on a thread while nobody else is at a partition; serve it again afterwards.
+
+        Raises:
+            Unavailable: it is served, and its session must not end for this.
+        """
+        async with self._alone[partition_id]:
+            try:
+                if partition_id in self.logs:
+                    if not ends_session:
+                        raise errors.Unavailable(f"partition {partition_id} came online meanwhile")
+                    await self._drop(partition_id)
+                return await self._in_thread(call)
+            finally:
+                if ends_session:
+                    self.look_again()
+
+    async def stand_still(self) -> None:
+        """Open, drop and change nothing any more; waits for what is under way."""
+        for partition_id in range(self._engine.partition_count):
+            await self._alone[PartitionId(partition_id)].acquire()
+
+    async def standing(self, partition_id: PartitionId) -> Standing:
+        """Return what ZooKeeper says of this replica now; without one, what it is told itself.
+
+        Raises:
+            CoordinatorUnavailable: nobody says.
+        """
+        if self._coordinator is None:
+            log = self.logs.get(partition_id)
+            is_engaged = log is not None and log.is_engaged(log.promised)
+            engaged: tuple[str, ...] = (str(self.address),) if is_engaged else ()
+            session_id = NO_SESSION if log is None else log.promised
+            return Standing(partition_id in self._assigned, is_engaged, session_id, engaged, 1)
+        assignments = await self._coordinator.read_replica_assignment()
+        is_assigned = partition_id in assignments.partitions.get(self.address, ())
+        metadata = (await self._coordinator.read_partition(partition_id)).metadata
+        if metadata is None:
+            return Standing(is_assigned, False, NO_SESSION, (), 0)  # noqa: FBT003 - by their order
+        engaged = tuple(
+            str(replica)
+            for replica, state in metadata.states.items()
+            if state.closing_high_water_mark == UNRESOLVED
+        )
+        return Standing(
+            is_assigned,
+            self.address in engaged,
+            metadata.session_id,
+            engaged,
+            len(metadata.states),
+        )
+
+
+def look_again_s(
+    again_s: float,
+    *,
+    served: Collection[PartitionId],
+    wanted: Collection[PartitionId],
+    lying_here: Collection[PartitionId],
+) -> float | None:
+    """Return after how long to look at the partitions again though nothing has changed.
+
+    None when only a change can give reason to. `again_s` is the pause as it has grown by now, for
+    partitions that could not be opened, or not be dropped yet.
+    """
+    if set(served) != set(wanted):
+        return again_s
+    # Of one that lies here and is not served, a session may still come to want the vote.
+    return None if set(served) >= set(lying_here) else OPEN_AGAIN_S_MAX

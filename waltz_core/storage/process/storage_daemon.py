@@ -1,0 +1,684 @@
+"""The storage process: its directory, its port, its partitions, its end.
+
+Why it stands alone: it is the one place where the service meets sockets, threads and ZooKeeper.
+What may be answered is `service.py`'s; here it is only carried.
+
+Rules:
+    1. The directory is open, and this storage registered for its address, before any partition is
+       served.
+    2. Which partitions are served is `serving.py`'s; how they are administered, `admin_port.py`'s.
+    3. Calls of the engine run in a small pool of threads, one at a time for a partition.
+    4. Who asks before the partitions are open waits until they are: the answer that they are not
+       here would keep an owner away for long.
+    5. At the end: read no more, let work under way end, sync, leave the directory marked as clean.
+       After a failure of the disk it is left as it is. So it is when work under way does not end in
+       time: then files and locks go with the process, and the next one does not begin beside it.
+"""
+
+import asyncio
+import logging
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Final, TypeVar, assert_never
+from uuid import UUID
+
+from waltz_core import errors
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.nodes.model import ReplicaAssignments
+from waltz_core.cluster.zookeeper.starting import (
+    connected,
+    patiently,
+)
+from waltz_core.config.declarations import StorageConfig
+from waltz_core.driver import Driver, loop_clock_ms
+from waltz_core.machine import Report
+from waltz_core.metrics import Health, Metrics, serve_pages
+from waltz_core.records.record import (
+    FRAME_BYTES_MAX,
+    PartitionId,
+    ReplicaId,
+    TransactionId,
+)
+from waltz_core.storage.disk.file_system import (
+    RealDisk,
+    open_for_another,
+)
+from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.scrub import (
+    Scrub,
+    ScrubState,
+    read_places,
+    write_places,
+)
+from waltz_core.storage.process.admin_port import AdminPort
+from waltz_core.storage.process.figures import Figures
+from waltz_core.storage.process.serving import (
+    Serving,
+    side_by_side,
+)
+from waltz_core.storage.service import (
+    service,
+    service_effects,
+    upkeep,
+)
+from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.errands import RoomFacts
+from waltz_core.storage.service.service import (
+    Event,
+    Identity,
+    StorageService,
+)
+from waltz_core.storage.service.service_effects import Effect
+from waltz_core.storage.service.work import (
+    ConnectionId,
+    Request,
+    Work,
+)
+from waltz_core.storage.service.writers import (
+    Outcome,
+    Writers,
+)
+from waltz_core.transport import (
+    handover,
+    net,
+    tls,
+)
+from waltz_core.transport.net import Link
+from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
+from waltz_core.wire.places import SEGMENT_QUESTION_BYTES, decode_segment, door_of
+
+_log = logging.getLogger(__name__)
+
+CLOSE_S_MAX: Final = 10.0
+PLACES_S: Final = 60.0
+ROOM_S_MAX: Final = 2.0
+# What one connection may have asked for and not taken yet; whoever wants more is cut.
+ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
+# Reports that somebody should look at, or see; others are counted, and told only when asked for.
+_LEVELS: Final = {
+    "disk_failed": logging.WARNING,
+    "disk_full": logging.WARNING,
+    "files_replaced": logging.WARNING,
+    "partition_refused": logging.WARNING,
+    "read_failed": logging.WARNING,
+    "reserve_released": logging.WARNING,
+    "damage_found": logging.WARNING,
+    "scrub_passed_over": logging.WARNING,
+    "damage_mended": logging.INFO,
+    "disk_has_room": logging.INFO,
+    "replica_repaired": logging.INFO,
+    "scrub_finished": logging.INFO,
+}
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class StaticCluster:
+    """A cluster without ZooKeeper: for tests, and for whoever has one storage only."""
+
+    cluster_key: UUID
+    partition_count: int
+    partitions: tuple[PartitionId, ...]
+
+
+def run(config: StorageConfig) -> None:
+    """Run a storage until SIGTERM or SIGINT; raises what made it end otherwise."""
+    if not __debug__:
+        raise errors.BadConfig("python -O: the storage relies on its assertions, run it without -O")
+    net.run(serve(config, on_ready=_say_ready))
+
+
+def _say_ready(address: str) -> None:
+    _log.info("storage.ready address=%s", address)
+    print(f"storage ready {address}", flush=True)  # noqa: T201 - whoever started us waits for it
+
+
+async def serve(
+    config: StorageConfig,
+    *,
+    cluster: StaticCluster | None = None,
+    on_ready: Callable[[str], None] = lambda _address: None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until `stop` is set (without one: until SIGTERM or SIGINT).
+
+    `cluster` takes the place of ZooKeeper. Raises what the daemon cannot start or go on with:
+    ClusterKeyMismatch, StorageIdMismatch, BadFormat (a file), CoordinatorUnavailable, BadConfig
+    (another process on the directory, an address in use), DiskFailed.
+    """
+    if stop is None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    if cluster is not None:
+        await StorageDaemon(config, cluster, None).serve(stop, on_ready)
+        return
+    async with connected(config) as coordinator:
+        limit_ms = config.zookeeper_connect_timeout_ms
+        view = await patiently("the cluster", coordinator.read_cluster, timeout_ms=limit_ms)
+        facts = StaticCluster(view.store.cluster_key, view.params.partition_count, ())
+        await StorageDaemon(config, facts, coordinator).serve(stop, on_ready)
+
+
+class StorageDaemon:
+    """One storage; see the module's rules."""
+
+    def __init__(
+        self, config: StorageConfig, cluster: StaticCluster, coordinator: Coordinator | None
+    ) -> None:
+        self.metrics = Metrics("storage", with_process=True)
+        self.address = ""
+        self._figures = Figures(self.metrics)
+        self._config = config
+        self._ssl = tls.listening(config)
+        self._cluster = cluster
+        self._coordinator = coordinator
+        self._writers = Writers(config.writer_threads_count, self._work_done)
+        # For what comes seldom: opening, closing, files beside the logs.
+        self._pool = ThreadPoolExecutor(config.writer_threads_count, "storage-helper")
+        self._loop = asyncio.get_running_loop()
+        self._links: dict[ConnectionId, Link] = {}
+        self._numbers = count(1)
+        self._is_assigned = asyncio.Event()
+        self._early: list[Link] = []
+        self._room_look: asyncio.Future[RoomFacts] | None = None
+        self._works_count = 0
+        self._is_left = False  # work was under way at the end, and may still be
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        # Set with what ends the process (service.py, rule 6; or a bug of ours).
+        self._failure: asyncio.Future[None] = self._loop.create_future()
+        self._engine: Engine | None = None
+        self._machine: StorageService | None = None
+        self._serving: Serving | None = None
+        self._admin: AdminPort | None = None
+        self._driver: Driver[Event, Effect] | None = None
+
+    # ---------------------------------------------------------------------------------------------
+    # its life
+
+    async def serve(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
+        """Serve until `stop` is set or something has failed."""
+        if self._ssl is not None:
+            self._loop.add_signal_handler(signal.SIGHUP, tls.renew, self._config, self._ssl)
+        try:
+            await self._serve_directory(stop, on_ready)
+        finally:
+            self._pool.shutdown(wait=False)
+            self._writers.end()
+
+    async def _serve_directory(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
+        engine = await self._in_thread(self._open_engine)
+        is_clean = False
+        try:
+            await self._serve_open(engine, stop, on_ready)
+            is_clean = True
+        except BaseExceptionGroup as group:
+            # What can be told in a sentence is told in one, not as a tree of tasks.
+            told, _ = group.split(errors.WaltzError)
+            if told is None:
+                raise
+            raise _first_of(told) from group
+        finally:
+            if not self._is_left:
+                await self._let_work_end()  # what was begun before the driver was stopped
+            if not self._is_left:
+                await self._in_thread(engine.close if is_clean else engine.abandon)
+
+    def _open_engine(self) -> Engine:
+        config = self._config
+        settings = LogSettings(
+            cluster_key=self._cluster.cluster_key.bytes,
+            segment_bytes_max=config.segment_bytes_max,
+            now_ms=_wall_clock_ms,
+            trust_fsync=config.trust_fsync,
+        )
+        return Engine.open(
+            RealDisk(config.open_files_max, cached_bytes_max=config.cached_bytes_max),
+            Path(config.directory),
+            settings,
+            partition_count=self._cluster.partition_count,
+            new_storage_id=secrets.token_bytes(16),
+            reserve_bytes=config.reserve_bytes,
+            for_each=side_by_side,
+        )
+
+    async def _serve_open(
+        self, engine: Engine, stop: asyncio.Event, on_ready: Callable[[str], None]
+    ) -> None:
+        config = self._config
+        identity = Identity(
+            self._cluster.cluster_key.bytes, self._cluster.partition_count, engine.storage_id
+        )
+        machine = await self._make_machine(engine, identity)
+        self._engine, self._machine = engine, machine
+        serving = self._serving = self._make_serving(engine)
+        links = self._links
+        self._figures.show(machine, engine.room, links_count=lambda: len(links), logs=serving.logs)
+        self._driver = Driver(
+            machine, self._perform, on_report=self._report, on_failure=self._failed, name="storage"
+        )
+        async with AsyncExitStack() as stack:
+            stack.callback(self._driver.stop)
+            if config.http_port:
+                pages = serve_pages(
+                    self.metrics, self.health, host=config.listen_host, port=config.http_port
+                )
+                await stack.enter_async_context(pages)
+            listener = await net.listen(
+                Surface.STORAGE,
+                config.listen_host,
+                config.port,
+                self._accept,
+                ssl=self._ssl,
+                links_max=config.connections_max,
+            )
+            stack.push_async_callback(listener.close)
+            self.address = f"{config.advertised_host or config.listen_host}:{listener.port}"
+            await self._register(engine)
+            serving.address = ReplicaId(self.address)
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    self._admin = self._make_admin(engine, serving, identity, tasks)
+                    stack.callback(self._admin.stop)
+                    admin = await self._admin.listen(
+                        config.listen_host, config.admin_port, self._ssl
+                    )
+                    stack.push_async_callback(admin.close)
+                    tasks.create_task(serving.follow(self._looked))
+                    tasks.create_task(self._keep_places(machine))
+                    tasks.create_task(self._offer_segments())
+                    if self._coordinator is None:
+                        serving.look_again()
+                    else:
+                        follow = self._follow_assignment(self._coordinator, engine, serving, tasks)
+                        tasks.create_task(follow)
+                    await self._until_one_of((self._is_assigned, stop), tasks)
+                    await self._be_ready_until(stop, on_ready, tasks)
+                    await self._end(serving)
+            except* _End:
+                if not self._is_left:  # else no thread may be free
+                    await self._in_thread(partial(self._write_places, machine.scrub_places))
+                _log.info("storage.ended address=%s", self.address)
+
+    async def _offer_segments(self) -> None:
+        """Hand segments over to readers of this machine."""
+        door = door_of(self._cluster.cluster_key.bytes, self.address)
+        await handover.offer(door, SEGMENT_QUESTION_BYTES, self._open_segment)
+
+    async def _make_machine(self, engine: Engine, identity: Identity) -> StorageService:
+        config = self._config
+        scrub = Scrub(
+            bytes_per_s=config.scrub_bytes_per_s,
+            interval_ms=config.scrub_interval_ms,
+            places=await self._in_thread(self._read_places),
+        )
+        return StorageService(
+            identity,
+            queue_bytes_max=config.queue_bytes_max,
+            room=engine.room,
+            scrub=scrub,
+        )
+
+    def _read_places(self) -> dict[PartitionId, TransactionId]:
+        try:
+            return read_places(RealDisk(), Path(self._config.directory))
+        except errors.WaltzError as error:
+            _log.warning("storage.scrub_begins_anew error=%s", error)
+            return {}
+
+    def _write_places(self, places: Mapping[PartitionId, TransactionId]) -> None:
+        try:
+            write_places(RealDisk(), Path(self._config.directory), places)
+        except errors.WaltzError as error:
+            _log.warning("storage.scrub_place_not_kept error=%s", error)
+
+    async def _keep_places(self, machine: StorageService) -> None:
+        """Write down now and then where the scrub is, so that a restart does not begin anew."""
+        kept: Mapping[PartitionId, TransactionId] = {}
+        while True:
+            await asyncio.sleep(PLACES_S)
+            places = machine.scrub_places
+            if places != kept:
+                await self._in_thread(partial(self._write_places, places))
+                kept = places
+
+    def _make_serving(self, engine: Engine) -> Serving:
+        return Serving(
+            engine,
+            self._coordinator,
+            partitions=self._cluster.partitions,
+            post=self._post,
+            report=self._report,
+            in_thread=self._in_thread,
+            on_opened=self._figures.show_log,
+            on_dropped=lambda partition_id: self.metrics.forget(partition=partition_id),
+        )
+
+    def _make_admin(
+        self, engine: Engine, serving: Serving, identity: Identity, tasks: asyncio.TaskGroup
+    ) -> AdminPort:
+        return AdminPort(
+            engine,
+            serving,
+            identity,
+            post=self._post,
+            report=self._report,
+            in_thread=self._in_thread,
+            tasks=tasks,
+            on_failure=self._failed,
+            scrub_states=self.scrub_status,
+        )
+
+    async def _register(self, engine: Engine) -> None:
+        """Take this address, or raise StorageIdMismatch when it is another storage's."""
+        coordinator = self._coordinator
+        if coordinator is None:
+            return
+        mine = UUID(bytes=engine.storage_id)
+        registered = await patiently(
+            "its registration",
+            lambda: coordinator.register_storage_id(ReplicaId(self.address), mine),
+            timeout_ms=self._config.zookeeper_connect_timeout_ms,
+        )
+        if registered != mine:
+            raise errors.StorageIdMismatch(
+                f"{self.address} is registered in ZooKeeper for storage {registered}, but the "
+                f"directory {self._config.directory} is that of storage {mine}. Hint: mount the "
+                f"right disk, or run `waltz-core cluster replace-storage {self.address} "
+                f"{self.address}` to let an empty directory take its place."
+            )
+
+    async def _follow_assignment(
+        self,
+        coordinator: Coordinator,
+        engine: Engine,
+        serving: Serving,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """Follow the assignment; register again when the cluster has left this storage out before.
+
+        Removing a storage from the cluster also removes its registration.
+        """
+        is_known = True
+
+        def take(assignments: ReplicaAssignments) -> None:
+            nonlocal is_known
+            was_known, is_known = is_known, serving.address in assignments.partitions
+            if is_known and not was_known:
+                tasks.create_task(self._register(engine))
+            serving.assigned(assignments)
+
+        await coordinator.follow_replica_assignment(take)
+
+    async def _open_segment(self, question: bytes) -> int:
+        """Open a segment for a reader of this machine."""
+        assert self._engine is not None
+        assert self._serving is not None
+        partition_id, first = decode_segment(question)
+        if partition_id not in self._serving.logs or first < 0:
+            raise errors.UnknownPartition(f"partition {partition_id} from {first}: not here")
+        path = self._engine.segment_path(partition_id, first)
+        return await self._in_thread(partial(open_for_another, path))
+
+    async def _until_one_of(
+        self, events: Sequence[asyncio.Event], tasks: asyncio.TaskGroup
+    ) -> None:
+        """Wait for one of the events, or raise what the process has to end with."""
+        waiting = tasks.create_task(_wait_for_one_of(events))
+        await asyncio.wait((waiting, self._failure), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._failure.done():
+            self._failure.result()
+
+    async def _be_ready_until(
+        self, stop: asyncio.Event, on_ready: Callable[[str], None], tasks: asyncio.TaskGroup
+    ) -> None:
+        if not stop.is_set():
+            on_ready(self.address)
+        await self._until_one_of((stop,), tasks)
+
+    async def _end(self, serving: Serving) -> None:
+        """Rule 5; raises `_End`, which ends all tasks."""
+        for link in self._links.values():
+            link.pause_reading()
+        await self._let_work_end(serving)
+        raise _End
+
+    async def _let_work_end(self, serving: Serving | None = None) -> None:
+        """Wait until no work is under way, nor a change of what is served; not for ever."""
+        try:
+            async with asyncio.timeout(CLOSE_S_MAX):
+                if serving is not None:
+                    await serving.stand_still()
+                await self._is_idle.wait()
+        except TimeoutError:
+            self._is_left = True
+            _log.warning("storage.busy_at_end works=%d", self._works_count)
+
+    def _failed(self, error: BaseException) -> None:
+        """End the process with an error; the first one counts."""
+        if not self._failure.done():
+            self._failure.set_exception(error)
+
+    # ---------------------------------------------------------------------------------------------
+    # connections
+
+    def _looked(self) -> None:
+        """The right partitions are served; let in who has waited for them (rule 4)."""
+        self._is_assigned.set()
+        early, self._early = self._early, []
+        for link in early:  # in order: of two of one server the later one counts
+            if not link.is_closed:
+                self._accept(link)
+
+    def _accept(self, link: Link) -> None:
+        if not self._is_assigned.is_set():
+            self._early = [each for each in self._early if not each.is_closed]
+            self._early.append(link)  # rule 4
+            return
+        connection = ConnectionId(next(self._numbers))
+        link.write_backlog_bytes_max = ANSWERS_BYTES_MAX
+        self._links[connection] = link
+        link.start(partial(self._received, connection), partial(self._closed, connection))
+
+    def _received(self, connection: ConnectionId, messages: list[Message]) -> None:
+        for message in messages:
+            assert isinstance(message, StorageMessage)
+            self._post(Request(connection, message))
+            self.metrics.add("waltz_storage_requests_total", request=type(message).__name__)
+
+    def _closed(self, connection: ConnectionId, _reason: str) -> None:
+        del self._links[connection]
+        self._post(service.Disconnected(connection))
+
+    # ---------------------------------------------------------------------------------------------
+    # the service's effects
+
+    def _post(self, event: Event) -> None:
+        assert self._driver is not None
+        self._driver.post(event)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case service_effects.Answer():
+                self._answer(effect.connection, effect.message)
+            case service_effects.RunWork():
+                self._run_work(effect.work)
+            case (
+                service_effects.CloseConnection()
+                | service_effects.PauseReading()
+                | service_effects.ResumeReading()
+            ):
+                self._steer(effect)
+            case service_effects.Idle():
+                assert self._serving is not None
+                self._serving.idle(effect.log.partition_id)
+            case service_effects.GiveUp():
+                assert self._serving is not None
+                self._serving.give_up(effect.log.partition_id, effect.why)
+            case service_effects.LookForRoom():
+                self._pool.submit(effect.room.look_again).add_done_callback(self._hop_with_room)
+            case service_effects.EndProcess():
+                self._failed(errors.DiskFailed(effect.reason))
+            case Report():
+                self._report(effect)
+            case _:
+                assert_never(effect)
+
+    def _steer(
+        self,
+        effect: service_effects.CloseConnection
+        | service_effects.PauseReading
+        | service_effects.ResumeReading,
+    ) -> None:
+        link = self._links.get(effect.connection)
+        if link is None:
+            return
+        match effect:
+            case service_effects.CloseConnection():
+                link.close(effect.reason)
+            case service_effects.PauseReading():
+                link.pause_reading()
+            case service_effects.ResumeReading():
+                link.resume_reading()
+
+    def _answer(self, connection: ConnectionId, message: StorageMessage) -> None:
+        if connection == service.ADMINISTRATION:
+            assert self._admin is not None
+            self._admin.answered(message)
+            return
+        link = self._links.get(connection)
+        if link is None:
+            return
+        try:
+            link.send(message)
+        except errors.LocalProtocolError as error:
+            # A batch that came in a full frame does not fit into the frame of a range.
+            prefix = (message.session_id, message.sequence, message.partition_id)
+            link.send(Nack(*prefix, errors.TooLarge.code, message.session_id, str(error)))
+
+    def _run_work(self, work: Work) -> None:
+        self._works_count += 1
+        self._is_idle.clear()
+        self._writers.run(work)
+
+    def _hop_with_room(self, future: "Future[None]") -> None:
+        """Go back to the loop's thread; this runs on the pool's."""
+        try:
+            self._loop.call_soon_threadsafe(self._looked_for_room, future)
+        except RuntimeError:
+            if not self._loop.is_closed():  # Else the process is at its end; nobody waits.
+                raise
+
+    def _looked_for_room(self, future: "Future[None]") -> None:
+        error = future.exception()
+        if error is not None:
+            self._failed(error)
+        else:
+            self._post(service.LookedForRoom())
+
+    def _work_done(self, work: Work, outcome: Outcome) -> None:
+        self._works_count -= 1
+        if isinstance(outcome, BaseException):
+            self._failed(outcome)
+        else:
+            self._post(service.WorkDone(work, outcome))
+        if self._works_count == 0:  # nor has this been followed by more
+            self._is_idle.set()
+        if not isinstance(outcome, BaseException):
+            self._figures.count(work, outcome)  # when whoever waits has been answered
+
+    # ---------------------------------------------------------------------------------------------
+    # what it shows
+
+    async def health(self) -> Health:
+        """Whether the disk takes writes, what is served, and whether ZooKeeper is there.
+
+        Damage that is known and waits to be mended is told, and is no reason to be unwell.
+        """
+        serving = self._serving
+        assert serving is not None
+        suspect = [each for each, log in serving.logs.items() if log.suspect]
+        room = await self._room()
+        coordinator = self._coordinator
+        zookeeper = coordinator is None or coordinator.is_in_contact
+        details = {
+            "address": self.address,
+            "partitions": sorted(serving.logs),
+            "not_served": serving.not_served,
+            "why_not_served": serving.why_not_served,
+            "offline": sorted(serving.offline),
+            "suspect": sorted(suspect),
+            "damaged": sorted(each for each, log in serving.logs.items() if log.damaged),
+            "is_full": room.is_full,
+            "disk_error": room.disk_error,
+            "zookeeper": zookeeper,
+            "zookeeper_session": coordinator and coordinator.session_state.name,
+        }
+        is_well = not (self._failure.done() or details["not_served"] or suspect or room.is_full)
+        is_well = is_well and room.disk_error is None
+        return Health(is_well, details)
+
+    async def _room(self) -> RoomFacts:
+        """Ask the disk for its room; one that hangs must not stop the event loop."""
+        assert self._engine is not None
+        if self._room_look is None or self._room_look.done():
+            look = partial(upkeep.room_of, self._engine, loop_clock_ms())
+            self._room_look = self._loop.run_in_executor(self._pool, look)
+        done, _ = await asyncio.wait((self._room_look,), timeout=ROOM_S_MAX)
+        if done:
+            return self._room_look.result()
+        room = self._engine.room
+        error = f"the disk has not answered for {ROOM_S_MAX:.0f} s"
+        return RoomFacts(None, room.reserved_bytes, room.is_short, loop_clock_ms(), error)
+
+    def scrub_now(self, partition_id: PartitionId | None = None) -> None:
+        """Have a partition read again from its beginning, or all that are served (None).
+
+        One that is not served is left alone. See `scrub_status` for how far it is.
+        """
+        self._post(service.ScrubNow(partition_id))
+
+    def scrub_status(self) -> list[ScrubState]:
+        """Return how far the scrub is with each partition that is served."""
+        return [] if self._machine is None else self._machine.scrub_states(loop_clock_ms())
+
+    def _report(self, report: Report) -> None:
+        self._figures.report(report)
+        level = _LEVELS.get(report.name, logging.DEBUG)
+        if _log.isEnabledFor(level):
+            fields = " ".join(f"{name}={value}" for name, value in report.fields)
+            _log.log(level, "storage.%s %s", report.name, fields)
+
+    async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:
+        return await self._loop.run_in_executor(self._pool, call)
+
+
+class _End(Exception):
+    """The storage was asked to end."""
+
+
+def _first_of(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
+    found = group.exceptions[0]
+    return found if isinstance(found, errors.WaltzError) else _first_of(found)
+
+
+async def _wait_for_one_of(events: Sequence[asyncio.Event]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        waits = [tasks.create_task(each.wait()) for each in events]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
+
+
+def _wall_clock_ms() -> int:
+    return time.time_ns() // 1_000_000

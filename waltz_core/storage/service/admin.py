@@ -1,0 +1,560 @@
+"""What a storage answers its administration: requests of A in, answers and errands out.
+
+Why it stands alone: here it is decided whether acknowledged data may be thrown away. That is a
+machine without sockets, threads or ZooKeeper, so that every case can be tried. What was decided is
+carried out by `admin_port.py`, on disk by `engine.py` and `removal.py`.
+
+An errand is a question or a change that a request needs; it comes back as one `Outcome`. A request
+is a generator that yields errands and returns its answer.
+
+Rules:
+    1. Changes come one at a time, in the order of arrival, over all connections. Questions do not
+       wait for them.
+    2. A replica that the last session counts on (ZooKeeper has it as engaged) is not removed or
+       emptied unless somebody insists, and one that ZooKeeper assigns to this storage is not
+       removed at all: it would come back at once, empty. ZooKeeper is asked each time.
+    3. Nothing is copied to a partition that is online, and nothing is given away for copying that
+       lies above the confirmed low-water mark: only what is settled may make a log longer.
+    4. A request for several partitions ends at the first that is refused, and says which are done.
+    5. Nothing is answered as done before it is durable. A change that was begun is carried out,
+       whether or not whoever asked for it is still there.
+    6. A peer of version 0 is told errors as the original tells them: as a text.
+"""
+
+import json
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import Final, TypeAlias, assert_never
+
+import numpy as np
+
+from waltz_core.errors import BadRequest, ClusterKeyMismatch, Overloaded, WaltzError
+from waltz_core.machine import Report, Wakeup
+from waltz_core.records import raw_records
+from waltz_core.records.record import (
+    GENESIS_CHAIN,
+    RECORD_OVERHEAD_BYTES,
+    PartitionId,
+    Record,
+    ReqId,
+    TransactionId,
+)
+from waltz_core.replication.quorum import quorum_size
+from waltz_core.storage.log.scrub import ScrubState
+from waltz_core.storage.service.errands import (
+    NO_LOG,
+    Doubt,
+    Empty,
+    Errand,
+    FindHeld,
+    FindRoom,
+    FindStanding,
+    GiveUp,
+    Held,
+    Hold,
+    LogFacts,
+    LookAt,
+    PutCopy,
+    ReadRange,
+    ReplicaFacts,
+    RoomFacts,
+    Scrub,
+    Standing,
+    Switch,
+)
+from waltz_core.storage.service.service import (
+    REFUSAL_CHARACTERS_MAX,
+    Identity,
+)
+from waltz_core.storage.service.work import (
+    RANGE_BYTES_MAX,
+    ConnectionId,
+)
+from waltz_core.values import value
+from waltz_core.wire import admin_messages as wire
+from waltz_core.wire.admin_messages import AdminMessage
+from waltz_core.wire.messages import ENTRIES_MAX, RangeBytes
+
+# Requests that wait for their turn, over all connections; there is one operator, or a few.
+WAITING_MAX: Final = 256
+# Under these names the gauges have what `RoomFacts` has.
+ROOM_GAUGES: Final = (
+    "free-bytes",
+    "reserved-bytes",
+    "is-full",
+    "clock-ms",
+    "disk-error",
+    "size-bytes",
+)
+
+
+# ---------------------------------------------------------------------------------------------
+# Events and effects
+
+
+@value(frozen=True, slots=True)
+class AdminRequest:
+    """A message has come on a connection that speaks this version of A."""
+
+    connection: ConnectionId
+    version: int
+    message: AdminMessage
+
+
+@value(frozen=True, slots=True)
+class Outcome:
+    """What an errand came back with, or why it did not."""
+
+    ticket: int
+    value: object
+
+
+Event: TypeAlias = AdminRequest | Outcome | Wakeup
+
+
+@value(frozen=True, slots=True)
+class Tell:
+    """Send an answer; nothing happens when the connection is gone."""
+
+    connection: ConnectionId
+    message: AdminMessage
+
+
+@value(frozen=True, slots=True)
+class Run:
+    """Carry out an errand and bring the outcome back."""
+
+    ticket: int
+    errand: Errand
+
+
+Effect: TypeAlias = Tell | Run | Report
+
+Script: TypeAlias = Generator[Errand, object, AdminMessage]
+_CHANGES: Final = (
+    wire.SetAvailable,
+    wire.SetAssigned,
+    wire.RemovePartition,
+    wire.MarkSuspect,
+    wire.ReSeed,
+    wire.Copy,
+)
+
+
+class AdminService:
+    """The machine. See the module's rules."""
+
+    def __init__(self, identity: Identity, *, address: str) -> None:
+        self._identity = identity
+        self._address = address
+        self._tickets = 0
+        self._scripts: dict[int, tuple[AdminRequest, Script]] = {}
+        self._waiting: deque[AdminRequest] = deque()
+        self._changing: AdminRequest | None = None
+        self._effects: list[Effect] = []
+        self._makers: dict[type[AdminMessage], Callable[..., Script]] = {
+            wire.CheckCluster: self._check_cluster,
+            wire.SetAvailable: self._set_available,
+            wire.SetAssigned: self._set_assigned,
+            wire.RecordListRequest: self._list_records,
+            wire.SessionInfoRequest: self._tell_marks,
+            wire.MetricsRequest: self._tell_gauges,
+            wire.HeldRequest: self._tell_held,
+            wire.StorageRequest: self._tell_held,
+            wire.ReplicaRequest: self._tell_replica,
+            wire.RemovePartition: self._remove,
+            wire.MarkSuspect: self._mark_suspect,
+            wire.ReSeed: self._re_seed,
+            wire.CopyRequest: self._give_copy,
+            wire.Copy: self._take_copy,
+            wire.ScrubRequest: self._scrub,
+        }
+
+    @property
+    def wake_at_ms(self) -> int | None:
+        """Never: nothing here is done by the clock."""
+        return None
+
+    def step(self, event: Event, now_ms: int) -> list[Effect]:
+        """Take one event in (`machine.py`)."""
+        del now_ms
+        match event:
+            case AdminRequest():
+                self._receive(event)
+            case Outcome():
+                request, script = self._scripts.pop(event.ticket)
+                self._go_on(request, script, event.value)
+            case Wakeup():
+                pass
+            case _:
+                assert_never(event)
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _receive(self, request: AdminRequest) -> None:
+        if len(self._scripts) + len(self._waiting) >= WAITING_MAX:
+            self._refuse(request, Overloaded(f"{WAITING_MAX} requests wait already"))
+        elif not isinstance(request.message, _CHANGES):
+            self._begin(request)
+        elif self._changing is None:
+            self._changing = request
+            self._begin(request)
+        else:
+            self._waiting.append(request)  # rule 1
+
+    def _begin(self, request: AdminRequest) -> None:
+        self._go_on(request, self._script(request.message), None)
+
+    def _go_on(self, request: AdminRequest, script: Script, value: object) -> None:
+        """Let a request go on to its next errand, or to its answer."""
+        try:
+            errand = script.throw(value) if isinstance(value, WaltzError) else script.send(value)
+        except StopIteration as end:
+            self._effects.append(Tell(request.connection, end.value))
+            if isinstance(request.message, _CHANGES):
+                self._report("administered", request)
+        except WaltzError as error:
+            self._refuse(request, error)
+        else:
+            self._tickets += 1
+            self._scripts[self._tickets] = (request, script)
+            self._effects.append(Run(self._tickets, errand))
+            return
+        if request is self._changing:
+            self._changing = self._waiting.popleft() if self._waiting else None
+            if self._changing is not None:
+                self._begin(self._changing)
+
+    def _refuse(self, request: AdminRequest, error: WaltzError) -> None:
+        text = str(error)[:REFUSAL_CHARACTERS_MAX]
+        sequence = request.message.sequence
+        answer: AdminMessage = wire.Refused(sequence, error.code, text)
+        if request.version == 0:  # rule 6
+            answer = wire.Failure(sequence, f"{type(error).__name__}: {text}", ())
+        self._effects.append(Tell(request.connection, answer))
+        self._report("administration_refused", request, error=text)
+
+    def _report(self, name: str, request: AdminRequest, **fields: object) -> None:
+        told = {"request": type(request.message).__name__} | fields
+        partition = getattr(request.message, "partition_id", None)
+        if partition is not None:
+            told["partition"] = partition
+        self._effects.append(Report(name, tuple(told.items())))
+
+    # ------------------------------------------------------------------ requests
+
+    def _script(self, message: AdminMessage) -> Script:
+        make: Callable[..., Script] = self._makers.get(type(message), self._refuse_kind)
+        return make(message)
+
+    def _refuse_kind(self, message: AdminMessage) -> Script:
+        yield from ()
+        raise BadRequest(f"a storage takes no {type(message).__name__}")
+
+    def _check_cluster(self, message: wire.CheckCluster) -> Script:
+        yield from ()
+        expected = (self._identity.cluster_key, self._identity.partition_count)
+        if (message.cluster_key, message.partition_count) != expected:
+            raise ClusterKeyMismatch(
+                f"this storage is of cluster {expected[0].hex()} with {expected[1]} partitions, "
+                f"asked for {message.cluster_key.hex()} with {message.partition_count}"
+            )
+        return wire.Done(message.sequence)
+
+    def _set_available(self, message: wire.SetAvailable) -> Script:
+        def one(partition_id: PartitionId) -> Generator[Errand, object, None]:
+            yield Switch(partition_id, message.is_available)
+
+        yield from _for_each(message.partitions, one)
+        return wire.Done(message.sequence)
+
+    def _set_assigned(self, message: wire.SetAssigned) -> Script:
+        def one(partition_id: PartitionId) -> Generator[Errand, object, None]:
+            if message.is_assigned:
+                yield Hold(partition_id)
+            else:
+                yield from _removal(
+                    partition_id, deletes_files=message.deletes_files, is_forced=False
+                )
+
+        yield from _for_each(message.partitions, one)
+        return wire.Done(message.sequence)
+
+    def _remove(self, message: wire.RemovePartition) -> Script:
+        partition_id = PartitionId(message.partition_id)
+        yield from _removal(
+            partition_id, deletes_files=message.deletes_files, is_forced=message.is_forced
+        )
+        return wire.Done(message.sequence)
+
+    def _mark_suspect(self, message: wire.MarkSuspect) -> Script:
+        partition_id = PartitionId(message.partition_id)
+        if not message.is_forced:
+            standing = yield from _standing(partition_id)
+            if standing.is_engaged and quorum_size(standing.replica_count) == 1:
+                raise BadRequest(
+                    f"partition {partition_id}: expected another replica that could be believed "
+                    f"instead, found this one alone engaged in session {standing.session_id}: "
+                    "marked as suspect, nobody could say any more what was acknowledged (--force)"
+                )
+        yield Doubt(partition_id)
+        return wire.Done(message.sequence)
+
+    def _re_seed(self, message: wire.ReSeed) -> Script:
+        partition_id = PartitionId(message.partition_id)
+        if not message.is_forced:
+            standing = yield from _standing(partition_id)
+            if standing.is_engaged:
+                raise BadRequest(
+                    f"partition {partition_id}: expected a replica that the last session does not "
+                    f"count on, found it engaged {_counted_on(standing)}; take it offline first "
+                    "(availability), so that the others go on without it, or insist (--force)"
+                )
+        yield Empty(partition_id)
+        return wire.Done(message.sequence)
+
+    def _tell_held(self, message: wire.HeldRequest | wire.StorageRequest) -> Script:
+        held = yield from _held()
+        if isinstance(message, wire.HeldRequest):
+            pairs = tuple((int(one.partition_id), one.is_available) for one in held)
+            return wire.HeldResponse(message.sequence, pairs)
+        return wire.StorageResponse(
+            message.sequence,
+            storage_id=self._identity.storage_id,
+            cluster_key=self._identity.cluster_key,
+            partition_count=self._identity.partition_count,
+            address=self._address,
+            held=tuple(int(one.partition_id) for one in held),
+        )
+
+    def _tell_gauges(self, message: wire.MetricsRequest) -> Script:
+        held = yield from _held()
+        room = yield FindRoom()
+        assert isinstance(room, RoomFacts)
+        return wire.MetricsResponse(message.sequence, gauges_json(held, room))
+
+    def _tell_marks(self, message: wire.SessionInfoRequest) -> Script:
+        info = (yield from _look_at(PartitionId(message.partition_id))).info
+        marks = (info.session_id, info.low_water_mark, info.local_low_water_mark)
+        return wire.SessionInfoResponse(message.sequence, message.partition_id, *marks)
+
+    def _tell_replica(self, message: wire.ReplicaRequest) -> Script:
+        facts = yield from _look_at(PartitionId(message.partition_id), must_be_held=False)
+        log = facts.log or NO_LOG
+        return wire.ReplicaResponse(
+            message.sequence,
+            message.partition_id,
+            is_held=facts.is_held,
+            is_available=facts.is_available,
+            is_served=facts.is_served,
+            why_not=facts.why_not,
+            is_suspect=log.is_suspect,
+            promised=log.promised,
+            last_session=log.last_session,
+            low_water_mark=log.low_water_mark,
+            synced_max=log.synced_max,
+            chain=log.chain,
+            damaged=np.array(log.damaged, dtype=">i8").tobytes(),
+        )
+
+    def _scrub(self, message: wire.ScrubRequest) -> Script:
+        partition_id = PartitionId(message.partition_id)
+        yield from _look_at(partition_id)
+        state = yield Scrub(partition_id, message.begins)
+        if state is None:
+            raise BadRequest(
+                f"partition {partition_id}: expected a partition that is served, as only those are "
+                "read again; found it offline, or not open (`storage list` tells)"
+            )
+        assert isinstance(state, ScrubState)
+        return wire.ScrubResponse(
+            message.sequence,
+            message.partition_id,
+            is_running=state.is_running,
+            next_id=state.next_id,
+            last_id=state.last_id,
+            read_bytes=state.read_bytes,
+            passes_count=state.passes_count,
+            finished_age_ms=state.finished_age_ms,
+            error=state.error,
+        )
+
+    def _list_records(self, message: wire.RecordListRequest) -> Script:
+        log = yield from _log_of(PartitionId(message.partition_id))
+        count = min(message.count_max, ENTRIES_MAX)
+        last = TransactionId(min(message.first + count - 1, log.synced_max))
+        records: tuple[Record, ...] = ()
+        if 0 <= message.first <= last:
+            first = TransactionId(message.first)
+            read = yield from _read(
+                ReadRange(PartitionId(message.partition_id), first, last, RANGE_BYTES_MAX)
+            )
+            records = _records_of(read)
+        return wire.RecordListResponse(message.sequence, message.partition_id, records)
+
+    # ------------------------------------------------------------------ copying (rule 3)
+
+    def _give_copy(self, message: wire.CopyRequest) -> Script:
+        partition_id = PartitionId(message.partition_id)
+        log = yield from _log_of(partition_id)
+        if message.first < 0:
+            raise BadRequest(f"partition {partition_id}: expected an id, found {message.first}")
+        if message.first > log.low_water_mark:
+            nothing = (message.first, b"", b"", 0, GENESIS_CHAIN, ())
+            return wire.Copy(message.sequence, partition_id, *nothing)
+        first, bytes_max = TransactionId(message.first), min(message.bytes_max, RANGE_BYTES_MAX)
+        read = yield from _read(
+            ReadRange(partition_id, first, log.low_water_mark, bytes_max, whole_batches=True)
+        )
+        return wire.Copy(
+            message.sequence,
+            partition_id,
+            read.first,
+            read.lengths,
+            read.records,
+            read.records_crc,
+            read.chain_before,
+            read.lineage,
+        )
+
+    def _take_copy(self, message: wire.Copy) -> Script:
+        partition_id = PartitionId(message.partition_id)
+        facts = yield from _look_at(partition_id)
+        if facts.is_available:
+            raise BadRequest(
+                f"partition {partition_id}: expected it to be offline while it is copied to, "
+                "found it online (availability)"
+            )
+        last = yield PutCopy(message)
+        assert isinstance(last, int)
+        return wire.Copied(message.sequence, partition_id, last)
+
+
+# ---------------------------------------------------------------------------------------------
+# Parts of requests
+
+
+def _for_each(
+    partitions: Sequence[int], one: Callable[[PartitionId], Generator[Errand, object, None]]
+) -> Generator[Errand, object, None]:
+    """Do something for each partition (rule 4)."""
+    done: list[int] = []
+    for partition_id in dict.fromkeys(partitions):
+        try:
+            yield from one(PartitionId(partition_id))
+        except WaltzError as error:
+            if not done:
+                raise
+            raise type(error)(f"{error}; done before that: partitions {done}") from error
+        done.append(partition_id)
+
+
+def _removal(
+    partition_id: PartitionId, *, deletes_files: bool, is_forced: bool
+) -> Generator[Errand, object, None]:
+    """Give a partition up, if that may be (rule 2)."""
+    yield from _look_at(partition_id)
+    standing = yield from _standing(partition_id)
+    if standing.is_assigned:
+        raise BadRequest(
+            f"partition {partition_id}: expected that ZooKeeper does not assign it to this storage "
+            "any more, found it assigned: it would be held again at once (unassign it first, or "
+            "use re-seed to have this replica begin anew)"
+        )
+    if standing.is_engaged and not is_forced:
+        raise BadRequest(
+            f"partition {partition_id}: expected a replica that no session counts on, found it "
+            f"engaged {_counted_on(standing)}; its owner leaves it out as soon as it can, so try "
+            "again, or insist (--force)"
+        )
+    yield GiveUp(partition_id, deletes_files)
+
+
+def _counted_on(standing: Standing) -> str:
+    """Say what the last session counts on, and what is left of that without this replica."""
+    left, quorum = len(standing.engaged) - 1, quorum_size(standing.replica_count)
+    names = ", ".join(standing.engaged)
+    safe = "still a quorum" if left >= quorum else f"less than the quorum of {quorum}"
+    return f"in session {standing.session_id} with {names} (without it {left} are left, {safe})"
+
+
+def _look_at(
+    partition_id: PartitionId, *, must_be_held: bool = True
+) -> Generator[Errand, object, ReplicaFacts]:
+    facts = yield LookAt(partition_id)
+    assert isinstance(facts, ReplicaFacts)
+    if must_be_held and not facts.is_held:
+        raise BadRequest(f"partition {partition_id}: expected one that is held here, found none")
+    return facts
+
+
+def _log_of(partition_id: PartitionId) -> Generator[Errand, object, LogFacts]:
+    facts = yield from _look_at(partition_id)
+    if facts.log is None:
+        raise BadRequest(f"partition {partition_id} cannot be read: {facts.why_not}")
+    return facts.log
+
+
+def _standing(partition_id: PartitionId) -> Generator[Errand, object, Standing]:
+    standing = yield FindStanding(partition_id)
+    assert isinstance(standing, Standing)
+    return standing
+
+
+def _held() -> Generator[Errand, object, tuple[Held, ...]]:
+    held = yield FindHeld()
+    assert isinstance(held, tuple)
+    return held
+
+
+def _read(errand: ReadRange) -> Generator[Errand, object, RangeBytes]:
+    read = yield errand
+    assert isinstance(read, RangeBytes)
+    return read
+
+
+def _records_of(read: RangeBytes) -> tuple[Record, ...]:
+    """Return the records of a range one by one, as version 0 has them."""
+    lengths = raw_records.lengths_from_wire(read.lengths, len(read.records))
+    ids = raw_records.ids_of(read.records, lengths)
+    headers = raw_records.application_headers_of(read.records, lengths)
+    view = memoryview(read.records)
+    found, at = [], 0
+    for place, length in enumerate(lengths.tolist()):
+        data = view[at + RECORD_OVERHEAD_BYTES - 4 : at + length - 4]
+        req_id = ReqId.from_bytes(view[at + 8 : at + 24])
+        found.append(
+            Record(TransactionId(int(ids[place])), req_id, int(headers[place]), bytes(data))
+        )
+        at += length
+    return tuple(found)
+
+
+def gauges_json(held: Sequence[Held], room: RoomFacts) -> bytes:
+    """Return the gauges under the original's names (interop.md 3.2), as its tools read them.
+
+    Disk and clock are ours; those tools pass over names that they do not know. What is not known
+    has no gauge.
+    """
+    group = "waltz-storage"
+    values: dict[str, object] = {
+        f"{group}.waltz-storage-num-partitions": len(held),
+        f"{group}.waltz-storage-partition-ids": [one.partition_id for one in held],
+    }
+    facts = zip(ROOM_GAUGES, room, strict=True)
+    values |= {f"{group}.{name}": value for name, value in facts if value is not None}
+    for one in held:
+        own = f"{group}.partition-{one.partition_id}"
+        values |= {
+            f"{own}.session-id": one.info.session_id,
+            f"{own}.low-water-mark": one.info.low_water_mark,
+            f"{own}.local-low-water-mark": one.info.local_low_water_mark,
+            f"{own}.flags": one.info.flags,
+            f"{own}.sequence-number": one.info.sequence,
+            f"{own}.max-transaction-id": one.synced_max,
+        }
+    gauges = {name: {"value": value} for name, value in values.items()}
+    kinds = ("counters", "histograms", "meters", "timers")
+    others: dict[str, dict[str, object]] = {kind: {} for kind in kinds}
+    whole = {"metrics": gauges, "ids": list(gauges), "gauges": gauges, **others}
+    return json.dumps(whole, separators=(",", ":")).encode()

@@ -1,0 +1,102 @@
+"""What waits for one partition, and what of it is done next.
+
+Why it stands alone: it is the order of a storage's work and nothing else. Who may ask for what,
+and who is told, is `service.py`'s.
+
+Rules:
+    1. One piece of work at a time. Reads and writes take turns; each kind goes in its order.
+    2. Appends that wait one after the other go together, so that one sync covers them.
+    3. What the scrub wants goes first: it comes seldom, and the pauses between its pieces are
+       everybody else's.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    NO_SESSION,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.storage.files.format import NOBODYS_NONCE
+from waltz_core.storage.log.replica_log import ReplicaLog
+from waltz_core.storage.log.scrub import Piece
+from waltz_core.storage.service.work import (
+    ConnectionId,
+    Request,
+    Work,
+)
+from waltz_core.wire.messages import AppendRaw, LockBlocksRequest, RangeRaw, Repair, StorageMessage
+
+# A hostile or broken peer must not use up the numbers (correctness.md 2.4, row 37).
+SESSION_JUMP_MAX: Final = 1 << 32
+GROUP_BYTES_MAX: Final = 16 * 1024 * 1024
+# What a request counts for in the queue beside the bytes that it carries or asks for.
+REQUEST_BYTES: Final = 512
+
+
+@dataclass(slots=True)
+class Lane:
+    """One partition: the session it is bound to, what waits for it, whether work is under way."""
+
+    log: ReplicaLog
+    # What PREPARE has raised, at its arrival (`service.py`, rule 3).
+    promised: SessionId
+    nonce: bytes
+    # Who has prepared it; None when nobody is connected who has.
+    owner: ConnectionId | None = None
+    engaged: SessionId = NO_SESSION
+    writes: deque[Request] = field(default_factory=deque)
+    reads: deque[Request] = field(default_factory=deque)
+    piece: Piece | None = None  # that the scrub waits for
+    work: Work | None = None
+    was_read: bool = False
+    is_unmarked: bool = False
+    prepared_max: TransactionId = BEFORE_FIRST  # where its log ended when it was prepared
+    is_gone: bool = False  # its files are; it does nothing but wait to be dropped
+
+    @property
+    def seen(self) -> SessionId:
+        """The latest session that anybody is known to have; what nobody has had is one above."""
+        return SessionId(self.promised - (self.nonce == NOBODYS_NONCE))
+
+    def take_next(self) -> tuple[tuple[Request, ...], Piece | None]:
+        """Return the requests, or the piece, that are next; neither when nothing waits."""
+        assert self.work is None, "rule 1"
+        piece, self.piece = self.piece, None
+        if piece is not None:
+            return (), piece
+        if self.reads and not (self.writes and self.was_read):
+            self.was_read = True
+            return (self.reads.popleft(),), None
+        if self.writes:
+            self.was_read = False
+            return _next_group(self.writes), None
+        return (), None
+
+
+def _next_group(writes: deque[Request]) -> tuple[Request, ...]:
+    """Take the first request, and if it is an append, all that follow it directly (rule 2)."""
+    group = [writes.popleft()]
+    if not isinstance(group[0].message, AppendRaw):
+        return tuple(group)
+    group_bytes = queue_bytes(group[0].message)
+    while writes and isinstance(writes[0].message, AppendRaw):
+        group_bytes += queue_bytes(writes[0].message)
+        if group_bytes > GROUP_BYTES_MAX:
+            break
+        group.append(writes.popleft())
+    return tuple(group)
+
+
+def queue_bytes(message: StorageMessage) -> int:
+    """Return what a request holds in memory while it waits, or what its answer will."""
+    match message:
+        case AppendRaw() | Repair():
+            return REQUEST_BYTES + len(message.records) + len(message.lengths)
+        case RangeRaw() | LockBlocksRequest():
+            return REQUEST_BYTES + max(0, message.bytes_max)
+        case _:
+            return REQUEST_BYTES

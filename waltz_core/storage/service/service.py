@@ -1,0 +1,605 @@
+"""What a storage answers: requests of S 1 in, answers out. No sockets, no threads.
+
+Why it stands alone: the session rules of a storage, and which answer may leave when, decide over
+acknowledged data. Here they are a machine: the daemon drives it with threads, the simulator
+without.
+
+Each partition has a lane: one piece of work at a time, in the order of arrival. `RunWork` hands a
+piece out; whoever drives the machine calls `work.run()`, on any thread, and brings the result back
+with `WorkDone`. While a piece is under way, what arrives waits; then all appends that wait are
+written together and synced once (group commit). Reads wait in a queue of their own and take turns.
+
+Rules:
+    1. Only PREPARE raises a partition's session. Whatever names another session is refused with
+       the promised one.
+    2. What changes a partition, or reads it for the owner, comes on the connection that has
+       prepared its session with its nonce. Administration (`ADMINISTRATION`) may read beside it.
+    3. A later session ends older ones at once: what they have queued is refused, their connections
+       are closed. It counts from its arrival, not from its answer.
+    4. Nothing is answered as done before the engine has made it durable (`work.py`, rule 2).
+    5. A reader (no owner) is answered only while the partition is engaged in the session that it
+       names, and only up to what is synced.
+    6. After a write or a sync has failed the partition leaves its session. A second failure in the
+       life of the process ends it.
+    7. What waits is bounded: connections that bring more are not read until there is room.
+    8. Whoever finds damage, the owner is told of it at once, so that it can be mended while others
+       still have what is lost here. The scrub looks for it between the other work.
+    9. While appends are refused for want of room, it is looked for again and again.
+   10. An owner has one connection at a time, the latest. What comes late from one that it has given
+       up changes nothing; and nobody is told of a rival that is the owner itself.
+   11. A partition whose files were deleted or replaced under this process is not served any more,
+       and not opened again: it might have forgotten a promise. The others go on, and it is no
+       failure of the disk (rule 6).
+"""
+
+from collections import deque
+from typing import Final, TypeAlias, assert_never
+
+import numpy as np
+
+from waltz_core.errors import (
+    BadRequest,
+    ClusterKeyMismatch,
+    ConnectionSuperseded,
+    NotMounted,
+    ReplicaSuspect,
+    SessionFenced,
+    StorageIdMismatch,
+    UnknownPartition,
+    WaltzError,
+)
+from waltz_core.machine import Report, Wakeup
+from waltz_core.records.record import (
+    NO_SESSION,
+    PartitionId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.storage.files.format import NOBODYS_NONCE
+from waltz_core.storage.files.id_ranges import in_words
+from waltz_core.storage.files.room import Room
+from waltz_core.storage.log.partition_log import MARKER_INTERVAL_MS
+from waltz_core.storage.log.replica_log import ReplicaLog
+from waltz_core.storage.log.scrub import (
+    Piece,
+    Scrub,
+    ScrubState,
+    earlier,
+)
+from waltz_core.storage.service.lane import (
+    SESSION_JUMP_MAX,
+    Lane,
+    queue_bytes,
+)
+from waltz_core.storage.service.service_effects import (
+    Answer,
+    CloseConnection,
+    Effect,
+    EndProcess,
+    GiveUp,
+    Idle,
+    LookForRoom,
+    PauseReading,
+    ResumeReading,
+    RunWork,
+)
+from waltz_core.storage.service.work import (
+    ConnectionId,
+    Request,
+    Work,
+    WorkResult,
+)
+from waltz_core.values import value
+from waltz_core.wire.messages import (
+    AppendRaw,
+    DamageFound,
+    Engage,
+    Heartbeat,
+    HeartbeatAnswer,
+    LineageRequest,
+    LockBlocksRequest,
+    Nack,
+    OpenRequest,
+    Prepare,
+    Prepared,
+    RangeRaw,
+    Repair,
+    SetLowWaterMark,
+    StorageMessage,
+    SuccessResponse,
+    Truncate,
+)
+
+NO_STORAGE_ID: Final = bytes(16)
+ADMINISTRATION: Final = ConnectionId(0)  # no link has this number
+REFUSAL_CHARACTERS_MAX: Final = 1_000
+ROOM_AGAIN_MS: Final = 1_000
+
+
+# ---------------------------------------------------------------------------------------------
+# Events (a `Request` is one, too)
+
+
+@value(frozen=True, slots=True)
+class Disconnected:
+    """A connection is gone, whoever closed it."""
+
+    connection: ConnectionId
+
+
+@value(frozen=True, slots=True)
+class Opened:
+    """A partition is assigned to this storage and its log is open."""
+
+    log: ReplicaLog
+
+
+@value(frozen=True, slots=True)
+class Dropped:
+    """A partition is no longer assigned; `Idle` follows when its log may be closed."""
+
+    partition_id: PartitionId
+
+
+@value(frozen=True, slots=True)
+class WorkDone:
+    """A piece of work has come to its end; `result` is what its `run` returned."""
+
+    work: Work
+    result: WorkResult
+
+
+@value(frozen=True, slots=True)
+class ScrubNow:
+    """Somebody wants a partition read again from its beginning, or all of them (None)."""
+
+    partition_id: PartitionId | None = None
+
+
+@value(frozen=True, slots=True)
+class LookedForRoom:
+    """`LookForRoom` is done."""
+
+
+Event: TypeAlias = (
+    Request | Disconnected | Opened | Dropped | WorkDone | ScrubNow | LookedForRoom | Wakeup
+)
+
+
+@value(frozen=True, slots=True)
+class Identity:
+    """Whose storage this is."""
+
+    cluster_key: bytes
+    partition_count: int
+    storage_id: bytes
+
+
+class StorageService:
+    """The machine. See the module's rules."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        queue_bytes_max: int,
+        room: Room | None = None,
+        scrub: Scrub | None = None,
+    ) -> None:
+        assert queue_bytes_max > 0
+        self._identity = identity
+        self._room = room
+        self._room_at_ms: int | None = None
+        self._scrub = scrub if scrub is not None else Scrub()
+        self._queue_bytes_max = queue_bytes_max
+        self._lanes: dict[PartitionId, Lane] = {}
+        self._readers: dict[ConnectionId, None] = {}  # those that have sent a right OpenRequest
+        self._paused: dict[ConnectionId, None] = {}
+        self._failures_count = 0
+        self._is_full = False  # as it was reported last
+        self._mark_at_ms: int | None = None
+        self._effects: list[Effect] = []
+        self.queued_bytes = 0
+
+    @property
+    def wake_at_ms(self) -> int | None:
+        """When markers are to be moved, a piece is to be read, or room is looked for."""
+        return earlier(earlier(self._mark_at_ms, self._scrub.wake_at_ms), self._room_at_ms)
+
+    @property
+    def partitions(self) -> tuple[PartitionId, ...]:
+        """The partitions that are served, sorted."""
+        return tuple(sorted(self._lanes))
+
+    @property
+    def queued_count(self) -> int:
+        """How many requests have no answer yet; `queued_bytes` is what they hold."""
+        lanes = self._lanes.values()
+        waiting = sum(len(lane.writes) + len(lane.reads) for lane in lanes)
+        return waiting + sum(len(lane.work.requests) for lane in lanes if lane.work is not None)
+
+    def scrub_states(self, now_ms: int) -> list[ScrubState]:
+        """Return how far the scrub is with each partition."""
+        return self._scrub.states(now_ms)
+
+    @property
+    def scrub_places(self) -> dict[PartitionId, TransactionId]:
+        """Where to go on after a restart."""
+        return self._scrub.places
+
+    def step(self, event: Event, now_ms: int) -> list[Effect]:
+        """Take one event in (`machine.py`)."""
+        assert not self._effects
+        match event:
+            case Request():
+                self._receive(event)
+            case WorkDone():
+                self._work_done(event.work, event.result, now_ms)
+            case Disconnected():
+                self._disconnected(event.connection)
+            case Opened():
+                self._opened(event.log, now_ms)
+            case Dropped():
+                self._dropped(event.partition_id)
+            case ScrubNow(partition_id):
+                wanted = self._lanes if partition_id is None else {partition_id} & {*self._lanes}
+                self._scrub.ask(sorted(wanted), now_ms)
+                self._read_again(now_ms)
+            case LookedForRoom():
+                self._room_at_ms = None
+                self._notice_room(now_ms)
+            case Wakeup():
+                self._mark(now_ms)
+                self._read_again(now_ms)
+                self._look_for_room(now_ms)
+            case _:
+                assert_never(event)
+        self._resume()
+        effects = self._effects
+        self._effects = []
+        return effects
+
+    # ------------------------------------------------------------------ what came in
+
+    def _receive(self, request: Request) -> None:
+        try:
+            self._admit(request)
+        except WaltzError as error:
+            self._refuse(request, error)
+
+    def _admit(self, request: Request) -> None:
+        """Answer a request, queue it, or raise why not."""
+        message = request.message
+        match message:
+            case AppendRaw() | SetLowWaterMark() | Truncate() | Engage() | Repair():
+                lane = self._lane(message)
+                self._check_session(lane, message)
+                _check_owner(lane, request)
+                self._queue(lane, lane.writes, request)
+            case OpenRequest():
+                self._check_cluster(message.cluster_key, message.partition_count)
+                self._readers[request.connection] = None
+                self._answer(request, SuccessResponse(-1, -1, -1))
+            case Prepare():
+                self._admit_prepare(request, message)
+            case Heartbeat():
+                lane = self._lane(message)
+                self._check_session(lane, message)
+                if request.connection not in self._readers:
+                    _check_owner(lane, request)
+                self._answer(request, HeartbeatAnswer(*_prefix(message)))
+            case RangeRaw(reader=True) | LockBlocksRequest():
+                lane = self._lane(message)
+                self._check_reader(lane, request)
+                self._queue(lane, lane.reads, request)
+            case RangeRaw() | LineageRequest():
+                lane = self._lane(message)
+                if request.connection != ADMINISTRATION:
+                    self._check_session(lane, message)
+                    _check_owner(lane, request)
+                self._queue(lane, lane.reads, request)
+            case _:
+                raise BadRequest(f"a storage takes no {type(message).__name__}")
+
+    def _admit_prepare(self, request: Request, message: Prepare) -> None:
+        """Raise the session at once (rule 3); the promise is made durable by the work."""
+        self._check_cluster(message.cluster_key, message.partition_count)
+        if message.storage_id not in (self._identity.storage_id, NO_STORAGE_ID):
+            raise StorageIdMismatch(
+                f"expected the storage {message.storage_id.hex()} at this address, "
+                f"this is {self._identity.storage_id.hex()}"
+            )
+        lane = self._lane(message)
+        session = SessionId(message.session_id)
+        if not 0 <= session <= lane.promised + SESSION_JUMP_MAX:
+            raise BadRequest(f"session {session}: expected one soon after {lane.promised}")
+        if lane.nonce == NOBODYS_NONCE and session in (lane.promised - 1, lane.promised):
+            # One more than it has seen: the owner of what it has seen may ask, and is no rival.
+            raise ReplicaSuspect(
+                f"partition {message.partition_id}: a control slot was lost, and with it to whom "
+                f"session {session} was promised; session {lane.promised + 1} can be"
+            )
+        if session < lane.promised or (session == lane.promised and message.nonce != lane.nonce):
+            raise SessionFenced(
+                f"partition {message.partition_id}: session {session} comes after "
+                f"{lane.promised} was promised to another owner"
+            )
+        why: WaltzError = SessionFenced(f"session {session} was prepared")
+        if session == lane.promised:  # rule 10
+            why = ConnectionSuperseded(f"a later connection of session {session}'s owner is here")
+            if lane.owner is not None and request.connection < lane.owner:
+                raise why
+        # First the promise: whoever is refused for it is told of this session, not of his own.
+        lane.promised, lane.nonce = session, message.nonce
+        self._fence(lane, why, keep=request.connection)
+        lane.owner = request.connection
+        self._queue(lane, lane.writes, request)
+
+    def _fence(self, lane: Lane, why: WaltzError, *, keep: ConnectionId | None = None) -> None:
+        """End the session that the lane is in: refuse what is queued, close its connection.
+
+        What is queued is told why: only a later session may look like one to its owner.
+        """
+        for request in (*lane.writes, *lane.reads):
+            self._unqueue(request)
+            self._refuse(request, why)
+        lane.writes.clear()
+        lane.reads.clear()
+        if lane.owner not in (None, keep):
+            self._effects.append(CloseConnection(lane.owner, str(why)))
+        lane.owner = None
+        lane.engaged = NO_SESSION
+
+    def _disconnected(self, connection: ConnectionId) -> None:
+        """Forget a connection; what it has queued can be answered to nobody."""
+        self._readers.pop(connection, None)
+        self._paused.pop(connection, None)
+        for lane in self._lanes.values():
+            if lane.owner == connection:
+                lane.owner = None
+            for queue in filter(None, (lane.writes, lane.reads)):
+                gone = [request for request in queue if request.connection == connection]
+                for request in gone:
+                    queue.remove(request)
+                    self._unqueue(request)
+
+    def _opened(self, log: ReplicaLog, now_ms: int) -> None:
+        assert log.partition_id not in self._lanes
+        self._lanes[log.partition_id] = Lane(log, promised=log.promised, nonce=log.slot.nonce)
+        self._scrub.opened(log.partition_id, now_ms)
+        self._notice_room(now_ms)
+
+    def _dropped(self, partition_id: PartitionId) -> None:
+        lane = self._lanes.pop(partition_id)
+        self._scrub.dropped(partition_id)
+        gone = UnknownPartition(
+            f"partition {partition_id} is not assigned to this storage any more, or offline"
+        )
+        self._fence(lane, gone)
+        if lane.work is None:
+            self._effects.append(Idle(lane.log))
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_cluster(self, cluster_key: bytes, partition_count: int) -> None:
+        expected = (self._identity.cluster_key, self._identity.partition_count)
+        if (cluster_key, partition_count) != expected:
+            raise ClusterKeyMismatch(
+                f"this storage is of cluster {expected[0].hex()} with {expected[1]} partitions, "
+                f"asked for {cluster_key.hex()} with {partition_count}"
+            )
+
+    def _lane(self, message: StorageMessage) -> Lane:
+        lane = self._lanes.get(PartitionId(message.partition_id))
+        if lane is None or lane.is_gone:
+            raise UnknownPartition(
+                f"partition {message.partition_id} is not assigned to this storage, or offline"
+            )
+        return lane
+
+    def _check_session(self, lane: Lane, message: StorageMessage) -> None:
+        if message.session_id != lane.promised:
+            raise SessionFenced(
+                f"partition {message.partition_id}: {type(message).__name__} of session "
+                f"{message.session_id}, promised is {lane.promised}"
+            )
+
+    def _check_reader(self, lane: Lane, request: Request) -> None:
+        """Raise unless a reader may be answered (rule 5)."""
+        message = request.message
+        if request.connection not in self._readers:
+            raise BadRequest("a reader has to say first which cluster it means (OpenRequest)")
+        self._check_session(lane, message)
+        if lane.engaged != message.session_id:
+            raise NotMounted(
+                f"partition {message.partition_id} is not engaged in session {message.session_id}"
+            )
+
+    # ------------------------------------------------------------------ lanes
+
+    def _queue(self, lane: Lane, queue: deque[Request], request: Request) -> None:
+        queue.append(request)
+        self.queued_bytes += queue_bytes(request.message)
+        if self.queued_bytes > self._queue_bytes_max and request.connection not in self._paused:
+            self._paused[request.connection] = None
+            self._effects.append(PauseReading(request.connection))
+        if lane.work is None:
+            self._start_work(lane)
+
+    def _unqueue(self, request: Request) -> None:
+        self.queued_bytes -= queue_bytes(request.message)
+        assert self.queued_bytes >= 0
+
+    def _start_work(self, lane: Lane) -> None:
+        """Hand out what is next (`lane.py`)."""
+        requests, piece = lane.take_next()
+        if requests or piece is not None:
+            self._run(lane, requests, piece)
+
+    def _run(self, lane: Lane, requests: tuple[Request, ...], piece: Piece | None = None) -> None:
+        if lane.is_gone:
+            return
+        storage_id = self._identity.storage_id
+        lane.work = Work(lane.log, requests, storage_id, room=self._room, piece=piece)
+        self._effects.append(RunWork(lane.work))
+
+    def _work_done(self, work: Work, result: WorkResult, now_ms: int) -> None:
+        for request, outcome in zip(work.requests, result.outcomes, strict=True):
+            self._unqueue(request)
+            if isinstance(outcome, WaltzError):
+                self._refuse(request, outcome)
+            else:
+                self._answer(request, outcome)
+        lane = self._lanes.get(work.partition_id)
+        if lane is None or lane.work is not work:
+            self._effects.append(Idle(work.log))  # the partition was dropped meanwhile
+            return
+        lane.work = None
+        self._learn(lane, work, result)
+        self._tell_findings(lane, result)
+        self._notice_room(now_ms)
+        scrubbed = result.scrubbed
+        if scrubbed is not None and self._scrub.done(work.partition_id, scrubbed, now_ms):
+            self._report("scrub_finished", partition=work.partition_id)
+            self._tell_owner(lane)  # Once more: what could not be mended then may be now.
+        is_marked = not work.requests and work.piece is None
+        lane.is_unmarked = result.appended_count > 0 or (lane.is_unmarked and not is_marked)
+        if lane.is_unmarked and self._mark_at_ms is None:
+            self._mark_at_ms = now_ms + MARKER_INTERVAL_MS
+        self._start_work(lane)
+
+    def _mark(self, now_ms: int) -> None:
+        """Move the markers of logs that have had appends and are at rest now."""
+        if self._mark_at_ms is None or now_ms < self._mark_at_ms:
+            return
+        self._mark_at_ms = None
+        for lane in self._lanes.values():
+            if lane.is_unmarked and lane.work is None:
+                # One that is at work moves its own with a sync, and comes here again.
+                self._run(lane, ())
+
+    def _read_again(self, now_ms: int) -> None:
+        """Have the scrub's next piece read, as soon as its partition has done what it is at."""
+        while (partition_id := self._scrub.next_turn(now_ms)) is not None:
+            lane = self._lanes[partition_id]
+            lane.piece = self._scrub.begin(partition_id, lane.log.synced_max, now_ms)
+            if lane.piece is not None and lane.work is None:
+                self._start_work(lane)
+
+    def _tell_findings(self, lane: Lane, result: WorkResult) -> None:
+        """Tell of what has come to light, and the owner of all damage that is known (rule 8)."""
+        partition_id = lane.log.partition_id
+        if lane.is_gone:
+            return  # What was found then is not about this partition's log.
+        if result.has_released:
+            self._report("reserve_released", partition=partition_id)
+        for error in result.failed_reads:
+            self._report("read_failed", partition=partition_id, error=error)
+        if result.scrubbed is not None and result.scrubbed.error is not None:
+            error = result.scrubbed.error
+            self._report("scrub_passed_over", partition=partition_id, error=error)
+        if result.mended is not None:
+            self._report("damage_mended", partition=partition_id, ids=in_words((result.mended,)))
+        if result.found:
+            self._report("damage_found", partition=partition_id, ids=in_words(result.found))
+            self._tell_owner(lane)
+
+    def _tell_owner(self, lane: Lane) -> None:
+        """Tell the owner of all damage that is known, if there is any."""
+        if lane.owner is not None and lane.log.damaged:
+            damaged = np.array(lane.log.damaged, dtype=">i8").tobytes()
+            notice = DamageFound(lane.promised, 0, lane.log.partition_id, damaged)
+            self._effects.append(Answer(lane.owner, notice))
+
+    def _notice_room(self, now_ms: int) -> None:
+        if self._room is None:
+            return
+        if self._room.is_short != self._is_full:
+            self._is_full = self._room.is_short
+            name = "disk_full" if self._is_full else "disk_has_room"
+            self._report(name, reserved_bytes=self._room.reserved_bytes)
+        if self._is_full and self._room_at_ms is None:
+            self._room_at_ms = now_ms + ROOM_AGAIN_MS
+
+    def _look_for_room(self, now_ms: int) -> None:
+        if self._room is not None and self._room_at_ms is not None and self._room_at_ms <= now_ms:
+            # Until the answer is there.
+            self._room_at_ms = now_ms + 60 * ROOM_AGAIN_MS
+            self._effects.append(LookForRoom(self._room))
+
+    def _learn(self, lane: Lane, work: Work, result: WorkResult) -> None:
+        """Keep in the lane what a piece of work has changed."""
+        if result.gone is not None:
+            self._give_up(lane, result.gone)
+            return
+        if result.failure is not None:
+            self._failed(lane, result)
+            return
+        for request, outcome in zip(work.requests, result.outcomes, strict=True):
+            message = request.message
+            if message.session_id != lane.promised:
+                continue  # a later session has come while this was under way
+            if isinstance(outcome, WaltzError):
+                if isinstance(message, Prepare) and lane.owner == request.connection:
+                    self._fence(lane, outcome)
+            elif isinstance(message, Engage):
+                lane.engaged = SessionId(message.session_id)
+            elif isinstance(outcome, Prepared):
+                lane.prepared_max = TransactionId(outcome.synced_max)
+            elif isinstance(message, SetLowWaterMark) and message.mark != lane.prepared_max:
+                fields = {"session": message.session_id, "ended_at": lane.prepared_max}
+                partition_id = lane.log.partition_id
+                self._report(
+                    "replica_repaired", partition=partition_id, ends_at=message.mark, **fields
+                )
+
+    def _give_up(self, lane: Lane, why: WaltzError) -> None:
+        """Serve a partition no longer (rule 11)."""
+        self._report("files_replaced", partition=lane.log.partition_id, error=why)
+        lane.is_gone = True
+        self._fence(lane, why)
+        self._effects.append(GiveUp(lane.log, why))
+
+    def _failed(self, lane: Lane, result: WorkResult) -> None:
+        """Leave the session (rule 6)."""
+        assert result.failure is not None
+        self._failures_count += 1
+        partition_id = lane.log.partition_id
+        self._report("disk_failed", partition=partition_id, error=str(result.failure))
+        if self._failures_count > 1:
+            self._effects.append(EndProcess(str(result.failure)))
+        self._fence(lane, result.failure)
+
+    def _resume(self) -> None:
+        if self._paused and self.queued_bytes <= self._queue_bytes_max // 2:
+            self._effects += [ResumeReading(connection) for connection in self._paused]
+            self._paused.clear()
+
+    # ------------------------------------------------------------------ what goes out
+
+    def _answer(self, request: Request, message: StorageMessage) -> None:
+        self._effects.append(Answer(request.connection, message))
+
+    def _refuse(self, request: Request, error: WaltzError) -> None:
+        message = request.message
+        lane = self._lanes.get(PartitionId(message.partition_id))
+        # More than was seen would look like a ZooKeeper that has lost data.
+        promised = lane.seen if lane is not None else NO_SESSION
+        self._report("refused", request=type(message).__name__, error=type(error).__name__)
+        text = str(error)[:REFUSAL_CHARACTERS_MAX]
+        self._answer(request, Nack(*_prefix(message), error.code, promised, text))
+
+    def _report(self, name: str, **fields: object) -> None:
+        self._effects.append(Report(name, tuple(fields.items())))
+
+
+def _check_owner(lane: Lane, request: Request) -> None:
+    if lane.owner != request.connection:
+        raise SessionFenced(
+            f"partition {request.message.partition_id}: this connection has not prepared session "
+            f"{request.message.session_id}"
+        )
+
+
+def _prefix(message: StorageMessage) -> tuple[int, int, int]:
+    return message.session_id, message.sequence, message.partition_id

@@ -1,0 +1,121 @@
+"""What administration asks of a storage directory, and does to it: errands as calls of the engine.
+
+Why it stands alone: the daemon carries errands out on threads, the simulator in virtual time, and
+both have to do the same.
+"""
+
+from contextlib import suppress
+from functools import partial
+from typing import assert_never
+
+from waltz_core.errors import WaltzError
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    PartitionId,
+)
+from waltz_core.storage.files.format import (
+    FLAG_ASSIGNED,
+    FLAG_AVAILABLE,
+)
+from waltz_core.storage.log.partition_log import PartitionLog
+from waltz_core.storage.service import errands
+from waltz_core.storage.service.engine import Engine
+from waltz_core.storage.service.errands import (
+    Change,
+    Held,
+    LogFacts,
+    ReplicaFacts,
+    RoomFacts,
+)
+
+
+def partition_of(change: Change) -> PartitionId:
+    """Return the partition that a change is about."""
+    if isinstance(change, errands.PutCopy):
+        return PartitionId(change.batches.partition_id)
+    return change.partition_id
+
+
+def carry_out(engine: Engine, change: Change) -> object:
+    """Change a partition that nobody is at, durably; blocks. Its log is open again afterwards.
+
+    A full disk has room for that in its reserve, but for a copy. Raises what the engine does, and
+    then the change may have been begun.
+    """
+    if isinstance(change, errands.PutCopy):
+        return engine.put_copy(change.batches)
+    engine.room.with_reserve(partial(_carry_out, engine, change))
+    if change.partition_id in engine.assigned():
+        # What was changed is durable; why it does not open is in `failed`.
+        with suppress(WaltzError):
+            engine.room.with_reserve(partial(engine.assign, change.partition_id))
+    return None
+
+
+def _carry_out(
+    engine: Engine,
+    change: errands.Hold | errands.GiveUp | errands.Switch | errands.Doubt | errands.Empty,
+) -> None:
+    match change:
+        case errands.Hold():
+            engine.assign(change.partition_id)
+        case errands.GiveUp():
+            engine.unassign(change.partition_id, deletes_files=change.deletes_files)
+        case errands.Switch():
+            engine.set_available(change.partition_id, is_available=change.is_available)
+        case errands.Doubt():
+            engine.mark_suspect(change.partition_id)
+        case errands.Empty():
+            engine.re_seed(change.partition_id)
+        case _:
+            assert_never(change)
+
+
+def held_by(engine: Engine) -> tuple[Held, ...]:
+    """Return all partitions that are held."""
+    found = []
+    for partition_id in engine.assigned():
+        log = engine.logs.get(partition_id)
+        synced_max = BEFORE_FIRST if log is None else log.synced_max
+        is_available = engine.is_available(partition_id)
+        found.append(Held(partition_id, engine.info(partition_id), synced_max, is_available))
+    return tuple(found)
+
+
+def room_of(engine: Engine, clock_ms: int) -> RoomFacts:
+    """Return how the disk stands, with the time that it is."""
+    room = engine.room
+    facts = RoomFacts(None, room.reserved_bytes, room.is_short, clock_ms)
+    try:
+        return facts._replace(free_bytes=room.free_bytes(), size_bytes=room.size_bytes())
+    except WaltzError as error:
+        return facts._replace(disk_error=str(error))
+
+
+def facts_of(engine: Engine, partition_id: PartitionId, *, is_served: bool) -> ReplicaFacts:
+    """Return how a partition stands; raises UnknownPartition where the cluster has none such."""
+    info = engine.info(partition_id)
+    log, error = engine.logs.get(partition_id), engine.failed.get(partition_id)
+    why_not = "its log is not open" if error is None else str(error)
+    return ReplicaFacts(
+        is_held=bool(info.flags & FLAG_ASSIGNED),
+        is_available=bool(info.flags & FLAG_AVAILABLE),
+        is_served=is_served,
+        info=info,
+        log=None if log is None else _facts_of(log),
+        why_not=why_not if log is None else "",
+    )
+
+
+def _facts_of(log: PartitionLog) -> LogFacts:
+    # NB: another thread may append meanwhile; what is told of a log that is served is a moment's.
+    state = log.state()
+    return LogFacts(
+        is_suspect=log.suspect,
+        promised=log.promised,
+        last_session=log.last_session,
+        low_water_mark=log.confirmed_low_water_mark,
+        synced_max=state.synced_max,
+        chain=state.chain,
+        damaged=log.damaged,
+    )

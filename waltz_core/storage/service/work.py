@@ -1,0 +1,453 @@
+"""Pieces of work on one partition: calls of its log, made in one go, maybe on another thread.
+
+Why it stands alone: everything here blocks on the disk, and nothing here decides. What may be asked
+for and who is told is `service.py`'s; these functions only turn a message into calls and what the
+log says into answers.
+
+Rules:
+    1. One outcome for each request, in their order: an answer, or the error why there is none.
+    2. An append counts as done after the sync that covers it, and never before.
+    3. The bytes of an append are held against the CRC that they were sent with, in one pass that
+       serves for the records' own CRCs too; records are never looked at one by one.
+    4. After a failed append of a group the later ones are refused with it: they follow on it.
+    5. Appends for which there is no room are refused before the first is written. Whatever else
+       finds none has it from the reserve, and is done again (`room.py`).
+    6. Damage that comes to light on the way is in the result, whatever the work was for.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NewType, TypeAlias
+
+import numpy as np
+
+from waltz_core.errors import (
+    BadRequest,
+    ChecksumMismatch,
+    DiskFailed,
+    NoSpace,
+    ReadFailed,
+    WaltzError,
+)
+from waltz_core.records import raw_records
+from waltz_core.records.checksum import crc32
+from waltz_core.records.record import (
+    GENESIS_CHAIN,
+    RECORD_HEADER,
+    RECORD_OVERHEAD_BYTES,
+    Chain,
+    PartitionId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.storage.files.format import IdRange
+from waltz_core.storage.files.id_ranges import without_damage
+from waltz_core.storage.files.room import (
+    Room,
+    append_bytes,
+)
+from waltz_core.storage.log.reading import PlacesRead
+from waltz_core.storage.log.replica_log import ReplicaLog
+from waltz_core.storage.log.scrub import (
+    Piece,
+    Scrubbed,
+)
+from waltz_core.values import value
+from waltz_core.wire.messages import (
+    ENTRIES_MAX,
+    Appended,
+    AppendRaw,
+    Engage,
+    LineageRequest,
+    LineageResponse,
+    LockBlocks,
+    LockBlocksRequest,
+    Prepare,
+    Prepared,
+    RangeBytes,
+    RangeForm,
+    RangeRaw,
+    Repair,
+    ReplicaState,
+    SetLowWaterMark,
+    StorageMessage,
+    Truncate,
+)
+from waltz_core.wire.places import PLACES, PLACES_BYTES_MAX, encode_places
+
+ConnectionId = NewType("ConnectionId", int)
+# The most that is read for one answer; a single batch or record that is larger is sent whole.
+RANGE_BYTES_MAX: Final = 8 * 1024 * 1024
+# An answer of whole batches needs the lineage of each, and there may be as many as records.
+BATCHES_BYTES_MAX: Final = ENTRIES_MAX * RECORD_OVERHEAD_BYTES
+
+
+@value(frozen=True, slots=True)
+class Request:
+    """A message that has come on a connection."""
+
+    connection: ConnectionId
+    message: StorageMessage
+
+
+Outcome: TypeAlias = StorageMessage | WaltzError
+
+
+@dataclass(slots=True)
+class WorkResult:
+    """One outcome for each request (rule 1), the disk's failure if it failed, and what to count.
+
+    `found` are ids that were not known to be damaged before; `failed_reads` is what the disk said
+    about bytes that it did not give.
+    """
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    failure: DiskFailed | None = None
+    gone: WaltzError | None = None  # its files were deleted or replaced
+    appended_count: int = 0
+    appended_bytes: int = 0
+    read_count: int = 0
+    read_bytes: int = 0
+    sync_s: float | None = None  # how long the sync of a group of appends took
+    found: tuple[IdRange, ...] = ()
+    mended: IdRange | None = None
+    failed_reads: list[str] = field(default_factory=list)
+    scrubbed: Scrubbed | None = None
+    has_released: bool = False  # the reserve was given up for this
+
+
+def _no_clock() -> float:
+    return 0.0
+
+
+class Work:
+    """Requests of one partition that are served in one go, or a piece of its log to be read again.
+
+    Without either, its marker is moved.
+    """
+
+    __slots__ = ("_room", "_storage_id", "log", "piece", "requests")
+
+    def __init__(
+        self,
+        log: ReplicaLog,
+        requests: tuple[Request, ...],
+        storage_id: bytes,
+        *,
+        room: Room | None = None,
+        piece: Piece | None = None,
+    ) -> None:
+        assert not (requests and piece is not None)
+        self.log = log
+        self.requests = requests
+        self.piece = piece
+        self._storage_id = storage_id
+        self._room = room
+
+    @property
+    def partition_id(self) -> PartitionId:
+        """The partition that all requests are about."""
+        return self.log.partition_id
+
+    @property
+    def is_append(self) -> bool:
+        """Whether it writes new records."""
+        return bool(self.requests) and isinstance(self.requests[0].message, AppendRaw)
+
+    def run(self, clock_s: Callable[[], float] = _no_clock) -> WorkResult:
+        """Do it; blocks. The log's errors are in the result, anything else is our own bug."""
+        result = self._run(clock_s)
+        room = self._room
+        wants_room = any(isinstance(each, NoSpace) for each in result.outcomes)
+        if wants_room and room is not None:
+            if self.is_append:
+                room.lacked(self._append_bytes())
+            else:
+                room.release()
+                result = self._run(clock_s)
+                result.has_released = True
+        return result
+
+    def _append_bytes(self) -> int:
+        return sum(_append_bytes(each.message) for each in self.requests)
+
+    def _run(self, clock_s: Callable[[], float]) -> WorkResult:
+        result = WorkResult()
+        known = self.log.damaged
+        try:
+            if self.piece is not None:
+                result.scrubbed = _scrub(self.log, self.piece)
+            elif not self.requests:
+                self.log.mark_acked()
+            elif self.is_append:
+                if self._room is not None:
+                    self._room.check(self._append_bytes())
+                _append_group(self.log, self.requests, result, clock_s)
+            else:
+                assert len(self.requests) == 1
+                result.outcomes.append(self._serve(self.requests[0].message, result))
+        except WaltzError as found:
+            error = self._cause_of(found)
+            self._note(error, result)
+            if self.piece is not None:
+                # What cannot be got past is left to the next pass, and to whoever reads of it.
+                beyond = TransactionId(self.log.reader.segment_end(self.piece.first) + 1)
+                result.scrubbed = Scrubbed(beyond, 0, str(error))
+            missing = len(self.requests) - len(result.outcomes)
+            result.outcomes += [error] * missing
+        assert len(result.outcomes) == len(self.requests)
+        result.gone = self.log.gone
+        if self.log.damaged is not known:
+            result.found = _without(self.log.damaged, known)
+        result.failed_reads += self.log.reader.take_errors()
+        return result
+
+    def _note(self, error: WaltzError, result: WorkResult) -> None:
+        """Have the result tell what an error is about."""
+        if isinstance(error, ReadFailed):  # Its disk has kept what was written.
+            result.failed_reads.append(str(error))
+        elif isinstance(error, DiskFailed):
+            result.failure = error
+
+    def _cause_of(self, error: WaltzError) -> WaltzError:
+        """Return what is wrong: calls on files that were deleted fail, and their disk does not."""
+        if isinstance(error, DiskFailed):
+            try:
+                self.log.check_place()
+            except WaltzError as found:
+                return found
+        return error
+
+    def _serve(self, message: StorageMessage, result: WorkResult) -> StorageMessage:
+        match message:
+            case Prepare():
+                return _prepare(self.log, message, self._storage_id)
+            case RangeRaw():
+                return _read(self.log, message, result)
+            case LineageRequest():
+                return _lineage(self.log, message)
+            case Repair():
+                state = _change(self.log, message)
+                last = message.first + len(message.lengths) // 4 - 1
+                result.mended = IdRange(TransactionId(message.first), TransactionId(last))
+                return state
+            case LockBlocksRequest():
+                return _lock_blocks(self.log, message)
+            case _:
+                return _change(self.log, message)
+
+
+def _without(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[IdRange, ...]:
+    for each in known:
+        ranges = without_damage(ranges, each)
+    return ranges
+
+
+def _scrub(log: ReplicaLog, piece: Piece) -> Scrubbed:
+    log.check_place()
+    before = log.reader.checked_bytes
+    next_id = log.verify(piece.first, piece.bytes_max)
+    return Scrubbed(next_id, log.reader.checked_bytes - before)
+
+
+# ---------------------------------------------------------------------------------------------
+# Appends
+
+
+def _append_bytes(append: StorageMessage) -> int:
+    """Return what an append will take on the disk."""
+    assert isinstance(append, AppendRaw)
+    return append_bytes(len(append.records), len(append.lengths) // 4, len(append.lineage))
+
+
+def _append_group(
+    log: ReplicaLog,
+    requests: Sequence[Request],
+    result: WorkResult,
+    clock_s: Callable[[], float],
+) -> None:
+    """Write all appends, sync once, answer all (group commit)."""
+    written: list[AppendRaw] = []
+    refused: WaltzError | None = None
+    for request in requests:
+        append = request.message
+        assert isinstance(append, AppendRaw)
+        try:
+            _append(log, append)
+        except DiskFailed:
+            raise
+        except WaltzError as error:
+            refused = error
+            break
+        written.append(append)
+    if written:
+        started_s = clock_s()
+        synced_max = log.sync()
+        result.sync_s = clock_s() - started_s
+        log.lock_file.append([append.locks for append in written if append.locks])
+        for append in written:
+            result.outcomes.append(_appended(append, synced_max, result))
+    if refused is not None:
+        result.outcomes += [refused] * (len(requests) - len(written))
+
+
+def _appended(append: AppendRaw, synced_max: TransactionId, result: WorkResult) -> Appended:
+    """Count what is durable now; return the answer."""
+    assert append.lineage[-1].last <= synced_max, "rule 2"
+    result.appended_count += len(append.lengths) // 4
+    result.appended_bytes += len(append.records)
+    return Appended(append.session_id, append.sequence, append.partition_id, synced_max)
+
+
+def _append(log: ReplicaLog, append: AppendRaw) -> None:
+    _check_crc("append", append)
+    log.append(
+        SessionId(append.session_id),
+        TransactionId(append.first),
+        raw_records.lengths_from_wire(append.lengths, len(append.records)),
+        append.records,
+        Chain(append.chain_before),
+        append.lineage,
+        records_crc=append.records_crc,
+    )
+
+
+def _check_crc(what: str, message: AppendRaw | Repair) -> None:
+    found = crc32(message.records)
+    if found != message.records_crc:
+        raise ChecksumMismatch(
+            f"{what} from {message.first}: expected CRC {message.records_crc:08x} over "
+            f"{len(message.records)} bytes, found {found:08x}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Everything else, one at a time
+
+
+def _change(log: ReplicaLog, message: StorageMessage) -> ReplicaState:
+    session = SessionId(message.session_id)
+    match message:
+        case SetLowWaterMark():
+            log.set_low_water_mark(session, TransactionId(message.mark), Chain(message.chain))
+        case Truncate():
+            log.truncate(
+                session,
+                TransactionId(message.last_to_keep),
+                TransactionId(message.base),
+                Chain(message.base_chain),
+            )
+        case Engage():
+            log.engage(session, TransactionId(message.mark))
+        case Repair():
+            _check_crc("repair", message)
+            lengths = raw_records.lengths_from_wire(message.lengths, len(message.records))
+            log.repair(TransactionId(message.first), lengths, message.records)
+        case _:
+            raise BadRequest(f"a storage takes no {type(message).__name__}")
+    state = log.state()
+    return ReplicaState(*_prefix(message), state.synced_max, state.chain)
+
+
+def _prepare(log: ReplicaLog, message: Prepare, storage_id: bytes) -> Prepared:
+    found = log.prepare(SessionId(message.session_id), message.nonce)
+    return Prepared(
+        *_prefix(message),
+        storage_id=storage_id,
+        last_session=found.last_session,
+        low_water_mark=found.low_water_mark,
+        mark_confirmed=found.mark_confirmed,
+        synced_max=found.synced_max,
+        chain=found.chain,
+        suspect=found.suspect,
+        damaged=np.array(found.damaged, dtype=">i8").tobytes(),
+        engaged_session=found.engaged_session,
+    )
+
+
+def _read(log: ReplicaLog, message: RangeRaw, result: WorkResult) -> RangeBytes:
+    first = TransactionId(message.first)
+    last = TransactionId(min(message.last, log.synced_max))
+    limit = BATCHES_BYTES_MAX if message.whole_batches else RANGE_BYTES_MAX
+    bytes_max = min(max(1, message.bytes_max), limit)
+    if message.reader and first > last:
+        return _nothing(message)
+    if message.form == PLACES and message.reader:
+        return _places(log.reader.places(first, last, _places_bytes(message)), message, result)
+    if message.form == RangeForm.HEADERS:
+        headers = log.read_headers(first, last, bytes_max)
+        records, lengths = headers.headers, b""
+        count = len(records) // RECORD_HEADER.size
+        chain_before, entries = headers.chain_before, headers.entries
+    elif message.form == RangeForm.WHOLE:
+        read = log.read_range(first, last, bytes_max, whole_batches=message.whole_batches)
+        count, records = int(read.lengths.size), read.records
+        lengths = raw_records.lengths_to_wire(read.lengths)
+        chain_before, entries = read.chain_before, read.entries
+    else:
+        raise BadRequest(f"a range has no form {message.form}")
+    result.read_count += count
+    result.read_bytes += len(records)
+    return RangeBytes(
+        *_prefix(message),
+        first=first,
+        count=count,
+        form=message.form,
+        lengths=lengths,
+        records=records,
+        records_crc=crc32(records),
+        chain_before=chain_before,
+        lineage=entries,
+    )
+
+
+def _places_bytes(message: RangeRaw) -> int:
+    return min(max(1, message.bytes_max), PLACES_BYTES_MAX)
+
+
+def _places(read: PlacesRead, message: RangeRaw, result: WorkResult) -> RangeBytes:
+    """Return where the records lie: whoever asked reads them himself, and checks them."""
+    count, places = int(read.lengths.size), encode_places(read.places)
+    result.read_count += count
+    result.read_bytes += sum(place.size for place in read.places)
+    return RangeBytes(
+        *_prefix(message),
+        first=read.first,
+        count=count,
+        form=PLACES,
+        lengths=raw_records.lengths_to_wire(read.lengths),
+        records=places,
+        records_crc=crc32(places),
+        chain_before=GENESIS_CHAIN,  # which only whole batches need
+        lineage=read.entries,
+    )
+
+
+def _nothing(message: RangeRaw) -> RangeBytes:
+    """Return the answer to a reader that asks for what is not synced here yet."""
+    return RangeBytes(
+        *_prefix(message),
+        first=message.first,
+        count=0,
+        form=message.form,
+        lengths=b"",
+        records=b"",
+        records_crc=crc32(b""),
+        chain_before=GENESIS_CHAIN,
+        lineage=(),
+    )
+
+
+def _lineage(log: ReplicaLog, message: LineageRequest) -> LineageResponse:
+    chain_before, entries = log.lineage(TransactionId(message.first), TransactionId(message.last))
+    return LineageResponse(*_prefix(message), chain_before, entries)
+
+
+def _lock_blocks(log: ReplicaLog, message: LockBlocksRequest) -> LockBlocks:
+    bytes_max = min(max(0, message.bytes_max), RANGE_BYTES_MAX)
+    return LockBlocks(*_prefix(message), log.lock_file.newest(bytes_max))
+
+
+def _prefix(message: StorageMessage) -> tuple[int, int, int]:
+    """Return what every answer echoes of its request."""
+    return message.session_id, message.sequence, message.partition_id
