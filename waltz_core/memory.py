@@ -40,8 +40,13 @@ from waltz_core.records.record import (
     PartitionId,
     TransactionId,
 )
-from waltz_core.server.in_process import GENERATION, Failures, Faults, MemoryServer
-from waltz_core.server.memory import StoredTransaction
+from waltz_core.server.process.in_process import (
+    GENERATION,
+    Failures,
+    Faults,
+    MemoryServer,
+)
+from waltz_core.server.process.log_in_memory import StoredTransaction
 from waltz_core.transport import net
 
 # What clients are given unless a test says otherwise: a process waits for nobody long.

@@ -47,7 +47,7 @@ from waltz_sim.world.network import NEAR
 
 if TYPE_CHECKING:
     from waltz_core.replication.partition_store import PartitionStore
-    from waltz_core.server.events import Answer
+    from waltz_core.server.partition_events import Answer
     from waltz_core.storage.service.work import (
         Work,
         WorkResult,

@@ -4,7 +4,7 @@ import sys
 
 from waltz_core.cli.main import main
 from waltz_core.errors import Unreachable
-from waltz_core.server import neighbours
+from waltz_core.server.process import neighbours
 
 
 class Wall:

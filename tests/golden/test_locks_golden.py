@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from waltz_core.records.record import lock_hash
-from waltz_core.server.locks import indices
+from waltz_core.server.locking.lock_table import indices
 
 EXAMPLES = json.loads((Path(__file__).parent / "locks.json").read_text(encoding="utf-8"))
 

@@ -12,8 +12,8 @@ from tests.integration.test_server_daemon import World, cluster, connect, ids, r
 from tests.loops import until
 from tests.original_client import OriginalClient, Req
 from waltz_core.records.record import PartitionId
-from waltz_core.server import host as hosting
-from waltz_core.server.daemon import Server
+from waltz_core.server.process import host as hosting
+from waltz_core.server.process.server_daemon import Server
 from waltz_core.wire import messages
 
 VERSIONS = range(5)

@@ -17,7 +17,7 @@ from tests.original_client import Req, Wire
 from tests.patience import HANG_S
 from waltz_core.records.record import PartitionId
 from waltz_core.server import originals
-from waltz_core.server.daemon import Server
+from waltz_core.server.process.server_daemon import Server
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wire" / "client_server_v4.json"
 VERSIONS = range(5)

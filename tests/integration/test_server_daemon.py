@@ -36,8 +36,8 @@ from waltz_core.records.record import (
     ReplicaId,
     ReqId,
 )
-from waltz_core.server import daemon
-from waltz_core.server.daemon import Server
+from waltz_core.server.process import server_daemon
+from waltz_core.server.process.server_daemon import Server
 from waltz_core.transport import net
 from waltz_core.wire import messages
 from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason, Surface
@@ -422,8 +422,8 @@ def test_a_storage_that_is_replaced_is_taken_in_without_a_new_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     soon = partial(dataclasses.replace, redial_ms_min=10, redial_ms_max=20, refused_retry_ms=30)
-    limits_of = daemon.store_limits_of
-    monkeypatch.setattr(daemon, "store_limits_of", lambda config: soon(limits_of(config)))
+    limits_of = server_daemon.store_limits_of
+    monkeypatch.setattr(server_daemon, "store_limits_of", lambda config: soon(limits_of(config)))
 
     async def main() -> None:
         async with cluster() as (world, server):

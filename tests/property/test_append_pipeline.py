@@ -27,12 +27,24 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.replication.events import Batch, SessionOpened
-from waltz_core.server.append import AppendPipeline
-from waltz_core.server.events import Answer, ConnectionId, Limits
-from waltz_core.server.mounts import Mounts
-from waltz_core.server.outcomes import Ahead, Outcome, Reached, SubmitBatch
-from waltz_core.server.pace import LARGE_BYTES, Pace
-from waltz_core.server.tickets import Ticket
+from waltz_core.server.append.mounts import Mounts
+from waltz_core.server.append.outcomes import (
+    Ahead,
+    Outcome,
+    Reached,
+    SubmitBatch,
+)
+from waltz_core.server.append.pace import (
+    LARGE_BYTES,
+    Pace,
+)
+from waltz_core.server.append.pipeline import AppendPipeline
+from waltz_core.server.locking.tickets import Ticket
+from waltz_core.server.partition_events import (
+    Answer,
+    ConnectionId,
+    Limits,
+)
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
 
 SEEDS = range(150)

@@ -8,18 +8,22 @@ from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.cluster.zookeeper.watchdog import Watchdog
 from waltz_core.records.batches import LockColumn
 from waltz_core.records.lock_blocks import Blocks
-from waltz_core.server import append, judging
-from waltz_core.server.append import AppendPipeline
-from waltz_core.server.contenders import Contenders
-from waltz_core.server.following import Admitted, Following
-from waltz_core.server.judging import Piece
-from waltz_core.server.locks import LockTable
-from waltz_core.server.mounts import Mounts
-from waltz_core.server.outcomes import Reached
-from waltz_core.server.partition import Partition
-from waltz_core.server.proofs import Proofs
-from waltz_core.server.reads import Reads
-from waltz_core.server.tickets import BatchTicket
+from waltz_core.server.append import pipeline
+from waltz_core.server.append.mounts import Mounts
+from waltz_core.server.append.outcomes import Reached
+from waltz_core.server.append.pipeline import AppendPipeline
+from waltz_core.server.locking import judging
+from waltz_core.server.locking.contenders import Contenders
+from waltz_core.server.locking.following import (
+    Admitted,
+    Following,
+)
+from waltz_core.server.locking.judging import Piece
+from waltz_core.server.locking.lock_table import LockTable
+from waltz_core.server.locking.tickets import BatchTicket
+from waltz_core.server.partition.proofs import Proofs
+from waltz_core.server.partition.served_partition import Partition
+from waltz_core.server.read.reads import Reads
 from waltz_core.wire.messages import Reason
 
 
@@ -101,8 +105,8 @@ def without_locks(kind):
 
     def judge_row(self, locks, mark, *, high_water_mark, next_id):
         marks = {"high_water_mark": high_water_mark, "next_id": next_id}
-        write, read, append = locks
-        left = (write, (), append) if kind == "read" else (write, read, ())
+        write, read, pipeline = locks
+        left = (write, (), pipeline) if kind == "read" else (write, read, ())
         return judge_one(self, left, mark, **marks)
 
     yield instead(LockTable, "judge", judge_rows)
@@ -112,7 +116,7 @@ def without_locks(kind):
 @switch
 def conflict_in_flight_told_at_once() -> Patches:
     """A refusal for a transaction in flight is told before that one is final."""
-    rows, singles = append.judge_rows, append.judge_singles
+    rows, singles = pipeline.judge_rows, pipeline.judge_singles
 
     def judge_rows(ticket, stop, table, place):
         piece = rows(ticket, stop, table, place)
@@ -126,8 +130,8 @@ def conflict_in_flight_told_at_once() -> Patches:
         told = [ticket for ticket in piece.doubtful if ticket.transaction_id < 0]
         return Piece(piece.part, kept, [*piece.refused, *told])
 
-    yield instead(append, "judge_rows", judge_rows)
-    yield instead(append, "judge_singles", judge_singles)
+    yield instead(pipeline, "judge_rows", judge_rows)
+    yield instead(pipeline, "judge_singles", judge_singles)
 
 
 @switch
@@ -264,10 +268,10 @@ def cache_filled_at_submission() -> Patches:
 
     def _route(self, outcomes, out):
         for outcome in outcomes:
-            if isinstance(outcome, append.SubmitBatch):
+            if isinstance(outcome, pipeline.SubmitBatch):
                 flight = self.pipeline._flights[-1]
                 self.reads.remember(flight.entry, flight.batch)
-            if not isinstance(outcome, append.BatchCommitted):
+            if not isinstance(outcome, pipeline.BatchCommitted):
                 original(self, [outcome], out)
 
     yield instead(Partition, "_route", _route)
@@ -282,7 +286,7 @@ def feed_reaches_what_is_in_flight() -> Patches:
     def _route(self, outcomes, out):
         original(self, outcomes, out)
         for outcome in outcomes:
-            if isinstance(outcome, append.SubmitBatch):
+            if isinstance(outcome, pipeline.SubmitBatch):
                 flight = self.pipeline._flights[-1] if self.pipeline._flights else None
                 if flight is not None and flight.batch is outcome.batch:
                     self.reads.remember(flight.entry, flight.batch)
@@ -421,7 +425,7 @@ def lock_blocks_taken_over_the_floor() -> Patches:
 @switch
 def append_locks_not_told_to_storages() -> Patches:
     """A lock block holds the write locks alone."""
-    rows, singles = append.judge_rows, append.judge_singles
+    rows, singles = pipeline.judge_rows, pipeline.judge_singles
 
     def judge_rows(ticket, stop, table, place):
         def without(told):
@@ -446,8 +450,8 @@ def append_locks_not_told_to_storages() -> Patches:
         packed = np.array(locks, dtype=">i4").tobytes()
         return piece._replace(locks=packed, writers=writers)
 
-    yield instead(append, "judge_rows", judge_rows)
-    yield instead(append, "judge_singles", judge_singles)
+    yield instead(pipeline, "judge_rows", judge_rows)
+    yield instead(pipeline, "judge_singles", judge_singles)
 
 
 @switch

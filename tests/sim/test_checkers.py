@@ -23,8 +23,11 @@ from waltz_core.records.record import (
     ReqId,
 )
 from waltz_core.replication import events
-from waltz_core.server.events import Answer, refusal
-from waltz_core.server.locks import LockTable
+from waltz_core.server.locking.lock_table import LockTable
+from waltz_core.server.partition_events import (
+    Answer,
+    refusal,
+)
 from waltz_core.storage.service.work import (
     Request,
     Work,

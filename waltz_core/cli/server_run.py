@@ -21,6 +21,6 @@ def add(verbs: Verbs) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     spare_threads()
-    from waltz_core.server.daemon import run  # noqa: PLC0415 - only a server needs it
+    from waltz_core.server.process.server_daemon import run  # noqa: PLC0415 - only a server needs it
 
     return run_daemon(arguments, ServerConfig, run)

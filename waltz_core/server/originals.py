@@ -26,8 +26,11 @@ from waltz_core.records.record import (
     PartitionId,
     ReqId,
 )
-from waltz_core.server.answers import NOT_READY, READY
-from waltz_core.server.events import Answer
+from waltz_core.server.append.answers import (
+    NOT_READY,
+    READY,
+)
+from waltz_core.server.partition_events import Answer
 from waltz_core.values import value
 from waltz_core.wire.feed_frames import feed_frames
 from waltz_core.wire.messages import (

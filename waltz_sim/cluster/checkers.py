@@ -41,7 +41,7 @@ from waltz_sim.promises.witness import Witness
 
 if TYPE_CHECKING:
     from waltz_core.replication.partition_store import PartitionStore
-    from waltz_core.server.events import Answer
+    from waltz_core.server.partition_events import Answer
     from waltz_core.wire.messages import ClientMessage, StorageMessage
     from waltz_sim.cluster.clients import SimClient
     from waltz_sim.cluster.cluster import SimCluster

@@ -1,6 +1,6 @@
 """A server of the simulation: the production partition and its store, in virtual time.
 
-Why it stands alone: it is what `server/host.py` and `server/replicas.py` are outside: links to
+Why it stands alone: it is what `server/process/host.py` and `server/process/storage_links.py` are outside: links to
 storages, links from clients, questions to ZooKeeper, and a process that can die of a machine.
 
 Rules:
@@ -23,8 +23,12 @@ from waltz_core.records.record import (
 from waltz_core.replication import events
 from waltz_core.replication.invariants import check
 from waltz_core.replication.partition_store import PartitionStore
-from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
-from waltz_core.server.events import (
+from waltz_core.server.append.pace import (
+    LARGE_BYTES,
+    Pace,
+)
+from waltz_core.server.partition.served_partition import Partition
+from waltz_core.server.partition_events import (
     Answer,
     Closed,
     Congested,
@@ -39,8 +43,11 @@ from waltz_core.server.events import (
     Received,
     refusal,
 )
-from waltz_core.server.pace import LARGE_BYTES, Pace
-from waltz_core.server.partition import Partition
+from waltz_core.server.read.cache import (
+    CacheBudget,
+    FeedCache,
+    TransactionCache,
+)
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendRequest,

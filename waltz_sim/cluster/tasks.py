@@ -2,7 +2,7 @@
 
 The first attempt has read the generation and is paused before it mounts. The second one mounts with
 a higher connection sequence, appends all rows and disconnects. Then the first one continues: it
-mounts and appends the same rows. The server's fences must refuse it (`server/mounts.py`, rule 1).
+mounts and appends the same rows. The server's fences must refuse it (`server/append/mounts.py`, rule 1).
 
 Rules:
     1. The rows have the same request IDs in both attempts: a second one in the log is a violation

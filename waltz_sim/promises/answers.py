@@ -50,7 +50,7 @@ from waltz_core.wire.messages import (
 from waltz_sim.promises.history import data_in
 
 if TYPE_CHECKING:
-    from waltz_core.server.events import Answer
+    from waltz_core.server.partition_events import Answer
     from waltz_sim.cluster.clients import SimClient
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.promises.sessions import Sessions

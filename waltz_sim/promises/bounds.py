@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.replication import events
-from waltz_core.server.refill import UNDER_WAY_MAX
+from waltz_core.server.locking.refill import UNDER_WAY_MAX
 from waltz_core.storage.service.lane import REQUEST_BYTES
 from waltz_core.wire.messages import AppendRaw, StorageMessage
 

@@ -21,8 +21,12 @@ from waltz_core.driver import Driver
 from waltz_core.errors import NotOwned
 from waltz_core.records.record import PartitionId
 from waltz_core.replication import events as replication
-from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
-from waltz_core.server.events import (
+from waltz_core.server.append.pace import Pace
+from waltz_core.server.partition.served_partition import (
+    Identity,
+    Partition,
+)
+from waltz_core.server.partition_events import (
     Answer,
     Closed,
     ConnectionId,
@@ -32,9 +36,16 @@ from waltz_core.server.events import (
     Received,
     refusal,
 )
-from waltz_core.server.memory import REPLICA, MemoryLog, MemoryStore
-from waltz_core.server.pace import Pace
-from waltz_core.server.partition import Identity, Partition
+from waltz_core.server.process.log_in_memory import (
+    REPLICA,
+    MemoryLog,
+    MemoryStore,
+)
+from waltz_core.server.read.cache import (
+    CacheBudget,
+    FeedCache,
+    TransactionCache,
+)
 from waltz_core.transport import net
 from waltz_core.wire.messages import Surface
 

@@ -1,6 +1,6 @@
 """A partition's server as a client may meet it: links break, answers are lost, owners change.
 
-It keeps the promises of `server/mounts.py` and `server/tickets.py` and nothing more, so a client
+It keeps the promises of `server/append/mounts.py` and `server/locking/tickets.py` and nothing more, so a client
 that believes more than it was promised is caught by `ModelWorld.check`.
 """
 
@@ -24,7 +24,7 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
 )
-from waltz_core.server.feed import pick
+from waltz_core.server.read.feeds import pick
 from waltz_core.wire import messages as m
 
 CLIENT = 7

@@ -36,7 +36,7 @@ from waltz_core.client import (
     partition_of,
 )
 from waltz_core.records.batches import encode_append
-from waltz_core.server.events import Limits
+from waltz_core.server.partition_events import Limits
 
 
 def told(story):

@@ -10,9 +10,15 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server import answers
-from waltz_core.server.events import Answer, ConnectionId, Identity, Limits, Received
-from waltz_core.server.mounts import Place
+from waltz_core.server.append import answers
+from waltz_core.server.append.mounts import Place
+from waltz_core.server.partition_events import (
+    Answer,
+    ConnectionId,
+    Identity,
+    Limits,
+    Received,
+)
 from waltz_core.wire import messages
 from waltz_core.wire.messages import ClientMessage
 

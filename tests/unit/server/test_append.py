@@ -28,12 +28,29 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.replication.events import Batch, SessionOpened
-from waltz_core.server.append import AppendPipeline
-from waltz_core.server.events import Answer, ConnectionId, Fetch, Limits
-from waltz_core.server.mounts import Mounts
-from waltz_core.server.outcomes import Ahead, BatchCommitted, Outcome, Reached, SubmitBatch
-from waltz_core.server.pace import LARGE_BYTES, PAUSE_MS_MAX, PIECE_BYTES, SHARED_MS, Pace
-from waltz_core.server.refill import HELD_MS_MAX
+from waltz_core.server.append.mounts import Mounts
+from waltz_core.server.append.outcomes import (
+    Ahead,
+    BatchCommitted,
+    Outcome,
+    Reached,
+    SubmitBatch,
+)
+from waltz_core.server.append.pace import (
+    LARGE_BYTES,
+    PAUSE_MS_MAX,
+    PIECE_BYTES,
+    SHARED_MS,
+    Pace,
+)
+from waltz_core.server.append.pipeline import AppendPipeline
+from waltz_core.server.locking.refill import HELD_MS_MAX
+from waltz_core.server.partition_events import (
+    Answer,
+    ConnectionId,
+    Fetch,
+    Limits,
+)
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendRequest,
@@ -393,7 +410,7 @@ def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
 def test_a_row_that_is_too_large_is_not_in_the_log_and_enters_no_lock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("waltz_core.server.judging.TRANSACTION_BYTES_MAX", 4)
+    monkeypatch.setattr("waltz_core.server.locking.judging.TRANSACTION_BYTES_MAX", 4)
     world = World()
     rows = world.batch([b"fits", b"is too large", b"fits"], write=[[1], [2], [2]])
     world.turn()

@@ -10,7 +10,10 @@ from tests.patience import HANG_S
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.membership.balance import Balancer
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
-from waltz_core.server.balancing import Balancing, Pace
+from waltz_core.server.process.balancing import (
+    Balancing,
+    Pace,
+)
 
 ROOT = "/w"
 RATES = {0: 10_000.0, 1: 1_000.0, 2: 1_000.0, 3: 1_000.0}
@@ -149,7 +152,7 @@ def shows(*servers, is_settled=True):
 @pytest.mark.parametrize("between", [shows(1, 2, is_settled=False), shows(0, 1, 2), shows(1, 2, 3)])
 def test_nothing_has_lasted_when_servers_have_come_or_gone_or_another_one_led(monkeypatch, between):
     called, now_ms = [], 0
-    monkeypatch.setattr("waltz_core.server.balancing.loop_clock_ms", lambda: now_ms)
+    monkeypatch.setattr("waltz_core.server.process.balancing.loop_clock_ms", lambda: now_ms)
     monkeypatch.setattr(Balancer, "look_away", lambda _: called.append("away"))
     monkeypatch.setattr(Balancer, "plan", lambda *_: called.append("plan") or {})
 

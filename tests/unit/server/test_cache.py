@@ -1,4 +1,4 @@
-"""Tests of `waltz_core.server.cache`."""
+"""Tests of `waltz_core.server.read.cache`."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.cache import (
+from waltz_core.server.read.cache import (
     BATCH_OVERHEAD_BYTES,
     CacheBudget,
     CachedRange,

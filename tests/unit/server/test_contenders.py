@@ -10,8 +10,12 @@ from tests.unit.server.test_append import (
     results,
 )
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.server.contenders import HELD_MS_MAX, PATIENCE, PATIENCE_MS_MIN
-from waltz_core.server.outcomes import Reached
+from waltz_core.server.append.outcomes import Reached
+from waltz_core.server.locking.contenders import (
+    HELD_MS_MAX,
+    PATIENCE,
+    PATIENCE_MS_MIN,
+)
 
 HOT, COLD = 5, 6
 

@@ -19,8 +19,12 @@ from waltz_core.records.record import (
     PartitionId,
     ReplicaId,
 )
-from waltz_core.server import daemon
-from waltz_core.server.daemon import Server, limits_of, store_limits_of
+from waltz_core.server.process import server_daemon
+from waltz_core.server.process.server_daemon import (
+    Server,
+    limits_of,
+    store_limits_of,
+)
 
 MIB = 1024 * 1024
 STORAGES = [ReplicaId(f"10.0.0.{number}:5280") for number in (1, 2, 3)]
@@ -89,8 +93,8 @@ def server_of(coordinator: Handing, *released: int) -> Server:
 
 def hasty(monkeypatch: pytest.MonkeyPatch) -> tuple[Handing, Server]:
     """Return a server that looks again at once, with the storages of partition 0."""
-    monkeypatch.setattr(daemon, "HAND_OVER_PAUSE_S", 0.0)
-    monkeypatch.setattr(daemon, "PREFER_AGAIN_LOOK_S", 0.001)
+    monkeypatch.setattr(server_daemon, "HAND_OVER_PAUSE_S", 0.0)
+    monkeypatch.setattr(server_daemon, "PREFER_AGAIN_LOOK_S", 0.001)
     coordinator = Handing()
     coordinator.go.set()
     server = server_of(coordinator, 0, 1)

@@ -15,9 +15,20 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.events import Answer, ConnectionId, Limits, Received, Stretch
-from waltz_core.server.feed import FRAMES_PER_TURN_MAX, Feed, FetchHeaders, MountReached
-from waltz_core.server.mounts import Place
+from waltz_core.server.append.mounts import Place
+from waltz_core.server.partition_events import (
+    Answer,
+    ConnectionId,
+    Limits,
+    Received,
+    Stretch,
+)
+from waltz_core.server.read.feeds import (
+    FRAMES_PER_TURN_MAX,
+    Feed,
+    FetchHeaders,
+    MountReached,
+)
 from waltz_core.wire.messages import (
     FeedBatch,
     FeedRequest,

@@ -2,7 +2,7 @@
 
 from waltz_core.records.batches import EncodedBatch
 from waltz_core.records.lock_blocks import TOLD_APART_MAX
-from waltz_core.server.flights import Draft
+from waltz_core.server.append.flights import Draft
 
 
 def test_a_draft_is_as_large_as_its_records():

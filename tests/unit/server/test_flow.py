@@ -6,8 +6,12 @@ from waltz_core.records.record import (
     PartitionId,
     ReqId,
 )
-from waltz_core.server.events import ConnectionId
-from waltz_core.server.flow import REQUEST_OVERHEAD_BYTES, Flow, FlowLimits
+from waltz_core.server.partition_events import ConnectionId
+from waltz_core.server.process.flow import (
+    REQUEST_OVERHEAD_BYTES,
+    Flow,
+    FlowLimits,
+)
 from waltz_core.wire.messages import AppendBatch, FlushRequest, RangeForm, RangeRequest
 
 A, B, C = ConnectionId(1), ConnectionId(2), ConnectionId(3)

@@ -22,11 +22,20 @@ from waltz_core.records.record import (
     PartitionId,
     ReqId,
 )
-from waltz_core.server import following
-from waltz_core.server.contenders import HELD_MS_MAX, PATIENCE_MS_MIN
-from waltz_core.server.events import Answer, Limits
-from waltz_core.server.following import GATHER_MS
-from waltz_core.server.outcomes import Ahead, Reached
+from waltz_core.server.append.outcomes import (
+    Ahead,
+    Reached,
+)
+from waltz_core.server.locking import following
+from waltz_core.server.locking.contenders import (
+    HELD_MS_MAX,
+    PATIENCE_MS_MIN,
+)
+from waltz_core.server.locking.following import GATHER_MS
+from waltz_core.server.partition_events import (
+    Answer,
+    Limits,
+)
 from waltz_core.wire.messages import AppendFollowing, Predecessors
 
 HOT, COLD = 5, 6

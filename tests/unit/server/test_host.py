@@ -6,8 +6,11 @@ from waltz_core.records.record import (
     PartitionId,
     ReplicaId,
 )
-from waltz_core.server.events import Congested
-from waltz_core.server.host import Waits, _Told
+from waltz_core.server.partition_events import Congested
+from waltz_core.server.process.host import (
+    Waits,
+    _Told,
+)
 
 A_REPLICA = ReplicaId("10.0.0.1:5280")
 

@@ -20,11 +20,24 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
 )
-from waltz_core.server import judging
-from waltz_core.server.events import ConnectionId, Limits
-from waltz_core.server.judging import Place, decode, judge_rows, judge_singles, verify
-from waltz_core.server.locks import LockTable
-from waltz_core.server.tickets import BatchTicket, Epoch, SingleTicket
+from waltz_core.server.locking import judging
+from waltz_core.server.locking.judging import (
+    Place,
+    decode,
+    judge_rows,
+    judge_singles,
+    verify,
+)
+from waltz_core.server.locking.lock_table import LockTable
+from waltz_core.server.locking.tickets import (
+    BatchTicket,
+    Epoch,
+    SingleTicket,
+)
+from waltz_core.server.partition_events import (
+    ConnectionId,
+    Limits,
+)
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
 LIMITS = Limits(lock_slot_count=1009, batch_rows_max=6)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from waltz_core.server.events import ConnectionId
-from waltz_core.server.lanes import Lanes
+from waltz_core.server.append.lanes import Lanes
+from waltz_core.server.partition_events import ConnectionId
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What counts how much."""
 
-from waltz_core.server.load import cost_of
-from waltz_core.server.tickets import Figures
+from waltz_core.server.locking.tickets import Figures
+from waltz_core.server.process.load import cost_of
 
 
 def figures(*, rows=0, size=0):

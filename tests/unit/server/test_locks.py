@@ -1,4 +1,4 @@
-"""Tests of `waltz_core.server.locks`."""
+"""Tests of `waltz_core.server.locking.lock_table`."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from tests.call_counting import counted_calls
 from waltz_core.records.batches import LockColumn
 from waltz_core.records.record import TransactionId
-from waltz_core.server.locks import (
+from waltz_core.server.locking.lock_table import (
     NO_CONFLICT,
     REFUSED,
     SLOT_COUNT,

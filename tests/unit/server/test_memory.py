@@ -17,7 +17,11 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication import events as replication
-from waltz_core.server.memory import REPLICA, MemoryLog, MemoryStore
+from waltz_core.server.process.log_in_memory import (
+    REPLICA,
+    MemoryLog,
+    MemoryStore,
+)
 from waltz_core.wire.messages import RangeForm, RangeRaw
 
 REQ_ID = ReqId(ClientId(7), Generation(1), PartitionId(0), 5)

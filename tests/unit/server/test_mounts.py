@@ -8,8 +8,11 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
 )
-from waltz_core.server.events import ConnectionId
-from waltz_core.server.mounts import Mounts, Place
+from waltz_core.server.append.mounts import (
+    Mounts,
+    Place,
+)
+from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import LATEST_MARK, MountWriter
 
 ALICE, BOB = ClientId(1), ClientId(2)

@@ -18,8 +18,8 @@ from waltz_core.records.record import (
     PartitionId,
     ServerId,
 )
-from waltz_core.server import neighbours
-from waltz_core.server.neighbours import Neighbours
+from waltz_core.server.process import neighbours
+from waltz_core.server.process.neighbours import Neighbours
 from waltz_core.transport import net
 from waltz_core.wire.messages import Surface
 

@@ -12,8 +12,12 @@ from waltz_core.records.record import (
     PartitionId,
     ReqId,
 )
-from waltz_core.server.events import Answer, ConnectionId, refusal
 from waltz_core.server.originals import MARK_WAIT_S, MOUNT_WAIT_S, End, Frames, Original, Unheard
+from waltz_core.server.partition_events import (
+    Answer,
+    ConnectionId,
+    refusal,
+)
 from waltz_core.wire import codec, messages
 from waltz_core.wire.feed_frames import feed_frames
 from waltz_core.wire.messages import ClientMessage, MountResponse, Reason

@@ -2,8 +2,7 @@
 
 import pytest
 
-from waltz_core.server.events import ConnectionId
-from waltz_core.server.pace import (
+from waltz_core.server.append.pace import (
     CALM_KEPT_MS,
     FACTOR_FIRST,
     FACTOR_MAX,
@@ -14,6 +13,7 @@ from waltz_core.server.pace import (
     STALLED_MS,
     Pace,
 )
+from waltz_core.server.partition_events import ConnectionId
 
 FLOOD, MODEST = ConnectionId(1), ConnectionId(2)
 

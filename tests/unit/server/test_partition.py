@@ -33,8 +33,9 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.replication import events as replication
-from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
-from waltz_core.server.events import (
+from waltz_core.server.append.pace import Pace
+from waltz_core.server.partition.served_partition import Partition
+from waltz_core.server.partition_events import (
     Answer,
     Closed,
     Congested,
@@ -48,8 +49,11 @@ from waltz_core.server.events import (
     Limits,
     Received,
 )
-from waltz_core.server.pace import Pace
-from waltz_core.server.partition import Partition
+from waltz_core.server.read.cache import (
+    CacheBudget,
+    FeedCache,
+    TransactionCache,
+)
 from waltz_core.wire import messages
 from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason
 

@@ -8,7 +8,10 @@ from waltz_core.records.record import (
     ReqId,
 )
 from waltz_core.replication.events import ProveMark
-from waltz_core.server.proofs import Proofs, claim_of
+from waltz_core.server.partition.proofs import (
+    Proofs,
+    claim_of,
+)
 from waltz_core.wire import messages
 
 

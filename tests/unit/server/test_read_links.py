@@ -13,8 +13,8 @@ from waltz_core.records.record import (
     GENESIS_CHAIN,
     ReplicaId,
 )
-from waltz_core.server import replicas
-from waltz_core.server.replicas import ReadLinks
+from waltz_core.server.process import storage_links
+from waltz_core.server.process.storage_links import ReadLinks
 from waltz_core.transport import net
 from waltz_core.wire.messages import (
     Nack,
@@ -86,7 +86,7 @@ async def test_an_answer_that_comes_too_late_is_nobodys():
         there.links[0].send(answer_to(there.asked[0]))
         await first
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(replicas, "READ_TIMEOUT_S", 0.05)
+            patched.setattr(storage_links, "READ_TIMEOUT_S", 0.05)
             with pytest.raises(Unreachable, match="no answer within"):
                 await links.fetch(replica, request(1, 10))
         again = tasks.create_task(links.fetch(replica, request(1, 20)))
@@ -102,7 +102,7 @@ async def test_a_storage_that_says_nothing_is_given_up_soon_where_another_one_ca
     with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        patched.setattr(replicas, "URGENT_READ_TIMEOUT_S", 0.05)
+        patched.setattr(storage_links, "URGENT_READ_TIMEOUT_S", 0.05)
         replica = ReplicaId(f"127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(Unreachable, match=r"no answer within 0\.05 s"):
             await ReadLinks(KEY, 4).fetch(replica, request(1, 10), is_urgent=True)
@@ -113,7 +113,7 @@ async def test_who_waits_for_somebody_elses_dial_is_told_in_time():
     with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
         silent.bind(("127.0.0.1", 0))
         silent.listen()  # takes connections, and says nothing
-        patched.setattr(replicas, "READ_TIMEOUT_S", 0.05)
+        patched.setattr(storage_links, "READ_TIMEOUT_S", 0.05)
         replica = ReplicaId(f"127.0.0.1:{silent.getsockname()[1]}")
         links = ReadLinks(KEY, 4)
         told = []

@@ -22,10 +22,30 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication.events import Batch
-from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
-from waltz_core.server.events import Answer, ConnectionId, Fetch, Limits, Received, Stretch
-from waltz_core.server.read_ahead import AHEAD_BYTES, AHEAD_COUNT
-from waltz_core.server.reads import RETRY_FIRST_MS, ROUNDS_MAX, ROWS_MAX, SHUNNED_FETCHES, Reads
+from waltz_core.server.partition_events import (
+    Answer,
+    ConnectionId,
+    Fetch,
+    Limits,
+    Received,
+    Stretch,
+)
+from waltz_core.server.read.cache import (
+    CacheBudget,
+    FeedCache,
+    TransactionCache,
+)
+from waltz_core.server.read.read_ahead import (
+    AHEAD_BYTES,
+    AHEAD_COUNT,
+)
+from waltz_core.server.read.reads import (
+    RETRY_FIRST_MS,
+    ROUNDS_MAX,
+    ROWS_MAX,
+    SHUNNED_FETCHES,
+    Reads,
+)
 from waltz_core.wire.messages import (
     ErrorResponse,
     RangeBytes,

@@ -15,10 +15,18 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server import refill as module
-from waltz_core.server.events import Fetch, Limits
-from waltz_core.server.locks import LockTable
-from waltz_core.server.refill import HELD_MS_MAX, RETRY_MS, UNDER_WAY_MAX, Refill
+from waltz_core.server.locking import refill as module
+from waltz_core.server.locking.lock_table import LockTable
+from waltz_core.server.locking.refill import (
+    HELD_MS_MAX,
+    RETRY_MS,
+    UNDER_WAY_MAX,
+    Refill,
+)
+from waltz_core.server.partition_events import (
+    Fetch,
+    Limits,
+)
 from waltz_core.wire.messages import LockBlocks, LockBlocksRequest
 
 MARK = 9

@@ -14,9 +14,16 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
 )
-from waltz_core.server.events import ConnectionId
-from waltz_core.server.singles import encode_singles, joined, lock_column
-from waltz_core.server.tickets import Epoch, SingleTicket
+from waltz_core.server.locking.single_records import (
+    encode_singles,
+    joined,
+    lock_column,
+)
+from waltz_core.server.locking.tickets import (
+    Epoch,
+    SingleTicket,
+)
+from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import AppendRequest
 
 DATA = [b"", b"one", bytes(1000), b"four" * 77]

@@ -14,8 +14,15 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
 )
-from waltz_core.server.events import MIB, ConnectionId
-from waltz_core.server.tickets import BatchTicket, Epoch, SingleTicket
+from waltz_core.server.locking.tickets import (
+    BatchTicket,
+    Epoch,
+    SingleTicket,
+)
+from waltz_core.server.partition_events import (
+    MIB,
+    ConnectionId,
+)
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
 
 REQ = ReqId(ClientId(1), Generation(0), PartitionId(0), 7)

@@ -1,7 +1,7 @@
 """The server process: register, follow the assignment, serve clients, show its health, end well.
 
 Why it stands alone: it is the one place where settings become limits, ZooKeeper becomes ownership,
-and a signal becomes an orderly end. What a partition does is decided in `partition.py`.
+and a signal becomes an orderly end. What a partition does is decided in `served_partition.py`.
 
 Rules:
     1. A partition is served exactly while the assignment in force names this server. While
@@ -46,21 +46,42 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication.limits import Limits as StoreLimits
 from waltz_core.replication.partition_store import PartitionStore
-from waltz_core.server.append_times import AppendTime, AppendTimes
-from waltz_core.server.balancing import Balancing
-from waltz_core.server.balancing import Pace as BalancePace
-from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
-from waltz_core.server.clients import Clients
-from waltz_core.server.events import KIB, MIB, Identity, Limits
-from waltz_core.server.flow import FlowLimits
-from waltz_core.server.host import Host, Surroundings
-from waltz_core.server.locks import slot_count_within
-from waltz_core.server.neighbours import Neighbours
-from waltz_core.server.openings import Openings
-from waltz_core.server.pace import Pace
-from waltz_core.server.partition import Partition
-from waltz_core.server.preferences import Preferences, within_reach
-from waltz_core.server.replicas import ReadLinks, is_reachable
+from waltz_core.server.append.pace import Pace
+from waltz_core.server.locking.lock_table import slot_count_within
+from waltz_core.server.partition.served_partition import Partition
+from waltz_core.server.partition_events import (
+    KIB,
+    MIB,
+    Identity,
+    Limits,
+)
+from waltz_core.server.process.append_times import (
+    AppendTime,
+    AppendTimes,
+)
+from waltz_core.server.process.balancing import Balancing
+from waltz_core.server.process.balancing import Pace as BalancePace
+from waltz_core.server.process.clients import Clients
+from waltz_core.server.process.flow import FlowLimits
+from waltz_core.server.process.host import (
+    Host,
+    Surroundings,
+)
+from waltz_core.server.process.neighbours import Neighbours
+from waltz_core.server.process.openings import Openings
+from waltz_core.server.process.preferences import (
+    Preferences,
+    within_reach,
+)
+from waltz_core.server.process.storage_links import (
+    ReadLinks,
+    is_reachable,
+)
+from waltz_core.server.read.cache import (
+    CacheBudget,
+    FeedCache,
+    TransactionCache,
+)
 from waltz_core.transport import (
     net,
     tls,

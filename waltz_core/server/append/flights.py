@@ -11,8 +11,8 @@ from waltz_core.records.batches import EncodedBatch
 from waltz_core.records.lock_blocks import TOLD_APART_MAX
 from waltz_core.records.record import LineageEntry
 from waltz_core.replication.events import Batch
-from waltz_core.server.outcomes import Outcome
-from waltz_core.server.tickets import Ticket
+from waltz_core.server.append.outcomes import Outcome
+from waltz_core.server.locking.tickets import Ticket
 
 # From the right place on it takes each byte from a number; a loop would take long for many locks.
 _FROM_255_DOWN: Final = bytes(range(255, -1, -1)) * 2

@@ -42,8 +42,14 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.events import Fetch, Limits
-from waltz_core.server.locks import I64, LockTable
+from waltz_core.server.locking.lock_table import (
+    I64,
+    LockTable,
+)
+from waltz_core.server.partition_events import (
+    Fetch,
+    Limits,
+)
 from waltz_core.wire.messages import LockBlocks, LockBlocksRequest
 
 HELD_MS_MAX: Final = 150

@@ -18,9 +18,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeGuard
 
-from waltz_core.server.events import ConnectionId
-from waltz_core.server.locks import REFUSED
-from waltz_core.server.tickets import SingleTicket, Ticket
+from waltz_core.server.locking.lock_table import REFUSED
+from waltz_core.server.locking.tickets import (
+    SingleTicket,
+    Ticket,
+)
+from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import Reason
 
 HELD_MS_MAX: Final = 100

@@ -23,7 +23,7 @@ from waltz_core.records.record import (
     RECORD_PREFIX,
     TransactionId,
 )
-from waltz_core.server.tickets import SingleTicket
+from waltz_core.server.locking.tickets import SingleTicket
 
 
 def lock_column(rows: Sequence[Sequence[int]]) -> LockColumn:

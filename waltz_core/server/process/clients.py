@@ -22,8 +22,8 @@ from typing import Protocol, cast
 from waltz_core import errors
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import PartitionId
-from waltz_core.server.append_times import AppendTime
-from waltz_core.server.events import (
+from waltz_core.server.originals import VERSION_MAX, End, Frames, Original, Told, Unheard
+from waltz_core.server.partition_events import (
     Answer,
     Closed,
     Congested,
@@ -32,9 +32,13 @@ from waltz_core.server.events import (
     Event,
     refusal,
 )
-from waltz_core.server.flow import Admitted, Flow, FlowLimits
-from waltz_core.server.originals import VERSION_MAX, End, Frames, Original, Told, Unheard
-from waltz_core.server.replicas import Tasks
+from waltz_core.server.process.append_times import AppendTime
+from waltz_core.server.process.flow import (
+    Admitted,
+    Flow,
+    FlowLimits,
+)
+from waltz_core.server.process.storage_links import Tasks
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import (
     AddPreferredRequest,

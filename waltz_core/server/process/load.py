@@ -10,7 +10,7 @@ Rules:
 
 from typing import Final
 
-from waltz_core.server.tickets import Figures
+from waltz_core.server.locking.tickets import Figures
 
 # Beside its bytes: a row is judged, numbered and hashed; an answer takes a turn of the loop and a
 # frame on both sides (docs/performance.md: single appends cost about a hundred times as much for

@@ -27,10 +27,19 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.contenders import HELD_MS_MAX, PATIENCE, PATIENCE_MS_MIN, Key, key_of
-from waltz_core.server.events import Answer, ConnectionId
-from waltz_core.server.judging import Piece
-from waltz_core.server.tickets import SingleTicket
+from waltz_core.server.locking.contenders import (
+    HELD_MS_MAX,
+    PATIENCE,
+    PATIENCE_MS_MIN,
+    Key,
+    key_of,
+)
+from waltz_core.server.locking.judging import Piece
+from waltz_core.server.locking.tickets import SingleTicket
+from waltz_core.server.partition_events import (
+    Answer,
+    ConnectionId,
+)
 from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
 
 # So much is remembered of what was admitted, and so much of it is told to one author.

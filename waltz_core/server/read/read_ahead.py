@@ -23,7 +23,10 @@ from waltz_core.records.raw_records import (
     offsets_of,
 )
 from waltz_core.records.record import TransactionId
-from waltz_core.server.cache import BATCH_OVERHEAD_BYTES, CacheBudget
+from waltz_core.server.read.cache import (
+    BATCH_OVERHEAD_BYTES,
+    CacheBudget,
+)
 
 I64 = npt.NDArray[np.int64]
 

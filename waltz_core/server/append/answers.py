@@ -1,6 +1,6 @@
 """What clients are told, in so many words, beside the outcome of their appends.
 
-Why it stands alone: `partition.py` decides who is told what and when; how it is said is here.
+Why it stands alone: `served_partition.py` decides who is told what and when; how it is said is here.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,15 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.events import Answer, Identity, Limits, Received, refusal
-from waltz_core.server.mounts import Place
-from waltz_core.server.tickets import Ticket
+from waltz_core.server.append.mounts import Place
+from waltz_core.server.locking.tickets import Ticket
+from waltz_core.server.partition_events import (
+    Answer,
+    Identity,
+    Limits,
+    Received,
+    refusal,
+)
 from waltz_core.wire.messages import (
     ClientMessage,
     FlushRequest,

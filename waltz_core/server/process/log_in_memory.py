@@ -35,7 +35,10 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.replication import events as replication
-from waltz_core.server.cache import CacheBudget, TransactionCache
+from waltz_core.server.read.cache import (
+    CacheBudget,
+    TransactionCache,
+)
 from waltz_core.wire.messages import RangeBytes, RangeForm, RangeRaw
 
 REPLICA: Final = ReplicaId("memory:1")

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.replication.events import ProveMark
-from waltz_core.server.mounts import mark_of
+from waltz_core.server.append.mounts import mark_of
 from waltz_core.wire.messages import (
     ClientMessage,
     FeedRequest,

@@ -36,7 +36,7 @@ from waltz_core.cluster.nodes.model import ServerDescriptor
 from waltz_core.driver import loop_clock_ms
 from waltz_core.errors import BadConfig, TlsMismatch, WaltzError
 from waltz_core.records.record import ServerId
-from waltz_core.server.replicas import Tasks
+from waltz_core.server.process.storage_links import Tasks
 from waltz_core.transport import net
 from waltz_core.wire.messages import Surface
 

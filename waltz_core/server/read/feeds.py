@@ -34,8 +34,14 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.events import Answer, ConnectionId, Limits, Received, Stretch
-from waltz_core.server.mounts import Place
+from waltz_core.server.append.mounts import Place
+from waltz_core.server.partition_events import (
+    Answer,
+    ConnectionId,
+    Limits,
+    Received,
+    Stretch,
+)
 from waltz_core.values import value
 from waltz_core.wire.messages import FeedBatch, FeedSuspended, MountWriter
 

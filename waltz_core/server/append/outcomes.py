@@ -9,8 +9,11 @@ from typing import TypeAlias
 from waltz_core.machine import Report
 from waltz_core.records.record import LineageEntry
 from waltz_core.replication.events import Batch
-from waltz_core.server.events import Answer, Fetch
-from waltz_core.server.tickets import Ticket
+from waltz_core.server.locking.tickets import Ticket
+from waltz_core.server.partition_events import (
+    Answer,
+    Fetch,
+)
 from waltz_core.values import value
 
 
@@ -38,7 +41,7 @@ class Reached:
 
 @value(frozen=True, slots=True)
 class Ahead:
-    """Have `tell_ahead` answer this when the session is proven, or is not (append.py, rule 9)."""
+    """Have `tell_ahead` answer this when the session is proven, or is not (pipeline.py, rule 9)."""
 
     ticket: Ticket
 

@@ -36,7 +36,7 @@ from waltz_core.records.record import (
     PartitionId,
     TransactionId,
 )
-from waltz_core.server.events import ConnectionId
+from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import LATEST_MARK, MountRequest, MountWriter
 
 

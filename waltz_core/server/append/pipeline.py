@@ -49,25 +49,46 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.replication.events import Batch, SessionOpened
-from waltz_core.server.contenders import Contenders, is_contender
-from waltz_core.server.endings import Endings
-from waltz_core.server.events import ConnectionId, Limits
-from waltz_core.server.flights import Draft, Flight
-from waltz_core.server.following import Following
-from waltz_core.server.judging import Piece, Place, decode, judge_rows, judge_singles, verify
-from waltz_core.server.lanes import Lanes
-from waltz_core.server.locks import LockTable
-from waltz_core.server.mounts import Mounts
-from waltz_core.server.outcomes import (
+from waltz_core.server.append.endings import Endings
+from waltz_core.server.append.flights import (
+    Draft,
+    Flight,
+)
+from waltz_core.server.append.lanes import Lanes
+from waltz_core.server.append.mounts import Mounts
+from waltz_core.server.append.outcomes import (
     BatchCommitted,
     Outcome,
     Reached,
     SubmitBatch,
 )
-from waltz_core.server.pace import Pace
-from waltz_core.server.refill import Refill
-from waltz_core.server.singles import joined
-from waltz_core.server.tickets import BatchTicket, Figures, SingleTicket, Ticket
+from waltz_core.server.append.pace import Pace
+from waltz_core.server.locking.contenders import (
+    Contenders,
+    is_contender,
+)
+from waltz_core.server.locking.following import Following
+from waltz_core.server.locking.judging import (
+    Piece,
+    Place,
+    decode,
+    judge_rows,
+    judge_singles,
+    verify,
+)
+from waltz_core.server.locking.lock_table import LockTable
+from waltz_core.server.locking.refill import Refill
+from waltz_core.server.locking.single_records import joined
+from waltz_core.server.locking.tickets import (
+    BatchTicket,
+    Figures,
+    SingleTicket,
+    Ticket,
+)
+from waltz_core.server.partition_events import (
+    ConnectionId,
+    Limits,
+)
 from waltz_core.wire.messages import AppendBatch, AppendFollowing, AppendRequest, Reason
 
 

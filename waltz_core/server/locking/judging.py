@@ -1,7 +1,7 @@
 """From a request to records: decode it, judge its rows by their locks, encode what is accepted.
 
 Why it stands alone: these are the steps that cost time by the row, and they decide nothing about
-turns, sessions or answers. `append.py` says what is judged and when; here it is done, for a batch
+turns, sessions or answers. `pipeline.py` says what is judged and when; here it is done, for a batch
 or a piece of one by whole arrays, for single transactions in plain Python.
 
 Rules:
@@ -28,10 +28,25 @@ from waltz_core.records.record import (
     TRANSACTION_BYTES_MAX,
     TransactionId,
 )
-from waltz_core.server.events import Limits
-from waltz_core.server.locks import AHEAD, NO_CONFLICT, PASSED, REFUSED, LockTable, Mask, Requests
-from waltz_core.server.singles import encode_singles, lock_column
-from waltz_core.server.tickets import BatchTicket, SingleTicket, Ticket
+from waltz_core.server.locking.lock_table import (
+    AHEAD,
+    NO_CONFLICT,
+    PASSED,
+    REFUSED,
+    LockTable,
+    Mask,
+    Requests,
+)
+from waltz_core.server.locking.single_records import (
+    encode_singles,
+    lock_column,
+)
+from waltz_core.server.locking.tickets import (
+    BatchTicket,
+    SingleTicket,
+    Ticket,
+)
+from waltz_core.server.partition_events import Limits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
 _SEQUENCE_MAX: Final = 0x7FFFFFFF

@@ -21,7 +21,7 @@ Rules:
 import math
 from typing import Final
 
-from waltz_core.server.events import ConnectionId
+from waltz_core.server.partition_events import ConnectionId
 
 # A request of so many bytes is large.
 LARGE_BYTES: Final = 64 * 1024

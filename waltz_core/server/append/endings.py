@@ -20,12 +20,21 @@ from waltz_core.records.record import (
     NO_SESSION,
     TransactionId,
 )
-from waltz_core.server.answers import refuse_ticket
-from waltz_core.server.events import Answer
-from waltz_core.server.following import Following
-from waltz_core.server.mounts import Mounts
-from waltz_core.server.outcomes import Ahead, Outcome, Reached
-from waltz_core.server.tickets import Epoch, Figures, SingleTicket, Ticket
+from waltz_core.server.append.answers import refuse_ticket
+from waltz_core.server.append.mounts import Mounts
+from waltz_core.server.append.outcomes import (
+    Ahead,
+    Outcome,
+    Reached,
+)
+from waltz_core.server.locking.following import Following
+from waltz_core.server.locking.tickets import (
+    Epoch,
+    Figures,
+    SingleTicket,
+    Ticket,
+)
+from waltz_core.server.partition_events import Answer
 from waltz_core.wire.messages import Reason
 
 

@@ -34,8 +34,8 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication import events as replication
 from waltz_core.replication.partition_store import PartitionStore
-from waltz_core.server.append_times import AppendTimes
-from waltz_core.server.events import (
+from waltz_core.server.partition.served_partition import Partition
+from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,
     Effect,
@@ -45,10 +45,17 @@ from waltz_core.server.events import (
     FetchFailed,
     Received,
 )
-from waltz_core.server.load import cost_of
-from waltz_core.server.openings import Openings, Turn
-from waltz_core.server.partition import Partition
-from waltz_core.server.replicas import ReadLinks, SessionLinks, Tasks
+from waltz_core.server.process.append_times import AppendTimes
+from waltz_core.server.process.load import cost_of
+from waltz_core.server.process.openings import (
+    Openings,
+    Turn,
+)
+from waltz_core.server.process.storage_links import (
+    ReadLinks,
+    SessionLinks,
+    Tasks,
+)
 from waltz_core.wire.messages import ClientMessage, LockBlocks, RangeData, Reason
 
 _log = logging.getLogger(__name__)

@@ -29,10 +29,9 @@ from waltz_core.records.record import (
     ReqId,
 )
 from waltz_core.replication.events import Own
-from waltz_core.server.append_times import AppendTime
-from waltz_core.server.cache import CacheBudget, FeedCache, TransactionCache
-from waltz_core.server.clients import Clients
-from waltz_core.server.events import (
+from waltz_core.server.append.pace import Pace
+from waltz_core.server.partition.served_partition import Partition
+from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,
     Effect,
@@ -44,11 +43,20 @@ from waltz_core.server.events import (
     Received,
     refusal,
 )
-from waltz_core.server.flow import FlowLimits
-from waltz_core.server.memory import REPLICA, MemoryLog, MemoryStore
-from waltz_core.server.pace import Pace
-from waltz_core.server.partition import Partition
-from waltz_core.server.replicas import Tasks
+from waltz_core.server.process.append_times import AppendTime
+from waltz_core.server.process.clients import Clients
+from waltz_core.server.process.flow import FlowLimits
+from waltz_core.server.process.log_in_memory import (
+    REPLICA,
+    MemoryLog,
+    MemoryStore,
+)
+from waltz_core.server.process.storage_links import Tasks
+from waltz_core.server.read.cache import (
+    CacheBudget,
+    FeedCache,
+    TransactionCache,
+)
 from waltz_core.transport import net
 from waltz_core.wire.messages import (
     AppendBatch,

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from waltz_core.server.events import ConnectionId
+from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import AppendBatch, AppendRequest, ClientMessage, RangeRequest
 
 # What a request costs beside its bytes: the objects it becomes.

@@ -33,10 +33,23 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication import events as replication
-from waltz_core.server import answers, feed, outcomes
-from waltz_core.server.append import AppendPipeline
-from waltz_core.server.cache import FeedCache, TransactionCache
-from waltz_core.server.events import (
+from waltz_core.server.append import (
+    answers,
+    outcomes,
+)
+from waltz_core.server.append.mounts import (
+    Mounts,
+    Place,
+    mark_of,
+)
+from waltz_core.server.append.pace import Pace
+from waltz_core.server.append.pipeline import AppendPipeline
+from waltz_core.server.locking.tickets import Ticket
+from waltz_core.server.partition.proofs import (
+    Proofs,
+    claim_of,
+)
+from waltz_core.server.partition_events import (
     Answer,
     Closed,
     Congested,
@@ -53,12 +66,13 @@ from waltz_core.server.events import (
     Store,
     Stretch,
 )
-from waltz_core.server.feed import Feed
-from waltz_core.server.mounts import Mounts, Place, mark_of
-from waltz_core.server.pace import Pace
-from waltz_core.server.proofs import Proofs, claim_of
-from waltz_core.server.reads import Reads
-from waltz_core.server.tickets import Ticket
+from waltz_core.server.read import feeds
+from waltz_core.server.read.cache import (
+    FeedCache,
+    TransactionCache,
+)
+from waltz_core.server.read.feeds import Feed
+from waltz_core.server.read.reads import Reads
 from waltz_core.wire import messages
 
 
@@ -568,15 +582,15 @@ class Partition:
                 case _:
                     assert_never(outcome)
 
-    def _route_feed(self, told: Sequence[feed.Outcome], out: list[Effect]) -> None:
+    def _route_feed(self, told: Sequence[feeds.Outcome], out: list[Effect]) -> None:
         for outcome in told:
             match outcome:
                 case Answer():
                     out.append(outcome)
-                case feed.FetchHeaders():
+                case feeds.FetchHeaders():
                     fetches = self.reads.headers(outcome.first, outcome.last)
                     self._route_reads(fetches, out)
-                case feed.MountReached():
+                case feeds.MountReached():
                     self._mount_reached(outcome.question, out)
                 case _:
                     assert_never(outcome)

@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from waltz_core.server.events import ConnectionId
+from waltz_core.server.partition_events import ConnectionId
 
 
 class Waiting(Protocol):

@@ -44,10 +44,23 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication.events import Batch
-from waltz_core.server.answers import refuse
-from waltz_core.server.cache import FeedCache, TransactionCache
-from waltz_core.server.events import Answer, Fetch, Limits, Received, Stretch
-from waltz_core.server.read_ahead import AHEAD_BYTES, AHEAD_COUNT, ReadAhead
+from waltz_core.server.append.answers import refuse
+from waltz_core.server.partition_events import (
+    Answer,
+    Fetch,
+    Limits,
+    Received,
+    Stretch,
+)
+from waltz_core.server.read.cache import (
+    FeedCache,
+    TransactionCache,
+)
+from waltz_core.server.read.read_ahead import (
+    AHEAD_BYTES,
+    AHEAD_COUNT,
+    ReadAhead,
+)
 from waltz_core.wire.messages import (
     Buffer,
     RangeBytes,
