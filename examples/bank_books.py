@@ -25,7 +25,7 @@ from typing import NamedTuple
 import sqlalchemy as sa
 
 from waltz_core.client import PoisonPolicy, Transaction, lock
-from waltz_core.client.sql import SqlCallbacks
+from waltz_core.client.api.sql import SqlCallbacks
 from waltz_core.errors import Unavailable
 
 HEADER = 0x42414E4B  # "BANK"

@@ -19,7 +19,11 @@ from typing import Any, Self
 from zlib import crc32
 
 from tests.patience import HANG_S
-from waltz_core.client.directory import Changed, ClusterInfo, Owner
+from waltz_core.client.links.directory import (
+    Changed,
+    ClusterInfo,
+    Owner,
+)
 from waltz_core.records.record import (
     Generation,
     PartitionId,

@@ -29,12 +29,20 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from waltz_core import errors
-from waltz_core.client.async_client import AsyncWaltzClient
-from waltz_core.client.directory import Changed, ClusterInfo, Owner
-from waltz_core.client.feed import Consumer, Run, Verdict
-from waltz_core.client.opening import Opening
-from waltz_core.client.sync_client import WaltzClient
-from waltz_core.client.verdicts import reason_of
+from waltz_core.client.api.async_client import AsyncWaltzClient
+from waltz_core.client.api.opening import Opening
+from waltz_core.client.api.sync_client import WaltzClient
+from waltz_core.client.links.directory import (
+    Changed,
+    ClusterInfo,
+    Owner,
+)
+from waltz_core.client.read.feed_delivery import (
+    Consumer,
+    Run,
+    Verdict,
+)
+from waltz_core.client.stream.verdicts import reason_of
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import (
     PartitionId,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.client import events as client_events
+from waltz_core.client.stream import stream_events as client_events
 from waltz_core.cluster.change.rebuilding import Verdict
 from waltz_core.cluster.nodes.model import PartitionMetadata
 from waltz_core.errors import BadFormat

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.client import events as client_events
+from waltz_core.client.stream import stream_events as client_events
 from waltz_core.cluster.nodes.model import (
     UNRESOLVED,
     PartitionMarker,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from waltz_core.client import Transaction, WaltzClient
-from waltz_core.client.sql import SqlCallbacks
+from waltz_core.client.api.sql import SqlCallbacks
 
 METADATA = sa.MetaData()
 SUMS = sa.Table(

@@ -22,7 +22,7 @@ from tests.fault.sql_instance import ENTRIES, METADATA, SUMS, engine_of
 from tests.patience import HANG_S
 from tests.unit.client.test_sql import transaction
 from waltz_core.client import PoisonPolicy, RangeForm, Transaction, WaltzClient
-from waltz_core.client.sql import SqlCallbacks
+from waltz_core.client.api.sql import SqlCallbacks
 from waltz_core.errors import BadRequest
 from waltz_core.records.raw_records import HEADER_DTYPE
 

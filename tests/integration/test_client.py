@@ -25,7 +25,10 @@ from waltz_core.client import (
     WaltzClient,
     lock,
 )
-from waltz_core.client.ranges import ReplicaLink, ReplicaSet
+from waltz_core.client.read.ranges import (
+    ReplicaLink,
+    ReplicaSet,
+)
 from waltz_core.config import ClientConfig
 from waltz_core.local import LocalCluster, running
 from waltz_core.records.batches import encode_append

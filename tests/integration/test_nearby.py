@@ -10,8 +10,12 @@ from tests.integration.run_storage import KEY, PARTITION_COUNT
 from tests.integration.test_storage_daemon import config_for, on_loop, serving, session
 from tests.storage_owner import records_of
 from waltz_core import errors
-from waltz_core.client import ranges
-from waltz_core.client.ranges import RangeQuery, ReplicaReader, ReplicaSet
+from waltz_core.client.read import ranges
+from waltz_core.client.read.ranges import (
+    RangeQuery,
+    ReplicaReader,
+    ReplicaSet,
+)
 from waltz_core.storage.files.format import (
     SEGMENT_HEADER_BYTES,
     segment_name,

@@ -22,7 +22,10 @@ from tests.integration.test_storage_daemon import (
 from tests.ports import free_port
 from waltz_core import errors
 from waltz_core.cli.storage_views import damaged_count
-from waltz_core.client.storage_admin import administered, copy_partition
+from waltz_core.client.links.storage_admin import (
+    administered,
+    copy_partition,
+)
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.records.record import (
     BEFORE_FIRST,

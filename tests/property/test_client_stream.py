@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.client.model_server import ModelWorld
 from waltz_core import errors
-from waltz_core.client import events
+from waltz_core.client.stream import stream_events
 from waltz_core.wire.messages import Reason
 
 
@@ -20,7 +20,7 @@ def test_what_is_told_is_what_the_log_says(block):
         world.heal()
         world.check()
         for told in world.told.values():
-            if isinstance(told, events.Settled):
+            if isinstance(told, stream_events.Settled):
                 reasons.update(told.outcome.reasons.tolist())
             elif isinstance(told.error, errors.OutcomeUnknown):
                 unknown += 1

@@ -1,11 +1,14 @@
 """Rules of the client, each broken alone."""
 
 from tests.sim.switches import Patches, instead, nothing, switch
-from waltz_core.client import stream, verdicts
-from waltz_core.client.monitor import Monitor
-from waltz_core.client.outbox import Waiting
-from waltz_core.client.partition import ClientPartition
-from waltz_core.client.stream import PartitionStream
+from waltz_core.client.stream import (
+    partition_stream,
+    verdicts,
+)
+from waltz_core.client.stream.client_partition import ClientPartition
+from waltz_core.client.stream.monitor import Monitor
+from waltz_core.client.stream.outbox import Waiting
+from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.errors import OutcomeUnknown
 from waltz_core.wire.messages import Reason
 
@@ -36,7 +39,7 @@ def broken_link_is_a_refusal() -> Patches:
         for pending in list(self._monitor):
             self._monitor.remove(pending)
             error = verdicts.not_sent(self._partition_id, 0, reason)
-            out.append(stream.Refused(pending.parcel.token, error))
+            out.append(partition_stream.Refused(pending.parcel.token, error))
         original(self, reason, now_ms, out)
 
     yield instead(PartitionStream, "_leave", _leave)
@@ -78,7 +81,7 @@ def spoiled_link_mounted_again() -> Patches:
     def _open_link(self, out):
         original(self, out)
         self._spoiled.clear()
-        out[-1] = stream.OpenLink(self.attempt, ())
+        out[-1] = partition_stream.OpenLink(self.attempt, ())
 
     yield instead(PartitionStream, "_open_link", _open_link)
 

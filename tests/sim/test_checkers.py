@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from waltz_core.client import events as client_events
-from waltz_core.client.monitor import BatchOutcome
+from waltz_core.client.stream import stream_events as client_events
+from waltz_core.client.stream.monitor import BatchOutcome
 from waltz_core.cluster.nodes.model import (
     UNRESOLVED,
     MarkerState,

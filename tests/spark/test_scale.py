@@ -27,7 +27,7 @@ from tests.forged_log import DATA, forge
 from tests.patience import HANG_S
 from tests.spark.versions import needs_pyspark
 from waltz_core.client import WaltzClient
-from waltz_core.client.connections import ServerLink
+from waltz_core.client.links.connections import ServerLink
 from waltz_core.local import LocalCluster
 from waltz_spark.connections import close_client
 from waltz_spark.datasource.batch import WaltzBatchReader

@@ -42,21 +42,21 @@ ONE_DOOR = {
     ),
     "nats": ("waltz_core/cli/nats_peer.py",),
     "msgpack": (
-        "waltz_core/client/serializers.py",
+        "waltz_core/client/model/serializers.py",
         "waltz_spark/rows.py",
         "waltz_spark/unpacking.py",
     ),
     "prometheus_client": ("waltz_core/metrics.py",),
     "psutil": ("waltz_core/local/local_cluster.py",),
     "py4j": ("waltz_spark/unwrapping.py",),
-    "sqlalchemy": ("waltz_core/client/sql.py", "waltz_core/cli/sql_view.py"),
+    "sqlalchemy": ("waltz_core/client/api/sql.py", "waltz_core/cli/sql_view.py"),
 }
 # pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.
 # The core has two doors: rows in batches, with what they are made over, and the codec of payloads.
 ARROW_DOORS = (
     "waltz_core/records/arrow_buffers.py",
     "waltz_core/records/batches.py",
-    "waltz_core/client/compression.py",
+    "waltz_core/client/model/compression.py",
 )
 DISK_DOORS = ("waltz_core/storage/disk/file_system.py",)
 # What a file that reaches the disk only through a `Disk` does not ask of a path.

@@ -16,10 +16,10 @@ from waltz_core.client import (
     AsyncCallbacks,
     Callbacks,
     PoisonPolicy,
-    appends,
     lock,
     transactional,
 )
+from waltz_core.client.stream import appends
 from waltz_core.config import ClientConfig
 from waltz_core.memory import MemoryWaltz
 from waltz_core.records.batches import encode_append

@@ -24,7 +24,7 @@ async def ask(
     address: str, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
 ) -> AnswerT:
     """Ask the server at an address; raises what it refuses with, or Unreachable."""
-    from waltz_core.client.connections import ServerLinks  # noqa: PLC0415 - loads Arrow
+    from waltz_core.client.links.connections import ServerLinks  # noqa: PLC0415 - loads Arrow
 
     links = ServerLinks(dial_timeout_s=ANSWER_S, late_answers_s=0.0, ssl=transport.ssl())
     try:

@@ -20,7 +20,7 @@ from waltz_core.client import (
     WaltzClient,
     lock,
 )
-from waltz_core.client.callbacks import policy_of
+from waltz_core.client.model.callbacks import policy_of
 from waltz_core.errors import BadConfig
 from waltz_core.records.record import BEFORE_FIRST
 

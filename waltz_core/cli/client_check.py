@@ -32,7 +32,7 @@ from waltz_core.client import (
     TransactionContext,
     lock,
 )
-from waltz_core.client.callbacks import policy_of
+from waltz_core.client.model.callbacks import policy_of
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 
 LOCK_NAME = "client validate"

@@ -12,7 +12,7 @@ from waltz_core.cli import transport
 from waltz_core.cli.asking import answers, name_at
 from waltz_core.cli.changing import Command, Result, add_common, run
 from waltz_core.cli.output import ranges_of
-from waltz_core.client.storage_admin import administered
+from waltz_core.client.links.storage_admin import administered
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.change.changes import (
     Placement,

@@ -40,7 +40,10 @@ def named_deserializer(name: str) -> Deserializer:
     if name == "bytes":
         return bytes
     if name in {"msgpack", "json"}:
-        from waltz_core.client.serializers import JSON, MSGPACK  # noqa: PLC0415 - only then needed
+        from waltz_core.client.model.serializers import (
+            JSON,
+            MSGPACK,
+        )
 
         return (MSGPACK if name == "msgpack" else JSON).deserialize
     module, colon, path = name.partition(":")

@@ -19,8 +19,14 @@ from typing import Final, TypeAlias, TypedDict, TypeVar
 
 from waltz_core.cli import transport
 from waltz_core.cli.storage_views import damaged_count
-from waltz_core.client.connections import ServerLink, ServerLinks
-from waltz_core.client.storage_admin import StorageAdmin, administered
+from waltz_core.client.links.connections import (
+    ServerLink,
+    ServerLinks,
+)
+from waltz_core.client.links.storage_admin import (
+    StorageAdmin,
+    administered,
+)
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.change.storages import Layout
 from waltz_core.cluster.coordinator import ClusterView, Coordinator, PartitionView, ServersView

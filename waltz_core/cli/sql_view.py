@@ -166,7 +166,7 @@ def _view(
     """Make new tables and the callbacks that fill them, and what returns the balances."""
     import sqlalchemy as sa  # noqa: PLC0415 - only this workload needs it
 
-    from waltz_core.client.sql import SqlCallbacks  # noqa: PLC0415 - likewise
+    from waltz_core.client.api.sql import SqlCallbacks  # noqa: PLC0415 - likewise
 
     if name == "callbacks":
         in_memory = _InMemory(end)

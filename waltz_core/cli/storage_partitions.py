@@ -21,7 +21,7 @@ from waltz_core.cli.storage_target import (
     read_facts,
     target_of,
 )
-from waltz_core.client.storage_admin import (
+from waltz_core.client.links.storage_admin import (
     COPY_BYTES_MAX,
     StorageAdmin,
     administered,

@@ -14,7 +14,10 @@ from waltz_core.cli.output import say, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage_target import add_partitions, add_target, partitions_of, target_of
 from waltz_core.cli.storage_views import damaged_count
-from waltz_core.client.storage_admin import StorageAdmin, administered
+from waltz_core.client.links.storage_admin import (
+    StorageAdmin,
+    administered,
+)
 from waltz_core.errors import BadRequest
 from waltz_core.wire.admin_messages import (
     ReplicaRequest,

@@ -15,7 +15,10 @@ from waltz_core.cli.storage_target import (
     target_of,
     targets_of,
 )
-from waltz_core.client.storage_admin import StorageAdmin, administered
+from waltz_core.client.links.storage_admin import (
+    StorageAdmin,
+    administered,
+)
 from waltz_core.errors import StorageIdMismatch, WaltzError
 from waltz_core.records.record import ReplicaId
 from waltz_core.wire.admin_messages import (

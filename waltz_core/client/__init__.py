@@ -14,33 +14,52 @@ release. From the top: `async_client` and `sync_client` (the faces), `contexts` 
 payloads.
 """
 
-from waltz_core.client.appends import BatchOrder
-from waltz_core.client.async_client import AsyncWaltzClient
-from waltz_core.client.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
-from waltz_core.client.claim import (
-    TaskClaim,
-    begin_write,
-    end_write,
-    forget_writes,
-    summary_of_write,
-    tasks_of_write,
+from waltz_core.client.api.async_client import AsyncWaltzClient
+from waltz_core.client.api.sync_client import WaltzClient
+from waltz_core.client.links.directory import (
+    ClusterInfo,
+    Layout,
 )
-from waltz_core.client.compression import Zstd
-from waltz_core.client.decorator import transactional
-from waltz_core.client.directory import ClusterInfo, Layout
-from waltz_core.client.feed import LATEST
-from waltz_core.client.following import Following, Predecessor
-from waltz_core.client.monitor import BatchOutcome
-from waltz_core.client.ranges import RangeChunk, RangeRow, ReplicaSet
-from waltz_core.client.serializers import BYTES, JSON, MSGPACK, Serializer
-from waltz_core.client.sync_client import WaltzClient
-from waltz_core.client.transaction import (
+from waltz_core.client.model.callbacks import (
+    AsyncCallbacks,
+    Callbacks,
+    PoisonPolicy,
+)
+from waltz_core.client.model.compression import Zstd
+from waltz_core.client.model.decorator import transactional
+from waltz_core.client.model.predecessors import (
+    Following,
+    Predecessor,
+)
+from waltz_core.client.model.serializers import (
+    BYTES,
+    JSON,
+    MSGPACK,
+    Serializer,
+)
+from waltz_core.client.model.transaction import (
     AsyncTransaction,
     Transaction,
     TransactionBuilder,
     TransactionContext,
     lock,
     partition_of,
+)
+from waltz_core.client.read.feed_delivery import LATEST
+from waltz_core.client.read.ranges import (
+    RangeChunk,
+    RangeRow,
+    ReplicaSet,
+)
+from waltz_core.client.stream.appends import BatchOrder
+from waltz_core.client.stream.monitor import BatchOutcome
+from waltz_core.client.stream.write_claim import (
+    TaskClaim,
+    begin_write,
+    end_write,
+    forget_writes,
+    summary_of_write,
+    tasks_of_write,
 )
 from waltz_core.wire.messages import RangeForm, Reason
 

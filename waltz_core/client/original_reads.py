@@ -25,10 +25,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from waltz_core import errors
-from waltz_core.client.connections import ServerLink, ServerLinks
-from waltz_core.client.directory import Directory, Owner
+from waltz_core.client.links.connections import (
+    ServerLink,
+    ServerLinks,
+)
+from waltz_core.client.links.directory import (
+    Directory,
+    Owner,
+)
 from waltz_core.client.originals import VERSION_MAX, MountState
-from waltz_core.client.ranges import RangeChunk, RangeQuery
+from waltz_core.client.read.ranges import (
+    RangeChunk,
+    RangeQuery,
+)
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     NO_SESSION,

@@ -257,7 +257,7 @@ class OriginalPartition:
                 )
             )
             return
-        # Nothing is under way on a connection that is mounted again (stream.py, invariant 4).
+        # Nothing is under way on a connection that is mounted again (partition_stream.py, invariant 4).
         self._waiting.clear()
         self._in_flight.clear()
         self._refused.clear()

@@ -10,7 +10,7 @@ Each public method is told of one kind of thing. The names and numbers are those
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from waltz_core.client import events as client_events
+from waltz_core.client.stream import stream_events as client_events
 from waltz_core.cluster.nodes.model import (
     UNRESOLVED,
     PartitionMarker,

@@ -1,6 +1,6 @@
 """A client of the simulation: the production stream, and an application that lives by it.
 
-Why it stands alone: it is what `client/partition.py` and `client/connections.py` are outside: links
+Why it stands alone: it is what `client/stream/client_partition.py` and `client/links/connections.py` are outside: links
 to servers, questions to ZooKeeper, and whoever waits for the answers.
 
 Rules:
@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.client import events
-from waltz_core.client.events import StreamSettings
-from waltz_core.client.monitor import Parcel
-from waltz_core.client.stream import PartitionStream
+from waltz_core.client.stream import stream_events
+from waltz_core.client.stream.monitor import Parcel
+from waltz_core.client.stream.partition_stream import PartitionStream
+from waltz_core.client.stream.stream_events import StreamSettings
 from waltz_core.errors import Unreachable
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import (
@@ -72,11 +72,11 @@ class SimClient(Process):
         self._links: dict[int, Link] = {}  # open ones to servers, by number
         self._asked: dict[ReqId, tuple[Link, Answered]] = {}
         self._ask_count = 0
-        self._inbox: deque[events.Event] = deque()
+        self._inbox: deque[stream_events.Event] = deque()
         self._is_stepping = False
         # The application: what it does with an outcome, and with what it is fed.
-        self.on_settled: Callable[[events.Settled], None] = lambda _: None
-        self.on_refused: Callable[[events.Refused], None] = lambda _: None
+        self.on_settled: Callable[[stream_events.Settled], None] = lambda _: None
+        self.on_refused: Callable[[stream_events.Refused], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_stopped: Callable[[], None] = lambda: None
 
@@ -112,13 +112,13 @@ class SimClient(Process):
 
     def append(self, parcel: Parcel) -> None:
         """Append; exactly one of `on_settled` and `on_refused` follows."""
-        self.step(events.Append(parcel))
+        self.step(stream_events.Append(parcel))
 
     def subscribe(self, mark: TransactionId) -> None:
         """Ask for the feed after a mark."""
         self.fed = mark
         self.cluster.checks.client_follows(self)
-        self.step(events.Subscribe(mark))
+        self.step(stream_events.Subscribe(mark))
 
     @property
     def mark(self) -> TransactionId:
@@ -148,7 +148,7 @@ class SimClient(Process):
 
     # ---- the stream
 
-    def step(self, event: events.Event) -> None:
+    def step(self, event: stream_events.Event) -> None:
         """Give the stream an event; one that comes up meanwhile waits, as in the driver."""
         self._inbox.append(event)
         if self._is_stepping:
@@ -172,37 +172,37 @@ class SimClient(Process):
         else:
             self.set_timer(wake_at_ms)
 
-    def _perform(self, effect: events.Effect) -> None:  # noqa: C901 - one case for each
+    def _perform(self, effect: stream_events.Effect) -> None:  # noqa: C901 - one case for each
         checks = self.cluster.checks
         match effect:
-            case events.Send():
+            case stream_events.Send():
                 link = self._links.get(effect.link)
                 if link is not None:
                     self._send(link, effect.message)
-            case events.Settled():
+            case stream_events.Settled():
                 checks.settled(self, effect)
                 self.on_settled(effect)
-            case events.Refused():
+            case stream_events.Refused():
                 checks.refused(self, effect)
                 self.on_refused(effect)
-            case events.OpenLink():
+            case stream_events.OpenLink():
                 self._open_link(effect)
-            case events.Fed():
+            case stream_events.Fed():
                 checks.fed(self, effect)
                 self.fed = TransactionId(effect.first + effect.count - 1)
                 self._apply_later(self.fed)
-            case events.MarkMoved():
+            case stream_events.MarkMoved():
                 checks.mark_moved(self, effect.high_water_mark)
-            case events.Ready():
+            case stream_events.Ready():
                 self.on_ready()
-            case events.NeedClientId():
+            case stream_events.NeedClientId():
                 client_id = self.cluster.coordinator.next_client_id()
                 self.after(1_000, lambda: self._renew(client_id))
-            case events.FeedLags():
+            case stream_events.FeedLags():
                 # Small logs: what was missed is asked of the server, all at once.
                 mark = effect.fed
-                self.after(1_000, lambda: self.step(events.Resume(mark)))
-            case events.Stopped():
+                self.after(1_000, lambda: self.step(stream_events.Resume(mark)))
+            case stream_events.Stopped():
                 self.world.note(f"{self.name} stopped: {effect.error}")
                 checks.client_stopped(self, effect.error)
                 self.on_stopped()
@@ -211,15 +211,15 @@ class SimClient(Process):
 
     def _renew(self, client_id: int) -> None:
         self.client_id = client_id
-        self.step(events.Renewed(client_id))
+        self.step(stream_events.Renewed(client_id))
 
     def _apply_later(self, mark: TransactionId) -> None:
         delay_us = int(200 + self.chance() * self.apply_us_max)
-        self.after(delay_us, lambda: self.step(events.Applied(mark)))
+        self.after(delay_us, lambda: self.step(stream_events.Applied(mark)))
 
     # ---- links
 
-    def _open_link(self, effect: events.OpenLink) -> None:
+    def _open_link(self, effect: stream_events.OpenLink) -> None:
         def found(assignment: Assignment) -> None:
             server = self.cluster.server_named(assignment.owner)
             if server is None:
@@ -240,11 +240,11 @@ class SimClient(Process):
             )
 
         def fail(reason: str) -> None:
-            self.step(events.LinkFailed(effect.attempt, Unreachable(reason)))
+            self.step(stream_events.LinkFailed(effect.attempt, Unreachable(reason)))
 
         self.cluster.coordinator.owner_for(self, found)
 
-    def _linked(self, effect: events.OpenLink, link: Link, assignment: Assignment) -> None:
+    def _linked(self, effect: stream_events.OpenLink, link: Link, assignment: Assignment) -> None:
         assert self.stream is not None
         if effect.attempt != self.stream.attempt:
             if link.number not in self._links:
@@ -255,16 +255,16 @@ class SimClient(Process):
                 del self._links[other.number]
                 self.cluster.network.close(other, NEAR)
                 self._unasked(other)
-                self.step(events.LinkLost(other.number, "left for another one"))
+                self.step(stream_events.LinkLost(other.number, "left for another one"))
         self._links[link.number] = link
         sequence = self.cluster.coordinator.next_connection_sequence()
         attempt, generation = effect.attempt, assignment.generation
-        self.step(events.Linked(attempt, link.number, generation, sequence, may_follow=True))
+        self.step(stream_events.Linked(attempt, link.number, generation, sequence, may_follow=True))
 
     def _lost(self, link: Link, reason: str) -> None:
         self._links.pop(link.number, None)
         self._unasked(link)
-        self.step(events.LinkLost(link.number, reason))
+        self.step(stream_events.LinkLost(link.number, reason))
 
     def _unasked(self, link: Link) -> None:
         for req_id, (asked_on, answered) in list(self._asked.items()):
@@ -281,4 +281,4 @@ class SimClient(Process):
         if found is not None:
             found[1](None if isinstance(message, ErrorResponse) else message)
             return
-        self.step(events.Received(link.number, message))
+        self.step(stream_events.Received(link.number, message))

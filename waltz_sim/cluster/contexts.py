@@ -17,13 +17,21 @@ from collections.abc import Collection, Coroutine, Mapping
 from typing import TYPE_CHECKING, Final, cast
 
 from waltz_core import errors
-from waltz_core.client.async_client import AsyncWaltzClient
-from waltz_core.client.callbacks import AsyncCallbacks
-from waltz_core.client.connections import ServerLinks
-from waltz_core.client.directory import Changed, ClusterInfo, Owner
-from waltz_core.client.requests import Requests
-from waltz_core.client.subscriptions import Subscriptions
-from waltz_core.client.transaction import AsyncTransaction, TransactionBuilder, TransactionContext
+from waltz_core.client.api.async_client import AsyncWaltzClient
+from waltz_core.client.api.subscriptions import Subscriptions
+from waltz_core.client.links.connections import ServerLinks
+from waltz_core.client.links.directory import (
+    Changed,
+    ClusterInfo,
+    Owner,
+)
+from waltz_core.client.model.callbacks import AsyncCallbacks
+from waltz_core.client.model.transaction import (
+    AsyncTransaction,
+    TransactionBuilder,
+    TransactionContext,
+)
+from waltz_core.client.read.requests import Requests
 from waltz_core.config.declarations import KIB, ClientConfig
 from waltz_core.records.record import (
     BEFORE_FIRST,

@@ -8,7 +8,7 @@ Rules:
     1. The rows have the same request IDs in both attempts: a second one in the log is a violation
        of AtMostOnce.
     2. The first attempt continues only when the second one has all rows in the log. Earlier the two
-       may take turns, and what is in the log would have to be read back (`client/claim.py`).
+       may take turns, and what is in the log would have to be read back (`client/stream/write_claim.py`).
     3. Without `Setup.has_new_owner_ids` it does not continue where the owner has died: that server
        would keep its generation over the restart, and nothing would refuse this attempt.
 """

@@ -17,9 +17,15 @@ Rules:
 import zlib
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.client import events
-from waltz_core.client.following import FOLLOW, Following
-from waltz_core.client.monitor import Parcel, Single
+from waltz_core.client.model.predecessors import (
+    FOLLOW,
+    Following,
+)
+from waltz_core.client.stream import stream_events
+from waltz_core.client.stream.monitor import (
+    Parcel,
+    Single,
+)
 from waltz_core.records.batches import encode_append
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -275,7 +281,7 @@ class _Application:
             follows = (told or FOLLOW).claim(TransactionId(mark))[1]
         self._client.append(self._workload.parcel(self._client, rows, mark, follows))
 
-    def _settled(self, effect: events.Settled) -> None:
+    def _settled(self, effect: stream_events.Settled) -> None:
         operations = self._workload.ended(effect.token)
         self._waiting -= 1
         again = [
@@ -290,6 +296,6 @@ class _Application:
         else:
             self._retries = 0
 
-    def _refused(self, effect: events.Refused) -> None:
+    def _refused(self, effect: stream_events.Refused) -> None:
         self._workload.ended(effect.token)
         self._waiting -= 1

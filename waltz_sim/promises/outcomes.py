@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from waltz_core.client import events
+from waltz_core.client.stream import stream_events
 from waltz_core.errors import OutcomeUnknown, WaltzError
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -159,7 +159,7 @@ class Outcomes:
         if mark > last:
             self._witness.fail("HwmMono", f"{client.name} was shown {mark}, the log ends at {last}")
 
-    def settled(self, client: "SimClient", effect: events.Settled) -> None:
+    def settled(self, client: "SimClient", effect: stream_events.Settled) -> None:
         """11. OutcomeTruth: what an application is told is so."""
         witness, outcome = self._witness, effect.outcome
         assert isinstance(outcome.reasons, np.ndarray)
@@ -220,7 +220,7 @@ class Outcomes:
 
     # ---- the feed
 
-    def fed(self, client: "SimClient", effect: events.Fed) -> None:
+    def fed(self, client: "SimClient", effect: stream_events.Fed) -> None:
         """13. Dense and 14. ClientPrefix."""
         witness, log = self._witness, self._witness.history.log
         if effect.first != client.fed + 1:

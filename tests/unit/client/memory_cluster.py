@@ -12,7 +12,7 @@ from uuid import UUID
 
 from tests.patience import HANG_S
 from waltz_core.client import AsyncWaltzClient
-from waltz_core.client.directory import ZooKeeperDirectory
+from waltz_core.client.links.directory import ZooKeeperDirectory
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper

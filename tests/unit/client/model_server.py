@@ -12,10 +12,16 @@ from random import Random
 import numpy as np
 
 from waltz_core import errors
-from waltz_core.client import events
-from waltz_core.client.events import Phase, StreamSettings
-from waltz_core.client.monitor import Parcel, Single
-from waltz_core.client.stream import PartitionStream
+from waltz_core.client.stream import stream_events
+from waltz_core.client.stream.monitor import (
+    Parcel,
+    Single,
+)
+from waltz_core.client.stream.partition_stream import PartitionStream
+from waltz_core.client.stream.stream_events import (
+    Phase,
+    StreamSettings,
+)
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -70,12 +76,12 @@ class ModelWorld:
         self.fence: tuple[int, int] | None = None  # (link, connection sequence)
         self.queue: deque[tuple[int, m.ClientMessage]] = deque()  # received appends, not final
         self.wires: list[Wire] = []
-        self.attempts: deque[events.OpenLink] = deque()
+        self.attempts: deque[stream_events.OpenLink] = deque()
         self.connection_sequence = 0
         self.stream = PartitionStream(CLIENT, PARTITION, SETTINGS, random)
         self.sent: dict[int, list[ReqId]] = {}
         self.row_counts: dict[int, int] = {}
-        self.told: dict[int, events.Settled | events.Refused] = {}
+        self.told: dict[int, stream_events.Settled | stream_events.Refused] = {}
         # What was fed, None for what does not pass the filter.
         self.fed: list[ReqId | None] = []
         self.header_values = header_values
@@ -89,38 +95,38 @@ class ModelWorld:
         self.is_mounted = False
         self.stale: tuple[int, int] | None = None
         if wants_feed:
-            self.step(events.Subscribe(BEFORE_FIRST, header_values))
+            self.step(stream_events.Subscribe(BEFORE_FIRST, header_values))
 
     # --- the client's side
 
-    def step(self, event: events.Event) -> None:
+    def step(self, event: stream_events.Event) -> None:
         for effect in self.stream.step(event, self.now_ms):
             match effect:
-                case events.OpenLink():
+                case stream_events.OpenLink():
                     self.attempts.append(effect)
-                case events.Send():
+                case stream_events.Send():
                     self.send(effect)
-                case events.Settled() | events.Refused():
+                case stream_events.Settled() | stream_events.Refused():
                     assert effect.token not in self.told, "told twice"
                     self.told[effect.token] = effect
-                case events.Fed():
+                case stream_events.Fed():
                     assert effect.first == len(self.fed), "the feed is not dense"
                     assert len(effect.headers) == 20 * len(effect.ids)
                     self.fed += [None] * effect.count
                     rows = FEED.iter_unpack(effect.headers)
                     for number, (packed, _) in zip(effect.ids, rows, strict=True):
                         self.fed[number] = ReqId.from_bytes(packed)
-                case events.FeedLags():
+                case stream_events.FeedLags():
                     assert self.lags is None, "asked to catch up twice"
                     self.lags = effect.fed
-                case events.Ready() | events.MarkMoved():
+                case stream_events.Ready() | stream_events.MarkMoved():
                     assert effect.high_water_mark < len(self.log)
                 case Report():
                     pass
                 case _:
                     raise AssertionError(effect)
 
-    def send(self, effect: events.Send) -> None:
+    def send(self, effect: stream_events.Send) -> None:
         message = effect.message
         if isinstance(message, m.AppendBatch | m.AppendRequest):
             token = int(
@@ -143,7 +149,7 @@ class ModelWorld:
         text = str(token).encode()
         content = Single(0, text, (), (), ()) if rows == 1 and self.random.random() < 0.5 else text
         self.row_counts[token] = rows
-        self.step(events.Append(Parcel(token, rows, BEFORE_FIRST, content, 0)))
+        self.step(stream_events.Append(Parcel(token, rows, BEFORE_FIRST, content, 0)))
 
     # --- the network
 
@@ -153,7 +159,7 @@ class ModelWorld:
         opening = self.attempts.popleft()
         attempt = opening.attempt
         if self.random.random() < 0.2:
-            self.step(events.LinkFailed(attempt, errors.Unreachable("no")))
+            self.step(stream_events.LinkFailed(attempt, errors.Unreachable("no")))
             return
         usable = [
             wire.number
@@ -168,7 +174,7 @@ class ModelWorld:
         self.connection_sequence += 1
         # Now and then the client's view of the assignment is old.
         generation = max(0, self.generation - (self.random.random() < 0.2))
-        self.step(events.Linked(attempt, number, generation, self.connection_sequence))
+        self.step(stream_events.Linked(attempt, number, generation, self.connection_sequence))
 
     def break_wire(self) -> None:
         alive = [wire for wire in self.wires if not wire.is_broken]
@@ -180,7 +186,7 @@ class ModelWorld:
         while wire.to_server and self.random.random() < 0.5:
             self.take(wire)
         wire.to_client.clear()
-        self.step(events.LinkLost(wire.number, "cut"))
+        self.step(stream_events.LinkLost(wire.number, "cut"))
 
     def deliver_to_server(self) -> None:
         busy = [wire for wire in self.wires if wire.to_server]
@@ -191,7 +197,7 @@ class ModelWorld:
         busy = [wire for wire in self.wires if wire.to_client and not wire.is_broken]
         if busy:
             wire = self.random.choice(busy)
-            self.step(events.Received(wire.number, wire.to_client.popleft()))
+            self.step(stream_events.Received(wire.number, wire.to_client.popleft()))
 
     def answer(self, link: int, message: m.ClientMessage) -> None:
         wire = self.wires[link]
@@ -356,7 +362,7 @@ class ModelWorld:
         self.fence = None
         self.feed_link = -1
         if self.random.random() < 0.5:
-            self.step(events.Moved(self.generation))
+            self.step(stream_events.Moved(self.generation))
 
     def pass_time(self) -> None:
         self.now_ms += self.random.choice((1, 20, 300, 2500))
@@ -368,21 +374,21 @@ class ModelWorld:
             self.lags = None
             rows = self.log[: max(len(self.fed), len(self.log) - 3)]
             self.fed = [self.passed(row) for row in rows]
-            self.step(events.Resume(TransactionId(len(self.fed) - 1)))
+            self.step(stream_events.Resume(TransactionId(len(self.fed) - 1)))
 
     def passed(self, row: ReqId) -> ReqId | None:
         return row if not self.header_values or header_of(row) in self.header_values else None
 
     def subscribe_anew(self) -> None:
         self.lags = None
-        self.step(events.Unsubscribe())
+        self.step(stream_events.Unsubscribe())
         mark = TransactionId(self.random.randrange(len(self.fed) + 1) - 1)
         del self.fed[mark + 1 :]
-        self.step(events.Subscribe(mark, self.header_values))
+        self.step(stream_events.Subscribe(mark, self.header_values))
 
     def apply(self) -> None:
         if self.fed:
-            self.step(events.Applied(TransactionId(len(self.fed) - 1)))
+            self.step(stream_events.Applied(TransactionId(len(self.fed) - 1)))
 
     # --- the whole
 
@@ -441,7 +447,7 @@ class ModelWorld:
         assert set(self.told) == set(range(self.tokens))
         for token, told in self.told.items():
             rows = self.sent.get(token, [])
-            if isinstance(told, events.Refused):
+            if isinstance(told, stream_events.Refused):
                 if not isinstance(told.error, errors.OutcomeUnknown):
                     assert not any(row in where for row in rows), (token, told)
                 continue

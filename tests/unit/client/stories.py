@@ -5,10 +5,13 @@ from random import Random
 import numpy as np
 
 from waltz_core import errors
-from waltz_core.client import events
-from waltz_core.client.events import StreamSettings
-from waltz_core.client.monitor import Parcel, Single
-from waltz_core.client.stream import PartitionStream
+from waltz_core.client.stream import stream_events
+from waltz_core.client.stream.monitor import (
+    Parcel,
+    Single,
+)
+from waltz_core.client.stream.partition_stream import PartitionStream
+from waltz_core.client.stream.stream_events import StreamSettings
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.raw_records import FEED_HEADER_DTYPE
 from waltz_core.records.record import (
@@ -98,26 +101,26 @@ class Story:
         self.stream = PartitionStream(CLIENT, PARTITION, settings, Random(1))
         self.now_ms = 0
         self.connection_sequence = 0
-        self.done: list[events.Effect] = []
-        self.opening = events.OpenLink(0, ())
+        self.done: list[stream_events.Effect] = []
+        self.opening = stream_events.OpenLink(0, ())
 
-    def tell(self, event: events.Event) -> list[events.Effect]:
+    def tell(self, event: stream_events.Event) -> list[stream_events.Effect]:
         """Step, and return the effects but for reports."""
         effects = self.stream.step(event, self.now_ms)
         self.done = [each for each in effects if not isinstance(each, Report)]
         for each in self.done:
-            if isinstance(each, events.OpenLink):
+            if isinstance(each, stream_events.OpenLink):
                 self.opening = each
         return self.done
 
-    def wake(self, at_ms: int) -> list[events.Effect]:
+    def wake(self, at_ms: int) -> list[stream_events.Effect]:
         self.now_ms = at_ms
         return self.tell(Wakeup())
 
-    def hear(self, message: m.ClientMessage, link: int = 1) -> list[events.Effect]:
-        return self.tell(events.Received(link, message))
+    def hear(self, message: m.ClientMessage, link: int = 1) -> list[stream_events.Effect]:
+        return self.tell(stream_events.Received(link, message))
 
-    def refuse(self, req_id: ReqId, error: errors.WaltzError) -> list[events.Effect]:
+    def refuse(self, req_id: ReqId, error: errors.WaltzError) -> list[stream_events.Effect]:
         return self.hear(m.ErrorResponse(req_id, error.code, error.retriable, str(error)))
 
     def sent(self, kind: type | None = None) -> list[m.ClientMessage]:
@@ -125,7 +128,8 @@ class Story:
         return [
             each.message
             for each in self.done
-            if isinstance(each, events.Send) and (kind is None or isinstance(each.message, kind))
+            if isinstance(each, stream_events.Send)
+            and (kind is None or isinstance(each.message, kind))
         ]
 
     def link(self, number: int = 1, generation: int = 0) -> m.MountWriter:
@@ -134,25 +138,27 @@ class Story:
         assert number not in opening.spoiled
         self.connection_sequence += 1
         self.tell(
-            events.Linked(opening.attempt, number, Generation(generation), self.connection_sequence)
+            stream_events.Linked(
+                opening.attempt, number, Generation(generation), self.connection_sequence
+            )
         )
         (mount,) = self.sent(m.MountWriter)
         return mount
 
-    def mounted(self, mount: m.MountWriter, mark: int, link: int = 1) -> list[events.Effect]:
+    def mounted(self, mount: m.MountWriter, mark: int, link: int = 1) -> list[stream_events.Effect]:
         return self.hear(m.Mounted(mount.req_id, 1, mark, 100, 1_000, 5_000), link)
 
     def ready(self, mark: int = BEFORE_FIRST) -> "Story":
         """Mount on link 1, generation 0."""
-        self.tell(events.Mount())
+        self.tell(stream_events.Mount())
         self.mounted(self.link(), mark)
-        assert self.stream.phase is events.Phase.READY
+        assert self.stream.phase is stream_events.Phase.READY
         return self
 
     def fed(self, mark: int, log_mark: int | None = None) -> m.FeedRequest:
         """Subscribe after `mark` and mount with the feed; return the first request for more."""
         last = mark if log_mark is None else log_mark
-        self.tell(events.Subscribe(mark))
+        self.tell(stream_events.Subscribe(mark))
         self.mounted(self.link(), last)
         (mount,) = self.sent(m.MountWriter)
         assert mount.wants_feed

@@ -7,9 +7,14 @@ import pytest
 from tests.patience import HANG_S
 from tests.unit.client.stories import PARTITION
 from waltz_core import errors
-from waltz_core.client.appends import Appends, BatchOrder, Row, Window
-from waltz_core.client.following import Following
-from waltz_core.client.monitor import BatchOutcome
+from waltz_core.client.model.predecessors import Following
+from waltz_core.client.stream.appends import (
+    Appends,
+    BatchOrder,
+    Row,
+    Window,
+)
+from waltz_core.client.stream.monitor import BatchOutcome
 from waltz_core.records.batches import decode_append
 from waltz_core.records.record import SessionId
 from waltz_core.wire.messages import Reason
@@ -71,7 +76,7 @@ def test_what_is_held_back_ends_when_nothing_more_is_heard():
 
 
 def test_what_waits_for_a_parcel_is_not_sent_when_that_is_given_up(monkeypatch):
-    monkeypatch.setattr("waltz_core.client.appends.RESEND_FULL_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
         author = Author()
@@ -88,7 +93,7 @@ def test_what_waits_for_a_parcel_is_not_sent_when_that_is_given_up(monkeypatch):
 
 @pytest.mark.parametrize("token", [1, 2])
 def test_what_is_held_back_goes_again_in_its_place(monkeypatch, token):
-    monkeypatch.setattr("waltz_core.client.appends.RESEND_FULL_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
         author = Author()
@@ -139,8 +144,8 @@ SEEN = Following(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
 )
 def test_what_may_have_become_stale_is_not_sent_again(monkeypatch, fields, reason):
     """An attempt is computed anew, and so is what was computed from what is lost with it."""
-    monkeypatch.setattr("waltz_core.client.appends.RESEND_DELAY_S", 0)
-    monkeypatch.setattr("waltz_core.client.appends.RESEND_FULL_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
         author = Author()
@@ -161,7 +166,7 @@ def test_what_may_have_become_stale_is_not_sent_again(monkeypatch, fields, reaso
 
 
 def test_a_batch_waits_behind_what_is_held_back(monkeypatch):
-    monkeypatch.setattr("waltz_core.client.appends.RESEND_FULL_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
         author = Author()
@@ -177,7 +182,7 @@ def test_a_batch_waits_behind_what_is_held_back(monkeypatch):
 
 
 def test_a_batch_that_waits_ends_when_nothing_more_is_heard_or_its_order_is_lost(monkeypatch):
-    monkeypatch.setattr("waltz_core.client.appends.RESEND_FULL_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
         author, order = Author(), BatchOrder()
@@ -196,7 +201,7 @@ def test_a_batch_that_waits_ends_when_nothing_more_is_heard_or_its_order_is_lost
 
 
 def test_a_batch_that_waited_is_lost_when_one_of_its_order_before_it_was(monkeypatch):
-    monkeypatch.setattr("waltz_core.client.appends.RESEND_FULL_DELAY_S", 0)
+    monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
         author, order = Author(), BatchOrder()

@@ -29,12 +29,12 @@ from waltz_core.client import (
     RangeForm,
     Reason,
     TransactionContext,
-    appends,
-    catch_up,
     lock,
-    outage,
     partition_of,
 )
+from waltz_core.client.links import outage
+from waltz_core.client.read import catch_up
+from waltz_core.client.stream import appends
 from waltz_core.records.batches import encode_append
 from waltz_core.server.partition_events import Limits
 
@@ -730,7 +730,7 @@ async def test_an_application_far_behind_fetches_before_it_is_fed():
         await until(lambda: len(callbacks.seen) == 5 * rows + 1)
         assert callbacks.seen == list(range(5 * rows + 1))
         assert "RangeRequest" in cluster.servers[0].received
-        assert catch_up.CatchUp.__module__ == "waltz_core.client.catch_up"
+        assert catch_up.CatchUp.__module__ == "waltz_core.client.read.catch_up"
 
 
 @told

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from waltz_core.client.backoff import Backoff
+from waltz_core.client.stream.backoff import Backoff
 
 
 def test_pauses_double_with_jitter_up_to_a_limit_and_start_over():

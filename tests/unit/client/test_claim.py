@@ -9,8 +9,8 @@ from tests.cluster_contract import created
 from tests.unit.cluster.test_coordinator import MemoryWorld
 from tests.writes_contract import MARKS
 from waltz_core import errors
-from waltz_core.client import claim
-from waltz_core.client.claim import (
+from waltz_core.client.stream import write_claim
+from waltz_core.client.stream.write_claim import (
     SEQUENCES_OF_ATTEMPT,
     TaskClaim,
     begin_write,
@@ -39,8 +39,8 @@ def run(story, monkeypatch):
         async def connected(_):
             yield coordinator
 
-        monkeypatch.setattr(claim.zookeeper, "connect", connect)
-        monkeypatch.setattr(claim.zookeeper, "connected", connected)
+        monkeypatch.setattr(write_claim.zookeeper, "connect", connect)
+        monkeypatch.setattr(write_claim.zookeeper, "connected", connected)
         await story(coordinator)
 
     asyncio.run(play())

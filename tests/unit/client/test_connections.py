@@ -8,7 +8,7 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.client.connections import ServerLinks
+from waltz_core.client.links.connections import ServerLinks
 from waltz_core.records.record import CONTROL_SEQUENCE_MIN
 from waltz_core.transport import net
 from waltz_core.wire.messages import HighWaterMarkRequest, HighWaterMarkResponse, Surface
@@ -197,7 +197,9 @@ async def get_and_tell(links, address):
 def test_a_server_is_silent_when_somebody_waits_and_nothing_has_come_since_the_last_look(
     monkeypatch,
 ):
-    monkeypatch.setattr("waltz_core.client.connections.SILENT_S", 600)  # the test looks itself
+    monkeypatch.setattr(
+        "waltz_core.client.links.connections.SILENT_S", 600
+    )  # the test looks itself
 
     async def story():
         silences = []
@@ -237,8 +239,10 @@ def look(link):
 
 
 def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monkeypatch, caplog):
-    monkeypatch.setattr("waltz_core.client.connections.SILENT_S", 600)  # the test looks itself
-    caplog.set_level("INFO", "waltz_core.client.silence")
+    monkeypatch.setattr(
+        "waltz_core.client.links.connections.SILENT_S", 600
+    )  # the test looks itself
+    caplog.set_level("INFO", "waltz_core.client.links.silence")
 
     async def story():
         async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
@@ -267,8 +271,8 @@ def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monk
 def test_a_server_that_does_not_greet_is_told_as_silent_and_then_as_left(
     monkeypatch, caplog, is_logged
 ):
-    monkeypatch.setattr("waltz_core.client.connections.SILENT_S", 0.01)
-    caplog.set_level("INFO", "waltz_core.client.silence")
+    monkeypatch.setattr("waltz_core.client.links.connections.SILENT_S", 0.01)
+    caplog.set_level("INFO", "waltz_core.client.links.silence")
 
     async def story():
         how = {} if is_logged else {"silent": None}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.client.stories import feed_batch, req
-from waltz_core.client.cursor import FeedCursor
+from waltz_core.client.stream.cursor import FeedCursor
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.server.read.feeds import pick
 from waltz_core.wire.messages import FeedBatch

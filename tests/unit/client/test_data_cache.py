@@ -6,7 +6,7 @@ from collections import defaultdict
 from tests.unit.client.memory_cluster import memory_cluster
 from tests.unit.client.test_async_client import batch_of, told, until
 from waltz_core.client import AsyncCallbacks
-from waltz_core.client.data_cache import DataBudget
+from waltz_core.client.read.data_cache import DataBudget
 from waltz_core.records.record import TransactionId
 
 COUNT = 200

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from waltz_core import errors
-from waltz_core.client import MSGPACK, following
-from waltz_core.client.following import FOLLOW
+from waltz_core.client import MSGPACK
+from waltz_core.client.model import predecessors
+from waltz_core.client.model.predecessors import FOLLOW
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     NO_SESSION,
@@ -95,7 +96,7 @@ def test_ids_that_do_not_follow_the_mark_are_not_believed(told):
 
 
 def test_what_has_become_too_much_is_dropped(monkeypatch):
-    monkeypatch.setattr(following, "CARRIED_MAX", 3)
+    monkeypatch.setattr(predecessors, "CARRIED_MAX", 3)
     told = FOLLOW.told(message(6, 7, last=7), 5, MOUNT, LOCKS)
     assert ids(told.predecessors) == [6, 7]
     assert told.told(message(8, 9, last=9), 7, MOUNT, LOCKS) is FOLLOW

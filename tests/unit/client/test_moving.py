@@ -22,7 +22,9 @@ from tests.unit.client.memory_cluster import (
     memory_cluster,
 )
 from tests.unit.client.test_async_client import Applying, batch_of, told, until
-from waltz_core.client import Reason, appends, connections
+from waltz_core.client import Reason
+from waltz_core.client.links import connections
+from waltz_core.client.stream import appends
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.zookeeper import zookeeper_session

@@ -6,7 +6,7 @@ from tests import client_contract
 from tests.client_contract import STORIES, World, is_whole
 from tests.original_server_for_clients import OriginalCluster
 from waltz_core.client import AsyncWaltzClient, WaltzClient
-from waltz_core.client.opening import Opening
+from waltz_core.client.api.opening import Opening
 from waltz_core.config import ClientConfig
 
 QUICK = ClientConfig(

@@ -9,7 +9,7 @@ from tests.original_server_for_clients import OriginalCluster
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, RangeForm, original_reads
-from waltz_core.client.opening import Opening
+from waltz_core.client.api.opening import Opening
 from waltz_core.config import ClientConfig
 from waltz_core.records.raw_records import HEADER_DTYPE
 

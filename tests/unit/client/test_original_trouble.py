@@ -12,8 +12,15 @@ import pytest
 from tests.original_server_for_clients import HELLO, OriginalCluster
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.client import AsyncCallbacks, AsyncWaltzClient, RangeForm, lock, originals, requests
-from waltz_core.client.opening import Opening
+from waltz_core.client import (
+    AsyncCallbacks,
+    AsyncWaltzClient,
+    RangeForm,
+    lock,
+    originals,
+)
+from waltz_core.client.api.opening import Opening
+from waltz_core.client.read import requests
 from waltz_core.config import ClientConfig
 from waltz_core.memory import MemoryWaltz
 from waltz_core.wire import messages

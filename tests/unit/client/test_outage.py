@@ -6,8 +6,15 @@ import logging
 import pytest
 
 from waltz_core import errors
-from waltz_core.client.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
-from waltz_core.client.outage import AGAIN_S, Outage
+from waltz_core.client.links.outage import (
+    AGAIN_S,
+    Outage,
+)
+from waltz_core.client.model.callbacks import (
+    AsyncCallbacks,
+    Callbacks,
+    PoisonPolicy,
+)
 from waltz_core.records.record import PartitionId
 
 

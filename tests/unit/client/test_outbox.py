@@ -6,9 +6,16 @@ import pytest
 
 from tests.unit.client.stories import PARTITION, parcel
 from waltz_core import errors
-from waltz_core.client.following import FOLLOW
-from waltz_core.client.monitor import BatchOutcome, Parcel, Single
-from waltz_core.client.outbox import Limits, Outbox
+from waltz_core.client.model.predecessors import FOLLOW
+from waltz_core.client.stream.monitor import (
+    BatchOutcome,
+    Parcel,
+    Single,
+)
+from waltz_core.client.stream.outbox import (
+    Limits,
+    Outbox,
+)
 from waltz_core.wire.messages import Reason
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.unit.client.stories import CLIENT, PARTITION, range_data, req
-from waltz_core.client.monitor import Monitor
-from waltz_core.client.readback import ReadBack
+from waltz_core.client.stream.monitor import Monitor
+from waltz_core.client.stream.readback import ReadBack
 from waltz_core.records.record import (
     BEFORE_FIRST,
     MADE_UP,

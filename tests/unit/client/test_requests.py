@@ -8,9 +8,9 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.client.directory import Owner
-from waltz_core.client.ranges import RangeQuery
-from waltz_core.client.requests import Requests
+from waltz_core.client.links.directory import Owner
+from waltz_core.client.read.ranges import RangeQuery
+from waltz_core.client.read.requests import Requests
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import NO_SESSION
 from waltz_core.wire import messages as m

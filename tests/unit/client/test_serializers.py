@@ -2,7 +2,11 @@
 
 import pytest
 
-from waltz_core.client.serializers import BYTES, JSON, MSGPACK
+from waltz_core.client.model.serializers import (
+    BYTES,
+    JSON,
+    MSGPACK,
+)
 
 
 @pytest.mark.parametrize("serializer", [MSGPACK, JSON])

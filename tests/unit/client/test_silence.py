@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from waltz_core.client.outage import AGAIN_S
-from waltz_core.client.silence import Silences
+from waltz_core.client.links.outage import AGAIN_S
+from waltz_core.client.links.silence import Silences
 
 SERVER = "host-1:15180"
 
@@ -19,7 +19,7 @@ class Story:
         self.silences = Silences(self._doubt)
         self.now_s = 100.0
         self._caplog = caplog
-        caplog.set_level(logging.INFO, "waltz_core.client.silence")
+        caplog.set_level(logging.INFO, "waltz_core.client.links.silence")
 
     def _doubt(self):
         self.doubts += 1

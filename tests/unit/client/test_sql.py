@@ -12,8 +12,13 @@ import pytest
 import sqlalchemy as sa
 
 from tests.patience import HANG_S
-from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder, sql
-from waltz_core.client.sql import SqlCallbacks
+from waltz_core.client import (
+    PoisonPolicy,
+    Transaction,
+    TransactionBuilder,
+)
+from waltz_core.client.api import sql
+from waltz_core.client.api.sql import SqlCallbacks
 from waltz_core.errors import BadConfig, BadRequest, ClusterKeyMismatch, DataLoss, Unreachable
 from waltz_core.records.record import (
     PartitionId,
@@ -239,7 +244,7 @@ def test_an_url_is_no_engine() -> None:
 
 
 def test_without_sqlalchemy_the_import_says_what_to_install() -> None:
-    code = "import sys; sys.modules['sqlalchemy'] = None; import waltz_core.client.sql"
+    code = "import sys; sys.modules['sqlalchemy'] = None; import waltz_core.client.api.sql"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=HANG_S
     )

@@ -16,10 +16,10 @@ from waltz_core.client import (
     Transaction,
     TransactionBuilder,
     lock,
-    sql,
     transactional,
 )
-from waltz_core.client.sql import SqlCallbacks
+from waltz_core.client.api import sql
+from waltz_core.client.api.sql import SqlCallbacks
 from waltz_core.memory import MemoryWaltz
 
 METADATA = sa.MetaData()
@@ -152,7 +152,7 @@ def test_a_filtered_view_has_what_it_wants_and_the_mark_of_the_log(
 def test_transactions_that_a_view_leaves_out_share_a_write_of_the_mark(
     waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("waltz_core.client.feed.PASS_S", HANG_S)
+    monkeypatch.setattr("waltz_core.client.read.feed_delivery.PASS_S", HANG_S)
     view = View(engine)
     with waltz_memory.client() as client:
         client.subscribe(view, [0], headers=[7])
@@ -166,7 +166,7 @@ def test_transactions_that_a_view_leaves_out_share_a_write_of_the_mark(
 def test_a_context_gets_past_a_lock_of_a_transaction_that_the_view_leaves_out(
     waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("waltz_core.client.feed.PASS_S", HANG_S)
+    monkeypatch.setattr("waltz_core.client.read.feed_delivery.PASS_S", HANG_S)
     view = View(engine)
 
     @transactional(partition=0)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from waltz_core.client.storage_admin import StorageAdmin
+from waltz_core.client.links.storage_admin import StorageAdmin
 from waltz_core.errors import RemoteProtocolError
 from waltz_core.wire.admin_messages import CheckCluster, Done
 

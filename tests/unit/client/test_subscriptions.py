@@ -16,7 +16,7 @@ from waltz_core.client import (
     TransactionContext,
     lock,
 )
-from waltz_core.client.feed import HAND_OVER_S_MAX
+from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
 
 
 class Shared(AsyncCallbacks):

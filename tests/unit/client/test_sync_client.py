@@ -13,11 +13,23 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.client import Callbacks, TransactionContext, WaltzClient, data_cache, lock
-from waltz_core.client.data_cache import DataBudget, DataCache
-from waltz_core.client.directory import ClusterInfo, Layout
-from waltz_core.client.feed import HAND_OVER_S_MAX
-from waltz_core.client.sync_client import WORKERS_MAX
+from waltz_core.client import (
+    Callbacks,
+    TransactionContext,
+    WaltzClient,
+    lock,
+)
+from waltz_core.client.api.sync_client import WORKERS_MAX
+from waltz_core.client.links.directory import (
+    ClusterInfo,
+    Layout,
+)
+from waltz_core.client.read import data_cache
+from waltz_core.client.read.data_cache import (
+    DataBudget,
+    DataCache,
+)
+from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
 from waltz_core.memory import MemoryWaltz
 
 LAYOUT = Layout("127.0.0.1:1/never_asked", ClusterInfo("shop", bytes(16), 3), {0: ("a:1", 1)})

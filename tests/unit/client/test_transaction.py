@@ -10,8 +10,8 @@ import pytest
 
 from waltz_core import errors
 from waltz_core.client import BYTES, JSON, MSGPACK, TransactionBuilder, lock, partition_of
-from waltz_core.client.following import FOLLOW
-from waltz_core.client.transaction import (
+from waltz_core.client.model.predecessors import FOLLOW
+from waltz_core.client.model.transaction import (
     check_data,
     check_mark,
     check_partition,

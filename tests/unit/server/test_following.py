@@ -16,7 +16,7 @@ from tests.unit.server.test_append import (
     World,
     results,
 )
-from waltz_core.client.following import FOLLOW
+from waltz_core.client.model.predecessors import FOLLOW
 from waltz_core.records.record import (
     NO_SESSION,
     PartitionId,

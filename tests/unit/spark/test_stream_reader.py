@@ -8,7 +8,10 @@ import pytest
 from pyspark.sql.types import StructType
 
 from waltz_core.client import ReplicaSet
-from waltz_core.client.directory import ClusterInfo, Layout
+from waltz_core.client.links.directory import (
+    ClusterInfo,
+    Layout,
+)
 from waltz_core.errors import DataLoss
 from waltz_spark import lag_of
 from waltz_spark.datasource import stream

@@ -10,7 +10,7 @@ Rules:
     4. What the disk does not give is asked for once more; what it does not give then either is as
        good as wrong, and rules 1 to 3 hold for it. Each error is kept until somebody tells it.
     5. A reader of this machine may be told where records lie instead. Then rule 1 is his: what he
-       finds wrong he asks for again, and does not get (`client/nearby.py`).
+       finds wrong he asks for again, and does not get (`client/read/nearby.py`).
     6. Whoever reads to find damage has the system drop the records first: what it has in memory
        may be right where the disk is not.
 """

@@ -19,7 +19,10 @@ from concurrent.futures import CancelledError
 from typing import Final, NamedTuple
 
 from waltz_core import errors
-from waltz_core.client.ranges import RangeChunk, RangeQuery
+from waltz_core.client.read.ranges import (
+    RangeChunk,
+    RangeQuery,
+)
 from waltz_core.records import raw_records
 from waltz_core.records.record import (
     BEFORE_FIRST,

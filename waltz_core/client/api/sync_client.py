@@ -35,27 +35,42 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast
 import uvloop
 
 from waltz_core import errors
-from waltz_core.client.async_client import AsyncWaltzClient
-from waltz_core.client.callbacks import (
+from waltz_core.client.api.async_client import AsyncWaltzClient
+from waltz_core.client.api.opening import (
+    NOT_SENT,
+    Opening,
+)
+from waltz_core.client.api.subscriptions import waits_for_itself
+from waltz_core.client.links.directory import (
+    ClusterInfo,
+    FixedDirectory,
+    Layout,
+)
+from waltz_core.client.model.callbacks import (
     BatchCallbacks,
     Callbacks,
     PoisonPolicy,
     check_callbacks,
     check_headers,
 )
-from waltz_core.client.claim import TaskClaim
-from waltz_core.client.directory import ClusterInfo, FixedDirectory, Layout
-from waltz_core.client.feed import HAND_OVER_S_MAX, Run, Verdict, mark_of
-from waltz_core.client.following import Following
-from waltz_core.client.opening import NOT_SENT, Opening
-from waltz_core.client.ranges import RangeChunk, ReplicaSet
-from waltz_core.client.subscriptions import waits_for_itself
-from waltz_core.client.transaction import (
+from waltz_core.client.model.predecessors import Following
+from waltz_core.client.model.transaction import (
     Transaction,
     TransactionBuilder,
     TransactionContext,
     check_context,
 )
+from waltz_core.client.read.feed_delivery import (
+    HAND_OVER_S_MAX,
+    Run,
+    Verdict,
+    mark_of,
+)
+from waltz_core.client.read.ranges import (
+    RangeChunk,
+    ReplicaSet,
+)
+from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import (
     PartitionId,
@@ -66,8 +81,8 @@ from waltz_core.wire.messages import RangeForm
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from waltz_core.client.appends import BatchOrder
-    from waltz_core.client.monitor import BatchOutcome
+    from waltz_core.client.stream.appends import BatchOrder
+    from waltz_core.client.stream.monitor import BatchOutcome
 
 # Threads for `execute`; and for hooks and feeds, each of which takes one while it is applied. They
 # are apart because a callback or a hook may wait for a context.

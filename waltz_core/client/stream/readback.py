@@ -9,7 +9,7 @@ Rules:
        chain there means another history: the feed must not go on.
 """
 
-from waltz_core.client.monitor import Monitor
+from waltz_core.client.stream.monitor import Monitor
 from waltz_core.errors import DataLoss
 from waltz_core.records.record import (
     BEFORE_FIRST,

@@ -1,4 +1,4 @@
-"""Every event and effect of a partition's stream (`stream.py`).
+"""Every event and effect of a partition's stream (`partition_stream.py`).
 
 Why it stands alone: the client's driver and the simulator speak to a stream in these words only.
 
@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import TypeAlias
 
-from waltz_core.client.monitor import BatchOutcome, Parcel
+from waltz_core.client.stream.monitor import (
+    BatchOutcome,
+    Parcel,
+)
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import (
@@ -27,7 +30,7 @@ from waltz_core.wire.messages import Buffer, ClientMessage
 
 
 class Phase(Enum):
-    """Where the stream stands (the picture is in `stream.py`)."""
+    """Where the stream stands (the picture is in `partition_stream.py`)."""
 
     IDLE = auto()
     LINKING = auto()

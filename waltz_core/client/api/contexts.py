@@ -27,15 +27,19 @@ from random import Random
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from waltz_core import errors
-from waltz_core.client.appends import Row, RowOutcome, error_of
-from waltz_core.client.feed import own_cancellation
-from waltz_core.client.following import FOLLOW
-from waltz_core.client.partition import ClientPartition
-from waltz_core.client.transaction import (
+from waltz_core.client.model.predecessors import FOLLOW
+from waltz_core.client.model.transaction import (
     TransactionBuilder,
     TransactionContext,
     check_context,
 )
+from waltz_core.client.read.feed_delivery import own_cancellation
+from waltz_core.client.stream.appends import (
+    Row,
+    RowOutcome,
+    error_of,
+)
+from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.records.record import TransactionId
 from waltz_core.wire.messages import Reason
 

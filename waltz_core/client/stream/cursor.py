@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from waltz_core.client.events import Fed
+from waltz_core.client.stream.stream_events import Fed
 from waltz_core.records.raw_records import (
     FEED_HEADER_BYTES,
     FEED_HEADER_DTYPE,

@@ -27,10 +27,16 @@ from random import Random
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from waltz_core import errors
-from waltz_core.client.connections import ServerLink, ServerLinks
-from waltz_core.client.directory import Directory, Owner
+from waltz_core.client.links.connections import (
+    ServerLink,
+    ServerLinks,
+)
+from waltz_core.client.links.directory import (
+    Directory,
+    Owner,
+)
 from waltz_core.client.original_reads import OriginalReads, Reader
-from waltz_core.client.ranges import (
+from waltz_core.client.read.ranges import (
     RangeChunk,
     RangeQuery,
     ReplicaSet,

@@ -34,10 +34,16 @@ from random import Random
 from typing import Any, NoReturn, TypeVar
 
 from waltz_core import errors
-from waltz_core.client.backoff import Backoff
-from waltz_core.client.callbacks import BatchCallbacks, PoisonPolicy
-from waltz_core.client.feed import BATCH_MAX
-from waltz_core.client.transaction import Transaction, TransactionBuilder
+from waltz_core.client.model.callbacks import (
+    BatchCallbacks,
+    PoisonPolicy,
+)
+from waltz_core.client.model.transaction import (
+    Transaction,
+    TransactionBuilder,
+)
+from waltz_core.client.read.feed_delivery import BATCH_MAX
+from waltz_core.client.stream.backoff import Backoff
 from waltz_core.records.record import (
     BEFORE_FIRST,
     TransactionId,
@@ -49,7 +55,7 @@ try:
     from sqlalchemy.exc import SQLAlchemyError as DatabaseError
 except ImportError as error:
     raise ImportError(
-        "waltz_core.client.sql needs SQLAlchemy 2 and the driver of your database: "
+        "waltz_core.client.api.sql needs SQLAlchemy 2 and the driver of your database: "
         "pip install 'waltz-spark[sql]' psycopg[binary]"
     ) from error
 

@@ -6,14 +6,17 @@ while giving up what the monitor holds is a "nobody knows". The two must not be 
 Rules:
     1. First in, first out; deadlines never decrease.
     2. A parcel that the server could not take is refused before it is sent.
-    3. So is one that follows what was in flight in another mount (`following.py`, rule 2).
+    3. So is one that follows what was in flight in another mount (`predecessors.py`, rule 2).
 """
 
 from collections import deque
 
 from waltz_core import errors
-from waltz_core.client import verdicts
-from waltz_core.client.monitor import BatchOutcome, Parcel
+from waltz_core.client.stream import verdicts
+from waltz_core.client.stream.monitor import (
+    BatchOutcome,
+    Parcel,
+)
 from waltz_core.records.record import PartitionId
 from waltz_core.values import value
 from waltz_core.wire.messages import Mounted, Reason

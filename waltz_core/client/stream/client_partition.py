@@ -20,15 +20,31 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
 from waltz_core import errors
-from waltz_core.client import events, originals
-from waltz_core.client.appends import Appends, Window
-from waltz_core.client.claim import TaskClaim
-from waltz_core.client.connections import ServerLink, ServerLinks
-from waltz_core.client.directory import Directory, Owner
-from waltz_core.client.events import Phase, StreamSettings
-from waltz_core.client.monitor import Parcel
-from waltz_core.client.outage import QUIET_S, Outage
-from waltz_core.client.stream import PartitionStream
+from waltz_core.client import originals
+from waltz_core.client.links.connections import (
+    ServerLink,
+    ServerLinks,
+)
+from waltz_core.client.links.directory import (
+    Directory,
+    Owner,
+)
+from waltz_core.client.links.outage import (
+    QUIET_S,
+    Outage,
+)
+from waltz_core.client.stream import stream_events
+from waltz_core.client.stream.appends import (
+    Appends,
+    Window,
+)
+from waltz_core.client.stream.monitor import Parcel
+from waltz_core.client.stream.partition_stream import PartitionStream
+from waltz_core.client.stream.stream_events import (
+    Phase,
+    StreamSettings,
+)
+from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.driver import Driver
 from waltz_core.machine import Report
@@ -40,7 +56,7 @@ from waltz_core.records.record import (
 from waltz_core.wire.messages import ClientMessage
 
 if TYPE_CHECKING:
-    from waltz_core.client.feed import Applier
+    from waltz_core.client.read.feed_delivery import Applier
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +94,7 @@ class ClientPartition:
         self._surroundings = surroundings
         self.settings = stream_settings(config)
         self.stream = PartitionStream(client_id, partition_id, self.settings, surroundings.random)
-        self._driver: Driver[events.Event, events.Effect] = Driver(
+        self._driver: Driver[stream_events.Event, stream_events.Effect] = Driver(
             self.stream,
             self._perform,
             on_failure=self._died,
@@ -185,7 +201,7 @@ class ClientPartition:
             raise self._stopped
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._mount_waiters.append(future)
-        self._driver.post(events.Mount())
+        self._driver.post(stream_events.Mount())
         timeout_ms = self._surroundings.config.request_timeout_ms
         try:
             async with asyncio.timeout(timeout_ms / 1000):
@@ -206,7 +222,7 @@ class ClientPartition:
     def subscribe(self, mark: TransactionId, header_values: tuple[int, ...]) -> None:
         """Feed the applier from `mark` on."""
         assert self.applier is not None
-        self._driver.post(events.Subscribe(mark, header_values))
+        self._driver.post(stream_events.Subscribe(mark, header_values))
         if self._stopped is not None:
             self._spawn(self.applier.stop(self._stopped), "feed-stop")
 
@@ -214,21 +230,21 @@ class ClientPartition:
         """Feed nobody any more; the applier has ended."""
         self.applier = None
         self.fetch = None
-        self._driver.post(events.Unsubscribe())
+        self._driver.post(stream_events.Unsubscribe())
 
     def caught_up(self, mark: TransactionId) -> None:
         """What the feed was behind with was fetched up to `mark`."""
-        self._driver.post(events.Resume(mark))
+        self._driver.post(stream_events.Resume(mark))
 
     def applied(self, mark: TransactionId) -> None:
         """The application has applied everything up to `mark`."""
         self._consumed = mark
         if self.stream.is_fed:
-            self._driver.post(events.Applied(mark))
+            self._driver.post(stream_events.Applied(mark))
 
     def moved(self, generation: Generation) -> None:
         """The assignment has changed for this partition."""
-        self._driver.post(events.Moved(generation))
+        self._driver.post(stream_events.Moved(generation))
 
     def begin_sequences(self, sequence: int) -> None:
         """Number requests from `sequence` on, unless they are already further."""
@@ -239,7 +255,7 @@ class ClientPartition:
         """Give up what is not final."""
         if self.applier is not None:
             self.applier.end(errors.Unreachable("the client was closed"))
-        self._driver.post(events.Close())
+        self._driver.post(stream_events.Close())
         self._driver.stop()
         # What was to be sent again, or behind that, is not in the log.
         self.appends.abandon(errors.Unreachable("the client was closed before it was sent"))
@@ -251,37 +267,37 @@ class ClientPartition:
             error = self._stopped or errors.Unreachable("the client was closed before it was sent")
             self.appends.refused(parcel.token, error)
             return
-        self._driver.post(events.Append(parcel))
+        self._driver.post(stream_events.Append(parcel))
 
     # --- the stream's effects
 
-    def _perform(self, effect: events.Effect) -> None:  # noqa: C901, PLR0912
+    def _perform(self, effect: stream_events.Effect) -> None:  # noqa: C901, PLR0912
         match effect:
-            case events.Send():
+            case stream_events.Send():
                 if self._link is not None and self._link.number == effect.link:
                     self._link.send(effect.message)
-            case events.Settled():
+            case stream_events.Settled():
                 self.appends.settled(effect.token, effect.outcome)
-            case events.Refused():
+            case stream_events.Refused():
                 self.appends.refused(effect.token, effect.error)
-            case events.MarkMoved():
+            case stream_events.MarkMoved():
                 self._mark_moved(effect.high_water_mark)
-            case events.Fed():
+            case stream_events.Fed():
                 if self.applier is not None:
                     self.applier.feed(effect.ids, effect.headers, effect.last)
-            case events.FeedLags():
+            case stream_events.FeedLags():
                 if self.fetch is not None:
                     self._spawn(self.fetch(effect.fed, effect.high_water_mark), "catch-up")
-            case events.OpenLink():
+            case stream_events.OpenLink():
                 if self.stream.is_fed:
                     self._outage.goes_on(self.stream.trouble)
                 self._spawn(self._open_link(effect), "link")
-            case events.Ready():
+            case stream_events.Ready():
                 self._outage.is_over()
                 _release(self._mount_waiters)
-            case events.NeedClientId():
+            case stream_events.NeedClientId():
                 self._spawn(self._renew_client_id(), "client-id")
-            case events.Stopped():
+            case stream_events.Stopped():
                 self._end(effect.error)
             case Report():
                 raise AssertionError("reports are the driver's")
@@ -291,16 +307,16 @@ class ClientPartition:
     def _spawn(self, task: Coroutine[Any, Any, None], name: str) -> None:
         self._surroundings.spawn(task, f"{name}-{self.partition_id}")
 
-    async def _open_link(self, effect: events.OpenLink) -> None:
+    async def _open_link(self, effect: stream_events.OpenLink) -> None:
         around, attempt = self._surroundings, effect.attempt
         try:
             owner = await around.directory.owner(self.partition_id, after_failure=attempt > 1)
             if around.claim is not None:
-                await around.claim.check()  # after the generation was read (claim.py, rule 2)
+                await around.claim.check()  # after the generation was read (write_claim.py, rule 2)
             link = await around.links.get(owner.address, but=effect.spoiled)
             self._check_claim(link)
         except Exception as error:  # noqa: BLE001 - the stream waits for exactly one outcome
-            self._driver.post(events.LinkFailed(attempt, _as_retriable(error)))
+            self._driver.post(stream_events.LinkFailed(attempt, _as_retriable(error)))
             return
         if attempt != self.stream.attempt:
             return  # another one was asked for meanwhile
@@ -314,7 +330,7 @@ class ClientPartition:
         self._link = link
         sequence = around.next_connection_sequence()
         self._driver.post(
-            events.Linked(attempt, link.number, owner.generation, sequence, link.may_follow)
+            stream_events.Linked(attempt, link.number, owner.generation, sequence, link.may_follow)
         )
 
     def _check_claim(self, link: ServerLink) -> None:
@@ -342,7 +358,7 @@ class ClientPartition:
                 _log.warning("client.no_id partition=%d error=%s", self.partition_id, error)
                 await asyncio.sleep(pause_s)
                 continue
-            self._driver.post(events.Renewed(client_id))
+            self._driver.post(stream_events.Renewed(client_id))
             return
 
     def _is_waiting(self) -> bool:
@@ -352,10 +368,10 @@ class ClientPartition:
         return self.stream.phase in (Phase.MOUNTING, Phase.SETTLING) or self.stream.has_pending
 
     def _received(self, link: int, message: ClientMessage) -> None:
-        self._driver.post(events.Received(link, message))
+        self._driver.post(stream_events.Received(link, message))
 
     def _lost(self, link: int, reason: str) -> None:
-        self._driver.post(events.LinkLost(link, reason))
+        self._driver.post(stream_events.LinkLost(link, reason))
 
     def _mark_moved(self, mark: TransactionId) -> None:
         if self._mark_waiters:

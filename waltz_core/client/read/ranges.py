@@ -33,7 +33,11 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import errors
-from waltz_core.client.nearby import GRANT_BYTES, Grant, Nearby
+from waltz_core.client.read.nearby import (
+    GRANT_BYTES,
+    Grant,
+    Nearby,
+)
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (

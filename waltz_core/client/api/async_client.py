@@ -1,7 +1,7 @@
 """The client for asyncio: everything an application asks of the log.
 
 Why it stands alone: it is the public face, where what is below is put together: outcomes are kept
-by `stream.py`, retries by `contexts.py`, the feed by `subscriptions.py`, ranges by `ranges.py`.
+by `partition_stream.py`, retries by `contexts.py`, the feed by `subscriptions.py`, ranges by `ranges.py`.
 
 Rules:
     1. A client belongs to one process and one event loop; a forked child gets a UsageError.
@@ -19,13 +19,19 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from waltz_core import errors
-from waltz_core.client.appends import BatchOrder, Row
-from waltz_core.client.callbacks import AsyncCallbacks, check_callbacks, check_headers
-from waltz_core.client.catch_up import Recipient
-from waltz_core.client.claim import TaskClaim
-from waltz_core.client.connections import ServerLinks
-from waltz_core.client.contexts import ContextRun, LoopContext, RunnableContext
-from waltz_core.client.directory import (
+from waltz_core.client.api.contexts import (
+    ContextRun,
+    LoopContext,
+    RunnableContext,
+)
+from waltz_core.client.api.opening import (
+    OpenedByConnect,
+    Opening,
+    settings_of,
+)
+from waltz_core.client.api.subscriptions import Subscriptions
+from waltz_core.client.links.connections import ServerLinks
+from waltz_core.client.links.directory import (
     ClusterInfo,
     Directory,
     FixedDirectory,
@@ -33,21 +39,16 @@ from waltz_core.client.directory import (
     Owner,
     ZooKeeperDirectory,
 )
-from waltz_core.client.feed import Consumer, LoopConsumer
-from waltz_core.client.following import FOLLOW, Following
-from waltz_core.client.opening import OpenedByConnect, Opening, settings_of
-from waltz_core.client.partition import ClientPartition
-from waltz_core.client.ranges import (
-    NO_REPLICAS,
-    RangeChunk,
-    RangeQuery,
-    ReplicaReader,
-    ReplicaSet,
-    read_chunks,
+from waltz_core.client.model.callbacks import (
+    AsyncCallbacks,
+    check_callbacks,
+    check_headers,
 )
-from waltz_core.client.requests import Requests, by_partition
-from waltz_core.client.subscriptions import Subscriptions
-from waltz_core.client.transaction import (
+from waltz_core.client.model.predecessors import (
+    FOLLOW,
+    Following,
+)
+from waltz_core.client.model.transaction import (
     TransactionContext,
     check_data,
     check_header,
@@ -58,6 +59,29 @@ from waltz_core.client.transaction import (
     each_of,
     partition_of,
 )
+from waltz_core.client.read.catch_up import Recipient
+from waltz_core.client.read.feed_delivery import (
+    Consumer,
+    LoopConsumer,
+)
+from waltz_core.client.read.ranges import (
+    NO_REPLICAS,
+    RangeChunk,
+    RangeQuery,
+    ReplicaReader,
+    ReplicaSet,
+    read_chunks,
+)
+from waltz_core.client.read.requests import (
+    Requests,
+    by_partition,
+)
+from waltz_core.client.stream.appends import (
+    BatchOrder,
+    Row,
+)
+from waltz_core.client.stream.client_partition import ClientPartition
+from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import (
     PartitionId,
@@ -67,7 +91,7 @@ from waltz_core.transport import tls
 from waltz_core.wire.messages import RangeForm
 
 if TYPE_CHECKING:
-    from waltz_core.client.monitor import BatchOutcome
+    from waltz_core.client.stream.monitor import BatchOutcome
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import errors
-from waltz_core.client.following import Following
+from waltz_core.client.model.predecessors import Following
 from waltz_core.records.raw_records import (
     FEED_HEADER_DTYPE,
     FEW,

@@ -24,8 +24,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from waltz_core import errors
-from waltz_core.client.following import Following
-from waltz_core.client.monitor import BatchOutcome, Parcel, Single
+from waltz_core.client.model.predecessors import Following
+from waltz_core.client.stream.monitor import (
+    BatchOutcome,
+    Parcel,
+    Single,
+)
 from waltz_core.records.batches import encode_append
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (

@@ -27,7 +27,7 @@ from typing import Final, Generic, TypeVar
 import pyarrow as pa
 
 from waltz_core import errors
-from waltz_core.client.serializers import Serializer
+from waltz_core.client.model.serializers import Serializer
 from waltz_core.records.record import TRANSACTION_BYTES_MAX
 
 T = TypeVar("T")

@@ -28,10 +28,25 @@ Invariants:
 from typing import TYPE_CHECKING, assert_never
 
 from waltz_core import errors
-from waltz_core.client import events, verdicts
-from waltz_core.client.backoff import Backoff
-from waltz_core.client.cursor import FeedCursor
-from waltz_core.client.events import (
+from waltz_core.client.stream import (
+    stream_events,
+    verdicts,
+)
+from waltz_core.client.stream.backoff import Backoff
+from waltz_core.client.stream.cursor import FeedCursor
+from waltz_core.client.stream.monitor import (
+    AppendAnswer,
+    BatchOutcome,
+    Monitor,
+    Parcel,
+    Pending,
+)
+from waltz_core.client.stream.outbox import (
+    Limits,
+    Outbox,
+)
+from waltz_core.client.stream.readback import ReadBack
+from waltz_core.client.stream.stream_events import (
     Effect,
     Event,
     FeedLags,
@@ -46,9 +61,6 @@ from waltz_core.client.events import (
     Stopped,
     StreamSettings,
 )
-from waltz_core.client.monitor import AppendAnswer, BatchOutcome, Monitor, Parcel, Pending
-from waltz_core.client.outbox import Limits, Outbox
-from waltz_core.client.readback import ReadBack
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -148,36 +160,36 @@ class PartitionStream:
         """Take one event in; see `machine.py`."""
         out: list[Effect] = []
         match event:
-            case events.Append():
+            case stream_events.Append():
                 self._append(event.parcel, now_ms, out)
-            case events.Received():
+            case stream_events.Received():
                 self._received(event, now_ms, out)
-            case events.Applied():
+            case stream_events.Applied():
                 self._take_applied(event.mark, now_ms, out)
-            case events.Mount():
+            case stream_events.Mount():
                 self._wants_mount = True
                 self._start(out)
-            case events.Subscribe():
+            case stream_events.Subscribe():
                 self._cursor.want(event.mark, event.header_values)
                 self._mount_anew("a feed was asked for", now_ms, out)
-            case events.Unsubscribe():
+            case stream_events.Unsubscribe():
                 self._unsubscribe(now_ms, out)
-            case events.Resume():
+            case stream_events.Resume():
                 self._cursor.resume(event.mark)
                 self._mount_anew("the feed has caught up", now_ms, out)
-            case events.Linked():
+            case stream_events.Linked():
                 self._linked(event, now_ms, out)
-            case events.LinkFailed():
+            case stream_events.LinkFailed():
                 self._link_failed(event, now_ms, out)
-            case events.LinkLost():
+            case stream_events.LinkLost():
                 self._spoiled.pop(event.link, None)
                 if event.link == self._link and self.phase in _LINKED:
                     self._leave(event.reason, now_ms, out)
-            case events.Moved():
+            case stream_events.Moved():
                 self._moved(event.generation, now_ms, out)
-            case events.Renewed():
+            case stream_events.Renewed():
                 self._renew(event.client_id, now_ms, out)
-            case events.Close():
+            case stream_events.Close():
                 self._stop(errors.Unreachable("the client was closed before it was sent"), out)
             case Wakeup():
                 self._wake(now_ms, out)
@@ -220,7 +232,7 @@ class PartitionStream:
         self._spoiled.update((pending.link, None) for pending in self._monitor)
         out.append(OpenLink(self.attempt, tuple(self._spoiled)))
 
-    def _linked(self, event: events.Linked, now_ms: int, out: list[Effect]) -> None:
+    def _linked(self, event: stream_events.Linked, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.generation < self._generation:  # invariant 2
@@ -246,7 +258,7 @@ class PartitionStream:
         request = messages.MountWriter(self._mount_id, number, mark, wants_feed, values)
         out.append(Send(self._link, request))
 
-    def _link_failed(self, event: events.LinkFailed, now_ms: int, out: list[Effect]) -> None:
+    def _link_failed(self, event: stream_events.LinkFailed, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.error.retriable:
@@ -309,7 +321,7 @@ class PartitionStream:
 
     # --- messages
 
-    def _received(self, event: events.Received, now_ms: int, out: list[Effect]) -> None:
+    def _received(self, event: stream_events.Received, now_ms: int, out: list[Effect]) -> None:
         message = event.message
         if isinstance(message, AppendAnswer):
             # Final whichever link brings it: the server answers when every row is.

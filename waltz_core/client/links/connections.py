@@ -28,8 +28,8 @@ from typing import NamedTuple, TypeVar, cast
 
 from waltz_core import errors
 from waltz_core.client import originals
+from waltz_core.client.links.silence import Silences
 from waltz_core.client.original_link import OriginalLink
-from waltz_core.client.silence import Silences
 from waltz_core.records.record import (
     CONTROL_SEQUENCE_MIN,
     ClientId,

@@ -10,7 +10,11 @@ Rules:
 """
 
 from waltz_core import errors
-from waltz_core.client.monitor import BatchOutcome, Parcel, Pending
+from waltz_core.client.stream.monitor import (
+    BatchOutcome,
+    Parcel,
+    Pending,
+)
 from waltz_core.records.record import PartitionId
 from waltz_core.wire.messages import Reason
 

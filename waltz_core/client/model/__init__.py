@@ -1,0 +1,1 @@
+"""The values of the client library: transactions, locks, callbacks, serializers."""
