@@ -22,7 +22,11 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias, get_type_hints
 
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
-from waltz_core.wire import admin_messages, messages, original_messages
+from waltz_core.legacy import old_messages
+from waltz_core.wire import (
+    admin_messages,
+    messages,
+)
 from waltz_core.wire.fields import EMPTY, FIXED, VARIABLE, Out, Reader, read_count, read_text
 from waltz_core.wire.messages import Buffer, FieldKind, Hello, Message, Surface
 
@@ -180,7 +184,7 @@ def _message_classes(surface: Surface) -> list[type[Message]]:
     """Return the classes of the tables that have a code, in the order of their files."""
     return [
         value
-        for table in (messages, original_messages, admin_messages)
+        for table in (messages, old_messages, admin_messages)
         for value in vars(table).values()
         if isinstance(value, type)
         and issubclass(value, Message)

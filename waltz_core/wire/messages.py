@@ -1,5 +1,5 @@
 """Every message of L and S, one table by type code; A is in `admin_messages.py`, and what only
-Waltz 0.13 sends in `original_messages.py`.
+Waltz 0.13 sends in `old_messages.py`.
 
 Why it stands alone: what two programs of different ages say to each other must be readable in one
 place. `codec.py` derives the bytes from the declarations here and adds nothing.

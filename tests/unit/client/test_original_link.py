@@ -1,7 +1,12 @@
 """The partitions of one connection to an original, and what they share."""
 
-from waltz_core.client.original_link import OriginalLink
-from waltz_core.client.originals import FLUSH_AFTER_MS, Prove, ToServer, ToStream
+from waltz_core.legacy.old_server_link import OriginalLink
+from waltz_core.legacy.old_server_stream import (
+    FLUSH_AFTER_MS,
+    Prove,
+    ToServer,
+    ToStream,
+)
 from waltz_core.records.record import ReqId
 from waltz_core.wire import messages as m
 from waltz_core.wire.messages import LATEST_MARK

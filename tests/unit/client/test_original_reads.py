@@ -8,9 +8,13 @@ import pytest
 from tests.original_server_for_clients import OriginalCluster
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.client import AsyncWaltzClient, RangeForm, original_reads
+from waltz_core.client import (
+    AsyncWaltzClient,
+    RangeForm,
+)
 from waltz_core.client.api.opening import Opening
 from waltz_core.config import ClientConfig
+from waltz_core.legacy import old_server_reads
 from waltz_core.records.raw_records import HEADER_DTYPE
 
 QUICK = ClientConfig(request_timeout_ms=3_000, retry_interval_ms_min=5, retry_interval_ms_max=50)
@@ -33,8 +37,8 @@ def run(story):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(original_reads, "WHOLE_COUNT_MAX", 256)
-    monkeypatch.setattr(original_reads, "HEADERS_COUNT_MAX", 256)
+    monkeypatch.setattr(old_server_reads, "WHOLE_COUNT_MAX", 256)
+    monkeypatch.setattr(old_server_reads, "HEADERS_COUNT_MAX", 256)
 
 
 def feeds(client):
@@ -66,7 +70,7 @@ def test_a_range_is_whole_and_leaves_nothing_open():
 def test_a_chunk_is_no_larger_than_asked_for_by_much():
     async def story(cluster, client):
         sizes = [len(each.records) async for each in client.read_range(0, 0, 999, bytes_max=4_000)]
-        assert max(sizes) < 4_000 + original_reads.QUESTIONS_MAX * 50
+        assert max(sizes) < 4_000 + old_server_reads.QUESTIONS_MAX * 50
         assert len(sizes) > 5
 
     run(story)
@@ -92,8 +96,8 @@ def test_of_readers_who_have_lost_interest_a_few_feeds_are_kept():
             chunks = client.read_range(0, first, COUNT - 1)
             await anext(chunks)
             await chunks.aclose()
-        assert feeds(client) <= original_reads.FEEDS_MAX
-        assert cluster.last_client_id <= original_reads.FEEDS_MAX + 3
+        assert feeds(client) <= old_server_reads.FEEDS_MAX
+        assert cluster.last_client_id <= old_server_reads.FEEDS_MAX + 3
 
     run(story)
 

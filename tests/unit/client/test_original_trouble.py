@@ -17,11 +17,11 @@ from waltz_core.client import (
     AsyncWaltzClient,
     RangeForm,
     lock,
-    originals,
 )
 from waltz_core.client.api.opening import Opening
 from waltz_core.client.read import requests
 from waltz_core.config import ClientConfig
+from waltz_core.legacy import old_server_stream
 from waltz_core.memory import MemoryWaltz
 from waltz_core.wire import messages
 
@@ -36,7 +36,7 @@ QUICK = ClientConfig(
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Ask for a flush soon, where an original's client would wait for five seconds."""
-    monkeypatch.setattr(originals, "FLUSH_AFTER_MS", 100)
+    monkeypatch.setattr(old_server_stream, "FLUSH_AFTER_MS", 100)
 
 
 @asynccontextmanager
@@ -128,7 +128,7 @@ def test_what_was_dropped_without_a_word_is_found_out_by_a_flush():
 
 
 def test_a_later_one_in_the_log_says_that_an_earlier_one_was_lost(monkeypatch):
-    monkeypatch.setattr(originals, "FLUSH_AFTER_MS", 1_000 * HANG_S)
+    monkeypatch.setattr(old_server_stream, "FLUSH_AFTER_MS", 1_000 * HANG_S)
 
     async def story(cluster):
         async with client_of(cluster) as client:

@@ -5,8 +5,8 @@ import struct
 import pytest
 
 from waltz_core import errors
-from waltz_core.client import originals
-from waltz_core.client.originals import (
+from waltz_core.legacy import old_server_stream
+from waltz_core.legacy.old_server_stream import (
     ASK_AGAIN_MS,
     FLUSH_AFTER_MS,
     IN_FLIGHT_MAX,
@@ -467,4 +467,4 @@ def test_what_an_original_does_not_know_is_not_said(mounted):
 
 
 def test_who_writes_with_a_claim_is_told_why_not():
-    assert "entering the log twice" in str(originals.no_claims("host:1"))
+    assert "entering the log twice" in str(old_server_stream.no_claims("host:1"))

@@ -6,22 +6,29 @@ from typing import Any
 import pytest
 
 from waltz_core import errors
+from waltz_core.legacy.feed_frames import feed_frames
+from waltz_core.legacy.old_client import (
+    MARK_WAIT_S,
+    MOUNT_WAIT_S,
+    End,
+    Frames,
+    Original,
+    Unheard,
+)
+from waltz_core.legacy.old_messages import MountOutcome
 from waltz_core.records.record import (
     ClientId,
     Generation,
     PartitionId,
     ReqId,
 )
-from waltz_core.server.originals import MARK_WAIT_S, MOUNT_WAIT_S, End, Frames, Original, Unheard
 from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,
     refusal,
 )
 from waltz_core.wire import codec, messages
-from waltz_core.wire.feed_frames import feed_frames
 from waltz_core.wire.messages import ClientMessage, MountResponse, Reason
-from waltz_core.wire.original_messages import MountOutcome
 
 A = ConnectionId(1)
 READY, NOT_READY, CLIENT_AHEAD = 0, 1, 2

@@ -4,6 +4,10 @@ import struct
 
 import pytest
 
+from waltz_core.legacy.feed_frames import (
+    FEED_FRAME_BYTES,
+    feed_frames,
+)
 from waltz_core.records.record import (
     ClientId,
     Generation,
@@ -11,7 +15,6 @@ from waltz_core.records.record import (
     ReqId,
 )
 from waltz_core.wire import codec
-from waltz_core.wire.feed_frames import FEED_FRAME_BYTES, feed_frames
 from waltz_core.wire.messages import FeedData
 
 

@@ -27,9 +27,9 @@ from ssl import SSLContext
 from typing import NamedTuple, TypeVar, cast
 
 from waltz_core import errors
-from waltz_core.client import originals
 from waltz_core.client.links.silence import Silences
-from waltz_core.client.original_link import OriginalLink
+from waltz_core.legacy import old_server_stream
+from waltz_core.legacy.old_server_link import OriginalLink
 from waltz_core.records.record import (
     CONTROL_SEQUENCE_MIN,
     ClientId,
@@ -88,9 +88,9 @@ class ServerLink:
         self._used_by: dict[int, Waiting] = {}
         self._close_after_s: float | None = None
         self._streams: dict[int, _Stream] = {}
-        self.is_original = (link.version or 0) <= originals.VERSION_MAX
+        self.is_original = (link.version or 0) <= old_server_stream.VERSION_MAX
         self._original = OriginalLink() if self.is_original else None
-        self._effects: deque[originals.Effect] = deque()
+        self._effects: deque[old_server_stream.Effect] = deque()
         self._is_performing = False
         self._wakes: asyncio.TimerHandle | None = None
         self._wakes_at_ms = 0
@@ -252,7 +252,7 @@ class ServerLink:
 
     # --- at an original (rule 5)
 
-    def _perform(self, effects: list[originals.Effect]) -> None:
+    def _perform(self, effects: list[old_server_stream.Effect]) -> None:
         """Do these in order; a stream that hears of one and answers at once comes behind them."""
         self._effects += effects
         if self._is_performing:
@@ -265,20 +265,20 @@ class ServerLink:
             self._is_performing = False
         self._arm()
 
-    def _do(self, effect: originals.Effect) -> None:
+    def _do(self, effect: old_server_stream.Effect) -> None:
         match effect:
-            case originals.ToServer():
+            case old_server_stream.ToServer():
                 self._link.send_all(effect.messages)
-            case originals.ToStream():
+            case old_server_stream.ToStream():
                 self._hand_on(effect.message)
-            case originals.Prove():
+            case old_server_stream.Prove():
                 stream = self._streams.get(effect.partition_id)
                 if stream is not None:
                     stream.prove(lambda is_owner: self._proven(effect, is_owner=is_owner))
-            case originals.GiveUp():
+            case old_server_stream.GiveUp():
                 self._link.abort(effect.reason)
 
-    def _proven(self, asked: originals.Prove, *, is_owner: bool) -> None:
+    def _proven(self, asked: old_server_stream.Prove, *, is_owner: bool) -> None:
         if self._original is not None and not self.is_closed:
             self._perform(
                 self._original.proven(

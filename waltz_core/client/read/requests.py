@@ -10,7 +10,7 @@ Rules:
        before where the last try had hardly any time left, and what ZooKeeper had said before where
        it did not answer in what was left.
     3. Which replicas are nearby is a preference: where it cannot be found out, none is.
-    4. An original server is asked in what it knows (`original_reads.py`). Its mark is proven not to
+    4. An original server is asked in what it knows (`old_server_reads.py`). Its mark is proven not to
        be stale by ZooKeeper: whoever owned the partition when it answered, and does so afterwards,
        has committed all that there was.
     5. When a partition moves, whoever still waits for the server that had it asks the new one: that
@@ -35,7 +35,6 @@ from waltz_core.client.links.directory import (
     Directory,
     Owner,
 )
-from waltz_core.client.original_reads import OriginalReads, Reader
 from waltz_core.client.read.ranges import (
     RangeChunk,
     RangeQuery,
@@ -44,6 +43,10 @@ from waltz_core.client.read.ranges import (
     server_request,
 )
 from waltz_core.config.declarations import NO_GROUP, ClientConfig
+from waltz_core.legacy.old_server_reads import (
+    OriginalReads,
+    Reader,
+)
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,

@@ -20,7 +20,6 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
 from waltz_core import errors
-from waltz_core.client import originals
 from waltz_core.client.links.connections import (
     ServerLink,
     ServerLinks,
@@ -47,6 +46,7 @@ from waltz_core.client.stream.stream_events import (
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.driver import Driver
+from waltz_core.legacy import old_server_stream
 from waltz_core.machine import Report
 from waltz_core.records.record import (
     Generation,
@@ -335,7 +335,7 @@ class ClientPartition:
 
     def _check_claim(self, link: ServerLink) -> None:
         if link.is_original and self._surroundings.claim is not None:
-            raise originals.no_claims(link.address)
+            raise old_server_stream.no_claims(link.address)
 
     async def _ask_owner(self, known: Owner, told: Callable[[bool], None]) -> None:
         """Tell if the partition is still where it was, for what an original alone cannot prove."""

@@ -20,9 +20,16 @@ from itertools import count
 from typing import Protocol, cast
 
 from waltz_core import errors
+from waltz_core.legacy.old_client import (
+    VERSION_MAX,
+    End,
+    Frames,
+    Original,
+    Told,
+    Unheard,
+)
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import PartitionId
-from waltz_core.server.originals import VERSION_MAX, End, Frames, Original, Told, Unheard
 from waltz_core.server.partition_events import (
     Answer,
     Closed,

@@ -9,7 +9,10 @@ by that for as long as the connection lasts, and drops whatever comes from anoth
 
 from collections.abc import Iterable
 
-from waltz_core.client.originals import Effect, OriginalPartition
+from waltz_core.legacy.old_server_stream import (
+    Effect,
+    OriginalPartition,
+)
 from waltz_core.wire.messages import ClientMessage, MountWriter
 
 

@@ -33,10 +33,13 @@ from waltz_core.client.links.directory import (
     Directory,
     Owner,
 )
-from waltz_core.client.originals import VERSION_MAX, MountState
 from waltz_core.client.read.ranges import (
     RangeChunk,
     RangeQuery,
+)
+from waltz_core.legacy.old_server_stream import (
+    VERSION_MAX,
+    MountState,
 )
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (

@@ -32,7 +32,11 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from waltz_core import errors
-from waltz_core.client.original_rows import FeedRun, Row, rows_of
+from waltz_core.legacy.old_server_rows import (
+    FeedRun,
+    Row,
+    rows_of,
+)
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,

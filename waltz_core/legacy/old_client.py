@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from waltz_core import errors
+from waltz_core.legacy.feed_frames import feed_frames
+from waltz_core.legacy.old_messages import MountOutcome
 from waltz_core.records.record import (
     BEFORE_FIRST,
     PartitionId,
@@ -32,7 +34,6 @@ from waltz_core.server.append.answers import (
 )
 from waltz_core.server.partition_events import Answer
 from waltz_core.values import value
-from waltz_core.wire.feed_frames import feed_frames
 from waltz_core.wire.messages import (
     AddPreferredRequest,
     AddPreferredResponse,
@@ -53,7 +54,6 @@ from waltz_core.wire.messages import (
     TransactionDataRequest,
     TransactionDataResponse,
 )
-from waltz_core.wire.original_messages import MountOutcome
 
 VERSION_MAX: Final = 4
 _OUTCOMES_UP_TO: Final = 2  # of versions: the mount's answer is a bool
