@@ -25,8 +25,8 @@ from waltz_core.records.record import (
     RECORD_PREFIX,
     ReplicaId,
 )
-from waltz_core.replication import events
-from waltz_core.replication.recovery import NO_STORAGE_ID
+from waltz_core.replication import session_events
+from waltz_core.replication.session_recovery import NO_STORAGE_ID
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
 from waltz_core.wire.admin_messages import (
     AdminMessage,
@@ -415,7 +415,7 @@ class Stage:
         """Ask for a new session."""
         owner = self.cluster.owner
         assert owner is not None
-        owner.step(events.Checkpoint())
+        owner.step(session_events.Checkpoint())
 
     def zookeeper(self, what: str) -> None:
         """Let it fall silent, lose its answers, or be as it should."""

@@ -32,7 +32,7 @@ from waltz_core.records.record import (
     NO_SESSION,
     ReplicaId,
 )
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 from waltz_core.wire.messages import (
     AppendRaw,
     AppendResult,
@@ -276,24 +276,24 @@ class Telling(Checks):
         return f"without {' '.join(sorted(map(letters, unknown)))}" if unknown else "by all"
 
     def stepped(
-        self, server: "SimServer", store: "PartitionStore", effects: Sequence[events.Effect]
+        self, server: "SimServer", store: "PartitionStore", effects: Sequence[session_events.Effect]
     ) -> None:
         """See `Checks.stepped`."""
         super().stepped(server, store, effects)
         for effect in effects:
             match effect:
-                case events.SessionOpened(session_id=session, high_water_mark=mark):
+                case session_events.SessionOpened(session_id=session, high_water_mark=mark):
                     self.tell(f"{server.name} opens session {session} with {self.span(0, mark)}")
-                case events.SessionClosed(session_id=session, reason=reason):
+                case session_events.SessionClosed(session_id=session, reason=reason):
                     self.tell(f"session {session} ends: {reason}")
-                case events.Settled():
+                case session_events.Settled():
                     self._tell_settled(store, effect)
-                case events.Released(reason=reason):
+                case session_events.Released(reason=reason):
                     self.tell(f"{server.name} gives the partition up: {reason}")
                 case _:
                     pass
 
-    def _tell_settled(self, store: "PartitionStore", effect: events.Settled) -> None:
+    def _tell_settled(self, store: "PartitionStore", effect: session_events.Settled) -> None:
         assert store.session is not None
         doubt = store.session.claim.in_doubt
         if doubt is None:

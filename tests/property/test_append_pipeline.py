@@ -26,7 +26,10 @@ from waltz_core.records.record import (
     TransactionId,
     next_chain,
 )
-from waltz_core.replication.events import Batch, SessionOpened
+from waltz_core.replication.session_events import (
+    Batch,
+    SessionOpened,
+)
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import (
     Ahead,

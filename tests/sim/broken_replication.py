@@ -6,14 +6,23 @@ from waltz_core.cluster.nodes.model import (
     UNRESOLVED,
     ReplicaState,
 )
-from waltz_core.replication import claim, partition_store, recovery, repair, store_session
-from waltz_core.replication.events import Committed
+from waltz_core.replication import (
+    partition_store,
+    repair,
+    session_claim,
+    session_recovery,
+    store_session,
+)
 from waltz_core.replication.partition_store import PartitionStore, _Waiting
 from waltz_core.replication.quorum import Tally, Verdict, quorum_mark, quorum_size
-from waltz_core.replication.recovery import Origin, Recovery
 from waltz_core.replication.repair import Repair, SetMark
 from waltz_core.replication.repairs import Repairs
 from waltz_core.replication.replica_session import NO_TICKET, ReplicaSession, Stage
+from waltz_core.replication.session_events import Committed
+from waltz_core.replication.session_recovery import (
+    Origin,
+    Recovery,
+)
 from waltz_core.replication.settling import Settling
 from waltz_core.replication.store_session import StoreSession
 from waltz_core.storage.log.partition_log import PartitionLog
@@ -36,7 +45,7 @@ def older_replica_votes() -> Patches:
     def is_credible(answer, state, registered_id):
         return not answer.suspect
 
-    yield instead(recovery, "is_credible", is_credible)
+    yield instead(session_recovery, "is_credible", is_credible)
 
 
 @switch
@@ -59,7 +68,7 @@ def absent_counts_as_no() -> Patches:
     def decide(maxes, *, unknown_count, quorum):
         return quorum_mark([*maxes, *[-1] * unknown_count], quorum)
 
-    yield instead(recovery, "decide", decide)
+    yield instead(session_recovery, "decide", decide)
 
 
 @switch
@@ -69,7 +78,7 @@ def suspect_is_believed() -> Patches:
     def is_credible(answer, state, registered_id):
         return answer.last_session >= state.session_id
 
-    yield instead(recovery, "is_credible", is_credible)
+    yield instead(session_recovery, "is_credible", is_credible)
 
 
 @switch
@@ -84,17 +93,17 @@ def damage_is_no_doubt() -> Patches:
         self.damaged = []
         return original(self, mark, chain, can_mend=can_mend)
 
-    yield instead(recovery, "is_credible", is_credible)
+    yield instead(session_recovery, "is_credible", is_credible)
     yield instead(Repair, "_complete", _complete)
 
 
 @switch
 def any_storage_id() -> Patches:
     """Whichever storage answers at an address is taken for the one that was there."""
-    is_credible = recovery.is_credible
+    is_credible = session_recovery.is_credible
 
     def of_any(answer, state, registered_id):
-        return is_credible(answer, state, recovery.NO_STORAGE_ID)
+        return is_credible(answer, state, session_recovery.NO_STORAGE_ID)
 
     def _prepared(self, each, answer, now_ms):
         facts = self._facts
@@ -105,7 +114,7 @@ def any_storage_id() -> Patches:
             self._facts = facts
 
     prepared = StoreSession._prepared
-    yield instead(recovery, "is_credible", of_any)
+    yield instead(session_recovery, "is_credible", of_any)
     yield instead(StoreSession, "_prepared", _prepared)
 
 
@@ -116,7 +125,7 @@ def lowest_mark() -> Patches:
     def lowest(marks, quorum):
         return min(marks) if len(marks) >= quorum else None
 
-    yield instead(recovery, "quorum_mark", lowest)
+    yield instead(session_recovery, "quorum_mark", lowest)
 
 
 @switch
@@ -126,7 +135,7 @@ def decided_by_those_who_answer() -> Patches:
     def decide(maxes, *, unknown_count, quorum):
         return quorum_mark(maxes, quorum_size(len(maxes))) if maxes else None
 
-    yield instead(recovery, "decide", decide)
+    yield instead(session_recovery, "decide", decide)
 
 
 @switch
@@ -322,7 +331,7 @@ def empty_metadata_taken_as_new() -> Patches:
     def origin_of(metadata, marker):
         return Origin.RECORDED if metadata is not None and metadata.states else Origin.NEW
 
-    for module in (partition_store, claim, recovery):
+    for module in (partition_store, session_claim, session_recovery):
         yield instead(module, "origin_of", origin_of)
     yield instead(partition_store, "refusal", nothing)
     yield instead(Recovery, "objection", nothing)
@@ -336,7 +345,7 @@ def older_generation_claims() -> Patches:
         return False
 
     yield instead(partition_store, "is_newer", is_newer)
-    yield instead(claim, "is_newer", is_newer)
+    yield instead(session_claim, "is_newer", is_newer)
 
 
 @switch

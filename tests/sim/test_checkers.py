@@ -22,7 +22,7 @@ from waltz_core.records.record import (
     ReplicaId,
     ReqId,
 )
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.partition_events import (
     Answer,
@@ -80,7 +80,7 @@ class World:
     def sends(self, kind, *fields, session=None, replica="storage0:1") -> None:
         session = self.session if session is None else session
         message = kind(session, 1, 0, *fields)
-        effect = events.SendToReplica(session, ReplicaId(replica), message)
+        effect = session_events.SendToReplica(session, ReplicaId(replica), message)
         self.checks.sent_to_replica(self.owner, effect)
 
     def claim(self) -> int:
@@ -174,7 +174,7 @@ def test_stamp_mono(world):
 def committed(world):
     """A commit that has happened already, told once more."""
     last = world.history.last
-    return events.Committed(world.session, last, world.history.chains[last])
+    return session_events.Committed(world.session, last, world.history.chains[last])
 
 
 def test_ack_quorum(world):
@@ -352,14 +352,14 @@ def test_gate_no_append_is_sent(world):
 
 def test_gate_no_session_is_opened(world):
     session = world.claim()
-    opened = events.SessionOpened(session, 1, 1_000, bytes(16), unbroken=False)
+    opened = session_events.SessionOpened(session, 1, 1_000, bytes(16), unbroken=False)
     with fails("GateCAS2"):
         world.says(opened)
 
 
 def test_gate_nothing_is_submitted(world):
     with fails("GateCAS2"):
-        world.checks.submitted(world.owner, events.Submit(world.session + 1, None))
+        world.checks.submitted(world.owner, session_events.Submit(world.session + 1, None))
 
 
 def outcome(reason=m.Reason.LOST, *, conflict=-1, transaction_id=-1):
@@ -385,14 +385,14 @@ def outcome(reason=m.Reason.LOST, *, conflict=-1, transaction_id=-1):
     ids=lambda message: type(message).__name__,
 )
 def test_gate_nothing_is_told_without_a_session(world, message):
-    world.says(events.SessionClosed(world.session, "over"))
+    world.says(session_events.SessionClosed(world.session, "over"))
     world.checks.server_stepped(world.owner)
     with fails("GateCAS2"):
         world.answer(message)
 
 
 def test_gate_some_refusals_need_no_session(world):
-    world.says(events.SessionClosed(world.session, "over"))
+    world.says(session_events.SessionClosed(world.session, "over"))
     world.checks.server_stepped(world.owner)
     mark = world.history.last
     world.answer(replace(outcome(m.Reason.NOT_MOUNTED), high_water_mark=mark))
@@ -981,7 +981,7 @@ def test_bounded_tries(world):
     world.checks.dialled("somebody", "another")
     with fails("Bounded"):
         for _ in range(CLAIMS_MAX + 1):
-            world.says(events.ReadMetadata(1))
+            world.says(session_events.ReadMetadata(1))
 
 
 def test_bounded_lag(world):
@@ -993,7 +993,7 @@ def test_bounded_lag(world):
             message = m.AppendRaw(
                 world.session, 9_000 + sequence, 0, 0, b"", records, 0, bytes(16), (one,)
             )
-            effect = events.SendToReplica(world.session, REPLICAS[0], message)
+            effect = session_events.SendToReplica(world.session, REPLICAS[0], message)
             world.checks.sent_to_replica(world.owner, effect)
 
 

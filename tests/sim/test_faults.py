@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 from waltz_core.storage.files.control_file import SLOTS_NAME
 from waltz_core.storage.service.service import NO_STORAGE_ID
 from waltz_sim.cluster.cluster import MS, SimCluster
@@ -50,7 +50,7 @@ def at_rest(**setup):
 
 
 def new_session(cluster):
-    cluster.owner.step(events.Checkpoint())
+    cluster.owner.step(session_events.Checkpoint())
     cluster.world.run(50 * MS)
     assert cluster.world.run(5_000 * MS, until=cluster.is_whole)
 
@@ -235,7 +235,7 @@ def test_a_server_dies_where_it_is_told_to(point, is_after):
     if point == "Truncate":
         server.dies_at = None  # seldom, and never without a fault
         return
-    cluster.owner.step(events.Checkpoint())
+    cluster.owner.step(session_events.Checkpoint())
     assert cluster.world.run(3_000 * MS, until=lambda: bool(struck))
     assert server.incarnation > incarnation
     healed(cluster)
@@ -248,7 +248,7 @@ def test_a_storage_dies_before_or_after_it_has_done_something(is_after):
     struck = []
     storage.dies_at = ("Prepare", is_after, lambda: struck.append(storage.log.promised))
     promised = storage.log.promised
-    cluster.owner.step(events.Checkpoint())
+    cluster.owner.step(session_events.Checkpoint())
     assert cluster.world.run(1_000 * MS, until=lambda: bool(struck))
     assert struck == [promised + is_after]
     healed(cluster)

@@ -8,7 +8,7 @@ import pytest
 
 from waltz_core.errors import SessionFenced
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.replication.recovery import Recovery
+from waltz_core.replication.session_recovery import Recovery
 from waltz_core.storage.files import record_search
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import log_recovery

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from waltz_core.errors import BadFormat
-from waltz_core.replication import recovery
+from waltz_core.replication import session_recovery
 from waltz_sim.promises.history import Violation
 from waltz_sim.scenario import stories_in, told_again
 
@@ -82,7 +82,7 @@ def test_a_story_that_tells_something_else_is_noticed():
 
 def test_the_checkers_look_on(monkeypatch):
     """A promise that is broken within a story is no matter of how it is told."""
-    monkeypatch.setattr(recovery, "decide", lambda maxes, **_: min(maxes, default=None))
+    monkeypatch.setattr(session_recovery, "decide", lambda maxes, **_: min(maxes, default=None))
     with pytest.raises(Violation, match="DecisionCovers"):
         told(
             "> begin with A B C; append 5\n"

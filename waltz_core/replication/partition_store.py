@@ -33,7 +33,8 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.replication.claim import (
+from waltz_core.replication.limits import Limits
+from waltz_core.replication.session_claim import (
     Claim,
     InDoubt,
     View,
@@ -42,7 +43,7 @@ from waltz_core.replication.claim import (
     refusal,
     states_over,
 )
-from waltz_core.replication.events import (
+from waltz_core.replication.session_events import (
     Checkpoint,
     Disown,
     Effect,
@@ -64,8 +65,7 @@ from waltz_core.replication.events import (
     Submit,
     WriteMetadata,
 )
-from waltz_core.replication.limits import Limits
-from waltz_core.replication.recovery import origin_of
+from waltz_core.replication.session_recovery import origin_of
 from waltz_core.replication.store_session import Cause, Ending, PartitionFacts, StoreSession
 
 if TYPE_CHECKING:

@@ -15,10 +15,14 @@ from waltz_core.records.record import (
     ReplicaId,
     TransactionId,
 )
-from waltz_core.replication.events import Effect, MarkProved, MarkUnproved
 from waltz_core.replication.limits import Limits
 from waltz_core.replication.quorum import Tally, Verdict
 from waltz_core.replication.replica_session import ReplicaSession
+from waltz_core.replication.session_events import (
+    Effect,
+    MarkProved,
+    MarkUnproved,
+)
 from waltz_core.wire import messages
 
 

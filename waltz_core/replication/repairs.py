@@ -32,9 +32,7 @@ from waltz_core.records.record import (
     ReplicaId,
     TransactionId,
 )
-from waltz_core.replication.events import Effect
 from waltz_core.replication.limits import Limits
-from waltz_core.replication.recovery import Origin, Recovery
 from waltz_core.replication.repair import (
     Append,
     Cut,
@@ -51,6 +49,11 @@ from waltz_core.replication.repair import (
     verify_records,
 )
 from waltz_core.replication.replica_session import MARKED, NO_TICKET, ReplicaSession, Stage
+from waltz_core.replication.session_events import Effect
+from waltz_core.replication.session_recovery import (
+    Origin,
+    Recovery,
+)
 from waltz_core.wire import messages
 from waltz_core.wire.messages import RangeForm, StorageMessage
 

@@ -28,8 +28,13 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.replication.events import CloseReplica, Effect, OpenReplica, SendToReplica
 from waltz_core.replication.limits import Limits
+from waltz_core.replication.session_events import (
+    CloseReplica,
+    Effect,
+    OpenReplica,
+    SendToReplica,
+)
 from waltz_core.replication.window import Flight
 from waltz_core.wire import messages
 from waltz_core.wire.messages import StorageMessage

@@ -22,9 +22,9 @@ from waltz_core.records.record import (
     LineageEntry,
     TransactionId,
 )
-from waltz_core.replication.claim import Claim
-from waltz_core.replication.events import Settled
 from waltz_core.replication.replica_session import ReplicaSession
+from waltz_core.replication.session_claim import Claim
+from waltz_core.replication.session_events import Settled
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 
 # The ticket of its requests; `Repairs` has those from 0 on.

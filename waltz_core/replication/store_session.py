@@ -39,15 +39,23 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.replication.claim import Claim
-from waltz_core.replication.events import Batch, Committed, Effect, SessionOpened
 from waltz_core.replication.limits import Limits
 from waltz_core.replication.proving import Proving
 from waltz_core.replication.quorum import quorum_mark, quorum_size
-from waltz_core.replication.recovery import NO_STORAGE_ID, Recovery
 from waltz_core.replication.repair import Repair
 from waltz_core.replication.repairs import Repairs
 from waltz_core.replication.replica_session import MARKED, ReplicaSession, Request, Stage
+from waltz_core.replication.session_claim import Claim
+from waltz_core.replication.session_events import (
+    Batch,
+    Committed,
+    Effect,
+    SessionOpened,
+)
+from waltz_core.replication.session_recovery import (
+    NO_STORAGE_ID,
+    Recovery,
+)
 from waltz_core.replication.settling import SETTLING, Settling
 from waltz_core.replication.window import Window
 from waltz_core.wire import messages

@@ -24,7 +24,7 @@ from waltz_core.records.record import (
     TransactionId,
     next_chain,
 )
-from waltz_core.replication.events import Batch
+from waltz_core.replication.session_events import Batch
 
 
 class Flight(NamedTuple):

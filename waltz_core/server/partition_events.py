@@ -1,7 +1,7 @@
 """What a served partition is told, what it answers, and the limits that it keeps.
 
 Why it stands alone: the partition machine, the shell that reaches storages and the process around
-them speak to one another in these words only, together with those of `replication/events.py`.
+them speak to one another in these words only, together with those of `replication/session_events.py`.
 
 Rules:
     1. Every request ends with exactly one `Answer` whose `cost_bytes` is the request's own, unless
@@ -29,7 +29,7 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
 )
-from waltz_core.replication import events as replication
+from waltz_core.replication import session_events as replication
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     Buffer,

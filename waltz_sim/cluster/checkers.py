@@ -23,7 +23,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.work import (
     Work,
@@ -135,7 +135,7 @@ class Checks(Witness):
         """A server has a new, empty partition machine: nothing was told yet."""
         self.answers.made(server.name)
 
-    def submitted(self, server: "SimServer", event: events.Submit) -> None:
+    def submitted(self, server: "SimServer", event: session_events.Submit) -> None:
         """The pipeline hands a batch to the store."""
         key = server.name, event.session_id
         self.sessions.submitted(server, event.session_id)
@@ -144,21 +144,21 @@ class Checks(Witness):
         self.outcomes.submitted(self._heads[key])
 
     def stepped(
-        self, server: "SimServer", store: "PartitionStore", effects: Sequence[events.Effect]
+        self, server: "SimServer", store: "PartitionStore", effects: Sequence[session_events.Effect]
     ) -> None:
         """The store says something."""
         name = server.name
         for effect in effects:
             kind = type(effect)
-            if kind is events.SendToReplica:
+            if kind is session_events.SendToReplica:
                 continue
             self.sessions.stepped(server, effect)
-            if isinstance(effect, events.SessionOpened):
+            if isinstance(effect, session_events.SessionOpened):
                 self.outcomes.exposed(effect.high_water_mark, effect.chain)
                 self._heads[name, effect.session_id] = effect.chain
-            elif isinstance(effect, events.Committed):
+            elif isinstance(effect, session_events.Committed):
                 self.outcomes.exposed(effect.last, effect.chain)
-            elif isinstance(effect, events.SessionClosed):
+            elif isinstance(effect, session_events.SessionClosed):
                 self.count("session closed")
             self.answers.store_said(name, effect)
             self.locking.store_said(name, effect)
@@ -170,7 +170,7 @@ class Checks(Witness):
         self.locking.stepped(server)
         self.bounds.stepped(server)
 
-    def sent_to_replica(self, server: "SimServer", effect: events.SendToReplica) -> None:
+    def sent_to_replica(self, server: "SimServer", effect: session_events.SendToReplica) -> None:
         """A request is on its way to a storage."""
         self.sessions.sent(server, effect)
         self.bounds.sent(effect)

@@ -28,7 +28,7 @@ from waltz_core.records.record import (
     PartitionId,
     ReplicaId,
 )
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 from waltz_core.replication.replica_session import Stage
 from waltz_sim.cluster.checkers import Checks
 from waltz_sim.cluster.clients import SimClient
@@ -235,7 +235,7 @@ class SimCluster:
         """Ask for a new session, which mends what is known to be damaged."""
         owner = self.owner
         if owner is not None and owner.partition is not None and owner.partition.is_open:
-            owner.step(events.Checkpoint())
+            owner.step(session_events.Checkpoint())
 
     def replace(self, storage: SimStorage) -> None:
         """Give a storage an empty directory, and enter its new identity for its address."""

@@ -32,7 +32,7 @@ from waltz_core.records.record import (
     ReplicaId,
     SessionId,
 )
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,10 @@ if TYPE_CHECKING:
     from waltz_sim.world.process import Process
 
 Told: TypeAlias = (
-    events.MetadataRead | events.MetadataWritten | events.MetadataConflict | events.MetadataUnknown
+    session_events.MetadataRead
+    | session_events.MetadataWritten
+    | session_events.MetadataConflict
+    | session_events.MetadataUnknown
 )
 SESSION_MS: Final = 1_000
 HEARTBEAT_US: Final = SESSION_MS * 1000 // 3
@@ -95,15 +98,15 @@ class SimCoordinator:
 
     # ---- the partition's nodes (rule 1)
 
-    def read(self, server: "SimServer", effect: events.ReadMetadata) -> None:
+    def read(self, server: "SimServer", effect: session_events.ReadMetadata) -> None:
         """Answer with what both nodes hold."""
 
         def look() -> None:
             if self._is_unreachable(server):
-                self._answer(server, events.MetadataUnknown(effect.attempt, "no answer"))
+                self._answer(server, session_events.MetadataUnknown(effect.attempt, "no answer"))
                 return
             server.storage_ids.update(self.storage_ids)
-            answer = events.MetadataRead(
+            answer = session_events.MetadataRead(
                 effect.attempt,
                 self.metadata,
                 self.metadata_version,
@@ -123,13 +126,13 @@ class SimCoordinator:
 
         server.after(self._delay_us(), look)
 
-    def write(self, server: "SimServer", effect: events.WriteMetadata) -> None:
+    def write(self, server: "SimServer", effect: session_events.WriteMetadata) -> None:
         """Compare and set both nodes; rule 2 when answers get lost."""
         delay_us = self._delay_us()
         is_lost = self._chance() < self.lost_answers
         if is_lost:
             self._cluster.checks.count("CAS lost reply")
-            unknown = events.MetadataUnknown(effect.attempt, "connection loss")
+            unknown = session_events.MetadataUnknown(effect.attempt, "connection loss")
             self._world.after(delay_us, lambda: self._answer(server, unknown))
             roll = self._chance()
             if roll < 0.3:
@@ -147,13 +150,13 @@ class SimCoordinator:
 
         self._world.after(delay_us, apply)
 
-    def _apply(self, server: "SimServer", effect: events.WriteMetadata) -> Told:
+    def _apply(self, server: "SimServer", effect: session_events.WriteMetadata) -> Told:
         if self._is_unreachable(server):
-            return events.MetadataUnknown(effect.attempt, "connection loss")
+            return session_events.MetadataUnknown(effect.attempt, "connection loss")
         versions = self.metadata_version, self.marker_version
         if (effect.metadata_version, effect.marker_version) != versions:
             self._cluster.checks.count("CAS conflict")
-            return events.MetadataConflict(effect.attempt)
+            return session_events.MetadataConflict(effect.attempt)
         before = self.metadata or PartitionMetadata()
         if self._cluster.setup.is_unbounded:
             self.past_nodes.append((self.metadata, self.marker))
@@ -163,7 +166,9 @@ class SimCoordinator:
         self._cluster.checks.wrote(server.name, before, effect.metadata, effect.marker)
         if server.name != self.assignment.owner:
             self._cluster.checks.count("claim of a server that owns nothing any more")
-        return events.MetadataWritten(effect.attempt, self.metadata_version, self.marker_version)
+        return session_events.MetadataWritten(
+            effect.attempt, self.metadata_version, self.marker_version
+        )
 
     def _answer(self, server: "SimServer", event: Told) -> None:
         server.after(self._delay_us(), lambda: server.step(event))

@@ -34,8 +34,8 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication.quorum import quorum_size
-from waltz_core.replication.recovery import NO_STORAGE_ID
 from waltz_core.replication.repair import pairs_of
+from waltz_core.replication.session_recovery import NO_STORAGE_ID
 from waltz_core.wire.messages import (
     Nack,
     Prepare,

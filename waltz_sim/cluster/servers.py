@@ -20,7 +20,7 @@ from waltz_core.records.record import (
     ReplicaId,
     SessionId,
 )
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 from waltz_core.replication.invariants import check
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.append.pace import (
@@ -99,9 +99,9 @@ class ObservedStore:
         """As the store says."""
         return self.store.readable_replicas
 
-    def step(self, event: events.Event, now_ms: int) -> Sequence[events.Effect]:
+    def step(self, event: session_events.Event, now_ms: int) -> Sequence[session_events.Effect]:
         """Step the store, and look at it."""
-        if type(event) is events.Submit:
+        if type(event) is session_events.Submit:
             self._checks.submitted(self._server, event)
         effects = self.store.step(event, now_ms)
         check(self.store)
@@ -176,7 +176,7 @@ class SimServer(Process):
         if self.dies_at is None:
             return False
         point, is_wanted_after, struck = self.dies_at
-        if isinstance(thing, events.SendToReplica | events.ReplicaAnswered):
+        if isinstance(thing, session_events.SendToReplica | session_events.ReplicaAnswered):
             thing = thing.message
         if type(thing).__name__ != point or is_after != is_wanted_after:
             return False
@@ -199,15 +199,15 @@ class SimServer(Process):
         has_changed = replicas != self._replicas
         self._replicas = replicas
         if is_new or not self.partition.is_owned:
-            self.step(events.Own(assignment.generation, replicas))
+            self.step(session_events.Own(assignment.generation, replicas))
         elif has_changed:
-            self.step(events.Reassign(replicas))
+            self.step(session_events.Reassign(replicas))
 
     def disown(self) -> None:
         """The partition is another server's."""
         if self.partition is None:
             return
-        self.step(events.Disown())
+        self.step(session_events.Disown())
         for key in list(self._sessions):
             self._close_session(*key)
         self.partition = self.store = None
@@ -273,22 +273,22 @@ class SimServer(Process):
         match effect:
             case Answer():
                 self._answer(effect)
-            case events.SendToReplica():
+            case session_events.SendToReplica():
                 link = self._sessions.get((effect.session_id, effect.replica))
                 if link is not None:
                     self.cluster.checks.sent_to_replica(self, effect)
                     self.cluster.network.send(link, NEAR, effect.message)
-            case events.OpenReplica():
+            case session_events.OpenReplica():
                 self._open_session(effect.session_id, effect.replica)
-            case events.CloseReplica():
+            case session_events.CloseReplica():
                 self._close_session(effect.session_id, effect.replica)
             case Fetch():
                 self._fetch(effect)
-            case events.ReadMetadata():
+            case session_events.ReadMetadata():
                 self.cluster.coordinator.read(self, effect)
-            case events.WriteMetadata():
+            case session_events.WriteMetadata():
                 self.cluster.coordinator.write(self, effect)
-            case events.Released():
+            case session_events.Released():
                 self.cluster.checks.count("released")
                 self.world.note(f"{self.name} releases the partition: {effect.reason}")
                 ownership = self._ownership
@@ -304,7 +304,7 @@ class SimServer(Process):
         partition = self.partition
         if partition is None or ownership != self._ownership or partition.is_owned:
             return
-        self.step(events.Own(partition.generation, self._replicas))
+        self.step(session_events.Own(partition.generation, self._replicas))
 
     # ---- clients
 
@@ -365,13 +365,13 @@ class SimServer(Process):
                 self.cluster.network.close(link, NEAR)
                 return
             self._sessions[key] = link
-            self.step(events.ReplicaOpened(session_id, replica))
+            self.step(session_events.ReplicaOpened(session_id, replica))
 
         def said(link: Link, message: Message) -> None:
             if self._sessions.get(key) is link:
                 assert isinstance(message, StorageMessage)
                 self.cluster.checks.replica_answered(session_id, replica, message)
-                self.step(events.ReplicaAnswered(session_id, replica, message))
+                self.step(session_events.ReplicaAnswered(session_id, replica, message))
 
         self.cluster.network.dial(
             self,
@@ -385,7 +385,7 @@ class SimServer(Process):
     def _session_lost(self, key: tuple[SessionId, ReplicaId], reason: str) -> None:
         if key in self._sessions:
             del self._sessions[key]
-            self.step(events.ReplicaLost(*key, reason))
+            self.step(session_events.ReplicaLost(*key, reason))
 
     def _close_session(self, session_id: SessionId, replica: ReplicaId) -> None:
         link = self._sessions.pop((session_id, replica), None)
@@ -460,11 +460,11 @@ class SimServer(Process):
 def describe(event: Event) -> str:
     """Return an event in a few words, for the trace."""
     match event:
-        case events.ReplicaAnswered():
+        case session_events.ReplicaAnswered():
             return f"{event.replica} {message_in_words(event.message)}"
         case Received():
             return f"client {event.connection} {message_in_words(event.message)}"
-        case events.MetadataRead():
+        case session_events.MetadataRead():
             return f"MetadataRead session {event.metadata and event.metadata.session_id}"
         case Fetched():
             return f"Fetched {event.token} {message_in_words(event.message)}"

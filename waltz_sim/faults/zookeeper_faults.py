@@ -7,7 +7,7 @@ data away strikes in worlds without a budget only.
 from typing import TYPE_CHECKING
 
 from waltz_core.cluster.change.rebuilding import Verdict
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 from waltz_sim.cluster.cluster import MS, SimCluster
 from waltz_sim.cluster.rescue import BEST, STEPS, Rescue
 from waltz_sim.faults.striking import keep_down, pause_ms, trust_again_later
@@ -302,7 +302,7 @@ def checkpoint(cluster: SimCluster, rng: "Random") -> bool:
     owner = cluster.owner
     if owner is None or owner.partition is None or not owner.partition.is_open or owner.is_paused:
         return False
-    owner.step(events.Checkpoint())
+    owner.step(session_events.Checkpoint())
     return True
 
 

@@ -22,7 +22,7 @@ from waltz_core.records.record import (
     ReqId,
     SessionId,
 )
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendFollowing,
@@ -108,17 +108,17 @@ class Answers:
         self._mark.pop(server, None)
         self._mark_before.pop(server, None)
 
-    def store_said(self, server: str, effect: events.Effect) -> None:
+    def store_said(self, server: str, effect: session_events.Effect) -> None:
         """Sessions open with `Settled`, and close."""
         match effect:
-            case events.Settled():
+            case session_events.Settled():
                 self._open[server] = effect.session_id
                 self._in_step.setdefault(server, {})[effect.session_id] = None
-            case events.SessionOpened():
+            case session_events.SessionOpened():
                 self._mark[server] = effect.high_water_mark
-            case events.Committed():
+            case session_events.Committed():
                 self._mark[server] = effect.last
-            case events.SessionClosed():
+            case session_events.SessionClosed():
                 self._open.pop(server, None)
             case _:
                 pass

@@ -11,7 +11,7 @@ Rules:
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 from waltz_core.server.locking.refill import UNDER_WAY_MAX
 from waltz_core.storage.service.lane import REQUEST_BYTES
 from waltz_core.wire.messages import AppendRaw, StorageMessage
@@ -56,16 +56,16 @@ class Bounds:
         """A connection is asked for."""
         self.tried(who, f"dialling {whom}", DIALS_MAX)
 
-    def store_said(self, server: str, effect: events.Effect) -> None:
+    def store_said(self, server: str, effect: session_events.Effect) -> None:
         """A first compare-and-set is asked for, or a connection ends."""
-        if isinstance(effect, events.ReadMetadata):
+        if isinstance(effect, session_events.ReadMetadata):
             self.tried(server, "reading the metadata", CLAIMS_MAX)
-        elif isinstance(effect, events.CloseReplica):
+        elif isinstance(effect, session_events.CloseReplica):
             self._unanswered.pop((effect.session_id, effect.replica), None)
 
     # ---- bytes (rule 1)
 
-    def sent(self, effect: events.SendToReplica) -> None:
+    def sent(self, effect: session_events.SendToReplica) -> None:
         """Appends are on their way to a replica."""
         message = effect.message
         if not isinstance(message, AppendRaw):

@@ -26,7 +26,7 @@ from waltz_core.records.record import (
     TransactionId,
     next_chain,
 )
-from waltz_core.replication.events import Batch
+from waltz_core.replication.session_events import Batch
 
 _NUMBER: Final = struct.Struct(">Q")
 NUMBER_BYTES: Final = _NUMBER.size

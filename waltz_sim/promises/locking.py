@@ -16,7 +16,7 @@ from waltz_core.records.record import (
     BEFORE_FIRST,
     TransactionId,
 )
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.servers import SimServer
@@ -49,17 +49,17 @@ class Locking:
         at = bisect_right(writers, mark)
         return writers[at - 1] if at else BEFORE_FIRST
 
-    def store_said(self, server: str, effect: events.Effect) -> None:
+    def store_said(self, server: str, effect: session_events.Effect) -> None:
         """Marks move."""
         match effect:
-            case events.SessionOpened():
+            case session_events.SessionOpened():
                 self._mark[server] = self._given[server] = effect.high_water_mark
-            case events.Committed():
+            case session_events.Committed():
                 self._mark[server] = effect.last
             case _:
                 pass
 
-    def submitted(self, server: str, batch: events.Batch) -> None:
+    def submitted(self, server: str, batch: session_events.Batch) -> None:
         """Ids are given out."""
         self._given[server] = batch.last
 

@@ -30,7 +30,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 from waltz_core.wire.messages import (
     Appended,
     AppendRaw,
@@ -289,7 +289,7 @@ class Sessions:
         ]
         return [last for last in lasts if last is not None]
 
-    def sent(self, server: "SimServer", effect: events.SendToReplica) -> None:
+    def sent(self, server: "SimServer", effect: session_events.SendToReplica) -> None:
         """9. A replica is changed only in a session that has decided (rule 3)."""
         message, session = effect.message, effect.session_id
         if not isinstance(message, _CHANGING) or self.is_rewritten:
@@ -384,29 +384,29 @@ class Sessions:
             self._witness.fail("GateCAS2", f"{server.name} submits to {session}, not open yet")
         self._submitted[session] = None
 
-    def stepped(self, server: "SimServer", effect: events.Effect) -> None:
+    def stepped(self, server: "SimServer", effect: session_events.Effect) -> None:
         """One thing that the store says."""
         match effect:
-            case events.WriteMetadata(metadata=metadata, marker=marker):
+            case session_events.WriteMetadata(metadata=metadata, marker=marker):
                 tried = self._tried.setdefault(metadata.session_id, {})
                 claim = self.claims.get(metadata.session_id)
                 is_new = marker.nonce not in tried
                 if is_new and claim is not None and claim.nonce != marker.nonce:
                     self._witness.count("nonce mismatch")
                 tried[marker.nonce] = None
-            case events.SessionOpened() if self.is_rewritten:
+            case session_events.SessionOpened() if self.is_rewritten:
                 self._check_covers(effect)
             case _ if self.is_rewritten:
                 pass
             case Report(name="recovery.decided"):
                 self._decide(SessionId(int(str(dict(effect.fields)["session"]))))
-            case events.SessionOpened():
+            case session_events.SessionOpened():
                 self._session_opened(server, effect)
-            case events.Settled():
+            case session_events.Settled():
                 self._check_open(effect.session_id, "Settled")
-            case events.Committed():
+            case session_events.Committed():
                 self._committed(effect)
-            case events.MarkUnproved():
+            case session_events.MarkUnproved():
                 self._witness.count("unproved mark")
             case _:
                 pass
@@ -415,7 +415,7 @@ class Sessions:
         if session not in self.opened:
             self._witness.fail("GateCAS2", f"{what} of session {session} before it is open")
 
-    def _session_opened(self, server: "SimServer", effect: events.SessionOpened) -> None:
+    def _session_opened(self, server: "SimServer", effect: session_events.SessionOpened) -> None:
         """4. SingleWriter, 6. DecisionCovers, 7. GateCAS2."""
         session = effect.session_id
         self._check_open(session, "SessionOpened")
@@ -426,7 +426,7 @@ class Sessions:
         if writer != server.name:
             self._witness.fail("SingleWriter", f"{writer} and {server.name} in {session}")
 
-    def _check_covers(self, effect: events.SessionOpened) -> None:
+    def _check_covers(self, effect: session_events.SessionOpened) -> None:
         """6. DecisionCovers, of what applications were told."""
         last = self._last_at_open.get(effect.session_id, self._witness.history.last)
         if effect.high_water_mark < last:
@@ -438,7 +438,7 @@ class Sessions:
         if effect.high_water_mark > self._witness.history.last:
             self._witness.count("doubt in the log")
 
-    def _committed(self, effect: events.Committed) -> None:
+    def _committed(self, effect: session_events.Committed) -> None:
         """2. AckQuorum: on disks. 8. EngagedOnly: in what the owner may have counted."""
         session, last = effect.session_id, effect.last
         self._check_open(session, "Committed")

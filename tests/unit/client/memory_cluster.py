@@ -20,7 +20,7 @@ from waltz_core.config import ClientConfig
 from waltz_core.driver import Driver
 from waltz_core.errors import NotOwned
 from waltz_core.records.record import PartitionId
-from waltz_core.replication import events as replication
+from waltz_core.replication import session_events as replication
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.partition.served_partition import (
     Identity,

@@ -25,7 +25,11 @@ from waltz_core.records.record import (
     NO_SESSION,
 )
 from waltz_core.replication.quorum import quorum_size
-from waltz_core.replication.recovery import Origin, Recovery, origin_of
+from waltz_core.replication.session_recovery import (
+    Origin,
+    Recovery,
+    origin_of,
+)
 
 GROUPS = {"A": 0, "B": 1, "C": 2, "D": 0}
 

@@ -14,7 +14,7 @@ from waltz_core.cluster.nodes.model import (
     PartitionMetadata,
 )
 from waltz_core.machine import Report, Wakeup
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 from waltz_core.replication.invariants import check
 from waltz_core.replication.limits import Limits
 from waltz_core.replication.partition_store import PartitionStore
@@ -64,15 +64,15 @@ class Bench:
         check(self.store)
         for effect in effects:
             match effect:
-                case events.ReadMetadata() | events.WriteMetadata():
+                case session_events.ReadMetadata() | session_events.WriteMetadata():
                     self.questions.append(effect)
-                case events.OpenReplica():
+                case session_events.OpenReplica():
                     self.requests[effect.replica] = deque()
                     self.dials.append(effect)
-                case events.SendToReplica():
+                case session_events.SendToReplica():
                     self.sent.append((effect.replica, effect.message))
                     self.requests[effect.replica].append(effect.message)
-                case events.CloseReplica():
+                case session_events.CloseReplica():
                     del self.requests[effect.replica]
                     self.dials = deque(one for one in self.dials if one.replica != effect.replica)
                 case _:
@@ -80,7 +80,7 @@ class Bench:
         return effects
 
     def own(self, generation=1, replicas=None):
-        self.step(events.Own(generation, tuple(replicas or self.names)))
+        self.step(session_events.Own(generation, tuple(replicas or self.names)))
 
     def wait(self, ms):
         """Let time pass, in the steps that the machine asks for."""
@@ -96,7 +96,7 @@ class Bench:
     def lose(self, replica, reason="reset"):
         session = self.store.session.claim.session_id
         del self.requests[replica]
-        self.step(events.ReplicaLost(session, replica, reason))
+        self.step(session_events.ReplicaLost(session, replica, reason))
 
     # --- the other side
 
@@ -105,41 +105,41 @@ class Bench:
         effect = self.dials.popleft()
         if effect.replica in self.down:
             del self.requests[effect.replica]
-            self.step(events.ReplicaLost(effect.session_id, effect.replica, "refused"))
+            self.step(session_events.ReplicaLost(effect.session_id, effect.replica, "refused"))
         else:
-            self.step(events.ReplicaOpened(effect.session_id, effect.replica))
+            self.step(session_events.ReplicaOpened(effect.session_id, effect.replica))
 
     def deliver(self, replica):
         """Let a storage serve its oldest request and answer it."""
         message = self.requests[replica].popleft()
         answer = self.storages[replica].handle(message)
-        self.step(events.ReplicaAnswered(message.session_id, replica, answer))
+        self.step(session_events.ReplicaAnswered(message.session_id, replica, answer))
         return message, answer
 
     def ask_zookeeper(self, outcome="ok"):
         """Answer the oldest question: "ok", "lost" (done, but nobody knows), "away" (not done)."""
         effect = self.questions.popleft()
         if outcome == "away":
-            self.step(events.MetadataUnknown(effect.attempt, "away"))
+            self.step(session_events.MetadataUnknown(effect.attempt, "away"))
             return effect
-        if isinstance(effect, events.ReadMetadata):
+        if isinstance(effect, session_events.ReadMetadata):
             view = (self.metadata, self.metadata_version, self.marker, self.marker_version)
-            self.step(events.MetadataRead(effect.attempt, *view))
+            self.step(session_events.MetadataRead(effect.attempt, *view))
             return effect
         if (effect.metadata_version, effect.marker_version) != (
             self.metadata_version,
             self.marker_version,
         ):
-            self.step(events.MetadataConflict(effect.attempt))
+            self.step(session_events.MetadataConflict(effect.attempt))
             return effect
         self.metadata, self.marker = effect.metadata, effect.marker
         self.metadata_version += 1
         self.marker_version += 1
         if outcome == "lost":
-            self.step(events.MetadataUnknown(effect.attempt, "connection loss"))
+            self.step(session_events.MetadataUnknown(effect.attempt, "connection loss"))
         else:
             versions = self.metadata_version, self.marker_version
-            self.step(events.MetadataWritten(effect.attempt, *versions))
+            self.step(session_events.MetadataWritten(effect.attempt, *versions))
         return effect
 
     def run(self, *, questions=True):
@@ -181,7 +181,7 @@ class Bench:
         payloads = list(range(self.numbers, self.numbers + count))
         self.numbers += count
         batch = make_batch(self.store.next_transaction_id, payloads, self.now_ms)
-        self.step(events.Submit(self.store.open_session, batch))
+        self.step(session_events.Submit(self.store.open_session, batch))
         return batch.last
 
     # --- what was said

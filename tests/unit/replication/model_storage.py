@@ -18,7 +18,7 @@ from waltz_core.records.record import (
     LineageEntry,
     next_chain,
 )
-from waltz_core.replication.events import Batch
+from waltz_core.replication.session_events import Batch
 from waltz_core.wire import messages as wire
 
 

@@ -13,8 +13,10 @@ from waltz_core.cluster.nodes.model import (
     PartitionMetadata,
     ReplicaState,
 )
-from waltz_core.replication import events
-from waltz_core.replication.events import (
+from waltz_core.replication import session_events
+from waltz_core.replication.limits import Limits
+from waltz_core.replication.replica_session import Stage
+from waltz_core.replication.session_events import (
     Committed,
     MarkProved,
     MarkUnproved,
@@ -23,8 +25,6 @@ from waltz_core.replication.events import (
     SessionOpened,
     Settled,
 )
-from waltz_core.replication.limits import Limits
-from waltz_core.replication.replica_session import Stage
 
 
 def test_the_first_session_of_a_new_partition():
@@ -47,7 +47,7 @@ def test_nothing_is_said_before_the_second_compare_and_set_is_known():
     bench.ask_zookeeper()
     bench.ask_zookeeper()
     bench.run(questions=False)
-    assert isinstance(bench.questions[0], events.WriteMetadata)
+    assert isinstance(bench.questions[0], session_events.WriteMetadata)
     assert not bench.all_told(SessionOpened)
     assert not bench.all_sent(wire.Engage)
     assert bench.store.open_session is None
@@ -63,7 +63,7 @@ def test_a_claim_of_unknown_outcome_is_read_again(outcome):
     bench.ask_zookeeper()
     bench.ask_zookeeper(outcome)
     bench.wait(100)
-    assert isinstance(bench.ask_zookeeper(), events.ReadMetadata)
+    assert isinstance(bench.ask_zookeeper(), session_events.ReadMetadata)
     bench.run()
     bench.wait(20)
     bench.run()
@@ -96,13 +96,13 @@ def test_states_that_zookeeper_did_not_take_are_asked_for_again_after_a_pause():
     bench.run(questions=False)
     bench.ask_zookeeper("away")
     asked_ms = bench.now_ms
-    bench.step(events.Wakeup())
+    bench.step(session_events.Wakeup())
     bench.lose(C)
     bench.run(questions=False)
     assert not bench.questions
     while not bench.questions:
         bench.now_ms = bench.store.wake_at_ms
-        bench.step(events.Wakeup())
+        bench.step(session_events.Wakeup())
     assert bench.now_ms > asked_ms
     assert len(bench.questions) == 1
 
@@ -125,7 +125,7 @@ def test_states_are_not_written_over_the_claim_of_somebody_else():
     bench.ask_zookeeper()
     bench.ask_zookeeper()
     bench.run(questions=False)
-    assert isinstance(bench.questions[0], events.WriteMetadata)
+    assert isinstance(bench.questions[0], session_events.WriteMetadata)
     theirs = PartitionMetadata(1, 7, {})
     bench.metadata, bench.marker = theirs, PartitionMarker(MarkerState.NEW, 7, b"x" * 16)
     bench.metadata_version += 1
@@ -261,8 +261,8 @@ def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_goes_on_withou
 def test_a_claim_after_our_own_session_needs_no_reading():
     bench = Bench()
     bench.open()
-    bench.step(events.Checkpoint())
-    assert isinstance(bench.questions[0], events.WriteMetadata)
+    bench.step(session_events.Checkpoint())
+    assert isinstance(bench.questions[0], session_events.WriteMetadata)
     bench.reopen()
     assert bench.store.open_session == 1
     assert bench.all_told(SessionOpened)[-1].unbroken
@@ -276,7 +276,7 @@ def test_a_foreign_session_in_between_breaks_the_thread():
     bench.marker = PartitionMarker(MarkerState.OPEN, 1, b"x" * 16)
     bench.metadata_version += 1
     bench.marker_version += 1
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.reopen()
     assert bench.store.open_session == 2
     assert not bench.all_told(SessionOpened)[-1].unbroken
@@ -291,7 +291,7 @@ def test_a_claim_of_ours_behind_a_foreign_session_does_not_mend_the_thread():
     bench.marker = PartitionMarker(MarkerState.OPEN, 1, b"x" * 16)
     bench.metadata_version += 1
     bench.marker_version += 1
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     while bench.metadata.session_id != 2:
         bench.ask_zookeeper()
     for name in (A, B):
@@ -439,7 +439,7 @@ def test_storages_ahead_of_zookeeper_stop_a_claim():
     bench.open()
     for name in (A, B):
         bench.storages[name].disk.promised = 99
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     for _ in range(10):
         bench.run()
         bench.wait(bench.limits.useful_ms)
@@ -455,7 +455,7 @@ def test_one_storage_ahead_of_zookeeper_stops_nobody():
     bench = Bench()
     bench.open()
     bench.storages[A].disk.promised = 99
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.wait(100)
     bench.reopen()
     assert bench.store.readable_replicas == [B, C]
@@ -480,7 +480,7 @@ def test_it_is_released_at_its_time_when_nothing_else_happens():
     while not bench.all_told(Released):
         bench.run()
         bench.now_ms = bench.store.wake_at_ms
-        bench.step(events.Wakeup())
+        bench.step(session_events.Wakeup())
     assert bench.now_ms - begun_ms == bench.limits.quorum_ms_max
 
 
@@ -541,38 +541,38 @@ def test_marks_are_proved_by_a_quorum_and_not_by_less():
     bench.open()
     bench.submit()
     bench.run()
-    bench.step(events.ProveMark(7))
+    bench.step(session_events.ProveMark(7))
     bench.deliver(B)
     assert not bench.all_told(MarkProved)
     bench.deliver(C)
     assert bench.all_told(MarkProved) == [MarkProved(7, 0)]
     bench.silent = {A, B}
     bench.run()
-    bench.step(events.ProveMark(8))
+    bench.step(session_events.ProveMark(8))
     bench.run()
     bench.wait(3000)
     assert bench.all_told(MarkUnproved) == [MarkUnproved(8)]
-    bench.step(events.Disown())
-    bench.step(events.ProveMark(9))
+    bench.step(session_events.Disown())
+    bench.step(session_events.ProveMark(9))
     assert bench.all_told(MarkUnproved)[-1] == MarkUnproved(9)
 
 
 def test_marks_are_not_proved_before_the_session_is_open():
     bench = Bench()
-    bench.step(events.ProveMark(6))
+    bench.step(session_events.ProveMark(6))
     bench.down = {A, B}
     bench.own()
     bench.run()
     assert bench.store.session is not None
     assert bench.store.open_session is None
-    bench.step(events.ProveMark(7))
+    bench.step(session_events.ProveMark(7))
     assert bench.all_told(MarkUnproved) == [MarkUnproved(6), MarkUnproved(7)]
 
 
 def test_proofs_end_with_the_session():
     bench = Bench()
     bench.open()
-    bench.step(events.ProveMark(7))
+    bench.step(session_events.ProveMark(7))
     bench.lose(A)
     assert bench.all_told(MarkUnproved) == [MarkUnproved(7)]
 
@@ -583,11 +583,11 @@ def test_a_submit_to_a_session_that_is_over_is_dropped():
     session = bench.store.open_session
     bench.lose(A)
     sent = len(bench.sent)
-    bench.step(events.Submit(session, make_batch(0, [1], 5)))
+    bench.step(session_events.Submit(session, make_batch(0, [1], 5)))
     assert len(bench.sent) == sent
     bench.reopen()
     sent = len(bench.sent)
-    bench.step(events.Submit(session, make_batch(0, [1], 5)))
+    bench.step(session_events.Submit(session, make_batch(0, [1], 5)))
     assert len(bench.sent) == sent
 
 
@@ -596,9 +596,9 @@ def test_what_was_asked_of_zookeeper_before_is_not_waited_for():
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()
-    bench.step(events.Reassign((C, B, A)))
+    bench.step(session_events.Reassign((C, B, A)))
     written, _ = bench.questions
-    assert isinstance(written, events.WriteMetadata)
+    assert isinstance(written, session_events.WriteMetadata)
     bench.ask_zookeeper()
     assert len(bench.questions) == 1
     assert not bench.reports("session.claimed")
@@ -613,10 +613,10 @@ def test_a_write_that_was_given_up_is_not_heard_of_again():
     bench.own()
     bench.ask_zookeeper()
     effect = bench.ask_zookeeper("away")
-    assert isinstance(effect, events.WriteMetadata)
+    assert isinstance(effect, session_events.WriteMetadata)
     for late in (
-        events.MetadataWritten(effect.attempt, 1, 1),
-        events.MetadataRead(effect.attempt, bench.metadata, 0, bench.marker, 0),
+        session_events.MetadataWritten(effect.attempt, 1, 1),
+        session_events.MetadataRead(effect.attempt, bench.metadata, 0, bench.marker, 0),
     ):
         bench.step(late)
         assert bench.store.session is None
@@ -628,7 +628,7 @@ def test_a_write_that_was_given_up_is_not_heard_of_again():
 def test_disown_closes_everything():
     bench = Bench()
     bench.open()
-    bench.step(events.Disown())
+    bench.step(session_events.Disown())
     assert bench.requests == {}
     assert bench.store.session is None
     assert bench.store.wake_at_ms is None
@@ -640,7 +640,7 @@ def test_the_same_assignment_again_changes_nothing():
     bench = Bench()
     bench.open()
     bench.own()
-    bench.step(events.Reassign((A, B, C)))
+    bench.step(session_events.Reassign((A, B, C)))
     assert bench.store.open_session == 0
     bench.own(generation=2)
     bench.reopen()
@@ -654,7 +654,7 @@ def test_a_replica_is_replaced_by_another():
     for _ in range(5):
         bench.submit(2)
     bench.run()
-    bench.step(events.Reassign((A, B, D)))
+    bench.step(session_events.Reassign((A, B, D)))
     bench.wait(30)
     bench.reopen()
     bench.wait(100)
@@ -671,7 +671,7 @@ def test_a_session_opens_with_a_quorum_of_the_last_assignment_too():
     bench.submit()
     bench.run()
     bench.down = {B}
-    bench.step(events.Reassign((A, B, D)))
+    bench.step(session_events.Reassign((A, B, D)))
     while bench.questions:
         bench.ask_zookeeper()
     while bench.dials:
@@ -697,11 +697,11 @@ def test_too_many_new_replicas_at_once_are_refused():
     bench.add_storage(D)
     bench.add_storage(E)
     bench.open()
-    bench.step(events.Reassign((A, D, E)))
+    bench.step(session_events.Reassign((A, D, E)))
     bench.run()
     bench.wait(100)
     assert "fewer than 2 new replicas" in bench.reports("partition.refused")[0]["reason"]
-    bench.step(events.Reassign((A, B, D)))
+    bench.step(session_events.Reassign((A, B, D)))
     bench.reopen()
     assert bench.store.open_session == 1
 
@@ -725,7 +725,7 @@ def test_a_mark_that_was_exposed_never_goes_back():
     bench.run()
     for storage in bench.storages.values():
         storage.disk.entries = []
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.run()
     bench.wait(100)
     bench.run()
@@ -771,7 +771,7 @@ def test_a_session_that_was_given_away_twice_is_the_end_of_trying():
     bench = Bench()
     bench.open()
     old = (bench.metadata, bench.marker)
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.reopen()
     for _ in range(3):
         bench.submit()

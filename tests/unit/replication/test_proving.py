@@ -1,8 +1,11 @@
 """Unit tests of `waltz_core.replication.proving`: who is asked, when it counts, who is told."""
 
-from waltz_core.replication.events import MarkProved, MarkUnproved
 from waltz_core.replication.limits import Limits
 from waltz_core.replication.proving import Proving
+from waltz_core.replication.session_events import (
+    MarkProved,
+    MarkUnproved,
+)
 from waltz_core.wire import messages
 
 NAMES = ("a:1", "b:1", "c:1")

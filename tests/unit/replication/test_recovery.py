@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.recovery`: the decision against all possible pasts."""
+"""Unit tests of `waltz_core.replication.session_recovery`: the decision against all possible pasts."""
 
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
@@ -13,7 +13,7 @@ from waltz_core.cluster.nodes.model import (
     ReplicaState,
 )
 from waltz_core.replication.quorum import quorum_size
-from waltz_core.replication.recovery import (
+from waltz_core.replication.session_recovery import (
     Origin,
     Recovery,
     decide,

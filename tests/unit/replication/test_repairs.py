@@ -11,7 +11,7 @@ from waltz_core.records.record import (
     GENESIS_CHAIN,
     next_chain,
 )
-from waltz_core.replication import events
+from waltz_core.replication import session_events
 
 
 def behind(bench, replica, *, batches=8):
@@ -23,7 +23,7 @@ def behind(bench, replica, *, batches=8):
             while name != replica and bench.requests[name]:
                 bench.deliver(name)
     bench.sent.clear()
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
 
 
 def run_until(bench, kind):
@@ -84,7 +84,7 @@ def test_nobody_is_cut_to_fit_a_log_that_is_not_the_goal():
     assert bench.logs() == {A: [0], B: [1, 2], C: [1]}
     bench.down = set()
     bench.sent.clear()
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.ask_zookeeper()
     while bench.dials:
         bench.connect()
@@ -173,7 +173,7 @@ def test_the_wanting_replica_is_lost_while_its_copy_is_under_way():
     bench.lose(C)
     message = bench.requests[source].popleft()
     answer = bench.storages[source].handle(message)
-    bench.step(events.ReplicaAnswered(message.session_id, source, answer))
+    bench.step(session_events.ReplicaAnswered(message.session_id, source, answer))
     bench.reopen()
     bench.wait(3000)
     bench.reopen()
@@ -223,7 +223,7 @@ def test_the_goal_is_the_log_of_somebody_who_can_be_believed():
     bench.run()
     assert bench.logs() == {A: [0], B: [1], C: [1]}
     bench.down = set()
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.reopen()
     bench.wait(2_000)
     bench.reopen()
@@ -244,7 +244,7 @@ def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():
     other.run()
     mine = bench.storages[C].disk
     bench.storages[C].disk = replace(mine, entries=other.storages[C].disk.entries, confirmed=15)
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.run()
     bench.wait(100)
     bench.run()
@@ -259,7 +259,7 @@ def test_a_marked_replica_that_cannot_be_mended_stays():
     for _ in range(3):
         bench.submit(2)
     bench.run()
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.reopen()
     for name in bench.names:
         bench.storages[name].disk.damaged = {1}
@@ -272,13 +272,13 @@ def test_a_marked_replica_that_cannot_be_mended_stays():
         return real(message)
 
     bench.storages[B].handle = refuses
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.reopen()
     bench.wait(100)
     bench.run()
     # Nobody had it at first. One replica is made whole by hand, so the others can be mended.
     bench.storages[C].disk.damaged = set()
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.reopen()
     bench.wait(100)
     bench.run()
@@ -310,7 +310,7 @@ def with_marks(*, above=3):
     for _ in range(3):
         bench.submit(2)
     bench.run()
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.reopen()
     for _ in range(above):
         bench.submit(2)
@@ -326,7 +326,7 @@ def test_what_lies_below_the_old_mark_and_cannot_be_mended_holds_up_no_mark():
     bench = with_marks()
     bench.storages[B].disk.damaged = {1}
     real = refuses_mends(bench, B)
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.reopen()
     assert bench.store.readable_replicas == [A, B, C]
     assert [one["replica"] for one in bench.reports("replica.not_mended")] == [B]
@@ -342,7 +342,7 @@ def test_what_lies_above_the_old_mark_is_mended_from_another_source_before_the_m
     bench = with_marks()
     bench.storages[B].disk.damaged = {7}
     real = refuses_mends(bench, B)
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.reopen()
     bench.wait(LIMITS.answer_ms_max // 2)
     bench.run()
@@ -367,7 +367,7 @@ def test_damage_that_grew_while_a_mend_was_under_way_is_mended_from_its_new_begi
     bench = with_marks()
     storage = bench.storages[B]
     storage.disk.damaged = {7}
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     while run_until(bench, wire.Repair) != B:
         bench.deliver(B)
     real = refuses_mends(bench, B)
@@ -392,7 +392,9 @@ def tells_of_damage(bench, replica, *damaged):
     storage.disk.damaged |= set(damaged)
     pairs = b"".join(bad.to_bytes(8, "big") * 2 for bad in sorted(storage.disk.damaged))
     session = storage.disk.promised
-    bench.step(events.ReplicaAnswered(session, replica, wire.DamageFound(session, 0, 0, pairs)))
+    bench.step(
+        session_events.ReplicaAnswered(session, replica, wire.DamageFound(session, 0, 0, pairs))
+    )
 
 
 def running(*, batches=4):
@@ -465,13 +467,15 @@ def test_damage_that_all_replicas_have_hides_no_other():
 def test_a_replica_that_tells_of_half_a_range_is_given_up():
     bench = running()
     session = bench.store.open_session
-    bench.step(events.ReplicaAnswered(session, B, wire.DamageFound(session, 0, 0, bytes(8))))
+    bench.step(
+        session_events.ReplicaAnswered(session, B, wire.DamageFound(session, 0, 0, bytes(8)))
+    )
     assert "pairs of ids" in bench.reports("replica.refused")[-1]["reason"]
 
 
 def test_who_tells_of_damage_before_it_was_asked_is_asked_for_all_of_it():
     bench = running()
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     while not bench.requests.get(B):
         if bench.dials:
             bench.connect()
@@ -480,7 +484,7 @@ def test_who_tells_of_damage_before_it_was_asked_is_asked_for_all_of_it():
     session = bench.requests[B][0].session_id
     bench.storages[B].disk.damaged = {2}
     notice = wire.DamageFound(session, 0, 0, (2).to_bytes(8, "big") * 2)
-    bench.step(events.ReplicaAnswered(session, B, notice))
+    bench.step(session_events.ReplicaAnswered(session, B, notice))
     bench.reopen()
     bench.wait(100)
     bench.run()

@@ -7,9 +7,13 @@ import pytest
 from tests.unit.replication.model_storage import make_batch
 from waltz_core.errors import RemoteProtocolError
 from waltz_core.records.record import GENESIS_CHAIN
-from waltz_core.replication.events import CloseReplica, OpenReplica, SendToReplica
 from waltz_core.replication.limits import Limits
 from waltz_core.replication.replica_session import ReplicaSession, Stage
+from waltz_core.replication.session_events import (
+    CloseReplica,
+    OpenReplica,
+    SendToReplica,
+)
 from waltz_core.replication.window import Window
 from waltz_core.wire import messages as wire
 

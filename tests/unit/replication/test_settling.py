@@ -10,8 +10,8 @@ from waltz_core.records.record import (
     MADE_UP,
     LineageEntry,
 )
-from waltz_core.replication.claim import InDoubt
-from waltz_core.replication.events import Settled
+from waltz_core.replication.session_claim import InDoubt
+from waltz_core.replication.session_events import Settled
 from waltz_core.replication.settling import SETTLING, Settling
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 

@@ -10,9 +10,13 @@ from waltz_core.cluster.nodes.model import (
     UNRESOLVED,
     ReplicaState,
 )
-from waltz_core.replication import events
-from waltz_core.replication.events import Committed, SessionClosed, SessionOpened
+from waltz_core.replication import session_events
 from waltz_core.replication.replica_session import Stage
+from waltz_core.replication.session_events import (
+    Committed,
+    SessionClosed,
+    SessionOpened,
+)
 from waltz_core.replication.store_session import SLOW_REPORT_MS
 from waltz_core.wire.messages import Prepared
 
@@ -23,7 +27,7 @@ def restart(bench, *, down=(), keep_session=False):
     """End the session and let the next one begin with some storages away."""
     bench.down = set(down)
     bench.sent.clear()
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
 
 
 def stage(bench, replica):
@@ -127,7 +131,7 @@ def test_a_rolled_back_replica_is_filled_up_and_counts_again():
     bench.run()
     old = bench.storages[A].disk
     bench.storages[A].disk = replace(old, entries=old.entries[:1], suspect=True)
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.run()
     bench.wait(LIMITS.grace_ms)
     bench.run()
@@ -172,7 +176,7 @@ def test_zookeeper_that_knows_nothing_of_a_batchs_session_is_not_believed():
     bench.metadata, bench.marker = replace(old[0], session_id=session_id), old[1]
     bench.metadata_version += 1
     restart(bench, down=[A])
-    bench.step(events.Own(2, bench.names))
+    bench.step(session_events.Own(2, bench.names))
     bench.run()
     bench.wait(LIMITS.grace_ms)
     bench.run()
@@ -197,7 +201,7 @@ def test_a_replica_that_knows_a_later_session_is_in_none(monkeypatch, is_left_ou
         return replace(tell(prefix, message), engaged_session=9)
 
     monkeypatch.setattr(bench.storages[C], "_prepare", tell_of_later)
-    bench.step(events.Own(2, bench.names))
+    bench.step(session_events.Own(2, bench.names))
     bench.run()
     bench.wait(LIMITS.grace_ms)
     bench.run()
@@ -411,7 +415,7 @@ def test_the_loss_of_one_that_may_be_engaged_ends_the_session():
     bench.ask_zookeeper()
     bench.ask_zookeeper()
     bench.run(questions=False)
-    assert isinstance(bench.questions[0], events.WriteMetadata)
+    assert isinstance(bench.questions[0], session_events.WriteMetadata)
     bench.lose(B)
     assert bench.reports("session.abandoned")
     assert not bench.all_told(SessionOpened)
@@ -493,7 +497,7 @@ def test_an_answer_that_cannot_be_is_the_end_of_the_replica(synced_max):
     if isinstance(message, wire.Engage):
         message = bench.requests[A].popleft()
     answer = wire.Appended(0, message.sequence, 0, synced_max)
-    bench.step(events.ReplicaAnswered(0, A, answer))
+    bench.step(session_events.ReplicaAnswered(0, A, answer))
     assert bench.all_told(SessionClosed)
     assert not bench.all_told(Committed)
 
@@ -510,16 +514,16 @@ def test_answers_to_nothing_are_the_end_of_the_connection(answer):
     bench = Bench()
     bench.open()
     bench.submit()
-    bench.step(events.ReplicaAnswered(0, A, answer))
+    bench.step(session_events.ReplicaAnswered(0, A, answer))
     assert "storage0:1" in bench.all_told(SessionClosed)[0].reason
 
 
 @pytest.mark.parametrize(
     "late",
     [
-        events.ReplicaAnswered(0, A, wire.Appended(0, 1, 0, 5)),
-        events.ReplicaLost(0, A, "late"),
-        events.ReplicaOpened(0, A),
+        session_events.ReplicaAnswered(0, A, wire.Appended(0, 1, 0, 5)),
+        session_events.ReplicaLost(0, A, "late"),
+        session_events.ReplicaOpened(0, A),
     ],
 )
 def test_what_comes_of_an_older_session_is_dropped(late):
@@ -547,10 +551,10 @@ def test_a_storage_that_is_bound_to_a_later_session_ends_this_one():
     bench.submit()
     message = bench.requests[A].popleft()
     nack = wire.Nack(0, message.sequence, 0, errors.SessionFenced.code, 7, "bound to 7")
-    bench.step(events.ReplicaAnswered(0, A, nack))
+    bench.step(session_events.ReplicaAnswered(0, A, nack))
     assert "bound to 7" in bench.all_told(SessionClosed)[0].reason
     bench.wait(30)
-    assert isinstance(bench.questions[0], events.ReadMetadata)
+    assert isinstance(bench.questions[0], session_events.ReadMetadata)
 
 
 def test_a_replica_that_has_lost_its_promise_is_asked_for_the_next_session():
@@ -561,7 +565,7 @@ def test_a_replica_that_has_lost_its_promise_is_asked_for_the_next_session():
     message = bench.requests[A].popleft()
     assert isinstance(message, wire.Prepare)
     nack = wire.Nack(0, message.sequence, 0, errors.ReplicaSuspect.code, 0, "a slot was lost")
-    bench.step(events.ReplicaAnswered(0, A, nack))
+    bench.step(session_events.ReplicaAnswered(0, A, nack))
     assert bench.store.session is None
     bench.wait(1_000)
     bench.run()
@@ -578,7 +582,7 @@ def test_a_disk_that_fails_in_the_fence_is_no_other_owner():
         message = bench.requests[name].popleft()
         assert isinstance(message, wire.Prepare)
         nack = wire.Nack(0, message.sequence, 0, errors.DiskFailed.code, 0, "input/output error")
-        bench.step(events.ReplicaAnswered(0, name, nack))
+        bench.step(session_events.ReplicaAnswered(0, name, nack))
     assert bench.reports("partition.refused") == []
     assert bench.store.session is not None
     for _ in range(20):
@@ -592,7 +596,7 @@ def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one():
     bench = Bench()
     bench.open()
     bench.storages[A].disk.promised = 99
-    bench.step(events.Checkpoint())
+    bench.step(session_events.Checkpoint())
     bench.wait(100)
     bench.reopen()
     session_id = bench.store.session.claim.session_id
@@ -618,7 +622,7 @@ def test_a_storage_that_takes_another_ones_name_is_not_believed():
     message = bench.requests[A].popleft()
     answer = bench.storages[A].handle(replace(message, storage_id=bytes(16)))
     assert isinstance(answer, Prepared)
-    bench.step(events.ReplicaAnswered(0, A, answer))
+    bench.step(session_events.ReplicaAnswered(0, A, answer))
     assert "another storage" in bench.reports("replica.refused")[0]["reason"]
     bench.wait(LIMITS.grace_ms)
     bench.run()

@@ -16,7 +16,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.replication import events as replication
+from waltz_core.replication import session_events as replication
 from waltz_core.server.process.log_in_memory import (
     REPLICA,
     MemoryLog,

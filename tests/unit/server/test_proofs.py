@@ -7,7 +7,7 @@ from waltz_core.records.record import (
     PartitionId,
     ReqId,
 )
-from waltz_core.replication.events import ProveMark
+from waltz_core.replication.session_events import ProveMark
 from waltz_core.server.partition.proofs import (
     Proofs,
     claim_of,

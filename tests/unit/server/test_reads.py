@@ -21,7 +21,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.replication.events import Batch
+from waltz_core.replication.session_events import Batch
 from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,

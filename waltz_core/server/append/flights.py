@@ -10,7 +10,7 @@ from typing import Final
 from waltz_core.records.batches import EncodedBatch
 from waltz_core.records.lock_blocks import TOLD_APART_MAX
 from waltz_core.records.record import LineageEntry
-from waltz_core.replication.events import Batch
+from waltz_core.replication.session_events import Batch
 from waltz_core.server.append.outcomes import Outcome
 from waltz_core.server.locking.tickets import Ticket
 

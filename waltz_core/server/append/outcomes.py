@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from waltz_core.machine import Report
 from waltz_core.records.record import LineageEntry
-from waltz_core.replication.events import Batch
+from waltz_core.replication.session_events import Batch
 from waltz_core.server.locking.tickets import Ticket
 from waltz_core.server.partition_events import (
     Answer,

@@ -48,7 +48,10 @@ from waltz_core.records.record import (
     TransactionId,
     next_chain,
 )
-from waltz_core.replication.events import Batch, SessionOpened
+from waltz_core.replication.session_events import (
+    Batch,
+    SessionOpened,
+)
 from waltz_core.server.append.endings import Endings
 from waltz_core.server.append.flights import (
     Draft,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.replication.events import ProveMark
+from waltz_core.replication.session_events import ProveMark
 from waltz_core.server.append.mounts import mark_of
 from waltz_core.wire.messages import (
     ClientMessage,

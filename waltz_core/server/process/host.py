@@ -32,7 +32,7 @@ from waltz_core.records.record import (
     ReplicaId,
     TransactionId,
 )
-from waltz_core.replication import events as replication
+from waltz_core.replication import session_events as replication
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (

@@ -28,7 +28,7 @@ from waltz_core.records.record import (
     PartitionId,
     ReqId,
 )
-from waltz_core.replication.events import Own
+from waltz_core.replication.session_events import Own
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (

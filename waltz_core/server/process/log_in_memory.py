@@ -34,7 +34,7 @@ from waltz_core.records.record import (
     TransactionId,
     next_chain,
 )
-from waltz_core.replication import events as replication
+from waltz_core.replication import session_events as replication
 from waltz_core.server.read.cache import (
     CacheBudget,
     TransactionCache,

@@ -8,7 +8,7 @@ Rules:
     1. A session's link is its own and is never used again: what was in flight on an older link may
        still reach its storage, and is fenced by the session id it carries.
     2. `OpenReplica` has one outcome, and a link that was lost is told once; a link that was closed
-       on request is never heard of again (replication/events.py, rule 2).
+       on request is never heard of again (replication/session_events.py, rule 2).
     3. Readers have links of their own, so that a large read cannot hold up an append.
 """
 
@@ -24,7 +24,7 @@ from waltz_core.records.record import (
     ReplicaId,
     SessionId,
 )
-from waltz_core.replication import events as replication
+from waltz_core.replication import session_events as replication
 from waltz_core.transport.net import (
     Link,
     dial,

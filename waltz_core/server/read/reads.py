@@ -43,7 +43,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.replication.events import Batch
+from waltz_core.replication.session_events import Batch
 from waltz_core.server.append.answers import refuse
 from waltz_core.server.partition_events import (
     Answer,

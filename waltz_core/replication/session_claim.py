@@ -28,7 +28,11 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication.quorum import quorum_size
-from waltz_core.replication.recovery import Origin, origin_of, states_to_claim
+from waltz_core.replication.session_recovery import (
+    Origin,
+    origin_of,
+    states_to_claim,
+)
 
 
 class View(NamedTuple):
