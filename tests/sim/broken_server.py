@@ -105,8 +105,8 @@ def without_locks(kind):
 
     def judge_row(self, locks, mark, *, high_water_mark, next_id):
         marks = {"high_water_mark": high_water_mark, "next_id": next_id}
-        write, read, pipeline = locks
-        left = (write, (), pipeline) if kind == "read" else (write, read, ())
+        write, read, append = locks
+        left = (write, (), append) if kind == "read" else (write, read, ())
         return judge_one(self, left, mark, **marks)
 
     yield instead(LockTable, "judge", judge_rows)

@@ -430,7 +430,7 @@ def _choose_all(
 def _new_cluster(arguments: argparse.Namespace) -> NewCluster:
     from waltz_core.cli.cluster import storage_of  # noqa: PLC0415 - that file declares these verbs
     from waltz_core.storage.files.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
-    from waltz_core.storage.files.format import (
+    from waltz_core.storage.files.format import (  # noqa: PLC0415 - as above
         CONTROL_HEADER_BYTES,
         ControlHeader,
     )
