@@ -10,7 +10,7 @@ from tests.integration.run_storage import KEY, PARTITION_COUNT
 from tests.integration.test_storage_admin import fill
 from tests.integration.test_storage_daemon import config_for, on_loop, serving, session
 from tests.ports import free_port
-from waltz_core.cli.doctor_probes import _Storage
+from waltz_core.cli.doctor.doctor_probes import _Storage
 from waltz_core.client.links.storage_admin import administered
 from waltz_core.cluster.change.storages import Layout
 from waltz_core.cluster.nodes.model import ReplicaAssignments

@@ -21,7 +21,7 @@ from tests.integration.test_storage_daemon import (
 )
 from tests.ports import free_port
 from waltz_core import errors
-from waltz_core.cli.storage_views import damaged_count
+from waltz_core.cli.storage.storage_views import damaged_count
 from waltz_core.client.links.storage_admin import (
     administered,
     copy_partition,

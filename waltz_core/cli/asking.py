@@ -7,7 +7,7 @@ original's messages, so that its servers understand them, too.
 from collections.abc import Callable
 from typing import TypeVar
 
-from waltz_core.cli import transport
+from waltz_core.cli import own_transport
 from waltz_core.errors import WaltzError
 from waltz_core.records.record import ReqId
 from waltz_core.wire.messages import ClientMessage, Surface
@@ -26,7 +26,7 @@ async def ask(
     """Ask the server at an address; raises what it refuses with, or Unreachable."""
     from waltz_core.client.links.connections import ServerLinks  # noqa: PLC0415 - loads Arrow
 
-    links = ServerLinks(dial_timeout_s=ANSWER_S, late_answers_s=0.0, ssl=transport.ssl())
+    links = ServerLinks(dial_timeout_s=ANSWER_S, late_answers_s=0.0, ssl=own_transport.ssl())
     try:
         link = await links.get(address)
         return await link.request(
@@ -47,7 +47,7 @@ async def name_at(surface: Surface, address: str) -> str | None:
     Every port of Waltz completes the hello; the text distinguishes them (`Surface.listener_text`).
     """
     try:
-        link = await transport.dial(surface, address, timeout_s=DIAL_TIMEOUT_S)
+        link = await own_transport.dial(surface, address, timeout_s=DIAL_TIMEOUT_S)
     except WaltzError:
         return None
     name = "" if link.peer is None else link.peer.text

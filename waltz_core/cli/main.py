@@ -22,30 +22,39 @@ from waltz_core.errors import BadConfig, WaltzError
 # noun -> (module, one line of help); a module is imported only when its noun is asked for, so that
 # a daemon does not pay for what it never uses.
 NOUNS: dict[str, tuple[str, str]] = {
-    "local": ("waltz_core.cli.local", "a whole cluster on this machine: up, status, down"),
+    "local": ("waltz_core.cli.local_command", "a whole cluster on this machine: up, status, down"),
     "cluster": (
-        "waltz_core.cli.cluster",
+        "waltz_core.cli.cluster.cluster_command",
         "create, show, check and change a cluster: its storages, replicas, preferences",
     ),
     "doctor": (
-        "waltz_core.cli.doctor",
+        "waltz_core.cli.doctor.doctor_command",
         "say what is wrong with a cluster, and which command mends it",
     ),
-    "storage": ("waltz_core.cli.storage", "run a storage daemon, administer storages"),
-    "server": ("waltz_core.cli.server", "run a server daemon, list servers, choose what they own"),
-    "disk": ("waltz_core.cli.disk", "look at a storage's files, verify them, mend an index"),
-    "zookeeper": ("waltz_core.cli.zookeeper", "run the ZooKeeper that comes with PySpark"),
+    "storage": (
+        "waltz_core.cli.storage.storage_command",
+        "run a storage daemon, administer storages",
+    ),
+    "server": (
+        "waltz_core.cli.server.server_command",
+        "run a server daemon, list servers, choose what they own",
+    ),
+    "disk": (
+        "waltz_core.cli.disk.disk_command",
+        "look at a storage's files, verify them, mend an index",
+    ),
+    "zookeeper": ("waltz_core.cli.zookeeper_command", "run the ZooKeeper that comes with PySpark"),
     "client": (
-        "waltz_core.cli.client",
+        "waltz_core.cli.client.client_command",
         "append, read and watch from the shell, check what the log promises",
     ),
-    "config": ("waltz_core.cli.config", "show every setting and where it came from"),
+    "config": ("waltz_core.cli.config_command", "show every setting and where it came from"),
     "bench": ("waltz_core.cli.bench", "load a cluster and print one JSON line of figures"),
 }
 # Verbs that are declared without the others of their noun when one of them is what was asked for.
 ALONE: dict[tuple[str, str], str] = {
-    ("storage", "run"): "waltz_core.cli.storage_run",
-    ("server", "run"): "waltz_core.cli.server_run",
+    ("storage", "run"): "waltz_core.cli.storage.storage_run",
+    ("server", "run"): "waltz_core.cli.server.server_run",
 }
 # What a person may copy and change; at the end of a noun's help.
 EXAMPLES: dict[str, tuple[str, ...]] = {
@@ -128,9 +137,9 @@ def _run(words: list[str]) -> int:
         parser.print_help()
         return NOT_UNDERSTOOD
     _start_logging(arguments.logging)
-    from waltz_core.cli import transport  # noqa: PLC0415 - help needs no sockets
+    from waltz_core.cli import own_transport  # noqa: PLC0415 - help needs no sockets
 
-    transport.begin(arguments)
+    own_transport.begin(arguments)
     result = verb(arguments)
     assert isinstance(result, int)
     return result

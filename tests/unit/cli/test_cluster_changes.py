@@ -7,8 +7,8 @@ from uuid import UUID
 
 import pytest
 
-from waltz_core.cli import cluster_changes
 from waltz_core.cli.changing import Command
+from waltz_core.cli.cluster import cluster_changes
 from waltz_core.cluster.change.creation import (
     NewCluster,
     NewStorage,

@@ -7,8 +7,8 @@ from uuid import UUID
 
 import pytest
 
-from waltz_core.cli import cluster_rescue
-from waltz_core.cli.cluster_rescue import _chosen
+from waltz_core.cli.cluster import cluster_rescue
+from waltz_core.cli.cluster.cluster_rescue import _chosen
 from waltz_core.cluster.change.rebuilding import (
     IDS_EPOCH_S,
     NO_IDS,

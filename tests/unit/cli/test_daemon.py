@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from waltz_core.cli import daemon
+from waltz_core.cli import daemon_command
 
 
 @pytest.mark.parametrize(
@@ -14,5 +14,5 @@ from waltz_core.cli import daemon
 def test_too_few_open_files_are_told(monkeypatch, caplog, hard, connections_max, is_told):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    daemon.allow_open_files(connections_max)
+    daemon_command.allow_open_files(connections_max)
     assert (f"process.open_files_too_few limit={hard}" in caplog.text) == is_told

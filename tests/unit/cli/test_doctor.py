@@ -10,8 +10,12 @@ import pytest
 
 from tests.certificates import make
 from tests.unit.cluster.test_diagnosis import ONE, A, B, healthy
-from waltz_core.cli import doctor
-from waltz_core.cli.doctor_probes import _Asked, gather, mode_of
+from waltz_core.cli.doctor import doctor_command
+from waltz_core.cli.doctor.doctor_probes import (
+    _Asked,
+    gather,
+    mode_of,
+)
 from waltz_core.cli.main import main
 from waltz_core.ops.diagnosis import diagnose
 from waltz_core.ops.facts import Facts
@@ -22,7 +26,7 @@ CONNECT = "127.0.0.1:1/waltz/none"
 @pytest.fixture
 def told(monkeypatch, tmp_path):
     """Let the doctor be told these facts, one after the other; the last one stays."""
-    monkeypatch.setattr(doctor, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(doctor_command, "LOOK_AGAIN_S", 0.0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     facts = [healthy()]
@@ -31,7 +35,7 @@ def told(monkeypatch, tmp_path):
         assert connect == CONNECT
         return facts.pop(0) if len(facts) > 1 else facts[0]
 
-    monkeypatch.setattr(doctor, "gather", tell)
+    monkeypatch.setattr(doctor_command, "gather", tell)
     return facts
 
 
@@ -91,8 +95,8 @@ def test_tls_files_that_do_not_fit_are_told_in_a_sentence(told, tmp_path, capsys
 
 
 def test_a_cluster_that_could_not_be_asked_is_not_called_healthy():
-    assert "could not be asked" in doctor.as_text(Facts(CONNECT), [])[0]
-    assert "zookeeper" in doctor.as_json(Facts(CONNECT), [])["seen"]
+    assert "could not be asked" in doctor_command.as_text(Facts(CONNECT), [])[0]
+    assert "zookeeper" in doctor_command.as_json(Facts(CONNECT), [])["seen"]
 
 
 def test_without_a_cluster_to_look_at_it_says_what_it_expects(told, capsys):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from waltz_core.cli import local
+from waltz_core.cli import local_command
 from waltz_core.cli.main import main
 from waltz_core.config import LocalConfig
 from waltz_core.errors import BadConfig
@@ -23,7 +23,7 @@ def test_a_local_cluster_is_what_file_environment_and_flags_say(tmp_path, monkey
             made.append(timeout_s)
             raise BadConfig("enough")
 
-    monkeypatch.setattr(local, "LocalCluster", Cluster)
+    monkeypatch.setattr(local_command, "LocalCluster", Cluster)
     config = tmp_path / "local.toml"
     config.write_text("storage_count = 5\nserver_count = 1\nready_timeout_ms = 9000\n")
     monkeypatch.setenv("WALTZ_LOCAL_DIRECTORY", "there")

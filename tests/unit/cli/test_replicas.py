@@ -5,7 +5,12 @@ import struct
 
 import pytest
 
-from waltz_core.cli.replicas import ClusterFacts, ReplicaLink, Session, log_of
+from waltz_core.cli.storage.owner_requests import (
+    ClusterFacts,
+    ReplicaLink,
+    Session,
+    log_of,
+)
 from waltz_core.cluster.change.rebuilding import (
     NO_IDS,
     Ids,

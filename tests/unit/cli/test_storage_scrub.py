@@ -5,8 +5,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from waltz_core.cli import storage_scrub
 from waltz_core.cli.main import main
+from waltz_core.cli.storage import storage_scrub
 from waltz_core.wire.admin_messages import ScrubResponse
 
 

@@ -7,7 +7,7 @@ import ssl
 import pytest
 
 from tests.certificates import make
-from waltz_core.cli import transport
+from waltz_core.cli import own_transport
 from waltz_core.errors import BadConfig
 
 PLACE = "zk1:2181/waltz/payments"
@@ -20,8 +20,8 @@ def told(monkeypatch):
 
     def ssl_of(**words):
         def begin():
-            transport.begin(argparse.Namespace(**words))
-            return transport.ssl()
+            own_transport.begin(argparse.Namespace(**words))
+            return own_transport.ssl()
 
         return contextvars.copy_context().run(begin)
 
@@ -47,11 +47,11 @@ def test_an_option_says_it_for_who_has_an_address_only(told, tmp_path):
 
 def test_a_cluster_that_is_found_out_later_says_it(told):
     def find_out():
-        transport.speak_as(f"{PLACE}?tls=unverified")
-        return transport.ssl()
+        own_transport.speak_as(f"{PLACE}?tls=unverified")
+        return own_transport.ssl()
 
     assert contextvars.copy_context().run(find_out).verify_mode is ssl.CERT_NONE
-    assert transport.ssl() is None
+    assert own_transport.ssl() is None
 
 
 def test_a_file_that_is_none_is_named(told, tmp_path):

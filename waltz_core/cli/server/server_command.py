@@ -4,11 +4,13 @@ import argparse
 import asyncio
 from typing import NamedTuple, TypeAlias
 
-from waltz_core.cli import cluster_checks, http_pages, server_run
+from waltz_core.cli import http_pages
 from waltz_core.cli.asking import ask
 from waltz_core.cli.changing import add_common, connected
+from waltz_core.cli.cluster import cluster_checks
 from waltz_core.cli.output import ranges_of, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
+from waltz_core.cli.server import server_run
 from waltz_core.errors import WaltzError
 from waltz_core.transport import net
 from waltz_core.wire.messages import PartitionsHealthRequest, PartitionsHealthResponse

@@ -5,7 +5,8 @@ import asyncio
 import uuid
 from typing import Any
 
-from waltz_core.cli import (
+from waltz_core.cli.changing import add_place, add_wait, place_of, recorded
+from waltz_core.cli.cluster import (
     cluster_changes,
     cluster_checks,
     cluster_reach,
@@ -13,7 +14,6 @@ from waltz_core.cli import (
     cluster_roots,
     cluster_verify,
 )
-from waltz_core.cli.changing import add_place, add_wait, place_of, recorded
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.cluster.change.creation import (
     NewCluster,

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Final, NamedTuple, TypeAlias
 
 from waltz_core.cli.changing import CONNECT_WAIT_S, add_wait, recorded
-from waltz_core.cli.transport import add_tls
+from waltz_core.cli.own_transport import add_tls
 from waltz_core.cluster.coordinator import ClusterView
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper import zookeeper_session

@@ -9,10 +9,10 @@ Rules:
 import argparse
 from collections.abc import Awaitable, Callable
 
-from waltz_core.cli import transport
+from waltz_core.cli import own_transport
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.storage_target import (
+from waltz_core.cli.storage.storage_target import (
     Target,
     add_partitions,
     add_target,
@@ -127,7 +127,10 @@ async def _each(
     target = await target_of(arguments)
     done: list[int] = []
     try:
-        async with on_record(arguments), administered(target.admin, ssl=transport.ssl()) as admin:
+        async with (
+            on_record(arguments),
+            administered(target.admin, ssl=own_transport.ssl()) as admin,
+        ):
             for partition in partitions:
                 await one(admin, partition)
                 done.append(partition)
@@ -197,8 +200,8 @@ async def _recover(arguments: argparse.Namespace) -> int:
     results: list[tuple[int, int, int]] = []
     async with (
         on_record(arguments),
-        administered(source.admin, ssl=transport.ssl()) as giver,
-        administered(target.admin, ssl=transport.ssl()) as taker,
+        administered(source.admin, ssl=own_transport.ssl()) as giver,
+        administered(target.admin, ssl=own_transport.ssl()) as taker,
     ):
         with ProgressLine() as line:
             for partition in partitions:
@@ -254,7 +257,7 @@ async def _sync(arguments: argparse.Namespace) -> int:
                 line.show(at, len(names), f"storage {target}")
                 wanted = facts.assignments.partitions.get(ReplicaId(name), ())
                 try:
-                    async with administered(target.admin, ssl=transport.ssl()) as admin:
+                    async with administered(target.admin, ssl=own_transport.ssl()) as admin:
                         rows += await _synced(admin, target, [int(each) for each in wanted])
                 except WaltzError as error:
                     rows.append((str(target), "reach", "-", str(error)))

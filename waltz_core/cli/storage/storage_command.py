@@ -2,8 +2,8 @@
 
 import argparse
 
-from waltz_core.cli import (
-    http_pages,
+from waltz_core.cli import http_pages
+from waltz_core.cli.storage import (
     storage_partitions,
     storage_run,
     storage_scrub,

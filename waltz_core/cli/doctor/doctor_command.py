@@ -16,8 +16,11 @@ import os
 from pathlib import Path
 from typing import Final
 
-from waltz_core.cli import transport
-from waltz_core.cli.doctor_probes import gather, local_cluster
+from waltz_core.cli import own_transport
+from waltz_core.cli.doctor.doctor_probes import (
+    gather,
+    local_cluster,
+)
 from waltz_core.cli.output import show, show_json
 from waltz_core.config.declarations import LocalConfig
 from waltz_core.errors import BadConfig
@@ -84,8 +87,8 @@ async def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.timeout_s <= 0:
         raise BadConfig(f"--timeout-s: expected more than 0, found {arguments.timeout_s:g}")
     connect, local = _cluster_of(arguments)
-    transport.speak_as(connect)
-    transport.ssl()  # raises BadConfig for the files that ?tls= names, before it asks anything
+    own_transport.speak_as(connect)
+    own_transport.ssl()  # raises BadConfig for the files that ?tls= names, before it asks anything
     facts = await gather(connect, timeout_s=arguments.timeout_s, local=local)
     found = diagnose(facts)
     if found:

@@ -39,7 +39,7 @@ def add(verbs: Verbs) -> None:
 
 
 async def _verify(arguments: argparse.Namespace) -> int:
-    from waltz_core.cli.doctor_probes import ask_cluster  # noqa: PLC0415 - loads Arrow
+    from waltz_core.cli.doctor.doctor_probes import ask_cluster  # noqa: PLC0415 - loads Arrow
 
     async with connected(arguments.connect) as coordinator:
         count = (await coordinator.read_cluster()).params.partition_count

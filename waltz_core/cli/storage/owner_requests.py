@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from waltz_core.cli import transport
+from waltz_core.cli import own_transport
 from waltz_core.cluster.change.rebuilding import (
     NO_IDS,
     Ids,
@@ -80,7 +80,7 @@ class ReplicaLink:
     @staticmethod
     async def open(address: ReplicaId, facts: ClusterFacts) -> "ReplicaLink":
         """Dial; raises Unreachable, or ClusterKeyMismatch for another cluster's storage."""
-        link = await transport.dial(Surface.STORAGE, address, timeout_s=DIAL_TIMEOUT_S)
+        link = await own_transport.dial(Surface.STORAGE, address, timeout_s=DIAL_TIMEOUT_S)
         made = ReplicaLink(address, link, facts)
         opening = OpenRequest(_NOBODY, _NOBODY, _NOBODY, facts.cluster_key, facts.partition_count)
         try:

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from waltz_core.cli import transport
+from waltz_core.cli import own_transport
 from waltz_core.cli.asking import answers, name_at
 from waltz_core.cli.changing import Command, Result, add_common, run
 from waltz_core.cli.output import ranges_of
@@ -323,7 +323,7 @@ async def _delete_files(command: Command, layout: Layout, moved: Placement) -> N
     for address, partitions in left.items():
         admin = f"{split_address(address)[0]}:{layout.admin_ports[address]}"
         try:
-            async with administered(admin, ssl=transport.ssl()) as storage:
+            async with administered(admin, ssl=own_transport.ssl()) as storage:
                 for partition_id in partitions:
                     await storage.ask(Done, RemovePartition, partition_id, True, False)  # noqa: FBT003 - the wire's
         except WaltzError as error:

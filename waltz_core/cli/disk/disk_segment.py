@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from waltz_core.cli.disk_text import (
+from waltz_core.cli.disk.disk_text import (
     Deserializer,
     named_deserializer,
     payload,

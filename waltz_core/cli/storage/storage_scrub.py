@@ -8,12 +8,17 @@ import argparse
 import asyncio
 from typing import Final
 
-from waltz_core.cli import transport
+from waltz_core.cli import own_transport
 from waltz_core.cli.changing import add_timeout, in_time
 from waltz_core.cli.output import say, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.storage_target import add_partitions, add_target, partitions_of, target_of
-from waltz_core.cli.storage_views import damaged_count
+from waltz_core.cli.storage.storage_target import (
+    add_partitions,
+    add_target,
+    partitions_of,
+    target_of,
+)
+from waltz_core.cli.storage.storage_views import damaged_count
 from waltz_core.client.links.storage_admin import (
     StorageAdmin,
     administered,
@@ -48,7 +53,7 @@ async def _scrub(arguments: argparse.Namespace) -> int:
         line.show(0, len(partitions), f"waiting for {target} to answer")
         async with (
             in_time(arguments.timeout_s, lambda: line.awaited, afterwards=_GOES_ON),
-            administered(target.admin, ssl=transport.ssl()) as admin,
+            administered(target.admin, ssl=own_transport.ssl()) as admin,
         ):
             if not admin.is_ours:
                 raise BadRequest(

@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeAlias, TypedDict, TypeVar
 
-from waltz_core.cli import transport
-from waltz_core.cli.storage_views import damaged_count
+from waltz_core.cli import own_transport
+from waltz_core.cli.storage.storage_views import damaged_count
 from waltz_core.client.links.connections import (
     ServerLink,
     ServerLinks,
@@ -371,7 +371,7 @@ class _Server:
 
     async def ask(self) -> tuple[ServerFacts, dict[PartitionId, _Mark]]:
         links = ServerLinks(
-            dial_timeout_s=self._timeout_s, late_answers_s=0.0, silent=None, ssl=transport.ssl()
+            dial_timeout_s=self._timeout_s, late_answers_s=0.0, silent=None, ssl=own_transport.ssl()
         )
         address, began_s = self._facts.address, time.monotonic()
         try:
@@ -502,13 +502,15 @@ class _Storage:
     async def ask(self) -> StorageFacts:
         began_s = time.monotonic()
         try:
-            link = await transport.dial(Surface.STORAGE, self._address, timeout_s=self._timeout_s)
+            link = await own_transport.dial(
+                Surface.STORAGE, self._address, timeout_s=self._timeout_s
+            )
         except WaltzError as error:
             return replace(self._facts, **await _trouble(error, self._address, self._timeout_s))
         link.abort("asked")
         facts = replace(self._facts, latency_ms=_ms_since(began_s))
         try:
-            async with administered(facts.admin, ssl=transport.ssl()) as admin:
+            async with administered(facts.admin, ssl=own_transport.ssl()) as admin:
                 return await self._ask(admin, facts)
         except ClusterKeyMismatch:
             return replace(facts, is_of_cluster=False)
@@ -550,7 +552,7 @@ class _Storage:
     ) -> PartitionId | None:
         """Read the last record of one log after the other, until one does not answer."""
         with suppress(WaltzError):
-            async with administered(self._facts.admin, ssl=transport.ssl()) as admin:
+            async with administered(self._facts.admin, ssl=own_transport.ssl()) as admin:
                 for partition in partitions:
                     last = replicas[partition].last
                     try:
@@ -617,7 +619,7 @@ class _Storage:
         with suppress(WaltzError, TimeoutError):
             async with (
                 asyncio.timeout(self._timeout_s),
-                administered(f"{self._host}:{port}", ssl=transport.ssl()) as admin,
+                administered(f"{self._host}:{port}", ssl=own_transport.ssl()) as admin,
             ):
                 told = await admin.ask(StorageResponse, StorageRequest)
                 return told.address == self._address

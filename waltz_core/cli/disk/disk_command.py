@@ -10,7 +10,11 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from waltz_core.cli import disk_control, disk_segment, disk_verify
+from waltz_core.cli.disk import (
+    disk_control,
+    disk_segment,
+    disk_verify,
+)
 
 FINDINGS_LIMIT = 1000
 

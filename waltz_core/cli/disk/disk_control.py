@@ -3,7 +3,10 @@
 import argparse
 from pathlib import Path
 
-from waltz_core.cli.disk_text import uuid, when
+from waltz_core.cli.disk.disk_text import (
+    uuid,
+    when,
+)
 from waltz_core.cli.output import show, show_json, show_table
 from waltz_core.errors import BadRequest
 from waltz_core.offline.files import is_storage, partitions_in, read_all

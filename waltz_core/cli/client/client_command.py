@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import uvloop
 
-from waltz_core.cli import client_check
+from waltz_core.cli.client import client_check
 from waltz_core.cli.output import show, show_json, show_table
 from waltz_core.client import (
     LATEST,

@@ -6,7 +6,11 @@ Why it stands alone: as `storage_run.py`.
 import argparse
 from typing import TypeAlias
 
-from waltz_core.cli.daemon import add_run, run_daemon, spare_threads
+from waltz_core.cli.daemon_command import (
+    add_run,
+    run_daemon,
+    spare_threads,
+)
 from waltz_core.config.declarations import ServerConfig
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

@@ -3,9 +3,9 @@
 import argparse
 from typing import NamedTuple
 
-from waltz_core.cli import transport
+from waltz_core.cli import own_transport
 from waltz_core.cli.output import say, show_json, show_table
-from waltz_core.cli.storage_target import (
+from waltz_core.cli.storage.storage_target import (
     ClusterFacts,
     Target,
     add_partitions,
@@ -74,7 +74,7 @@ async def _list(arguments: argparse.Namespace) -> int:
     unreached: dict[str, str] = {}
     for target in await targets_of(arguments):
         try:
-            async with administered(target.admin, ssl=transport.ssl()) as admin:
+            async with administered(target.admin, ssl=own_transport.ssl()) as admin:
                 rows += await _rows(admin, str(target))
         except WaltzError as error:
             if target.name is None:
@@ -165,7 +165,7 @@ async def _validate(arguments: argparse.Namespace) -> int:
 
 async def _wrong_with_data_port(address: str) -> str | None:
     try:
-        link = await transport.dial(Surface.STORAGE, address)
+        link = await own_transport.dial(Surface.STORAGE, address)
     except WaltzError as error:
         return str(error)
     link.close("done")
@@ -177,7 +177,7 @@ async def _wrong_with_admin_port(facts: ClusterFacts, target: Target) -> str | N
     """Reach it, and see that it is of this cluster and the one that is registered."""
     store = facts.view.store
     try:
-        async with administered(target.admin, ssl=transport.ssl()) as admin:
+        async with administered(target.admin, ssl=own_transport.ssl()) as admin:
             await admin.ask(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
             if admin.is_ours:
                 told = await admin.ask(StorageResponse, StorageRequest)
@@ -201,7 +201,7 @@ async def _max_id(arguments: argparse.Namespace) -> int:
     partitions = partitions_of(arguments)
     target = await target_of(arguments)
     found: dict[int, int] = {}
-    async with administered(target.admin, ssl=transport.ssl()) as admin:
+    async with administered(target.admin, ssl=own_transport.ssl()) as admin:
         for partition in partitions:
             replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
             if not replica.is_held or replica.why_not:

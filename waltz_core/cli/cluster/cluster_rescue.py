@@ -16,7 +16,13 @@ from uuid import UUID
 
 from waltz_core.cli.changing import Command, Result, add_common, run
 from waltz_core.cli.output import show_table
-from waltz_core.cli.replicas import ClusterFacts, ReplicaLink, Session, log_of, open_links
+from waltz_core.cli.storage.owner_requests import (
+    ClusterFacts,
+    ReplicaLink,
+    Session,
+    log_of,
+    open_links,
+)
 from waltz_core.cluster.change import (
     changes,
     rebuilding,
@@ -428,7 +434,7 @@ def _choose_all(
 
 
 def _new_cluster(arguments: argparse.Namespace) -> NewCluster:
-    from waltz_core.cli.cluster import storage_of  # noqa: PLC0415 - that file declares these verbs
+    from waltz_core.cli.cluster.cluster_command import storage_of  # noqa: PLC0415 - that file declares these verbs
     from waltz_core.storage.files.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
     from waltz_core.storage.files.format import (  # noqa: PLC0415 - as above
         CONTROL_HEADER_BYTES,

@@ -1,0 +1,1 @@
+"""`waltz-core client`: append, read and watch transactions, and validate a log."""

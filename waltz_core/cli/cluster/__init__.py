@@ -1,0 +1,1 @@
+"""`waltz-core cluster`: create, show and change a cluster."""

@@ -1,0 +1,1 @@
+"""`waltz-core disk`: print and verify the files of a storage that is not running."""

@@ -1,0 +1,1 @@
+"""`waltz-core storage`: run a storage daemon, and administer storages while they run."""
