@@ -25,9 +25,9 @@ from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F
 
 from waltz_core.errors import BadConfig, BadRequest
-from waltz_spark.connections import client_of
 from waltz_spark.failures import error_of
 from waltz_spark.option_table import BY_KEY
+from waltz_spark.shared_clients import client_of
 from waltz_spark.unwrapping import is_connect, unwrap
 from waltz_spark.writer.columns import RESULT_COLUMNS
 from waltz_spark.writer.results import (

@@ -30,11 +30,11 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from waltz_spark.api import session, snapshot
-from waltz_spark.connections import close_clients
 from waltz_spark.functions import lock
 from waltz_spark.option_table import TASK_TRANSACTIONS_MAX
 from waltz_spark.options import LOG_COLUMNS
 from waltz_spark.rows import read_schema
+from waltz_spark.shared_clients import close_clients
 from waltz_spark.spark_version import arrow_schema
 
 PARTITION = 0

@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 from tests.original_server_for_clients import OriginalCluster
 from tests.original_zookeeper import Nodes
 from waltz_core.client import lock
-from waltz_spark.connections import close_client
+from waltz_spark.shared_clients import close_client
 
 pytestmark = pytest.mark.spark
 

@@ -17,7 +17,7 @@ from waltz_core.client import begin_write
 from waltz_core.errors import BadRequest
 from waltz_spark.functions import lock
 from waltz_spark.options import parse_write
-from waltz_spark.writer.batch import new_job
+from waltz_spark.writer.batch_write import new_job
 from waltz_spark.writer.task import Job
 
 pytestmark = pytest.mark.spark

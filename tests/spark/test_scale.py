@@ -29,10 +29,10 @@ from tests.spark.versions import needs_pyspark
 from waltz_core.client import WaltzClient
 from waltz_core.client.links.connections import ServerLink
 from waltz_core.local import LocalCluster
-from waltz_spark.connections import close_client
-from waltz_spark.datasource.batch import WaltzBatchReader
+from waltz_spark.datasource.batch_read import WaltzBatchReader
 from waltz_spark.option_table import Use
 from waltz_spark.options import parse_read
+from waltz_spark.shared_clients import close_client
 
 pytestmark = pytest.mark.spark
 

@@ -65,21 +65,21 @@ class WaltzDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch; `schema` may be the user's own."""
         options = self._read_options(schema, Use.BATCH)
-        from waltz_spark.datasource.batch import WaltzBatchReader  # noqa: PLC0415 - see the module
+        from waltz_spark.datasource.batch_read import WaltzBatchReader  # noqa: PLC0415 - see the module
 
         return WaltzBatchReader(options, schema)
 
     @plainly
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
         """Return the reader of a stream; `schema` may be the user's own."""
-        from waltz_spark.datasource import stream  # noqa: PLC0415 - see the module
+        from waltz_spark.datasource import stream_read  # noqa: PLC0415 - see the module
         from waltz_spark.spark_version import stream_reader  # noqa: PLC0415 - see the module
 
         try:
             options = self._read_options(schema, Use.STREAM)
         except WaltzError as error:
-            return stream_reader(stream.RefusedStream(error))
-        return stream_reader(stream.WaltzStreamReader(options, schema))
+            return stream_reader(stream_read.RefusedStream(error))
+        return stream_reader(stream_read.WaltzStreamReader(options, schema))
 
     def _read_options(self, schema: StructType, use: Use) -> ReadOptions:
         options = parse_read(self.options, use)
@@ -130,7 +130,7 @@ class WaltzDataSource(DataSource):
                 ".mode('append'), or INSERT INTO"
             )
         options = self._write_options(schema)
-        from waltz_spark.writer.batch import WaltzBatchWriter  # noqa: PLC0415 - see the module
+        from waltz_spark.writer.batch_write import WaltzBatchWriter  # noqa: PLC0415 - see the module
 
         return WaltzBatchWriter(options, schema)
 
@@ -143,7 +143,7 @@ class WaltzDataSource(DataSource):
                 "a log keeps every transaction for ever; use outputMode('append') or 'update'"
             )
         options = self._write_options(schema)
-        from waltz_spark.writer.stream import WaltzStreamWriter  # noqa: PLC0415 - see the module
+        from waltz_spark.writer.stream_write import WaltzStreamWriter  # noqa: PLC0415 - see the module
 
         return WaltzStreamWriter(options, schema)
 

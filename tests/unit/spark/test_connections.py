@@ -7,8 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.patience import HANG_S
-from waltz_spark import connections
-from waltz_spark.connections import client_of, close_clients
+from waltz_spark import shared_clients
+from waltz_spark.shared_clients import (
+    client_of,
+    close_clients,
+)
 
 
 class Client:
@@ -30,8 +33,8 @@ class Client:
 
 @pytest.fixture(autouse=True)
 def clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(connections, "WaltzClient", Client)
-    monkeypatch.setattr(connections, "_clients", {})
+    monkeypatch.setattr(shared_clients, "WaltzClient", Client)
+    monkeypatch.setattr(shared_clients, "_clients", {})
     Client.made.clear()
     Client.may_answer.clear()
     yield
@@ -65,8 +68,8 @@ def test_what_stays_is_left_out_of_the_search_for_garbage_once_for_each_kind_of_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(connections.gc, "collect", lambda: done.append("collect"))
-    monkeypatch.setattr(connections.gc, "freeze", lambda: done.append("freeze"))
+    monkeypatch.setattr(shared_clients.gc, "collect", lambda: done.append("collect"))
+    monkeypatch.setattr(shared_clients.gc, "freeze", lambda: done.append("freeze"))
     for work in ("this test's", "this test's", "another of it"):
-        connections.settle(work)
+        shared_clients.settle(work)
     assert done == ["collect", "freeze"] * 2

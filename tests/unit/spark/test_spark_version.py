@@ -13,7 +13,7 @@ from tests.unit.spark.test_stream_reader import (  # noqa: F401 - a fixture
 )
 from waltz_core.errors import DataLoss
 from waltz_spark import spark_version
-from waltz_spark.datasource.stream import WaltzStreamReader
+from waltz_spark.datasource.stream_read import WaltzStreamReader
 from waltz_spark.offsets import Offset, encode
 from waltz_spark.spark_version import DataSourceStreamArrowWriter, arrow_schema, stream_reader
 

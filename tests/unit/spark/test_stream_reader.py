@@ -14,9 +14,9 @@ from waltz_core.client.links.directory import (
 )
 from waltz_core.errors import DataLoss
 from waltz_spark import lag_of
-from waltz_spark.datasource import stream
-from waltz_spark.datasource.batch import Task
-from waltz_spark.datasource.stream import WaltzStreamReader
+from waltz_spark.datasource import stream_read
+from waltz_spark.datasource.batch_read import Task
+from waltz_spark.datasource.stream_read import WaltzStreamReader
 from waltz_spark.options import parse_read
 from waltz_spark.spark_version import ReadMaxRows
 
@@ -62,8 +62,8 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster()
-    monkeypatch.setattr(stream, "client_of", made.client)
-    monkeypatch.setattr(stream, "sources_of", made.sources)
+    monkeypatch.setattr(stream_read, "client_of", made.client)
+    monkeypatch.setattr(stream_read, "sources_of", made.sources)
     return made
 
 
@@ -72,12 +72,12 @@ def reader_of(**options: str) -> WaltzStreamReader:
     return WaltzStreamReader(parse_read(chosen), StructType())
 
 
-def offset(key: int, *marks: int) -> stream.Offset:
+def offset(key: int, *marks: int) -> stream_read.Offset:
     by_name = {str(partition): mark for partition, mark in enumerate(marks)}
     return {**by_name, "cluster": bytes([key] * 16).hex()}
 
 
-def read(reader: WaltzStreamReader, start: stream.Offset, end: stream.Offset) -> set[int]:
+def read(reader: WaltzStreamReader, start: stream_read.Offset, end: stream_read.Offset) -> set[int]:
     """Return the partitions of which a micro-batch reads anything."""
     tasks = reader.partitions(start, end)
     assert all(isinstance(each, Task) for each in tasks)

@@ -37,9 +37,9 @@ from waltz_core.client import (
     tasks_of_write,
 )
 from waltz_core.errors import BadConfig, BadRequest, ConnectionSuperseded, WaltzError
-from waltz_spark.connections import client_of
 from waltz_spark.failures import plainly
 from waltz_spark.options import WriteOptions
+from waltz_spark.shared_clients import client_of
 from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import check_schema
 from waltz_spark.writer.recompute import load_function
