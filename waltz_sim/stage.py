@@ -37,15 +37,21 @@ from waltz_core.wire.admin_messages import (
 )
 from waltz_core.wire.messages import AppendRaw, Nack, Prepare, Reason, StorageMessage
 from waltz_sim.cluster.administration import Operator
-from waltz_sim.cluster.cluster import MS, SimCluster
 from waltz_sim.cluster.peer import Answers, Peer
 from waltz_sim.cluster.rescue import Rescue
 from waltz_sim.cluster.servers import SimServer
-from waltz_sim.cluster.storages import SimStorage
+from waltz_sim.cluster.simulated_cluster import (
+    MS,
+    SimCluster,
+)
+from waltz_sim.cluster.simulated_storages import SimStorage
 from waltz_sim.schedule import Schedule, Setup
 from waltz_sim.telling import Telling
-from waltz_sim.world.disk import Fault as DiskFault
-from waltz_sim.world.disk import SimDisk, Survival
+from waltz_sim.world.simulated_disk import Fault as DiskFault
+from waltz_sim.world.simulated_disk import (
+    SimDisk,
+    Survival,
+)
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.workload import Locks

@@ -52,11 +52,11 @@ if TYPE_CHECKING:
         Work,
         WorkResult,
     )
-    from waltz_sim.cluster.clients import SimClient
-    from waltz_sim.cluster.cluster import SimCluster
     from waltz_sim.cluster.servers import SimServer
-    from waltz_sim.cluster.storages import SimStorage
-    from waltz_sim.promises.replicas import Before
+    from waltz_sim.cluster.simulated_clients import SimClient
+    from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_storages import SimStorage
+    from waltz_sim.promises.replica_promises import Before
 
 _NAME: Final = re.compile(r"storage(\d):1|server(\d)")
 _CHAIN: Final = re.compile(r"\b[0-9a-f]{32}\b")

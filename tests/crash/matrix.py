@@ -30,7 +30,7 @@ from waltz_core.storage.files.format import (
 )
 from waltz_core.storage.log.removal import WIPE_NAME
 from waltz_sim.world.crash import AnyOf, Keep, Platter, RecordingDisk, Remark, survivals
-from waltz_sim.world.disk import Contents
+from waltz_sim.world.simulated_disk import Contents
 
 RANDOM_SURVIVALS = 8
 RANDOM_SECOND = 2

@@ -27,7 +27,7 @@ from waltz_core.records.record import (
 from waltz_core.storage.log.partition_log import LogSettings
 from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.crash import RecordingDisk, Remark, Sync, Write
-from waltz_sim.world.disk import Fault
+from waltz_sim.world.simulated_disk import Fault
 
 KEY = bytes(range(16))
 ROOT = Path("/disk/storage")

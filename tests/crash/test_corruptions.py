@@ -18,7 +18,10 @@ from waltz_core.records.record import (
     GENESIS_CHAIN,
 )
 from waltz_sim.world.crash import Everything, Platter
-from waltz_sim.world.disk import Contents, SimDisk
+from waltz_sim.world.simulated_disk import (
+    Contents,
+    SimDisk,
+)
 
 SEEDS = 600 + int(os.environ.get("WALTZ_CORRUPTIONS", "0"))
 SEEDS_OF_A_TEST = 50

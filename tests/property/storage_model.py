@@ -20,7 +20,12 @@ from waltz_core.storage.log.partition_log import (
     LogSettings,
     PartitionLog,
 )
-from waltz_sim.world.disk import Fault, PowerLoss, SimDisk, Survival
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    PowerLoss,
+    SimDisk,
+    Survival,
+)
 
 KEY = bytes(range(16))
 ROOT = Path("/storage")

@@ -22,7 +22,11 @@ from waltz_core.storage.files.control_file import ControlFile
 from waltz_core.storage.log import log_recovery
 from waltz_core.storage.log.partition_log import LogSettings
 from waltz_core.storage.log.replica_log import ReplicaLog
-from waltz_sim.world.disk import Fault, PowerLoss, SimDisk
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    PowerLoss,
+    SimDisk,
+)
 
 BATCH_IDS = 8
 SEGMENT_IDS = 14  # of a segment that 0.13 has written

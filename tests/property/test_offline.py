@@ -16,7 +16,7 @@ from waltz_core.offline import layout
 from waltz_core.offline.layout import GENESIS, Batch
 from waltz_core.records.record import PartitionId
 from waltz_core.storage.files import format as disk_format
-from waltz_sim.world.disk import Fault
+from waltz_sim.world.simulated_disk import Fault
 
 NOT_ASSIGNED = f"{PARTITION}: partition {PARTITION} is here and not assigned"
 

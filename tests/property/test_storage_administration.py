@@ -21,7 +21,12 @@ from waltz_core.records.record import (
 from waltz_core.storage.files.format import Mark
 from waltz_core.storage.log.partition_log import LogSettings
 from waltz_core.storage.service.engine import Engine
-from waltz_sim.world.disk import Fault, PowerLoss, SimDisk, Survival
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    PowerLoss,
+    SimDisk,
+    Survival,
+)
 
 ROOT = Path("/storage")
 SETTINGS = LogSettings(bytes(range(16)), 900, lambda: 7)

@@ -19,7 +19,11 @@ from tests.property.storage_model import (
 )
 from waltz_core.errors import DiskFailed, NoSpace
 from waltz_core.records.record import GENESIS_CHAIN
-from waltz_sim.world.disk import Fault, PowerLoss, Survival
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    PowerLoss,
+    Survival,
+)
 
 SEEDS = range(25 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))
 

@@ -34,11 +34,14 @@ from waltz_core.storage.service.work import (
     WorkResult,
 )
 from waltz_core.wire import messages as m
-from waltz_sim.cluster.cluster import MS, SimCluster
+from waltz_sim.cluster.simulated_cluster import (
+    MS,
+    SimCluster,
+)
 from waltz_sim.promises.bounds import CLAIMS_MAX, DIALS_MAX
 from waltz_sim.promises.history import Node, Row, Violation, data_in, data_of
 from waltz_sim.promises.ledger import Deal, Kind, Ledger
-from waltz_sim.promises.replicas import segments_of
+from waltz_sim.promises.replica_promises import segments_of
 from waltz_sim.promises.sometimes import SOMETIMES, never
 from waltz_sim.schedule import Schedule, Setup
 

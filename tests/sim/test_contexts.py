@@ -4,7 +4,7 @@ import pytest
 
 from tests.sim.broken_client import log_mark_claimed_while_laid_down
 from tests.sim.switches import broken
-from waltz_sim.cluster.contexts import ContextClient
+from waltz_sim.cluster.simulated_contexts import ContextClient
 from waltz_sim.run import run
 from waltz_sim.schedule import Schedule, Setup
 

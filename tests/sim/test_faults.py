@@ -7,13 +7,16 @@ import pytest
 from waltz_core.replication import session_events
 from waltz_core.storage.files.control_file import SLOTS_NAME
 from waltz_core.storage.service.service import NO_STORAGE_ID
-from waltz_sim.cluster.cluster import MS, SimCluster
+from waltz_sim.cluster.simulated_cluster import (
+    MS,
+    SimCluster,
+)
 from waltz_sim.faults import disk_faults, network_faults, process_faults, zookeeper_faults
 from waltz_sim.faults import kinds as faults
 from waltz_sim.promises.budget import is_sound, read_whole
 from waltz_sim.promises.history import Violation
 from waltz_sim.schedule import Schedule, Setup
-from waltz_sim.world.disk import Survival
+from waltz_sim.world.simulated_disk import Survival
 
 A, B, C = "storage0:1", "storage1:1", "storage2:1"
 

@@ -5,10 +5,10 @@ import pytest
 from tests.sim.broken_replication import marked_before_zookeeper
 from tests.sim.switches import broken
 from tests.sim.test_faults import at_rest, cluster_of, healed
-from waltz_sim.cluster.cluster import MS
 from waltz_sim.cluster.rescue import BEST, STEPS, Rescue
+from waltz_sim.cluster.simulated_cluster import MS
 from waltz_sim.promises.history import Violation
-from waltz_sim.world.disk import Survival
+from waltz_sim.world.simulated_disk import Survival
 
 pytestmark = pytest.mark.sim
 A, B, C = "storage0:1", "storage1:1", "storage2:1"

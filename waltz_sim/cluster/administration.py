@@ -32,8 +32,8 @@ from waltz_core.storage.service.work import ConnectionId
 from waltz_core.wire.admin_messages import AdminMessage, Done
 
 if TYPE_CHECKING:
-    from waltz_sim.cluster.cluster import SimCluster
-    from waltz_sim.cluster.storages import SimStorage
+    from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_storages import SimStorage
 
 VERSION = 1
 Told = Callable[[AdminMessage], None]

@@ -29,12 +29,15 @@ from waltz_core.storage.service.work import (
     Work,
     WorkResult,
 )
-from waltz_sim.promises.answers import Answers
+from waltz_sim.promises.answer_promises import Answers
 from waltz_sim.promises.bounds import Bounds
 from waltz_sim.promises.ledger import Ledger
 from waltz_sim.promises.locking import Locking
-from waltz_sim.promises.outcomes import Outcomes
-from waltz_sim.promises.replicas import Before, Replicas
+from waltz_sim.promises.outcome_promises import Outcomes
+from waltz_sim.promises.replica_promises import (
+    Before,
+    Replicas,
+)
 from waltz_sim.promises.sessions import Sessions
 from waltz_sim.promises.sometimes import REPORTED
 from waltz_sim.promises.witness import Witness
@@ -43,10 +46,10 @@ if TYPE_CHECKING:
     from waltz_core.replication.partition_store import PartitionStore
     from waltz_core.server.partition_events import Answer
     from waltz_core.wire.messages import ClientMessage, StorageMessage
-    from waltz_sim.cluster.clients import SimClient
-    from waltz_sim.cluster.cluster import SimCluster
     from waltz_sim.cluster.servers import SimServer
-    from waltz_sim.cluster.storages import SimStorage
+    from waltz_sim.cluster.simulated_clients import SimClient
+    from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_storages import SimStorage
     from waltz_sim.world.network import Link
 
 

@@ -14,8 +14,8 @@ from waltz_sim.world.process import Process
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from waltz_sim.cluster.cluster import SimCluster
-    from waltz_sim.cluster.storages import SimStorage
+    from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_storages import SimStorage
 
 Answers: TypeAlias = list[StorageMessage]
 

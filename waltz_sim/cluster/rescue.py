@@ -50,7 +50,7 @@ from waltz_sim.world.event_loop import loop_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.simulated_cluster import SimCluster
 
 # The steps after which a command may die (rule 2).
 STEPS: Final = ("claim", "fence", "write", "mark", "assign", "add")

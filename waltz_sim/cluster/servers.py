@@ -64,8 +64,8 @@ from waltz_sim.world.network import FAR, NEAR, Handlers, Link
 from waltz_sim.world.process import Process
 
 if TYPE_CHECKING:
-    from waltz_sim.cluster.cluster import SimCluster
-    from waltz_sim.cluster.coordinator import Assignment
+    from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_coordinator import Assignment
 
 RELEASED_PAUSE_US: Final = 300_000
 READ_TIMEOUT_US: Final = 2_000_000

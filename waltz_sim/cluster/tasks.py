@@ -37,7 +37,7 @@ from waltz_sim.world.process import Process
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.simulated_cluster import SimCluster
 
 ROWS: Final = 3
 LOOK_US: Final = 10_000

@@ -46,8 +46,8 @@ from waltz_sim.promises.ledger import Deal, Kind
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from waltz_sim.cluster.clients import SimClient
-    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.simulated_clients import SimClient
+    from waltz_sim.cluster.simulated_cluster import SimCluster
     from waltz_sim.world.process import Process
 
 # The write, read and append locks of one row.

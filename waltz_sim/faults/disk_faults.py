@@ -25,12 +25,24 @@ from waltz_core.storage.files.control_file import (
 from waltz_core.storage.files.format import SLOT_BLOCK_BYTES
 from waltz_core.storage.files.lock_file import LOCKS_NAME
 from waltz_core.storage.service.engine import STORAGE_ID_NAME
-from waltz_sim.cluster.cluster import MS, SimCluster
-from waltz_sim.cluster.storages import HOME, NO_CONTENTS, SimStorage, Snapshot
+from waltz_sim.cluster.simulated_cluster import (
+    MS,
+    SimCluster,
+)
+from waltz_sim.cluster.simulated_storages import (
+    HOME,
+    NO_CONTENTS,
+    SimStorage,
+    Snapshot,
+)
 from waltz_sim.faults.striking import any_storage, counted, keep_down, trust_again_later
-from waltz_sim.world.disk import Contents, SimDisk, Survival
-from waltz_sim.world.disk import Fault as DiskFault
 from waltz_sim.world.inode import SECTOR_BYTES
+from waltz_sim.world.simulated_disk import (
+    Contents,
+    SimDisk,
+    Survival,
+)
+from waltz_sim.world.simulated_disk import Fault as DiskFault
 
 if TYPE_CHECKING:
     from random import Random

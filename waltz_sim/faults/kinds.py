@@ -16,7 +16,7 @@ Rules:
 from collections.abc import Callable
 from typing import Final
 
-from waltz_sim.cluster.cluster import SimCluster
+from waltz_sim.cluster.simulated_cluster import SimCluster
 from waltz_sim.faults import disk_faults, network_faults, process_faults, zookeeper_faults
 from waltz_sim.faults.striking import Strike
 from waltz_sim.schedule import Fault, Schedule, schedule_of

@@ -6,9 +6,12 @@ Why it stands alone: it is one subject of `faults.py`, whose rules hold here.
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from waltz_sim.cluster.clients import SimClient
-from waltz_sim.cluster.cluster import MS, SimCluster
 from waltz_sim.cluster.servers import SimServer
+from waltz_sim.cluster.simulated_clients import SimClient
+from waltz_sim.cluster.simulated_cluster import (
+    MS,
+    SimCluster,
+)
 from waltz_sim.faults.striking import counted
 from waltz_sim.world.network import FAR, NEAR, Handlers, Link
 

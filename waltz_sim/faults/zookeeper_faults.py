@@ -8,18 +8,21 @@ from typing import TYPE_CHECKING
 
 from waltz_core.cluster.change.rebuilding import Verdict
 from waltz_core.replication import session_events
-from waltz_sim.cluster.cluster import MS, SimCluster
 from waltz_sim.cluster.rescue import BEST, STEPS, Rescue
+from waltz_sim.cluster.simulated_cluster import (
+    MS,
+    SimCluster,
+)
 from waltz_sim.faults.striking import keep_down, pause_ms, trust_again_later
-from waltz_sim.world.disk import Survival
+from waltz_sim.world.simulated_disk import Survival
 
 if TYPE_CHECKING:
     from random import Random
 
     from waltz_core.records.record import ReplicaId
-    from waltz_sim.cluster.clients import SimClient
     from waltz_sim.cluster.servers import SimServer
-    from waltz_sim.cluster.storages import SimStorage
+    from waltz_sim.cluster.simulated_clients import SimClient
+    from waltz_sim.cluster.simulated_storages import SimStorage
 
 
 # ---- answers, sessions, watches

@@ -19,7 +19,7 @@ from waltz_core.wire.messages import AppendRaw, StorageMessage
 if TYPE_CHECKING:
     from waltz_core.records.record import SessionId
     from waltz_sim.cluster.servers import SimServer
-    from waltz_sim.cluster.storages import SimStorage
+    from waltz_sim.cluster.simulated_storages import SimStorage
     from waltz_sim.promises.witness import Witness
 
 SECOND_US: Final = 1_000_000

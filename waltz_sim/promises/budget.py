@@ -42,11 +42,11 @@ from waltz_core.records.record import (
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.reading import READ_BYTES
-from waltz_sim.world.disk import SimDisk
+from waltz_sim.world.simulated_disk import SimDisk
 
 if TYPE_CHECKING:
-    from waltz_sim.cluster.cluster import SimCluster
-    from waltz_sim.cluster.storages import SimStorage
+    from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_storages import SimStorage
 
 _NOTHING: Final = PartitionMetadata()
 

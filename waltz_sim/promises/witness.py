@@ -11,7 +11,7 @@ from waltz_sim.promises.history import History, Violation
 from waltz_sim.promises.ledger import Ledger
 
 if TYPE_CHECKING:
-    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.simulated_cluster import SimCluster
 
 
 class Witness:

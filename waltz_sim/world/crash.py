@@ -1,6 +1,6 @@
 """Everything that a crash may leave: a disk that writes down each change, and what they come to.
 
-`disk.py` loses power once, at random. Here a program runs to its end, and then each state is made
+`simulated_disk.py` loses power once, at random. Here a program runs to its end, and then each state is made
 that a crash at any point of the run may have left: no state depends on luck, and a sync can be left
 out or moved without running anything again.
 
@@ -24,8 +24,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from waltz_core.errors import DiskFailed, NoSpace
 from waltz_core.storage.disk.file_system import make_with_parents
-from waltz_sim.world.disk import Contents, SimDisk
 from waltz_sim.world.inode import SECTOR_BYTES
+from waltz_sim.world.simulated_disk import (
+    Contents,
+    SimDisk,
+)
 
 if TYPE_CHECKING:
     from random import Random

@@ -2,7 +2,7 @@
 
 Why it stands alone: the two contents, and the sectors in which they may differ, are the whole of
 what a power loss can do to a file; names, steps and faults are the disk's. So are the rules that
-are named here (`disk.py`).
+are named here (`simulated_disk.py`).
 """
 
 from collections.abc import Iterable

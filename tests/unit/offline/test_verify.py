@@ -29,7 +29,11 @@ from waltz_core.storage.files.format import (
     Marker,
     Slot,
 )
-from waltz_sim.world.disk import Fault, PowerLoss, Survival
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    PowerLoss,
+    Survival,
+)
 
 ONE, TWO, THREE = "2/0000000000000000000", "2/0000000000000000011", "2/0000000000000000024"
 SLOTS = "2/waltz-x.ctl"

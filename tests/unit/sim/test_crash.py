@@ -27,8 +27,8 @@ from waltz_sim.world.crash import (
     sync_places,
     without,
 )
-from waltz_sim.world.disk import Fault
 from waltz_sim.world.inode import SECTOR_BYTES
+from waltz_sim.world.simulated_disk import Fault
 
 ROOT = Path("/d")
 PATH = ROOT / "f"

@@ -35,7 +35,7 @@ from waltz_core.storage.files.format import (
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log.log_recovery import open_log
-from waltz_sim.world.disk import SimDisk
+from waltz_sim.world.simulated_disk import SimDisk
 
 KEY = bytes(range(16))
 ROOT = Path("/storage")

@@ -28,7 +28,12 @@ from waltz_core.storage.files.format import (
     partition_entry_offset,
     partition_info_offset,
 )
-from waltz_sim.world.disk import Fault, PowerLoss, SimFile, Survival
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    PowerLoss,
+    SimFile,
+    Survival,
+)
 
 PATH = ROOT / CONTROL_NAME
 SLOTS = ROOT / SLOTS_NAME

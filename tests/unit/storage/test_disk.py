@@ -24,7 +24,10 @@ from waltz_core.storage.disk.file_system import (
 )
 from waltz_core.storage.disk.page_cache import STEP_BYTES
 from waltz_sim.world.crash import Platter, RecordingDisk, survivals
-from waltz_sim.world.disk import Fault, SimDisk
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    SimDisk,
+)
 
 
 @pytest.fixture(params=["real", "twin"])

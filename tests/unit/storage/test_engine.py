@@ -24,7 +24,11 @@ from waltz_core.errors import (
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.log.partition_log import LogSettings
 from waltz_core.storage.service.engine import Engine
-from waltz_sim.world.disk import Fault, SimDisk, Survival
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    SimDisk,
+    Survival,
+)
 
 KEY = bytes(range(16))
 SETTINGS = LogSettings(KEY, 10_000, lambda: 5)

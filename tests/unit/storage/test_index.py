@@ -33,7 +33,7 @@ from waltz_core.storage.files.index import (
     LineageFile,
     OffsetIndex,
 )
-from waltz_sim.world.disk import Survival
+from waltz_sim.world.simulated_disk import Survival
 
 IDX, CHN = ROOT / "i.idx", ROOT / "c.chn"
 

@@ -7,7 +7,7 @@ from waltz_core.storage.files.lock_file import (
     OLDER_LOCKS_NAME,
     LockFile,
 )
-from waltz_sim.world.disk import Fault
+from waltz_sim.world.simulated_disk import Fault
 
 
 def new_file(disk, file_bytes_max=100):

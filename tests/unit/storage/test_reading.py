@@ -18,7 +18,7 @@ from waltz_core.storage.files.format import (
 )
 from waltz_core.storage.log import reading
 from waltz_core.storage.log.reading import LogReader
-from waltz_sim.world.disk import SimFile
+from waltz_sim.world.simulated_disk import SimFile
 
 RECORD_BYTES = 60
 FIRSTS = (0, 5, 8)

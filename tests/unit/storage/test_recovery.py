@@ -57,7 +57,12 @@ from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.log import log_recovery
 from waltz_core.storage.log.log_recovery import open_log
 from waltz_core.storage.log.truncation import cut_of
-from waltz_sim.world.disk import Fault, PowerLoss, SimDisk, Survival
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    PowerLoss,
+    SimDisk,
+    Survival,
+)
 
 RECORD_BYTES = 60
 INFO = NEW_PARTITION_INFOS[1]

@@ -31,7 +31,10 @@ from waltz_core.storage.log.removal import (
     WIPE_NAME,
     Wipe,
 )
-from waltz_sim.world.disk import Fault, SimDisk
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    SimDisk,
+)
 
 ROOT = Path("/storage")
 HOME = ROOT / "2"

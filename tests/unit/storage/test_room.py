@@ -13,7 +13,10 @@ from waltz_core.storage.files.room import (
     Room,
     append_bytes,
 )
-from waltz_sim.world.disk import Fault, SimDisk
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    SimDisk,
+)
 
 ROOT = Path("/waltz")
 RESERVE = ROOT / RESERVE_NAME

@@ -25,7 +25,11 @@ from waltz_core.storage.files.format import (
     segment_name,
 )
 from waltz_core.storage.files.segment import Segment
-from waltz_sim.world.disk import Fault, PowerLoss, Survival
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    PowerLoss,
+    Survival,
+)
 
 SEG, IDX, CHN = (ROOT / segment_name(0, suffix) for suffix in (".seg", ".idx", ".chn"))
 RECORD_BYTES = 60  # of a record as `fill_segment` makes them

@@ -32,7 +32,7 @@ from waltz_core.storage.files.segments import (
     Segments,
     first_wrong,
 )
-from waltz_sim.world.disk import Survival
+from waltz_sim.world.simulated_disk import Survival
 
 RECORD_BYTES = 60
 

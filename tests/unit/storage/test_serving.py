@@ -20,7 +20,7 @@ from waltz_core.storage.process.serving import (
     side_by_side,
 )
 from waltz_core.storage.service import service
-from waltz_sim.world.disk import SimDisk
+from waltz_sim.world.simulated_disk import SimDisk
 
 
 def after(*, served, wanted, lying_here):

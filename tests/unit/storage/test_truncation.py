@@ -21,7 +21,10 @@ from waltz_core.storage.files.format import (
 )
 from waltz_core.storage.log import truncation
 from waltz_core.storage.log.truncation import cut_of
-from waltz_sim.world.disk import Fault, Survival
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    Survival,
+)
 
 RECORD_BYTES = 60
 

@@ -33,7 +33,10 @@ from waltz_core.storage.service.upkeep import (
     room_of,
 )
 from waltz_core.wire.admin_messages import Copy
-from waltz_sim.world.disk import Fault, SimDisk
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    SimDisk,
+)
 
 NONCE = b"a nonce of owner"
 

@@ -47,7 +47,10 @@ from waltz_core.wire.messages import (
     Truncate,
 )
 from waltz_core.wire.places import PLACES, Place, decode_places
-from waltz_sim.world.disk import Fault, SimDisk
+from waltz_sim.world.simulated_disk import (
+    Fault,
+    SimDisk,
+)
 
 STORAGE_ID = b"the storage's id"
 

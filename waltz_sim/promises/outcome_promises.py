@@ -26,8 +26,8 @@ from waltz_core.wire.messages import Reason
 from waltz_sim.promises.history import Operation, data_in
 
 if TYPE_CHECKING:
-    from waltz_sim.cluster.clients import SimClient
-    from waltz_sim.promises.answers import Answers
+    from waltz_sim.cluster.simulated_clients import SimClient
+    from waltz_sim.promises.answer_promises import Answers
     from waltz_sim.promises.locking import Locking
     from waltz_sim.promises.witness import Witness
     from waltz_sim.world.process import Process

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         Work,
         WorkResult,
     )
-    from waltz_sim.cluster.storages import SimStorage
+    from waltz_sim.cluster.simulated_storages import SimStorage
     from waltz_sim.promises.sessions import Sessions
     from waltz_sim.promises.witness import Witness
 

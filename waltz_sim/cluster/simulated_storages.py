@@ -46,14 +46,19 @@ from waltz_core.storage.service.work import (
     WorkResult,
 )
 from waltz_core.wire.messages import Message, StorageMessage
-from waltz_sim.world.disk import Contents, PowerLoss, SimDisk, Survival
 from waltz_sim.world.network import FAR, Handlers, Link
 from waltz_sim.world.process import Process
+from waltz_sim.world.simulated_disk import (
+    Contents,
+    PowerLoss,
+    SimDisk,
+    Survival,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.simulated_cluster import SimCluster
 
 HOME: Final = Path("/waltz")
 QUEUE_BYTES_MAX: Final = 64 * 1024

@@ -32,13 +32,13 @@ from waltz_core.wire.messages import (
     ErrorResponse,
     Message,
 )
-from waltz_sim.cluster.coordinator import Assignment
 from waltz_sim.cluster.servers import message_in_words
+from waltz_sim.cluster.simulated_coordinator import Assignment
 from waltz_sim.world.network import NEAR, Handlers, Link
 from waltz_sim.world.process import Process
 
 if TYPE_CHECKING:
-    from waltz_sim.cluster.cluster import SimCluster
+    from waltz_sim.cluster.simulated_cluster import SimCluster
 
 SETTINGS: Final = StreamSettings(
     request_timeout_ms=4_000,

@@ -37,8 +37,8 @@ from waltz_core.replication import session_events
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from waltz_sim.cluster.cluster import SimCluster
     from waltz_sim.cluster.servers import SimServer
+    from waltz_sim.cluster.simulated_cluster import SimCluster
     from waltz_sim.world.process import Process
 
 Told: TypeAlias = (

@@ -31,12 +31,15 @@ from waltz_core.records.record import (
 from waltz_core.replication import session_events
 from waltz_core.replication.replica_session import Stage
 from waltz_sim.cluster.checkers import Checks
-from waltz_sim.cluster.clients import SimClient
-from waltz_sim.cluster.contexts import ContextClient
-from waltz_sim.cluster.coordinator import SimCoordinator
 from waltz_sim.cluster.rescue import Rescue
 from waltz_sim.cluster.servers import SimServer
-from waltz_sim.cluster.storages import RESTART_MS, SimStorage
+from waltz_sim.cluster.simulated_clients import SimClient
+from waltz_sim.cluster.simulated_contexts import ContextClient
+from waltz_sim.cluster.simulated_coordinator import SimCoordinator
+from waltz_sim.cluster.simulated_storages import (
+    RESTART_MS,
+    SimStorage,
+)
 from waltz_sim.cluster.workload import Workload
 from waltz_sim.promises.budget import Budget, read_whole
 from waltz_sim.schedule import Schedule

@@ -1,6 +1,6 @@
 """A client whose application runs contexts by a view of its own: the production client, whole.
 
-Why it stands alone: `clients.py` has the client's stream, which is a machine. Which mark a context
+Why it stands alone: `simulated_clients.py` has the client's stream, which is a machine. Which mark a context
 may claim is decided outside of it, by coroutines, while partitions are unsubscribed and resumed.
 
 Rules:
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from waltz_core.transport import net
-    from waltz_sim.cluster.cluster import SimCluster
-    from waltz_sim.cluster.coordinator import Assignment
+    from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_coordinator import Assignment
     from waltz_sim.cluster.workload import Ask
 
 CONFIG: Final = ClientConfig(

@@ -51,8 +51,8 @@ from waltz_sim.promises.history import data_in
 
 if TYPE_CHECKING:
     from waltz_core.server.partition_events import Answer
-    from waltz_sim.cluster.clients import SimClient
     from waltz_sim.cluster.servers import SimServer
+    from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.promises.sessions import Sessions
     from waltz_sim.promises.witness import Witness
     from waltz_sim.world.network import Link
