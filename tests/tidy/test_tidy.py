@@ -20,7 +20,7 @@ import pytest
 from waltz_core.config import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("waltz_core", "waltz_spark", "waltz_sim")
+PACKAGES = ("waltz_core", "waltz_spark", "waltz_sim", "waltz_bench")
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 800
 # path -> why it may be longer
