@@ -40,7 +40,7 @@ ONE_DOOR = {
         "waltz_core/cluster/zookeeper/zookeeper_session.py",
         "waltz_core/cluster/zookeeper/kazoo_connection.py",
     ),
-    "nats": ("waltz_core/cli/nats_peer.py",),
+    "nats": ("waltz_bench/nats_peer.py",),
     "msgpack": (
         "waltz_core/client/model/serializers.py",
         "waltz_spark/rows.py",
@@ -49,7 +49,7 @@ ONE_DOOR = {
     "prometheus_client": ("waltz_core/metrics.py",),
     "psutil": ("waltz_core/local/local_cluster.py",),
     "py4j": ("waltz_spark/unwrapping.py",),
-    "sqlalchemy": ("waltz_core/client/api/sql.py", "waltz_core/cli/sql_view.py"),
+    "sqlalchemy": ("waltz_core/client/api/sql.py", "waltz_bench/sql_view.py"),
 }
 # pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.
 # The core has two doors: rows in batches, with what they are made over, and the codec of payloads.

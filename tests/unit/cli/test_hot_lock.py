@@ -4,8 +4,8 @@ import pytest
 
 from tests.unit.client.memory_cluster import memory_cluster
 from tests.unit.client.test_async_client import told
-from waltz_core.cli import hot_lock
-from waltz_core.cli.hot_lock import Seen
+from waltz_bench import hot_lock
+from waltz_bench.hot_lock import Seen
 
 RUN = 99
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import waltz_core.local
+from waltz_bench import workloads
 from waltz_core import __version__
-from waltz_core.cli import workloads
 from waltz_core.cli.output import say, show, show_json
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster

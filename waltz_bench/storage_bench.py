@@ -51,7 +51,11 @@ from waltz_core.storage.service.engine import Engine
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_bench.command import (
+        Load,
+        Measured,
+        Meter,
+    )
 
 MIB: Final = 1024 * 1024
 APPEND_MIB: Final = 1024
@@ -83,7 +87,7 @@ class _Spent(NamedTuple):
 
 def storage_append(load: Load, meter: Meter) -> Measured:
     """Append batches to one log, each synced before the next; read all back."""
-    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     rows = _rows(load, APPEND_MIB)
     with _directory(load) as directory:
@@ -117,7 +121,7 @@ def storage_open(load: Load, meter: Meter) -> Measured:
     First as after a crash, then as after a clean stop, both without what the system has in memory
     of the files, then once more with it.
     """
-    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     rows = _rows(load, OPEN_MIB)
     record_bytes = load.payload_bytes + RECORD_OVERHEAD_BYTES

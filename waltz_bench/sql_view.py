@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
-    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_bench.command import (
+        Load,
+        Measured,
+        Meter,
+    )
     from waltz_core.client import BatchOutcome, Transaction
 
 ACCOUNTS = 1_000  # of a partition
@@ -85,7 +89,7 @@ def _entry(transaction: Transaction) -> tuple[int, int]:
 
 def sql_view(load: Load, meter: Meter) -> Measured:
     """Catch up with a log of `--rows` small transactions, into an SQL database."""
-    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     with WaltzClient(load.connect) as client:
         if any(mark >= 0 for mark in client.high_water_marks().values()):

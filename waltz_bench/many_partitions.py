@@ -33,7 +33,11 @@ from waltz_core.local import LocalCluster
 from waltz_core.records.batches import encode_append
 
 if TYPE_CHECKING:
-    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_bench.command import (
+        Load,
+        Measured,
+        Meter,
+    )
 
 PARTITIONS = 1_000
 SERVERS = STORAGES = 3
@@ -54,7 +58,7 @@ def many_partitions(load: Load, meter: Meter) -> Measured:
 
 
 async def _many_partitions(load: Load) -> Measured:
-    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports us
+    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports us
 
     directory = Path(tempfile.mkdtemp(prefix="waltz-many-", dir=load.directory))
     cluster = LocalCluster(

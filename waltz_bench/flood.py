@@ -24,7 +24,11 @@ from waltz_core.errors import Unavailable
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
-    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_bench.command import (
+        Load,
+        Measured,
+        Meter,
+    )
 
 PAUSE_S = 0.004
 # The flood keeps so many batches of each partition in flight, where the load does not say more.
@@ -41,7 +45,10 @@ def flood(load: Load, meter: Meter) -> Measured:
 
 
 async def _flood(load: Load, meter: Meter) -> Measured:
-    from waltz_core.cli.bench import Measured, percentile_ms  # noqa: PLC0415 - it imports us
+    from waltz_bench.command import (
+        Measured,
+        percentile_ms,
+    )
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         for partition in range(client.partition_count):

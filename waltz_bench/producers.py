@@ -18,13 +18,20 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from waltz_bench.single_appends import (
+    check_ids,
+    measured,
+)
 from waltz_core import errors
-from waltz_core.cli.singles import check_ids, measured
 from waltz_core.client import AsyncWaltzClient, lock
 from waltz_core.records.record import TransactionId
 
 if TYPE_CHECKING:
-    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_bench.command import (
+        Load,
+        Measured,
+        Meter,
+    )
 
 
 @dataclass

@@ -31,7 +31,11 @@ from waltz_core.records.record import PartitionId
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_bench.command import (
+        Load,
+        Measured,
+        Meter,
+    )
     from waltz_core.client import BatchOutcome
     from waltz_core.cluster.coordinator import Coordinator
     from waltz_core.local import LocalCluster
@@ -150,7 +154,7 @@ def move_refusals(load: Load, meter: Meter) -> Measured:
 
 
 async def _move_refusals(load: Load, meter: Meter) -> Measured:
-    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     if meter.cluster is None:
         raise BadConfig("this workload ends daemons: give --directory of a local cluster, or none")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import uvloop
 
-from waltz_core.cli.singles import measured
+from waltz_bench.single_appends import measured
 from waltz_core.client import (
     AsyncWaltzClient,
     RangeForm,
@@ -35,7 +35,11 @@ from waltz_core.records.record import RECORD_PREFIX
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_bench.command import (
+        Load,
+        Measured,
+        Meter,
+    )
 
 WRITERS: Final = 8
 PARTITION: Final = 0

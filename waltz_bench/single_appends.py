@@ -37,7 +37,11 @@ from waltz_core.records.record import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_bench.command import (
+        Load,
+        Measured,
+        Meter,
+    )
 
 WRITERS = 64
 SLICES = 4
@@ -50,7 +54,7 @@ def append_one(load: Load, meter: Meter) -> Measured:
 
 
 async def _append_one(load: Load, meter: Meter) -> Measured:
-    from waltz_core.cli.bench import percentile_ms  # noqa: PLC0415 - it imports this module
+    from waltz_bench.command import percentile_ms  # noqa: PLC0415 - it imports this module
 
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
     own: list[float] = []
@@ -60,7 +64,7 @@ async def _append_one(load: Load, meter: Meter) -> Measured:
         client = await stack.enter_async_context(AsyncWaltzClient.connect(load.connect))
         peer = None
         if load.peer is not None:
-            from waltz_core.cli.nats_peer import Jetstream  # noqa: PLC0415 - an extra of its own
+            from waltz_bench.nats_peer import Jetstream  # noqa: PLC0415 - an extra of its own
 
             peer = await stack.enter_async_context(Jetstream())
         starts = await client.high_water_marks()
@@ -199,8 +203,8 @@ def feed(load: Load, meter: Meter) -> Measured:
 
 
 async def _feed(load: Load, meter: Meter) -> Measured:
-    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
-    from waltz_core.cli.workloads import fill  # noqa: PLC0415 - it imports this module
+    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
+    from waltz_bench.workloads import fill  # noqa: PLC0415 - it imports this module
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         marks = await client.high_water_marks()
@@ -235,7 +239,7 @@ def measured(
     extra: dict[str, object],
 ) -> Measured:
     """Return what single appends have come to."""
-    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     return Measured(
         rows=len(ids),

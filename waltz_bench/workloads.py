@@ -1,7 +1,7 @@
 """The workloads of `waltz-core bench` that need no Spark.
 
 Why it stands alone: a workload is what an application would do, told in one function each; how it
-is started, timed and reported is `bench.py`.
+is started, timed and reported is `command.py`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,30 @@ import numpy as np
 import numpy.typing as npt
 import uvloop
 
-from waltz_core.cli.checkpoint import checkpoint
-from waltz_core.cli.failover import (
+from waltz_bench.checkpoint import checkpoint
+from waltz_bench.failover import (
     failover_freeze,
     failover_kill,
     failover_term,
     rolling_restart,
     zookeeper_loss,
 )
-from waltz_core.cli.flood import flood
-from waltz_core.cli.hot_lock import hot_lock
-from waltz_core.cli.many_partitions import many_partitions
-from waltz_core.cli.producers import producers
-from waltz_core.cli.refusals import move_refusals
-from waltz_core.cli.singles import append_one, append_single, conditional, feed
-from waltz_core.cli.sql_view import sql_view
-from waltz_core.cli.storage_bench import storage_append, storage_open
+from waltz_bench.flood import flood
+from waltz_bench.hot_lock import hot_lock
+from waltz_bench.many_partitions import many_partitions
+from waltz_bench.producers import producers
+from waltz_bench.refusals import move_refusals
+from waltz_bench.single_appends import (
+    append_one,
+    append_single,
+    conditional,
+    feed,
+)
+from waltz_bench.sql_view import sql_view
+from waltz_bench.storage_bench import (
+    storage_append,
+    storage_open,
+)
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
@@ -41,7 +49,11 @@ from waltz_core.records.record import BEFORE_FIRST
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_bench.command import (
+        Load,
+        Measured,
+        Meter,
+    )
 
 I64 = npt.NDArray[np.int64]
 LAGS = (0, 1_000, 10_000, 50_000, 100_000)
@@ -71,7 +83,7 @@ def append_batch(load: Load, meter: Meter) -> Measured:
 
 
 async def _append_batch(load: Load, meter: Meter) -> Measured:
-    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         partitions = list(range(client.partition_count))
@@ -196,7 +208,7 @@ def replay(load: Load, meter: Meter) -> Measured:
 
 
 async def _replay(load: Load, meter: Meter) -> Measured:
-    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         marks = await client.high_water_marks()
@@ -264,7 +276,7 @@ def false_refusals(load: Load, meter: Meter) -> Measured:
 
 
 async def _false_refusals(load: Load, meter: Meter) -> Measured:
-    from waltz_core.cli.bench import Measured  # noqa: PLC0415 - it imports this module
+    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     chance = Random(7)  # noqa: S311 - test data
     partition, count = 0, load.batch_rows

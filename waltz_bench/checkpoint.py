@@ -27,7 +27,11 @@ from waltz_core.records.batches import encode_append
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-    from waltz_core.cli.bench import Load, Measured, Meter
+    from waltz_bench.command import (
+        Load,
+        Measured,
+        Meter,
+    )
     from waltz_core.client import BatchOutcome
 
 PARTITION = 0
@@ -68,7 +72,10 @@ def checkpoint(load: Load, meter: Meter) -> Measured:
 
 
 async def _checkpoint(load: Load, meter: Meter) -> Measured:
-    from waltz_core.cli.bench import Measured, percentile_ms  # noqa: PLC0415 - it imports us
+    from waltz_bench.command import (
+        Measured,
+        percentile_ms,
+    )
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         await (await client.append(b"", partition=PARTITION))
