@@ -88,7 +88,7 @@ chaos: ## Real daemons, cut off, frozen and killed by seeds: make chaos MINUTES=
 	    $(if $(SEED),--seed $(SEED)) $(if $(ROUNDS),--rounds $(ROUNDS)) $(ARGS)
 
 bench: ## Measure a local cluster: make bench WORKLOAD=replay ARGS='--seconds 10'
-	@scripts/bootstrap run
+	@scripts/bootstrap bench
 	@$(RUN) waltz-core bench $(WORKLOAD) --json $(ARGS)
 
 notebook: ## Open the notebooks in JupyterLab; without a display it prints the URL; ctrl-C ends it

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import uvloop
 
+from waltz_bench.measuring import Load, Measured, Meter, percentile_ms
 from waltz_core.client import AsyncWaltzClient, RangeForm, Reason
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
@@ -27,11 +28,6 @@ from waltz_core.records.batches import encode_append
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
-    from waltz_bench.command import (
-        Load,
-        Measured,
-        Meter,
-    )
     from waltz_core.client import BatchOutcome
 
 PARTITION = 0
@@ -72,10 +68,6 @@ def checkpoint(load: Load, meter: Meter) -> Measured:
 
 
 async def _checkpoint(load: Load, meter: Meter) -> Measured:
-    from waltz_bench.command import (
-        Measured,
-        percentile_ms,
-    )
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         await (await client.append(b"", partition=PARTITION))

@@ -1,150 +1,53 @@
-"""`waltz-core bench WORKLOAD`: load a cluster, check what came of it, print one JSON line.
-
-Why it stands alone: every workload is started, measured and reported in the same way, so that
-figures of different days and workloads can be compared.
-
-Rules:
-    1. The last line on standard output is one JSON object with at least the keys of `Report`.
-    2. CPU is what the operating system charged the daemons between start and end of the load.
-    3. Speed without a check is worth nothing: `lost` and `doubled` come from reading the log back.
-"""
+"""The command `waltz-core bench`: options, the table of workloads, and how one is run."""
 
 import argparse
-import os
-import platform
-import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import entry_points
+from dataclasses import asdict
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import waltz_core.local
-from waltz_bench import workloads
-from waltz_core import __version__
+from waltz_bench.measuring import Load, Meter, Report, Workload, make_report
 from waltz_core.cli.output import say, show, show_json
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
-# Packages beside this one add workloads by entry points of this group (Spark's are among them).
-WORKLOAD_GROUP = "waltz.workloads"
-MIB = 1024 * 1024
-BATCH_ROWS = 1000
-
-
-@dataclass
-class Load:
-    """What a workload is told: the cluster and the knobs."""
-
-    connect: str
-    payload_bytes: int
-    lock_count: int
-    batch: int | None  # rows of a batch; None where nothing was asked
-    seconds: float
-    in_flight: int
-    rows: int
-    peer: str | None = None
-    directory: str | None = None
-    mib: int | None = None
-    segments: int = 1
-    writers: int = 1
-    interval_ms: float = 0.0
-    lock_pool: int = 0
-    partitions: int | None = None
-    database: str | None = None
-
-    @property
-    def batch_rows(self) -> int:
-        """Rows of a batch."""
-        return self.batch or BATCH_ROWS
-
-
-@dataclass
-class Measured:
-    """What a workload tells: counts and times of the load alone, without its set-up.
-
-    Latencies are of one request, in seconds; `gap_s_max` is the longest time without any answer.
-    """
-
-    rows: int
-    seconds: float
-    bytes: int
-    latencies_s: list[float] = field(default_factory=list)
-    gap_s_max: float = 0.0
-    acknowledged: int = 0
-    lost: int = 0
-    doubled: int = 0
-    errors: int = 0
-    extra: dict[str, object] = field(default_factory=dict)
-    cpu_seconds: dict[str, float] | None = None  # by role, where the workload measured it itself
-    of_ceiling: float | None = None  # share of a rate that no log could exceed, from the same run
-
-
-@dataclass
-class Report:
-    """The JSON line."""
-
-    workload: str
-    rate_per_s: float
-    mb_per_s: float
-    cpu_us_per_tx: float | None
-    p50_ms: float | None
-    p99_ms: float | None
-    max_gap_s: float
-    acknowledged: int
-    lost: int
-    doubled: int
-    errors: int
-    rows: int
-    seconds: float
-    of_ceiling: float | None
-    cpu_us_per_tx_by_role: dict[str, float]
-    load: dict[str, object]
-    ran_on: dict[str, object]
-    extra: dict[str, object]
-
-
-# One from another package returns the fields of `Measured` as a dict: it need not import us.
-Workload = Callable[[Load, "Meter"], "Measured | dict[str, Any]"]
-
-
-class Meter:
-    """Reads the daemons' CPU time; None where they run on other machines."""
-
-    def __init__(self, cluster: LocalCluster | None) -> None:
-        self.cluster = cluster
-        self._began: dict[str, float] = {}
-        self._spent: dict[str, float] | None = None
-
-    def start(self) -> None:
-        """Begin: what is spent from here on counts."""
-        if self.cluster is not None:
-            self._began = self.cluster.cpu_seconds()
-
-    def stop(self) -> None:
-        """End."""
-        if self.cluster is not None:
-            now = self.cluster.cpu_seconds()
-            self._spent = {name: now[name] - self._began.get(name, 0.0) for name in now}
-
-    def spent(self) -> dict[str, float] | None:
-        """Return CPU seconds by role ("server", "storage", "zookeeper")."""
-        if self._spent is None:
-            return None
-        roles: dict[str, float] = {}
-        for name, seconds in self._spent.items():
-            role = name.split("-")[0]
-            roles[role] = roles.get(role, 0.0) + seconds
-        return roles
+# workload -> its module and function; a module is imported only when one of its workloads runs.
+WORKLOADS: dict[str, tuple[str, str]] = {
+    "append-batch": ("batch_appends", "append_batch"),
+    "append-one": ("single_appends", "append_one"),
+    "append-single": ("single_appends", "append_single"),
+    "checkpoint": ("checkpoint", "checkpoint"),
+    "conditional": ("single_appends", "conditional"),
+    "failover-freeze": ("failover", "failover_freeze"),
+    "failover-kill": ("failover", "failover_kill"),
+    "failover-term": ("failover", "failover_term"),
+    "false-refusals": ("batch_appends", "false_refusals"),
+    "feed": ("single_appends", "feed"),
+    "flood": ("flood", "flood"),
+    "hot-lock": ("hot_lock", "hot_lock"),
+    "many-partitions": ("many_partitions", "many_partitions"),
+    "move-refusals": ("refusals", "move_refusals"),
+    "replay": ("batch_appends", "replay"),
+    "rolling-restart": ("failover", "rolling_restart"),
+    "spark-read": ("spark_workloads", "read"),
+    "spark-write": ("spark_workloads", "write"),
+    "sql-view": ("sql_view", "sql_view"),
+    "storage-append": ("storage_bench", "storage_append"),
+    "storage-open": ("storage_bench", "storage_open"),
+    "test-consumers": ("single_appends", "feed"),  # the name in Waltz 0.13
+    "test-producers": ("producers", "producers"),
+    "zookeeper-loss": ("failover", "zookeeper_loss"),
+}
+WITHOUT_CLUSTER = ("storage-append", "storage-open", "many-partitions")
 
 
 def add(command: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     command.add_argument(
         "workload",
-        help=f"one of {', '.join(sorted(_names()))}; docs/performance.md has what they measure",
+        help=f"one of {', '.join(sorted(WORKLOADS))}; docs/performance.md has what they measure",
     )
     command.add_argument("--connect", help="this cluster; else a local one is started and ended")
     command.add_argument(
@@ -197,18 +100,14 @@ def add(command: argparse.ArgumentParser) -> None:
     command.set_defaults(verb=_bench)
 
 
-def _names() -> set[str]:
-    return set(workloads.WORKLOADS) | {point.name for point in entry_points(group=WORKLOAD_GROUP)}
-
-
 def _workload(name: str) -> Workload:
-    if name in workloads.WORKLOADS:
-        return workloads.WORKLOADS[name]
-    for point in entry_points(group=WORKLOAD_GROUP):
-        if point.name == name:
-            loaded: Workload = point.load()
-            return loaded
-    raise BadConfig(f"no workload {name!r}; there are {', '.join(sorted(_names()))}")
+    if name not in WORKLOADS:
+        raise BadConfig(f"no workload {name!r}; there are {', '.join(sorted(WORKLOADS))}")
+    module, function = WORKLOADS[name]
+    if module == "spark_workloads" and find_spec("pyspark") is None:
+        raise BadConfig(f"{name} needs PySpark. Hint: pip install 'waltz-spark[spark]'")
+    found: Workload = getattr(import_module(f"waltz_bench.{module}"), function)
+    return found
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -225,7 +124,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             raise BadConfig(f"--{flag}: expected 0 or more, found {found}")
     with ExitStack() as stack:
         cluster: LocalCluster | None = None
-        if arguments.workload in workloads.WITHOUT_CLUSTER:
+        if arguments.workload in WITHOUT_CLUSTER:
             pass
         elif arguments.directory is not None:
             cluster = LocalCluster(arguments.directory)
@@ -253,8 +152,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         )
         meter = Meter(cluster)
         say(f"running {arguments.workload}")
-        told = workload(load, meter)
-        measured = told if isinstance(told, Measured) else Measured(**told)
+        measured = workload(load, meter)
         cpu = measured.cpu_seconds or meter.spent()
         report = make_report(arguments.workload, load, measured, cpu)
     if not arguments.json:
@@ -262,50 +160,6 @@ def _bench(arguments: argparse.Namespace) -> int:
             show(line)
     show_json(asdict(report))
     return 1 if report.lost or report.doubled or report.errors else 0
-
-
-def make_report(name: str, load: Load, measured: Measured, cpu: dict[str, float] | None) -> Report:
-    """Return the JSON line of a run."""
-    rows = max(measured.rows, 1)
-    by_role = {role: round(seconds * 1e6 / rows, 3) for role, seconds in (cpu or {}).items()}
-    hot = [by_role[role] for role in ("server", "storage") if role in by_role]
-    asked = {key: value for key, value in asdict(load).items() if key != "connect"}
-    return Report(
-        workload=name,
-        rate_per_s=round(measured.rows / measured.seconds, 1),
-        mb_per_s=round(measured.bytes / measured.seconds / MIB, 3),
-        cpu_us_per_tx=round(sum(hot), 3) if hot else None,
-        p50_ms=percentile_ms(measured.latencies_s, 0.50),
-        p99_ms=percentile_ms(measured.latencies_s, 0.99),
-        max_gap_s=round(measured.gap_s_max, 4),
-        acknowledged=measured.acknowledged,
-        lost=measured.lost,
-        doubled=measured.doubled,
-        errors=measured.errors,
-        rows=measured.rows,
-        seconds=round(measured.seconds, 3),
-        of_ceiling=measured.of_ceiling,
-        cpu_us_per_tx_by_role=by_role,
-        load=asked,
-        ran_on={
-            "version": __version__,
-            "python": platform.python_version(),
-            "system": f"{platform.system()} {platform.release()}",
-            "cores": os.cpu_count(),
-            "load_average": [round(part, 2) for part in os.getloadavg()],
-            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "implementation": sys.implementation.name,
-        },
-        extra=measured.extra,
-    )
-
-
-def percentile_ms(values: list[float], share: float) -> float | None:
-    """Return the value that this share of them does not exceed, in ms; None without any."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1000, 3)
 
 
 def _lines(report: Report) -> list[str]:

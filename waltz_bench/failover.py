@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from waltz_bench.measuring import Load, Measured, Meter
 from waltz_core.client import AsyncWaltzClient, Reason
 from waltz_core.cluster.nodes.model import UNRESOLVED
 from waltz_core.cluster.nodes.znodes import SessionState
@@ -38,11 +39,6 @@ from waltz_core.records.record import PartitionId
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from waltz_bench.command import (
-        Load,
-        Measured,
-        Meter,
-    )
     from waltz_core.client import BatchOutcome
     from waltz_core.cluster.coordinator import Coordinator, Ownership
     from waltz_core.local import LocalCluster
@@ -309,7 +305,6 @@ async def _measured(
     load: Load, meter: Meter, story: Callable[[_Run], Awaitable[None]], told: str | None
 ) -> Measured:
     """Run a story; `told` is the kind of step whose gaps are the figure, None for all kinds."""
-    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports us
 
     if meter.cluster is None:
         raise BadConfig("this workload ends daemons: give --directory of a local cluster, or none")

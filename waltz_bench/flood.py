@@ -18,17 +18,13 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from waltz_bench.measuring import Load, Measured, Meter, percentile_ms
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.errors import Unavailable
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
-    from waltz_bench.command import (
-        Load,
-        Measured,
-        Meter,
-    )
 
 PAUSE_S = 0.004
 # The flood keeps so many batches of each partition in flight, where the load does not say more.
@@ -45,10 +41,6 @@ def flood(load: Load, meter: Meter) -> Measured:
 
 
 async def _flood(load: Load, meter: Meter) -> Measured:
-    from waltz_bench.command import (
-        Measured,
-        percentile_ms,
-    )
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         for partition in range(client.partition_count):

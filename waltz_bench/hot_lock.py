@@ -35,11 +35,8 @@ from waltz_core.records.record import RECORD_PREFIX
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from waltz_bench.command import (
-        Load,
-        Measured,
-        Meter,
-    )
+    from waltz_bench.measuring import Load, Measured, Meter
+
 
 WRITERS: Final = 8
 PARTITION: Final = 0

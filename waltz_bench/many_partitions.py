@@ -21,23 +21,16 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvloop
 
+from waltz_bench.measuring import Load, Measured, Meter
 from waltz_core.cli.output import say
 from waltz_core.client import AsyncWaltzClient, Reason
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.errors import Unavailable, WaltzError
 from waltz_core.local import LocalCluster
 from waltz_core.records.batches import encode_append
-
-if TYPE_CHECKING:
-    from waltz_bench.command import (
-        Load,
-        Measured,
-        Meter,
-    )
 
 PARTITIONS = 1_000
 SERVERS = STORAGES = 3
@@ -58,7 +51,6 @@ def many_partitions(load: Load, meter: Meter) -> Measured:
 
 
 async def _many_partitions(load: Load) -> Measured:
-    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports us
 
     directory = Path(tempfile.mkdtemp(prefix="waltz-many-", dir=load.directory))
     cluster = LocalCluster(

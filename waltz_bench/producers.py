@@ -8,16 +8,14 @@ Rules:
     2. What was acknowledged is looked up in the log afterwards.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING
 
 import uvloop
 
+from waltz_bench.measuring import Load, Measured, Meter
 from waltz_bench.single_appends import (
     check_ids,
     measured,
@@ -25,13 +23,6 @@ from waltz_bench.single_appends import (
 from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, lock
 from waltz_core.records.record import TransactionId
-
-if TYPE_CHECKING:
-    from waltz_bench.command import (
-        Load,
-        Measured,
-        Meter,
-    )
 
 
 @dataclass

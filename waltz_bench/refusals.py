@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from waltz_bench.measuring import Load, Measured, Meter
 from waltz_core.client import AsyncWaltzClient, Reason
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
@@ -31,11 +32,6 @@ from waltz_core.records.record import PartitionId
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from waltz_bench.command import (
-        Load,
-        Measured,
-        Meter,
-    )
     from waltz_core.client import BatchOutcome
     from waltz_core.cluster.coordinator import Coordinator
     from waltz_core.local import LocalCluster
@@ -154,7 +150,6 @@ def move_refusals(load: Load, meter: Meter) -> Measured:
 
 
 async def _move_refusals(load: Load, meter: Meter) -> Measured:
-    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     if meter.cluster is None:
         raise BadConfig("this workload ends daemons: give --directory of a local cluster, or none")

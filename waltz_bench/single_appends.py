@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import uvloop
 
+from waltz_bench.batch_appends import fill
+from waltz_bench.measuring import Load, Measured, Meter, percentile_ms
 from waltz_core import errors
 from waltz_core.client import (
     AsyncCallbacks,
@@ -37,11 +39,6 @@ from waltz_core.records.record import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from waltz_bench.command import (
-        Load,
-        Measured,
-        Meter,
-    )
 
 WRITERS = 64
 SLICES = 4
@@ -54,7 +51,6 @@ def append_one(load: Load, meter: Meter) -> Measured:
 
 
 async def _append_one(load: Load, meter: Meter) -> Measured:
-    from waltz_bench.command import percentile_ms  # noqa: PLC0415 - it imports this module
 
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
     own: list[float] = []
@@ -203,8 +199,6 @@ def feed(load: Load, meter: Meter) -> Measured:
 
 
 async def _feed(load: Load, meter: Meter) -> Measured:
-    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
-    from waltz_bench.workloads import fill  # noqa: PLC0415 - it imports this module
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         marks = await client.high_water_marks()
@@ -239,7 +233,6 @@ def measured(
     extra: dict[str, object],
 ) -> Measured:
     """Return what single appends have come to."""
-    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     return Measured(
         rows=len(ids),

@@ -1,8 +1,5 @@
 """Spark's workloads of `waltz-core bench`: the same log, written and read through Spark.
 
-Why it stands alone: the core's harness must not know Spark, so it finds these by the entry points
-of group `waltz.workloads` and takes what they return as plain values.
-
 Beside the log stands the ceiling, measured by turns with it: a source that yields such batches
 from memory, and a sink that throws them away. `of_ceiling` is the share of that rate which the log
 reaches; both are medians of rounds that came after a warm one.
@@ -14,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +25,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from waltz_bench.measuring import Load, Measured, Meter
 from waltz_spark.api import session, snapshot
 from waltz_spark.functions import lock
 from waltz_spark.option_table import TASK_TRANSACTIONS_MAX
@@ -43,27 +40,7 @@ TABLE_TASKS_MIN, TABLE_TASK_ROWS = 4, 125_000  # a task's rows fit in memory, ho
 BATCH_ROWS, BATCH_BYTES, BATCH_COUNT = 8_192, 8 * 1024 * 1024, 16
 
 
-class Load(Protocol):
-    """What the harness asks for."""
-
-    connect: str
-    payload_bytes: int
-    lock_count: int
-    batch: int | None
-    rows: int
-
-
-class Meter(Protocol):
-    """Reads the daemons' CPU time between start and stop."""
-
-    def start(self) -> None:
-        """Begin."""
-
-    def stop(self) -> None:
-        """End."""
-
-
-def write(load: Load, meter: Meter) -> dict[str, object]:
+def write(load: Load, meter: Meter) -> Measured:
     """Write `--rows` rows of `--payload` bytes under append locks; then count what is there."""
     spark = session("waltz bench", master="local[2]")
     try:
@@ -83,7 +60,7 @@ def write(load: Load, meter: Meter) -> dict[str, object]:
     return _told(load, rounds, grown - (ROUNDS - 1) * load.rows)
 
 
-def read(load: Load, meter: Meter) -> dict[str, object]:
+def read(load: Load, meter: Meter) -> Measured:
     """Read `--rows` rows of one partition into Spark; one that holds fewer is filled first."""
     spark = session("waltz bench", master="local[2]")
     try:
@@ -116,22 +93,22 @@ def _by_turns(
     return [(_timed(through_log), _timed(through_memory)) for _ in range(ROUNDS)]
 
 
-def _told(load: Load, rounds: Sequence[tuple[float, float]], found: int) -> dict[str, object]:
+def _told(load: Load, rounds: Sequence[tuple[float, float]], found: int) -> Measured:
     """Return the figures of all rounds, given how many rows of one of them are in the log."""
     ours, ceilings = zip(*rounds, strict=True)
-    return {
-        "rows": ROUNDS * load.rows,
-        "seconds": sum(ours),
-        "bytes": ROUNDS * load.rows * load.payload_bytes,
-        "acknowledged": ROUNDS * load.rows,
-        "lost": max(0, load.rows - found),
-        "doubled": max(0, found - load.rows),
-        "of_ceiling": round(statistics.median(ceilings) / statistics.median(ours), 3),
-        "extra": {
+    return Measured(
+        rows=ROUNDS * load.rows,
+        seconds=sum(ours),
+        bytes=ROUNDS * load.rows * load.payload_bytes,
+        acknowledged=ROUNDS * load.rows,
+        lost=max(0, load.rows - found),
+        doubled=max(0, found - load.rows),
+        of_ceiling=round(statistics.median(ceilings) / statistics.median(ours), 3),
+        extra={
             "rates_per_s": [round(load.rows / seconds) for seconds in ours],
             "ceiling_rates_per_s": [round(load.rows / seconds) for seconds in ceilings],
         },
-    }
+    )
 
 
 def _timed(call: Callable[[], None]) -> float:

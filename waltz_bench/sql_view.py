@@ -21,6 +21,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from waltz_bench.measuring import Load, Measured, Meter
 from waltz_core.client import MSGPACK, Callbacks, WaltzClient
 from waltz_core.errors import BadConfig
 from waltz_core.records.batches import encode_append
@@ -31,11 +32,6 @@ if TYPE_CHECKING:
 
     import sqlalchemy as sa
 
-    from waltz_bench.command import (
-        Load,
-        Measured,
-        Meter,
-    )
     from waltz_core.client import BatchOutcome, Transaction
 
 ACCOUNTS = 1_000  # of a partition
@@ -89,7 +85,6 @@ def _entry(transaction: Transaction) -> tuple[int, int]:
 
 def sql_view(load: Load, meter: Meter) -> Measured:
     """Catch up with a log of `--rows` small transactions, into an SQL database."""
-    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     with WaltzClient(load.connect) as client:
         if any(mark >= 0 for mark in client.high_water_marks().values()):

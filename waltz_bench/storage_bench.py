@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from waltz_bench.measuring import Load, Measured, Meter
 from waltz_core.cli.output import say
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import (
@@ -51,11 +52,6 @@ from waltz_core.storage.service.engine import Engine
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from waltz_bench.command import (
-        Load,
-        Measured,
-        Meter,
-    )
 
 MIB: Final = 1024 * 1024
 APPEND_MIB: Final = 1024
@@ -87,7 +83,6 @@ class _Spent(NamedTuple):
 
 def storage_append(load: Load, meter: Meter) -> Measured:
     """Append batches to one log, each synced before the next; read all back."""
-    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     rows = _rows(load, APPEND_MIB)
     with _directory(load) as directory:
@@ -121,7 +116,6 @@ def storage_open(load: Load, meter: Meter) -> Measured:
     First as after a crash, then as after a clean stop, both without what the system has in memory
     of the files, then once more with it.
     """
-    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     rows = _rows(load, OPEN_MIB)
     record_bytes = load.payload_bytes + RECORD_OVERHEAD_BYTES

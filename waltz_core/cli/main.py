@@ -49,7 +49,7 @@ NOUNS: dict[str, tuple[str, str]] = {
         "append, read and watch from the shell, check what the log promises",
     ),
     "config": ("waltz_core.cli.config_command", "show every setting and where it came from"),
-    "bench": ("waltz_bench.command", "load a cluster and print one JSON line of figures"),
+    "bench": ("waltz_core.cli.bench_command", "load a cluster and print one JSON line of figures"),
 }
 # Verbs that are declared without the others of their noun when one of them is what was asked for.
 ALONE: dict[tuple[str, str], str] = {

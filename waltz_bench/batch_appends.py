@@ -17,43 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import uvloop
 
-from waltz_bench.checkpoint import checkpoint
-from waltz_bench.failover import (
-    failover_freeze,
-    failover_kill,
-    failover_term,
-    rolling_restart,
-    zookeeper_loss,
-)
-from waltz_bench.flood import flood
-from waltz_bench.hot_lock import hot_lock
-from waltz_bench.many_partitions import many_partitions
-from waltz_bench.producers import producers
-from waltz_bench.refusals import move_refusals
-from waltz_bench.single_appends import (
-    append_one,
-    append_single,
-    conditional,
-    feed,
-)
-from waltz_bench.sql_view import sql_view
-from waltz_bench.storage_bench import (
-    storage_append,
-    storage_open,
-)
+from waltz_bench.measuring import Load, Measured, Meter
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
 from waltz_core.records.record import BEFORE_FIRST
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Mapping
 
-    from waltz_bench.command import (
-        Load,
-        Measured,
-        Meter,
-    )
 
 I64 = npt.NDArray[np.int64]
 LAGS = (0, 1_000, 10_000, 50_000, 100_000)
@@ -83,7 +55,6 @@ def append_batch(load: Load, meter: Meter) -> Measured:
 
 
 async def _append_batch(load: Load, meter: Meter) -> Measured:
-    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         partitions = list(range(client.partition_count))
@@ -208,7 +179,6 @@ def replay(load: Load, meter: Meter) -> Measured:
 
 
 async def _replay(load: Load, meter: Meter) -> Measured:
-    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         marks = await client.high_water_marks()
@@ -276,7 +246,6 @@ def false_refusals(load: Load, meter: Meter) -> Measured:
 
 
 async def _false_refusals(load: Load, meter: Meter) -> Measured:
-    from waltz_bench.command import Measured  # noqa: PLC0415 - it imports this module
 
     chance = Random(7)  # noqa: S311 - test data
     partition, count = 0, load.batch_rows
@@ -317,30 +286,3 @@ async def _false_refusals(load: Load, meter: Meter) -> Measured:
     return Measured(
         rows=rows, seconds=took, bytes=0, acknowledged=rows, extra={"refused_by_lag": rates}
     )
-
-
-WORKLOADS: dict[str, Callable[..., Measured]] = {
-    "append-batch": append_batch,
-    "replay": replay,
-    "false-refusals": false_refusals,
-    "move-refusals": move_refusals,
-    "flood": flood,
-    "checkpoint": checkpoint,
-    "append-one": append_one,
-    "append-single": append_single,
-    "conditional": conditional,
-    "hot-lock": hot_lock,
-    "feed": feed,
-    "test-consumers": feed,  # as the original calls it
-    "test-producers": producers,
-    "sql-view": sql_view,
-    "failover-kill": failover_kill,
-    "failover-term": failover_term,
-    "failover-freeze": failover_freeze,
-    "rolling-restart": rolling_restart,
-    "storage-append": storage_append,
-    "storage-open": storage_open,
-    "zookeeper-loss": zookeeper_loss,
-    "many-partitions": many_partitions,
-}
-WITHOUT_CLUSTER = ("storage-append", "storage-open", "many-partitions")

@@ -1,0 +1,172 @@
+"""What a workload takes and returns, and the report that is made of it.
+
+Rules:
+    1. The report is one JSON object with at least the keys of `Report`.
+    2. CPU is what the operating system charged the daemons between start and end of the load.
+    3. Each workload reads the log back: `lost` and `doubled` come from that.
+"""
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from waltz_core import __version__
+
+if TYPE_CHECKING:
+    from waltz_core.local import LocalCluster
+
+MIB = 1024 * 1024
+BATCH_ROWS = 1000
+
+
+@dataclass
+class Load:
+    """The cluster, and the options of the command."""
+
+    connect: str
+    payload_bytes: int
+    lock_count: int
+    batch: int | None  # rows of a batch; None: the default of the workload
+    seconds: float
+    in_flight: int
+    rows: int
+    peer: str | None = None
+    directory: str | None = None
+    mib: int | None = None
+    segments: int = 1
+    writers: int = 1
+    interval_ms: float = 0.0
+    lock_pool: int = 0
+    partitions: int | None = None
+    database: str | None = None
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of a batch."""
+        return self.batch or BATCH_ROWS
+
+
+@dataclass
+class Measured:
+    """What a workload returns: counts and times of the load alone, without its set-up.
+
+    Latencies are of one request, in seconds; `gap_s_max` is the longest time without any answer.
+    """
+
+    rows: int
+    seconds: float
+    bytes: int
+    latencies_s: list[float] = field(default_factory=list)
+    gap_s_max: float = 0.0
+    acknowledged: int = 0
+    lost: int = 0
+    doubled: int = 0
+    errors: int = 0
+    extra: dict[str, object] = field(default_factory=dict)
+    cpu_seconds: dict[str, float] | None = None  # by role, where the workload measured it itself
+    of_ceiling: float | None = None  # share of a rate that no log could exceed, from the same run
+
+
+@dataclass
+class Report:
+    """The JSON line."""
+
+    workload: str
+    rate_per_s: float
+    mb_per_s: float
+    cpu_us_per_tx: float | None
+    p50_ms: float | None
+    p99_ms: float | None
+    max_gap_s: float
+    acknowledged: int
+    lost: int
+    doubled: int
+    errors: int
+    rows: int
+    seconds: float
+    of_ceiling: float | None
+    cpu_us_per_tx_by_role: dict[str, float]
+    load: dict[str, object]
+    ran_on: dict[str, object]
+    extra: dict[str, object]
+
+
+class Meter:
+    """Reads the daemons' CPU time; None where they run on other machines."""
+
+    def __init__(self, cluster: "LocalCluster | None") -> None:
+        self.cluster = cluster
+        self._began: dict[str, float] = {}
+        self._spent: dict[str, float] | None = None
+
+    def start(self) -> None:
+        """Begin: what is spent from here on counts."""
+        if self.cluster is not None:
+            self._began = self.cluster.cpu_seconds()
+
+    def stop(self) -> None:
+        """End."""
+        if self.cluster is not None:
+            now = self.cluster.cpu_seconds()
+            self._spent = {name: now[name] - self._began.get(name, 0.0) for name in now}
+
+    def spent(self) -> dict[str, float] | None:
+        """Return CPU seconds by role ("server", "storage", "zookeeper")."""
+        if self._spent is None:
+            return None
+        roles: dict[str, float] = {}
+        for name, seconds in self._spent.items():
+            role = name.split("-")[0]
+            roles[role] = roles.get(role, 0.0) + seconds
+        return roles
+
+
+Workload = Callable[[Load, Meter], Measured]
+
+
+def make_report(name: str, load: Load, measured: Measured, cpu: dict[str, float] | None) -> Report:
+    """Return the JSON line of a run."""
+    rows = max(measured.rows, 1)
+    by_role = {role: round(seconds * 1e6 / rows, 3) for role, seconds in (cpu or {}).items()}
+    hot = [by_role[role] for role in ("server", "storage") if role in by_role]
+    asked = {key: value for key, value in asdict(load).items() if key != "connect"}
+    return Report(
+        workload=name,
+        rate_per_s=round(measured.rows / measured.seconds, 1),
+        mb_per_s=round(measured.bytes / measured.seconds / MIB, 3),
+        cpu_us_per_tx=round(sum(hot), 3) if hot else None,
+        p50_ms=percentile_ms(measured.latencies_s, 0.50),
+        p99_ms=percentile_ms(measured.latencies_s, 0.99),
+        max_gap_s=round(measured.gap_s_max, 4),
+        acknowledged=measured.acknowledged,
+        lost=measured.lost,
+        doubled=measured.doubled,
+        errors=measured.errors,
+        rows=measured.rows,
+        seconds=round(measured.seconds, 3),
+        of_ceiling=measured.of_ceiling,
+        cpu_us_per_tx_by_role=by_role,
+        load=asked,
+        ran_on={
+            "version": __version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()}",
+            "cores": os.cpu_count(),
+            "load_average": [round(part, 2) for part in os.getloadavg()],
+            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "implementation": sys.implementation.name,
+        },
+        extra=measured.extra,
+    )
+
+
+def percentile_ms(values: list[float], share: float) -> float | None:
+    """Return the value that this share of them does not exceed, in ms; None without any."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1000, 3)
