@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from waltz_core.errors import BadFormat
 from waltz_core.replication.limits import Limits as StoreLimits
-from waltz_core.server.append.pace import LARGE_BYTES
+from waltz_core.server.locking.tickets import LARGE_BYTES
 from waltz_core.server.partition_events import Limits
 from waltz_sim.world.world import chance_of
 

@@ -38,11 +38,10 @@ from waltz_core.server.append.outcomes import (
     SubmitBatch,
 )
 from waltz_core.server.append.pace import (
-    LARGE_BYTES,
     Pace,
 )
 from waltz_core.server.append.pipeline import AppendPipeline
-from waltz_core.server.locking.tickets import Ticket
+from waltz_core.server.locking.tickets import LARGE_BYTES, Ticket
 from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,

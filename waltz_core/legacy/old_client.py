@@ -22,17 +22,11 @@ from typing import Final, TypeAlias
 
 from waltz_core import errors
 from waltz_core.legacy.feed_frames import feed_frames
-from waltz_core.legacy.old_messages import MountOutcome
 from waltz_core.records.record import (
     BEFORE_FIRST,
     PartitionId,
     ReqId,
 )
-from waltz_core.server.append.answers import (
-    NOT_READY,
-    READY,
-)
-from waltz_core.server.partition_events import Answer
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     AddPreferredRequest,
@@ -46,8 +40,10 @@ from waltz_core.wire.messages import (
     FlushRequest,
     HighWaterMarkRequest,
     LockFailure,
+    MountOutcome,
     MountRequest,
     MountResponse,
+    MountState,
     Reason,
     RemovePreferredRequest,
     RemovePreferredResponse,
@@ -153,17 +149,18 @@ class Original:
     # -----------------------------------------------------------------------------------------
     # what it is told
 
-    def tell(self, answer: Answer, now_s: float) -> Told | None:
-        """Return what an answer becomes."""
-        told = self._told(answer)
+    def tell(
+        self, message: ClientMessage, question: ClientMessage | None, now_s: float
+    ) -> Told | None:
+        """Return what the answer to a question becomes."""
+        told = self._told(message, question)
         if isinstance(told, MountResponse | MountOutcome):
             partition_id = told.req_id.partition_id
             if partition_id not in self._mounts:
                 self._ended_s[partition_id] = now_s
         return told
 
-    def _told(self, answer: Answer) -> Told | None:
-        message = answer.message
+    def _told(self, message: ClientMessage, question: ClientMessage | None) -> Told | None:
         match message:
             case AppendResult():
                 return self._append_ended(message)
@@ -174,7 +171,7 @@ class Original:
             case TransactionDataResponse(result=(None, _)):
                 return _data_not_found(message)
             case ErrorResponse():
-                return self._refused(answer.question, message)
+                return self._refused(question, message)
             case _:
                 return message
 
@@ -201,7 +198,7 @@ class Original:
         partition_id = req_id.partition_id
         if mount is None or mount.req_id != req_id:
             return None  # rule 4
-        mount.is_ready = state == READY
+        mount.is_ready = state == MountState.READY
         if not mount.is_ready:
             del self._mounts[partition_id]
         return self._mount_state(req_id, state)
@@ -211,11 +208,11 @@ class Original:
         mount = self._mounts.get(partition_id)
         if mount is None or not mount.is_ready:
             return None
-        return self._mount_answered(mount.req_id, NOT_READY)
+        return self._mount_answered(mount.req_id, MountState.NOT_READY)
 
     def _mount_state(self, req_id: ReqId, state: int) -> ClientMessage:
         if self._version <= _OUTCOMES_UP_TO:
-            return MountOutcome(req_id, is_ready=state == READY)
+            return MountOutcome(req_id, is_ready=state == MountState.READY)
         return MountResponse(req_id, state)
 
     # -----------------------------------------------------------------------------------------
@@ -253,7 +250,7 @@ class Original:
             return None  # rule 4
         if error.error_code in _ENDS_CONNECTION:
             return End(error.message)
-        return self._mount_answered(req_id, NOT_READY)
+        return self._mount_answered(req_id, MountState.NOT_READY)
 
     def _flush_refused(self, req_id: ReqId, error: ErrorResponse) -> Told | None:
         """Say nothing, as the original does; where the mount goes on, have it begin anew."""

@@ -1,7 +1,7 @@
 """Ranges of a partition at an original server, which has none: a feed, and data one by one.
 
 Why it stands alone: it is the slow way to what `ranges.py` gets in one answer, and nobody else
-needs to know how it is done. What comes out is a `RangeChunk` like any other, but for what an
+needs to know how it is done. What comes out has none of what an
 original does not keep: no session, no commit stamps, no chain.
 
 Rules:
@@ -20,30 +20,13 @@ import asyncio
 import struct
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from waltz_core import errors
-from waltz_core.client.links.connections import (
-    ServerLink,
-    ServerLinks,
-)
-from waltz_core.client.links.directory import (
-    Directory,
-    Owner,
-)
-from waltz_core.client.read.ranges import (
-    RangeChunk,
-    RangeQuery,
-)
-from waltz_core.legacy.old_server_stream import (
-    VERSION_MAX,
-    MountState,
-)
+from waltz_core.legacy.interfaces import ClientIds, Links, Owner, Query, Reader, Stretch
+from waltz_core.legacy.old_server_stream import VERSION_MAX
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
-    NO_SESSION,
     RECORD_HEADER,
     RECORD_PREFIX,
     ClientId,
@@ -70,20 +53,11 @@ _CRC = struct.Struct(">I")
 _NOBODY = ReqId(ClientId(0), 0, PartitionId(0), 0)  # type: ignore[arg-type]
 
 
-class Reader(NamedTuple):
-    """Who asks, and whom: a link to a partition's owner."""
-
-    link: ServerLink
-    owner: Owner
-    partition_id: PartitionId
-    timeout_s: float
-
-
 class OriginalReads:
     """What one client reads at originals."""
 
-    def __init__(self, directory: Directory, links: ServerLinks, client_id: int) -> None:
-        self._directory = directory
+    def __init__(self, client_ids: ClientIds, links: Links, client_id: int) -> None:
+        self._client_ids = client_ids
         self._links = links
         self._asks_as = client_id  # for data
         self._idle_ids: list[int] = []  # for feeds
@@ -97,7 +71,7 @@ class OriginalReads:
             for each in feeds:
                 each.close()
 
-    async def range(self, reader: Reader, query: RangeQuery) -> RangeChunk:
+    async def range(self, reader: Reader, query: Query) -> Stretch:
         """Return a stretch of the log; empty where it ends before.
 
         Raises Unavailable, as a server of ours answers it.
@@ -113,9 +87,9 @@ class OriginalReads:
             RECORD_HEADER.pack(each.transaction_id, each.req_id.to_bytes(), each.header)
             for each in wanted
         )
-        return _chunk(query, TransactionId(last), [], records)
+        return Stretch(TransactionId(last), [], records)
 
-    async def data_range(self, reader: Reader, query: RangeQuery) -> RangeChunk:
+    async def data_range(self, reader: Reader, query: Query) -> Stretch:
         """Return a stretch whose end is known to be committed, for who looks at ids and data only.
 
         The records say nothing of who wrote them. Under a filter it is the first transaction alone,
@@ -129,7 +103,7 @@ class OriginalReads:
         ]
         return await self._with_data(reader, query, heads, TransactionId(last))
 
-    async def _headers(self, reader: Reader, query: RangeQuery) -> list[RecordHeader]:
+    async def _headers(self, reader: Reader, query: Query) -> list[RecordHeader]:
         count_max = WHOLE_COUNT_MAX if query.form is RangeForm.WHOLE else HEADERS_COUNT_MAX
         feed = await self._feed_at(reader, query.first)
         is_over = True
@@ -154,7 +128,7 @@ class OriginalReads:
                 feeds.remove(each)
                 return each
         idle = self._idle_ids
-        client_id = idle.pop() if idle else await self._directory.next_client_id()
+        client_id = idle.pop() if idle else await self._client_ids.next_client_id()
         made = HeaderFeed(reader.owner, reader.partition_id, client_id)
         try:
             await made.open(self._links, next(self._sequences), first)
@@ -176,10 +150,10 @@ class OriginalReads:
     async def _with_data(
         self,
         reader: Reader,
-        query: RangeQuery,
+        query: Query,
         heads: Sequence[RecordHeader],
         last: TransactionId,
-    ) -> RangeChunk:
+    ) -> Stretch:
         """Fetch data in order, until there is enough of it."""
         records, lengths = bytearray(), list[int]()
         for start in range(0, len(heads), QUESTIONS_MAX):
@@ -192,7 +166,7 @@ class OriginalReads:
             if len(records) >= query.bytes_max and start + QUESTIONS_MAX < len(heads):
                 last = asked[-1].transaction_id
                 break
-        return _chunk(query, last, lengths, bytes(records))
+        return Stretch(last, lengths, bytes(records))
 
     async def _datas(self, reader: Reader, ids: Sequence[TransactionId]) -> list[bytes]:
         try:
@@ -230,9 +204,7 @@ class HeaderFeed:
         self._next = 0
         self._received: list[messages.ClientMessage] = []
 
-    async def open(
-        self, links: ServerLinks, connection_sequence: int, first: TransactionId
-    ) -> None:
+    async def open(self, links: Links, connection_sequence: int, first: TransactionId) -> None:
         """Have the server feed everything from a transaction on; raises Unreachable."""
         address = self._owner.address
         try:
@@ -281,7 +253,7 @@ class HeaderFeed:
                     transaction_id = TransactionId(message.transaction_id)
                     found.append(RecordHeader(transaction_id, message.req_id, message.header))
                     self._next += 1
-                case messages.MountResponse(state=MountState.NOT_READY):
+                case messages.MountResponse(state=messages.MountState.NOT_READY):
                     raise errors.NotOwned(
                         f"{self._owner.address} is not ready for partition {self._partition_id}"
                     )
@@ -302,19 +274,3 @@ def _record(head: RecordHeader, data: bytes) -> bytes:
         head.transaction_id, head.req_id.to_bytes(), head.header, len(data), crc32(data)
     )
     return prefix + data + _CRC.pack(crc32(prefix + data))
-
-
-def _chunk(
-    query: RangeQuery, last: TransactionId, lengths: Sequence[int], records: bytes
-) -> RangeChunk:
-    return RangeChunk(
-        query.form,
-        query.first,
-        len(lengths) if query.form is RangeForm.WHOLE else len(records) // RECORD_HEADER.size,
-        TransactionId(last + 1),
-        np.array(lengths, dtype=np.int64),
-        records,
-        NO_SESSION,
-        last,
-        (),
-    )

@@ -27,7 +27,7 @@ Rules:
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum, auto
+from enum import Enum, auto
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -47,7 +47,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.values import value
 from waltz_core.wire import messages
-from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason
+from waltz_core.wire.messages import LATEST_MARK, ClientMessage, MountState, RangeForm, Reason
 
 # The last version in which an original speaks.
 VERSION_MAX: Final = 4
@@ -62,14 +62,6 @@ ASK_AGAIN_MS: Final = 500
 BATCH_ROWS_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 8 * 1024 * 1024
 IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024
-
-
-class MountState(IntEnum):
-    """What the answer to a mount says."""
-
-    READY = 0
-    NOT_READY = 1
-    CLIENT_AHEAD = 2
 
 
 @value(frozen=True, slots=True)
@@ -261,7 +253,8 @@ class OriginalPartition:
                 )
             )
             return
-        # Nothing is under way on a connection that is mounted again (partition_stream.py, invariant 4).
+        # Nothing is under way on a connection that is mounted again (partition_stream.py, invariant
+        # 4).
         self._waiting.clear()
         self._in_flight.clear()
         self._refused.clear()

@@ -12,8 +12,7 @@ from 64 up, so that no number of the original can ever collide). L 6 adds author
 follow what is in flight (decision 017). S 2 tells in which session a storage was engaged last.
 
 `messages.py` is the table: one dataclass for each message, its code, the versions it exists in, and
-its fields in wire order; `old_messages.py` has those that only Waltz 0.13 knows.
-`codec.py` derives the bytes from these tables; `feed_frames.py` makes many frames of one of them at
-once. `connection.py` is the life of one connection
-without any I/O: bytes in, messages and bytes out.
+its fields in wire order; `admin_messages.py` is the same for surface A. `codec.py` derives the
+bytes from these tables. `connection.py` is the life of one connection without any I/O: bytes in,
+messages and bytes out.
 """

@@ -22,7 +22,6 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias, get_type_hints
 
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
-from waltz_core.legacy import old_messages
 from waltz_core.wire import (
     admin_messages,
     messages,
@@ -184,7 +183,7 @@ def _message_classes(surface: Surface) -> list[type[Message]]:
     """Return the classes of the tables that have a code, in the order of their files."""
     return [
         value
-        for table in (messages, old_messages, admin_messages)
+        for table in (messages, admin_messages)
         for value in vars(table).values()
         if isinstance(value, type)
         and issubclass(value, Message)

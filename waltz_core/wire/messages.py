@@ -1,5 +1,4 @@
-"""Every message of L and S, one table by type code; A is in `admin_messages.py`, and what only
-Waltz 0.13 sends in `old_messages.py`.
+"""Every message of L and S, one table by type code; A is in `admin_messages.py`.
 
 Why it stands alone: what two programs of different ages say to each other must be readable in one
 place. `codec.py` derives the bytes from the declarations here and adds nothing.
@@ -180,13 +179,30 @@ class MountRequest(ClientMessage):
     connection_sequence: Int64
 
 
+class MountState(IntEnum):
+    """What the answer to a mount says; `CLIENT_AHEAD`: its mark is above the log's."""
+
+    READY = 0
+    NOT_READY = 1
+    CLIENT_AHEAD = 2
+
+
+@value(frozen=True, slots=True)
+class MountOutcome(ClientMessage):
+    """As `MountResponse`, before that could say why not."""
+
+    code = 1
+    until: ClassVar[int | None] = 2
+    is_ready: Bool
+
+
 @value(frozen=True, slots=True)
 class MountResponse(ClientMessage):
     """The feed has reached the log's mark and nothing older of this client is in flight."""
 
     code = 1
     since = 3
-    state: Int32  # 0 ready, 1 not ready (not owned), 2 the client is ahead of the log
+    state: Int32  # a MountState
 
 
 @value(frozen=True, slots=True)

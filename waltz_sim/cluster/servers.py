@@ -1,7 +1,8 @@
 """A server of the simulation: the production partition and its store, in virtual time.
 
-Why it stands alone: it is what `server/process/host.py` and `server/process/storage_links.py` are outside: links to
-storages, links from clients, questions to ZooKeeper, and a process that can die of a machine.
+Why it stands alone: it is what `server/process/host.py` and `server/process/storage_links.py` are
+outside: links to storages, links from clients, questions to ZooKeeper, and a process that can die
+of a machine.
 
 Rules:
     1. The machines are the production ones, unchanged, made anew when ownership is, as the daemon
@@ -24,9 +25,9 @@ from waltz_core.replication import session_events
 from waltz_core.replication.invariants import check
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.append.pace import (
-    LARGE_BYTES,
     Pace,
 )
+from waltz_core.server.locking.tickets import LARGE_BYTES
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
     Answer,

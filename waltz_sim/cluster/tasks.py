@@ -2,13 +2,15 @@
 
 The first attempt has read the generation and is paused before it mounts. The second one mounts with
 a higher connection sequence, appends all rows and disconnects. Then the first one continues: it
-mounts and appends the same rows. The server's fences must refuse it (`server/append/mounts.py`, rule 1).
+mounts and appends the same rows. The server's fences must refuse it (`server/append/mounts.py`,
+rule 1).
 
 Rules:
     1. The rows have the same request IDs in both attempts: a second one in the log is a violation
        of AtMostOnce.
     2. The first attempt continues only when the second one has all rows in the log. Earlier the two
-       may take turns, and what is in the log would have to be read back (`client/stream/write_claim.py`).
+       may take turns, and what is in the log would have to be read back
+       (`client/stream/write_claim.py`).
     3. Without `Setup.has_new_owner_ids` it does not continue where the owner has died: that server
        would keep its generation over the restart, and nothing would refuse this attempt.
 """

@@ -1,8 +1,8 @@
 """Everything that a crash may leave: a disk that writes down each change, and what they come to.
 
-`simulated_disk.py` loses power once, at random. Here a program runs to its end, and then each state is made
-that a crash at any point of the run may have left: no state depends on luck, and a sync can be left
-out or moved without running anything again.
+`simulated_disk.py` loses power once, at random. Here a program runs to its end, and then each state
+is made that a crash at any point of the run may have left: no state depends on luck, and a sync can
+be left out or moved without running anything again.
 
 Rules:
     1. Nothing is promised but what was synced: of the changes since, each sector, each size and

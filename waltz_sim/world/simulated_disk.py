@@ -1,4 +1,4 @@
-"""A disk in memory that forgets what was not synced: the crashable twin of `storage/disk/file_system.py`.
+"""A disk in memory that forgets what was not synced: the crashable twin of `file_system.py`.
 
 Why it stands alone: what a storage promises is what is left after the power has gone, and no real
 disk can be asked to lose it on demand. This one keeps two contents of each file, the one that a

@@ -1,7 +1,7 @@
 """A partition's server as a client may meet it: links break, answers are lost, owners change.
 
-It keeps the promises of `server/append/mounts.py` and `server/locking/tickets.py` and nothing more, so a client
-that believes more than it was promised is caught by `ModelWorld.check`.
+It keeps the promises of `server/append/mounts.py` and `server/locking/tickets.py` and nothing more,
+so a client that believes more than it was promised is caught by `ModelWorld.check`.
 """
 
 import struct

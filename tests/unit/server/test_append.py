@@ -40,7 +40,6 @@ from waltz_core.server.append.outcomes import (
     SubmitBatch,
 )
 from waltz_core.server.append.pace import (
-    LARGE_BYTES,
     PAUSE_MS_MAX,
     PIECE_BYTES,
     SHARED_MS,
@@ -48,6 +47,7 @@ from waltz_core.server.append.pace import (
 )
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.refill import HELD_MS_MAX
+from waltz_core.server.locking.tickets import LARGE_BYTES
 from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,

@@ -15,7 +15,6 @@ from waltz_core.legacy.old_client import (
     Original,
     Unheard,
 )
-from waltz_core.legacy.old_messages import MountOutcome
 from waltz_core.records.record import (
     ClientId,
     Generation,
@@ -23,7 +22,6 @@ from waltz_core.records.record import (
     ReqId,
 )
 from waltz_core.server.partition_events import (
-    Answer,
     ConnectionId,
     refusal,
 )
@@ -40,11 +38,12 @@ def req(sequence: int, partition: int = 0) -> ReqId:
 
 
 def told(original: Original, message: ClientMessage, now_s: float = 0.0) -> Any:
-    return original.tell(Answer(A, message, 9), now_s)
+    return original.tell(message, None, now_s)
 
 
 def refused(original: Original, question: ClientMessage, error: errors.WaltzError) -> Any:
-    return original.tell(refusal(A, question.req_id, 9, error, question), 0.0)
+    answer = refusal(A, question.req_id, 9, error, question)
+    return original.tell(answer.message, answer.question, 0.0)
 
 
 def mounted(version: int = 4, sequence: int = 1) -> Original:
@@ -74,7 +73,9 @@ def test_the_answer_to_a_mount_is_a_state_or_a_bool(version: int, state: int) ->
     original = Original(version)
     assert original.ask(messages.MountRequest(req(1), 5, 0), 0.0) is None
     expected = (
-        MountOutcome(req(1), state == READY) if version <= 2 else MountResponse(req(1), state)
+        messages.MountOutcome(req(1), state == READY)
+        if version <= 2
+        else MountResponse(req(1), state)
     )
     assert told(original, MountResponse(req(1), state)) == expected
 
@@ -162,7 +163,7 @@ def test_what_is_lost_has_the_client_mount_again_once(version: int, reason: Reas
     original = mounted(version)
     not_ready: ClientMessage = MountResponse(req(1), NOT_READY)
     if version <= 2:
-        not_ready = MountOutcome(req(1), is_ready=False)
+        not_ready = messages.MountOutcome(req(1), is_ready=False)
     assert told(original, result(2, reason)) == not_ready
     assert told(original, result(3, Reason.NOT_MOUNTED)) is None
 

@@ -1,6 +1,7 @@
 """`waltz-core cluster add-storage | move-replica | auto-assign | ...`: replicas and storages.
 
-Each verb says what it wants; `cluster/change/changes.py` finds the steps, `cli/changing.py` runs them.
+Each verb says what it wants; `cluster/change/changes.py` finds the steps, `cli/changing.py` runs
+them.
 """
 
 import argparse

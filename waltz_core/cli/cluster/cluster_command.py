@@ -28,7 +28,6 @@ from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadConfig
 from waltz_core.records.record import (
     PartitionId,
-    ReplicaId,
 )
 
 
@@ -67,7 +66,7 @@ def add(command: argparse.ArgumentParser) -> None:
 
 
 def _create(arguments: argparse.Namespace) -> int:
-    storages = tuple(storage_of(text, index) for index, text in enumerate(arguments.storage))
+    storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(arguments.storage))
     new = NewCluster(
         name=arguments.name,
         partition_count=arguments.partitions,
@@ -113,19 +112,6 @@ async def _protect_at(place: str, timeout_ms: int) -> int:
     async with connected as found, recorded(found, creates=True):
         say(f"protected {count} nodes")
     return 0
-
-
-def storage_of(text: str, index: int) -> NewStorage:
-    """Return the storage that HOST:PORT:ADMIN_PORT[:GROUP] names; raises BadConfig."""
-    parts = text.rsplit(":", 3)
-    if len(parts) == 4 and parts[1].isdigit():
-        host, port, admin, group = parts
-    else:
-        host, port, admin = [*text.rsplit(":", 2), "", ""][:3]
-        group = str(index)
-    if not (host and port.isdigit() and admin.isdigit() and group.isdigit()):
-        raise BadConfig(f"--storage is HOST:PORT:ADMIN_PORT[:GROUP]; found {text!r}")
-    return NewStorage(ReplicaId(f"{host}:{port}"), int(admin), int(group))
 
 
 def _show(arguments: argparse.Namespace) -> int:

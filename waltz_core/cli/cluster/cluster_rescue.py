@@ -434,7 +434,6 @@ def _choose_all(
 
 
 def _new_cluster(arguments: argparse.Namespace) -> NewCluster:
-    from waltz_core.cli.cluster.cluster_command import storage_of  # noqa: PLC0415 - that file declares these verbs
     from waltz_core.storage.files.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
     from waltz_core.storage.files.format import (  # noqa: PLC0415 - as above
         CONTROL_HEADER_BYTES,
@@ -454,9 +453,7 @@ def _new_cluster(arguments: argparse.Namespace) -> NewCluster:
             "expected --cluster-key and --partitions, or --from-directory with the directory of "
             "one of the storages, which says both"
         )
-    storages: tuple[NewStorage, ...] = tuple(
-        storage_of(text, index) for index, text in enumerate(arguments.storage)
-    )
+    storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(arguments.storage))
     return NewCluster(arguments.name, count, key, storages)
 
 

@@ -1,1 +1,1 @@
-"""`waltz-core doctor`: probe a cluster and print what is wrong with it, with commands to repair it."""
+"""`waltz-core doctor`: probe a cluster and print what is wrong, with commands to repair it."""

@@ -104,7 +104,8 @@ LISTS_COUNT: Final = 8
 # A clock that was read within a longer time says nothing of a second.
 READ_MS_MAX: Final = 500.0
 NOT_A_CLIENT: Final = -1
-# As a storage words it of a log that has not failed to open, and is not open (storage/service/upkeep.py).
+# As a storage words it of a log that has not failed to open, and is not open
+# (storage/service/upkeep.py).
 OPENING: Final = "its log is not open"
 NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
 ResultT = TypeVar("ResultT")

@@ -1,7 +1,8 @@
 """The client for asyncio: everything an application asks of the log.
 
 Why it stands alone: it is the public face, where what is below is put together: outcomes are kept
-by `partition_stream.py`, retries by `contexts.py`, the feed by `subscriptions.py`, ranges by `ranges.py`.
+by `partition_stream.py`, retries by `contexts.py`, the feed by `subscriptions.py`, ranges by
+`ranges.py`.
 
 Rules:
     1. A client belongs to one process and one event loop; a forked child gets a UsageError.

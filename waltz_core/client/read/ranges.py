@@ -38,6 +38,7 @@ from waltz_core.client.read.nearby import (
     Grant,
     Nearby,
 )
+from waltz_core.legacy.interfaces import Stretch
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
@@ -197,6 +198,22 @@ def chunk_of_server(
     )
     _verify(chunk, where, is_filtered=bool(query.header_values))
     return chunk
+
+
+def chunk_of_stretch(query: RangeQuery, found: Stretch) -> RangeChunk:
+    """Return what a 0.13 server sent; its records were checked when they came."""
+    is_whole = query.form is RangeForm.WHOLE
+    return RangeChunk(
+        query.form,
+        query.first,
+        len(found.lengths) if is_whole else len(found.records) // HEADER_BYTES,
+        TransactionId(found.last + 1),
+        np.array(found.lengths, dtype=np.int64),
+        found.records,
+        NO_SESSION,
+        found.last,
+        (),
+    )
 
 
 # ---------------------------------------------------------------------------------------------

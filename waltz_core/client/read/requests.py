@@ -10,9 +10,9 @@ Rules:
        before where the last try had hardly any time left, and what ZooKeeper had said before where
        it did not answer in what was left.
     3. Which replicas are nearby is a preference: where it cannot be found out, none is.
-    4. An original server is asked in what it knows (`old_server_reads.py`). Its mark is proven not to
-       be stale by ZooKeeper: whoever owned the partition when it answered, and does so afterwards,
-       has committed all that there was.
+    4. An original server is asked in what it knows (`old_server_reads.py`). Its mark is proven not
+       to be stale by ZooKeeper: whoever owned the partition when it answered, and does so
+       afterwards, has committed all that there was.
     5. When a partition moves, whoever still waits for the server that had it asks the new one: that
        server may be frozen, or on a host that is gone, and would keep him waiting to the end.
 """
@@ -40,13 +40,11 @@ from waltz_core.client.read.ranges import (
     RangeQuery,
     ReplicaSet,
     chunk_of_server,
+    chunk_of_stretch,
     server_request,
 )
 from waltz_core.config.declarations import NO_GROUP, ClientConfig
-from waltz_core.legacy.old_server_reads import (
-    OriginalReads,
-    Reader,
-)
+from waltz_core.legacy.old_server_reads import OriginalReads
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
@@ -71,6 +69,16 @@ UNANSWERED_S: dict[type[ClientMessage], float] = {
 NO_CLIENT_ID = -1
 # A try with less than this part of the request timeout has not failed when that is over (rule 2).
 _TRY_PART_MIN: Final = 0.1
+
+
+class Reader(NamedTuple):
+    """A partition, its owner, and a link to it."""
+
+    link: ServerLink
+    owner: Owner
+    partition_id: PartitionId
+    timeout_s: float
+
 
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 ToldT = TypeVar("ToldT")
@@ -299,7 +307,7 @@ class Requests:
 
     async def _range_of(self, query: RangeQuery, reader: Reader) -> RangeChunk:
         if reader.link.is_original:
-            return await self._originals.range(reader, query)
+            return chunk_of_stretch(query, await self._originals.range(reader, query))
         answer = await _answer_of(
             reader, messages.RangeData, lambda req_id: server_request(req_id, query)
         )
@@ -310,7 +318,7 @@ class Requests:
 
         async def ask(reader: Reader) -> RangeChunk:
             if reader.link.is_original:
-                return await self._originals.data_range(reader, query)
+                return chunk_of_stretch(query, await self._originals.data_range(reader, query))
             return await self._range_of(query, reader)
 
         return await self._until_answered(partition_id, ask, is_bulk=True)

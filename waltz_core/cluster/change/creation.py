@@ -11,7 +11,7 @@ Rules:
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 from uuid import UUID
 
 from waltz_core import errors
@@ -40,6 +40,22 @@ class NewStorage(NamedTuple):
     address: ReplicaId
     admin_port: int
     group: int
+
+    @classmethod
+    def parse(cls, text: str, index: int) -> Self:
+        """Return what HOST:PORT:ADMIN_PORT[:GROUP] names; without a group it is `index`.
+
+        Raises BadConfig.
+        """
+        parts = text.rsplit(":", 3)
+        if len(parts) == 4 and parts[1].isdigit():
+            host, port, admin, group = parts
+        else:
+            host, port, admin = [*text.rsplit(":", 2), "", ""][:3]
+            group = str(index)
+        if not (host and port.isdigit() and admin.isdigit() and group.isdigit()):
+            raise errors.BadConfig(f"--storage is HOST:PORT:ADMIN_PORT[:GROUP]; found {text!r}")
+        return cls(ReplicaId(f"{host}:{port}"), int(admin), int(group))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from waltz_core.records.record import (
     ServerId,
 )
 
-# A load of 1 is about one KiB of appended data a second (server/process/load.py); ten are as good as none.
+# A load of 1 is about one KiB of appended data a second (server/process/load.py); ten are as good
+# as none.
 IDLE_LOAD: Final = 10.0
 
 

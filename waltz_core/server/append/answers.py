@@ -1,6 +1,7 @@
 """What clients are told, in so many words, beside the outcome of their appends.
 
-Why it stands alone: `served_partition.py` decides who is told what and when; how it is said is here.
+Why it stands alone: `served_partition.py` decides who is told what and when; how it is said is
+here.
 """
 
 from collections.abc import Sequence
@@ -28,12 +29,11 @@ from waltz_core.wire.messages import (
     Mounted,
     MountRequest,
     MountResponse,
+    MountState,
     MountWriter,
     ReplicasRequest,
     ReplicasResponse,
 )
-
-READY, NOT_READY, CLIENT_AHEAD = 0, 1, 2
 
 
 def refuse(question: Received, error: errors.WaltzError) -> Answer:
@@ -56,14 +56,14 @@ def superseded(question: Received) -> Answer:
 def not_owned(question: Received, place: Place) -> Answer:
     """Tell that the partition is elsewhere."""
     if isinstance(question.message, MountRequest):
-        return _state(question, NOT_READY)
+        return _state(question, MountState.NOT_READY)
     return refuse(question, errors.NotOwned(f"this server does not own {place}"))
 
 
 def refuse_mount(question: Received, error: errors.WaltzError) -> Answer:
     """Tell why a connection may not mount."""
     if isinstance(question.message, MountRequest) and isinstance(error, errors.ClientAhead):
-        return _state(question, CLIENT_AHEAD)
+        return _state(question, MountState.CLIENT_AHEAD)
     return refuse(question, error)
 
 
@@ -72,7 +72,7 @@ def mounted(
 ) -> Answer:
     """Tell that a connection is mounted, and to a writer of ours what it may send."""
     if not isinstance(question.message, MountWriter):
-        return _state(question, READY)
+        return _state(question, MountState.READY)
     answer = Mounted(
         question.message.req_id,
         session_id,
@@ -110,6 +110,6 @@ def with_mark(
     return Answer(question.connection, answer, question.cost_bytes)
 
 
-def _state(question: Received, state: int) -> Answer:
+def _state(question: Received, state: MountState) -> Answer:
     message = MountResponse(question.message.req_id, state)
     return Answer(question.connection, message, question.cost_bytes)

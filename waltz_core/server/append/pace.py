@@ -23,8 +23,6 @@ from typing import Final
 
 from waltz_core.server.partition_events import ConnectionId
 
-# A request of so many bytes is large.
-LARGE_BYTES: Final = 64 * 1024
 # While the server is shared, a large batch is cut into pieces of so many bytes. Half of that costs
 # as many quorum rounds more as it spares; twice that can be felt by whoever meets one.
 PIECE_BYTES: Final = 64 * 1024

@@ -33,7 +33,6 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.append.pace import LARGE_BYTES
 from waltz_core.server.locking.lock_table import (
     NO_CONFLICT,
     REFUSED,
@@ -53,6 +52,8 @@ from waltz_core.wire.messages import (
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
 
+# A request of so many bytes is large: it delays small ones (`append/pace.py`).
+LARGE_BYTES: Final = 64 * 1024
 # Of how many batches it is kept how long they took.
 TOOK_MAX: Final = 4_096
 _ID = struct.Struct(">q")

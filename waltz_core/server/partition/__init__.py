@@ -1,4 +1,4 @@
-"""One partition as a server runs it: `served_partition.py` combines appends, mounts, feeds and reads.
+"""One partition as a server runs it; `served_partition.py` combines the parts.
 
 `proofs.py` answers requests that must not be stale.
 """

@@ -66,6 +66,7 @@ from waltz_core.wire.messages import (
     Message,
     MountRequest,
     MountResponse,
+    MountState,
     MountWriter,
     PartitionsHealthRequest,
     PartitionsHealthResponse,
@@ -80,7 +81,6 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-_NOT_READY = 1
 _TO_A_PARTITION = (
     AppendBatch,
     AppendRequest,
@@ -250,7 +250,7 @@ class Clients:
         if client.original is None:
             self._tell(connection, client, effect.message)
         else:
-            told = client.original.tell(effect, self._loop.time())
+            told = client.original.tell(effect.message, effect.question, self._loop.time())
             if told is not None:
                 self._tell_original(connection, client, told)
         self._flow.answered(connection, effect.cost_bytes)
@@ -384,7 +384,9 @@ class Clients:
                 f"the cluster has {self._backend.partition_count}, from 0 on"
             )
         elif isinstance(message, MountRequest):
-            return Answer(connection, MountResponse(message.req_id, _NOT_READY), cost_bytes)
+            return Answer(
+                connection, MountResponse(message.req_id, MountState.NOT_READY), cost_bytes
+            )
         else:
             error = errors.NotOwned(f"this server does not own partition {partition_id}")
         return refusal(connection, message.req_id, cost_bytes, error, message)

@@ -16,8 +16,9 @@ Rules:
     5. A dying process may still take one more connection and drop it: whatever else a dial ends
        with, the next one follows soon, and only then ever more slowly.
     6. What the dials show is published for the lead, which gives a server no partitions that no
-       other one can connect to (`cluster/membership/reachability.py`). A connection that was taken and then
-       closed is one: a server of another version, or one that has all the connections it may.
+       other one can connect to (`cluster/membership/reachability.py`). A connection that was taken
+       and then closed is one: a server of another version, or one that has all the connections it
+       may.
 """
 
 import asyncio

@@ -587,7 +587,8 @@ class PartitionLog:
         """Fill damaged records with good ones, durably; raises what `damage.fill` does."""
         if self._failed:  # Its marker may not be moved.
             raise BadRequest(f"partition {self.partition_id}: a write failed in this session")
-        # Blocks may be given up (file_system.py, rule 8): what else was in them was synced, and is missed.
+        # Blocks may be given up (file_system.py, rule 8): what else was in them was synced, and is
+        # missed.
         self.mark_acked()
         left = damage.fill(self.slot, self._segments, first, lengths, records)
         self._write_slot(replace(self.slot, damaged=left))

@@ -1,10 +1,10 @@
 """A partition's log, parts of which a Waltz 0.13 process may have written.
 
 0.13 writes records without batches. An opening adopts them: it makes batches from their ids
-(`log_recovery.py`, rule 4). Replicas that were not level when 0.13 stopped can hold the same records in
-different batches. An owner then sees different chains, and cuts to where they agree, to copy from
-there. If the records were cut, a trusted replica would end below what it has acknowledged, and a
-second owner might decide by it before they are copied.
+(`log_recovery.py`, rule 4). Replicas that were not level when 0.13 stopped can hold the same
+records in different batches. An owner then sees different chains, and cuts to where they agree, to
+copy from there. If the records were cut, a trusted replica would end below what it has
+acknowledged, and a second owner might decide by it before they are copied.
 
 So the records stay, and are covered: the log reports that it ends where it was cut to. Appended
 records are compared with those on the disk. As long as they are equal, only batches are written.

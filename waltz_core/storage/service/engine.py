@@ -461,7 +461,7 @@ class Engine:
             slots.close()
 
     def _promise(self, partition_id: PartitionId) -> tuple[SessionId, bytes]:
-        """Return what a replica has promised, as far as its files tell (log_recovery.py, rule 5)."""
+        """Return what a replica promised, as far as its files say (`log_recovery.py`, rule 5)."""
         seen = self._control.info(partition_id).session_id
         log = self.logs.get(partition_id) or self._gone.get(partition_id)
         if log is not None:
