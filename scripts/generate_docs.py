@@ -1,10 +1,12 @@
-"""Write what is generated: the samples in `conf/`, the tables in two pages of `docs/`.
+"""Write what is generated: samples in `conf/`, tables in `docs/`, layers in ARCHITECTURE.md.
 
 Why it stands alone: a test runs `generated()` and compares, so that no sample and no table can
 drift from the code that it describes.
 """
 
+import ast
 import sys
+import tomllib
 from pathlib import Path
 
 from waltz_core.cluster.nodes.paths import ZNODES
@@ -15,13 +17,6 @@ from waltz_core.ops.findings import KINDS as FINDINGS
 from waltz_spark.option_table import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-OPTIONS_BEGIN = "<!-- options: written by `make docs` from waltz_spark/option_table.py -->"
-OPTIONS_END = "<!-- /options -->"
-NODES_BEGIN = "<!-- nodes: written by `make docs` from waltz_core/cluster/nodes/paths.py -->"
-NODES_END = "<!-- /nodes -->"
-FINDINGS_BEGIN = "<!-- findings: written by `make docs` from waltz_core/ops/findings.py -->"
-FINDINGS_END = "<!-- /findings -->"
-
 LOGGING = """\
 # What is logged and where, as Python's logging.config.dictConfig takes it.
 # Used by: waltz-core --logging conf/logging.toml COMMAND
@@ -90,52 +85,77 @@ def generated() -> dict[Path, str]:
     }
     for kind, config_type in KINDS.items():
         texts[ROOT / "conf" / f"{kind}.toml"] = sample_toml(config_type)
-    texts[ROOT / "docs" / "spark.md"] = spark_page()
-    texts[ROOT / "docs" / "zookeeper.md"] = zookeeper_page()
-    texts[ROOT / "docs" / "doctor.md"] = doctor_page()
+    for place, (name, text) in {
+        "docs/spark.md": ("options", options()),
+        "docs/zookeeper.md": ("nodes", nodes()),
+        "docs/doctor.md": ("findings", findings()),
+        "ARCHITECTURE.md": ("layers", layers()),
+    }.items():
+        texts[ROOT / place] = filled(ROOT / place, name, text)
     return texts
 
 
-def doctor_page() -> str:
-    """Return docs/doctor.md with the table of findings as the code has it."""
-    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    head, mark, rest = page.partition(FINDINGS_BEGIN)
-    _, end, tail = rest.partition(FINDINGS_END)
-    assert mark, "docs/doctor.md has no place for the findings"
-    assert end, "docs/doctor.md has no end of the findings"
+def filled(path: Path, name: str, text: str) -> str:
+    """Return a page with a text between its marks `<!-- name: ... -->` and `<!-- /name -->`."""
+    page = path.read_text(encoding="utf-8")
+    head, mark, rest = page.partition(f"<!-- {name}: ")
+    source, close, rest = rest.partition(" -->")
+    _, end, tail = rest.partition(f"<!-- /{name} -->")
+    assert end, f"{path.name} has no place for the {name}"
+    return f"{head}{mark}{source}{close}\n\n{text}\n\n{end}{tail}"
+
+
+def findings() -> str:
+    """Return the table of findings."""
     rows = [
         f"| {number} | {each.area.value} | `{each.name}` | {each.sentence} | `{each.command}` |"
         for number, each in enumerate(FINDINGS.values(), 1)
     ]
-    titles = ["| | about | name | sentence | command |", "|---|---|---|---|---|"]
-    return head + mark + "\n\n" + "\n".join([*titles, *rows]) + "\n\n" + end + tail
+    return "\n".join(["| | about | name | sentence | command |", "|---|---|---|---|---|", *rows])
 
 
-def zookeeper_page() -> str:
-    """Return docs/zookeeper.md with the table of nodes as the code has it."""
-    page = (ROOT / "docs" / "zookeeper.md").read_text(encoding="utf-8")
-    head, mark, rest = page.partition(NODES_BEGIN)
-    _, end, tail = rest.partition(NODES_END)
-    assert mark, "docs/zookeeper.md has no place for the nodes"
-    assert end, "docs/zookeeper.md has no end of the nodes"
+def nodes() -> str:
+    """Return the table of ZooKeeper's nodes."""
     rows = [f"| `{n.path}` | {n.kind} | {n.content} | {n.written_by} |" for n in ZNODES]
-    table = ["| node | kind | content | written by |", "|---|---|---|---|", *rows]
-    return head + mark + "\n\n" + "\n".join(table) + "\n\n" + end + tail
+    return "\n".join(["| node | kind | content | written by |", "|---|---|---|---|", *rows])
 
 
-def spark_page() -> str:
-    """Return docs/spark.md with the table of options as the code has them."""
-    page = (ROOT / "docs" / "spark.md").read_text(encoding="utf-8")
-    head, mark, rest = page.partition(OPTIONS_BEGIN)
-    _, end, tail = rest.partition(OPTIONS_END)
-    assert mark, "docs/spark.md has no place for the options"
-    assert end, "docs/spark.md has no end of the options"
+def options() -> str:
+    """Return the table of Spark options."""
     rows = [
         f"| `{option.name}` | {option.use.value} | {option.default} | {option.text} |"
         for option in OPTIONS
     ]
-    table = ["| option | for | default | |", "|---|---|---|---|", *rows]
-    return head + mark + "\n\n" + "\n".join(table) + "\n\n" + end + tail
+    return "\n".join(["| option | for | default | |", "|---|---|---|---|", *rows])
+
+
+def layers() -> str:
+    """Return the layers of the import contracts, each package with its first sentence."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    drawn = [drawing(each) for each in contracts if each["type"] == "layers"]
+    return "```\n" + "\n\n".join(drawn) + "\n```"
+
+
+def drawing(contract: dict[str, list[str]]) -> str:
+    """Return the lines of one contract; packages of one layer share its number."""
+    (container,) = contract["containers"]
+    names = [[name.strip() for name in layer.split("|")] for layer in contract["layers"]]
+    width = max(len(name) for layer in names for name in layer)
+    lines = [f"{container}"]
+    for number, layer in zip(range(len(names), 0, -1), names, strict=True):
+        for name in layer:
+            shown = str(number) if name == layer[0] else ""
+            lines.append(f"{shown:>4}  {name:{width}}  {summary(container, name)}".rstrip())
+    return "\n".join(lines)
+
+
+def summary(container: str, name: str) -> str:
+    """Return the first line of a package's or module's docstring."""
+    place = ROOT / container.replace(".", "/") / name
+    path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0]
 
 
 def drifted() -> list[str]:

@@ -1,6 +1,6 @@
 """The workloads of `waltz-core bench` with single transactions: latency and the feed.
 
-Why it stands alone: `workloads.py` measures batches, where the log is fast; here it is what a
+Why it stands alone: `batch_appends.py` measures batches, where the log is fast; here it is what a
 service sees that sends one transaction at a time.
 
 Rules:

@@ -49,7 +49,7 @@ class Verdict:
 class Drawing:
     """What seeds mean: after `steps_max` steps a run is over and all heals; rough ones have themes.
 
-    See rule 4 of `faults.py`.
+    See rule 4 of `kinds.py`.
     """
 
     steps_max: int = STEPS

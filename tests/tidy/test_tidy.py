@@ -27,6 +27,7 @@ FILE_LINES_MAX = 800
 FILES_LONGER_ON_PURPOSE = {
     "waltz_core/wire/messages.py": "the table of all messages, one dataclass each, no behaviour",
 }
+FOLDER_FILES_MAX = 15
 # Packages whose files are pure, but for shells: those name one of SHELL_MODULES.
 PURE_PACKAGES = ("replication", "wire", "storage", "cluster", "server")
 SHELL_MODULES = ("asyncio", "threading", "socket", "subprocess", "multiprocessing", "kazoo")
@@ -78,6 +79,7 @@ PATH_CALLS = (
 BANNED_WORDS_IN_NAMES = ("util", "utils", "manager", "handler", "helper", "helpers", "base", "misc")
 BANNED_MODULES = ("pickle", "marshal", "shelve", "cloudpickle")
 ISSUE_LINK = re.compile(r"#\d+|https?://")
+PYTHON_FILE = re.compile(r"(?<![\w/.*-])((?:\w+/)*\w+\.py)\b")
 TO_DO = re.compile(r"\b(TOD[O]|FIXM[E]|XX[X])\b")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+|Users/\w+|tmp/\w+)/")
 
@@ -190,8 +192,17 @@ def test_files_are_named_for_what_they_are():
 
 
 def test_overviews_hold_prose_only():
-    """But for the two packages that are a public interface."""
-    public = ("waltz_core/client/__init__.py", "waltz_spark/__init__.py", "waltz_core/__init__.py")
+    """But for the packages whose interface applications use."""
+    public = {
+        f"{name}/__init__.py"
+        for name in (
+            "waltz_core",
+            "waltz_core/client",
+            "waltz_core/config",
+            "waltz_core/local",
+            "waltz_spark",
+        )
+    }
     wrong = [
         s.path
         for s in product()
@@ -199,6 +210,29 @@ def test_overviews_hold_prose_only():
         if len(s.tree.body) > 1
     ]
     nothing(wrong, "an __init__ with code in it")
+
+
+def test_a_folder_can_be_taken_in_at_a_glance():
+    folders: dict[str, list[str]] = {}
+    for source in product():
+        folder, _, name = source.path.rpartition("/")
+        folders.setdefault(folder, []).append(name)
+    silent = [each for each, names in folders.items() if "__init__.py" not in names]
+    nothing(silent, "no __init__.py introduces it")
+    full = [each for each, names in folders.items() if len(names) - 1 > FOLDER_FILES_MAX]
+    nothing(full, f"over {FOLDER_FILES_MAX} files")
+
+
+def test_a_file_that_a_text_names_exists():
+    paths = tuple(f"/{name}" for name in tracked() if name.endswith(".py"))
+    pages = [(name, text_of(name)) for name in ("ARCHITECTURE.md", "STYLE.md", "CONTRIBUTING.md")]
+    gone = [
+        f"{name}: {path}"
+        for name, text in (*pages, *((s.path, s.text) for s in product()))
+        for path in PYTHON_FILE.findall(text)
+        if not any(each.endswith(f"/{path}") for each in paths)
+    ]
+    nothing(gone, "a text names a file that does not exist")
 
 
 def is_shell(source: Source) -> bool:

@@ -1,6 +1,6 @@
 """What goes wrong with disks: they fail, fill up, lie, rot, come back old, empty or as another's.
 
-Why it stands alone: it is one subject of `faults.py`, whose rules hold here; whoever loses what was
+Why it stands alone: it is one subject of `kinds.py`, whose rules hold here; whoever loses what was
 promised asks the budget (`budget.py`) first.
 """
 

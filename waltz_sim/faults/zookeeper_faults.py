@@ -1,6 +1,6 @@
 """What goes wrong with ZooKeeper, and what operators do.
 
-Why it stands alone: it is one subject of `faults.py`, whose rules hold here. What takes ZooKeeper's
+Why it stands alone: it is one subject of `kinds.py`, whose rules hold here. What takes ZooKeeper's
 data away strikes in worlds without a budget only.
 """
 

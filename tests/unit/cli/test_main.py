@@ -76,9 +76,9 @@ def test_a_daemon_imports_nothing_of_the_other_verbs_and_has_the_same_flags(noun
     code = (
         "import sys; from waltz_core.cli import main as cli;"
         f"cli.parser_for({noun!r}, 'run'); assert 'numpy' not in sys.modules;"
-        f"import waltz_core.{noun}.daemon;"
+        f"import waltz_core.{noun}.process.{noun}_daemon;"
         "print([each for each in sys.modules if each.startswith(('waltz_core.client', "
-        "'waltz_core.cli.changing', 'waltz_core.cli.http', 'psutil', 'pyspark'))])"
+        "'waltz_core.cli.changing', 'waltz_core.cli.http_pages', 'psutil', 'pyspark'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

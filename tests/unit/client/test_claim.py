@@ -39,8 +39,8 @@ def run(story, monkeypatch):
         async def connected(_):
             yield coordinator
 
-        monkeypatch.setattr(write_claim.zookeeper, "connect", connect)
-        monkeypatch.setattr(write_claim.zookeeper, "connected", connected)
+        monkeypatch.setattr(write_claim.zookeeper_session, "connect", connect)
+        monkeypatch.setattr(write_claim.zookeeper_session, "connected", connected)
         await story(coordinator)
 
     asyncio.run(play())

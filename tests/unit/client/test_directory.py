@@ -221,7 +221,7 @@ def test_another_cluster_at_the_same_place_answers_nobody(monkeypatch):
         await directory.close()
 
     told = []
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper.connect", connect)
+    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
     asyncio.run(ask_twice())
     assert Elsewhere.open_count == 0
     assert told == []
@@ -248,7 +248,7 @@ def test_what_zookeeper_tells_late_replaces_nothing_newer(monkeypatch):
         return await directory.owner(2, after_failure=False)
 
     told = []
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper.connect", connect)
+    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
     assert asyncio.run(ask()) == Owner("b:2", 4)
     assert told == [{0: Owner("z:1", 3), 1: Owner("z:1", 3)}]
 
@@ -274,7 +274,7 @@ def test_who_asks_while_the_directory_is_closed_leaves_no_session_behind(monkeyp
         await ask()
 
     may_connect = asyncio.Event()
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper.connect", connect)
+    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
     asyncio.run(ask_and_close())
     assert Elsewhere.open_count == 0
 
@@ -347,7 +347,7 @@ def test_what_a_session_has_told_is_not_told_by_the_next(monkeypatch):
             await directory.close()
 
     sessions, seen = [Behind, Unsettled], []
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper.connect", connect)
+    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
     asyncio.run(open_twice())
     assert seen == [3, 0]
 
@@ -380,7 +380,7 @@ def test_who_gives_up_before_zookeeper_is_there_does_not_have_it_begin_anew(monk
         await directory.close()
 
     slow = Slow()
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper.connect", slow)
+    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", slow)
     asyncio.run(ask())
     assert slow.count == 1
     assert Elsewhere.open_count == 0
@@ -404,7 +404,7 @@ def test_that_no_zookeeper_answers_is_told_to_all_who_wait_for_it(monkeypatch):
             slow.may_connect.set()
 
     slow = Slow(errors.CoordinatorUnavailable("refused"))
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper.connect", slow)
+    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", slow)
     asyncio.run(ask())
     assert slow.count == 1
 
@@ -426,7 +426,7 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
         assert len(asyncio.all_tasks()) == 1
 
     slow = Slow()
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper.connect", slow)
+    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", slow)
     asyncio.run(ask_and_close())
 
 
@@ -447,7 +447,7 @@ def test_a_client_that_is_told_where_everything_is_opens_zookeeper_by_its_settin
         pass
 
     asked = []
-    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper.connect", connect)
+    monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
     asyncio.run(ask())
     assert asked == [{"connect_timeout_ms": 7_000, "session_timeout_ms": 9_000}]
     assert Elsewhere.open_count == 0

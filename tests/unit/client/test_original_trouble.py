@@ -250,7 +250,8 @@ class Seen(AsyncCallbacks):
             self.is_over.set()
 
 
-# The feed brings the first, headers fetched in ranges the second (stream.py, invariant 7).
+# The feed brings the first, headers fetched in ranges the second (partition_stream.py, invariant
+# 7).
 @pytest.mark.parametrize("behind", [10_000, 45_000])
 def test_who_is_far_behind_catches_up_and_goes_on(behind):
     async def story(cluster):

@@ -12,8 +12,8 @@ Rules:
     4. What is large has a connection of its own: a range on its way holds up whatever comes behind
        it, and a server reads no appends from who does not take its answers. Each of the two is made
        when it is first needed (docs/decisions/014).
-    5. At an original server (`originals.py`) streams are translated here, between them and the
-       socket; requests are not: whoever makes them knows whom he asks.
+    5. At an original server (`legacy/old_server_link.py`) streams are translated here, between them
+       and the socket; requests are not: whoever makes them knows whom he asks.
     6. A server that keeps somebody waiting, and says nothing to anybody meanwhile, is `silent`: it
        may be frozen, and what it owned may be elsewhere, long before time is up for who waits.
        The log tells of it once (`silence.py`).

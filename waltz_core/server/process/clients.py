@@ -8,8 +8,8 @@ Rules:
     1. Every request is answered, by a partition, by the process, or by an error in words.
     2. A link is read only while `flow` has room for more of it.
     3. Partitions that ever heard of a connection are told of its congestions and of its end.
-    4. An original (up to L 4) is told what `originals` makes of an answer; after the end that this
-       may be, nothing more of it is dealt with.
+    4. An original (up to L 4) is told what `old_client.py` makes of an answer; after the end that
+       this may be, nothing more of it is dealt with.
 """
 
 import asyncio
