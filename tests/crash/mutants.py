@@ -74,14 +74,18 @@ def shown(matrix, mutation, places, *, is_thorough=True):
 
 # It may be left out.
 NOT_NEEDED = {
-    "engine.open > disk.create_durably#4": "the control file is made next, in the same directory",
-    "control_file._create > disk.create_durably#4": "`Engine.open` syncs the same directory next",
+    "engine.open > file_system.create_durably#4": "the control file is made next, in the same "
+    "directory",
+    "control_file._create > file_system.create_durably#4": "`Engine.open` syncs the same "
+    "directory next",
     "engine.open#1": "only after two kills in a row are both names not durable yet",
-    "recovery.open_log > disk.make_with_parents#1": "`Engine.open` has synced that directory",
-    "segment.copy_index > disk.create_durably#4": "the new segment's names are synced next",
-    "segments.renew > segment.create > disk.create_durably#3": "the old files of an empty segment "
+    "log_recovery.open_log > file_system.make_with_parents#1": "`Engine.open` has synced that "
+    "directory",
+    "segment.copy_index > file_system.create_durably#4": "the new segment's names are synced next",
+    "segments.renew > segment.create > file_system.create_durably#3": "the old files of an empty "
+    "segment "
     "are as good as the new ones",
-    "recovery.open_log#2": "the second slot says the same; this one keeps a directory that is "
+    "log_recovery.open_log#2": "the second slot says the same; this one keeps a directory that is "
     "being changed from calling itself clean where syncs are not trusted",
     "segments.renew > segment.sync#1": "nobody believes it; it is for an original, which does not "
     "cut where the next segment begins (test_layout.py)",
@@ -89,8 +93,9 @@ NOT_NEEDED = {
     "room.fill#1": "made anew at each start; a sync takes the room where it is only "
     "promised until then",
     "room.release#1": "room may be free only when the removal is durable",
-    "recovery._recover > segment.recover#1": "a segment that is not the last changes by rot only",
-    "recovery._recover > segment.recover#2": "as the line before",
+    "log_recovery._recover > segment.recover#1": "a segment that is not the last changes by rot "
+    "only",
+    "log_recovery._recover > segment.recover#2": "as the line before",
     "truncation.carry_out > segment.sync#1": "records whose entry was cut are no part of the "
     "log, and the entries are synced",
     "truncation.carry_out > segment.sync_index#1": "an index that is too long is cut by the "
@@ -102,17 +107,20 @@ NOT_NEEDED = {
 }
 # It is needed, and not before the next one: both are done before anything is told.
 ANY_ORDER = {
-    "disk.make_with_parents#1": "names of different directories",
-    "disk.make_with_parents#2": "names of different directories",
+    "file_system.make_with_parents#1": "names of different directories",
+    "file_system.make_with_parents#2": "names of different directories",
     "engine.open > control_file.open#2": "the control file and names",
     "control_file.set_flags#1": "a flag whose directory is not there yet, and the other way round",
     "engine.found#0": "as the line before",
     "engine.found > control_file.set_flags_of#1": "as the line before",
-    "recovery.open_log#1": "names, and a slot in a file that had its name before",
-    "segment.create > disk.create_durably#2": "what is in the files; each before its own rename",
-    "segment.create > disk.create_durably#4": "names, and records that were not told yet",
-    "recovery._begin > disk.create_durably#2": "what is in the files; each before its own rename",
-    "recovery._begin > disk.create_durably#4": "names, and a promise that was not told yet",
+    "log_recovery.open_log#1": "names, and a slot in a file that had its name before",
+    "segment.create > file_system.create_durably#2": "what is in the files; each before its own "
+    "rename",
+    "segment.create > file_system.create_durably#4": "names, and records that were not told yet",
+    "log_recovery._begin > file_system.create_durably#2": "what is in the files; each before its "
+    "own rename",
+    "log_recovery._begin > file_system.create_durably#4": "names, and a promise that was not told "
+    "yet",
     "segment.write_again#4": "records, index and batches: nothing is told until all are synced",
     "segment.write_again#5": "as the line before",
     "segment.write_again#6": "batches, and a slot that vouches for no more than was told",
@@ -124,7 +132,7 @@ ANY_ORDER = {
     "partition_log._confirm#1": "a mark that was told as set, and records that were not told yet",
     "segments.cut > segment.remove#1": "names of one directory, the newest segment first; one sync "
     "after two removals finds them in any order, and the intent removes the rest",
-    "recovery.open_segments > segment.remove#1": "as at the cut",
+    "log_recovery.open_segments > segment.remove#1": "as at the cut",
     "truncation.carry_out > segment.sync#2": "batches and the index",
     "segments.fill > segment.fill#5": "records of a hole, whose damage is still noted",
 }

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+import waltz_core.storage
 from tests.property.storage_model import batches
 from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
 from waltz_core.records.record import (
@@ -36,6 +37,7 @@ RESERVE_BYTES = 3000
 STARTED_MS = 1_700_000_000_000
 
 
+STORAGE_FOLDER = Path(waltz_core.storage.__path__[0])
 # Frames that say nothing about why something is synced.
 TRANSPARENT = {
     "index.sync",
@@ -133,7 +135,7 @@ def site():
     frames, frame = [], sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.parent.name == "storage" and path.parent.parent.name == "waltz_core":
+        if path.parent.parent == STORAGE_FOLDER:
             frames.append((f"{path.stem}.{frame.f_code.co_name}", frame.f_code, frame.f_lineno))
         frame = frame.f_back
     # Who opens a partition makes no difference, nor how deep a directory lies.
