@@ -1,13 +1,48 @@
 """Stories on an event loop: they end within a time, and wait for what has no event of its own."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import selectors
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
+from typing import TypeVar
 
 from tests.patience import HANG_S
 from waltz_core.transport import net
 
 LOOK_S = 0.002
+
+ResultT = TypeVar("ResultT")
+
+
+class _NoWaiting(selectors.DefaultSelector):
+    """Waits for no time to pass: what there is to wait for is added to the loop's clock."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        found = super().select(0)
+        if not found:
+            assert timeout is not None, "nothing is planned: the story waits for ever"
+            self.now_s += timeout
+        return found
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._clock = _NoWaiting()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now_s
+
+
+def in_virtual_time(story: Coroutine[object, object, ResultT]) -> ResultT:
+    """Run a coroutine that only waits for timers and tasks, however long, at once.
+
+    Time passes while everything waits, and at no other moment: so a busy machine changes nothing.
+    """
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(story)
 
 
 def on_loop(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:

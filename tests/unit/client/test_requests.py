@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from tests.loops import in_virtual_time
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client.links.directory import Owner
@@ -97,13 +98,13 @@ def gone(_request):
 
 def test_who_has_failed_is_asked_for_by_its_next_owner():
     cluster = Cluster(old=gone, new=mark(7))
-    assert asyncio.run(cluster.requests.high_water_mark(0, linearizable=False)) == 7
+    assert in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False)) == 7
     assert [address for address, _ in cluster.asked] == ["old", "new"]
 
 
 def test_a_mark_that_must_not_be_stale_is_asked_for_as_such():
     cluster = Cluster(owner=mark(7))
-    assert asyncio.run(cluster.requests.high_water_mark(0, linearizable=True)) == 107
+    assert in_virtual_time(cluster.requests.high_water_mark(0, linearizable=True)) == 107
 
 
 def test_that_the_log_ends_is_believed_when_a_quorum_says_so():
@@ -117,7 +118,7 @@ def test_that_the_log_ends_is_believed_when_a_quorum_says_so():
         return mark(4)(request)
 
     cluster = Cluster(owner=stale)
-    chunk = asyncio.run(cluster.requests.range(0, RangeQuery(5, 9)))
+    chunk = in_virtual_time(cluster.requests.range(0, RangeQuery(5, 9)))
     assert (chunk.next, ends) == (5, [9, 9, 4])
 
 
@@ -135,14 +136,14 @@ def test_what_has_moved_nowhere_is_not_asked_again():
             assert await asking == 7
         assert len(cluster.asked) == 1
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 @pytest.mark.parametrize("error", [errors.BadRequest, errors.DataLoss])
 def test_what_would_not_help_is_not_asked_again(error):
     cluster = Cluster(owner=lambda _request: error("no"))
     with pytest.raises(error, match="no"):
-        asyncio.run(cluster.requests.flush(0))
+        in_virtual_time(cluster.requests.flush(0))
     assert len(cluster.asked) == 1
 
 
@@ -162,7 +163,7 @@ def test_when_time_is_up_at_zookeeper_what_had_failed_before_is_told():
     cluster.requests._config = ClientConfig(retry_interval_ms_min=1, request_timeout_ms=500)
     told = r"not said who owns it; before that: no ZooKeeper answered at zk1: refused$"
     with pytest.raises(errors.CoordinatorUnavailable, match=told):
-        asyncio.run(cluster.requests.high_water_mark(0, linearizable=False))
+        in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False))
 
 
 @pytest.mark.parametrize(
@@ -184,4 +185,4 @@ def test_a_last_try_that_had_no_time_does_not_hide_why_the_others_failed(silent_
             await cluster.requests.high_water_mark(0, linearizable=False)
         return type(raised.value)
 
-    assert asyncio.run(story()) is told
+    assert in_virtual_time(story()) is told
