@@ -41,7 +41,7 @@ from waltz_core.storage.files.format import (
     SegmentHeader,
 )
 from waltz_core.storage.files.segment import Segment
-from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 
 STAMP_MS = 1_700_000_000_000

@@ -43,14 +43,13 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.log.partition_log import (
-    LogSettings,
-    PartitionLog,
-)
+from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from waltz_core.storage.log.partition_log import PartitionLog
 
 
 MIB: Final = 1024 * 1024

@@ -101,7 +101,7 @@ NOT_NEEDED = {
     "truncation.carry_out > segment.sync_index#1": "an index that is too long is cut by the "
     "next opening",
     "reading._note_damage#1": "the next read finds it again",
-    "repair > replica_log.mark_acked > partition_log.mark_acked#2": "for what is lost "
+    "repair > log_files.mark_acked#2": "for what is lost "
     "beside a hole: this disk gives all that was synced (test_partition_log.py has another)",
     "segments.fill > segment.fill#6": "an index that is wrong is mended by the next read",
 }
@@ -124,11 +124,11 @@ ANY_ORDER = {
     "segment.write_again#4": "records, index and batches: nothing is told until all are synced",
     "segment.write_again#5": "as the line before",
     "segment.write_again#6": "batches, and a slot that vouches for no more than was told",
-    "partition_log.sync > segment.sync#1": "records and batches count together only",
-    "partition_log.sync > segment.sync#2": "batches and the slot that marks them, at a clean end",
-    "partition_log._roll > segment.sync#1": "records and batches count together only",
-    "partition_log._roll > segment.sync#2": "batches, and an index that can be mended",
-    "partition_log._roll#3": "the marker moves on; names of the new segment",
+    "log_files.sync > segment.sync#1": "records and batches count together only",
+    "log_files.sync > segment.sync#2": "batches and the slot that marks them, at a clean end",
+    "log_files._roll > segment.sync#1": "records and batches count together only",
+    "log_files._roll > segment.sync#2": "batches, and an index that can be mended",
+    "log_files._roll#3": "the marker moves on; names of the new segment",
     "partition_log._confirm#1": "a mark that was told as set, and records that were not told yet",
     "segments.cut > segment.remove#1": "names of one directory, the newest segment first; one sync "
     "after two removals finds them in any order, and the intent removes the rest",

@@ -25,7 +25,7 @@ from waltz_core.records.record import (
     GENESIS_CHAIN,
     next_chain,
 )
-from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.crash import RecordingDisk, Remark, Sync, Write
 from waltz_sim.world.simulated_disk import Fault
@@ -48,7 +48,7 @@ TRANSPARENT = {
     "control_file._write",
     "control_file._write_all",
     "control_file._sync",
-    "partition_log._write_slot",
+    "log_files.write_slot",
 }
 
 
@@ -398,7 +398,7 @@ class Story:
     def rot(self, partition, transaction_id):
         """Let a byte of a record be another one, durably, without anybody being told."""
         log = self.log(partition)
-        segment = log._segments.all[log._segments._index_of(transaction_id)]
+        segment = log._files.segments.all[log._files.segments._index_of(transaction_id)]
         at = int(segment.bounds(transaction_id, transaction_id)[0]) + 37
         path = ROOT / str(partition) / f"{segment.first:019d}.seg"
         self.disk.inner.flip(path, at)

@@ -29,7 +29,7 @@ from tests.crash.stories import (
     truncate,
 )
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.crash import AnyOf, Everything, Keep, Platter, RecordingDisk
 from waltz_sim.world.simulated_disk import (

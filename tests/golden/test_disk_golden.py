@@ -31,10 +31,8 @@ from waltz_core.storage.files.format import (
     SegmentHeader,
     partition_info_offset,
 )
-from waltz_core.storage.log.partition_log import (
-    LogSettings,
-    PartitionLog,
-)
+from waltz_core.storage.log.log_files import LogSettings
+from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.removal import Wipe
 from waltz_core.storage.service.engine import Engine
 

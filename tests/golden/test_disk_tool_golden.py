@@ -8,7 +8,7 @@ from tests.golden.test_disk_golden import KEY, load, original_directory
 from tests.offline_storage import flip, found, patch, verified
 from waltz_core.cli.main import main
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 
 NAME = "0" * 19

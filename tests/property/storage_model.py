@@ -16,10 +16,8 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.storage.files.control_file import ControlFile
-from waltz_core.storage.log.partition_log import (
-    LogSettings,
-    PartitionLog,
-)
+from waltz_core.storage.log.log_files import LogSettings
+from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_sim.world.simulated_disk import (
     Fault,
     PowerLoss,

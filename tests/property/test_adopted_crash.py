@@ -20,8 +20,8 @@ from waltz_core.records.record import (
 )
 from waltz_core.storage.files.control_file import ControlFile
 from waltz_core.storage.log import log_recovery
-from waltz_core.storage.log.partition_log import LogSettings
-from waltz_core.storage.log.replica_log import ReplicaLog
+from waltz_core.storage.log.log_files import LogSettings
+from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_sim.world.simulated_disk import (
     Fault,
     PowerLoss,
@@ -67,7 +67,7 @@ class World:
     def open(self):
         self.control = ControlFile.open(self.disk, ROOT, KEY, 4, 1)
         settings = LogSettings(KEY, 900, lambda: 1_700_000_000_000)
-        self.log = ReplicaLog.open(
+        self.log = PartitionLog.open(
             self.disk, ROOT / str(PARTITION), PARTITION, self.control, settings
         )
 

@@ -19,7 +19,7 @@ from waltz_core.records.record import (
     NO_SESSION,
 )
 from waltz_core.storage.files.format import Mark
-from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.simulated_disk import (
     Fault,

@@ -177,13 +177,14 @@ def mark_on_a_short_log() -> Patches:
             changed(self, each, repair, step, answer)
 
     def set_low_water_mark(self, session, mark, chain):
-        ours, self.chain = self.chain, chain
-        last, self.synced_max = self.synced_max, mark
+        files = self._files
+        ours, files.chain = files.chain, chain
+        last, files.synced_max = files.synced_max, mark
         try:
             with instead(PartitionLog, "max_id", property(lambda _: mark)):
                 set_mark(self, session, mark, chain)
         finally:
-            self.chain, self.synced_max = ours, last
+            files.chain, files.synced_max = ours, last
 
     yield instead(Repair, "next_step", _next_step)
     yield instead(Repairs, "_changed", _changed)

@@ -19,6 +19,7 @@ from waltz_core.storage.log import (
     reading,
     truncation,
 )
+from waltz_core.storage.log.log_files import LogFiles
 from waltz_core.storage.log.log_recovery import _Opening
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import (
@@ -37,11 +38,12 @@ def skip_truncate() -> Patches:
     def truncate(self, session, last_to_keep, base, base_chain):
         if self.synced_max <= last_to_keep:
             return original(self, session, last_to_keep, base, base_chain)
-        kept = self._segments.chain_at(last_to_keep)
+        kept = self.chain_at(last_to_keep)
         if kept is None:
             return original(self, session, last_to_keep, base, base_chain)
         # What it tells is what a cut would have left; the next append goes behind the rest.
-        self.synced_max, self.chain, self._synced_chain = last_to_keep, kept, kept
+        files = self._files
+        files.synced_max, files.chain, files.synced_chain = last_to_keep, kept, kept
         return last_to_keep, kept
 
     yield instead(PartitionLog, "truncate", truncate)
@@ -51,15 +53,15 @@ def skip_truncate() -> Patches:
 def truncate_without_intent() -> Patches:
     """A truncation is not written down first, and not synced."""
 
-    def _truncate(self, last_to_keep):
-        cut, _ = truncation.cut_of(self._segments, last_to_keep)
-        self._segments.cut(last_to_keep, cut)
-        self.synced_max = self.max_id
-        self.chain = self._synced_chain = self._segments.chain
-        marker = min(self.slot.acked, Marker(self.max_id, self.chain))
-        self._write_slot(replace(self.slot, acked=marker))
+    def cut(self, last_to_keep):
+        cut, _ = truncation.cut_of(self.segments, last_to_keep)
+        self.segments.cut(last_to_keep, cut)
+        self.synced_max = self.last
+        self.chain = self.synced_chain = self.segments.chain
+        marker = min(self.slot.acked, Marker(self.last, self.chain))
+        self.write_slot(replace(self.slot, acked=marker))
 
-    yield instead(PartitionLog, "_truncate", _truncate)
+    yield instead(LogFiles, "cut", cut)
 
 
 @switch
@@ -68,11 +70,12 @@ def truncate_below_mark() -> Patches:
     original = PartitionLog.truncate
 
     def truncate(self, session, last_to_keep, base, base_chain):
-        mark, self._slots.slot = self.slot, replace(self.slot, low_water_mark=BEFORE_FIRST)
+        slots = self._files.slots
+        mark, slots.slot = self.slot, replace(self.slot, low_water_mark=BEFORE_FIRST)
         try:
             return original(self, session, last_to_keep, base, base_chain)
         finally:
-            self._slots.slot = replace(self.slot, low_water_mark=mark.low_water_mark)
+            slots.slot = replace(self.slot, low_water_mark=mark.low_water_mark)
 
     yield instead(PartitionLog, "truncate", truncate)
 
@@ -82,12 +85,11 @@ def answer_before_fsync() -> Patches:
     """An append is answered before it is durable."""
 
     def sync(self):
-        if self._failed:
-            raise DiskFailed("a write failed in this session")
-        self.synced_max, self._synced_chain = self.max_id, self.chain
+        self.check_working()
+        self.synced_max, self.synced_chain = self.last, self.chain
         return self.synced_max
 
-    yield instead(PartitionLog, "sync", sync)
+    yield instead(LogFiles, "sync", sync)
 
 
 @switch
@@ -111,7 +113,7 @@ def promise_not_durable() -> Patches:
     original = PartitionLog.prepare
 
     def prepare(self, session, nonce):
-        slots = self._slots
+        slots = self._files.slots
         write, slots.write = slots.write, lambda slot: setattr(slots, "slot", slot)
         try:
             return original(self, session, nonce)
@@ -217,7 +219,7 @@ def mark_confirmed_when_set() -> Patches:
 
     def set_low_water_mark(self, session, mark, chain):
         original(self, session, mark, chain)
-        self._write_slot(replace(self.slot, low_water_mark=mark, provisional=None))
+        self._files.write_slot(replace(self.slot, low_water_mark=mark, provisional=None))
 
     yield instead(PartitionLog, "set_low_water_mark", set_low_water_mark)
 
@@ -230,10 +232,10 @@ def session_kept_at_mark_only_when_engaged() -> Patches:
     def set_low_water_mark(self, session, mark, chain):
         before = self.slot.last_session
         set_mark(self, session, mark, chain)
-        self._write_slot(replace(self.slot, last_session=before))
+        self._files.write_slot(replace(self.slot, last_session=before))
 
     def _confirm(self, session):
-        self._write_slot(replace(self.slot, last_session=session))
+        self._files.write_slot(replace(self.slot, last_session=session))
         confirm(self, session)
 
     def engage(self, session, mark):
@@ -311,15 +313,15 @@ def reads_unchecked() -> Patches:
 @switch
 def marker_not_kept() -> Patches:
     """Nothing is remembered of how far the log had come."""
-    original = PartitionLog._write_slot
+    original = LogFiles.write_slot
 
-    def _write_slot(self, slot):
+    def write_slot(self, slot):
         original(self, replace(slot, acked=Marker(BEFORE_FIRST, bytes(16))))
 
     def vouched(self, place):
         return BEFORE_FIRST
 
-    yield instead(PartitionLog, "_write_slot", _write_slot)
+    yield instead(LogFiles, "write_slot", write_slot)
     yield instead(LineageFile, "vouched", vouched)
 
 

@@ -337,7 +337,7 @@ def test_decision_stays(world):
 
 def test_gate_no_append_reaches_a_disk(world):
     session = world.claim()
-    world.storage.log._slots.slot = replace(
+    world.storage.log._files.slots.slot = replace(
         world.storage.log.slot, nonce=world.sessions.claims[session].nonce
     )
     with fails("GateCAS2"):
@@ -442,7 +442,7 @@ def test_a_cut_that_an_opening_ends_when_others_have_acknowledged_more(world):
 
 def test_no_cut_below_the_mark(world):
     log = world.storage.log
-    log._slots.slot = replace(log.slot, low_water_mark=5)
+    log._files.slots.slot = replace(log.slot, low_water_mark=5)
     with fails("NoCutCommitted"):
         world.works(m.Truncate, 4, -1, bytes(16))
 
@@ -505,7 +505,7 @@ def test_fixed_at_the_end():
 
 def test_fixed_now_and_then(world):
     log = world.storage.log
-    log._slots.slot = replace(log.slot, low_water_mark=5)
+    log._files.slots.slot = replace(log.slot, low_water_mark=5)
     world.checks.replicas.look_at(world.storage, log)
     rot(world)
     with fails("Fixed"):
@@ -946,7 +946,7 @@ def test_converged_a_replica_with_another_end():
 def test_converged_a_suspect_replica():
     world = World(is_over=True)
     log = world.storage.log
-    log._slots.slot = replace(log.slot, suspect=True)
+    log._files.slots.slot = replace(log.slot, suspect=True)
     with fails("Converged"):
         world.checks.at_end()
 

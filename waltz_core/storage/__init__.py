@@ -15,7 +15,7 @@ From the top: `daemon` is the process, `serving` says which partitions it serves
 servers, with a `lane` for each partition and the `scrub`'s timetable, and `effects` what all of
 that wants done; `work` is what is done on threads, `figures` what is shown of it. `admin_port` and
 `admin` answer whoever administers, with `errands` that `upkeep` carries out. `engine` holds a
-directory, `room` what is kept back of its disk, `partition_log` a partition's log, `replica_log`
+directory, `room` what is kept back of its disk, `partition_log` a partition's log, `covering`
 the same with records that Waltz 0.13 may have written, `removal` deletes one, `recovery` opens one,
 `reading` reads it, `damage` mends it, `truncation` cuts it, `rebatching` gives records other
 batches, `segments` makes many files look like one, `segment` is one of them, `index` its two

@@ -28,8 +28,8 @@ from waltz_core.records.record import (
     SessionId,
 )
 from waltz_core.storage.files.room import Room
-from waltz_core.storage.log.partition_log import LogSettings
-from waltz_core.storage.log.replica_log import ReplicaLog
+from waltz_core.storage.log.log_files import LogSettings
+from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub
 from waltz_core.storage.service import (
     service,
@@ -108,7 +108,7 @@ class SimStorage(Process):
         return self.wall_ms
 
     @property
-    def log(self) -> ReplicaLog | None:
+    def log(self) -> PartitionLog | None:
         """The log of the partition, where the process runs and serves it."""
         if self.engine is None:
             return None
@@ -259,7 +259,7 @@ class SimStorage(Process):
         self._cluster.network.died(self, is_silent=False)
         self._cluster.restart_later(self)
 
-    def _open_log(self, engine: Engine) -> ReplicaLog:
+    def _open_log(self, engine: Engine) -> PartitionLog:
         """As the daemon does: a full disk still has room for opening."""
         partition_id = PartitionId(self._cluster.partition_id)
         return engine.room.with_reserve(partial(engine.assign, partition_id))

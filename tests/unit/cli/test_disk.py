@@ -258,7 +258,7 @@ import sys
 from pathlib import Path
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.log_files import LogSettings
 engine = Engine.open(
     RealDisk(), Path(sys.argv[1]), LogSettings(bytes(range(16)), 900, lambda: 1),
     partition_count=4, new_storage_id=bytes(16),

@@ -22,7 +22,7 @@ from waltz_core.errors import (
     UnknownPartition,
 )
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.simulated_disk import (
     Fault,

@@ -38,10 +38,8 @@ from waltz_core.storage.files.format import (
     SEGMENT_HEADER_BYTES,
     IdRange,
 )
-from waltz_core.storage.log.partition_log import (
-    LogSettings,
-    PartitionLog,
-)
+from waltz_core.storage.log.log_files import LogSettings
+from waltz_core.storage.log.partition_log import PartitionLog
 
 KEY = bytes(range(16))
 NONCE = b"n" * 16
@@ -301,9 +299,9 @@ def test_the_first_append_of_a_session_confirms_its_mark_and_of_a_later_one_does
 
 def test_segments_roll_over_at_the_record_that_crosses_the_limit(world):
     world.append([200], size=53)  # 93 bytes each
-    sizes = [segment.size_bytes for segment in world.log._segments.all]
+    sizes = [segment.size_bytes for segment in world.log._files.segments.all]
     assert sizes == [128 + 93 * 21] * 9 + [128 + 93 * 11]
-    assert [segment.first for segment in world.log._segments.all] == list(range(0, 200, 21))
+    assert [segment.first for segment in world.log._files.segments.all] == list(range(0, 200, 21))
     assert world.log.slot.acked.transaction_id == BEFORE_FIRST  # the batch had not ended
     world.append([1])
     world.crash()
@@ -337,7 +335,7 @@ def test_an_append_that_does_not_go_on_or_does_not_hold_is_refused_and_leaves_no
 
 def test_ranges_go_over_segment_borders_and_keep_to_batches(world):
     written = b"".join(world.append([3, 4, 5]) for _ in range(20))
-    assert len(world.log._segments.all) > 3
+    assert len(world.log._files.segments.all) > 3
     assert world.everything() == written
     read = world.log.read_range(3, 239, 60 * 9, whole_batches=True)
     assert [(one.first, one.last) for one in read.entries] == [(3, 6), (7, 11)]
@@ -359,8 +357,8 @@ def test_ranges_go_over_segment_borders_and_keep_to_batches(world):
 
 def flip(world, transaction_id, at=38):
     log = world.log
-    place = log._segments._index_of(transaction_id)
-    segment = log._segments.all[place]
+    place = log._files.segments._index_of(transaction_id)
+    segment = log._files.segments.all[place]
     offset = int(segment.bounds(transaction_id, transaction_id)[0])
     path = world.directory / "0" / f"{segment.first:019d}.seg"
     with path.open("r+b") as file:
@@ -571,7 +569,7 @@ def test_one_lost_lineage_file_in_the_middle_makes_the_replica_suspect(world):
 
 def test_a_missing_segment_in_the_middle_is_damage_and_can_be_filled(world):
     written = b"".join(world.append([5]) for _ in range(40))
-    firsts = [segment.first for segment in world.log._segments.all]
+    firsts = [segment.first for segment in world.log._files.segments.all]
     for suffix in ("seg", "idx", "chn"):
         (world.directory / "0" / f"{firsts[2]:019d}.{suffix}").unlink()
     world.crash()
@@ -591,7 +589,7 @@ def test_a_missing_segment_in_the_middle_is_damage_and_can_be_filled(world):
 def test_a_torn_slot_falls_back_and_refuses_what_may_have_been_promised(world):
     world.append([2])
     world.log.prepare(7, NONCE)
-    place = world.log._slots._place
+    place = world.log._files.slots._place
     world.log.abandon()
     world.control.close()
     with (world.directory / "0" / "waltz-x.ctl").open("r+b") as file:
@@ -748,7 +746,7 @@ def test_a_failed_write_or_sync_cuts_what_was_not_acknowledged_and_goes_on_in_a_
     state = world.log.prepare(2, NONCE)
     assert (state.synced_max, state.suspect) == (4, False)
     written += world.append([4], session=2)
-    assert [one.first for one in world.log._segments.all] == [0, 5]
+    assert [one.first for one in world.log._files.segments.all] == [0, 5]
     world.crash()
     assert world.everything() == written
     assert not world.log.suspect

@@ -21,7 +21,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.files.format import Slot
-from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub
 from waltz_core.storage.service import (
     service,

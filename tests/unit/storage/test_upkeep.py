@@ -20,7 +20,7 @@ from waltz_core.records.record import (
     GENESIS_CHAIN,
     NO_SESSION,
 )
-from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service import (
     errands,
     upkeep,
@@ -126,7 +126,7 @@ def test_a_log_that_does_not_open_after_a_change_says_why(engine, monkeypatch):
     def broken(*_arguments, **_options):
         raise BadFormat("rotten")
 
-    monkeypatch.setattr("waltz_core.storage.service.engine.ReplicaLog.open", broken)
+    monkeypatch.setattr("waltz_core.storage.service.engine.PartitionLog.open", broken)
     carry_out(engine, errands.Doubt(1))  # is done all the same
     assert facts_of(engine, 1, is_served=False).why_not == "rotten"
 

@@ -19,7 +19,7 @@ from waltz_core.storage.disk.file_system import (
     RealFile,
 )
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
-from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import (
     Piece,
     Scrubbed,

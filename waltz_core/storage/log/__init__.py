@@ -1,7 +1,7 @@
 """The log of one partition on one replica: append, read, recover, truncate, repair, scrub.
 
-`partition_log.py` is the log, `replica_log.py` the log of a replica, with records of Waltz 0.13 in
-it. `log_recovery.py` opens it after a crash, `reading.py` reads around damage, `truncation.py`
-cuts its end, `damage.py` and `rebatching.py` repair it, `removal.py` deletes it, and `scrub.py`
-reads it again to find rot.
+`partition_log.py` is the log, over the files in `log_files.py`; `covering.py` keeps records of
+Waltz 0.13 until an owner has compared them. `log_recovery.py` opens a log after a crash,
+`reading.py` reads around damage, `truncation.py` cuts the end, `damage.py` and `rebatching.py`
+repair it, `removal.py` deletes it, and `scrub.py` reads it again to find rot.
 """

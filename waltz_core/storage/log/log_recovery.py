@@ -15,7 +15,7 @@ Rules:
        or its session: a crash may have come between our slot and the structure that it knows of.
        The same holds for records that an owner has left without batches (`UNBATCHED`), or that an
        earlier version of this storage took from 0.13 servers: our slot is the newest then, and its
-       marker vouches. A provisional mark of such a server loses its session (`replica_log.py`,
+       marker vouches. A provisional mark of such a server loses its session (`covering.py`,
        rule 1). Bounds are those that the ids give, however often it was opened meanwhile: batches
        of an earlier adoption that end elsewhere are made again.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any

@@ -40,7 +40,7 @@ from waltz_core.records.record import (
     PartitionId,
     ReplicaId,
 )
-from waltz_core.storage.log.replica_log import ReplicaLog
+from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import service
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.errands import Standing
@@ -86,11 +86,11 @@ class Serving:
         post: Callable[[service.Event], None],
         report: Callable[[Report], None],
         in_thread: InThread,
-        on_opened: Callable[[ReplicaLog], None],
+        on_opened: Callable[[PartitionLog], None],
         on_dropped: Callable[[PartitionId], None],
     ) -> None:
         self.address = ReplicaId("")  # until the daemon knows its port
-        self.logs: dict[PartitionId, ReplicaLog] = {}
+        self.logs: dict[PartitionId, PartitionLog] = {}
         self._engine = engine
         self._coordinator = coordinator
         self._assigned = partitions  # what is assigned here, offline or not
@@ -217,7 +217,7 @@ class Serving:
 
     async def _open(self, partition_ids: Sequence[PartitionId]) -> None:
         """Open the logs side by side; one that cannot be served is no reason to miss the others."""
-        found: dict[PartitionId, ReplicaLog | errors.WaltzError] = {}
+        found: dict[PartitionId, PartitionLog | errors.WaltzError] = {}
 
         def open_one(partition_id: PartitionId) -> None:
             try:

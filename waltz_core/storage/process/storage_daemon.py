@@ -51,7 +51,7 @@ from waltz_core.storage.disk.file_system import (
     RealDisk,
     open_for_another,
 )
-from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import (
     Scrub,
     ScrubState,

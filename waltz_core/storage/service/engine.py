@@ -78,9 +78,9 @@ from waltz_core.storage.files.room import (
     append_bytes,
 )
 from waltz_core.storage.log import removal
-from waltz_core.storage.log.partition_log import LogSettings
+from waltz_core.storage.log.log_files import LogSettings
+from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.removal import Wipe
-from waltz_core.storage.log.replica_log import ReplicaLog
 from waltz_core.wire.admin_messages import Copy
 
 STORAGE_ID_NAME: Final = "waltz-x.id"
@@ -111,13 +111,13 @@ class Engine:
         with of_file(directory / STORAGE_ID_NAME):
             self.storage_id = decode_storage_id(id_file.pread(STORAGE_ID_BYTES, 0))
         self.cluster_key = settings.cluster_key
-        self.logs: dict[PartitionId, ReplicaLog] = {}
+        self.logs: dict[PartitionId, PartitionLog] = {}
         self.failed: dict[PartitionId, WaltzError] = {}
         self._disk = disk
         self._control = control
         self._settings = settings
         self._id_file = id_file
-        self._gone: dict[PartitionId, ReplicaLog] = {}  # rule 8
+        self._gone: dict[PartitionId, PartitionLog] = {}  # rule 8
         self._named: set[PartitionId] = set()  # whose directories have durable names (rule 7)
         self._control_identity = disk.identity(directory / CONTROL_NAME)
 
@@ -203,7 +203,7 @@ class Engine:
         """Whether a partition that is held may be served."""
         return bool(self.info(partition_id).flags & FLAG_AVAILABLE)
 
-    def assign(self, partition_id: PartitionId) -> ReplicaLog:
+    def assign(self, partition_id: PartitionId) -> PartitionLog:
         """Begin to hold a partition, durably, and open its log; again is no error.
 
         Raises:
@@ -234,7 +234,7 @@ class Engine:
             self._named.update(new)
             self._control.set_flags_of(new, FLAG_ASSIGNED | FLAG_AVAILABLE)
 
-    def log(self, partition_id: PartitionId) -> ReplicaLog:
+    def log(self, partition_id: PartitionId) -> PartitionLog:
         """Return the log of a partition.
 
         Raises:
@@ -290,12 +290,12 @@ class Engine:
         """Whether the files of any partition were deleted or replaced (rule 8)."""
         return bool(self._gone)
 
-    def _open_log(self, partition_id: PartitionId) -> ReplicaLog:
+    def _open_log(self, partition_id: PartitionId) -> PartitionLog:
         if partition_id in self._gone:
             raise self.failed[partition_id]
         directory = self._directory_of(partition_id)
         try:
-            log = ReplicaLog.open(
+            log = PartitionLog.open(
                 self._disk,
                 directory,
                 partition_id,

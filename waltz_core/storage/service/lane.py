@@ -21,7 +21,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.storage.files.format import NOBODYS_NONCE
-from waltz_core.storage.log.replica_log import ReplicaLog
+from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Piece
 from waltz_core.storage.service.work import (
     ConnectionId,
@@ -41,7 +41,7 @@ REQUEST_BYTES: Final = 512
 class Lane:
     """One partition: the session it is bound to, what waits for it, whether work is under way."""
 
-    log: ReplicaLog
+    log: PartitionLog
     # What PREPARE has raised, at its arrival (`service.py`, rule 3).
     promised: SessionId
     nonce: bytes

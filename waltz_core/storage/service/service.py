@@ -58,8 +58,8 @@ from waltz_core.records.record import (
 from waltz_core.storage.files.format import NOBODYS_NONCE
 from waltz_core.storage.files.id_ranges import in_words
 from waltz_core.storage.files.room import Room
-from waltz_core.storage.log.partition_log import MARKER_INTERVAL_MS
-from waltz_core.storage.log.replica_log import ReplicaLog
+from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
+from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import (
     Piece,
     Scrub,
@@ -131,7 +131,7 @@ class Disconnected:
 class Opened:
     """A partition is assigned to this storage and its log is open."""
 
-    log: ReplicaLog
+    log: PartitionLog
 
 
 @value(frozen=True, slots=True)
@@ -363,7 +363,7 @@ class StorageService:
                     queue.remove(request)
                     self._unqueue(request)
 
-    def _opened(self, log: ReplicaLog, now_ms: int) -> None:
+    def _opened(self, log: PartitionLog, now_ms: int) -> None:
         assert log.partition_id not in self._lanes
         self._lanes[log.partition_id] = Lane(log, promised=log.promised, nonce=log.slot.nonce)
         self._scrub.opened(log.partition_id, now_ms)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
 from waltz_core.storage.files.room import Room
-from waltz_core.storage.log.replica_log import ReplicaLog
+from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.work import (
     ConnectionId,
     Work,
@@ -59,14 +59,14 @@ class RunWork:
 class Idle:
     """A dropped partition has no work under way any more: its log may be closed."""
 
-    log: ReplicaLog
+    log: PartitionLog
 
 
 @value(frozen=True, slots=True)
 class GiveUp:
     """The files of a partition were deleted or replaced: drop it, and do not open it again."""
 
-    log: ReplicaLog
+    log: PartitionLog
     why: WaltzError
 
 

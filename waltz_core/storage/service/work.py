@@ -46,8 +46,8 @@ from waltz_core.storage.files.room import (
     Room,
     append_bytes,
 )
+from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.reading import PlacesRead
-from waltz_core.storage.log.replica_log import ReplicaLog
 from waltz_core.storage.log.scrub import (
     Piece,
     Scrubbed,
@@ -130,7 +130,7 @@ class Work:
 
     def __init__(
         self,
-        log: ReplicaLog,
+        log: PartitionLog,
         requests: tuple[Request, ...],
         storage_id: bytes,
         *,
@@ -243,7 +243,7 @@ def _without(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[I
     return ranges
 
 
-def _scrub(log: ReplicaLog, piece: Piece) -> Scrubbed:
+def _scrub(log: PartitionLog, piece: Piece) -> Scrubbed:
     log.check_place()
     before = log.reader.checked_bytes
     next_id = log.verify(piece.first, piece.bytes_max)
@@ -261,7 +261,7 @@ def _append_bytes(append: StorageMessage) -> int:
 
 
 def _append_group(
-    log: ReplicaLog,
+    log: PartitionLog,
     requests: Sequence[Request],
     result: WorkResult,
     clock_s: Callable[[], float],
@@ -299,7 +299,7 @@ def _appended(append: AppendRaw, synced_max: TransactionId, result: WorkResult) 
     return Appended(append.session_id, append.sequence, append.partition_id, synced_max)
 
 
-def _append(log: ReplicaLog, append: AppendRaw) -> None:
+def _append(log: PartitionLog, append: AppendRaw) -> None:
     _check_crc("append", append)
     log.append(
         SessionId(append.session_id),
@@ -325,7 +325,7 @@ def _check_crc(what: str, message: AppendRaw | Repair) -> None:
 # Everything else, one at a time
 
 
-def _change(log: ReplicaLog, message: StorageMessage) -> ReplicaState:
+def _change(log: PartitionLog, message: StorageMessage) -> ReplicaState:
     session = SessionId(message.session_id)
     match message:
         case SetLowWaterMark():
@@ -349,7 +349,7 @@ def _change(log: ReplicaLog, message: StorageMessage) -> ReplicaState:
     return ReplicaState(*_prefix(message), state.synced_max, state.chain)
 
 
-def _prepare(log: ReplicaLog, message: Prepare, storage_id: bytes) -> Prepared:
+def _prepare(log: PartitionLog, message: Prepare, storage_id: bytes) -> Prepared:
     found = log.prepare(SessionId(message.session_id), message.nonce)
     return Prepared(
         *_prefix(message),
@@ -365,7 +365,7 @@ def _prepare(log: ReplicaLog, message: Prepare, storage_id: bytes) -> Prepared:
     )
 
 
-def _read(log: ReplicaLog, message: RangeRaw, result: WorkResult) -> RangeBytes:
+def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeBytes:
     first = TransactionId(message.first)
     last = TransactionId(min(message.last, log.synced_max))
     limit = BATCHES_BYTES_MAX if message.whole_batches else RANGE_BYTES_MAX
@@ -438,12 +438,12 @@ def _nothing(message: RangeRaw) -> RangeBytes:
     )
 
 
-def _lineage(log: ReplicaLog, message: LineageRequest) -> LineageResponse:
+def _lineage(log: PartitionLog, message: LineageRequest) -> LineageResponse:
     chain_before, entries = log.lineage(TransactionId(message.first), TransactionId(message.last))
     return LineageResponse(*_prefix(message), chain_before, entries)
 
 
-def _lock_blocks(log: ReplicaLog, message: LockBlocksRequest) -> LockBlocks:
+def _lock_blocks(log: PartitionLog, message: LockBlocksRequest) -> LockBlocks:
     bytes_max = min(max(0, message.bytes_max), RANGE_BYTES_MAX)
     return LockBlocks(*_prefix(message), log.lock_file.newest(bytes_max))
 

@@ -29,8 +29,8 @@ from waltz_core.storage.files.format import (
     Slot,
 )
 from waltz_core.storage.log import truncation
-from waltz_core.storage.log.partition_log import LogSettings
-from waltz_core.storage.log.replica_log import ReplicaLog
+from waltz_core.storage.log.log_files import LogSettings
+from waltz_core.storage.log.partition_log import PartitionLog
 
 NONCE = b"n" * 16
 
@@ -54,7 +54,7 @@ class World:
     def open(self):
         self.control = ControlFile.open(self.disk, self.directory, KEY, 1, 0)
         settings = LogSettings(KEY, 4_000, lambda: 1)
-        self.log = ReplicaLog.open(self.disk, self.directory / "0", 0, self.control, settings)
+        self.log = PartitionLog.open(self.disk, self.directory / "0", 0, self.control, settings)
 
     def stop(self):
         self.log.close()
@@ -301,7 +301,7 @@ def test_a_disk_that_fails_in_between_takes_nothing_with_it(world):
 
 
 def test_one_cut_in_a_session_and_at_a_batch_that_is_here(world):
-    with pytest.raises(BadRequest, match="expected a batch that ends at 3"):
+    with pytest.raises(BadRequest, match=r"expected chain 0+ at 3, found no batch end there"):
         world.log.truncate(2, 8, 3, GENESIS_CHAIN)
     cover(world)
     append(world, next(other_batches(records(0, 10), (3,), 2)))

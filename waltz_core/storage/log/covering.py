@@ -1,0 +1,152 @@
+"""Records that stay on the disk after the end that the log reports.
+
+Waltz 0.13 writes records without batches. An opening adopts them: it makes batches from their IDs
+(`log_recovery.py`, rule 4). Replicas that were not in sync when 0.13 stopped can have the same
+records in different batches. An owner then sees different chains, and cuts to where they agree, to
+copy from there. If the records were cut, a trusted replica would end below what it has
+acknowledged, and a second owner might decide by it before they are copied.
+
+So the records stay, and are covered: the log reports that it ends where it was cut to. Appended
+records are compared with those on the disk. As long as they are equal, only batches are written.
+
+Rules (decision 043):
+    1. A cut covers records if the newest batch was adopted. The confirmed mark does not bind an
+       owner then: 0.13 set it for records, not for batches (`mark_confirmed` of PREPARED). A cut
+       also covers where a 0.13 server set the last mark through an earlier version of this storage
+       (`log_recovery.py`, rule 4): another replica may have the same records in adopted batches.
+    2. Before a batch is dropped it is durable that there are records without batches (`UNBATCHED`
+       in the acked marker). The next opening, or the next session's PREPARE, makes batches for
+       them, and nothing is covered any more.
+    3. Records are cut when others take their place, or when the decided mark is below them. Never
+       below the confirmed mark.
+    4. When every remaining record has its batch, the log is like any other, and that is durable.
+    5. A log that does not reach the mark of its last session reports no session in PREPARED: 0.13
+       sets its mark before it has filled the log up, so the log is unknown, not short.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.errors import (
+    BadFormat,
+    ChecksumMismatch,
+    DataLoss,
+    DiskFailed,
+    WaltzError,
+)
+from waltz_core.records.record import NO_SESSION, LineageEntry, TransactionId
+from waltz_core.storage.files.control_file import SlotFile
+from waltz_core.storage.files.format import UNBATCHED, Marker
+from waltz_core.storage.files.segments import Segments
+from waltz_core.storage.log import rebatching, truncation
+from waltz_core.storage.log.log_files import LogFiles
+
+I64 = npt.NDArray[np.int64]
+
+
+class Cover:
+    """Covers records of one log, whose `covered_end` says where the log ends meanwhile.
+
+    `open_again` opens the log's files as at a start, which makes batches.
+    """
+
+    def __init__(
+        self, files: LogFiles, open_again: Callable[[], tuple[Segments, SlotFile]]
+    ) -> None:
+        self._files = files
+        self._open_again = open_again
+
+    def ends_adopted(self) -> bool:
+        """Return whether the newest batch was made from records of 0.13 (rule 1)."""
+        with suppress(BadFormat, ChecksumMismatch):
+            end = self._files.segments.lineage_end()
+            return end is not None and end.session_id == NO_SESSION
+        return False
+
+    def may_cover(self) -> bool:
+        """Return whether a cut is to cover what is after it (rule 1)."""
+        provisional = self._files.slot.provisional
+        is_mark_0_13 = provisional is not None and provisional.session_id == NO_SESSION
+        return self.ends_adopted() or is_mark_0_13
+
+    def make_batches(self) -> None:
+        """Make batches for records without one: open the files again, in place (rule 2)."""
+        files = self._files
+        files.count_all()
+        if files.has_failed:
+            files.continue_in_new_segment()
+        files.sync()
+        files.check_place()
+        files.abandon()
+        files.has_failed = files.is_broken = True  # until they are open
+        try:
+            files.use(*self._open_again())
+        except WaltzError as error:
+            raise DiskFailed(f"partition {files.partition_id}: making batches: {error}") from error
+
+    def cover(self, last: TransactionId) -> None:
+        """Report the log's end at an ID, and drop the batches after it (rule 2)."""
+        files = self._files
+        cut, end = truncation.cut_of(files.segments, last)
+        files.sync()
+        files.sync_index()
+        files.write_slot(replace(files.slot, acked=Marker(files.synced_max, UNBATCHED)))
+        files.covered_end = files.synced_max = last
+        files.chain = files.synced_chain = end.chain if cut is None else cut.chain
+        with files.failing():
+            rebatching.drop_batches(files.segments, end.transaction_id)
+            rebatching.add_batches(files.segments, [] if cut is None else [cut])
+
+    def uncover(self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]) -> bool:
+        """Take whole batches if their records are those that are covered; else return False.
+
+        Raises DiskFailed: a write failed.
+        """
+        files = self._files
+        first = TransactionId(files.last + 1)
+        here = min(int(lengths.size), files.segments.last - first + 1)
+        size = int(lengths[:here].sum())
+        found, found_lengths = files.segments.read(first, TransactionId(first + here - 1))
+        if not np.array_equal(found_lengths, lengths[:here]) or found != records[:size]:
+            return False
+        with files.failing():
+            if here < lengths.size:
+                files.write_batches(lengths[here:], records[size:], ())
+                files.segments.sync()  # before the entries name them
+            rebatching.add_batches(files.segments, entries)
+        files.covered_end, files.chain = entries[-1].last, entries[-1].chain
+        if files.covered_end == files.segments.last:
+            self.settle()
+        return True
+
+    def cut_rest(self) -> None:
+        """Cut what is still covered (rule 3); raises DataLoss below the confirmed mark."""
+        files = self._files
+        assert files.covered_end is not None
+        end, chain, low_water_mark = files.covered_end, files.chain, files.slot.low_water_mark
+        if end < min(low_water_mark, files.segments.last):
+            raise DataLoss(
+                f"partition {files.partition_id}: the records after {end} are not the decided "
+                f"ones, and are below the low-water mark {low_water_mark}"
+            )
+        files.sync()
+        files.covered_end = None
+        if end < files.segments.last:
+            files.cut(end)
+        files.chain = chain
+        self.settle()
+
+    def settle(self) -> None:
+        """Make it durable that all records have their batches (rule 4)."""
+        files = self._files
+        with files.failing():  # covering still, so that nothing is cut that was synced
+            rebatching.relink(files.segments)
+            files.sync_count += files.segments.sync()
+            files.segments.sync_index()
+        files.covered_end = None
+        files.synced_max, files.synced_chain = files.segments.last, files.chain
+        files.write_slot(replace(files.slot, acked=Marker(files.synced_max, files.chain)))

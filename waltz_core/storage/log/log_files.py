@@ -1,0 +1,336 @@
+"""The files of one partition's log: what is written, what is synced, and what a failure leaves.
+
+`PartitionLog` decides what may be written; this class writes it. It also knows the end of the log
+as it is reported, which is before the end of the records while records are covered
+(`covering.py`).
+
+Rules (numbers in brackets: correctness.md 2.4):
+    1. A method that promises durability returns after the sync.
+    2. The acked marker is an ID at the end of a batch, with the chain there. It moves when records,
+       batches and index are synced: at each roll, or a second after the last sync that it lacks. A
+       log that ends below its marker is suspect [2].
+    3. A failed write or sync is final for its file: what was not synced is cut away, and the log
+       continues in a new segment when a session prepares it again. When the cut or a slot fails
+       too, the log answers nothing until it is opened again [7].
+    4. A truncation writes its intent first. If it finds no room, the same call or the next opening
+       finishes it [9, 12].
+    5. Files that were deleted or replaced under this process are not used again: what they
+       acknowledge would be lost, and the new ones may lack a promise.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from waltz_core.errors import (
+    DiskFailed,
+    MissingSegment,
+    NoSpace,
+    WaltzError,
+)
+from waltz_core.records.record import (
+    Chain,
+    LineageEntry,
+    PartitionId,
+    TransactionId,
+)
+from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
+from waltz_core.storage.files.format import UNBATCHED, Marker, Slot
+from waltz_core.storage.files.segments import Segments
+from waltz_core.storage.log import truncation
+from waltz_core.storage.log.reading import LogReader
+
+I64 = npt.NDArray[np.int64]
+MARKER_INTERVAL_MS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class LogSettings:
+    """What all logs of a storage share.
+
+    `segment_bytes_max`: a segment that is larger gets no further record. `now_ms` is the wall
+    clock; it stamps headers and paces the marker, and decides nothing. Without `trust_fsync` an
+    unclean stop makes the replica suspect.
+    """
+
+    cluster_key: bytes
+    segment_bytes_max: int
+    now_ms: Callable[[], int]
+    trust_fsync: bool = True
+
+
+class LogFiles:
+    """Segments and slots of one log; all calls block, one at a time."""
+
+    def __init__(self, segments: Segments, slots: SlotFile, settings: LogSettings) -> None:
+        self.partition_id: PartitionId = slots.slot.partition_id
+        self.sync_count = 0
+        self.failure_count = 0
+        self.has_failed = False  # rule 3
+        self.is_broken = False  # rule 3: until the log is opened again
+        self.is_half_cut = False  # rule 4: there was no room
+        self.gone: MissingSegment | None = None  # rule 5
+        self._settings = settings
+        self._unmarked_ms = 0  # since when something synced is beyond the marker; 0: nothing is
+        self.use(segments, slots)
+
+    def use(self, segments: Segments, slots: SlotFile) -> None:
+        """Take these files, which were just opened."""
+        self.segments = segments
+        self.slots = slots
+        self.reader = LogReader(self.partition_id, segments, slots, self.write_slot)
+        self.lock_file = segments.lock_file
+        self.covered_end: TransactionId | None = None  # where the log ends while it covers records
+        self.synced_max = segments.last
+        self.chain = self.synced_chain = segments.chain
+        self.has_failed = self.is_broken = False
+
+    @property
+    def slot(self) -> Slot:
+        """What is durable beside the records."""
+        return self.slots.slot
+
+    @property
+    def last(self) -> TransactionId:
+        """The last ID of the log, synced or not; BEFORE_FIRST when it is empty."""
+        return self.segments.last if self.covered_end is None else self.covered_end
+
+    # ---- writing
+
+    def append(self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]) -> None:
+        """Write whole batches after the last record; `sync` makes them durable.
+
+        Raises:
+            NoSpace: the disk is full; nothing was written.
+            DiskFailed: a write failed (rule 3).
+        """
+        before = (self.last, self.chain)
+        try:
+            self.write_batches(lengths, records, entries)
+        except NoSpace:
+            # What did not fit is taken away again; the session, not the disk, is at its end.
+            self._cut_back(*before)
+            raise
+        except DiskFailed as error:
+            self.fail()
+            raise DiskFailed(str(error)) from error  # A read that failed here is as bad as a write.
+        self.chain = entries[-1].chain
+
+    def write_batches(
+        self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]
+    ) -> None:
+        """Write records and batches, and begin a segment wherever one has become too large."""
+        while lengths.size:
+            current = self.segments.current
+            room = self._settings.segment_bytes_max - current.size_bytes
+            if room < 0:
+                entries = self._roll(entries)
+                continue
+            part, size = lengths, len(records)
+            if size > room:
+                # The first record that ends beyond the room is the last one here.
+                ends = lengths.cumsum()
+                part = lengths[: int(ends.searchsorted(room, side="right")) + 1]
+                size = int(ends[part.size - 1])
+            current.append(part, records[:size])
+            lengths, records = lengths[part.size :], records[size:]
+        self.segments.current.append_entries(entries, self.synced_max)
+
+    def _roll(self, entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
+        """Begin a new segment; return the batches that do not end in the old one."""
+        last = self.segments.last
+        here = [entry for entry in entries if entry.last <= last]
+        self.segments.current.append_entries(here, self.synced_max)
+        chain = here[-1].chain if here else self.segments.chain
+        self.sync_count += self.segments.sync()
+        self.segments.sync_index()
+        marker = self._marker_at_roll()
+        if marker is not None:
+            self.write_slot(replace(self.slot, acked=marker))
+            self._unmarked_ms = 0
+        self.segments.add(self._settings.now_ms(), chain)
+        return entries[len(here) :]
+
+    def _marker_at_roll(self) -> Marker | None:
+        """Return the marker when all segments are synced; None if no batch ends there."""
+        if self.slot.is_unbatched:
+            return Marker(self.segments.last, UNBATCHED)
+        end = self.segments.lineage_end()
+        return None if end is None else Marker(end.last, end.chain)
+
+    def sync(self) -> TransactionId:
+        """Make everything appended durable; return the last ID.
+
+        Raises:
+            DiskFailed: the sync failed; everything after the last good one is cut away (rule 3).
+        """
+        self.check_working()
+        try:
+            self.sync_count += self.segments.sync()
+        except (DiskFailed, NoSpace) as error:
+            self.fail()
+            raise DiskFailed(str(error)) from error
+        self.synced_max = self.last
+        self.synced_chain = self.chain
+        if self.slots.slot.acked.transaction_id < self.synced_max:
+            now_ms = self._settings.now_ms()
+            self._unmarked_ms = self._unmarked_ms or now_ms
+            if abs(now_ms - self._unmarked_ms) >= MARKER_INTERVAL_MS:  # a clock may be set back
+                self.mark_acked()
+        return self.synced_max
+
+    def mark_acked(self) -> None:
+        """Move the acked marker to the last synced ID, durably (rule 2).
+
+        Not after a failure, nor while records are covered: `covering.py` has set it then.
+        """
+        if self.covered_end is not None:
+            return
+        self._unmarked_ms = 0
+        # The next sync of an index that failed would lie; a cut that is half done has its marker.
+        if self.slot.acked.transaction_id < self.synced_max and not self.has_failed:
+            self.sync_index()
+            marker = Marker(self.synced_max, self.synced_chain)
+            self.write_slot(replace(self.slot, acked=marker))
+
+    def sync_index(self) -> None:
+        """Make the index durable; a failure is final (rule 3)."""
+        try:
+            self.segments.sync_index()
+        except DiskFailed:
+            self.fail()
+            raise
+
+    def write_slot(self, slot: Slot, *, may_be_full: bool = False) -> None:
+        """Make a slot durable; with `may_be_full`, NoSpace leaves the log as it is."""
+        self.check_place()
+        try:
+            self.slots.write(slot)
+            self.sync_count += 1
+        except (DiskFailed, NoSpace) as error:
+            if may_be_full and isinstance(error, NoSpace):
+                raise  # Nothing was written.
+            raise self.broken(f"control slots: {error}") from error
+
+    def cut(self, last_to_keep: TransactionId) -> None:
+        """Cut everything after an ID, durably (rule 4).
+
+        Raises:
+            NoSpace: call it again when there is room; nothing else is done meanwhile.
+            DiskFailed: the log is to be opened again.
+        """
+        was_half_cut = self.is_half_cut
+        if not was_half_cut:
+            intended = truncation.intended(self.slot, self.segments, last_to_keep)
+            self.write_slot(intended, may_be_full=True)
+        intent = self.slot.truncate
+        assert intent is not None
+        self.has_failed = self.is_broken = True  # until it is carried out
+        try:
+            truncation.carry_out(self.segments, intent)
+            self.slots.write(truncation.finished(self.slot, self.segments))
+        except WaltzError as error:
+            # The intent is durable, and stays: the next open carries it out before anything else.
+            self.is_half_cut = isinstance(error, NoSpace) and not was_half_cut
+            if self.is_half_cut:
+                raise
+            raise DiskFailed(f"partition {self.partition_id}: truncating: {error}") from error
+        self.is_half_cut = self.has_failed = self.is_broken = False
+        self.sync_count += 1
+        self.synced_max = self.last
+        self.chain = UNBATCHED if self.slot.is_unbatched else self.segments.chain
+        self.synced_chain = self.chain
+
+    # ---- failing (rules 3 and 5)
+
+    def check_working(self) -> None:
+        """Raise DiskFailed after a failure, until a session continues in a new segment."""
+        if self.has_failed:
+            raise DiskFailed(f"partition {self.partition_id}: a write failed in this session")
+
+    def fail(self) -> None:
+        """Cut what was not synced, and take nothing more; if that fails, become suspect."""
+        self.failure_count += 1
+        self.has_failed = True
+        self._cut_back(self.synced_max, self.synced_chain)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Make a failure of the disk final (rule 3)."""
+        try:
+            yield
+        except (DiskFailed, NoSpace) as error:
+            self.fail()
+            raise DiskFailed(str(error)) from error
+
+    def _cut_back(self, last: TransactionId, chain: Chain) -> None:
+        if self.covered_end is not None:
+            self.count_all()
+            last, chain = min(self.slot.acked.transaction_id, self.synced_max), UNBATCHED
+            self.synced_max = last
+        try:
+            if self.slot.acked.transaction_id > last:
+                # A roll has moved the marker into what is cut now; none of it was answered.
+                self.write_slot(replace(self.slot, acked=Marker(last, chain)))
+            self.segments.cut(last, None)
+        except WaltzError as error:  # A rotten index is no less in the way than a failing disk.
+            failure = self.broken(f"what was written after {last} cannot be cut away")
+            self.write_slot(replace(self.slot, suspect=True))
+            raise failure from error
+        self.chain = chain
+
+    def continue_in_new_segment(self) -> None:
+        """Take writes again after a failure."""
+        self.segments.renew(self._settings.now_ms(), self.chain, self.slot.acked.transaction_id)
+        self.has_failed = False
+
+    def count_all(self) -> None:
+        """Cover nothing any more: the records count again, and have no batches."""
+        if self.covered_end is not None:
+            self.covered_end = None
+            self.synced_max = self.segments.last
+            self.chain = self.synced_chain = UNBATCHED
+
+    def broken(self, reason: str) -> DiskFailed:
+        """Answer nothing more until the log is opened again; return the error to raise."""
+        self.has_failed = self.is_broken = True
+        return DiskFailed(f"partition {self.partition_id}: {reason}")
+
+    def check_place(self) -> None:
+        """Check that directory and slots are still those that were opened (rule 5).
+
+        Raises:
+            MissingSegment: they are not; the log answers nothing any more.
+            DiskFailed: the disk does not say.
+        """
+        if self.gone is None and not self.slots.is_in_place():
+            self.has_failed = self.is_broken = True
+            self.gone = MissingSegment(
+                f"{self.segments.directory}: expected the directory and the {SLOTS_NAME} that this "
+                "process has opened, found them deleted or replaced"
+            )
+        if self.gone is not None:
+            raise self.gone
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Sync, move the marker to the end, clear the dirty bit, all durably; close the files."""
+        self.count_all()
+        try:
+            if not self.has_failed:
+                self.sync()
+                self.segments.sync_index()
+                marker = Marker(self.synced_max, self.synced_chain)
+                self.write_slot(replace(self.slot, acked=marker, dirty=False))
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files and nothing else: the next open finds what a crash would leave."""
+        self.segments.close()
+        self.slots.close()
