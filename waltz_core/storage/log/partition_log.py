@@ -499,7 +499,7 @@ class PartitionLog:
             raise BadRequest(f"partition {self.partition_id}: a write failed in this session")
         # Blocks may be given up (file_system.py, rule 8): what else was in them was synced, and is
         # missed.
-        self.mark_acked()
+        self._files.mark_acked()
         left = damage.fill(self.slot, self._files.segments, first, lengths, records)
         self._files.write_slot(replace(self.slot, damaged=left))
 
