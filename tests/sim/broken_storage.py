@@ -135,7 +135,7 @@ def fence_after_vote() -> Patches:
 
     def _admit_prepare(self, request, message):
         lane = self._lanes.get(message.partition_id)
-        before = None if lane is None else (lane.promised, lane.owner)
+        before = None if lane is None else (lane.promise.session_id, lane.owner)
         fence, self._fence = self._fence, nothing
         try:
             admit(self, request, message)
@@ -173,7 +173,7 @@ def older_sessions_append() -> Patches:
     check_log, fence = PartitionLog._check_session, StorageService._fence
 
     def _check_session(self, lane, message):
-        if not isinstance(message, AppendRaw) or message.session_id > lane.promised:
+        if not isinstance(message, AppendRaw) or message.session_id > lane.promise.session_id:
             check_service(self, lane, message)
 
     def _check_owner(lane, request):
@@ -201,8 +201,8 @@ def any_nonce() -> Patches:
 
     def _admit_prepare(self, request, message):
         lane = self._lanes.get(message.partition_id)
-        if lane is not None and lane.promised == message.session_id:
-            lane.nonce = message.nonce
+        if lane is not None and lane.promise.session_id == message.session_id:
+            lane.promise = lane.promise._replace(nonce=message.nonce)
         admit(self, request, message)
 
     def prepare_any(self, session, nonce):

@@ -18,6 +18,7 @@ from waltz_core.storage.files.format import (
     LineageHeader,
     Mark,
     PartitionInfo,
+    Promise,
     SegmentHeader,
     Slot,
     TruncateIntent,
@@ -91,3 +92,12 @@ def test_a_slot_tells_how_long_ago_a_replica_was_engaged():
     body = Slot(0, last_session=7, engaged=0).encode()[:-8] + (9).to_bytes(4, "big")
     with pytest.raises(BadFormat, match="engaged 8 before session 7"):
         Slot.decode(with_crc(body))
+
+
+def test_a_lost_promise_is_above_what_was_seen():
+    assert Promise(5, b"n" * 16).seen == 5
+    lost = Promise.without_owner(5)
+    assert (lost.session_id, lost.seen, lost.has_no_owner) == (6, 5, True)
+    assert lost.at_least(6) == lost
+    assert lost.at_least(7) == Promise(7)
+    assert not Promise(7).has_no_owner

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.storage_owner import Owner
-from waltz_core.storage.files.format import NOBODYS_NONCE
+from waltz_core.storage.files.format import Promise
 from waltz_core.storage.log.scrub import Piece
 from waltz_core.storage.service import lane as lanes
 from waltz_core.storage.service.lane import (
@@ -19,7 +19,7 @@ OWNER = Owner(1)
 
 
 def lane(*, writes=(), reads=(), piece=None):
-    made = Lane(SimpleNamespace(), promised=5, nonce=bytes(16))
+    made = Lane(SimpleNamespace(), Promise(5, b"n" * 16))
     made.writes.extend(Request(1, each) for each in writes)
     made.reads.extend(Request(1, each) for each in reads)
     made.piece = piece
@@ -69,13 +69,6 @@ def test_nothing_is_taken_while_work_is_under_way():
     one.work = SimpleNamespace()
     with pytest.raises(AssertionError):
         one.take_next()
-
-
-def test_what_nobody_has_had_is_one_above_what_was_seen():
-    one = lane()
-    assert one.seen == 5
-    one.nonce = NOBODYS_NONCE
-    assert one.seen == 4
 
 
 def test_requests_count_for_what_they_carry_or_ask_for():

@@ -42,13 +42,12 @@ from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
     NEW_PARTITION_INFOS,
-    NO_NONCE,
-    NOBODYS_NONCE,
     SEGMENT_HEADER_BYTES,
     SLOT_BLOCK_BYTES,
     SLOT_BYTES,
     IdRange,
     Marker,
+    Promise,
     Slot,
     TruncateIntent,
     segment_name,
@@ -275,7 +274,7 @@ def test_an_opening_that_is_cut_short_does_not_forget_that_it_fell_back(monkeypa
             opened(disk, info=info)
     slots = opened(disk, info=info)[1]
     assert not slots.fell_back
-    assert (slots.slot.promised, slots.slot.nonce, slots.slot.suspect) == (5, NOBODYS_NONCE, True)
+    assert (slots.slot.promise, slots.slot.suspect) == (Promise.without_owner(4), True)
 
 
 def test_the_session_of_the_last_batch_was_seen_too():
@@ -415,7 +414,7 @@ def test_what_was_promised_before_an_originals_session_is_not_promised_in_it():
     disk = new_disk()
     written(disk, [3], promised=4, nonce=bytes([7] * 16), original_sequence=3)
     slot = opened(disk, info=INFO._replace(session_id=5, sequence=9))[1].slot
-    assert (slot.promised, slot.nonce) == (5, NO_NONCE)
+    assert slot.promise == Promise(5)
 
 
 # ---- a directory that is gone (rule 8)
@@ -428,10 +427,10 @@ def test_a_log_that_is_gone_begins_suspect_and_promises_nothing_twice():
     segments, slots = opened(disk, info=KNOWN)
     slot = slots.slot
     assert (segments.last, slot.suspect, slot.low_water_mark) == (BEFORE_FIRST, True, BEFORE_FIRST)
-    assert (slot.promised, slot.nonce, slot.last_session) == (8, NOBODYS_NONCE, NO_SESSION)
+    assert (slot.promise, slot.last_session) == (Promise.without_owner(7), NO_SESSION)
     slots.close()
     again = opened(disk, info=KNOWN)[1].slot
-    assert (again.promised, again.nonce, again.suspect) == (8, NOBODYS_NONCE, True)
+    assert (again.promise, again.suspect) == (Promise.without_owner(7), True)
 
 
 def test_a_log_that_is_gone_is_suspect_however_its_opening_ends():
@@ -447,7 +446,7 @@ def test_a_log_that_is_gone_is_suspect_however_its_opening_ends():
             interrupted = False
             disk.power_loss(Survival.NOTHING, Random(step))
         slot = opened(disk, info=KNOWN)[1].slot
-        assert (slot.suspect, slot.promised, slot.nonce) == (True, 8, NOBODYS_NONCE)
+        assert (slot.suspect, slot.promise) == (True, Promise.without_owner(7))
         if not interrupted:
             assert step > 5
             return

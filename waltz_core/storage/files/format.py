@@ -22,8 +22,9 @@ Rules:
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records.checksum import crc32
@@ -397,8 +398,37 @@ assert _SLOT.size + DAMAGED_MAX * _RANGE.size + 4 + _CRC.size <= SLOT_BYTES
 _SESSIONS_BACK = struct.Struct(">I")
 _DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _CUT = 1, 2, 4, 8, 16
 NO_NONCE: Final = bytes(16)
-# Of a session that may have been promised to somebody whose name is lost.
-NOBODYS_NONCE: Final = b"\xff" * 16
+_LOST_NONCE: Final = b"\xff" * 16
+
+
+class Promise(NamedTuple):
+    """The session that a replica belongs to, and the nonce of its owner (correctness.md 2.4).
+
+    A replica that lost its promise makes a new one that no owner has, above every session that it
+    has seen. It refuses these sessions, as one of them may have had the lost promise.
+    """
+
+    session_id: SessionId = NO_SESSION
+    nonce: bytes = NO_NONCE
+
+    @classmethod
+    def without_owner(cls, seen: SessionId) -> Self:
+        """Return the promise of a replica that lost its own and has seen this session."""
+        return cls(SessionId(seen + 1), _LOST_NONCE)
+
+    @property
+    def has_no_owner(self) -> bool:
+        """Whether the promise was lost and no session has prepared the replica since."""
+        return self.nonce == _LOST_NONCE
+
+    @property
+    def seen(self) -> SessionId:
+        """The latest session that this replica has seen."""
+        return SessionId(self.session_id - 1) if self.has_no_owner else self.session_id
+
+    def at_least(self, session_id: SessionId) -> "Promise":
+        """Return this promise, or one to a later session whose nonce is not known."""
+        return self if self.session_id >= session_id else Promise(session_id)
 
 
 class Mark(NamedTuple):
@@ -461,6 +491,15 @@ class Slot:
         """Tell if the original has run on this directory since: its sequence or session says so."""
         is_later = NO_SESSION < self.last_session < info.session_id
         return is_later or info.sequence > self.original_sequence
+
+    @property
+    def promise(self) -> Promise:
+        """The session that this replica belongs to."""
+        return Promise(self.promised, self.nonce)
+
+    def with_promise(self, promise: Promise) -> "Slot":
+        """Return the same slot with another promise."""
+        return replace(self, promised=promise.session_id, nonce=promise.nonce)
 
     @property
     def is_unbatched(self) -> bool:

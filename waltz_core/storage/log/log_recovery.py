@@ -70,10 +70,10 @@ from waltz_core.storage.files.control_file import (
 )
 from waltz_core.storage.files.format import (
     NO_NONCE,
-    NOBODYS_NONCE,
     LineageHeader,
     Marker,
     PartitionInfo,
+    Promise,
     SegmentHeader,
     Slot,
     first_of_name,
@@ -149,7 +149,7 @@ def _begin(
         blank.partition_id, original_sequence=info.sequence, dirty=True, suspect=not trust_fsync
     )
     if info.session_id != NO_SESSION:  # rule 8
-        slot = replace(_promised_to_nobody(slot, info.session_id), suspect=True)
+        slot = replace(_without_promise(slot, info.session_id), suspect=True)
     files = [SlotFile.new_file(slot), *Segment.new_files(blank, GENESIS_CHAIN)]
     create_durably(disk, directory, files)
     segments = Segments(disk, directory, blank, [Segment(disk, directory, blank)])
@@ -174,9 +174,7 @@ def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot
     slot = slots.slot
     if slot.is_overtaken(info) and info.session_id >= slot.last_session:
         slot = replace(
-            slot,
-            promised=max(slot.promised, info.session_id),
-            nonce=slot.nonce if slot.promised >= info.session_id else NO_NONCE,
+            slot.with_promise(slot.promise.at_least(info.session_id)),
             last_session=info.session_id,
             low_water_mark=info.low_water_mark,
             provisional=None,
@@ -184,16 +182,14 @@ def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot
     elif slot.provisional is not None and slot.nonce == NO_NONCE:  # rule 4; owners have nonces
         slot = replace(slot, provisional=slot.provisional._replace(session_id=NO_SESSION))
     if slots.fell_back:
-        slot = _promised_to_nobody(slot, max(slot.last_session, info.session_id))
+        slot = _without_promise(slot, max(slot.last_session, info.session_id))
     suspect = slot.suspect or slots.fell_back or (slot.dirty and not trust_fsync)
     return replace(slot, dirty=True, suspect=suspect)
 
 
-def _promised_to_nobody(slot: Slot, seen: SessionId) -> Slot:
+def _without_promise(slot: Slot, seen: SessionId) -> Slot:
     """Return a slot that refuses all sessions up to one above what was seen (rule 5)."""
-    # What was promised to nobody is what was seen then, and one more: no session has that.
-    promised = slot.promised - (slot.nonce == NOBODYS_NONCE)
-    return replace(slot, promised=SessionId(max(promised, seen) + 1), nonce=NOBODYS_NONCE)
+    return slot.with_promise(Promise.without_owner(max(slot.promise.seen, seen)))
 
 
 def _firsts(disk: Disk, directory: Path) -> list[TransactionId]:
@@ -533,8 +529,8 @@ class _Opening:
             mark = min(slot.low_water_mark, true_end)
             provisional = slot.provisional if true_end >= slot.low_water_mark else None
             slot = replace(slot, suspect=True, low_water_mark=mark, provisional=provisional)
-        if slot.nonce == NOBODYS_NONCE and end is not None:
-            slot = _promised_to_nobody(slot, end.session_id)
+        if slot.promise.has_no_owner and end is not None:
+            slot = _without_promise(slot, end.session_id)
         return replace(
             slot,
             acked=marker,

@@ -49,6 +49,7 @@ from waltz_core.storage.files.format import (
     IdRange,
     Mark,
     Marker,
+    Promise,
     SegmentHeader,
     Slot,
 )
@@ -247,16 +248,17 @@ class PartitionLog:
         if session > self.promised and self.slot.is_unbatched:
             self._cover.make_batches()
         slot = self.slot
-        same = session == slot.promised and nonce == slot.nonce
-        if not same and session <= slot.promised:
+        promise = Promise(session, nonce)
+        is_same = promise == slot.promise
+        if not is_same and session <= slot.promised:
             raise SessionFenced(
                 f"partition {self.partition_id}: expected a session above {slot.promised}, "
                 f"found {session}",
                 slot.promised,
             )
-        if not same:
+        if not is_same:
             self._engaged = NO_SESSION
-            self._files.write_slot(replace(slot, promised=session, nonce=nonce))
+            self._files.write_slot(slot.with_promise(promise))
         if self._files.has_failed:
             self._engaged = NO_SESSION
             self._files.continue_in_new_segment()

@@ -46,7 +46,6 @@ from waltz_core.records.record import (
     NO_SESSION,
     Chain,
     PartitionId,
-    SessionId,
     TransactionId,
 )
 from waltz_core.storage.disk.file_system import (
@@ -64,9 +63,9 @@ from waltz_core.storage.files.format import (
     FLAG_ASSIGNED,
     FLAG_AVAILABLE,
     NO_NONCE,
-    NOBODYS_NONCE,
     STORAGE_ID_BYTES,
     PartitionInfo,
+    Promise,
     Slot,
     decode_storage_id,
     encode_storage_id,
@@ -370,8 +369,10 @@ class Engine:
         """
         self.check_place()
         self._check_held(partition_id)
-        promised, nonce = self._promise(partition_id)
-        self._wipe(Wipe(partition_id, is_held=True, promised=promised, nonce=nonce))
+        promise = self._promise(partition_id)
+        self._wipe(
+            Wipe(partition_id, is_held=True, promised=promise.session_id, nonce=promise.nonce)
+        )
         self.failed.pop(partition_id, None)
 
     def put_copy(self, copy: Copy) -> TransactionId:
@@ -460,12 +461,12 @@ class Engine:
         finally:
             slots.close()
 
-    def _promise(self, partition_id: PartitionId) -> tuple[SessionId, bytes]:
+    def _promise(self, partition_id: PartitionId) -> Promise:
         """Return what a replica promised, as far as its files say (`log_recovery.py`, rule 5)."""
         seen = self._control.info(partition_id).session_id
         log = self.logs.get(partition_id) or self._gone.get(partition_id)
         if log is not None:
-            return log.promised, log.slot.nonce
+            return log.slot.promise
         slot, fell_back = Slot(partition_id), True
         if self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
             with suppress(BadFormat):
@@ -473,8 +474,8 @@ class Engine:
                 slot, fell_back = slots.slot, slots.fell_back
                 slots.close()
         if fell_back:
-            return SessionId(max(slot.promised, seen) + 1), NOBODYS_NONCE
-        return (slot.promised, slot.nonce) if slot.promised >= seen else (seen, NO_NONCE)
+            return Promise.without_owner(max(slot.promised, seen))
+        return slot.promise.at_least(seen)
 
     def _wipe(self, intent: Wipe) -> None:
         log = self.logs.pop(intent.partition_id, None) or self._gone.get(intent.partition_id)

@@ -20,7 +20,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage.files.format import NOBODYS_NONCE
+from waltz_core.storage.files.format import Promise
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Piece
 from waltz_core.storage.service.work import (
@@ -43,8 +43,7 @@ class Lane:
 
     log: PartitionLog
     # What PREPARE has raised, at its arrival (`service.py`, rule 3).
-    promised: SessionId
-    nonce: bytes
+    promise: Promise
     # Who has prepared it; None when nobody is connected who has.
     owner: ConnectionId | None = None
     engaged: SessionId = NO_SESSION
@@ -56,11 +55,6 @@ class Lane:
     is_unmarked: bool = False
     prepared_max: TransactionId = BEFORE_FIRST  # where its log ended when it was prepared
     is_gone: bool = False  # its files are; it does nothing but wait to be dropped
-
-    @property
-    def seen(self) -> SessionId:
-        """The latest session that anybody is known to have; what nobody has had is one above."""
-        return SessionId(self.promised - (self.nonce == NOBODYS_NONCE))
 
     def take_next(self) -> tuple[tuple[Request, ...], Piece | None]:
         """Return the requests, or the piece, that are next; neither when nothing waits."""

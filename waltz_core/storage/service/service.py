@@ -55,7 +55,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage.files.format import NOBODYS_NONCE
+from waltz_core.storage.files.format import Promise
 from waltz_core.storage.files.id_ranges import in_words
 from waltz_core.storage.files.room import Room
 from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
@@ -311,26 +311,28 @@ class StorageService:
             )
         lane = self._lane(message)
         session = SessionId(message.session_id)
-        if not 0 <= session <= lane.promised + SESSION_JUMP_MAX:
-            raise BadRequest(f"session {session}: expected one soon after {lane.promised}")
-        if lane.nonce == NOBODYS_NONCE and session in (lane.promised - 1, lane.promised):
-            # One more than it has seen: the owner of what it has seen may ask, and is no rival.
+        promise = lane.promise
+        if not 0 <= session <= promise.session_id + SESSION_JUMP_MAX:
+            raise BadRequest(f"session {session}: expected one soon after {promise.session_id}")
+        if promise.has_no_owner and session in (promise.seen, promise.session_id):
+            # The owner of the session that it has seen may ask, and is no rival.
             raise ReplicaSuspect(
                 f"partition {message.partition_id}: a control slot was lost, and with it to whom "
-                f"session {session} was promised; session {lane.promised + 1} can be"
+                f"session {session} was promised; session {promise.session_id + 1} can be"
             )
-        if session < lane.promised or (session == lane.promised and message.nonce != lane.nonce):
+        asked = Promise(session, message.nonce)
+        if session <= promise.session_id and asked != promise:
             raise SessionFenced(
                 f"partition {message.partition_id}: session {session} comes after "
-                f"{lane.promised} was promised to another owner"
+                f"{promise.session_id} was promised to another owner"
             )
         why: WaltzError = SessionFenced(f"session {session} was prepared")
-        if session == lane.promised:  # rule 10
+        if asked == promise:  # rule 10
             why = ConnectionSuperseded(f"a later connection of session {session}'s owner is here")
             if lane.owner is not None and request.connection < lane.owner:
                 raise why
         # First the promise: whoever is refused for it is told of this session, not of his own.
-        lane.promised, lane.nonce = session, message.nonce
+        lane.promise = asked
         self._fence(lane, why, keep=request.connection)
         lane.owner = request.connection
         self._queue(lane, lane.writes, request)
@@ -365,7 +367,7 @@ class StorageService:
 
     def _opened(self, log: PartitionLog, now_ms: int) -> None:
         assert log.partition_id not in self._lanes
-        self._lanes[log.partition_id] = Lane(log, promised=log.promised, nonce=log.slot.nonce)
+        self._lanes[log.partition_id] = Lane(log, log.slot.promise)
         self._scrub.opened(log.partition_id, now_ms)
         self._notice_room(now_ms)
 
@@ -398,10 +400,10 @@ class StorageService:
         return lane
 
     def _check_session(self, lane: Lane, message: StorageMessage) -> None:
-        if message.session_id != lane.promised:
+        if message.session_id != lane.promise.session_id:
             raise SessionFenced(
                 f"partition {message.partition_id}: {type(message).__name__} of session "
-                f"{message.session_id}, promised is {lane.promised}"
+                f"{message.session_id}, promised is {lane.promise.session_id}"
             )
 
     def _check_reader(self, lane: Lane, request: Request) -> None:
@@ -508,7 +510,7 @@ class StorageService:
         """Tell the owner of all damage that is known, if there is any."""
         if lane.owner is not None and lane.log.damaged:
             damaged = np.array(lane.log.damaged, dtype=">i8").tobytes()
-            notice = DamageFound(lane.promised, 0, lane.log.partition_id, damaged)
+            notice = DamageFound(lane.promise.session_id, 0, lane.log.partition_id, damaged)
             self._effects.append(Answer(lane.owner, notice))
 
     def _notice_room(self, now_ms: int) -> None:
@@ -537,7 +539,7 @@ class StorageService:
             return
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             message = request.message
-            if message.session_id != lane.promised:
+            if message.session_id != lane.promise.session_id:
                 continue  # a later session has come while this was under way
             if isinstance(outcome, WaltzError):
                 if isinstance(message, Prepare) and lane.owner == request.connection:
@@ -584,7 +586,7 @@ class StorageService:
         message = request.message
         lane = self._lanes.get(PartitionId(message.partition_id))
         # More than was seen would look like a ZooKeeper that has lost data.
-        promised = lane.seen if lane is not None else NO_SESSION
+        promised = lane.promise.seen if lane is not None else NO_SESSION
         self._report("refused", request=type(message).__name__, error=type(error).__name__)
         text = str(error)[:REFUSAL_CHARACTERS_MAX]
         self._answer(request, Nack(*_prefix(message), error.code, promised, text))
