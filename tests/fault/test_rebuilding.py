@@ -33,7 +33,7 @@ main.main(sys.argv[1:])
 CLOCK_OF_2020 = """
 import sys
 from waltz_core.cli import main
-from waltz_core.cluster import rebuilding
+from waltz_core.cluster.change import rebuilding
 
 rebuilding.ids_from = lambda _: 1
 main.main(sys.argv[1:])
