@@ -82,7 +82,7 @@ ISSUE_LINK = re.compile(r"#\d+|https?://")
 PYTHON_FILE = re.compile(r"(?<![\w/.*-])((?:\w+/)*\w+\.py)\b")
 # A page, with the number or the title of one of its sections if that is given; a comment may wrap.
 PAGE = re.compile(
-    r"([\w*./:-]*\w\.md)\b`?"
+    r"([\w*./:-]*\w\.md)\b(?:#(?P<anchor>[\w-]+))?`?"
     r"(?:\s+(?:#\s+)?(?P<number>\d+(?:\.\d+)*)\b|,\s+(?:#\s+)?\"(?P<title>\w[^\"\n]*)\")?"
 )
 LINK_TEXT = re.compile(r"\[[^\]\n]*\]\(")
@@ -280,6 +280,8 @@ def is_there(naming: str, found: re.Match[str]) -> bool:
     if not paths:
         return False
     titles = titles_of(paths[0])
+    if anchor := found["anchor"]:
+        return anchor in map(anchor_of, titles)
     if number := found["number"]:
         return any(re.match(rf"{re.escape(number)}[. ]", title) for title in titles)
     return found["title"] is None or found["title"] in titles
@@ -290,6 +292,11 @@ def titles_of(page: Path) -> tuple[str, ...]:
     """Return the titles of a page's sections."""
     lines = page.read_text(encoding="utf-8").splitlines()
     return tuple(line.lstrip("#").strip() for line in lines if line.startswith("#"))
+
+
+def anchor_of(title: str) -> str:
+    """Return by what a link names a section."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def is_shell(source: Source) -> bool:

@@ -48,7 +48,8 @@ def test_nothing_is_one_empty_value():
 
 @pytest.mark.parametrize("module", ["server", "storage"])
 def test_no_daemon_imports_pandas(module: str):
-    code = f"import waltz_core.{module}.process.{module}_daemon, sys; sys.exit('pandas' in sys.modules)"
+    daemon = f"waltz_core.{module}.process.{module}_daemon"
+    code = f"import {daemon}, sys; sys.exit('pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -138,7 +138,7 @@ class ControlHeader(NamedTuple):
 # ---------------------------------------------------------------------------------------------
 # waltz-storage.ctl, one of two structures of a partition; the one with the greater sequence counts.
 #
-# When one is wrong the other counts; when both are, the partition's own slots can tell.
+# When one is wrong the other counts; when both are, the storage refuses to start.
 
 PARTITION_INFO: Final = Layout(
     Field("session id", "q", "-1: none"),
