@@ -1,20 +1,36 @@
 """Write what is generated: samples in `conf/`, tables in `docs/`, layers in ARCHITECTURE.md.
 
-Why it stands alone: a test runs `generated()` and compares, so that no sample and no table can
-drift from the code that it describes.
+A test runs `generated()` and compares, so that no sample and no table can drift from the code that
+it describes.
 """
 
 import ast
+import dataclasses
 import sys
 import tomllib
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
 
+from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.paths import ZNODES
 from waltz_core.config import KINDS
 from waltz_core.config.settings import sample_toml
+from waltz_core.errors import BY_CODE
 from waltz_core.local.zookeeper_process import zookeeper_config
 from waltz_core.ops.findings import KINDS as FINDINGS
+from waltz_core.records import lock_blocks
+from waltz_core.records.byte_layout import Layout
+from waltz_core.records.raw_records import PREFIX_DTYPE
+from waltz_core.storage.files import format as files
+from waltz_core.storage.log import removal
+from waltz_core.wire import admin_messages, messages
+from waltz_core.wire.messages import FieldKind, Message, Surface
 from waltz_spark.option_table import OPTIONS
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGGING = """\
@@ -85,19 +101,27 @@ def generated() -> dict[Path, str]:
     }
     for kind, config_type in KINDS.items():
         texts[ROOT / "conf" / f"{kind}.toml"] = sample_toml(config_type)
-    for place, (name, text) in {
-        "docs/spark.md": ("options", options()),
-        "docs/zookeeper.md": ("nodes", nodes()),
-        "docs/doctor.md": ("findings", findings()),
-        "ARCHITECTURE.md": ("layers", layers()),
+    for place, tables in {
+        "docs/spark.md": {"options": options()},
+        "docs/zookeeper.md": {"nodes": nodes(), "values": node_values()},
+        "docs/doctor.md": {"findings": findings()},
+        "docs/design/wire-format.md": wire_tables(),
+        "docs/design/disk-format.md": disk_tables(),
+        "ARCHITECTURE.md": {"layers": layers()},
     }.items():
-        texts[ROOT / place] = filled(ROOT / place, name, text)
+        path = ROOT / place
+        texts[path] = path.read_text(encoding="utf-8")
+        for name, text in tables.items():
+            texts[path] = filled(path, name, text, page=texts[path])
     return texts
 
 
-def filled(path: Path, name: str, text: str) -> str:
-    """Return a page with a text between its marks `<!-- name: ... -->` and `<!-- /name -->`."""
-    page = path.read_text(encoding="utf-8")
+def filled(path: Path, name: str, text: str, *, page: str | None = None) -> str:
+    """Return a page with a text between its marks `<!-- name: ... -->` and `<!-- /name -->`.
+
+    `page` is the page so far, if it is not what the file has.
+    """
+    page = path.read_text(encoding="utf-8") if page is None else page
     head, mark, rest = page.partition(f"<!-- {name}: ")
     source, close, rest = rest.partition(" -->")
     _, end, tail = rest.partition(f"<!-- /{name} -->")
@@ -120,6 +144,16 @@ def nodes() -> str:
     return "\n".join(["| node | kind | content | written by |", "|---|---|---|---|", *rows])
 
 
+def node_values() -> str:
+    """Return the table of what nodes hold, and its bytes."""
+    rows = [
+        (each.__name__, first_line(each))
+        for each in vars(model).values()
+        if isinstance(each, type) and (each.__doc__ or "").startswith("`R")
+    ]
+    return table(("value", "node and bytes"), rows)
+
+
 def options() -> str:
     """Return the table of Spark options."""
     rows = [
@@ -127,6 +161,158 @@ def options() -> str:
         for option in OPTIONS
     ]
     return "\n".join(["| option | for | default | |", "|---|---|---|---|", *rows])
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table."""
+    head, *body = ["| " + " | ".join(map(str, line)) + " |" for line in (columns, *rows)]
+    return "\n".join([head, "|" + "---|" * len(columns), *body])
+
+
+def wire_tables() -> dict[str, str]:
+    """Return the tables of the wire format."""
+    return {
+        "surfaces": surfaces(),
+        "field-kinds": field_kinds(),
+        "client-messages": message_table(Surface.CLIENT, messages.ClientMessage),
+        "storage-messages": message_table(Surface.STORAGE, messages.StorageMessage),
+        "admin-messages": message_table(Surface.ADMIN, admin_messages.AdminMessage),
+        "reasons": members(messages.Reason),
+        "mount-states": members(messages.MountState),
+        "range-forms": members(messages.RangeForm),
+        "error-codes": error_codes(),
+    }
+
+
+def surfaces() -> str:
+    """Return the table of surfaces."""
+    rows = [
+        (
+            f"`{chr(each.magic)}`",
+            each.name.lower(),
+            ", ".join(map(str, each.versions_taken)),
+            ", ".join(map(str, each.versions_offered)),
+            each.listener_text,
+            each.dialler_text,
+        )
+        for each in Surface
+    ]
+    head = ("magic", "surface", "a listener accepts", "a dialler offers")
+    return table((*head, "text of the listener's hello", "text of the dialler's hello"), rows)
+
+
+def field_kinds() -> str:
+    """Return the table of the kinds of fields."""
+    return table(("kind", "layout"), [(each.name, each.value) for each in FieldKind])
+
+
+def message_table(surface: Surface, prefix: type[Message]) -> str:
+    """Return the messages of a surface by code; the fields of `prefix` are left out."""
+    classes = [
+        value
+        for module in (messages, admin_messages)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, prefix) and hasattr(value, "code")
+    ]
+    rows = [
+        (each.code, each.__name__, versions_of(each), fields_of(each, prefix), first_line(each))
+        for each in sorted(classes, key=lambda each: (each.code, each.since))
+    ]
+    assert all(each.surface is surface for each in classes)
+    return table(("code", "message", "versions", "fields", ""), rows)
+
+
+def versions_of(message: type[Message]) -> str:
+    """Return in which versions of its surface a message exists."""
+    since = max(message.since, message.surface.versions[0])
+    return f"{since}+" if message.until is None else f"{since}-{message.until}"
+
+
+def fields_of(message: type[Message], prefix: type[Message]) -> str:
+    """Return the fields of a message in wire order, with their kinds."""
+    prefixed = {each.name for each in dataclasses.fields(prefix)}
+    hints = get_type_hints(message, include_extras=True)
+    found = []
+    for each in dataclasses.fields(message):
+        if each.name not in prefixed:
+            number = each.metadata.get("since", 0)
+            since = f" (since {number})" if number > message.since else ""
+            found.append(f"`{each.name}` {hints[each.name].__metadata__[0].name}{since}")
+    return ", ".join(found) or "none"
+
+
+def members(enum: type[IntEnum]) -> str:
+    """Return the values of an enumeration."""
+    return table(("value", "name"), [(each.value, each.name) for each in enum])
+
+
+def error_codes() -> str:
+    """Return the errors that cross the wire, by code."""
+    rows = [(code, each.__name__, first_line(each)) for code, each in sorted(BY_CODE.items())]
+    return table(("code", "error", ""), rows)
+
+
+def first_line(documented: type[Any]) -> str:
+    """Return the first sentence of a docstring."""
+    return (documented.__doc__ or "").partition("\n\n")[0].replace("\n    ", " ")
+
+
+def disk_tables() -> dict[str, str]:
+    """Return the tables of the disk format."""
+    return {
+        "control-header": layout_table(files.CONTROL_HEADER),
+        "partition-info": layout_table(files.PARTITION_INFO),
+        "segment-header": layout_table(files.SEGMENT_HEADER),
+        "record": record_table(),
+        "lineage-header": layout_table(files.LINEAGE_HEADER),
+        "lineage-entry": layout_table(files.LINEAGE_ENTRY),
+        "slot": layout_table(files.SLOT, files.SLOT_TAIL),
+        "storage-id": layout_table(files.STORAGE_ID),
+        "wipe": layout_table(removal.WIPE),
+        "lock-block": layout_table(lock_blocks.TRAILER),
+    }
+
+
+TYPES = {"q": "int64", "i": "int32", "I": "uint32"}
+
+
+def layout_table(*layouts: Layout) -> str:
+    """Return the fields of layouts that follow one another."""
+    places = [
+        place
+        for number, layout in enumerate(layouts)
+        for place in layout.places(sum(each.size_bytes for each in layouts[:number]))
+    ]
+    rows = [
+        (
+            place.offset,
+            place.size_bytes,
+            TYPES.get(place.field.code, "bytes"),
+            place.field.name,
+            place.field.note,
+        )
+        for place in places
+    ]
+    return table(("offset", "bytes", "type", "field", ""), rows)
+
+
+def record_table() -> str:
+    """Return the fields of a record: what is before its data, the data, and the CRC."""
+    rows = list(dtype_rows(PREFIX_DTYPE, 0))
+    end = PREFIX_DTYPE.itemsize
+    rows.append((end, "length", "bytes", "data"))
+    rows.append((f"{end} + length", 4, "uint32", "record_crc"))
+    return table(("offset", "bytes", "type", "field"), rows)
+
+
+def dtype_rows(dtype: "np.dtype[Any]", start: int) -> Iterable[tuple[object, ...]]:
+    """Yield the fields of a NumPy structure, those of inner structures one by one."""
+    assert dtype.fields is not None
+    for name, (inner, offset, *_) in dtype.fields.items():
+        if inner.fields is not None:
+            yield from dtype_rows(inner, start + offset)
+        else:
+            yield start + offset, inner.itemsize, inner.name, name
 
 
 def layers() -> str:

@@ -1,4 +1,4 @@
-"""An original Waltz server as its clients meet it, told from interop.md 2 and 6 in a few rules.
+"""A model of the server of Waltz 0.13, as its clients see it (docs/design/wire-format.md 2 and 4).
 
 It speaks L 4 in frames of its own making, keeps its log in memory, and has the original's habits:
 it acknowledges nothing, drops silently what comes from a connection or a generation that it does

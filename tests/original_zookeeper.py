@@ -1,4 +1,4 @@
-"""The ZooKeeper nodes of a cluster that the original has made, byte by byte (interop.md 4)."""
+"""The ZooKeeper nodes of a cluster that Waltz 0.13 made, byte by byte (docs/zookeeper.md)."""
 
 import struct
 

@@ -18,7 +18,7 @@ def lock(name: str, key: Column | str) -> Column:
             CRC-32 of its UTF-8 bytes, as in `waltz_core.client.lock`.
 
     Longs are narrowed with masks and shifts, never with a cast that ANSI mode could refuse
-    (interop.md section 6, spark.md "Writing").
+    (docs/design/wire-format.md 4; docs/spark.md, "Writing").
 
     Raises:
         BadRequest: the name is no text.

@@ -33,7 +33,7 @@ from waltz_core.wire.messages import Surface
 HERE = Path(__file__).parent / "wire"
 CAPTURED = json.loads((HERE / "storage_admin_v0.json").read_text(encoding="utf-8"))
 KEY = bytes.fromhex("0e6bfd32bdc64ce187fb950915c99d24")
-CRC_HELLO = 0x154677BC  # of "hello-0", as interop.md 5.2 has it
+CRC_HELLO = 0x154677BC  # of "hello-0", captured from Waltz 0.13
 
 
 # What the original calls the fields of each type after its sequence.
@@ -86,7 +86,7 @@ def test_captured_frames_decode_to_their_meaning_and_encode_to_their_bytes(examp
     assert b"".join(codec.encode(message, 0)) == data
 
 
-# Each type of the table in interop.md 3.2: type, sequence, fields.
+# Each type of the table in docs/design/wire-format.md 3.2: type, sequence, fields.
 BY_HAND = {
     Done(7): "01 0000000000000007",
     Failure(7, "boom", (("a.B", "m", "B.java", 12), ("a.C", "n", None, -2))): (

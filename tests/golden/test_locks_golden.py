@@ -1,4 +1,4 @@
-"""Lock hashes and table indices, against values computed by an original (interop.md section 6)."""
+"""Lock hashes and slots, against values of Waltz 0.13 (docs/design/wire-format.md 4)."""
 
 import json
 from pathlib import Path

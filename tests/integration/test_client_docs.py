@@ -7,7 +7,7 @@ import pytest
 
 from waltz_core.local import running
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
 CONNECT = "zk1:2181,zk2:2181/waltz/payments"
 # What stands in a comment `<!-- python ... -->` is executed too: it waits, or looks.
 SNIPPET = re.compile(r"^```python\n(.*?)^```$|^<!-- python\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
@@ -22,7 +22,7 @@ def snippets(page: str) -> list[tuple[int, str]]:
 
 
 def test_every_snippet_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    page = (DOCS / "client.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/client.md").read_text(encoding="utf-8")
     found = snippets(page)
     assert len(found) == page.count("```python") + page.count("<!-- python")
     assert len(found) >= 15
@@ -33,7 +33,7 @@ def test_every_snippet_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Mon
             for line, text in found:
                 # An error is shown at its line of the page.
                 source = "\n" * (line - 1) + text.replace(CONNECT, cluster.connect)
-                exec(compile(source, DOCS / "client.md", "exec"), names)
+                exec(compile(source, ROOT / "docs/client.md", "exec"), names)
         finally:
             client = names.get("client")
             if client is not None:

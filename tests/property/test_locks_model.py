@@ -30,7 +30,7 @@ steps = st.lists(st.tuples(rows, st.integers(0, 12), st.sampled_from("----cr")),
 
 
 class Model:
-    """interop.md section 6 and correctness.md rows 25-30, in order and without arrays."""
+    """docs/design/wire-format.md 4 and docs/design/correctness.md 2.4, rows 25-30; no arrays."""
 
     def __init__(self, slot_count: int, mark: int) -> None:
         self.slots = [mark] * slot_count

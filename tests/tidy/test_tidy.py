@@ -80,6 +80,19 @@ BANNED_WORDS_IN_NAMES = ("util", "utils", "manager", "handler", "helper", "helpe
 BANNED_MODULES = ("pickle", "marshal", "shelve", "cloudpickle")
 ISSUE_LINK = re.compile(r"#\d+|https?://")
 PYTHON_FILE = re.compile(r"(?<![\w/.*-])((?:\w+/)*\w+\.py)\b")
+# A page, with the number or the title of one of its sections if that is given; a comment may wrap.
+PAGE = re.compile(
+    r"([\w*./:-]*\w\.md)\b(?:#(?P<anchor>[\w-]+))?`?"
+    r"(?:\s+(?:#\s+)?(?P<number>\d+(?:\.\d+)*)\b|,\s+(?:#\s+)?\"(?P<title>\w[^\"\n]*)\")?"
+)
+LINK_TEXT = re.compile(r"\[[^\]\n]*\]\(")
+DECISION = re.compile(r"\bdecisions?(?:[\s#]+|/)(\d{1,3})\b")
+# page -> why it is in no checkout
+PAGES_OF_USERS = {
+    "build/chaos-report.md": "the report that `make chaos` writes",
+    "build/sim-report.md": "the report that `make sim` writes",
+    "build/report.md": "the report of a test, in its own directory",
+}
 TO_DO = re.compile(r"\b(TOD[O]|FIXM[E]|XX[X])\b")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+|Users/\w+|tmp/\w+)/")
 
@@ -233,6 +246,57 @@ def test_a_file_that_a_text_names_exists():
         if not any(each.endswith(f"/{path}") for each in paths)
     ]
     nothing(gone, "a text names a file that does not exist")
+
+
+def test_a_page_that_a_text_names_exists_and_has_the_section():
+    wrong = [
+        f"{name}: {' '.join(found.group().split())}"
+        for name in tracked()
+        if name.endswith((".py", ".md", ".toml", "Makefile")) or name.startswith("scripts/")
+        for found in PAGE.finditer(LINK_TEXT.sub("(", text_of(name)).replace('" / "', "/"))
+        if not is_there(name, found)
+    ]
+    nothing(wrong, "a text names a page or a section that does not exist")
+
+
+def test_a_decision_that_a_text_names_exists():
+    there = {int(path.name[:3]) for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md")}
+    gone = [
+        f"{name}: {found.group()}"
+        for name in tracked()
+        if name.endswith((".py", ".md", ".toml", "Makefile")) or name.startswith("scripts/")
+        for found in DECISION.finditer(text_of(name))
+        if int(found.group(1)) not in there
+    ]
+    nothing(gone, "a text names a decision that does not exist")
+
+
+def is_there(naming: str, found: re.Match[str]) -> bool:
+    """Return whether a page is there, from the root or beside the file that names it."""
+    page = found.group(1)
+    if "://" in page or "*" in page or page in PAGES_OF_USERS:
+        return True
+    paths = [path for path in (ROOT / page, (ROOT / naming).parent / page) if path.is_file()]
+    if not paths:
+        return False
+    titles = titles_of(paths[0])
+    if anchor := found["anchor"]:
+        return anchor in map(anchor_of, titles)
+    if number := found["number"]:
+        return any(re.match(rf"{re.escape(number)}[. ]", title) for title in titles)
+    return found["title"] is None or found["title"] in titles
+
+
+@cache
+def titles_of(page: Path) -> tuple[str, ...]:
+    """Return the titles of a page's sections."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return tuple(line.lstrip("#").strip() for line in lines if line.startswith("#"))
+
+
+def anchor_of(title: str) -> str:
+    """Return by what a link names a section."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
 def is_shell(source: Source) -> bool:

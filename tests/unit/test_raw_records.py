@@ -22,7 +22,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 
-# Two records that an original has written (interop.md 5.2).
+# Two records that Waltz 0.13 wrote (docs/design/disk-format.md 4).
 GOLDEN = bytes.fromhex(
     "0000000000000000000000010000000100000000000000020000000700000007154677bc68656c6c6f2d30"
     "9afdeea8"

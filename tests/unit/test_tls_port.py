@@ -180,7 +180,7 @@ async def test_a_close_does_not_wait_long_for_who_does_not_answer(files, monkeyp
 
 
 # ---------------------------------------------------------------------------------------------
-# an original at the other end (interop.md, 1.2 and 1.3)
+# an original at the other end (docs/design/wire-format.md 1.2 and 1.3)
 
 ORIGINALS = {
     Surface.CLIENT: ((0, 1, 2, 3, 4), "Waltz Server"),

@@ -180,7 +180,9 @@ class Coordinator:
         return ClusterView(params, store)
 
     async def create_cluster(self, new: NewCluster) -> None:
-        """Create every node of a cluster (interop.md 4.2), each partition marked as new.
+        """Create every node of a cluster, each partition marked as new.
+
+        docs/zookeeper.md, "Creating a cluster", lists them.
 
         Raises CoordinatorConflict where there is a cluster already, or the remains of one.
         """
@@ -323,7 +325,7 @@ class Coordinator:
 
         Raises CoordinatorConflict when either node is not at its expected version (nothing was
         written), CoordinatorOutcomeUnknown when only reading again can tell: then compare session
-        and nonce (correctness.md 2.1 B).
+        and nonce (docs/design/correctness.md 2.1 B).
         """
         if NO_NODE in expected:
             parents = (self.paths.partitions, self.paths.ours, self.paths.markers)
@@ -364,7 +366,7 @@ class Coordinator:
         """Replace the replica assignment by what `change` makes of it; return the new one.
 
         `change` is called again when somebody else wrote in between. Raises BadRequest for a step
-        that is too wide (correctness.md 2.4, row 36).
+        that is too wide (docs/design/correctness.md 2.4, row 36).
         """
         path = self.paths.replica_assignment
         partition_count = (await self.read_cluster()).params.partition_count

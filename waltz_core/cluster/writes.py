@@ -5,7 +5,7 @@ may believe to run the same task. What they have to agree on is small, and is he
 the write started, which client id each task has, which attempt of a task is the last, and whether
 the write is over.
 
-Rules (spark.md, "Exactly once"):
+Rules (docs/spark.md, "Exactly once"):
     1. The first to come writes the starting marks; they never change.
     2. A task keeps its client id for ever. Each attempt raises the task's attempt number, by
        compare-and-set; where the outcome of that is unknown, it is raised once more.

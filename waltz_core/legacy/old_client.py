@@ -55,7 +55,7 @@ VERSION_MAX: Final = 4
 _OUTCOMES_UP_TO: Final = 2  # of versions: the mount's answer is a bool
 # So long a question for a mark stays open that cannot be answered.
 MARK_WAIT_S: Final = 5.0
-# A client mounts again half a second after it was told to (interop.md 2.2).
+# A client mounts again 500 ms after NOT_READY (docs/design/wire-format.md 2.2).
 MOUNT_WAIT_S: Final = 5.0
 # The original's words, which its clients know.
 _NOT_FOUND: Final = "com.wepay.waltz.store.exception.TransactionNotFoundException: "

@@ -10,7 +10,7 @@ Rules:
        mounts with; while he reads no further, what is sent waits in the kernel.
     2. Data is asked for only where the feed has brought the header, or the caller knows that it is
        committed: an original that was asked too early never finds that transaction again
-       (behaviour.md 2.6).
+       (docs/design/wire-format.md 2.6).
     3. So many questions for data are under way that a round trip costs little, and no more: they
        share a connection with everybody else's.
     4. A connection sequence is never used twice, for an original drops what comes with an old one.

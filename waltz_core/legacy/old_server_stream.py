@@ -2,7 +2,7 @@
 
 Why it stands alone: an original acknowledges nothing and answers some requests never; what became
 of an append has to be concluded from the feed. All of these conclusions stand here, and neither the
-stream nor the monitor knows of them (interop.md 2, decision 022).
+stream nor the monitor knows of them (docs/design/wire-format.md 2, decision 022).
 
 Rules:
     1. A row is COMMITTED because its request id was seen in the feed, and for no other reason.

@@ -93,7 +93,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "no-cluster",
             "there is no cluster at {connect}; the command creates a new, empty one. If there was "
             "one, ZooKeeper's data is lost: run `cluster rebuild-metadata` instead (When "
-            "ZooKeeper's data is lost, in operations.md)",
+            "ZooKeeper's data is lost, in docs/operations.md)",
             "waltz-core cluster create {connect} --partitions COUNT --storage HOST:PORT:ADMIN_PORT",
         ),
         _row(

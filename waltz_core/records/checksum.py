@@ -6,7 +6,7 @@ over XOR. Hence the checksum of a record follows from that of its header and tha
 the checksum of a run of records from those inside it, without a second pass over the bytes.
 
 Rules:
-    1. CRC-32 IEEE 802.3 as zlib has it, always as an unsigned number (interop.md, "CRC"). ISA-L
+    1. CRC-32 IEEE 802.3 as zlib has it, always as an unsigned number . ISA-L
        takes it with the processor's own instructions, ten times as fast as zlib.
     2. `combine(crc32(a), crc32(b), len(b)) == crc32(a + b)`.
     3. No function here runs Python per row; tables are built once and are never changed.

@@ -3,8 +3,7 @@
 Why it stands alone: the owner of a partition writes them, storages keep them unread, and the next
 owner believes them. Whatever makes one believable is here, and nowhere else.
 
-    | lock hashes (4 bytes each) | behind (a byte each) |
-    | mark | first | last | chain before | chain | count | CRC |
+    | lock hashes (4 bytes each) | behind (a byte each) | trailer (`TRAILER`) |
 
 All integers are big-endian, as everywhere. A block ends with its trailer, so that a run of blocks
 is read from its end, where the newest ones are.
@@ -22,9 +21,9 @@ Rules:
     4. Nothing older than the first bytes that are no block, or than a gap, is believed.
 """
 
-import struct
 from typing import Final, NamedTuple
 
+from waltz_core.records.byte_layout import Field, Layout
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     Chain,
@@ -37,7 +36,16 @@ HASH_BYTES: Final = 4
 # More locks than this in one batch are not told: the frame that they go in has room for so much.
 LOCKS_BYTES_MAX: Final = 1024 * 1024
 
-_TRAILER: Final = struct.Struct(">4sqq16s16sII")
+TRAILER: Final = Layout(
+    Field("mark", "4s", '"WLB1", or "WLB2" for a block with distances'),
+    Field("first", "q"),
+    Field("last", "q"),
+    Field("chain before", "16s", "the chain before `first`"),
+    Field("chain", "16s", "the chain at `last`"),
+    Field("lock count", "I"),
+    Field("CRC-32", "I", "of the whole block before it"),
+)
+_TRAILER: Final = TRAILER.struct
 # Up to so many transactions a block tells by which of them each lock was written.
 TOLD_APART_MAX: Final = 256
 _MARK: Final = b"WLB1"

@@ -10,7 +10,7 @@ buffer and the lengths of its records; nothing else describes it.
 
 Rules:
     1. All integers are big-endian; the data CRC covers the data, the record CRC all that is before
-       it (interop.md section 5.2).
+       it (docs/design/disk-format.md 4).
     2. No function here runs Python per record, except to name the bad one once a run is known bad.
     3. Lengths from outside are checked by `lengths_from_wire` before any other function sees them.
 """

@@ -1,7 +1,7 @@
 """The values every layer speaks of: ids, records, record headers, lineage, lock hashes.
 
 Why it stands alone: these are the words of the system. Whatever is said on the wire, on disk or
-in ZooKeeper is made of them, and their bytes never change meaning (`docs/wire-format.md`).
+in ZooKeeper is made of them, and their bytes never change meaning (docs/design/wire-format.md).
 
 Rules:
     1. Transaction ids start at 0 in each partition and have no gaps.
@@ -63,7 +63,7 @@ class ReqId(NamedTuple):
     sequence: int
 
     def to_bytes(self) -> bytes:
-        """Return the 16 bytes of interop.md, "ReqId"."""
+        """Return its 16 bytes (docs/design/wire-format.md 2)."""
         return REQ_ID.pack(*self)
 
     @staticmethod
@@ -118,7 +118,7 @@ def next_chain(
 ) -> Chain:
     """Return the chain after a batch; `record_crcs` is 4 big-endian bytes for each record.
 
-    The source of the rule is correctness.md, "Lineage". The commit stamp is not part of it:
+    docs/design/correctness.md 2.3, "Lineage", has the rule. The commit stamp is not part of it:
     nothing is ever decided by a clock.
     """
     assert len(record_crcs) == 4 * (last - first + 1)
@@ -128,7 +128,7 @@ def next_chain(
 
 
 def lock_hash(name: str, key: int) -> int:
-    """Return the 32-bit signed hash by which a lock travels (interop.md section 6).
+    """Return the 32-bit signed hash that is sent for a lock (docs/design/wire-format.md 4).
 
     The name's hash runs over UTF-16 code units, the key is a signed 64-bit integer.
     """
@@ -142,7 +142,7 @@ def lock_hash(name: str, key: int) -> int:
 
 
 def spread(lock: int, partition_count: int) -> PartitionId:
-    """Return the partition for a 32-bit hash, the same on every client (spark.md, "Writing").
+    """Return the partition for a 32-bit hash, the same on every client (docs/spark.md, "Writing").
 
     Multiplying first keeps the hashes of one partition spread over the whole lock table.
     """

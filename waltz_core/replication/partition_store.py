@@ -4,7 +4,7 @@ Why it stands alone: it holds what outlives a session (what was committed, what 
 replicas misbehaved) and the whole conversation with ZooKeeper, so that every compare-and-set of the
 protocol stands in one file.
 
-Rules (correctness.md 2.1 A, B, G, K and the scenario table):
+Rules (docs/design/correctness.md 2.1 A, B, G, K and the rows of 2.4):
     1. Every write depends on the versions that were read, and each has one attempt number; the
        outcome of any other attempt is dropped.
     2. A write with unknown outcome is read again. The claim holds only if session and nonce are

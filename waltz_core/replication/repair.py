@@ -3,7 +3,7 @@
 Why it stands alone: this is the only place that destroys records. It knows one replica and the
 goal; whom to copy from, and the connections, are its owner's.
 
-Rules (correctness.md 2.1 F):
+Rules (docs/design/correctness.md 2.1 F):
     1. Nothing is done before the mark is decided: a repair is only made then.
     2. What lies above the mark was never acknowledged and is cut.
     3. Below it, the log is cut back to the last batch end where its chain is the goal's, never

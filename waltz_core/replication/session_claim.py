@@ -3,7 +3,7 @@
 Why it stands alone: the first compare-and-set is where a log can be lost by taking a partition for
 a new one, so its conditions stand together, without the conversation around them.
 
-Rules (correctness.md 2.1 A and B, rows 15, 17 and 36; interop.md 4.7):
+Rules (docs/design/correctness.md 2.1 A and B, 2.4 rows 15, 17 and 36):
     1. Never over a later generation than one's own.
     2. Never where an opened partition has no replica states, nor where more storages than any
        quorum can do without are bound to sessions that ZooKeeper has never heard of.

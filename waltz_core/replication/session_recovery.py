@@ -3,7 +3,7 @@
 Why it stands alone: these few lines decide whether acknowledged transactions survive. They have no
 state of connections and no time, so that all cases can be tried, one by one.
 
-Rules (correctness.md 2.1, C to E and G):
+Rules (docs/design/correctness.md 2.1, C to E and G):
     1. A replica's silence is never read as "I do not have it": not answered, an older session, a
        wiped or doubtful disk are all the same, UNKNOWN, for as long as the session tries.
     2. With as many unknown replicas as a quorum, nothing is decided and nothing is touched.

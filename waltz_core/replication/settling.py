@@ -4,7 +4,7 @@ Why it stands alone: it is the only question that a new session has for the log 
 of one engaged replica, whose log up to the mark is the decided one, and of the next where that one
 has lost the batches.
 
-Rules (correctness.md row 21, "Room for our rules"):
+Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
     1. What an owner submitted is known again by its session in the lineage, never by its ids.
     2. Commit stamps go on from the last one in the log when somebody else may have written it,
        whatever this server's clock says.

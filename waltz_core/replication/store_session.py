@@ -3,7 +3,7 @@
 Why it stands alone: it is the life of one session id. What was before and what comes after, and
 the conversation with ZooKeeper, belong to `partition_store`.
 
-Rules (correctness.md 2.1, letters C to K):
+Rules (docs/design/correctness.md 2.1, letters C to K):
     1. Every replica of the last and of the new assignment is fenced (C).
     2. Nothing on a replica is changed before the mark is decided (E).
     3. The session opens when ZooKeeper is known to hold its states (`wrote`), not before (G, H).

@@ -54,7 +54,7 @@ def decode_frame_header(data: Buffer, offset: int = 0) -> FrameHeader:
 
 
 def encode_keep_alive(surface: Surface, version: int) -> bytes:
-    """Return the empty frame that says nothing but "I am here" (interop.md 1.1)."""
+    """Return the empty frame that says nothing but "I am here" (docs/design/wire-format.md 1.1)."""
     return FRAME_HEADER.pack(surface.magic, version, 0)
 
 

@@ -1,7 +1,8 @@
 """Every message of L and S, one table by type code; A is in `admin_messages.py`.
 
-Why it stands alone: what two programs of different ages say to each other must be readable in one
-place. `codec.py` derives the bytes from the declarations here and adds nothing.
+What two programs of different ages say to each other must be readable in one place. `codec.py`
+derives the bytes from the declarations here and adds nothing. docs/design/wire-format.md has the
+conversations that they belong to, and tables of these declarations, which `make docs` writes.
 
 Rules:
     1. Fields are written in declaration order, big-endian, with the layouts of `FieldKind`.

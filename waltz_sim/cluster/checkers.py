@@ -3,8 +3,8 @@
 Why it stands alone: processes, links and disks of the simulator tell one object what happens; which
 of the promises (`promises/`) that concerns is said here, and nowhere else.
 
-Each public method is told of one kind of thing. The names and numbers are those of correctness.md
-3.2.
+Each public method is told of one kind of thing. The names and numbers are those of
+docs/design/correctness.md 3.2.
 """
 
 from collections.abc import Sequence

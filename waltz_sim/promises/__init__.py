@@ -13,7 +13,8 @@
     bounds      26 Bounded
     sometimes   27 Sometimes
 
-The numbers and names are those of correctness.md 3.2; 25 Converged is `checkers.Checks.at_end`.
+The numbers and names are those of docs/design/correctness.md 3.2; 25 Converged is
+`checkers.Checks.at_end`.
 
 Rules:
     1. A checker looks at what was handed over, at what lies on disks, and at what ZooKeeper holds;

@@ -13,7 +13,8 @@ Rules:
        replica had told it before.
     2. A loss that nobody can notice (the end of a log gone, within a session, without a trace) may
        happen only when a quorum of others is engaged, and all of them hold all that this replica
-       holds (correctness.md 2.4, rows 2 and 8): with any of them away, the rest still outvotes it.
+       holds (docs/design/correctness.md 2.4, rows 2 and 8): with any of them away, the rest still
+       outvotes it.
     3. A replica that has lost something can be believed again when a later session has engaged it
        and a copy of its disk, read whole, is without a fault.
     4. Whoever changes ZooKeeper's data takes away the last that knows what the disks should have:

@@ -1,7 +1,7 @@
 """Store sessions: who claims them, what they decide, when they are open, what they commit.
 
-Why it stands alone: this is correctness.md 2.1 as seen from ZooKeeper, from the promises on the
-disks, and from the answers that have reached the owner. What the owner makes of them is compared
+This is docs/design/correctness.md 2.1 as seen from ZooKeeper, from the promises on the disks, and
+from the answers that have reached the owner. What the owner makes of them is compared
 with what follows from them here, by a count of its own.
 
 Rules:

@@ -3,7 +3,7 @@
 Why it stands alone: Spark pickles the writer to every task and unpickles it again for the commit,
 so it holds plain values only, and nothing may hang on shared state, `abort` or `finally`.
 
-Rules (spark.md, "Exactly once"):
+Rules (docs/spark.md, "Exactly once"):
     1. A write begins on the driver, so that its starting marks are those of its first run, and a
        task that finds none knows that it is over. One without a name of its own is named anew each
        time: only its tasks can be run again.

@@ -3,7 +3,7 @@
 Why it stands alone: it is the half of "exactly once" that looks at rows; the half that looks at
 attempts is the client's (`TaskClaim`).
 
-Rules (spark.md, "Exactly once"):
+Rules (docs/spark.md, "Exactly once"):
     1. The log is read once all partitions are mounted: from then on no earlier attempt of this task
        can append, and the answer stays true.
     2. Rows are matched with records as a multiset of partition, header and data: an attempt may
@@ -285,7 +285,7 @@ def _whole_records(
                 )
 
 
-# A record's bytes before and after its data (interop.md, 5.2).
+# A record's bytes before and after its data (docs/design/disk-format.md 4).
 _DATA_FROM, _DATA_UNTIL = raw_records.PREFIX_DTYPE.itemsize, 4
 
 

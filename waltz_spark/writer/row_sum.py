@@ -3,7 +3,7 @@
 Why it stands alone: the record of a finished write keeps what is computed here for days, so the
 hash has one definition, and it must not change.
 
-Rules (spark.md, "A write ID identifies its rows"):
+Rules (docs/spark.md, "A write ID identifies its rows"):
     1. What identifies a row is what finds it in the log (`row_keys.py`): its partition, unless the
        row is in it only because it was its turn; header and payload; or the columns of option
        `identityColumns`. Locks and marks do not count: a run that is repeated may compute them from

@@ -3,7 +3,7 @@
 Why it stands alone: Spark makes one of these for the tasks of a micro-batch, and another one, in
 another process, to commit it; neither is told which batch it is. The tasks are.
 
-Rules (spark.md, "Exactly once"):
+Rules (docs/spark.md, "Exactly once"):
     1. A micro-batch is the write (query, batch). Its tasks find both in their local properties, and
        tell the commit in their messages. The first task of its first run says where it starts.
     2. Spark records a micro-batch after our commit. If the driver dies in between, the batch comes

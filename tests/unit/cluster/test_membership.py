@@ -534,7 +534,8 @@ async def test_preferences_are_in_force_with_the_write_that_makes_them_known(clu
         assert {each for each, (server, _) in owned(view).items() if server == 2} >= {0, 1, 2}
         moved = [each for each in before if before[each] != owned(view)[each]]
         assert all(owned(view)[each][1] == before[each][1] + 1 for each in moved)
-        # Twice within one watch's time, from both sides: nobody spins (interop.md 8.1).
+        # Twice within one watch's time, from both sides: no server spins
+        # (docs/design/wire-format.md 2.6).
         await two.prefer(descriptor(2))
         await one.prefer(descriptor(1, preferred=[3]))
         view = await one.read()

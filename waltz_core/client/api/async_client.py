@@ -176,7 +176,7 @@ class AsyncWaltzClient(OpenedByConnect):
         Mounts use connection sequences above `connection_sequence`: of two writers with one client
         id the one with the higher number wins. A `claim` is a task's place in a write that must
         enter the log once: it is opened and closed with the client, gives it id and sequence, and
-        is asked before each mount (spark.md, "Exactly once").
+        is asked before each mount (docs/spark.md, "Exactly once").
         """
         settings = settings_of(config)
         directory = FixedDirectory.of(layout, settings)

@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 def lock(name: str, key: int | str = 0) -> int:
-    """Return the 32-bit hash by which the lock `name`, `key` travels (interop.md section 6).
+    """Return the 32-bit hash that is sent for a lock (docs/design/wire-format.md 4).
 
     A text key stands for the CRC-32 of its UTF-8 bytes, as in Spark's `functions.lock`.
 

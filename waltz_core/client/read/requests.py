@@ -65,7 +65,7 @@ UNANSWERED_S: dict[type[ClientMessage], float] = {
     messages.HighWaterMarkResponse: 1.0,
     messages.FlushResponse: 5.0,
 }
-# Who only asks needs no client id of his own (interop.md 2.1).
+# Requests without appends need no client id (docs/design/wire-format.md 2.1).
 NO_CLIENT_ID = -1
 # A try with less than this part of the request timeout has not failed when that is over (rule 2).
 _TRY_PART_MIN: Final = 0.1

@@ -3,7 +3,7 @@
 Why it stands alone: a client that writes as somebody's second attempt has to ask, before each
 mount, whether it still is the last one; everything else about it is like any client.
 
-Rules (spark.md, "Exactly once"; `cluster/writes.py`):
+Rules (docs/spark.md, "Exactly once"; `cluster/writes.py`):
     1. An attempt appends with the task's client id, and mounts with connection sequences from
        attempt * 2**32 on: whichever attempt mounts last by that order fences the others, for as
        long as the generation lasts.

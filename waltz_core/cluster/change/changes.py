@@ -3,7 +3,7 @@
 Why it stands alone: which step may be next is a question of quorums, not of waiting and writing,
 so that all of it can be tried out without a cluster. `storages.py` looks, writes and waits.
 
-Rules (correctness.md 2.1 C and G, 2.4 row 36):
+Rules (docs/design/correctness.md 2.1 C and G, 2.4 row 36):
     1. A partition's next step is taken only from an open session that has taken the last one in.
     2. A step adds one replica, or takes one away, or puts one into the place of another that is
        not level.

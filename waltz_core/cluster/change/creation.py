@@ -1,7 +1,7 @@
 """The steps that create a cluster's nodes, as a pure function of what is wanted.
 
-Why it stands alone: a cluster that was created half way must never be taken for a whole one, and
-the nodes must be those that the original's tools would have made (interop.md 4.2).
+A cluster that was created half way must never be taken for a whole one, and the nodes must be those
+that the tools of Waltz 0.13 would have made (docs/zookeeper.md, "Creating a cluster").
 
 Rules:
     1. The root's own data is written last. A root without data is not a cluster.

@@ -15,7 +15,7 @@ when the partition moved away, and then it says nothing of what came later; mean
 that does not open its log, was taken offline or has an empty directory looks like a storage that
 never had one. Only a copy of the newest session was certainly a replica in it.
 
-Rules (correctness.md 2.4, row 15):
+Rules (docs/design/correctness.md 2.4, row 15):
     1. Nodes that were made for a rebuilding have no partition that may be opened: its marker says
        that there was a history, and no replica is engaged.
     2. One replica is declared engaged, and nobody else. It is assigned together with a second one,

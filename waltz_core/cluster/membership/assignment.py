@@ -42,7 +42,8 @@ def is_in_force(
 ) -> bool:
     """Say whether an assignment was made for exactly these servers and all partitions.
 
-    `cversion` is the child version of the assignment's own node (interop.md 4.4).
+    `cversion` is the child version of the assignment's own node (docs/zookeeper.md, rule 2 of
+    "Membership and assignment").
     """
     return (
         assignment.cversion == cversion
@@ -60,7 +61,7 @@ def assign_partitions(
     partition_count: int,
     keeps_all: bool = False,
 ) -> PartitionAssignment:
-    """Return the assignment for the live servers (interop.md 4.5).
+    """Return the assignment for the live servers.
 
     Preferred partitions go first, to the lowest server id that asks, even beyond its share; then
     each server keeps what it has up to its share; then the rest is dealt out in order of ids.
@@ -222,7 +223,8 @@ def check_replica_change(
     """Raise BadRequest for a change after which old and new quorums might not meet.
 
     A partition may gain fewer replicas than make a quorum of its new ones, and may not lose its
-    last one (correctness.md 2.4, row 36). A partition without replicas may be given any.
+    last one (docs/design/correctness.md 2.4, row 36). A partition without replicas may be
+    given any.
     """
     for partition in range(partition_count):
         partition_id = PartitionId(partition)

@@ -3,7 +3,7 @@
 Why it stands alone: every process follows the membership, but exactly one acts on it, and which
 one that is follows from the membership itself.
 
-Rules:
+Rules (docs/zookeeper.md, "Membership and assignment"):
     1. An assignment is in force only while its cversion is that of its own node: it was made for
        exactly the servers that are registered. No other one reaches a caller.
     2. The lead server is the live one with the smallest id. The lead computes the assignments, and
@@ -164,7 +164,7 @@ class Membership:
                 await self._nodes.znodes.sync()
 
     async def prefer(self, descriptor: model.ServerDescriptor) -> None:
-        """Register with other preferences, and have them in force at once (interop.md 4.5).
+        """Register with other preferences, and have them in force at once.
 
         Both change in one write, so nobody sees one without the other; rule 5 may delay it. Raises
         CoordinatorUnavailable when it cannot be written; nothing has changed then.
@@ -352,7 +352,7 @@ class Membership:
         """Call back with each settled view (or that there is no server), until cancelled.
 
         While this process is registered, this also keeps it registered and does the lead server's
-        duty: computing the assignment for a changed set of servers (interop.md 4.4 and 4.5).
+        duty: computing the assignment for a changed set of servers (rules 1 and 2).
         """
         partition_count: int | None = None
         last: ServersView | None = None

@@ -4,7 +4,7 @@ Why it stands alone: a client whose connection broke learns the fate of its appe
 again, and only then may send them anew. That is safe only while nothing sent on an older
 connection can still get in: the fence kept here.
 
-Rules (correctness.md row 22 and "Room for our rules"; spark.md, "Exactly once"):
+Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly once"):
     1. For each client the highest connection sequence wins, for the whole generation, also after
        its connection has closed, and also when the server releases the partition and owns it again
        in the same generation. An equal one is accepted on the same connection only.

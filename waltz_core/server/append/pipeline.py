@@ -6,7 +6,7 @@ outcomes is kept here: nothing is told before it is final, nothing final ever ch
     received -> its connection's lane -> [turn] checks, lock judgement, ids -> records
              -> one store batch, in flight -> committed or settled -> answered
 
-Rules (correctness.md rows 22-30, "Room for our rules"):
+Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
     1. Mount and generation are checked when a request leaves its lane, not when it enters: what an
        older connection left behind is refused from the moment a newer one mounts, and so is what
        came before the last mount on its own.

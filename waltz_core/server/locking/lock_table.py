@@ -8,7 +8,7 @@ The table is a counting-free sketch: a lock has three slots, a slot holds the hi
 locks that share it, and the least of the three is an estimate of the lock's last writer that errs
 upwards only. So a false refusal is possible and a missed conflict is not.
 
-Rules (correctness.md, rows 25-30 and "Room for our rules"; interop.md section 6):
+Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-format.md 4):
     1. The estimate of a row is the greatest over its write and read locks; append locks update the
        table and are never compared. A row passes when the estimate is not above its client's mark.
     2. A row whose mark is above the log's is AHEAD and is not judged at all.
@@ -317,7 +317,10 @@ class LockTable:
 
 
 def indices(locks: I32 | Sequence[int], slot_count: int) -> I64:
-    """Return the three slots of each lock hash as a (3, lock count) array (interop.md, 6)."""
+    """Return the three slots of each lock hash as a (3, lock count) array.
+
+    docs/design/wire-format.md 4 has the function.
+    """
     value = np.asarray(locks, dtype=np.int32).view(np.uint32)
     slots = np.empty((HASH_COUNT, value.size), dtype=np.int64)
     for turn in range(HASH_COUNT):

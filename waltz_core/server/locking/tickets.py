@@ -9,7 +9,7 @@ Rules:
        flight. A request is answered when all of its rows are judged and final.
     2. `settle`: what lies above the settled mark is LOST, whether it was accepted or refused for an
        id that is lost itself. It is not judged again, so nothing can bring it back after its client
-       was told (correctness.md, "Room for our rules").
+       was told (docs/design/correctness.md 2.3).
     3. Rows of one request have consecutive sequence numbers, refused ones too.
     4. A batch may be judged in pieces, from the first row on. A row that no piece has reached has
        no outcome: it is judged in whatever session comes then, or refused with all behind it.

@@ -5,7 +5,7 @@ and still has a mark to tell. Whoever asks for the mark gets it from here, after
 storages has confirmed, later than the question, that it knows no later session; or without asking
 them while such a confirmation is fresh.
 
-Rules (correctness.md row 16 and "ZooKeeper away"):
+Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper away"):
     1. A proof that was begun before a question came answers that question only when it is asked
        for no more than `session_timer_ms` of freshness.
     2. One proof is under way at a time; questions that come meanwhile share the next one.

@@ -4,7 +4,7 @@ Why it stands alone: this is where clients meet replication. Each part below has
 knows nothing of the others; only this one routes between them, and only this one knows whether
 there is a store session.
 
-Rules (correctness.md 2.1 H and rows 16, 21, 22, 28, 29, 39):
+Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
     1. Nothing of a session is told before `SessionOpened` and `Settled`: requests wait until then.
     2. When nobody else can have written between two sessions (`unbroken`, same generation), locks
        are clamped and caches kept up to the mark; otherwise both start anew.

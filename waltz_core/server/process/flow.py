@@ -3,7 +3,7 @@
 Why it stands alone: the promise that a client which floods, or never reads, costs the others
 neither memory nor much time is arithmetic over connections, and is kept here without any socket.
 
-Rules (correctness.md 5, "Limits"):
+Rules (docs/design/correctness.md 5, "Limits"):
     1. A connection has at most so many requests, and bytes of them, under way; what it has sent
        beyond that waits unlooked at, and it is not read while anything waits.
     2. The answer to a range request counts from the request on, and reading may take half of the

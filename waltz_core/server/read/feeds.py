@@ -4,7 +4,7 @@ Why it stands alone: a client's picture of the log is made of what is sent here,
 dense and in order for each of them, whatever their pace, and a client that does not read must cost
 no more than the frames already handed to its connection.
 
-Rules (interop.md 2.2 and 2.3; correctness.md row 22):
+Rules (docs/design/wire-format.md 2.2 and 2.3; docs/design/correctness.md 2.4, row 22):
     1. A context sends ids `next..until` and nothing above the high-water mark, each once.
     2. A mount grants up to the mark at its time; a feed request grants at least
        `feed_grant_count_min` transactions from the client's mark. The end of a grant is answered.

@@ -6,7 +6,7 @@ written so that a crash in the middle of a write leaves the other one.
 Rules:
     1. Never write over the structure that counts; write the other one, sync, then let it count.
     2. An exclusive lock on bytes 0..127 of `waltz-storage.ctl` is held while the storage runs; the
-       original takes the same lock (interop.md section 5.1).
+       original takes the same lock (docs/design/disk-format.md 2).
     3. Partitions do not share state here: each may be written by a thread of its own. They share
        the syncs of the control file: one is for all who had written when it began. One that fails
        is told to all of these, and to all who come later: what it was to write is lost, the system
@@ -240,7 +240,7 @@ def _check_header(
 
 
 def _newer(file: File, index: int, path: Path) -> int:
-    """Return which structure of a partition counts (interop.md section 5.1)."""
+    """Return which structure of a partition counts (docs/design/disk-format.md 2)."""
     stated = int.from_bytes(file.pread(4, partition_entry_offset(index)), "big", signed=True)
     if stated != index:
         raise BadFormat(f"{path}: expected partition {index} in its place, found {stated}")

@@ -1,15 +1,15 @@
-"""Every byte that a storage node keeps on disk: the original's three files, and our three.
+"""Every byte that a storage node keeps on disk: the three files of Waltz 0.13, and our three.
 
-Why it stands alone: a file outlives the program that wrote it. Two programs read these bytes, the
-original one and ours, so each layout is written down once, is checked when it is read, and has
-golden bytes in `tests/golden/disk/`.
+A file outlives the program that wrote it, and Waltz 0.13 and this version read the same bytes. So
+each layout is declared once, is checked when it is read, and has golden bytes in
+`tests/golden/disk/`. docs/design/disk-format.md has the tables of these declarations.
 
-    waltz-storage.ctl   the original's: cluster, partitions, session and water marks  (5.1)
+    waltz-storage.ctl   of 0.13: cluster, partitions, session and water marks
     waltz-x.id          ours: which storage this is
     <p>/waltz-x.ctl     ours: promise, marks, marker, damage of partition p, in two slots
     <p>/waltz-x.wipe    ours: the files of partition p are being deleted, and what stays
-    <p>/<first>.seg     the original's: records  (5.2)
-    <p>/<first>.idx     the original's: where each record starts  (5.3)
+    <p>/<first>.seg     of 0.13: records
+    <p>/<first>.idx     of 0.13: where each record starts
     <p>/<first>.chn     ours: one entry for each batch that ends in the segment
 
 Rules:
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 from waltz_core.errors import BadFormat, ChecksumMismatch
+from waltz_core.records.byte_layout import Field, Layout
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -96,11 +97,15 @@ def of_file(path: Path) -> Iterator[None]:
 
 # ---------------------------------------------------------------------------------------------
 # waltz-storage.ctl, the header. Has no CRC; when it is wrong the storage refuses to start.
-#
-#   0         4               12            28                 32            128
-#   | version | created in ms | cluster key | partition count  | zero        |
 
-_CONTROL_HEADER = struct.Struct(">iq16si96s")
+CONTROL_HEADER: Final = Layout(
+    Field("version", "i", "0"),
+    Field("creation time", "q", "ms since 1970"),
+    Field("cluster key", "16s"),
+    Field("partition count", "i"),
+    Field("reserved", "96s", "zero"),
+)
+_CONTROL_HEADER = CONTROL_HEADER.struct
 CONTROL_HEADER_BYTES: Final = 128
 assert _CONTROL_HEADER.size == CONTROL_HEADER_BYTES
 PARTITIONS_MAX: Final = 1 << 20
@@ -134,12 +139,17 @@ class ControlHeader(NamedTuple):
 # ---------------------------------------------------------------------------------------------
 # waltz-storage.ctl, one of two structures of a partition; the one with the greater sequence counts.
 #
-#   0         8                16                     24      28         32    36
-#   | session | low-water mark | local low-water mark | flags | sequence | CRC |
-#
-# When one is wrong the other counts; when both are, the partition's own slots can tell.
+# When one is wrong the other counts; when both are, the storage refuses to start.
 
-_PARTITION_INFO = struct.Struct(">qqqii")
+PARTITION_INFO: Final = Layout(
+    Field("session id", "q", "-1: none"),
+    Field("low-water mark", "q"),
+    Field("local low-water mark", "q", "where the log ended when the mark was set"),
+    Field("flags", "i", "1 available, 4 assigned"),
+    Field("sequence", "i"),
+    has_crc=True,
+)
+_PARTITION_INFO = PARTITION_INFO.struct
 PARTITION_INFO_BYTES: Final = 36
 PARTITION_ENTRY_BYTES: Final = 4 + 2 * PARTITION_INFO_BYTES
 assert _PARTITION_INFO.size + _CRC.size == PARTITION_INFO_BYTES
@@ -194,12 +204,17 @@ def partition_info_offset(index: int, slot: int) -> int:
 # ---------------------------------------------------------------------------------------------
 # .seg and .idx, the header of both. Has no CRC; it says nothing that name and directory do not.
 #
-#   0         4               12            28          32               40     128
-#   | version | created in ms | cluster key | partition | first id here  | zero |
-#
 # .seg goes on with records (see raw_records.py), .idx with 8 bytes for each: its offset in .seg.
 
-_SEGMENT_HEADER = struct.Struct(">iq16siq88s")
+_SEGMENT_FIELDS = (
+    Field("version", "i", "0"),
+    Field("creation time", "q", "ms since 1970"),
+    Field("cluster key", "16s"),
+    Field("partition", "i"),
+    Field("first transaction id", "q", "of this segment"),
+)
+SEGMENT_HEADER: Final = Layout(*_SEGMENT_FIELDS, Field("reserved", "88s", "zero"))
+_SEGMENT_HEADER = SEGMENT_HEADER.struct
 SEGMENT_HEADER_BYTES: Final = 128
 OFFSET_BYTES: Final = 8
 assert _SEGMENT_HEADER.size == SEGMENT_HEADER_BYTES
@@ -246,12 +261,6 @@ def first_of_name(name: str) -> TransactionId | None:
 # ---------------------------------------------------------------------------------------------
 # .chn, the header, and one entry for each batch whose last record is in the segment.
 #
-#   0         4            12            28          32              40             56     60    64
-#   | version | created ms | cluster key | partition | first id here | chain before | zero | CRC |
-#
-#   0       8      16        24         32      48          56     60    64
-#   | first | last | session | stamp ms | chain | synced id | zero | CRC |
-#
 # "chain before" is the chain before the first entry of the file. "synced id" is the last id that
 # was durable when the entry was written: of an id up to there it is certain that it was, so that
 # it cannot have been torn by a crash. A wrong entry above all those ids and the acked marker ends
@@ -261,8 +270,27 @@ def first_of_name(name: str) -> TransactionId | None:
 # that nothing else that a disk writes to its place passes for it: not an entry of another file, and
 # not a record, which has its CRC at its end too.
 
-_LINEAGE_HEADER = struct.Struct(">iq16siq16s4x")
-_LINEAGE_ENTRY = struct.Struct(">qqqq16sq4x")
+LINEAGE_HEADER: Final = Layout(
+    *_SEGMENT_FIELDS,
+    Field("chain before", "16s", "before the first entry of this file"),
+    Field("reserved", "4x", "zero"),
+    has_crc=True,
+)
+_BATCH_FIELDS = (
+    Field("first", "q"),
+    Field("last", "q"),
+    Field("session id", "q", "-1: adopted from Waltz 0.13; -2: made up for a lost entry"),
+    Field("commit stamp", "q", "ms since 1970; 0: none"),
+    Field("chain", "16s", "after this batch"),
+)
+LINEAGE_ENTRY: Final = Layout(
+    *_BATCH_FIELDS,
+    Field("synced id", "q", "the last durable id when the entry was written"),
+    Field("reserved", "4x", "zero"),
+    has_crc=True,
+)
+_LINEAGE_HEADER = LINEAGE_HEADER.struct
+_LINEAGE_ENTRY = LINEAGE_ENTRY.struct
 _LINEAGE_ENTRY_AND_CRC = struct.Struct(">qqqq16sq4sI")
 _PLACE = struct.Struct(">q")
 LINEAGE_HEADER_BYTES: Final = 64
@@ -345,11 +373,11 @@ def _entry(fields: Sequence[Any]) -> LineageEntry:
 
 # ---------------------------------------------------------------------------------------------
 # waltz-x.id: which storage this is. When it is wrong the storage refuses to start.
-#
-#   0         4      20    24
-#   | version | UUID | CRC |
 
-_STORAGE_ID = struct.Struct(">i16s")
+STORAGE_ID: Final = Layout(
+    Field("version", "i", "0"), Field("storage id", "16s", "a UUID"), has_crc=True
+)
+_STORAGE_ID = STORAGE_ID.struct
 STORAGE_ID_BYTES: Final = 24
 assert _STORAGE_ID.size + _CRC.size == STORAGE_ID_BYTES
 
@@ -371,30 +399,44 @@ def decode_storage_id(data: Bytes) -> bytes:
 # ---------------------------------------------------------------------------------------------
 # <p>/waltz-x.ctl: two slots, at 0 and at 4096; the greater sequence counts.
 #
-#     0  version, flags, partition, damaged count   4 x int32
-#    16  sequence, the original's sequence          2 x int64
-#    32  promised session, nonce                    int64, 16 bytes
-#    56  last session, confirmed mark               2 x int64
-#    72  provisional session, provisional mark      2 x int64
-#    88  acked id, chain there                      int64, 16 bytes
-#   112  truncate to, entry of the batch that is cut   int64, 48 bytes
-#   168  damaged ranges, first and last id          21 x 2 x int64
-#   504  how many sessions before the last one it was engaged, and 1; 0: never   uint32
-#   508  CRC
-#
 # A slot is one sector, which a disk writes as a whole or not at all: a slot that is wrong has not
 # been torn by a crash, it has rotted, and the promise in it may be lost. So then the other one
 # counts and the replica is suspect; with both wrong the partition refuses to open. What follows
 # a sector in its block is zero and is not read.
 
-_SLOT = struct.Struct(">iiiiqqq16sqqqqq16sqqqqq16s")
 SLOT_BYTES: Final = 512
 SLOT_BLOCK_BYTES: Final = 4096
 SLOT_COUNT: Final = 2
 DAMAGED_MAX: Final = 21
+SLOT: Final = Layout(
+    Field("version", "i", "0"),
+    Field("flags", "i", "1 dirty, 2 suspect, 4 provisional mark, 8 truncation, 16 cut batch"),
+    Field("partition", "i"),
+    Field("damaged count", "i"),
+    Field("sequence", "q"),
+    Field("control file sequence", "q", "of the structure in `waltz-storage.ctl` written last"),
+    Field("promised session id", "q"),
+    Field("nonce of the promise", "16s", "all bits set: unknown"),
+    Field("last session id", "q"),
+    Field("confirmed low-water mark", "q"),
+    Field("provisional session id", "q"),
+    Field("provisional low-water mark", "q"),
+    Field("acked id", "q", "the acked marker"),
+    Field("acked chain", "16s", "the chain there; all bits set: some records have no batches"),
+    Field("last id to keep", "q", "of a truncation that has begun"),
+    *(each._replace(name=f"cut batch: {each.name}", note="") for each in _BATCH_FIELDS),
+)
+# Behind it in the same sector.
+SLOT_TAIL: Final = Layout(
+    Field("damaged ranges", f"{16 * DAMAGED_MAX}s", f"{DAMAGED_MAX} times first and last id"),
+    Field("engaged", "I", "1 + how many sessions before the last one it was engaged; 0: never"),
+    has_crc=True,
+)
+_SLOT = SLOT.struct
 _RANGE = struct.Struct(">qq")
 assert _SLOT.size == 168
-assert _SLOT.size + DAMAGED_MAX * _RANGE.size + 4 + _CRC.size <= SLOT_BYTES
+assert SLOT.size_bytes + SLOT_TAIL.size_bytes == SLOT_BYTES
+assert DAMAGED_MAX * _RANGE.size == SLOT_TAIL.places()[0].size_bytes
 _SESSIONS_BACK = struct.Struct(">I")
 _DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _CUT = 1, 2, 4, 8, 16
 NO_NONCE: Final = bytes(16)

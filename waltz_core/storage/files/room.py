@@ -3,7 +3,7 @@
 Why it stands alone: a full disk must not stop what makes room, or what makes a replica whole. So
 the last of it is never given to appends, and whether there is any is asked in one place.
 
-Rules (correctness.md 2.4, row 9):
+Rules (docs/design/correctness.md 2.4, row 9):
     1. The reserve file holds room for truncation, repair, marks and slots. It is given back to the
        disk when one of them finds none, and filled again as soon as there is enough.
     2. An append is refused before it writes anything, when there is not room for it beside the

@@ -8,8 +8,8 @@ Rules:
     2. Records of a segment have the ids first..next_id-1; `.seg` ends with its last record.
     3. Bytes that are no record are a torn tail only if nothing at or above them was ever vouched
        for, by the acked marker, a later segment or a later batch's entry; otherwise they are
-       damage, and stay (correctness.md 2.5). A crash may leave any sectors of what was not synced,
-       so that a valid record behind torn ones proves nothing.
+       damage, and stay (docs/design/correctness.md 2.5). A crash may leave any sectors of what
+       was not synced, so that a valid record behind torn ones proves nothing.
     4. Damaged ids keep their place in the index, so that the bytes can be filled in again. It is
        asked first where they end (record_search.py).
 """

@@ -1,7 +1,7 @@
 """What happens before a log can be used: opening, believing, cutting the torn tail, adopting.
 
-Why it stands alone: it runs once, in an order that matters (correctness.md 2.5), and it is the only
-place where the bytes of a replica are judged without a session.
+It runs once, in an order that matters (docs/design/correctness.md 2.5), and it is the only place
+where the bytes of a replica are judged without a session.
 
 Rules:
     1. The intent of a truncation is carried out before anything is judged.

@@ -3,7 +3,7 @@
 Everything that recovery trusts about a replica is decided here. `LogFiles` writes and syncs; the
 engine has many of these logs, and the service carries messages to them.
 
-Rules (numbers in brackets: correctness.md 2.4):
+Rules (numbers in brackets: rows of docs/design/correctness.md 2.4):
     1. Nothing is answered before it is durable: a promise, a mark, a truncation, a sync.
     2. A later session fences an earlier one for good; so does another nonce of the same one [15].
     3. A low-water mark is stored only where the log ends exactly there; it is provisional until
@@ -105,7 +105,7 @@ class PartitionLog:
         *,
         is_named: bool = False,
     ) -> Self:
-        """Open or create a log, and recover it (correctness.md 2.5); durable. See `open_log`.
+        """Open or create a log, and recover it; durable. See `open_log`.
 
         Raises:
             BadFormat, ChecksumMismatch, MissingSegment: the files cannot be a log.

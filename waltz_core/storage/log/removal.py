@@ -16,11 +16,11 @@ Rules:
     4. Only files that a log is made of are removed; what else lies there is not ours.
 """
 
-import struct
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from waltz_core.errors import BadFormat
+from waltz_core.records.byte_layout import Field, Layout
 from waltz_core.records.record import (
     NO_SESSION,
     PartitionId,
@@ -54,9 +54,16 @@ from waltz_core.storage.files.lock_file import (
 WIPE_NAME: Final = "waltz-x.wipe"
 _LOG_SUFFIXES: Final = (".seg", ".idx", ".chn", LOCKS_NAME, OLDER_LOCKS_NAME, TEMPORARY_SUFFIX)
 
-# waltz-x.wipe: version, partition, is held (3 x int32), promise (int64), nonce (16 bytes), CRC
-_WIPE = struct.Struct(">iiiq16s")
-WIPE_BYTES: Final = _WIPE.size + 4
+WIPE: Final = Layout(
+    Field("version", "i", "0"),
+    Field("partition", "i"),
+    Field("is held", "i", "1: the replica begins again, empty and suspect; 0: it goes"),
+    Field("promised session id", "q"),
+    Field("nonce of the promise", "16s"),
+    has_crc=True,
+)
+_WIPE = WIPE.struct
+WIPE_BYTES: Final = WIPE.size_bytes
 
 
 class Wipe(NamedTuple):

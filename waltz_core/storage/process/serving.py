@@ -6,9 +6,10 @@ here are the locks, one for each partition, that see to it.
 Rules:
     1. A partition is served while the replica assignment names this storage for it, and afterwards
        for as long as its metadata does: the session that leaves this storage out has to hear first
-       what it holds (correctness.md 2.1 C and D). While ZooKeeper is away nothing changes. One that
-       cannot be opened (a full disk, a failing one, a file that somebody has to bring back) is
-       tried again, ever more rarely; where only a new start can help, the process ends.
+       what it holds (docs/design/correctness.md 2.1 C and D). While ZooKeeper is away nothing
+       changes. One that cannot be opened (a full disk, a failing one, a file that somebody has to
+       bring back) is tried again, ever more rarely; where only a new start can help, the process
+       ends.
     2. A partition that was taken offline is not served, whoever wants it.
     3. Whoever changes a partition's files has it alone: it is dropped first, which ends its session
        here, and opened again afterwards if it is still to be served.

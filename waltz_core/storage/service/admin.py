@@ -531,10 +531,10 @@ def _records_of(read: RangeBytes) -> tuple[Record, ...]:
 
 
 def gauges_json(held: Sequence[Held], room: RoomFacts) -> bytes:
-    """Return the gauges under the original's names (interop.md 3.2), as its tools read them.
+    """Return the gauges under the original's names, as its tools read them.
 
-    Disk and clock are ours; those tools pass over names that they do not know. What is not known
-    has no gauge.
+    docs/design/wire-format.md 3.2 lists the names. Disk and clock are ours; those tools pass over
+    names that they do not know. What is not known has no gauge.
     """
     group = "waltz-storage"
     values: dict[str, object] = {

@@ -30,7 +30,7 @@ from waltz_core.storage.service.work import (
 )
 from waltz_core.wire.messages import AppendRaw, LockBlocksRequest, RangeRaw, Repair, StorageMessage
 
-# A hostile or broken peer must not use up the numbers (correctness.md 2.4, row 37).
+# A hostile or broken peer must not use up the numbers (docs/design/correctness.md 2.4, row 37).
 SESSION_JUMP_MAX: Final = 1 << 32
 GROUP_BYTES_MAX: Final = 16 * 1024 * 1024
 # What a request counts for in the queue beside the bytes that it carries or asks for.
