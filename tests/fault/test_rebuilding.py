@@ -22,12 +22,13 @@ pytestmark = pytest.mark.fault
 STORAGES = ("storage-1", "storage-2", "storage-3")
 DIES_AT_THE_MARK = """
 import os, signal, sys
-from waltz_core.cli import main, replicas
+from waltz_core.cli import main
+from waltz_core.cli.storage import owner_requests
 
 async def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-replicas.ReplicaLink.set_mark = die
+owner_requests.ReplicaLink.set_mark = die
 main.main(sys.argv[1:])
 """
 CLOCK_OF_2020 = """
