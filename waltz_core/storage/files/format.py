@@ -444,7 +444,9 @@ _LOST_NONCE: Final = b"\xff" * 16
 
 
 class Promise(NamedTuple):
-    """The session that a replica belongs to, and the nonce of its owner (correctness.md 2.4).
+    """The session that a replica belongs to, and its owner's nonce.
+
+    See docs/design/correctness.md 2.4.
 
     A replica that lost its promise makes a new one that no owner has, above every session that it
     has seen. It refuses these sessions, as one of them may have had the lost promise.

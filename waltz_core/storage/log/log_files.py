@@ -4,7 +4,7 @@
 as it is reported, which is before the end of the records while records are covered
 (`covering.py`).
 
-Rules (numbers in brackets: correctness.md 2.4):
+Rules (numbers in brackets: docs/design/correctness.md 2.4):
     1. A method that promises durability returns after the sync.
     2. The acked marker is an ID at the end of a batch, with the chain there. It moves when records,
        batches and index are synced: at each roll, or a second after the last sync that it lacks. A
