@@ -1,6 +1,6 @@
 """Certificates for tests: an authority, a certificate of this machine's, and those that do not fit.
 
-Why it stands alone: unit tests and real daemons are given the same files, as an operator would.
+Unit tests and real daemons are given the same files, as an operator would.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """The workloads of `waltz-core bench` that need no Spark.
 
-Why it stands alone: a workload is what an application would do, told in one function each; how it
-is started, timed and reported is `command.py`.
+A workload is what an application would do, told in one function each; how it is started, timed and
+reported is `command.py`.
 """
 
 from __future__ import annotations

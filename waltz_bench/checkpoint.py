@@ -1,7 +1,7 @@
 """The workload `checkpoint`: what a new session costs those who append all the time.
 
-Why it stands alone: it measures pauses, not speed: a session every quarter of a million
-transactions raises the low-water marks, and appends stand still while one follows another.
+It measures pauses, not speed: a session every quarter of a million transactions raises the
+low-water marks, and appends stand still while one follows another.
 
 Rules:
     1. One writer has one partition to itself and always a few batches in flight: every answer is

@@ -1,7 +1,7 @@
 """The workloads `failover-*`, `rolling-restart`, `zookeeper-loss`: how long nobody is answered.
 
-Why it stands alone: it starts and ends the daemons of a local cluster while it measures, and what
-counts is not speed but the longest silence, and that nothing is lost or doubled over it.
+It starts and ends the daemons of a local cluster while it measures, and what counts is not speed
+but the longest silence, and that nothing is lost or doubled over it.
 
 Rules:
     1. Every partition has a writer of its own, a few rows at a time and always the next ones as

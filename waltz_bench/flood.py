@@ -1,7 +1,7 @@
 """The workload `flood`: what single appends cost beside a client that sends all it can.
 
-Why it stands alone: it is the one workload with two clients, of which only the modest one is
-measured; the flood is a process of its own, as it would be in earnest.
+It is the one workload with two clients, of which only the modest one is measured; the flood is a
+process of its own, as it would be in earnest.
 
 Rules:
     1. The calm figures and those under the flood come from one run, from the same modest client.

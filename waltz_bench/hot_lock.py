@@ -1,7 +1,7 @@
 """`waltz-core bench hot-lock`: one counter, one lock, eight clients that count it up.
 
-Why it stands alone: a hot lock is fast only if nobody counts from a value that is not the one
-before his. So each transaction says what it was computed from, and the log is read afterwards.
+A hot lock is fast only if nobody counts from a value that is not the one before his. So each
+transaction says what it was computed from, and the log is read afterwards.
 
 Rules:
     1. A value is computed from the one that its author has read in the log, or was told as in

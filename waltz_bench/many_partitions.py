@@ -1,6 +1,6 @@
 """The workload `many-partitions`: a cluster of many partitions from its start to its restart.
 
-Why it stands alone: it makes a cluster of its own and measures its processes, not its speed.
+It makes a cluster of its own and measures its processes, not its speed.
 
 Rules:
     1. A start is over when every partition has acknowledged an append: then it has an owner, and

@@ -1,7 +1,7 @@
 """Three NATS servers with JetStream, as a peer to measure against: each message synced by all.
 
-Why it stands alone: it is the one file that knows NATS (extra `bench`), and a measuring rod only;
-nothing of the log depends on it.
+It is the one file that knows NATS (extra `bench`), and a measuring rod only; nothing of the log
+depends on it.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """`waltz-core bench test-producers`: writers who meet on a pool of locks, as many as one likes.
 
-Why it stands alone: `conditional` and `hot-lock` are two ends of this, each with a name of its own
-so that figures can be compared; here everything between can be asked for, of any cluster.
+`conditional` and `hot-lock` are two ends of this, each with a name of its own so that figures can
+be compared; here everything between can be asked for, of any cluster.
 
 Rules:
     1. A writer has one append outstanding; refused, it waits for the log to go on and tries again.

@@ -1,7 +1,7 @@
 """The workload `move-refusals`: who is refused without a conflict when a partition moves.
 
-Why it stands alone: it kills servers of a local cluster, and spoils what storages keep, to measure
-what a new owner knows of the locks that were written before its time.
+It kills servers of a local cluster, and spoils what storages keep, to measure what a new owner
+knows of the locks that were written before its time.
 
 Rules:
     1. Rows ask for locks that nobody ever wrote, at marks that lie so many transactions behind: all

@@ -1,7 +1,7 @@
 """The workloads of `waltz-core bench` with single transactions: latency and the feed.
 
-Why it stands alone: `batch_appends.py` measures batches, where the log is fast; here it is what a
-service sees that sends one transaction at a time.
+`batch_appends.py` measures batches, where the log is fast; here it is what a service sees that
+sends one transaction at a time.
 
 Rules:
     1. Every append has a lock of its own or a contended one, as the workload says, and is checked.

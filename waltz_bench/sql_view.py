@@ -1,6 +1,6 @@
 """The workload `sql-view`: catch up with a log, into memory and into a database.
 
-Why it stands alone: it needs SQLAlchemy (extra `sql`), which no other workload does.
+It needs SQLAlchemy (extra `sql`), which no other workload does.
 
 Rules:
     1. The same log is applied three times, to new tables: by `Callbacks` that keep a dictionary, by

@@ -1,7 +1,7 @@
 """The workloads of `waltz-core bench` that need no cluster: the storage engine on this disk.
 
-Why it stands alone: what a storage costs shows best without server, client and network; the engine
-is called as the storage daemon calls it, by one thread.
+What a storage costs shows best without server, client and network; the engine is called as the
+storage daemon calls it, by one thread.
 
 Rules:
     1. The records are made outside of what is measured; CPU is that of this whole process.

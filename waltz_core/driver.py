@@ -1,7 +1,7 @@
 """The asyncio program that runs one machine.
 
-Why it stands alone: every process has the same few lines between its sockets and its machines, and
-the contract of `machine.py` (order, wake-ups, what a failure means) has to hold in one place.
+Every process has the same few lines between its sockets and its machines, and the contract of
+`machine.py` (order, wake-ups, what a failure means) has to hold in one place.
 
 Rules:
     1. One step at a time. An event that is posted while effects are performed waits its turn.

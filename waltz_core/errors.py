@@ -1,7 +1,7 @@
 """Every exception of the project, sorted by what the caller should do about it.
 
-Why it stands alone: errors cross the wire, so each class carries its wire code and whether a
-retry can help, and both ends must agree on them. Nothing else in the project defines exceptions.
+Errors cross the wire, so each class carries its wire code and whether a retry can help, and both
+ends must agree on them. Nothing else in the project defines exceptions.
 
     WaltzError
       UsageError        you called it wrong; do not retry

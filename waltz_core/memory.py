@@ -4,10 +4,10 @@
         waltz.refuse_next(1)
         transaction_id = client.submit(Transfer(...)).result()
 
-Why it stands alone: it is the one place where client and server meet other than by the wire's
-messages. Nothing here is a second Waltz: the clients are `WaltzClient` and `AsyncWaltzClient`, the
-partitions are the server's machines, and they speak over a real connection to this process. What
-is not there is what lies below and beside: replicas, disks, ZooKeeper (decision 009).
+It is the one place where client and server meet other than by the wire's messages. Nothing here is
+a second Waltz: the clients are `WaltzClient` and `AsyncWaltzClient`, the partitions are the
+server's machines, and they speak over a real connection to this process. What is not there is what
+lies below and beside: replicas, disks, ZooKeeper (decision 009).
 
 Rules:
     1. A knob changes what happens to messages, never what a machine decides: whatever a test sees,

@@ -1,7 +1,7 @@
 """Every metric by name, and the three pages that a daemon shows: /metrics, /health, /ping.
 
-Why it stands alone: names are an interface to people's dashboards, so they stand in one table, and
-prometheus_client is named nowhere else.
+Names are an interface to people's dashboards, so they stand in one table, and prometheus_client is
+named nowhere else.
 
 Rules:
     1. A name is `waltz_<area>_<what>_<unit>`; a counter ends with `_total`, times are in seconds.

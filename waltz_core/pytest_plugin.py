@@ -1,6 +1,6 @@
 """Fixtures for applications' own tests: `waltz_cluster`, a real cluster, and `waltz_memory`, none.
 
-Why it stands alone: it is the only file that names pytest, and it is loaded by pytest itself.
+It is the only file that names pytest, and it is loaded by pytest itself.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """`value`: a dataclass that nobody changes, and that is made as fast as one that may be changed.
 
-Why it stands alone: each message, event and effect is such an object, and a lone append makes some
-fifty of them on its way. `dataclass(frozen=True)` goes through `object.__setattr__` for each field
-when an object is made, which takes three times as long as making it without.
+Each message, event and effect is such an object, and a lone append makes some fifty of them on its
+way. `dataclass(frozen=True)` goes through `object.__setattr__` for each field when an object is
+made, which takes three times as long as making it without.
 
 Rules:
     1. mypy sees a frozen dataclass, and refuses whatever would change one. At run time nothing

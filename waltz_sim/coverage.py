@@ -1,7 +1,7 @@
 """What a number of runs have really tried: a quiet simulator proves nothing.
 
-Why it stands alone: seeds are run by tests, by the command line and by processes of a swarm; all of
-them add up here, and all mean the same by "enough was tried".
+Seeds are run by tests, by the command line and by processes of a swarm; all of them add up here,
+and all mean the same by "enough was tried".
 
 Rules:
     1. In `SEEDS_MIN` seeds or more every kind of fault has fired, and all that is listed in

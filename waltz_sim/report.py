@@ -1,6 +1,6 @@
 """The report of a swarm: what was tried, what was found, in Markdown.
 
-Why it stands alone: it is prose about figures; nothing is counted or decided here.
+It is prose about figures; nothing is counted or decided here.
 """
 
 from collections.abc import Iterable

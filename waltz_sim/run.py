@@ -1,7 +1,7 @@
 """One seed or one schedule, run to its end: the verdict.
 
-Why it stands alone: tests, the command line, the swarm and the shrinker all run a schedule in the
-same way, and mean the same by "failed".
+Tests, the command line, the swarm and the shrinker all run a schedule in the same way, and mean the
+same by "failed".
 """
 
 import traceback

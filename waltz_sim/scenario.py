@@ -1,7 +1,7 @@
 """Told stories: what is done to a cluster, and the milestones that come of it, line by line.
 
-Why it stands alone: a random run shows that nothing breaks, a story shows what happens instead. It
-is a text for people who know the protocol, and a test: told again, it must read the same.
+A random run shows that nothing breaks, a story shows what happens instead. It is a text for people
+who know the protocol, and a test: told again, it must read the same.
 
 A file of stories begins with some words about them. Each story has a title (`## `), some words, and
 steps. A step (`> `) is one or more commands, parted by semicolons; after it the world goes on until

@@ -1,8 +1,8 @@
 """What a run is made of: a set-up and a list of faults, drawn from a seed or read from a file.
 
-Why it stands alone: a seed stands for a run only as long as nobody changes how schedules are drawn
-from seeds; a schedule written out stands for it for ever, can be shortened, and can be replayed
-from an installed package.
+A seed stands for a run only as long as nobody changes how schedules are drawn from seeds; a
+schedule written out stands for it for ever, can be shortened, and can be replayed from an installed
+package.
 
 Rules:
     1. Everything that is drawn is drawn here, before the run; what a fault hits is decided by its

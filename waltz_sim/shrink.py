@@ -1,7 +1,7 @@
 """A failing schedule made short: what is left of it is what the failure needs.
 
-Why it stands alone: a schedule of sixty faults and four clients explains nothing. Leaving faults
-out is possible because each is decided by its own chance (`schedule.py`, rule 1).
+A schedule of sixty faults and four clients explains nothing. Leaving faults out is possible because
+each is decided by its own chance (`schedule.py`, rule 1).
 
 Rules:
     1. A shorter schedule counts only if it breaks the same rule.

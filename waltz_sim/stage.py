@@ -1,7 +1,7 @@
 """The hands that do things to a calm world, and the words for them.
 
-Why it stands alone: how a story is written down is one thing, what one can do in it another. This
-is the list of all commands.
+How a story is written down is one thing, what one can do in it another. This is the list of all
+commands.
 
 Rules:
     1. A command is done at once, in the order of the story; nothing is waited for in between.

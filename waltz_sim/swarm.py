@@ -1,7 +1,7 @@
 """Many seeds on all cores.
 
-Why it stands alone: it is the simulator's only part that knows of processes and of real time; what
-a seed does is the same in all of them.
+It is the simulator's only part that knows of processes and of real time; what a seed does is the
+same in all of them.
 
 Rules:
     1. Seeds are taken in order, a few at a time; what is returned does not depend on how many

@@ -1,7 +1,7 @@
 """What happens in a world, told in short lines: the milestones of the protocol, and no more.
 
-Why it stands alone: a story that hung on times, chance, or the order in which equal machines answer
-would be told anew with every change. This says what is a milestone, and how it is written down.
+A story that hung on times, chance, or the order in which equal machines answer would be told anew
+with every change. This says what is a milestone, and how it is written down.
 
 Rules:
     1. Milestones come from outside the machines: what replicas do, what ZooKeeper holds, what the

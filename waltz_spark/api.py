@@ -1,7 +1,7 @@
 """What a notebook calls beside `format("waltz")`: append with its outcome, snapshots, a session.
 
-Why it stands alone: these functions run in the user's own Python, where results can be held in
-hand; everything else of the package runs in processes that Spark starts.
+These functions run in the user's own Python, where results can be held in hand; everything else of
+the package runs in processes that Spark starts.
 """
 
 import atexit

@@ -1,7 +1,7 @@
 """An error's way from a Spark worker to the user: as one sentence, and back as its class.
 
-Why it stands alone: Spark sends an exception to the driver as text, the stack of its worker first.
-Both ends of that way are here: what a worker leaves out, and what the driver reads out of the rest.
+Spark sends an exception to the driver as text, the stack of its worker first. Both ends of that way
+are here: what a worker leaves out, and what the driver reads out of the rest.
 
 Rules:
     1. An error that says what was expected, what was found and where needs no stack: the sentence

@@ -1,7 +1,7 @@
 """How far a stream is behind the log: the marks of the log minus where the stream is.
 
-Why it stands alone: it is read from what Spark tells of a query's progress, in the user's process,
-and asks the log nothing.
+It is read from what Spark tells of a query's progress, in the user's process, and asks the log
+nothing.
 """
 
 import json

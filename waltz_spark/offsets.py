@@ -1,6 +1,6 @@
 """What a checkpoint holds of a stream: the mark of each partition, and which cluster they are of.
 
-Why it stands alone: the reader writes offsets, and whatever measures a query's progress reads them.
+The reader writes offsets, and whatever measures a query's progress reads them.
 
     {"0": 41, "1": -1, "cluster": "00112233445566778899aabbccddeeff"}
 

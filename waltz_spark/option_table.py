@@ -1,7 +1,7 @@
 """Every option of `format("waltz")`: its name, when it means something, its default, what it does.
 
-Why it stands alone: this table is the one source for the code (`options.py`) and for
-`docs/spark.md`, which a test compares.
+This table is the one source for the code (`options.py`) and for `docs/spark.md`, which a test
+compares.
 """
 
 from dataclasses import dataclass

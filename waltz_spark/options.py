@@ -1,8 +1,8 @@
 """The options of `format("waltz")`: their bounds, and how a text becomes a value.
 
-Why it stands alone: Spark hands options over as a bag of lower-cased texts and ignores what nobody
-asks for. Here a misspelt name is an error with the nearest right one, on the driver, before any
-task starts. Which options there are says `option_table.py`.
+Spark hands options over as a bag of lower-cased texts and ignores what nobody asks for. Here a
+misspelt name is an error with the nearest right one, on the driver, before any task starts. Which
+options there are says `option_table.py`.
 
 Rules:
     1. An option that is not in the table, and not one of Spark's own keys, is refused.

@@ -1,6 +1,6 @@
 """From marks and options to tasks: which transactions a read covers and how they are split.
 
-Why it stands alone: it is arithmetic on ids, worth testing without Spark or a cluster.
+It is arithmetic on ids, worth testing without Spark or a cluster.
 
 Rules:
     1. A start is exclusive, an end inclusive, as high-water marks are.

@@ -1,8 +1,8 @@
 """One client for each cluster and Python process, kept between tasks.
 
-Why it stands alone: Spark reuses its Python workers, and a connection costs more than a small task.
-A worker is forked before it imports this module, and a process that inherits a client by another
-fork opens one of its own. An idle client is closed when its process ends.
+Spark reuses its Python workers, and a connection costs more than a small task. A worker is forked
+before it imports this module, and a process that inherits a client by another fork opens one of its
+own. An idle client is closed when its process ends.
 
 Rules:
     1. Who wants a cluster waits for whoever connects to it already, and for no other cluster: a

@@ -1,7 +1,7 @@
 """What a session of ours raises: our error, where Spark has one of ours to tell.
 
-Why it stands alone: neither py4j nor PySpark has a public place to say this at, so this is the one
-file that reaches into them, and the only one that names py4j.
+Neither py4j nor PySpark has a public place to say this at, so this is the one file that reaches
+into them, and the only one that names py4j.
 
 Rules:
     1. Only an error whose last word is a sentence of ours is changed, and only where `unwrap` was

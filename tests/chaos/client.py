@@ -2,9 +2,9 @@
 
     python -m tests.chaos.client CONNECT NAME DIRECTORY
 
-Why it stands alone: it is a process of its own, on a machine of its own, and may be killed at any
-moment. So what it sends is on its way to the disk before it is sent, and whatever was not told
-before its end has an unknown outcome.
+It is a process of its own, on a machine of its own, and may be killed at any moment. So what it
+sends is on its way to the disk before it is sent, and whatever was not told before its end has an
+unknown outcome.
 
 Three kinds of writes, those of `examples/four_writers.py`: batches and single transactions, blind,
 under locks; and contexts that read a counter built from the feed and are tried again. Beside them

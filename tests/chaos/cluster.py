@@ -1,7 +1,7 @@
 """A cluster whose daemons live each on a machine of its own, as far as one machine can be several.
 
-Why it stands alone: `waltz_core.local` has all members at one address. Here each has its own, with
-the usual ports, so that a link between two members can be cut and no other one is hurt.
+`waltz_core.local` has all members at one address. Here each has its own, with the usual ports, so
+that a link between two members can be cut and no other one is hurt.
 
 Rules:
     1. Every process ends with this one, however this one ends: Linux is asked to see to it, which

@@ -1,7 +1,7 @@
 """What applications were told under chaos, held against the log that is left.
 
-Why it stands alone: it needs no cluster and no clock, only files and the log, so that a history
-can be looked at again, and doctored for the tests of these checkers.
+It needs no cluster and no clock, only files and the log, so that a history can be looked at again,
+and doctored for the tests of these checkers.
 
 What `examples/four_writers.py` compares is compared here, too: nothing told committed is lost,
 moved, changed or doubled; nothing told failed is there; ids are dense; no conflict stands in the

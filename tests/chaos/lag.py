@@ -2,10 +2,9 @@
 
     python -m tests.chaos.lag        in the router's namespace, by `tests/chaos/network.py`
 
-Why it stands alone: the kernel's own means for this (netem) is not built into every kernel. The
-router sends what a slow link carries to a device of this process, which gives it back when its
-time has come. Each line of the standard input is the whole of the slow links, as JSON; with its end
-the process ends.
+The kernel's own means for this (netem) is not built into every kernel. The router sends what a slow
+link carries to a device of this process, which gives it back when its time has come. Each line of
+the standard input is the whole of the slow links, as JSON; with its end the process ends.
 
 Rules:
     1. Packets of a link stay in their order.

@@ -1,6 +1,6 @@
 """One round of chaos: a cluster, its applications, a schedule of faults, and the verdict.
 
-Why it stands alone: `make chaos` plays many rounds, a test plays a short one.
+`make chaos` plays many rounds, a test plays a short one.
 
 Rules:
     1. Nobody waits for a fault to have its effect: the next one comes when its time has come.

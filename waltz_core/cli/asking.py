@@ -1,7 +1,7 @@
 """Asking servers themselves: one question over one connection, and whether anybody answers at all.
 
-Why it stands alone: commands that change, check and list servers put the same questions, in the
-original's messages, so that its servers understand them, too.
+Commands that change, check and list servers put the same questions, in the original's messages, so
+that its servers understand them, too.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """How every command that changes a cluster runs: under a time limit, with progress, on the record.
 
-Why it stands alone: a change that is not written down, or that ends in silence while it waits for
-something, must not be possible for any of them.
+A change that is not written down, or that ends in silence while it waits for something, must not be
+possible for any of them.
 
 Rules:
     1. The change is on record before it begins, with its outcome when it has ended.

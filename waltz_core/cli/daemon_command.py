@@ -1,6 +1,6 @@
 """What `storage run` and `server run` share: settings by file and flag, the event loop, the end.
 
-Why it stands alone: both daemons are started, told their settings and stopped in the same way.
+Both daemons are started, told their settings and stopped in the same way.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """`waltz-core server metrics | storage metrics`: a daemon's numbers, as its HTTP port tells them.
 
-Why it stands alone: it is the one place that speaks HTTP, and both kinds of daemon are asked alike.
+It is the one place that speaks HTTP, and both kinds of daemon are asked alike.
 
 Rules:
     1. A whole number is shown as one, however large: bytes and ids pass 2^31 soon.

@@ -1,7 +1,7 @@
 """`waltz-core`: the table of commands, and what happens when one fails.
 
-Why it stands alone: every command ends the same way. A `WaltzError` is one sentence and exit code
-1; anything else is a fault of ours and keeps its traceback.
+Every command ends the same way. A `WaltzError` is one sentence and exit code 1; anything else is a
+fault of ours and keeps its traceback.
 """
 
 import argparse

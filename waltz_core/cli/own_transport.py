@@ -1,7 +1,7 @@
 """What a command's own connections to servers and storages are wrapped in.
 
-Why it stands alone: a process runs one command, for one cluster, and its parts dial from many
-places. Whether they speak TLS is said once, by the words of the command.
+A process runs one command, for one cluster, and its parts dial from many places. Whether they speak
+TLS is said once, by the words of the command.
 
 Rules:
     1. `--tls` says it where a command has it, else ?tls= of the command's connect string, else of

@@ -1,7 +1,7 @@
 """The parser of all commands: what was not understood is one sentence, with what was meant.
 
-Why it stands alone: argparse answers with the usage of all options, forty lines for a daemon, and
-knows neither the nearest word nor where a connect string comes from.
+Argparse answers with the usage of all options, forty lines for a daemon, and knows neither the
+nearest word nor where a connect string comes from.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """One line that says how far a command has come, for people who watch it.
 
-Why it stands alone: a line that is written over must never reach a file or another program.
+A line that is written over must never reach a file or another program.
 
 Rules:
     1. Nothing is shown unless standard error is a terminal, nor before a second has passed.

@@ -3,15 +3,14 @@
     with WaltzClient("zk1:2181/waltz/payments") as client:
         transaction_id = client.append(b"...", write_locks=[lock("account", 7)]).result()
 
-Why it stands alone: it is the public API; what is not named here may change from release to
-release. From the top: `async_client` and `sync_client` (the faces), `contexts` (retries),
-`decorator` (a context made of a function), `subscriptions`, `feed`, `data_cache`, `catch_up`,
-`outage` (the log on its way to the application), `partition` (one partition's shell),
-`appends` (gathering and windows), `stream` over `monitor`, `cursor`, `outbox` (the pure protocol),
-`requests` and `ranges` (reading), `claim` (a task of a write that must enter the log once),
-`connections` and `directory` (where to go), `originals`, `original_rows`, `original_link` and
-`original_reads` (the same at a server of the original). `compression` is a serializer for large
-payloads.
+It is the public API; what is not named here may change from release to release. From the top:
+`async_client` and `sync_client` (the faces), `contexts` (retries), `decorator` (a context made of a
+function), `subscriptions`, `feed`, `data_cache`, `catch_up`, `outage` (the log on its way to the
+application), `partition` (one partition's shell), `appends` (gathering and windows), `stream` over
+`monitor`, `cursor`, `outbox` (the pure protocol), `requests` and `ranges` (reading), `claim` (a
+task of a write that must enter the log once), `connections` and `directory` (where to go),
+`originals`, `original_rows`, `original_link` and `original_reads` (the same at a server of the
+original). `compression` is a serializer for large payloads.
 """
 
 from waltz_core.client.api.async_client import AsyncWaltzClient

@@ -1,8 +1,8 @@
 """The coordinator: everything that servers, storages, clients and commands do in ZooKeeper.
 
-Why it stands alone: each of these steps is a small protocol over versions, and a mistake in one of
-them loses data or splits a cluster. They are written once, over `znodes.Znodes`, so that the code
-that tests and the simulator run over memory is the code that runs over a real ZooKeeper.
+Each of these steps is a small protocol over versions, and a mistake in one of them loses data or
+splits a cluster. They are written once, over `znodes.Znodes`, so that the code that tests and the
+simulator run over memory is the code that runs over a real ZooKeeper.
 
 Rules:
     1. Whatever is written depends on the version that was read: no write is unconditional.

@@ -1,9 +1,8 @@
 """Writes that must enter the log once, however often their tasks are run: who is at which task.
 
-Why it stands alone: a write is run by processes that know nothing of each other, several of which
-may believe to run the same task. What they have to agree on is small, and is here: from which marks
-the write started, which client id each task has, which attempt of a task is the last, and whether
-the write is over.
+A write is run by processes that know nothing of each other, several of which may believe to run the
+same task. What they have to agree on is small, and is here: from which marks the write started,
+which client id each task has, which attempt of a task is the last, and whether the write is over.
 
 Rules (docs/spark.md, "Exactly once"):
     1. The first to come writes the starting marks; they never change.

@@ -1,7 +1,7 @@
 """The connect string: ZooKeeper's hosts and the root of one cluster, in one piece of text.
 
-Why it stands alone: it is the one thing every user types, in Spark, in a shell and in a
-configuration file, so what is wrong with it is told here, in one sentence, and nowhere else.
+It is the one thing every user types, in Spark, in a shell and in a configuration file, so what is
+wrong with it is told here, in one sentence, and nowhere else.
 
     zk1:2181,zk2:2181/waltz/payments        hosts with their ports, then the cluster's root
     zk1:2181/waltz/payments?auth=/etc/zk    and, where ZooKeeper asks who we are, the auth file

@@ -1,8 +1,8 @@
 """Every setting of every process: default, unit, bounds, and what too little or too much costs.
 
-Why it stands alone: no other module has settings of its own, so this file is the whole list. A
-machine is given the few numbers it needs, never a config object. How settings are declared,
-loaded and written is `settings.py`.
+No other module has settings of its own, so this file is the whole list. A machine is given the few
+numbers it needs, never a config object. How settings are declared, loaded and written is
+`settings.py`.
 
 Rules:
     1. A name ends with its unit; a port 0 means "any free one", an `http_port` 0 means "none".

@@ -1,7 +1,7 @@
 """Which texts can be the host of an address.
 
-A separate file because settings and connect strings, too, refuse a host that cannot exist, and the
-simulator reads settings: it may not import `lookup.py`, which has threads.
+Settings and connect strings, too, refuse a host that cannot exist, and the simulator reads
+settings: it may not import `lookup.py`, which has threads.
 """
 
 import ipaddress

@@ -1,7 +1,7 @@
 """How settings are declared, put together from their sources, shown, and written.
 
-Why it stands alone: `declarations.py` is then a list that a person can read. Nothing here knows a
-setting by name, but for `connect`, which everything has.
+`declarations.py` is then a list that a person can read. Nothing here knows a setting by name, but
+for `connect`, which everything has.
 
 Rules:
     1. A value comes from the first that has it: flag, environment, file, default.

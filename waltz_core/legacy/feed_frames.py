@@ -1,8 +1,8 @@
 """Many FEED_DATA at once: a stretch of the feed as frames, for clients of the original's versions.
 
-Why it stands alone: there a transaction has a message of its own, so a client that catches up is
-sent millions of them. They are all 36 bytes long, so they are made as rows of one array; the
-layout is that of `messages.FeedData`, and a test compares the two.
+There a transaction has a message of its own, so a client that catches up is sent millions of them.
+They are all 36 bytes long, so they are made as rows of one array; the layout is that of
+`messages.FeedData`, and a test compares the two.
 
     magic (1) | version (2) | length (4) | type (1) | request id (16) | id (8) | header (4)
 """

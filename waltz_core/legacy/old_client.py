@@ -1,9 +1,9 @@
 """A client of the original at our server: what it is told, of what our partitions say.
 
-Why it stands alone: up to L 4 there is no word for the outcome of an append, for a refusal, or for
-the end of a mount. Partitions need not know that. Here, between partitions and links, every answer
-becomes something that such a client understands, or nothing, and in no case something untrue.
-docs/decisions/020 has each state in which a client might wait for ever, and what becomes of it.
+Up to L 4 there is no word for the outcome of an append, for a refusal, or for the end of a mount.
+Partitions need not know that. Here, between partitions and links, every answer becomes something
+that such a client understands, or nothing, and in no case something untrue. docs/decisions/020 has
+each state in which a client might wait for ever, and what becomes of it.
 
 Rules:
     1. That an append has failed is told only when it is final: by LOCK_FAILURE, or by the answer to

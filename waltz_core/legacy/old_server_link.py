@@ -1,7 +1,7 @@
 """The partitions of one connection to an original server.
 
-Why it stands alone: partitions share what the server knows of a connection, its sequence, and
-nothing else; each of them is an `OriginalPartition`.
+Partitions share what the server knows of a connection, its sequence, and nothing else; each of them
+is an `OriginalPartition`.
 
 Rule: all mounts of one connection have the connection sequence of the first one. An original goes
 by that for as long as the connection lasts, and drops whatever comes from another one.

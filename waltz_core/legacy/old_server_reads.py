@@ -1,8 +1,8 @@
 """Ranges of a partition at an original server, which has none: a feed, and data one by one.
 
-Why it stands alone: it is the slow way to what `ranges.py` gets in one answer, and nobody else
-needs to know how it is done. What comes out has none of what an
-original does not keep: no session, no commit stamps, no chain.
+It is the slow way to what `ranges.py` gets in one answer, and nobody else needs to know how it is
+done. What comes out has none of what an original does not keep: no session, no commit stamps, no
+chain.
 
 Rules:
     1. Headers come from a mount: an original feeds everything from the mark on. Whoever reads has a

@@ -1,7 +1,7 @@
 """Our appends taken apart into an original's, and outcomes and feeds put together as we know them.
 
-Why it stands alone: an original takes one transaction in each request and feeds one in each
-message, while our stream speaks of parcels and stretches. What lies between is bookkeeping.
+An original takes one transaction in each request and feeds one in each message, while our stream
+speaks of parcels and stretches. What lies between is bookkeeping.
 
 Rules:
     1. Row i of a parcel has the sequence number of its request id plus i, as at our own server.

@@ -1,8 +1,8 @@
 """Our stream at an original server: what it says, in L 3 or 4, and what it hears, out of them.
 
-Why it stands alone: an original acknowledges nothing and answers some requests never; what became
-of an append has to be concluded from the feed. All of these conclusions stand here, and neither the
-stream nor the monitor knows of them (docs/design/wire-format.md 2, decision 022).
+An original acknowledges nothing and answers some requests never; what became of an append has to be
+concluded from the feed. All of these conclusions stand here, and neither the stream nor the monitor
+knows of them (docs/design/wire-format.md 2, decision 022).
 
 Rules:
     1. A row is COMMITTED because its request id was seen in the feed, and for no other reason.

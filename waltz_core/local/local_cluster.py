@@ -1,8 +1,8 @@
 """A whole cluster on this machine: a real ZooKeeper, storages and servers, each its own process.
 
-Why it stands alone: the command `waltz-core local`, the notebooks, the tests and the demo all want
-the same small but real cluster, and only one place may know how processes are started, found
-again after a crash, and ended.
+The command `waltz-core local`, the notebooks, the tests and the demo all want the same small but
+real cluster, and only one place may know how processes are started, found again after a crash, and
+ended.
 
 Rules:
     1. Every part is real: sockets, disks, fdatasync, ZooKeeper out of PySpark's own jars.

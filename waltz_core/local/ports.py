@@ -1,7 +1,7 @@
 """Ports of this machine for daemons: which are free, and how one is held until a daemon listens.
 
-Why it stands alone: a cluster draws all its ports before any daemon listens at one, and keeps them
-while daemons come and go.
+A cluster draws all its ports before any daemon listens at one, and keeps them while daemons come
+and go.
 
 A port is held by a socket that is bound to it and does not listen. No other program can bind to it
 as `hold` does; a daemon can listen at it, because both sockets have SO_REUSEADDR by then (Linux).

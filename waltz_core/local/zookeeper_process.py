@@ -1,7 +1,7 @@
 """The ZooKeeper that comes with PySpark: where its jars and a Java are, and how it is started.
 
-Why it stands alone: it is the one place that knows that a Java program belongs to a local cluster.
-Nothing here speaks ZooKeeper's protocol; that is `cluster/zookeeper/zookeeper_session.py`.
+It is the one place that knows that a Java program belongs to a local cluster. Nothing here speaks
+ZooKeeper's protocol; that is `cluster/zookeeper/zookeeper_session.py`.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
 """The door to files that are only read: opening, listing, and keeping a storage from starting.
 
-Why it stands alone: the storage's own door opens every file for writing, which a look at a backup
-on a read-only disk must not need. Nothing here can change a byte.
+The storage's own door opens every file for writing, which a look at a backup on a read-only disk
+must not need. Nothing here can change a byte.
 
 Rules:
     1. Files are opened read-only; an error of the operating system becomes one sentence.

@@ -1,7 +1,6 @@
 """What a verification has to say: one sentence for each thing, with its file and its offset.
 
-Why it stands alone: whoever finds something should not care how much was found before, in which
-order, or who prints it.
+Whoever finds something should not care how much was found before, in which order, or who prints it.
 
 Rules:
     1. `wrong` is what no storage would leave behind. `note` is what a person may want to know and

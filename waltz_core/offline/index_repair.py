@@ -1,8 +1,8 @@
 """Making the index of a segment anew from its records.
 
-Why it stands alone: it is the only thing here that writes, so that what is written, and when it
-counts, can be seen in one place. It goes through the storage's door to the disk, whose test twin
-loses power at every step.
+It is the only thing here that writes, so that what is written, and when it counts, can be seen in
+one place. It goes through the storage's door to the disk, whose test twin loses power at every
+step.
 
 Rules:
     1. The new index is written whole under another name, synced, and renamed over the old one; the

@@ -1,9 +1,8 @@
 """The bytes of a storage's files, read a second time: by other code, and with another CRC-32.
 
-Why it stands alone: `storage/files/format.py` reads what it has written itself, so that a mistake
-in it agrees with itself. This file was written from the description of the bytes, imports none of
-the storage's code, and has crcmod for its checksums. A property test holds the two against each
-other.
+`storage/files/format.py` reads what it has written itself, so that a mistake in it agrees with
+itself. This file was written from the description of the bytes, imports none of the storage's code,
+and has crcmod for its checksums. A property test holds the two against each other.
 
 Rules:
     1. Any bytes decode: a value says in `wrong` what is wrong with it, and keeps its fields, which

@@ -1,8 +1,7 @@
 """The batches of a partition, and their chain computed anew from the records.
 
-Why it stands alone: records and batches lie in different files and cross the borders of segments
-at different places. Here the two meet: records come in as they are walked through, entries are
-read as they are due.
+Records and batches lie in different files and cross the borders of segments at different places.
+Here the two meet: records come in as they are walked through, entries are read as they are due.
 
 Rules:
     1. The chain after a batch is blake2b-16 over the chain before it, its first id, last id and

@@ -1,7 +1,7 @@
 """A walk through the records of a `.seg` file, over damage too.
 
-Why it stands alone: dumping, counting, verifying and mending all need to know where the records
-are, and a walk that stops at the first wrong byte would tell of one fault only.
+Dumping, counting, verifying and mending all need to know where the records are, and a walk that
+stops at the first wrong byte would tell of one fault only.
 
 Rules:
     1. A `Run` holds records that have the ids that are due and follow one another. Whether their

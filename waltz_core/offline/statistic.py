@@ -1,7 +1,7 @@
 """Counting one segment: sizes, ids, batches, sessions, times, and how much of it is indexed.
 
-Why it stands alone: it looks at the shape of records and not at their bytes, so that it is as fast
-as the disk; whether they are right is for `verify` to say.
+It looks at the shape of records and not at their bytes, so that it is as fast as the disk; whether
+they are right is for `verify` to say.
 
 Rules:
     1. What is held in memory grows with the number of different sizes, clients and sessions, and

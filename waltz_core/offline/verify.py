@@ -1,6 +1,6 @@
 """Verifying a storage directory, or one partition or segment that somebody has copied.
 
-Why it stands alone: it is the list of what is looked at, in which order, and what comes out.
+It is the list of what is looked at, in which order, and what comes out.
 """
 
 import time

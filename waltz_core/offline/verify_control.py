@@ -1,7 +1,6 @@
 """Verifying what stands beside the logs: the control file, a partition's slots, the storage's id.
 
-Why it stands alone: these files say what the logs must hold, so they are read before them, and
-compared with them after.
+These files say what the logs must hold, so they are read before them, and compared with them after.
 
 Rules:
     1. A structure that is wrong is told, and the other of its pair is what counts, as at a start.

@@ -1,7 +1,7 @@
 """Verifying one partition: its segments in order, and its batches across them.
 
-Why it stands alone: it judges a log by its files and by what the control slot says of it, and
-knows nothing of the other partitions or of how control files are read.
+It judges a log by its files and by what the control slot says of it, and knows nothing of the other
+partitions or of how control files are read.
 
 Rules:
     1. Known to be synced is what the acked marker says, what a later batch's entry says, and all

@@ -1,7 +1,7 @@
 """Verifying one segment: its headers, every record of `.seg`, every entry of `.idx`.
 
-Why it stands alone: one file after the other is judged here, with what is believed of the log
-handed in; the batches, which cross from file to file, are in `lineage`.
+One file after the other is judged here, with what is believed of the log handed in; the batches,
+which cross from file to file, are in `lineage`.
 
 Rules:
     1. Both CRCs of every record are computed: that of its data, and that of all of it.

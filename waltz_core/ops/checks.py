@@ -1,7 +1,7 @@
 """Seven checks of every partition, from ZooKeeper to storages, as the original's `verify` has them.
 
-Why it stands alone: `diagnosis.py` tells causes, once; a check fails whatever the cause, and for
-every partition that it is about. Both judge by `standing.py`.
+`diagnosis.py` tells causes, once; a check fails whatever the cause, and for every partition that it
+is about. Both judge by `standing.py`.
 
 Rules:
     1. What has failed names its check and the partitions that it is about.

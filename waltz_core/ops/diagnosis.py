@@ -1,7 +1,7 @@
 """From what the doctor was told to what is wrong: facts in, findings out.
 
-Why it stands alone: whether something is wrong is a question of what was told, not of when and by
-whom, so each finding can be tried out without a cluster.
+Whether something is wrong is a question of what was told, not of when and by whom, so each finding
+can be tried out without a cluster.
 
 Rules:
     1. A cause is told, and what only follows from it is not: of a storage that does not answer

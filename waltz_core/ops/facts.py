@@ -1,7 +1,7 @@
 """What the doctor was told, and by whom: the one thing that a diagnosis is made from.
 
-Why it stands alone: who asks knows sockets and timeouts, who judges knows none of them, and both
-meet here. Nothing is left out because it is as it should be: the doctor also says what there is.
+Who asks knows sockets and timeouts, who judges knows none of them, and both meet here. Nothing is
+left out because it is as it should be: the doctor also says what there is.
 
 Rules:
     1. Whoever could not be asked stands here with the reason, in its `trouble`; it is empty for

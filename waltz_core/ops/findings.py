@@ -1,7 +1,7 @@
 """Everything that the doctor can find: a sentence for each, and the command that mends it.
 
-Why it stands alone: the sentences are what people search for and the commands what scripts run, so
-all of them stand in one table; docs/doctor.md is written from it.
+The sentences are what people search for and the commands what scripts run, so all of them stand in
+one table; docs/doctor.md is written from it.
 
 Rules:
     1. A finding has a sentence of its own, and a command that can be given as it is printed. Words

@@ -1,8 +1,7 @@
 """How a partition stands, judged from what was told: who owns it, who serves it, who counts.
 
-Why it stands alone: the doctor tells causes and `cluster verify` ticks off checks, and what is true
-of a partition must not depend on who is asked. What is made of it is `diagnosis.py`'s and
-`checks.py`'s.
+The doctor tells causes and `cluster verify` ticks off checks, and what is true of a partition must
+not depend on who is asked. What is made of it is `diagnosis.py`'s and `checks.py`'s.
 
 Rules:
     1. What is not known is not held against anybody: a replica of which its storage has told

@@ -1,7 +1,7 @@
 """Arrow arrays over memory that is there already, without a copy of what they hold.
 
-Why it stands alone: `pa.array` and `pa.scalar` import pandas, which takes a daemon longer than all
-else it imports, and stops it in the midst of work when that happens later. These import nothing.
+`pa.array` and `pa.scalar` import pandas, which takes a daemon longer than all else it imports, and
+stops it in the midst of work when that happens later. These import nothing.
 """
 
 from typing import Any, Final

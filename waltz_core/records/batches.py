@@ -1,8 +1,8 @@
 """Arrow batches: append batches in and out, record bytes from them, record bytes to DataFrames.
 
-Why it stands alone: it is the door to pyarrow, the only file of the core that names it. A Spark
-batch stays a batch from the DataFrame to the disk and back; whatever turns one into another form
-does so here, in C++ and NumPy, at a cost that does not depend on Python per row.
+It is the door to pyarrow, the only file of the core that names it. A Spark batch stays a batch from
+the DataFrame to the disk and back; whatever turns one into another form does so here, in C++ and
+NumPy, at a cost that does not depend on Python per row.
 
 Rules:
     1. Bytes from outside are refused with BadRequest or TooLarge and nothing else, before anything

@@ -1,9 +1,9 @@
 """CRC-32 of bytes, of many short rows at once, and of two runs of bytes from their two CRCs.
 
-Why it stands alone: the record checksum is the one thing that travels unchanged from a client's
-DataFrame over three disks to a reader, so there must be one definition of it. CRC-32 is linear
-over XOR. Hence the checksum of a record follows from that of its header and that of its data, and
-the checksum of a run of records from those inside it, without a second pass over the bytes.
+The record checksum is the one thing that travels unchanged from a client's DataFrame over three
+disks to a reader, so there must be one definition of it. CRC-32 is linear over XOR. Hence the
+checksum of a record follows from that of its header and that of its data, and the checksum of a run
+of records from those inside it, without a second pass over the bytes.
 
 Rules:
     1. CRC-32 IEEE 802.3 as zlib has it, always as an unsigned number . ISA-L

@@ -1,7 +1,7 @@
 """Lock blocks: which locks the transactions of one batch have entered, and which batch that was.
 
-Why it stands alone: the owner of a partition writes them, storages keep them unread, and the next
-owner believes them. Whatever makes one believable is here, and nowhere else.
+The owner of a partition writes them, storages keep them unread, and the next owner believes them.
+Whatever makes one believable is here, and nowhere else.
 
     | lock hashes (4 bytes each) | behind (a byte each) | trailer (`TRAILER`) |
 

@@ -1,9 +1,9 @@
 """Runs of raw records: records back to back, exactly as they lie in a segment file.
 
-Why it stands alone: the same bytes go from the owner to three disks, into a cache, to a reader and
-from replica to replica in repair. Each of them must find a record's place, id, header and checksum
-in the bytes without taking the records apart, and all must do it in the same way. A run is a
-buffer and the lengths of its records; nothing else describes it.
+The same bytes go from the owner to three disks, into a cache, to a reader and from replica to
+replica in repair. Each of them must find a record's place, id, header and checksum in the bytes
+without taking the records apart, and all must do it in the same way. A run is a buffer and the
+lengths of its records; nothing else describes it.
 
     0                8                       24       28  32         36     36+n         40+n
     | transaction id | request id (16 bytes) | header | n | data crc | data | record crc |

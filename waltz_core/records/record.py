@@ -1,7 +1,7 @@
 """The values every layer speaks of: ids, records, record headers, lineage, lock hashes.
 
-Why it stands alone: these are the words of the system. Whatever is said on the wire, on disk or
-in ZooKeeper is made of them, and their bytes never change meaning (docs/design/wire-format.md).
+These are the words of the system. Whatever is said on the wire, on disk or in ZooKeeper is made of
+them, and their bytes never change meaning (docs/design/wire-format.md).
 
 Rules:
     1. Transaction ids start at 0 in each partition and have no gaps.

@@ -1,8 +1,8 @@
 """JSON as its standard has it: a number is finite, in both directions.
 
-Why it stands alone: Python's own module writes `NaN` and `Infinity`, which no other reader of a log
-takes, and reads them too, beside numbers like `1e999` that it makes an infinity of. The client's
-serializer and Spark's payloads share what is here.
+Python's own module writes `NaN` and `Infinity`, which no other reader of a log takes, and reads
+them too, beside numbers like `1e999` that it makes an infinity of. The client's serializer and
+Spark's payloads share what is here.
 
 Rules:
     1. What is written is UTF-8 without needless blanks, the same bytes from both.

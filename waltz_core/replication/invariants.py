@@ -1,7 +1,7 @@
 """What must hold of a partition's machine between any two steps, checked from outside.
 
-Why it stands alone: these checks need the whole state at once, which no part of the machine sees.
-The simulator runs them after every step; production does not.
+These checks need the whole state at once, which no part of the machine sees. The simulator runs
+them after every step; production does not.
 
 Each check is named as in `docs/replication.md`.
 """

@@ -1,7 +1,7 @@
 """The numbers that the replication machines keep to.
 
-Why it stands alone: machines take no configuration, only the few numbers they need; the process
-around them fills these in from its own settings.
+Machines take no configuration, only the few numbers they need; the process around them fills these
+in from its own settings.
 
 Rules:
     1. Nothing here decides what is safe. Each number may be wrong by a factor of a hundred and

@@ -1,8 +1,8 @@
 """Session after session of one partition: claim, open, lose, claim again.
 
-Why it stands alone: it holds what outlives a session (what was committed, what is in doubt, which
-replicas misbehaved) and the whole conversation with ZooKeeper, so that every compare-and-set of the
-protocol stands in one file.
+It holds what outlives a session (what was committed, what is in doubt, which replicas misbehaved)
+and the whole conversation with ZooKeeper, so that every compare-and-set of the protocol stands in
+one file.
 
 Rules (docs/design/correctness.md 2.1 A, B, G, K and the rows of 2.4):
     1. Every write depends on the versions that were read, and each has one attempt number; the

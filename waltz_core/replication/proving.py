@@ -1,7 +1,7 @@
 """Proofs of a session's mark: a quorum of replicas says that it knows of no later session.
 
-Why it stands alone: a proof changes nothing and decides nothing about the log. It only says that
-the mark was still that of the newest session after the question had come.
+A proof changes nothing and decides nothing about the log. It only says that the mark was still that
+of the newest session after the question had come.
 
 Rules:
     1. The mark that is proved is the one that was committed when the proof was asked for.

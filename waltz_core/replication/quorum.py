@@ -1,7 +1,7 @@
 """Majorities: how many replicas are enough, what they have reached, and what they have said.
 
-Why it stands alone: the append path asks "is this id committed?", recovery asks "was it?", a proof
-asks "does anybody know a later session?". All must mean the same by a quorum.
+The append path asks "is this id committed?", recovery asks "was it?", a proof asks "does anybody
+know a later session?". All must mean the same by a quorum.
 
 Invariants:
     1. A quorum is a strict majority, so no two disjoint groups of replicas can both be one.

@@ -1,7 +1,7 @@
 """Makes one replica's log the log that was decided: cut, copied, mended, marked.
 
-Why it stands alone: this is the only place that destroys records. It knows one replica and the
-goal; whom to copy from, and the connections, are its owner's.
+This is the only place that destroys records. It knows one replica and the goal; whom to copy from,
+and the connections, are its owner's.
 
 Rules (docs/design/correctness.md 2.1 F):
     1. Nothing is done before the mark is decided: a repair is only made then.

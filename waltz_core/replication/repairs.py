@@ -1,8 +1,8 @@
 """Carries out the repairs of a session's replicas, and supplies those that lag.
 
-Why it stands alone: a repair needs two replicas, the one that lacks something and one that has it.
-Who may be copied from, and what happens when it fails meanwhile, is settled here for both uses:
-before a replica is marked (`Repair`), and after, when it has fallen behind what is in memory.
+A repair needs two replicas, the one that lacks something and one that has it. Who may be copied
+from, and what happens when it fails meanwhile, is settled here for both uses: before a replica is
+marked (`Repair`), and after, when it has fallen behind what is in memory.
 
 Rules:
     1. One step at a time for each replica; a step is forgotten with either of its connections.

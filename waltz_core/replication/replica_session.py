@@ -1,7 +1,7 @@
 """One storage in one store session: its connection, what it owes, how far it has come.
 
-Why it stands alone: everything that is true of one connection is kept here, so that dropping the
-connection drops it all. It decides nothing about the partition.
+Everything that is true of one connection is kept here, so that dropping the connection drops it
+all. It decides nothing about the partition.
 
 Rules:
     1. One connection at a time, and a request's answer is known by its sequence and its type.

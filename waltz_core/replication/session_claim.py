@@ -1,7 +1,7 @@
 """What may be claimed over what ZooKeeper holds of a partition, and what a claim has won.
 
-Why it stands alone: the first compare-and-set is where a log can be lost by taking a partition for
-a new one, so its conditions stand together, without the conversation around them.
+The first compare-and-set is where a log can be lost by taking a partition for a new one, so its
+conditions stand together, without the conversation around them.
 
 Rules (docs/design/correctness.md 2.1 A and B, 2.4 rows 15, 17 and 36):
     1. Never over a later generation than one's own.

@@ -1,7 +1,7 @@
 """Every event and effect of the replication package.
 
-Why it stands alone: the server above, the driver beside and the simulator speak to replication in
-these words only. `docs/replication.md` tells the protocol; the letters A-K below are its steps.
+The server above, the driver beside and the simulator speak to replication in these words only.
+`docs/replication.md` tells the protocol; the letters A-K below are its steps.
 
 Rules:
     1. Whatever concerns a store session carries its session id; an event of another session than

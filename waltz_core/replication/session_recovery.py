@@ -1,7 +1,7 @@
 """What a new session must keep of the log, and what ZooKeeper is told about the replicas.
 
-Why it stands alone: these few lines decide whether acknowledged transactions survive. They have no
-state of connections and no time, so that all cases can be tried, one by one.
+These few lines decide whether acknowledged transactions survive. They have no state of connections
+and no time, so that all cases can be tried, one by one.
 
 Rules (docs/design/correctness.md 2.1, C to E and G):
     1. A replica's silence is never read as "I do not have it": not answered, an older session, a

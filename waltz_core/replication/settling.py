@@ -1,8 +1,8 @@
 """What became of earlier sessions, and where their commit stamps ended: told before any append.
 
-Why it stands alone: it is the only question that a new session has for the log itself. It is asked
-of one engaged replica, whose log up to the mark is the decided one, and of the next where that one
-has lost the batches.
+It is the only question that a new session has for the log itself. It is asked of one engaged
+replica, whose log up to the mark is the decided one, and of the next where that one has lost the
+batches.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
     1. What an owner submitted is known again by its session in the lineage, never by its ids.

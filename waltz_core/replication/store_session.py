@@ -1,7 +1,7 @@
 """One store session of one partition: fence, decide, repair, open, append, commit.
 
-Why it stands alone: it is the life of one session id. What was before and what comes after, and
-the conversation with ZooKeeper, belong to `partition_store`.
+It is the life of one session id. What was before and what comes after, and the conversation with
+ZooKeeper, belong to `partition_store`.
 
 Rules (docs/design/correctness.md 2.1, letters C to K):
     1. Every replica of the last and of the new assignment is fenced (C).

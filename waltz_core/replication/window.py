@@ -1,7 +1,7 @@
 """The recent batches of a session, kept in memory: what is in flight, and what slow replicas lack.
 
-Why it stands alone: the chain is made here, once for each batch, and whoever needs a batch again
-(a replica that lags, one that joins) gets the same bytes and the same chain.
+The chain is made here, once for each batch, and whoever needs a batch again (a replica that lags,
+one that joins) gets the same bytes and the same chain.
 
 Invariants:
     1. The batches kept follow one another without a gap and end at `last`.

@@ -1,8 +1,7 @@
 """What a served partition is told, what it answers, and the limits that it keeps.
 
-Why it stands alone: the partition machine, the shell that reaches storages and the process around
-them speak to one another in these words only, together with those of
-`replication/session_events.py`.
+The partition machine, the shell that reaches storages and the process around them speak to one
+another in these words only, together with those of `replication/session_events.py`.
 
 Rules:
     1. Every request ends with exactly one `Answer` whose `cost_bytes` is the request's own, unless

@@ -1,7 +1,7 @@
 """Handing an open file over to another process of this machine, through a Unix socket.
 
-Why it stands alone: besides `net.py` it is the one file that opens sockets of our own. Bytes that
-lie in a file here need no socket at all: who is given the file reads them from the system's memory.
+Besides `net.py` it is the one file that opens sockets of our own. Bytes that lie in a file here
+need no socket at all: who is given the file reads them from the system's memory.
 
 Rules:
     1. The socket's name is an abstract one: it ends with its process, it leaves no file behind, and

@@ -1,8 +1,8 @@
 """Look up host names so that a slow lookup delays nothing but its own host.
 
-A separate file because both event loops run lookups in a small pool of threads: a name whose DNS
-server does not answer occupies it for half a minute, and each retry adds another lookup. Then no
-connection to any other host is made.
+Both event loops run lookups in a small pool of threads: a name whose DNS server does not answer
+occupies it for half a minute, and each retry adds another lookup. Then no connection to any other
+host is made.
 
 Rules:
     1. A lookup has a thread of its own. There is at most one for each name; all callers share it.

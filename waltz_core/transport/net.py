@@ -1,8 +1,8 @@
 """TCP for every process: dial, listen, and links that carry messages.
 
-Why it stands alone: it is the one file that opens sockets for the system's own protocols, but for
-ports that speak TLS, which accept by `tls_port.py`. A link wraps a `wire.connection.Connection`;
-what a message means is nobody's business here.
+It is the one file that opens sockets for the system's own protocols, but for ports that speak TLS,
+which accept by `tls_port.py`. A link wraps a `wire.connection.Connection`; what a message means is
+nobody's business here.
 
 Who uses a link sees it only after both hellos, and then either gives callbacks (`start`: messages
 are handed over as they come, the fastest way) or awaits `receive`.

@@ -1,8 +1,8 @@
 """TLS: from settings and a connect string to what `net.py` wraps connections in.
 
-Why it stands alone: daemons, clients and commands decide in one place whether they speak TLS, whom
-they believe, and what is said when two ends do not fit. Only the standard library's `ssl` is used;
-certificates are files that somebody has made (docs/operations.md, "TLS").
+Daemons, clients and commands decide in one place whether they speak TLS, whom they believe, and
+what is said when two ends do not fit. Only the standard library's `ssl` is used; certificates are
+files that somebody has made (docs/operations.md, "TLS").
 
 Rules:
     1. `tls = "off"` wins over everything, the connect string's ?tls= over a default, and each

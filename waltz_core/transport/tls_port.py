@@ -1,8 +1,7 @@
 """A listening port that speaks TLS: accepts, shakes hands, and tells who does not.
 
-Why it stands alone: the loop's own listening port drops in silence whoever fails in his handshake,
-and an operator who has forgotten TLS on one side would see nothing on the other. Messages are
-`net.py`'s.
+The loop's own listening port drops in silence whoever fails in his handshake, and an operator who
+has forgotten TLS on one side would see nothing on the other. Messages are `net.py`'s.
 
 Rules:
     1. Whoever does not begin with a handshake is told by an alert, which our own diallers know, and

@@ -1,8 +1,8 @@
 """Every message of surface A: a storage and whoever administers it.
 
-Why it stands alone: it is a table like `messages.py`, of a port that no transaction passes through.
-Version 0 is that of Waltz 0.13, byte for byte (docs/design/wire-format.md 3.2); version 1 is
-version 0 and what our rules need besides. The rules are those of `messages.py`.
+It is a table like `messages.py`, of a port that no transaction passes through. Version 0 is that of
+Waltz 0.13, byte for byte (docs/design/wire-format.md 3.2); version 1 is version 0 and what our
+rules need besides. The rules are those of `messages.py`.
 
 Prefix: type (1 byte), sequence (8). An answer echoes its request's sequence. The original's type 5
 means nothing.

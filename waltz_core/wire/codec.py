@@ -1,8 +1,8 @@
 """Message to frame and frame to message, derived from the tables of messages.
 
-Why it stands alone: it is the only file that knows how a value lies in a frame. It holds no state
-of a connection and trusts no byte: what a peer sent is a value or a `RemoteProtocolError`, what
-we cannot say in a version is a `LocalProtocolError`.
+It is the only file that knows how a value lies in a frame. It holds no state of a connection and
+trusts no byte: what a peer sent is a value or a `RemoteProtocolError`, what we cannot say in a
+version is a `LocalProtocolError`.
 
 A plan is made once for each message class and version. It joins neighbouring fields of fixed size
 into one `struct` call and has one function for each field of variable size.

@@ -1,7 +1,7 @@
 """The life of one connection without any I/O: bytes in, hello and messages out, and the reverse.
 
-Why it stands alone: version agreement, frame limits and what ends a connection are rules of the
-protocol, not of sockets. The simulator's network and `net.py` use this same object.
+Version agreement, frame limits and what ends a connection are rules of the protocol, not of
+sockets. The simulator's network and `net.py` use this same object.
 
 Bytes come in through `get_buffer` and `buffer_updated`, so that a socket can read straight into the
 memory of a large frame; `receive` does both for bytes that are there already.

@@ -1,7 +1,7 @@
 """How each kind of field lies in a payload: one function that puts it, one that reads it.
 
-Why it stands alone: `codec.py` knows messages and versions, this file knows values. A reader takes
-a view of the payload and a place in it, appends the value it finds and returns the place after it.
+`codec.py` knows messages and versions, this file knows values. A reader takes a view of the payload
+and a place in it, appends the value it finds and returns the place after it.
 
 Rules:
     1. A count is held against the bytes that are left before anything is allocated for it.

@@ -1,8 +1,8 @@
 """Where the records of a range lie on a storage's disk, for a reader on the same machine.
 
-Why it stands alone: a storage answers a `RangeRaw` of form `PLACES` with `RangeBytes` that hold
-lengths and lineage as always, and these places instead of the records. A storage that does not
-know the form refuses it, so nothing else of the protocol changes.
+A storage answers a `RangeRaw` of form `PLACES` with `RangeBytes` that hold lengths and lineage as
+always, and these places instead of the records. A storage that does not know the form refuses it,
+so nothing else of the protocol changes.
 
 Rules:
     1. The places are runs of a segment file's bytes, in the order of the ids, without a gap between

@@ -1,7 +1,7 @@
 """An operator with the administration's commands, in the simulation.
 
-Why it stands alone: what may be done is decided by the production machine (`admin.py`), what is
-done to the disk is the production engine's; here they are only joined, in virtual time.
+What may be done is decided by the production machine (`admin.py`), what is done to the disk is the
+production engine's; here they are only joined, in virtual time.
 """
 
 from collections.abc import Callable

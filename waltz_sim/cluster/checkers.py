@@ -1,7 +1,7 @@
 """The guarantees, one checker each, called as things happen and once more at the end.
 
-Why it stands alone: processes, links and disks of the simulator tell one object what happens; which
-of the promises (`promises/`) that concerns is said here, and nowhere else.
+Processes, links and disks of the simulator tell one object what happens; which of the promises
+(`promises/`) that concerns is said here, and nowhere else.
 
 Each public method is told of one kind of thing. The names and numbers are those of
 docs/design/correctness.md 3.2.

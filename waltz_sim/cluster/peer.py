@@ -1,7 +1,7 @@
 """Somebody who dials a storage and asks it a few things: a command, or a stranger.
 
-Why it stands alone: servers talk to storages as the protocol wants it, for as long as a session
-lasts. Whoever else can reach a storage says what he likes, once.
+Servers talk to storages as the protocol wants it, for as long as a session lasts. Whoever else can
+reach a storage says what he likes, once.
 """
 
 from collections.abc import Sequence

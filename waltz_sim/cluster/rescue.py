@@ -1,8 +1,8 @@
 """An operator who has the storages declare what ZooKeeper has to hold, in the simulation.
 
-Why it stands alone: which log is taken, and in which order that is made durable, is decided by the
-production code (`cluster/change/rebuilding.py`); here storages are asked, and ZooKeeper is written,
-as the commands do it.
+Which log is taken, and in which order that is made durable, is decided by the production code
+(`cluster/change/rebuilding.py`); here storages are asked, and ZooKeeper is written, as the commands
+do it.
 
 Rules:
     1. A session is claimed that is later than all that any storage has promised; only what is heard

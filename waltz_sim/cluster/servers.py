@@ -1,8 +1,7 @@
 """A server of the simulation: the production partition and its store, in virtual time.
 
-Why it stands alone: it is what `server/process/host.py` and `server/process/storage_links.py` are
-outside: links to storages, links from clients, questions to ZooKeeper, and a process that can die
-of a machine.
+It is what `server/process/host.py` and `server/process/storage_links.py` are outside: links to
+storages, links from clients, questions to ZooKeeper, and a process that can die of a machine.
 
 Rules:
     1. The machines are the production ones, unchanged, made anew when ownership is, as the daemon

@@ -1,8 +1,7 @@
 """A client of the simulation: the production stream, and an application that lives by it.
 
-Why it stands alone: it is what `client/stream/client_partition.py` and
-`client/links/connections.py` are outside: links to servers, questions to ZooKeeper, and whoever
-waits for the answers.
+It is what `client/stream/client_partition.py` and `client/links/connections.py` are outside: links
+to servers, questions to ZooKeeper, and whoever waits for the answers.
 
 Rules:
     1. The stream is the production machine, unchanged.

@@ -1,7 +1,7 @@
 """Clients, servers, storages and ZooKeeper in one world, and what is done to them as a whole.
 
-Why it stands alone: faults, workloads, checkers and scenarios all speak of the same cluster; this
-is the object that they share.
+Faults, workloads, checkers and scenarios all speak of the same cluster; this is the object that
+they share.
 
 Rules:
     1. One partition. What partitions share in a process (a storage's disk, a server's memory) is

@@ -1,8 +1,7 @@
 """A client whose application runs contexts by a view of its own: the production client, whole.
 
-Why it stands alone: `simulated_clients.py` has the client's stream, which is a machine. Which mark
-a context may claim is decided outside of it, by coroutines, while partitions are unsubscribed and
-resumed.
+`simulated_clients.py` has the client's stream, which is a machine. Which mark a context may claim
+is decided outside of it, by coroutines, while partitions are unsubscribed and resumed.
 
 Rules:
     1. The client is `AsyncWaltzClient`, unchanged. Its event loop, its sockets and its ZooKeeper

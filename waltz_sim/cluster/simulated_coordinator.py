@@ -1,7 +1,7 @@
 """ZooKeeper as the simulated processes see it: versions, sessions, watches, and lost answers.
 
-Why it stands alone: it is the one thing in a cluster that is taken to be consistent. What it holds
-is always right here; what its clients are told of it may come late, twice, or never.
+It is the one thing in a cluster that is taken to be consistent. What it holds is always right here;
+what its clients are told of it may come late, twice, or never.
 
 Rules:
     1. Both nodes of the partition change in one step, each at its expected version, or not at all.

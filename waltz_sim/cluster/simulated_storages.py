@@ -1,8 +1,7 @@
 """A storage of the simulation: the real service and engine on a disk that can lose things.
 
-Why it stands alone: it is what `storage/process/storage_daemon.py` is outside: it runs the
-service's effects, but in virtual time, and a power cut may strike between any two steps of its
-disk.
+It is what `storage/process/storage_daemon.py` is outside: it runs the service's effects, but in
+virtual time, and a power cut may strike between any two steps of its disk.
 
 Rules:
     1. The service, the engine and the files are the production ones, unchanged.

@@ -1,8 +1,8 @@
 """What the simulated applications do.
 
-Why it stands alone: a checker finds only what an application would have noticed, so applications
-here do all that the log is for: they append alone and in batches, under all kinds of locks, at old
-and new marks, try again after a refusal, follow the feed, ask for marks, die and come back.
+A checker finds only what an application would have noticed, so applications here do all that the
+log is for: they append alone and in batches, under all kinds of locks, at old and new marks, try
+again after a refusal, follow the feed, ask for marks, die and come back.
 
 Rules:
     1. Each client works in a loop of its own, drawn from its own chance.

@@ -1,7 +1,7 @@
 """What goes wrong with disks: they fail, fill up, lie, rot, come back old, empty or as another's.
 
-Why it stands alone: it is one subject of `kinds.py`, whose rules hold here; whoever loses what was
-promised asks the budget (`budget.py`) first.
+It is one subject of `kinds.py`, whose rules hold here; whoever loses what was promised asks the
+budget (`budget.py`) first.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """All that goes wrong: the list of the kinds of faults.
 
-Why it stands alone: a fault that is not listed here is not simulated. The faults themselves are in
-`process_faults.py`, `network_faults.py`, `disk_faults.py` and `zookeeper_faults.py`.
+A fault that is not listed here is not simulated. The faults themselves are in `process_faults.py`,
+`network_faults.py`, `disk_faults.py` and `zookeeper_faults.py`.
 
 Rules:
     1. A fault is decided by its own chance alone (`schedule.py`, rule 1), and by what is there.

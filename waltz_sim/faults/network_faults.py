@@ -1,6 +1,6 @@
 """What goes wrong between machines: links break, fall silent, are slow, in one direction or both.
 
-Why it stands alone: it is one subject of `kinds.py`, whose rules hold here.
+It is one subject of `kinds.py`, whose rules hold here.
 """
 
 from functools import partial

@@ -1,6 +1,6 @@
 """What goes wrong with processes and their clocks: they die, stand still, are slow.
 
-Why it stands alone: it is one subject of `kinds.py`, whose rules hold here.
+It is one subject of `kinds.py`, whose rules hold here.
 """
 
 from typing import TYPE_CHECKING, Final

@@ -1,6 +1,6 @@
 """Whom a fault strikes, and when it counts.
 
-Why it stands alone: every kind of fault is written in the same few words.
+Every kind of fault is written in the same few words.
 
 Rules:
     1. A fault is decided by its own chance alone (`schedule.py`, rule 1), and by what is there.

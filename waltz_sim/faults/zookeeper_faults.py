@@ -1,7 +1,7 @@
 """What goes wrong with ZooKeeper, and what operators do.
 
-Why it stands alone: it is one subject of `kinds.py`, whose rules hold here. What takes ZooKeeper's
-data away strikes in worlds without a budget only.
+It is one subject of `kinds.py`, whose rules hold here. What takes ZooKeeper's data away strikes in
+worlds without a budget only.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """What servers tell clients: nothing too early, nothing stale, nothing rotten.
 
-Why it stands alone: every message that leaves a server for a client passes here, whatever part of
-the server made it, and whether the client will believe it or not.
+Every message that leaves a server for a client passes here, whatever part of the server made it,
+and whether the client will believe it or not.
 
 Rules:
     1. An outcome or a mark is told only while a store session is open and settled, or when it

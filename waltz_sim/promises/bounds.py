@@ -1,7 +1,7 @@
 """What must stay small: queues, what is in flight, and how often anything is tried again.
 
-Why it stands alone: a queue that grows and a retry without a pause break no promise about the log,
-and are faults all the same.
+A queue that grows and a retry without a pause break no promise about the log, and are faults all
+the same.
 
 Rules:
     1. Bytes are counted by what was sent and what was answered; queues by what lies in them.

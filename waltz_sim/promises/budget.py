@@ -1,8 +1,8 @@
 """What may be lost at once: the budget of faults that take away what a replica had promised.
 
-Why it stands alone: a world in which every disk may be lost proves nothing, for no quorum survives
-it; and a budget that is too careful proves as little. What is enough is one sentence per loss, and
-here are the sentences.
+A world in which every disk may be lost proves nothing, for no quorum survives it; and a budget that
+is too careful proves as little. What is enough is one sentence per loss, and here are the
+sentences.
 
 Rules:
     1. A loss that a replica notices (its disk is empty, or from before its last session, or it

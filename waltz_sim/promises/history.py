@@ -1,8 +1,8 @@
 """What has really happened in a run, whoever may believe otherwise.
 
-Why it stands alone: a checker that asked the machines what is committed would believe their faults.
-This keeps its own books, from what was handed to replicas and what was told to applications, and
-everything else is compared with it.
+A checker that asked the machines what is committed would believe their faults. This keeps its own
+books, from what was handed to replicas and what was told to applications, and everything else is
+compared with it.
 
 Rules:
     1. A batch is known by its chain, which covers all before it: books are a tree of batches, and

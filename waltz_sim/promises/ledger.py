@@ -1,9 +1,9 @@
 """What applications make of the log: accounts, lists and guards, told by their transactions.
 
-Why it stands alone: that locks are checked is a means; the end is that transactions which were
-computed at some mark are as good as if each had been computed at its own place in the log. This
-looks at the end alone: every transaction carries what it had read, and whoever replays the log
-finds it true, or the history is not serializable.
+That locks are checked is a means; the end is that transactions which were computed at some mark are
+as good as if each had been computed at its own place in the log. This looks at the end alone: every
+transaction carries what it had read, and whoever replays the log finds it true, or the history is
+not serializable.
 
 Rules:
     1. A deal reads two things at its mark, and holds a lock on each that it reads: a write lock on

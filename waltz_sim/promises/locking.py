@@ -1,7 +1,7 @@
 """Lock tables, held against who has really written what.
 
-Why it stands alone: whether the log is serializable is looked at elsewhere, without any table. This
-says why it would not be: a table that forgot a writer, or one that remembers what never was.
+Whether the log is serializable is looked at elsewhere, without any table. This says why it would
+not be: a table that forgot a writer, or one that remembers what never was.
 
 Rules:
     1. A table errs upwards only, and never above what its server has given out.

@@ -1,7 +1,7 @@
 """What applications are told, held against the log: outcomes, feeds, marks.
 
-Why it stands alone: this is the whole of what a user sees. It needs no replica, no session and no
-server to be judged: only the log and the people.
+This is the whole of what a user sees. It needs no replica, no session and no server to be judged:
+only the log and the people.
 
 Rules:
     1. The log is the books' one; it grows here, and each new row is looked at once, as it comes in.

@@ -1,7 +1,7 @@
 """What replicas keep: their promises, their marks, their records.
 
-Why it stands alone: all of it is read off the disks and off what storages answer. Nothing here
-knows what a server made of that.
+All of it is read off the disks and off what storages answer. Nothing here knows what a server made
+of that.
 
 Rules:
     1. What a storage has answered as synced is on its disk until a later session cuts it, or a

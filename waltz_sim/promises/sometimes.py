@@ -1,7 +1,7 @@
 """What has to come to pass somewhere in a batch of runs: a quiet simulator proves nothing.
 
-Why it stands alone: a checker that never had anything to look at is green for ever. This is the
-list of states that are worth the trouble, each counted by the one who sees it.
+A checker that never had anything to look at is green for ever. This is the list of states that are
+worth the trouble, each counted by the one who sees it.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """What all checkers share: the books, the counts, and the way to say no.
 
-Why it stands alone: every subject has a file of its own, and none of them needs another one to be
-told apart from it; this is all that they have in common.
+Every subject has a file of its own, and none of them needs another one to be told apart from it;
+this is all that they have in common.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
 """An asyncio event loop in virtual time, for production code that is made of coroutines.
 
-Why it stands alone: machines need no loop; the client's and the operator's shells do, and their
-faults are in what happens between two awaits.
+Machines need no loop; the client's and the operator's shells do, and their faults are in what
+happens between two awaits.
 
 Rules:
     1. Callbacks run in the order in which they became ready. A timer is something planned in the

@@ -1,8 +1,8 @@
 """One file of the simulated disk: what a program sees of it, and what is on the platter.
 
-Why it stands alone: the two contents, and the sectors in which they may differ, are the whole of
-what a power loss can do to a file; names, steps and faults are the disk's. So are the rules that
-are named here (`simulated_disk.py`).
+The two contents, and the sectors in which they may differ, are the whole of what a power loss can
+do to a file; names, steps and faults are the disk's. So are the rules that are named here
+(`simulated_disk.py`).
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """Links between processes: in order each way, slow, cut, half open, mute.
 
-Why it stands alone: what a peer may conclude from a link, or from its silence, is the same for
-clients, servers and storages; and so is what a network may do to them.
+What a peer may conclude from a link, or from its silence, is the same for clients, servers and
+storages; and so is what a network may do to them.
 
 Rules:
     1. What arrives on one link arrives in the order in which it was sent.

@@ -1,7 +1,7 @@
 """A program on a machine: it runs, is slow, stands still, dies, and starts again.
 
-Why it stands alone: storages, servers and clients die in the same way, and what a dead program had
-planned must not happen.
+Storages, servers and clients die in the same way, and what a dead program had planned must not
+happen.
 
 Rules:
     1. What was planned by one incarnation never reaches the next one.

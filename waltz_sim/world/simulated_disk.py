@@ -1,8 +1,8 @@
 """A disk in memory that forgets what was not synced: the crashable twin of `file_system.py`.
 
-Why it stands alone: what a storage promises is what is left after the power has gone, and no real
-disk can be asked to lose it on demand. This one keeps two contents of each file, the one that a
-program sees and the one that is on the platter, and knows which sectors differ.
+What a storage promises is what is left after the power has gone, and no real disk can be asked to
+lose it on demand. This one keeps two contents of each file, the one that a program sees and the one
+that is on the platter, and knows which sectors differ.
 
 Rules:
     1. Only `sync` and `sync_directory` carry anything over, and only their own file or directory.

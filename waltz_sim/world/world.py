@@ -1,7 +1,7 @@
 """Virtual time, seeded chance, and the heap of what is going to happen.
 
-Why it stands alone: whatever a simulation does must be repeatable from its seed, so time and chance
-come from here and from nowhere else.
+Whatever a simulation does must be repeatable from its seed, so time and chance come from here and
+from nowhere else.
 
 Rules:
     1. Things happen in the order of their time, in the order of planning at the same time.

@@ -1,7 +1,7 @@
 """Batch reads: the driver resolves marks once and cuts them into tasks, tasks fetch ranges.
 
-Why it stands alone: Spark pickles the reader to every task and calls `partitions` once for a
-`load`, at the first action; so a DataFrame is a snapshot, and the reader holds plain values only.
+Spark pickles the reader to every task and calls `partitions` once for a `load`, at the first
+action; so a DataFrame is a snapshot, and the reader holds plain values only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """One range of ids to Arrow batches, in a task: fetched, checked, projected, unpacked.
 
-Why it stands alone: batch and stream reads fetch in the same way.
+Batch and stream reads fetch in the same way.
 
 Rules:
     1. Whole columns only; a batch has at most 8,192 rows or about 8 MiB.

@@ -1,9 +1,9 @@
 """`format("waltz")`: what Spark asks for first, on the driver.
 
-Why it stands alone: Spark makes this object anew for every `load` and `save`, pickles it between
-processes, and shows whatever it raises to the user. So all options are checked here, at once.
-The reader and the writer are imported when they are asked for: Spark runs this in processes of its
-own to look the format up and to ask for its schema, and those need no client.
+Spark makes this object anew for every `load` and `save`, pickles it between processes, and shows
+whatever it raises to the user. So all options are checked here, at once. The reader and the writer
+are imported when they are asked for: Spark runs this in processes of its own to look the format up
+and to ask for its schema, and those need no client.
 """
 
 from collections import Counter

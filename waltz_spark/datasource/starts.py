@@ -1,6 +1,6 @@
 """Where a read starts, asking the log where its options alone do not tell.
 
-Why it stands alone: a batch and the first micro-batch of a stream start in the same way.
+A batch and the first micro-batch of a stream start in the same way.
 """
 
 from collections.abc import Mapping

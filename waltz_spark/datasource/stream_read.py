@@ -1,7 +1,7 @@
 """Stream reads: offsets are high-water marks, and a micro-batch is a range of each partition.
 
-Why it stands alone: Spark keeps one reader in a process of its own to ask it for offsets, and
-pickles another one to the tasks; the only thing they share is what stands in the checkpoint.
+Spark keeps one reader in a process of its own to ask it for offsets, and pickles another one to the
+tasks; the only thing they share is what stands in the checkpoint.
 
 Rules:
     1. An offset has the mark of each partition, what was read, inclusive, and the cluster's key

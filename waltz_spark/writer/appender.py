@@ -1,7 +1,6 @@
 """Sends the rows of one task: in batches, several in flight, every outcome known.
 
-Why it stands alone: batch writes and stream writes send rows in the same way, and nothing in it
-needs Spark.
+Batch writes and stream writes send rows in the same way, and nothing in it needs Spark.
 
 Rules:
     1. Rows of one log partition are sent in the order in which they came.

@@ -1,7 +1,7 @@
 """`df.write.format("waltz")`: what runs on the driver, before the tasks and after them.
 
-Why it stands alone: Spark pickles the writer to every task and unpickles it again for the commit,
-so it holds plain values only, and nothing may hang on shared state, `abort` or `finally`.
+Spark pickles the writer to every task and unpickles it again for the commit, so it holds plain
+values only, and nothing may hang on shared state, `abort` or `finally`.
 
 Rules (docs/spark.md, "Exactly once"):
     1. A write begins on the driver, so that its starting marks are those of its first run, and a

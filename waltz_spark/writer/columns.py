@@ -1,7 +1,7 @@
 """From the columns of a DataFrame to the columns of an append: payload, locks, partition, mark.
 
-Why it stands alone: it is where a user's table meets the log's row, so it is where every wrong
-column is refused, on the driver by type (`check_schema`) and on the executor by value (`Shaper`).
+It is where a user's table meets the log's row, so it is where every wrong column is refused, on the
+driver by type (`check_schema`) and on the executor by value (`Shaper`).
 
 Rules:
     1. Whole columns only: no Python per row but for packing payloads and hashing texts.

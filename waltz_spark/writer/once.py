@@ -1,7 +1,7 @@
 """Which rows of a task are in the log already, brought there by an earlier attempt.
 
-Why it stands alone: it is the half of "exactly once" that looks at rows; the half that looks at
-attempts is the client's (`TaskClaim`).
+It is the half of "exactly once" that looks at rows; the half that looks at attempts is the client's
+(`TaskClaim`).
 
 Rules (docs/spark.md, "Exactly once"):
     1. The log is read once all partitions are mounted: from then on no earlier attempt of this task

@@ -1,7 +1,7 @@
 """Computes refused rows anew, in the task, by the user's own function.
 
-Why it stands alone: it is where a lock failure becomes a new execution, never a resend of a stale
-payload, and nothing else of a write calls a user's code.
+It is where a lock failure becomes a new execution, never a resend of a stale payload, and nothing
+else of a write calls a user's code.
 
 Rules:
     1. The function gets refused rows of one mark, and all transactions of their partition since

@@ -1,7 +1,7 @@
 """Every row's outcome, as Parquet: what a task writes and what the job keeps of it.
 
-Why it stands alone: results are how a user learns which rows are in the log, so their columns are
-an interface of their own.
+Results are how a user learns which rows are in the log, so their columns are an interface of their
+own.
 
 Rules:
     1. A task attempt writes a file of its own, with the write in its name. Readers do not see it:

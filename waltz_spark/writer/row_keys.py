@@ -1,7 +1,6 @@
 """What a row and its record have in common: by it, a row is found in the log again.
 
-Why it stands alone: rows come from Spark and records from the log, and both must give the same
-bytes.
+Rows come from Spark and records from the log, and both must give the same bytes.
 
 Rules:
     1. A key is a digest of partition, header and data; or of the partition and the columns of

@@ -1,7 +1,7 @@
 """The number and the hash of a write's rows: by these, a finished write recognizes its rows.
 
-Why it stands alone: the record of a finished write keeps what is computed here for days, so the
-hash has one definition, and it must not change.
+The record of a finished write keeps what is computed here for days, so the hash has one definition,
+and it must not change.
 
 Rules (docs/spark.md, "A write ID identifies its rows"):
     1. What identifies a row is what finds it in the log (`row_keys.py`): its partition, unless the

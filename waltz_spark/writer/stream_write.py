@@ -1,7 +1,7 @@
 """`df.writeStream.format("waltz")`: a micro-batch is a write, and enters the log once.
 
-Why it stands alone: Spark makes one of these for the tasks of a micro-batch, and another one, in
-another process, to commit it; neither is told which batch it is. The tasks are.
+Spark makes one of these for the tasks of a micro-batch, and another one, in another process, to
+commit it; neither is told which batch it is. The tasks are.
 
 Rules (docs/spark.md, "Exactly once"):
     1. A micro-batch is the write (query, batch). Its tasks find both in their local properties, and

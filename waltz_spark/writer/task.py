@@ -1,7 +1,7 @@
 """One task of a write: its rows into the log, once, and what became of them.
 
-Why it stands alone: batches and micro-batches write in the same way. Spark pickles the job to every
-task, so it holds plain values only.
+Batches and micro-batches write in the same way. Spark pickles the job to every task, so it holds
+plain values only.
 
 Rules:
     1. With `exactlyOnce` an attempt first takes the task's place in the write (`TaskClaim`), and

@@ -1,10 +1,10 @@
 """`waltz-core client validate | produce | consume`: is the log what it promises, seen from outside?
 
-Why it stands alone: each producer writes what it can only know when nobody came in between: the id
-that its transaction will have. All of them write under one lock, so each transaction is its
-client's mark + 1, or refused and computed anew. Whoever reads checks that every transaction says
-its own id, and that ids have no gap. So a refusal that is missing, a transaction that is lost,
-doubled or out of order is seen by everybody.
+Each producer writes what it can only know when nobody came in between: the id that its transaction
+will have. All of them write under one lock, so each transaction is its client's mark + 1, or
+refused and computed anew. Whoever reads checks that every transaction says its own id, and that ids
+have no gap. So a refusal that is missing, a transaction that is lost, doubled or out of order is
+seen by everybody.
 
 Rules:
     1. Nobody else writes to these partitions meanwhile; a stranger's transaction counts as wrong.

@@ -1,7 +1,7 @@
 """`waltz-core cluster check-connectivity`: who reaches whom, as each server itself finds it.
 
-Why it stands alone: a firewall between a server and a storage cannot be seen from here. So every
-server is asked to try every storage (the original's message 13, which its servers answer, too).
+A firewall between a server and a storage cannot be seen from here. So every server is asked to try
+every storage (the original's message 13, which its servers answer, too).
 """
 
 import argparse

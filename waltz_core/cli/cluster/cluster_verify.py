@@ -1,8 +1,8 @@
 """`waltz-core cluster verify`: seven checks of every partition, from ZooKeeper to storages.
 
-Why it stands alone: nothing is changed here, and what is found is told twice, as sentences for
-people and by partition and check for programs. What has failed is judged in `ops/checks.py`,
-from what the doctor asks, too.
+Nothing is changed here, and what is found is told twice, as sentences for people and by partition
+and check for programs. What has failed is judged in `ops/checks.py`, from what the doctor asks,
+too.
 """
 
 import argparse

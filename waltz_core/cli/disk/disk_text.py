@@ -1,6 +1,6 @@
 """How `waltz-core disk` writes times, keys and payloads.
 
-Why it stands alone: all its verbs print the same kinds of values.
+All its verbs print the same kinds of values.
 """
 
 import json

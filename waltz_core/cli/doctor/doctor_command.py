@@ -1,7 +1,7 @@
 """`waltz-core doctor`: what is wrong with a cluster, in sentences, and which command mends it.
 
-Why it stands alone: everything else in `waltz-core` does one thing that somebody has decided on;
-this says what there is to decide. What may be wrong stands in `ops/findings.py`.
+Everything else in `waltz-core` does one thing that somebody has decided on; this says what there is
+to decide. What may be wrong stands in `ops/findings.py`.
 
 Rules:
     1. It changes nothing, and it ends: each question has a timeout.

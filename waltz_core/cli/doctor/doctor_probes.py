@@ -1,6 +1,6 @@
 """Asks everybody how they are: ZooKeeper's nodes, the servers, the storages, this machine.
 
-Why it stands alone: it only asks. What is made of the answers is `ops/diagnosis.py`'s.
+It only asks. What is made of the answers is `ops/diagnosis.py`'s.
 
 Rules:
     1. Each question has a timeout, and those that can be asked side by side are.

@@ -1,6 +1,6 @@
 """`waltz-core server run`: a server daemon.
 
-Why it stands alone: as `storage_run.py`.
+As `storage_run.py`.
 """
 
 import argparse

@@ -1,8 +1,7 @@
 """Speaks to storages as the owner of a session does: promise, tell what you have, mark your log.
 
-Why it stands alone: these are the same messages as those of a server's sessions, and a storage
-keeps its rules whoever asks; what is made of the answers is decided in
-`cluster/change/rebuilding.py`.
+These are the same messages as those of a server's sessions, and a storage keeps its rules whoever
+asks; what is made of the answers is decided in `cluster/change/rebuilding.py`.
 
 Rules:
     1. A session that a storage is asked to promise is one that ZooKeeper has given to nobody else.

@@ -1,7 +1,7 @@
 """`waltz-core storage run`: a storage daemon.
 
-Why it stands alone: a daemon is started for this verb and imports nothing that only the others
-need, which would be a quarter of the time until it serves.
+A daemon is started for this verb and imports nothing that only the others need, which would be a
+quarter of the time until it serves.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """`waltz-core storage scrub`: have records read again now, wait, and tell what came of it.
 
-Why it stands alone: it is the one verb that takes as long as a disk takes. The pass is the
-storage's: it goes on when the command has waited long enough.
+It is the one verb that takes as long as a disk takes. The pass is the storage's: it goes on when
+the command has waited long enough.
 """
 
 import argparse

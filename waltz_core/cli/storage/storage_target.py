@@ -1,7 +1,7 @@
 """Which storages a command means, and which partitions: what the verbs of `storage` share.
 
-Why it stands alone: a storage has two names, the address of its admin port and, within a cluster,
-the address that servers know it by. Both are understood wherever one is asked for.
+A storage has two names, the address of its admin port and, within a cluster, the address that
+servers know it by. Both are understood wherever one is asked for.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The client for asyncio: everything an application asks of the log.
 
-Why it stands alone: it is the public face, where what is below is put together: outcomes are kept
-by `partition_stream.py`, retries by `contexts.py`, the feed by `subscriptions.py`, ranges by
+It is the public face, where what is below is put together: outcomes are kept by
+`partition_stream.py`, retries by `contexts.py`, the feed by `subscriptions.py`, ranges by
 `ranges.py`.
 
 Rules:

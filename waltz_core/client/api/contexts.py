@@ -1,8 +1,8 @@
 """Runs transaction contexts: execute, append, and execute again when the attempt came too late.
 
-Why it stands alone: optimistic locking is only as good as its retry. An attempt that a lock has
-refused was computed from an old state, so it is thrown away, the client takes in what it had not
-seen, and the context computes a new one.
+Optimistic locking is only as good as its retry. An attempt that a lock has refused was computed
+from an old state, so it is thrown away, the client takes in what it had not seen, and the context
+computes a new one.
 
 Rules:
     1. The mark is taken before `execute`, so that what the application reads is at least as new.

@@ -1,7 +1,7 @@
 """A client that is being opened: `await` it, or use it as `async with`.
 
-Why it stands alone: a coroutine cannot be entered and a context manager cannot be awaited; users
-expect both of `AsyncWaltzClient.connect`. Whoever opens it in another way is told this one.
+A coroutine cannot be entered and a context manager cannot be awaited; users expect both of
+`AsyncWaltzClient.connect`. Whoever opens it in another way is told this one.
 """
 
 from collections.abc import Generator

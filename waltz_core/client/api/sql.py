@@ -1,7 +1,7 @@
 """Applies the log to an SQL database: the mark moves in the same transaction as the changes.
 
-Why it stands alone: it is the only part of the client that needs SQLAlchemy (extra `sql`), and the
-only one that knows what a database transaction is.
+It is the only part of the client that needs SQLAlchemy (extra `sql`), and the only one that knows
+what a database transaction is.
 
 Rules:
     1. A batch of the log's transactions is applied in one transaction of the database. It moves the

@@ -1,8 +1,7 @@
 """Which partitions are fed to which callbacks: started, stopped and started again.
 
-Why it stands alone: applications that share the partitions of a log among them take some up and
-lay others down while they run, and a partition that is laid down here may be applied elsewhere the
-moment after.
+Applications that share the partitions of a log among them take some up and lay others down while
+they run, and a partition that is laid down here may be applied elsewhere the moment after.
 
 Rules:
     1. A partition is fed to one consumer at a time.

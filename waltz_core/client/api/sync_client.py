@@ -1,7 +1,7 @@
 """The client for threads: the asyncio client on one background loop, behind blocking calls.
 
-Why it stands alone: applications, notebooks and Spark workers are written without an event loop.
-Everything here is one hop away from `async_client.py` and has no behaviour of its own.
+Applications, notebooks and Spark workers are written without an event loop. Everything here is one
+hop away from `async_client.py` and has no behaviour of its own.
 
 Rules:
     1. One background thread runs the loop. The application's code never runs on it: contexts,

@@ -1,7 +1,7 @@
 """The client's connections: two to each server at most, shared by all partitions that it owns.
 
-Why it stands alone: many partitions speak over one connection, some requests are answered once and
-others for ever. Which message belongs to whom is decided here, by request id and partition.
+Many partitions speak over one connection, some requests are answered once and others for ever.
+Which message belongs to whom is decided here, by request id and partition.
 
 Rules:
     1. A request that is no append has a negative sequence number, so that no answer is taken for

@@ -1,8 +1,7 @@
 """Where the partitions are: which server owns each, at which address, in which generation.
 
-Why it stands alone: a service asks ZooKeeper and watches it; a Spark executor is told where things
-are and asks ZooKeeper only when that may have become wrong. The rest of the client sees no
-difference.
+A service asks ZooKeeper and watches it; a Spark executor is told where things are and asks
+ZooKeeper only when that may have become wrong. The rest of the client sees no difference.
 
 Rules:
     1. An owner is told only from a settled view: assignment and live servers agree.

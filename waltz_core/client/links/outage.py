@@ -1,7 +1,7 @@
 """Tells of an outage that goes on: soon after it began, and then now and then.
 
-Why it stands alone: a feed lives through any outage by trying again, and a person must hear of it
-without a line for every try. Stream, catch-up and applier each see another part of it.
+A feed lives through any outage by trying again, and a person must hear of it without a line for
+every try. Stream, catch-up and applier each see another part of it.
 """
 
 import asyncio

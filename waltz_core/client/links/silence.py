@@ -1,7 +1,7 @@
 """Tells of servers that owe an answer and say nothing: once when it begins, once when it ends.
 
-Why it stands alone: a server has two connections and is dialled again and again, and a person must
-hear of its silence as one thing, with its address, and without a line for every look.
+A server has two connections and is dialled again and again, and a person must hear of its silence
+as one thing, with its address, and without a line for every look.
 """
 
 import asyncio

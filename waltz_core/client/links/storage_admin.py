@@ -1,7 +1,7 @@
 """A connection to the administration of one storage: asks, and raises what it is refused with.
 
-Why it stands alone: commands, tests and whoever watches a cluster administer storages in the same
-way, and a storage of the original, which speaks less, has to be told from ours in one place.
+Commands, tests and whoever watches a cluster administer storages in the same way, and a storage of
+the original, which speaks less, has to be told from ours in one place.
 
 Rules:
     1. One request at a time; an answer that is not of the expected kind is the peer's fault.

@@ -1,7 +1,7 @@
 """How an application takes in the log: its mark out, committed transactions in.
 
-Why it stands alone: it is the contract between the feed and whoever applies it (an application,
-the SQL callbacks, a cache), with nothing of how the feed is brought.
+It is the contract between the feed and whoever applies it (an application, the SQL callbacks, a
+cache), with nothing of how the feed is brought.
 
 Rules:
     1. `client_high_water_mark` is asked once when the feed of a partition starts; the next

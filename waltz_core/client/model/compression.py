@@ -5,9 +5,8 @@
     ...
     entry = transaction.value(ENTRIES)
 
-Why it stands alone: the log carries bytes and never looks into them, so how they are packed is
-between who writes and who reads, and both find it here. The codec is Arrow's, which every
-installation has.
+The log carries bytes and never looks into them, so how they are packed is between who writes and
+who reads, and both find it here. The codec is Arrow's, which every installation has.
 
     0      1        2             6
     | 0xC1 | 0      | the value's bytes

@@ -8,8 +8,8 @@
 
     client.submit(pay(7, 100)).result()
 
-Why it stands alone: it is a convenience over `TransactionContext` and adds nothing to it. Whoever
-wants hooks (`on_completion`, `on_application`, ...) writes the class.
+It is a convenience over `TransactionContext` and adds nothing to it. Whoever wants hooks
+(`on_completion`, `on_application`, ...) writes the class.
 """
 
 import operator

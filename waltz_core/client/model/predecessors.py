@@ -1,8 +1,8 @@
 """What an author has been told of transactions that are in flight, to compute the next one from it.
 
-Why it stands alone: it is the one thing that a client knows of what may never be in the log. It is
-good for the store session and the mount in which it was told, and nothing that is kept longer is
-made of it: no mark, no feed, no callback.
+It is the one thing that a client knows of what may never be in the log. It is good for the store
+session and the mount in which it was told, and nothing that is kept longer is made of it: no mark,
+no feed, no callback.
 
 Rules (decision 017):
     1. An author has seen everything up to `base` in his own state, and `predecessors` are all

@@ -1,7 +1,6 @@
 """How an application's values become transaction data, and data values.
 
-Why it stands alone: whatever hands data to an application, fed, read or in flight, needs them, and
-they need nothing.
+Whatever hands data to an application, fed, read or in flight, needs them, and they need nothing.
 """
 
 from typing import Any, Protocol, TypeVar

@@ -1,8 +1,8 @@
 """What an application says to the log, and what it hears: contexts, builders, transactions, locks.
 
-Why it stands alone: these are the words of the application programming model. They know of no
-connection, no event loop and no thread, so the asyncio client, the sync client, the SQL callbacks
-and the in-memory Waltz for tests all share them.
+These are the words of the application programming model. They know of no connection, no event loop
+and no thread, so the asyncio client, the sync client, the SQL callbacks and the in-memory Waltz for
+tests all share them.
 
 Rules:
     1. A lock is a name and a key; only its 32-bit hash travels. Locks hold within one partition.

@@ -1,7 +1,7 @@
 """Brings the feed of one partition from the application's mark to the end of the log, and on.
 
-Why it stands alone: an application that comes back after a day is millions of transactions behind.
-It fetches those itself, in ranges of headers and at its own pace; only the rest comes as a feed.
+An application that comes back after a day is millions of transactions behind. It fetches those
+itself, in ranges of headers and at its own pace; only the rest comes as a feed.
 
 Rules:
     1. Whoever is asked may be away for as long as he likes: he is asked again until he answers, or

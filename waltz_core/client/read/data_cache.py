@@ -1,7 +1,7 @@
 """The data of fed transactions, fetched in ranges and kept until it was applied.
 
-A separate file because it has readers of its own: the feed carries headers only, and callbacks
-request data from the event loop or from worker threads, or not at all.
+It has readers of its own: the feed carries headers only, and callbacks request data from the event
+loop or from worker threads, or not at all.
 
 Rules:
     1. A request for one transaction's data also fetches what follows it, more each time.

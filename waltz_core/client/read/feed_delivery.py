@@ -1,8 +1,8 @@
 """Applies one partition's feed to the application: in order, once, whatever the application does.
 
-Why it stands alone: between what the server sends and what the application has applied there is a
-queue, and a policy for a transaction that cannot be applied. Neither is part of the protocol, and
-both are part of what an application sees.
+Between what the server sends and what the application has applied there is a queue, and a policy
+for a transaction that cannot be applied. Neither is part of the protocol, and both are part of what
+an application sees.
 
 Rules:
     1. A transaction is handed over when the one before it was applied (or skipped).

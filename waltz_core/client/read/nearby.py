@@ -1,7 +1,7 @@
 """Ranges from a storage of this machine: it says where records lie, and they are read here.
 
-Why it stands alone: a socket copies each byte twice and has two processes look at it. Of a storage
-that shares its memory for files with the reader, only the places of the records are needed.
+A socket copies each byte twice and has two processes look at it. Of a storage that shares its
+memory for files with the reader, only the places of the records are needed.
 
 Rules:
     1. What is read is what the storage would have sent: it is asked in the session that the server

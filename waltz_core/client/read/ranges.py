@@ -1,7 +1,7 @@
 """Committed ranges of a partition as bytes, from a replica that vouches for them or the server.
 
-Why it stands alone: it is what bulk readers live on (Spark above all), on executors that know
-neither ZooKeeper nor assignments, and it must notice every gap and every flipped bit by itself.
+It is what bulk readers live on (Spark above all), on executors that know neither ZooKeeper nor
+assignments, and it must notice every gap and every flipped bit by itself.
 
 Rules:
     1. Without a filter the ids are dense from the first asked to the last: anything else raises.

@@ -1,7 +1,7 @@
 """Questions to the owner of a partition, asked again until it answers or time is up.
 
-Why it stands alone: marks, flushes, ranges and data all go to whoever owns the partition now, and
-each of them has to live through a server that has died, moved or is busy in the same way.
+Marks, flushes, ranges and data all go to whoever owns the partition now, and each of them has to
+live through a server that has died, moved or is busy in the same way.
 
 Rules:
     1. What is asked here changes nothing, so it may be asked any number of times.

@@ -1,7 +1,7 @@
 """Appends of one partition on their way out: bounded, and gathered into parcels.
 
-Why it stands alone: a thousand small appends cost what one batch costs only if nobody handles them
-one by one. Whatever is appended in one turn of the event loop leaves in one frame.
+A thousand small appends cost what one batch costs only if nobody handles them one by one. Whatever
+is appended in one turn of the event loop leaves in one frame.
 
 Rules:
     1. The window holds every row from `append` until its outcome is told; who finds it full waits,

@@ -1,7 +1,7 @@
 """How long to wait before the next try, the more often it has failed.
 
-Why it stands alone: clients of a server that has died must not all come back at once, and none may
-come back in a tight loop; that is one rule, kept in one place.
+Clients of a server that has died must not all come back at once, and none may come back in a tight
+loop; that is one rule, kept in one place.
 """
 
 from typing import TYPE_CHECKING

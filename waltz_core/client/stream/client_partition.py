@@ -1,7 +1,7 @@
 """Everything one client has of one partition: its stream, its appends, its feed.
 
-Why it stands alone: the stream is a machine and knows nothing of futures, sockets or ZooKeeper;
-this is the shell that performs its effects, one object for each partition.
+The stream is a machine and knows nothing of futures, sockets or ZooKeeper; this is the shell that
+performs its effects, one object for each partition.
 
 Rules:
     1. Effects are performed in order and never wait; what takes time becomes a task whose outcome

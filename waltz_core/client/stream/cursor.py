@@ -1,7 +1,7 @@
 """How far the feed of one partition has come: what was fed, what was applied, what comes next.
 
-Why it stands alone: the feed survives any number of mounts, and that it stays dense over all of
-them is easy to see only where nothing else is.
+The feed survives any number of mounts, and that it stays dense over all of them is easy to see only
+where nothing else is.
 
 Invariants:
     1. What is handed on is dense: each stretch starts after the last one, overlaps are cut off. Of

@@ -1,8 +1,8 @@
 """The transaction monitor: what this client has in flight on one partition, and what became of it.
 
-Why it stands alone: "which of my appends are in the log?" has one answer, and an application that
-is told a wrong one loses a transaction or writes it twice. All evidence meets here: answers of the
-server, the feed, and the headers read back after a connection has broken.
+"which of my appends are in the log?" has one answer, and an application that is told a wrong one
+loses a transaction or writes it twice. All evidence meets here: answers of the server, the feed,
+and the headers read back after a connection has broken.
 
 Rules:
     1. A parcel's rows have consecutive sequence numbers, and parcels are kept in that order.

@@ -1,7 +1,7 @@
 """Parcels that wait to be sent on one partition, in order, each until its deadline.
 
-Why it stands alone: whatever is still in here was never sent, so giving it up is a definite "no",
-while giving up what the monitor holds is a "nobody knows". The two must not be confused.
+Whatever is still in here was never sent, so giving it up is a definite "no", while giving up what
+the monitor holds is a "nobody knows". The two must not be confused.
 
 Rules:
     1. First in, first out; deadlines never decrease.

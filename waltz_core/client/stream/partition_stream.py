@@ -1,8 +1,8 @@
 """One partition as a client sees it: mount it, append, take in the feed, mount it again.
 
-Why it stands alone: what a client may believe after a connection has broken is a protocol of its
-own, with the server's half in `server/partition/served_partition.py`. As a machine it is run by the
-client's driver and, unchanged, by the simulator.
+What a client may believe after a connection has broken is a protocol of its own, with the server's
+half in `server/partition/served_partition.py`. As a machine it is run by the client's driver and,
+unchanged, by the simulator.
 
     IDLE -> LINKING -> MOUNTING -> SETTLING -> READY        STOPPED ends all of it
                ^           |           |         |

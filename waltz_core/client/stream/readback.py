@@ -1,7 +1,7 @@
 """What is read from the log after a mount, before anything is believed or sent.
 
-Why it stands alone: two questions are asked of the log itself and of nobody else: which of the rows
-in doubt are in it, and is it still the log that the feed came from.
+Two questions are asked of the log itself and of nobody else: which of the rows in doubt are in it,
+and is it still the log that the feed came from.
 
 Rules:
     1. Headers are read densely from the first to the last, however many answers that takes.

@@ -1,6 +1,6 @@
 """Every event and effect of a partition's stream (`partition_stream.py`).
 
-Why it stands alone: the client's driver and the simulator speak to a stream in these words only.
+The client's driver and the simulator speak to a stream in these words only.
 
 Rules:
     1. `OpenLink` has one outcome with the same attempt number: `Linked` or `LinkFailed`.

@@ -1,7 +1,7 @@
 """What an error says about the rows of an append: in the log, not in the log, or nobody knows.
 
-Why it stands alone: a wrong entry here turns a refusal into a duplicate or a doubt into a loss, so
-the whole table stands in one place.
+A wrong entry here turns a refusal into a duplicate or a doubt into a loss, so the whole table
+stands in one place.
 
 Rules:
     1. A refusal counts as final only for errors that the server gives before anything was stored,

@@ -1,7 +1,7 @@
 """A task's place in a write that must enter the log once, as its client uses it.
 
-Why it stands alone: a client that writes as somebody's second attempt has to ask, before each
-mount, whether it still is the last one; everything else about it is like any client.
+A client that writes as somebody's second attempt has to ask, before each mount, whether it still is
+the last one; everything else about it is like any client.
 
 Rules (docs/spark.md, "Exactly once"; `cluster/writes.py`):
     1. An attempt appends with the task's client id, and mounts with connection sequences from

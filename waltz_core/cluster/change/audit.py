@@ -1,7 +1,7 @@
 """Who has changed the cluster, when, how, and what came of it: the newest changes, in ZooKeeper.
 
-Why it stands alone: whoever looks for the reason of something finds it where the cluster is, also
-when the machine that gave the command is gone.
+Whoever looks for the reason of something finds it where the cluster is, also when the machine that
+gave the command is gone.
 
 Rules:
     1. A change is written down before it begins; what has come of it is written when it is over.

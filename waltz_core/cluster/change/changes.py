@@ -1,7 +1,7 @@
 """How a cluster's replicas get from where they are to where they should be, one safe step each.
 
-Why it stands alone: which step may be next is a question of quorums, not of waiting and writing,
-so that all of it can be tried out without a cluster. `storages.py` looks, writes and waits.
+Which step may be next is a question of quorums, not of waiting and writing, so that all of it can
+be tried out without a cluster. `storages.py` looks, writes and waits.
 
 Rules (docs/design/correctness.md 2.1 C and G, 2.4 row 36):
     1. A partition's next step is taken only from an open session that has taken the last one in.

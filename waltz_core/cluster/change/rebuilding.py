@@ -1,7 +1,7 @@
 """What ZooKeeper is told when it is the storages that know: one log is declared to be the log.
 
-Why it stands alone: nowhere else is a history decided by other means than a quorum's. It is needed
-when ZooKeeper has lost its data, and when too few replicas of a partition can vouch for themselves.
+Nowhere else is a history decided by other means than a quorum's. It is needed when ZooKeeper has
+lost its data, and when too few replicas of a partition can vouch for themselves.
 
 What must not be lost was synced by a quorum of the replicas in some session. A storage writes the
 session down before it takes appends in it, and only with a log that has all that came before. So of

@@ -1,7 +1,7 @@
 """Which storages a cluster has, what each of them holds, and carrying out what changes that.
 
-Why it stands alone: the storages are in three nodes that must never disagree, and a change of
-replicas is many steps of which each may be taken only when the cluster has followed the last one.
+The storages are in three nodes that must never disagree, and a change of replicas is many steps of
+which each may be taken only when the cluster has followed the last one.
 
 Rules:
     1. Assignment, groups and admin ports are read as one and change in one write.

@@ -1,7 +1,7 @@
 """Decides which server owns which partition, and which storages hold it.
 
-Why it stands alone: the lead server decides for all, and any other server may become the lead at
-any moment, so the answer must depend on nothing but what ZooKeeper holds.
+The lead server decides for all, and any other server may become the lead at any moment, so the
+answer must depend on nothing but what ZooKeeper holds.
 
 Invariants of `assign_partitions`:
     1. Every partition has exactly one owner.

@@ -1,8 +1,8 @@
 """Which partitions should move to which server, so that all servers do about the same work.
 
-Why it stands alone: a move costs every client of the partition a pause, so the question is less
-what the best order would be than when it is worth it. That can be answered, and tested over hours
-of virtual time, without a cluster.
+A move costs every client of the partition a pause, so the question is less what the best order
+would be than when it is worth it. That can be answered, and tested over hours of virtual time,
+without a cluster.
 
 Rules:
     1. Nothing is taken from a partition that any live server prefers (assignment.py).

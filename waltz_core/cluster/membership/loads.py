@@ -1,7 +1,7 @@
 """What each server's partitions cost it: how that is measured, told, and believed.
 
-Why it stands alone: the lead decides from what others have measured, some seconds ago, of
-partitions that may have moved since. What a figure is worth is settled here.
+The lead decides from what others have measured, some seconds ago, of partitions that may have moved
+since. What a figure is worth is settled here.
 
 Rules:
     1. A load is a mean over the last `window_ms`, in which what is older counts exponentially less.

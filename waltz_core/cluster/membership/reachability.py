@@ -1,7 +1,7 @@
 """Which servers other servers can connect to, and which servers may own partitions because of that.
 
-A separate file because the servers that connect (`server/process/neighbours.py`), the lead that
-assigns partitions (`registration.py`) and the doctor share these rules (decision 027).
+The servers that connect (`server/process/neighbours.py`), the lead that assigns partitions
+(`registration.py`) and the doctor share these rules (decision 027).
 
 Rules:
     1. Each server publishes in the ephemeral node `R/x/reach/ID` which other servers it has

@@ -1,7 +1,7 @@
 """Who is registered as a live server, and the lead server's duty to keep the assignment in force.
 
-Why it stands alone: every process follows the membership, but exactly one acts on it, and which
-one that is follows from the membership itself.
+Every process follows the membership, but exactly one acts on it, and which one that is follows from
+the membership itself.
 
 Rules (docs/zookeeper.md, "Membership and assignment"):
     1. An assignment is in force only while its cversion is that of its own node: it was made for

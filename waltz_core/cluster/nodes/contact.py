@@ -1,7 +1,7 @@
 """Since when ZooKeeper is away, or back again after an absence that others have felt too.
 
-Why it stands alone: what health tells of ZooKeeper and how long the lead server waits for those who
-may be about to register again rest on the same two moments.
+What health tells of ZooKeeper and how long the lead server waits for those who may be about to
+register again rest on the same two moments.
 
 Rules:
     1. A connection that is replaced within `ABSENCE_MS_MIN` was no absence: one node of the

@@ -1,8 +1,8 @@
 """What ZooKeeper holds for one cluster: every value and its bytes (`paths.py` says where).
 
-Why it stands alone: these bytes are a contract with every process of a cluster, of this version
-and of others, so nothing else in the project encodes or decodes a node. Layouts are those of the
-original; what is ours alone lives below `R/x`, which an original never reads.
+These bytes are a contract with every process of a cluster, of this version and of others, so
+nothing else in the project encodes or decodes a node. Layouts are those of the original; what is
+ours alone lives below `R/x`, which an original never reads.
 
 Rules:
     1. Integers are big-endian; a structure starts with its version byte.

@@ -1,7 +1,7 @@
 """Reading and following the nodes of one cluster: the few moves that every other file makes.
 
-Why it stands alone: a missing node, bytes that cannot be decoded and a connection that breaks are
-met everywhere; what is said and done about each is settled once.
+A missing node, bytes that cannot be decoded and a connection that breaks are met everywhere; what
+is said and done about each is settled once.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Where in ZooKeeper everything is: the table of nodes, and the path of each for a given root.
 
-Why it stands alone: a path is part of the contract with every other process of a cluster, of this
-version and of others, as much as the bytes at its end (`model.py`). R is the cluster's root.
+A path is part of the contract with every other process of a cluster, of this version and of others,
+as much as the bytes at its end (`model.py`). R is the cluster's root.
 
 Rules:
     1. What is ours alone lives below `R/x`, which an original neither reads nor minds.

@@ -1,9 +1,9 @@
 """One answer for all who asked before the question was put.
 
-Why it stands alone: a server that takes over hundreds of partitions asks ZooKeeper the same thing
-for each of them. What an answer has to be is "not older than my question", and that one answer is
-for everybody who asked before it was put. It may be put again while an earlier one is under way:
-that one says nothing to those who came later.
+A server that takes over hundreds of partitions asks ZooKeeper the same thing for each of them. What
+an answer has to be is "not older than my question", and that one answer is for everybody who asked
+before it was put. It may be put again while an earlier one is under way: that one says nothing to
+those who came later.
 """
 
 import asyncio

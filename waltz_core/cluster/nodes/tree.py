@@ -1,7 +1,7 @@
 """Clusters as whole trees of nodes: which there are below a path, and the end of one.
 
-Why it stands alone: everywhere else a node is known by its path. Here nodes are met that nobody
-has foreseen, those of clusters half made and of versions to come.
+Everywhere else a node is known by its path. Here nodes are met that nobody has foreseen, those of
+clusters half made and of versions to come.
 
 Rules:
     1. The root loses its data first: from then on it is no cluster, wherever the deletion ends.

@@ -1,8 +1,8 @@
 """The door to ZooKeeper: nodes with versions, one atomic write, one-shot watches, a session.
 
-Why it stands alone: what a cluster means by its nodes (`coordinator.py`) is written once, over
-this interface, and runs unchanged over a real ZooKeeper (`zookeeper_session.py`) and over one in
-memory (`zookeeper_in_memory.py`), so that tests and the simulator exercise the code that runs in
+What a cluster means by its nodes (`coordinator.py`) is written once, over this interface, and runs
+unchanged over a real ZooKeeper (`zookeeper_session.py`) and over one in memory
+(`zookeeper_in_memory.py`), so that tests and the simulator exercise the code that runs in
 production.
 
 Rules for implementations:

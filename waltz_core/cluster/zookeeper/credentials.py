@@ -1,8 +1,8 @@
 """Who we are to ZooKeeper, and who may touch the nodes that we make: what an auth file says.
 
-Why it stands alone: a connect string travels through process lists, logs, plans of Spark and
-configuration files, so it names a file and holds no secret. What may stand in that file, and what
-is wrong with it, is told here; a message names the line and never its content.
+A connect string travels through process lists, logs, plans of Spark and configuration files, so it
+names a file and holds no secret. What may stand in that file, and what is wrong with it, is told
+here; a message names the line and never its content.
 
     digest:waltz:a long password       the first line: the scheme, the user, the password
     world:anyone:r                     each further line: who else may do what, as ZooKeeper spells

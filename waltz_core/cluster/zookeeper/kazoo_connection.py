@@ -1,7 +1,7 @@
 """kazoo's thread that holds the connection to ZooKeeper, with what kazoo itself does not offer.
 
-A separate file because it replaces methods inside kazoo (2.10), all of which run on kazoo's thread;
-`zookeeper_session.py` uses kazoo's public interface.
+It replaces methods inside kazoo (2.10), all of which run on kazoo's thread; `zookeeper_session.py`
+uses kazoo's public interface.
 
 Rules:
     1. A request for a session that is not answered is sent again soon: a ZooKeeper that is just

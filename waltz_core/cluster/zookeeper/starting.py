@@ -1,7 +1,7 @@
 """How a daemon starts while ZooKeeper is slow: it waits, repeats requests, and logs why.
 
-A separate file because servers and storages start alike, and everything after the start already
-waits for ZooKeeper (`node_access.py`, `follow`).
+Servers and storages start alike, and everything after the start already waits for ZooKeeper
+(`node_access.py`, `follow`).
 
 Rules:
     1. A step that ZooKeeper does not answer is repeated until `zookeeper_connect_timeout_ms` after

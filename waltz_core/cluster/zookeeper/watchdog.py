@@ -1,7 +1,7 @@
 """Ends a process's session with ZooKeeper when its event loop hangs.
 
-A separate file because the simulator runs it, too: in a real process kazoo's threads keep the
-session alive whatever the event loop does, so the session would not show that the process works.
+The simulator runs it, too: in a real process kazoo's threads keep the session alive whatever the
+event loop does, so the session would not show that the process works.
 
 Rules:
     1. The event loop beats again and again. The thread that keeps the session asks before each

@@ -1,8 +1,8 @@
 """ZooKeeper in memory: the same nodes, versions, sessions and watches, and faults on request.
 
-Why it stands alone: servers, storages and the simulator need a ZooKeeper whose every failure can
-be called up at a chosen moment. It keeps only what `znodes.Znodes` promises, and it is tested by
-the same tests as the real one.
+Servers, storages and the simulator need a ZooKeeper whose every failure can be called up at a
+chosen moment. It keeps only what `znodes.Znodes` promises, and it is tested by the same tests as
+the real one.
 
 Rules:
     1. Nothing here waits: a method returns, or raises, in the call it was made in.

@@ -1,8 +1,8 @@
 """A session with a real ZooKeeper, through kazoo.
 
-Why it stands alone: kazoo runs threads of its own and calls back on them. Everything that crosses
-from there to the event loop crosses here, so nobody else needs a lock or has to ask which thread
-it is on. `kazoo_connection.py` has what runs on kazoo's own thread.
+Kazoo runs threads of its own and calls back on them. Everything that crosses from there to the
+event loop crosses here, so nobody else needs a lock or has to ask which thread it is on.
+`kazoo_connection.py` has what runs on kazoo's own thread.
 
 Rules:
     1. kazoo's callbacks do one thing: hand over to the event loop, `call_soon_threadsafe`.

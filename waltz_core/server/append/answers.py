@@ -1,7 +1,6 @@
 """What clients are told, in so many words, beside the outcome of their appends.
 
-Why it stands alone: `served_partition.py` decides who is told what and when; how it is said is
-here.
+`served_partition.py` decides who is told what and when; how it is said is here.
 """
 
 from collections.abc import Sequence

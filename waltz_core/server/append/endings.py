@@ -1,6 +1,6 @@
 """How append requests end: what each is told when it is final, and which flush has waited for it.
 
-Why it stands alone: every request ends here, once, whichever way it went through the pipeline.
+Every request ends here, once, whichever way it went through the pipeline.
 
 Rules:
     1. A request is answered once, and leaves its epoch with that; an epoch whose requests have all

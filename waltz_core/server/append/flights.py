@@ -1,7 +1,7 @@
 """What the append pipeline has given ids to, until that is final: drafts, and batches in flight.
 
-Why it stands alone: these are the two shapes of what lies between judgement and outcome, and the
-pipeline's rules about them are easier to read without their fields.
+These are the two shapes of what lies between judgement and outcome, and the pipeline's rules about
+them are easier to read without their fields.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
 """What waits to be appended, one lane for each connection, served by what each has cost so far.
 
-Why it stands alone: fairness between clients is decided here and nowhere else. A client that
-floods the server fills its own lane and runs ahead of the clock; whoever asks for little is never
-behind more than one request of each of the others.
+Fairness between clients is decided here and nowhere else. A client that floods the server fills its
+own lane and runs ahead of the clock; whoever asks for little is never behind more than one request
+of each of the others.
 
 Rules:
     1. Within a lane the order is that of arrival: a client's appends enter the log as it sent them.

@@ -1,8 +1,8 @@
 """Which connection of each client may append to a partition, and which never again.
 
-Why it stands alone: a client whose connection broke learns the fate of its appends by mounting
-again, and only then may send them anew. That is safe only while nothing sent on an older
-connection can still get in: the fence kept here.
+A client whose connection broke learns the fate of its appends by mounting again, and only then may
+send them anew. That is safe only while nothing sent on an older connection can still get in: the
+fence kept here.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly once"):
     1. For each client the highest connection sequence wins, for the whole generation, also after

@@ -1,7 +1,7 @@
 """What the append pipeline has its partition do.
 
-Why it stands alone: the pipeline says these words, the partition carries them out, and whoever
-watches the two needs nothing else of either.
+The pipeline says these words, the partition carries them out, and whoever watches the two needs
+nothing else of either.
 """
 
 from typing import TypeAlias

@@ -1,9 +1,9 @@
 """How often large batches may start while others wait for small ones.
 
-Why it stands alone: a batch of a thousand rows keeps every process on its way busy for as long as
-hundreds of single appends do. On a machine with few processors a client that sends nothing but
-such batches would double and redouble the time that everybody else's appends take. The remedy
-looks at the server as a whole, whatever partitions its clients write to.
+A batch of a thousand rows keeps every process on its way busy for as long as hundreds of single
+appends do. On a machine with few processors a client that sends nothing but such batches would
+double and redouble the time that everybody else's appends take. The remedy looks at the server as a
+whole, whatever partitions its clients write to.
 
 Rules:
     1. While all clients send large batches, or all send small requests, nothing is held back.

@@ -1,7 +1,7 @@
 """The append pipeline of one partition: wait, judge, encode, submit, answer when final.
 
-Why it stands alone: this is where a transaction gets its id or its refusal, so every promise about
-outcomes is kept here: nothing is told before it is final, nothing final ever changes.
+This is where a transaction gets its id or its refusal, so every promise about outcomes is kept
+here: nothing is told before it is final, nothing final ever changes.
 
     received -> its connection's lane -> [turn] checks, lock judgement, ids -> records
              -> one store batch, in flight -> committed or settled -> answered

@@ -1,8 +1,8 @@
 """Writers that a lock has refused, told one after the other, so that one of them gets in.
 
-Why it stands alone: under optimistic locking everybody who was refused tries again. If all who
-wait for one hot lock are told at once, all of them send at once, one gets in, and the rest have
-worked for nothing. Told in turn, each finds few others on the way.
+Under optimistic locking everybody who was refused tries again. If all who wait for one hot lock are
+told at once, all of them send at once, one gets in, and the rest have worked for nothing. Told in
+turn, each finds few others on the way.
 
 Rules:
     1. Only what is final is held back: a transaction that was refused for one that is committed.

@@ -1,8 +1,8 @@
 """Authors who follow what is in flight: who of them is told next, and what each has to know.
 
-Why it stands alone: under a hot lock the log goes as fast as its authors hear of one another, not
-as fast as disks sync. An author that was refused is told here what has got in before him, though it
-is not durable yet; what he then computes is admitted behind it, and is lost if that is lost.
+Under a hot lock the log goes as fast as its authors hear of one another, not as fast as disks sync.
+An author that was refused is told here what has got in before him, though it is not durable yet;
+what he then computes is admitted behind it, and is lost if that is lost.
 
 Rules (decision 017):
     1. Only refusals wait here. They are final: nothing that was refused is ever admitted.

@@ -1,8 +1,8 @@
 """From a request to records: decode it, judge its rows by their locks, encode what is accepted.
 
-Why it stands alone: these are the steps that cost time by the row, and they decide nothing about
-turns, sessions or answers. `pipeline.py` says what is judged and when; here it is done, for a batch
-or a piece of one by whole arrays, for single transactions in plain Python.
+These are the steps that cost time by the row, and they decide nothing about turns, sessions or
+answers. `pipeline.py` says what is judged and when; here it is done, for a batch or a piece of one
+by whole arrays, for single transactions in plain Python.
 
 Rules:
     1. The judged rows' tickets get their ids, reasons and conflicts here, and nothing else does.

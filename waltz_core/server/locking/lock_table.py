@@ -1,8 +1,8 @@
 """The lock table of one partition: which transaction may have written a lock last.
 
-Why it stands alone: optimistic locking is decided here and nowhere else. Given the locks of a
-batch of rows, their clients' marks and the log's, the table says which rows get which id and which
-are refused; it knows nothing of clients, sessions or answers.
+Optimistic locking is decided here and nowhere else. Given the locks of a batch of rows, their
+clients' marks and the log's, the table says which rows get which id and which are refused; it knows
+nothing of clients, sessions or answers.
 
 The table is a counting-free sketch: a lock has three slots, a slot holds the highest id of all the
 locks that share it, and the least of the three is an estimate of the lock's last writer that errs

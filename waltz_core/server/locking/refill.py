@@ -1,9 +1,9 @@
 """The lock table after a move: what the owners before have kept of their locks on the storages.
 
-Why it stands alone: a new owner knows of the locks only that all were written at or below the mark
-that it begins with, so it would have to refuse everybody who is behind that mark. What was written
-when is in the lock files of the storages (`lock_blocks.py`); here it is asked for and judged, piece
-by piece, and the table learns nothing that the log has not proven.
+A new owner knows of the locks only that all were written at or below the mark that it begins with,
+so it would have to refuse everybody who is behind that mark. What was written when is in the lock
+files of the storages (`lock_blocks.py`); here it is asked for and judged, piece by piece, and the
+table learns nothing that the log has not proven.
 
 Rules:
     1. The floor is a place in the log above which the table knows every writer; of what is at or

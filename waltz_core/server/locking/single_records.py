@@ -1,7 +1,7 @@
 """Transactions that come one by one, and runs of records made into one.
 
-Why it stands alone: what is sent alone is encoded alone, in plain Python; `batches.py` would cost
-more for a few rows than it saves. Both ways must give the same bytes, which a test compares.
+What is sent alone is encoded alone, in plain Python; `batches.py` would cost more for a few rows
+than it saves. Both ways must give the same bytes, which a test compares.
 """
 
 import struct

@@ -1,8 +1,8 @@
 """Append requests on their way through the server, and the outcome of each of their rows.
 
-Why it stands alone: what a client is told about an append must be the truth for ever. Every row's
-outcome is written in one of two places, here: when the row is judged, and when a lost session is
-settled. Nothing else changes it.
+What a client is told about an append must be the truth for ever. Every row's outcome is written in
+one of two places, here: when the row is judged, and when a lost session is settled. Nothing else
+changes it.
 
 Rules:
     1. A row's outcome is final when its id, or the id that it was refused for, is no longer in

@@ -1,9 +1,9 @@
 """Answers that must not be stale: the high-water mark, and that a client is ahead of the log.
 
-Why it stands alone: a server that was paused or cut off does not know that it has been replaced,
-and still has a mark to tell. Whoever asks for the mark gets it from here, after a quorum of
-storages has confirmed, later than the question, that it knows no later session; or without asking
-them while such a confirmation is fresh.
+A server that was paused or cut off does not know that it has been replaced, and still has a mark to
+tell. Whoever asks for the mark gets it from here, after a quorum of storages has confirmed, later
+than the question, that it knows no later session; or without asking them while such a confirmation
+is fresh.
 
 Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper away"):
     1. A proof that was begun before a question came answers that question only when it is asked

@@ -1,8 +1,7 @@
 """One partition as it is served: appends, mounts, feeds and reads over the store's sessions.
 
-Why it stands alone: this is where clients meet replication. Each part below has its own file and
-knows nothing of the others; only this one routes between them, and only this one knows whether
-there is a store session.
+This is where clients meet replication. Each part below has its own file and knows nothing of the
+others; only this one routes between them, and only this one knows whether there is a store session.
 
 Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
     1. Nothing of a session is told before `SessionOpened` and `Settled`: requests wait until then.

@@ -1,7 +1,7 @@
 """The server's part in balance by load: measure, tell, and, as the lead, have partitions moved.
 
-Why it stands alone: it is the clockwork between counts, ZooKeeper and the planner; what is worth a
-move is decided in `cluster/membership/balance.py`.
+It is the clockwork between counts, ZooKeeper and the planner; what is worth a move is decided in
+`cluster/membership/balance.py`.
 
 Rules:
     1. Only the lead has partitions moved, and only by an assignment that is written at the version

@@ -1,8 +1,8 @@
 """The clients of one server: their links, what they may send, where it goes, what comes back.
 
-Why it stands alone: between a socket and a partition stands the same for every request: is there
-room for it, whose is it, and if nobody's, what is its sender told. Partitions know nothing of
-links, and links nothing of partitions.
+Between a socket and a partition stands the same for every request: is there room for it, whose is
+it, and if nobody's, what is its sender told. Partitions know nothing of links, and links nothing of
+partitions.
 
 Rules:
     1. Every request is answered, by a partition, by the process, or by an error in words.

@@ -1,7 +1,7 @@
 """Who may send: requests admitted by connection, and memory shared by all of them.
 
-Why it stands alone: the promise that a client which floods, or never reads, costs the others
-neither memory nor much time is arithmetic over connections, and is kept here without any socket.
+The promise that a client which floods, or never reads, costs the others neither memory nor much
+time is arithmetic over connections, and is kept here without any socket.
 
 Rules (docs/design/correctness.md 5, "Limits"):
     1. A connection has at most so many requests, and bytes of them, under way; what it has sent

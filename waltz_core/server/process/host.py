@@ -1,7 +1,7 @@
 """One partition in the server process: its machine, its driver, and what its effects need.
 
-Why it stands alone: a partition comes and goes with the assignment, and everything that belongs to
-one has to come and go with it.
+A partition comes and goes with the assignment, and everything that belongs to one has to come and
+go with it.
 
 Rules:
     1. Effects are carried out at once or as tasks of the process; every task ends in an event.

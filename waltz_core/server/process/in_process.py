@@ -1,7 +1,7 @@
 """A server whose logs are in memory, and what shall befall its messages: half of `MemoryWaltz`.
 
-Why it stands alone: it has the same partitions and clients as the daemon, and nothing of what the
-daemon reaches for: no storages, no ZooKeeper, no assignment. In the place of all that stand faults.
+It has the same partitions and clients as the daemon, and nothing of what the daemon reaches for: no
+storages, no ZooKeeper, no assignment. In the place of all that stand faults.
 
 Rules:
     1. Something befalls messages only; what a machine decides stays as it is.

@@ -1,6 +1,6 @@
 """What a partition has cost its server so far: one number that only rises.
 
-Why it stands alone: what counts how much is a matter of measurement, and one place has to say it.
+What counts how much is a matter of measurement, and one place has to say it.
 
 Rules:
     1. The unit is about the work of one KiB appended in large batches. It needs to be right within

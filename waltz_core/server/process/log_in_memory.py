@@ -1,7 +1,7 @@
 """A partition's log in memory, and the store that commits to it at once.
 
-Why it stands alone: a served partition asks of its store only what `events.Store` says, and where
-nothing has to survive the process a list of batches keeps it. The partition above is the real one.
+A served partition asks of its store only what `events.Store` says, and where nothing has to survive
+the process a list of batches keeps it. The partition above is the real one.
 
 Rules:
     1. What is written is committed: there is one copy, no quorum, and nothing to sync.

@@ -1,7 +1,7 @@
 """The other servers, looked after by connection: one whose process has died is taken out at once.
 
-Why it stands alone: ZooKeeper notices a dead process only when its session times out, but the
-operating system tells everybody who holds a connection within a moment, and refuses the next dial.
+ZooKeeper notices a dead process only when its session times out, but the operating system tells
+everybody who holds a connection within a moment, and refuses the next dial.
 
 Rules:
     1. Only a server that this one was connected to is judged: where its address cannot be reached

@@ -1,8 +1,7 @@
 """How many partitions of a server are on their way to a store session at one time.
 
-Why it stands alone: a server may be given a thousand partitions at once. If all begin together,
-the first is served when the last is, and what moves on to the next server that starts has been
-claimed for nothing.
+A server may be given a thousand partitions at once. If all begin together, the first is served when
+the last is, and what moves on to the next server that starts has been claimed for nothing.
 
 Rules:
     1. At most `TURNS_MAX` have a turn; the others wait in the order in which they came.

@@ -1,7 +1,7 @@
 """Which partitions a server is to own before all others, and which of them rest.
 
-Why it stands alone: what somebody has asked for and what ZooKeeper is told are two things while a
-server is sick, and the second must not make it forget the first.
+What somebody has asked for and what ZooKeeper is told are two things while a server is sick, and
+the second must not make it forget the first.
 
 Rules:
     1. What was handed over for want of a quorum rests: whoever assigns would give it back at the

@@ -1,7 +1,7 @@
 """The server process: register, follow the assignment, serve clients, show its health, end well.
 
-Why it stands alone: it is the one place where settings become limits, ZooKeeper becomes ownership,
-and a signal becomes an orderly end. What a partition does is decided in `served_partition.py`.
+It is the one place where settings become limits, ZooKeeper becomes ownership, and a signal becomes
+an orderly end. What a partition does is decided in `served_partition.py`.
 
 Rules:
     1. A partition is served exactly while the assignment in force names this server. While

@@ -1,8 +1,8 @@
 """Links to storages: one for each store session and replica, and others for reading.
 
-Why it stands alone: the replication machines say what to do, with which storage, in which session;
-this is the only place where that becomes a TCP connection. It holds no protocol state: what an
-answer means, and what a lost link means, is decided by the machines.
+The replication machines say what to do, with which storage, in which session; this is the only
+place where that becomes a TCP connection. It holds no protocol state: what an answer means, and
+what a lost link means, is decided by the machines.
 
 Rules:
     1. A session's link is its own and is never used again: what was in flight on an older link may

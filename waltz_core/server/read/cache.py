@@ -1,7 +1,7 @@
 """What a server remembers of its partitions' logs, so that recent reads touch no storage.
 
-Why it stands alone: memory is the one thing that a slow or greedy reader could take from everybody
-else. All remembered bytes are counted here, against limits that hold whatever the readers do.
+Memory is the one thing that a slow or greedy reader could take from everybody else. All remembered
+bytes are counted here, against limits that hold whatever the readers do.
 
 Two memories, because they are asked for differently. `TransactionCache` holds whole appended
 batches, records and all, and serves ranges. `FeedCache` holds 20 bytes of each transaction,

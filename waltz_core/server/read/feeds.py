@@ -1,8 +1,8 @@
 """The feed of one partition: to each client that asked, every committed transaction in order.
 
-Why it stands alone: a client's picture of the log is made of what is sent here, so it must be
-dense and in order for each of them, whatever their pace, and a client that does not read must cost
-no more than the frames already handed to its connection.
+A client's picture of the log is made of what is sent here, so it must be dense and in order for
+each of them, whatever their pace, and a client that does not read must cost no more than the frames
+already handed to its connection.
 
 Rules (docs/design/wire-format.md 2.2 and 2.3; docs/design/correctness.md 2.4, row 22):
     1. A context sends ids `next..until` and nothing above the high-water mark, each once.

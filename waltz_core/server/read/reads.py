@@ -1,7 +1,7 @@
 """Committed transactions for clients: from memory where they are recent, else from a storage.
 
-Why it stands alone: reading must never be able to hurt appending, nor one reader another. What is
-remembered, what is asked of storages, how often and of which, is decided here.
+Reading must never be able to hurt appending, nor one reader another. What is remembered, what is
+asked of storages, how often and of which, is decided here.
 
 Rules:
     1. Nothing above the high-water mark is ever told or asked for.

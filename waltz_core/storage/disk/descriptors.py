@@ -1,7 +1,7 @@
 """The descriptors that a disk may have open: few of them, however many files there are.
 
-Why it stands alone: which file gives its descriptor up for another's is a matter of turns and
-counts, and of no file's bytes.
+Which file gives its descriptor up for another's is a matter of turns and counts, and of no file's
+bytes.
 
 Rules:
     1. So many are open as was said, over all files and threads: the one that was not used for

@@ -1,7 +1,7 @@
 """The door to the file system: what the storage asks of a disk, and the real one.
 
-Why it stands alone: all that can go wrong with a disk goes wrong here, so the simulator puts
-another `Disk` in its place that tears, loses and fills up. No other file here opens a file.
+All that can go wrong with a disk goes wrong here, so the simulator puts another `Disk` in its place
+that tears, loses and fills up. No other file here opens a file.
 
 Rules:
     1. An error of the operating system becomes `NoSpace` (the disk is full, what was there stays

@@ -1,7 +1,7 @@
 """What the system's memory keeps of a file that is appended to: its newest part.
 
-Why it stands alone: it is a matter of offsets alone; what comes of it is a hint to the system, on
-which no byte of a file depends.
+It is a matter of offsets alone; what comes of it is a hint to the system, on which no byte of a
+file depends.
 
 Rules:
     1. What was synced and lies more than `kept_bytes` before the end is given back. Else a log

@@ -1,7 +1,7 @@
 """Whether batches are what they say: their records, their bounds, and the chain through them.
 
-Why it stands alone: an append, a repair and an opening ask the same question of bytes from three
-sources, and what is taken for a batch has to be the same in all of them.
+An append, a repair and an opening ask the same question of bytes from three sources, and what is
+taken for a batch has to be the same in all of them.
 
 Rules:
     1. A batch is right when each of its records is, none is missing, and the chain that its entry

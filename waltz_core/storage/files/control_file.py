@@ -1,7 +1,7 @@
 """What a storage remembers outside its logs: the original's control file, and a partition's slots.
 
-Why it stands alone: both are pairs of structures of which the newer valid one counts, and both are
-written so that a crash in the middle of a write leaves the other one.
+Both are pairs of structures of which the newer valid one counts, and both are written so that a
+crash in the middle of a write leaves the other one.
 
 Rules:
     1. Never write over the structure that counts; write the other one, sync, then let it count.

@@ -1,6 +1,6 @@
 """Ranges of ids, as what is known to be damaged is kept: sorted, apart, and few.
 
-Why it stands alone: it is arithmetic, and of files it knows only how many ranges fit into a slot.
+It is arithmetic, and of files it knows only how many ranges fit into a slot.
 """
 
 from itertools import pairwise

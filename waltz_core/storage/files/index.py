@@ -1,7 +1,7 @@
 """Two lookups of a segment: id to offset (`.idx`), and id to batch (`.chn`).
 
-Why it stands alone: both are arrays of fixed entries on disk that are only ever extended or cut
-at their end, and nothing of them is held in memory, however long the log is.
+Both are arrays of fixed entries on disk that are only ever extended or cut at their end, and
+nothing of them is held in memory, however long the log is.
 
 Rules:
     1. `.idx` is a cache: it can be made again from the records, and is when it is wrong.

@@ -1,7 +1,7 @@
 """The lock files of one partition: the newest lock blocks that its owners have sent.
 
-Why it stands alone: it is the one file of a storage that nobody's data depends on. It may be gone,
-torn, old or full of holes at any time: whoever reads it believes only what the log itself proves
+It is the one file of a storage that nobody's data depends on. It may be gone, torn, old or full of
+holes at any time: whoever reads it believes only what the log itself proves
 (`waltz_core/records/lock_blocks.py`). So it is never synced (and takes no place among the
 descriptors that have to stay open), and what goes wrong with it is told to nobody.
 

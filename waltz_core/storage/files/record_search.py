@@ -1,6 +1,6 @@
 """Finding records in the bytes of a `.seg` file; it runs after a crash, and record by record.
 
-Why it stands alone: how bytes look like records is one thing, what becomes of a log by it another.
+How bytes look like records is one thing, what becomes of a log by it another.
 
 Rules:
     1. A record is one when its id, its length and its CRC say so; a position alone says nothing.

@@ -1,7 +1,7 @@
 """Room on a disk: what is kept back of it, and when appends are refused for want of it.
 
-Why it stands alone: a full disk must not stop what makes room, or what makes a replica whole. So
-the last of it is never given to appends, and whether there is any is asked in one place.
+A full disk must not stop what makes room, or what makes a replica whole. So the last of it is never
+given to appends, and whether there is any is asked in one place.
 
 Rules (docs/design/correctness.md 2.4, row 9):
     1. The reserve file holds room for truncation, repair, marks and slots. It is given back to the

@@ -1,7 +1,7 @@
 """One segment: records back to back in a `.seg` file, with its `.idx` and `.chn` beside it.
 
-Why it stands alone: it knows how a run of records lies in one file, and how to tell a torn tail
-from damage; of sessions, marks and the other segments it knows nothing.
+It knows how a run of records lies in one file, and how to tell a torn tail from damage; of
+sessions, marks and the other segments it knows nothing.
 
 Rules:
     1. A segment exists when its `.seg` has its name; `.idx` and `.chn` get theirs before.

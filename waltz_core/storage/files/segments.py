@@ -1,7 +1,7 @@
 """The segments of one partition as one run of records and one run of batches.
 
-Why it stands alone: a batch, a read or a cut may go over the border between two files. Here the
-borders are, so that neither the log above nor the segment below has to think of them.
+A batch, a read or a cut may go over the border between two files. Here the borders are, so that
+neither the log above nor the segment below has to think of them.
 
 Rules:
     1. Segment i ends where segment i+1 begins; the first begins at 0; there is always one.

@@ -1,7 +1,7 @@
 """Filling damaged records of a log with good ones.
 
-Why it stands alone: it is the only way by which bytes below the low-water mark ever change, so what
-it lets in can be read in one place.
+It is the only way by which bytes below the low-water mark ever change, so what it lets in can be
+read in one place.
 
 Rules:
     1. A hole is filled from its beginning on, so that what is left of it is one range again.

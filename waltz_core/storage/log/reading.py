@@ -1,7 +1,7 @@
 """Reading a partition's log: records that are checked, around those that are damaged.
 
-Why it stands alone: reading changes nothing but what is known of damage, and it is the only way by
-which bytes leave a log.
+Reading changes nothing but what is known of damage, and it is the only way by which bytes leave a
+log.
 
 Rules:
     1. No record leaves that its own CRC, its length or its id contradicts.

@@ -1,7 +1,7 @@
 """Taking a partition's files away, in an order that a crash cannot spoil.
 
-Why it stands alone: it is the only place where what was acknowledged is thrown away on purpose.
-Whether it may be is decided before (`admin.py`); from here on there is no way back.
+It is the only place where what was acknowledged is thrown away on purpose. Whether it may be is
+decided before (`admin.py`); from here on there is no way back.
 
 The order: the intent (`waltz-x.wipe`), the control file, the files of the log with the newest
 first, the slots, the intent again. Each step is durable before the next.

@@ -1,7 +1,7 @@
 """When which part of which log is read again, so that rot is found while others can still mend it.
 
-Why it stands alone: it decides nothing about the bytes. It is a timetable, and `service.py` puts
-what it says between the other work of a partition.
+It decides nothing about the bytes. It is a timetable, and `service.py` puts what it says between
+the other work of a partition.
 
 Rules:
     1. One piece at a time in the whole storage, and after it a pause, so that the rate is kept.

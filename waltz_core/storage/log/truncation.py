@@ -1,7 +1,7 @@
 """A truncation: what is written down before it, how it is carried out, and what is written after.
 
-Why it stands alone: it is begun by a session and may be ended by the next opening, and both have to
-come to the same log.
+It is begun by a session and may be ended by the next opening, and both have to come to the same
+log.
 
 Rules:
     1. The intent is durable in the slot before anything is cut. From then on the truncation is

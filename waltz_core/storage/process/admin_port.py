@@ -1,7 +1,7 @@
 """The port for administration: connections in, errands carried out.
 
-Why it stands alone: it is the shell of `admin.py`, off the path of transactions: nobody who appends
-or reads waits for what goes on here, but where a partition is taken from them on purpose.
+It is the shell of `admin.py`, off the path of transactions: nobody who appends or reads waits for
+what goes on here, but where a partition is taken from them on purpose.
 
 Rules:
     1. Every errand has one outcome; only our own bugs escape, and end the process.

@@ -1,7 +1,7 @@
 """The figures of a storage: what its metrics count, and what they show at the moment.
 
-Why it stands alone: it only looks. The daemon hands it what has happened, and nothing depends on
-what becomes of it here.
+It only looks. The daemon hands it what has happened, and nothing depends on what becomes of it
+here.
 
 Rules:
     1. Whatever takes a replica's records away, or gives them back, has a counter.

@@ -1,7 +1,7 @@
 """Which partitions a storage serves: it follows ZooKeeper, and stands aside for administration.
 
-Why it stands alone: opening, dropping and administering a partition must never happen at once, and
-here are the locks, one for each partition, that see to it.
+Opening, dropping and administering a partition must never happen at once, and here are the locks,
+one for each partition, that see to it.
 
 Rules:
     1. A partition is served while the replica assignment names this storage for it, and afterwards

@@ -1,7 +1,7 @@
 """The storage process: its directory, its port, its partitions, its end.
 
-Why it stands alone: it is the one place where the service meets sockets, threads and ZooKeeper.
-What may be answered is `service.py`'s; here it is only carried.
+It is the one place where the service meets sockets, threads and ZooKeeper. What may be answered is
+`service.py`'s; here it is only carried.
 
 Rules:
     1. The directory is open, and this storage registered for its address, before any partition is

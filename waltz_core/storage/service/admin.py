@@ -1,8 +1,8 @@
 """What a storage answers its administration: requests of A in, answers and errands out.
 
-Why it stands alone: here it is decided whether acknowledged data may be thrown away. That is a
-machine without sockets, threads or ZooKeeper, so that every case can be tried. What was decided is
-carried out by `admin_port.py`, on disk by `engine.py` and `removal.py`.
+Here it is decided whether acknowledged data may be thrown away. That is a machine without sockets,
+threads or ZooKeeper, so that every case can be tried. What was decided is carried out by
+`admin_port.py`, on disk by `engine.py` and `removal.py`.
 
 An errand is a question or a change that a request needs; it comes back as one `Outcome`. A request
 is a generator that yields errands and returns its answer.

@@ -1,7 +1,7 @@
 """One storage directory: its identity, its locks, its reserve, and the partitions that live in it.
 
-Why it stands alone: a directory belongs to one process, to one cluster and to one storage, and
-that is settled before any partition is touched.
+A directory belongs to one process, to one cluster and to one storage, and that is settled before
+any partition is touched.
 
 Rules:
     1. Locks come first: a BSD lock on `waltz-x.id`, then the original's lock on its control file.

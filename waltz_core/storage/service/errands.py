@@ -1,7 +1,7 @@
 """What the administration of a storage asks for: its errands, and what they come back with.
 
-Why it stands alone: the machine that decides (`admin.py`) and the shell that carries out
-(`admin_port.py`) share these words and nothing else.
+The machine that decides (`admin.py`) and the shell that carries out (`admin_port.py`) share these
+words and nothing else.
 """
 
 from typing import Final, NamedTuple, TypeAlias

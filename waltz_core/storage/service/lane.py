@@ -1,7 +1,7 @@
 """What waits for one partition, and what of it is done next.
 
-Why it stands alone: it is the order of a storage's work and nothing else. Who may ask for what,
-and who is told, is `service.py`'s.
+It is the order of a storage's work and nothing else. Who may ask for what, and who is told, is
+`service.py`'s.
 
 Rules:
     1. One piece of work at a time. Reads and writes take turns; each kind goes in its order.

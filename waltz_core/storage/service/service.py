@@ -1,8 +1,7 @@
 """What a storage answers: requests of S 1 in, answers out. No sockets, no threads.
 
-Why it stands alone: the session rules of a storage, and which answer may leave when, decide over
-acknowledged data. Here they are a machine: the daemon drives it with threads, the simulator
-without.
+The session rules of a storage, and which answer may leave when, decide over acknowledged data. Here
+they are a machine: the daemon drives it with threads, the simulator without.
 
 Each partition has a lane: one piece of work at a time, in the order of arrival. `RunWork` hands a
 piece out; whoever drives the machine calls `work.run()`, on any thread, and brings the result back

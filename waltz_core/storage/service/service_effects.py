@@ -1,7 +1,7 @@
 """What a storage's machine wants done: the effects of `service.py`, and nothing else.
 
-Why it stands alone: the daemon and the simulator carry them out, each in its own way, and both read
-here what each of them means.
+The daemon and the simulator carry them out, each in its own way, and both read here what each of
+them means.
 """
 
 from typing import TypeAlias

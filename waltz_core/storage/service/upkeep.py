@@ -1,7 +1,7 @@
 """What administration asks of a storage directory, and does to it: errands as calls of the engine.
 
-Why it stands alone: the daemon carries errands out on threads, the simulator in virtual time, and
-both have to do the same.
+The daemon carries errands out on threads, the simulator in virtual time, and both have to do the
+same.
 """
 
 from contextlib import suppress

@@ -1,8 +1,8 @@
 """Pieces of work on one partition: calls of its log, made in one go, maybe on another thread.
 
-Why it stands alone: everything here blocks on the disk, and nothing here decides. What may be asked
-for and who is told is `service.py`'s; these functions only turn a message into calls and what the
-log says into answers.
+Everything here blocks on the disk, and nothing here decides. What may be asked for and who is told
+is `service.py`'s; these functions only turn a message into calls and what the log says into
+answers.
 
 Rules:
     1. One outcome for each request, in their order: an answer, or the error why there is none.

@@ -1,8 +1,8 @@
 """The threads that do what blocks on the disk: pieces of work in, what came of them out.
 
-Why it stands alone: a lone append crosses from the loop to a thread and back. An executor makes a
-future for that, with a condition and a lock of its own, and asks it twice what has become of it,
-which is a tenth of all that a storage does for such an append. Here is a queue and a call.
+A lone append crosses from the loop to a thread and back. An executor makes a future for that, with
+a condition and a lock of its own, and asks it twice what has become of it, which is a tenth of all
+that a storage does for such an append. Here is a queue and a call.
 
 Rules:
     1. Whatever becomes of a piece of work is told once, on the loop's thread: its result, or what
