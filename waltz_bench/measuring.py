@@ -46,7 +46,6 @@ class Load:
 
     @property
     def batch_rows(self) -> int:
-        """Rows of a batch."""
         return self.batch or BATCH_ROWS
 
 

@@ -154,7 +154,6 @@ class MemoryWaltz:
 
     @property
     def partition_count(self) -> int:
-        """How many partitions it has."""
         return self._server.partition_count
 
     def transactions(self, partition: int) -> list[StoredTransaction]:

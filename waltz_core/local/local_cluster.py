@@ -215,7 +215,6 @@ class LocalCluster:
 
     @property
     def partition_count(self) -> int:
-        """Return how many partitions the cluster has."""
         return self._loaded().partition_count
 
     @property

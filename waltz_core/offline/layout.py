@@ -292,7 +292,6 @@ class ChainHeader(NamedTuple):
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """What is wrong with it."""
         return self.header.wrong
 
 

@@ -109,7 +109,6 @@ class AppendRows:
 
     @property
     def count(self) -> int:
-        """The number of rows."""
         return int(self.headers.size)
 
     def part(self, start: int, stop: int) -> "AppendRows":

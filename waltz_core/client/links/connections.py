@@ -103,7 +103,6 @@ class ServerLink:
 
     @property
     def address(self) -> str:
-        """The server's address."""
         return self._link.address
 
     def attach(

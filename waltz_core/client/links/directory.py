@@ -152,7 +152,6 @@ class ZooKeeperDirectory:
 
     @property
     def cluster(self) -> ClusterInfo:
-        """The cluster."""
         assert self._cluster is not None
         return self._cluster
 

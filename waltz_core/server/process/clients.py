@@ -175,7 +175,6 @@ class Clients:
 
     @property
     def original_count(self) -> int:
-        """How many of them are originals."""
         return sum(client.original is not None for client in self._clients.values())
 
     # -----------------------------------------------------------------------------------------
