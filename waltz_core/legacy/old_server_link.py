@@ -1,23 +1,50 @@
-"""The partitions of one connection to an original server.
+"""The partitions of one connection to a 0.13 server, as a machine.
 
 Partitions share what the server knows of a connection, its sequence, and nothing else; each of them
 is an `OriginalPartition`.
 
-Rule: all mounts of one connection have the connection sequence of the first one. An original goes
-by that for as long as the connection lasts, and drops whatever comes from another one.
+Rule: all mounts of one connection have the connection sequence of the first one. The server goes
+by that for as long as the connection lasts, and drops whatever comes with another one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import TypeAlias
 
-from waltz_core.legacy.old_server_stream import (
-    Effect,
-    OriginalPartition,
-)
+from waltz_core.legacy.old_server_stream import Effect, OriginalPartition
+from waltz_core.machine import Wakeup
+from waltz_core.records.record import PartitionId
+from waltz_core.values import value
 from waltz_core.wire.messages import ClientMessage, MountWriter
 
 
+@value(frozen=True, slots=True)
+class Say:
+    """A stream sends this."""
+
+    message: ClientMessage
+
+
+@value(frozen=True, slots=True)
+class Hear:
+    """The server has sent these, in order."""
+
+    messages: Sequence[ClientMessage]
+
+
+@value(frozen=True, slots=True)
+class Proven:
+    """ZooKeeper has answered `Prove`: whether the server owns the partition."""
+
+    partition_id: PartitionId
+    number: int
+    is_owner: bool
+
+
+Event: TypeAlias = Say | Hear | Proven | Wakeup
+
+
 class OriginalLink:
-    """The partitions of one connection to an original."""
+    """The partitions of one connection to a 0.13 server."""
 
     def __init__(self) -> None:
         self._partitions: dict[int, OriginalPartition] = {}
@@ -27,11 +54,25 @@ class OriginalLink:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to call `wake` next, or before that; what is not due then is left alone."""
+        """When to send the next `Wakeup`, or before that: what is not due then is left alone."""
         return self._wake_at_ms
 
-    def say(self, message: ClientMessage, now_ms: int) -> list[Effect]:
-        """Say what a stream says; raises LocalProtocolError for what an original cannot hear."""
+    def step(self, event: Event, now_ms: int) -> list[Effect]:
+        """Take one event in; raises LocalProtocolError for what 0.13 has no request for."""
+        match event:
+            case Say():
+                return self._say(event.message, now_ms)
+            case Hear():
+                return self._hear(event.messages, now_ms)
+            case Proven():
+                partition = self._partitions[event.partition_id]
+                effects = partition.proven(event.number, is_owner=event.is_owner, now_ms=now_ms)
+                self._note(partition)
+                return effects
+            case Wakeup():
+                return self._wake(now_ms)
+
+    def _say(self, message: ClientMessage, now_ms: int) -> list[Effect]:
         if self._connection_sequence is None and isinstance(message, MountWriter):
             self._connection_sequence = message.connection_sequence
         assert self._connection_sequence is not None, "a stream mounts first"
@@ -43,8 +84,7 @@ class OriginalLink:
         self._note(partition)
         return effects
 
-    def hear(self, received: Iterable[ClientMessage], now_ms: int) -> list[Effect]:
-        """Take in what the server has sent, in order."""
+    def _hear(self, received: Sequence[ClientMessage], now_ms: int) -> list[Effect]:
         by_partition: dict[int, list[ClientMessage]] = {}
         for message in received:
             by_partition.setdefault(message.req_id.partition_id, []).append(message)
@@ -57,17 +97,7 @@ class OriginalLink:
                 self._note(partition)
         return effects
 
-    def proven(
-        self, partition_id: int, number: int, *, is_owner: bool, now_ms: int
-    ) -> list[Effect]:
-        """ZooKeeper has answered what `Prove` has asked."""
-        partition = self._partitions[partition_id]
-        effects = partition.proven(number, is_owner=is_owner, now_ms=now_ms)
-        self._note(partition)
-        return effects
-
-    def wake(self, now_ms: int) -> list[Effect]:
-        """Do what is due."""
+    def _wake(self, now_ms: int) -> list[Effect]:
         self._wake_at_ms = None
         effects: list[Effect] = []
         for partition in self._partitions.values():

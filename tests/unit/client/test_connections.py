@@ -197,9 +197,7 @@ async def get_and_tell(links, address):
 def test_a_server_is_silent_when_somebody_waits_and_nothing_has_come_since_the_last_look(
     monkeypatch,
 ):
-    monkeypatch.setattr(
-        "waltz_core.client.links.connections.SILENT_S", 600
-    )  # the test looks itself
+    monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 600)  # the test looks itself
 
     async def story():
         silences = []
@@ -215,12 +213,12 @@ def test_a_server_is_silent_when_somebody_waits_and_nothing_has_come_since_the_l
                     if spoken:
                         other = request.req_id._replace(sequence=-7)
                         server.send(HighWaterMarkResponse(other, 7))
-                        await until(lambda: link._has_spoken)
+                        await until(lambda: link._watch._has_spoken)
                     look(link)
                     assert len(silences) == count
                 server.send(HighWaterMarkResponse(request.req_id, 7))
                 await asking
-            link._has_spoken = False
+            link._watch._has_spoken = False
             look(link)
             assert len(silences) == 2, "nobody waits for it any more"
             link.send(HighWaterMarkRequest(request.req_id))
@@ -233,15 +231,13 @@ def test_a_server_is_silent_when_somebody_waits_and_nothing_has_come_since_the_l
 
 def look(link):
     """Let the time of a look have come; there is one before it whenever somebody waits."""
-    assert link._looks_again is not None
-    link._looks_again.cancel()
-    link._look()
+    assert link._watch._timer is not None
+    link._watch._timer.cancel()
+    link._watch._look()
 
 
 def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monkeypatch, caplog):
-    monkeypatch.setattr(
-        "waltz_core.client.links.connections.SILENT_S", 600
-    )  # the test looks itself
+    monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 600)  # the test looks itself
     caplog.set_level("INFO", "waltz_core.client.links.silence")
 
     async def story():
@@ -271,7 +267,7 @@ def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monk
 def test_a_server_that_does_not_greet_is_told_as_silent_and_then_as_left(
     monkeypatch, caplog, is_logged
 ):
-    monkeypatch.setattr("waltz_core.client.links.connections.SILENT_S", 0.01)
+    monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 0.01)
     caplog.set_level("INFO", "waltz_core.client.links.silence")
 
     async def story():

@@ -23,7 +23,7 @@ from tests.unit.client.memory_cluster import (
 )
 from tests.unit.client.test_async_client import Applying, batch_of, told, until
 from waltz_core.client import Reason
-from waltz_core.client.links import connections
+from waltz_core.client.links import silence
 from waltz_core.client.stream import appends
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes import model
@@ -297,7 +297,7 @@ def test_who_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
 
     @told
     @mock.patch.object(net, "HELLO_S_MAX", 60.0)
-    @mock.patch.object(connections, "SILENT_S", 0.05)
+    @mock.patch.object(silence, "SILENT_S", 0.05)
     async def story() -> None:
         async with (
             memory_cluster(server_count=2) as cluster,

@@ -1,12 +1,13 @@
 """The partitions of one connection to an original, and what they share."""
 
-from waltz_core.legacy.old_server_link import OriginalLink
+from waltz_core.legacy.old_server_link import Hear, OriginalLink, Proven, Say
 from waltz_core.legacy.old_server_stream import (
     FLUSH_AFTER_MS,
     Prove,
     ToServer,
     ToStream,
 )
+from waltz_core.machine import Wakeup
 from waltz_core.records.record import ReqId
 from waltz_core.wire import messages as m
 from waltz_core.wire.messages import LATEST_MARK
@@ -23,24 +24,25 @@ def sent_by(effects):
 def test_all_mounts_have_the_sequence_of_the_first_and_each_partition_hears_its_own():
     link = OriginalLink()
     for partition, sequence in ((0, 5), (1, 6)):
-        link.say(m.MountWriter(mount_id(partition), sequence, LATEST_MARK, wants_feed=False), 0)
+        mount = m.MountWriter(mount_id(partition), sequence, LATEST_MARK, wants_feed=False)
+        link.step(Say(mount), 0)
     told = [m.HighWaterMarkResponse(mount_id(each), 9 - each) for each in (1, 0)]
-    assert sent_by(link.hear(told, 0)) == [
+    assert sent_by(link.step(Hear(told), 0)) == [
         m.MountRequest(mount_id(1), 8, 5),
         m.MountRequest(mount_id(0), 9, 5),
     ]
     ready = [m.MountResponse(mount_id(1), 0), m.FlushResponse(mount_id(1), 8)]
-    proofs = [each for each in link.hear(ready, 0) if isinstance(each, Prove)]
+    proofs = [each for each in link.step(Hear(ready), 0) if isinstance(each, Prove)]
     assert [each.partition_id for each in proofs] == [1]
-    (told,) = link.proven(1, proofs[0].number, is_owner=True, now_ms=0)
+    (told,) = link.step(Proven(1, proofs[0].number, is_owner=True), 0)
     assert isinstance(told, ToStream)
     assert isinstance(told.message, m.Mounted)
-    link.wake(0)
+    link.step(Wakeup(), 0)
     assert link.wake_at_ms is None
-    link.say(m.AppendRequest(ReqId(7, 1, 1, 1), 8, (), (), (), 0, b"", 0), 100)
+    link.step(Say(m.AppendRequest(ReqId(7, 1, 1, 1), 8, (), (), (), 0, b"", 0)), 100)
     assert link.wake_at_ms == 100 + FLUSH_AFTER_MS
-    assert sent_by(link.wake(link.wake_at_ms)) == [m.FlushRequest(ReqId(7, 1, 1, 1))]
+    assert sent_by(link.step(Wakeup(), link.wake_at_ms)) == [m.FlushRequest(ReqId(7, 1, 1, 1))]
 
 
 def test_what_is_for_nobody_here_is_passed_over():
-    assert OriginalLink().hear([m.HighWaterMarkResponse(mount_id(3), 9)], 0) == []
+    assert OriginalLink().step(Hear([m.HighWaterMarkResponse(mount_id(3), 9)]), 0) == []

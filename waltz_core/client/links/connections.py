@@ -21,31 +21,25 @@ Rules:
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Container
 from ssl import SSLContext
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 from waltz_core import errors
-from waltz_core.client.links.silence import Silences
+from waltz_core.client.links import silence
+from waltz_core.client.links.answers import Answers, AnswerT
+from waltz_core.client.links.old_server import OldServer
+from waltz_core.client.links.silence import Silences, SilenceWatch
 from waltz_core.legacy import old_server_stream
-from waltz_core.legacy.old_server_link import OriginalLink
 from waltz_core.records.record import (
-    CONTROL_SEQUENCE_MIN,
-    ClientId,
-    Generation,
     PartitionId,
     ReqId,
 )
 from waltz_core.transport import net
-from waltz_core.wire.messages import AppendFollowing, ClientMessage, ErrorResponse, Message, Surface
+from waltz_core.wire.messages import AppendFollowing, ClientMessage, Message, Surface
 
 _log = logging.getLogger(__name__)
 
-_SEQUENCE_FIRST = CONTROL_SEQUENCE_MIN - 1
-_SEQUENCE_MIN = -(1 << 31)
-# A quarter of the time after which ZooKeeper gives a server up: found out within twice this.
-SILENT_S = 1.0
 _DIAL = 0  # connections are counted from 1 on
 
 MessageCallback = Callable[[int, ClientMessage], None]
@@ -54,11 +48,10 @@ Waiting = Callable[[], bool]
 # Finds out if a link's server still owns the partition at the generation at which it was mounted.
 ProveCallback = Callable[[Callable[[bool], None]], None]
 _Key = tuple[str, bool]  # the server's address, and whether it is for large answers
-AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 
 
 class _Stream(NamedTuple):
-    """Whom a partition's messages go to."""
+    """Where a partition's messages go."""
 
     on_message: MessageCallback
     on_lost: LostCallback
@@ -66,7 +59,7 @@ class _Stream(NamedTuple):
 
 
 class ServerLink:
-    """One connection to one server."""
+    """One connection to one server: streams of partitions, and requests."""
 
     def __init__(
         self,
@@ -79,21 +72,13 @@ class ServerLink:
         self.number = number
         self._link = link
         self._lost = lost
-        self._silences = silences
-        self._looks_again: asyncio.TimerHandle | None = None
-        self._silent_since_s = 0.0
-        self._has_spoken = False
-        self._sequence = _SEQUENCE_FIRST
-        self._waiting: dict[ReqId, asyncio.Future[ClientMessage]] = {}
+        self._answers = Answers(link)
+        self._watch = SilenceWatch(silences, link.address, number, self._is_waiting)
+        self._streams: dict[int, _Stream] = {}
         self._used_by: dict[int, Waiting] = {}
         self._close_after_s: float | None = None
-        self._streams: dict[int, _Stream] = {}
         self.is_original = (link.version or 0) <= old_server_stream.VERSION_MAX
-        self._original = OriginalLink() if self.is_original else None
-        self._effects: deque[old_server_stream.Effect] = deque()
-        self._is_performing = False
-        self._wakes: asyncio.TimerHandle | None = None
-        self._wakes_at_ms = 0
+        self._old_server = OldServer(link, self._hand_on, self._prove) if self.is_original else None
         link.start(self._take, self._closed)
 
     @property
@@ -105,6 +90,11 @@ class ServerLink:
     def address(self) -> str:
         return self._link.address
 
+    @property
+    def may_follow(self) -> bool:
+        """Whether the server knows authors who follow what is in flight."""
+        return (self._link.version or 0) >= AppendFollowing.since
+
     def attach(
         self,
         partition_id: int,
@@ -115,7 +105,7 @@ class ServerLink:
     ) -> None:
         """Hand what is not the answer to a `request` to the partition's stream from now on.
 
-        `prove` finds out, and tells, if the server owns the partition now; asked at an original.
+        `prove` finds out whether the server owns the partition now; only for a 0.13 server.
         """
         self._streams[partition_id] = _Stream(on_message, on_lost, prove)
         self._used_by[partition_id] = is_waiting
@@ -131,22 +121,22 @@ class ServerLink:
         self.leave(partition_id)
 
     def retire(self, close_after_s: float) -> None:
-        """Nobody new will use it: close it when all have left and had time for late answers."""
+        """Close it when all have left and had time for late answers: nothing new will use it."""
         self._close_after_s = close_after_s
         self._close_if_unused()
 
-    @property
-    def may_follow(self) -> bool:
-        """Whether the server knows authors who follow what is in flight."""
-        return (self._link.version or 0) >= AppendFollowing.since
+    def _close_if_unused(self) -> None:
+        if self._close_after_s is not None and not self._used_by and not self.is_closed:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._close_after_s, self._link.close, "replaced by a newer connection")
 
     def send(self, message: ClientMessage) -> None:
-        """Send a message of a stream; a closed connection tells by its callback."""
-        if self._original is None:
+        """Send a message of a stream; a closed connection reports by its callback."""
+        if self._old_server is None:
             self._link.send(message)
-        elif not self.is_closed:
-            self._perform(self._original.say(message, self._now_ms()))
-        self._watch()
+        else:
+            self._old_server.send(message)
+        self._watch.start()
 
     async def request(
         self,
@@ -157,37 +147,37 @@ class ServerLink:
         partition_id: int,
         timeout_s: float,
     ) -> AnswerT:
-        """Send a request and return its answer.
+        """Send a request and return its answer; see `Answers.request`."""
+        self._watch.start()
+        return await self._answers.request(
+            answer, make, client_id=client_id, partition_id=partition_id, timeout_s=timeout_s
+        )
 
-        Raises what the server answers as an error, Unreachable when it does not answer in time,
-        RemoteProtocolError when it answers something else.
-        """
-        if self._link.is_closed:
-            raise errors.Unreachable(f"{self.address}: {self._link.closed_reason}")
-        req_id = self._next_id(client_id, partition_id)
-        future: asyncio.Future[ClientMessage] = asyncio.get_running_loop().create_future()
-        self._waiting[req_id] = future
-        request = make(req_id)
-        try:
-            self._link.send(request)
-            self._watch()
-            async with asyncio.timeout(timeout_s):
-                message = await future
-        except TimeoutError as error:
-            raise errors.Unreachable(
-                f"{self.address}: no answer to {type(request).__name__} for partition "
-                f"{partition_id} within {timeout_s} s"
-            ) from error
-        finally:
-            self._waiting.pop(req_id, None)
-        if isinstance(message, ErrorResponse):
-            raise errors.from_code(message.error_code, message.message)
-        if not isinstance(message, answer):
-            raise errors.RemoteProtocolError(
-                f"{self.address}: expected {answer.__name__} in answer to "
-                f"{type(request).__name__}, found {type(message).__name__}"
-            )
-        return message
+    def _is_waiting(self) -> bool:
+        return self._answers.are_awaited or any(each() for each in self._used_by.values())
+
+    def _take(self, received: list[Message]) -> None:
+        self._watch.spoke()
+        rest = [
+            message
+            for message in cast("list[ClientMessage]", received)
+            if not self._answers.take(message)
+        ]
+        if self._old_server is not None:
+            self._old_server.take(rest)
+            return
+        for message in rest:
+            self._hand_on(message)
+
+    def _hand_on(self, message: ClientMessage) -> None:
+        stream = self._streams.get(message.req_id.partition_id)
+        if stream is not None:
+            stream.on_message(self.number, message)
+
+    def _prove(self, partition_id: PartitionId, answer: Callable[[bool], None]) -> None:
+        stream = self._streams.get(partition_id)
+        if stream is not None:
+            stream.prove(answer)
 
     def close(self, reason: str) -> None:
         """End the connection once what is unsent is sent."""
@@ -197,123 +187,11 @@ class ServerLink:
         """Wait until the connection is gone."""
         await self._link.wait_closed()
 
-    def _close_if_unused(self) -> None:
-        if self._close_after_s is not None and not self._used_by and not self.is_closed:
-            loop = asyncio.get_running_loop()
-            loop.call_later(self._close_after_s, self._link.close, "replaced by a newer connection")
-
-    def _next_id(self, client_id: int, partition_id: int) -> ReqId:
-        sequence = self._sequence
-        self._sequence = sequence - 1 if sequence > _SEQUENCE_MIN else _SEQUENCE_FIRST
-        return ReqId(ClientId(client_id), Generation(0), PartitionId(partition_id), sequence)
-
-    def _watch(self) -> None:
-        if self._looks_again is None:
-            self._has_spoken = False
-            loop = asyncio.get_running_loop()
-            self._silent_since_s = loop.time()
-            self._looks_again = loop.call_later(SILENT_S, self._look)
-
-    def _look(self) -> None:
-        """Tell when the server has been silent since the last look (rule 6)."""
-        self._looks_again = None
-        if self.is_closed:
-            return
-        if not (self._waiting or any(each() for each in self._used_by.values())):
-            self._silences.left(self.address, self.number, "nobody waits for it")
-            return
-        if not self._has_spoken:
-            self._silences.goes_on(self.address, self.number, since_s=self._silent_since_s)
-        self._watch()
-
-    def _take(self, received: list[Message]) -> None:
-        if not self._has_spoken:
-            self._has_spoken = True
-            self._silences.spoke(self.address, self.number)
-        rest: list[ClientMessage] = []
-        for each in received:
-            message = cast("ClientMessage", each)
-            future = self._waiting.pop(message.req_id, None)
-            if future is not None:
-                if not future.done():
-                    future.set_result(message)
-            elif self._original is not None:
-                rest.append(message)
-            else:
-                self._hand_on(message)
-        if self._original is not None and rest:
-            self._perform(self._original.hear(rest, self._now_ms()))
-
-    def _hand_on(self, message: ClientMessage) -> None:
-        stream = self._streams.get(message.req_id.partition_id)
-        if stream is not None:
-            stream.on_message(self.number, message)
-
-    # --- at an original (rule 5)
-
-    def _perform(self, effects: list[old_server_stream.Effect]) -> None:
-        """Do these in order; a stream that hears of one and answers at once comes behind them."""
-        self._effects += effects
-        if self._is_performing:
-            return
-        self._is_performing = True
-        try:
-            while self._effects and not self.is_closed:
-                self._do(self._effects.popleft())
-        finally:
-            self._is_performing = False
-        self._arm()
-
-    def _do(self, effect: old_server_stream.Effect) -> None:
-        match effect:
-            case old_server_stream.ToServer():
-                self._link.send_all(effect.messages)
-            case old_server_stream.ToStream():
-                self._hand_on(effect.message)
-            case old_server_stream.Prove():
-                stream = self._streams.get(effect.partition_id)
-                if stream is not None:
-                    stream.prove(lambda is_owner: self._proven(effect, is_owner=is_owner))
-            case old_server_stream.GiveUp():
-                self._link.abort(effect.reason)
-
-    def _proven(self, asked: old_server_stream.Prove, *, is_owner: bool) -> None:
-        if self._original is not None and not self.is_closed:
-            self._perform(
-                self._original.proven(
-                    asked.partition_id, asked.number, is_owner=is_owner, now_ms=self._now_ms()
-                )
-            )
-
-    def _arm(self) -> None:
-        assert self._original is not None
-        wanted_ms = self._original.wake_at_ms
-        if wanted_ms is None or (self._wakes is not None and self._wakes_at_ms <= wanted_ms):
-            return
-        if self._wakes is not None:
-            self._wakes.cancel()
-        self._wakes_at_ms = wanted_ms
-        delay_s = max(wanted_ms - self._now_ms(), 0) / 1000
-        self._wakes = asyncio.get_running_loop().call_later(delay_s, self._wake)
-
-    def _wake(self) -> None:
-        self._wakes = None
-        if self._original is not None and not self.is_closed:
-            self._perform(self._original.wake(self._now_ms()))
-
-    def _now_ms(self) -> int:
-        return int(asyncio.get_running_loop().time() * 1000)
-
-    # --- its end
-
     def _closed(self, reason: str) -> None:
-        self._silences.left(self.address, self.number, reason)
-        if self._wakes is not None:
-            self._wakes.cancel()
-        waiting, self._waiting = list(self._waiting.values()), {}
-        for future in waiting:
-            if not future.done():
-                future.set_exception(errors.Unreachable(f"{self.address}: {reason}"))
+        self._watch.end(reason)
+        if self._old_server is not None:
+            self._old_server.stop()
+        self._answers.fail(reason)
         streams, self._streams = list(self._streams.values()), {}
         for each in streams:
             each.on_lost(self.number, reason)
@@ -393,7 +271,7 @@ class ServerLinks:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         return loop.call_later(
-            SILENT_S, lambda: self._silences.goes_on(address, _DIAL, since_s=began_s)
+            silence.SILENT_S, lambda: self._silences.goes_on(address, _DIAL, since_s=began_s)
         )
 
     async def dial_apart(self, address: str) -> net.Link:

@@ -1,4 +1,4 @@
-"""Tells of servers that owe an answer and say nothing: once when it begins, once when it ends.
+"""Reports servers that owe an answer and send nothing: once when it begins, once when it ends.
 
 A server has two connections and is dialled again and again, and a person must hear of its silence
 as one thing, with its address, and without a line for every look.
@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from waltz_core.client.links.outage import AGAIN_S
 
 _log = logging.getLogger(__name__)
+
+# A quarter of the time after which ZooKeeper ends a server's session: found out within twice this.
+SILENT_S = 1.0
 
 
 @dataclass(slots=True)
@@ -85,3 +88,49 @@ class Silences:
 
 def _lasted_s(silence: _Silence) -> float:
     return asyncio.get_running_loop().time() - silence.since_s
+
+
+class SilenceWatch:
+    """Finds out whether the server of one connection is silent while a caller waits for it."""
+
+    def __init__(
+        self, silences: Silences, address: str, connection: int, is_waiting: Callable[[], bool]
+    ) -> None:
+        self._silences = silences
+        self._address = address
+        self._connection = connection
+        self._is_waiting = is_waiting
+        self._timer: asyncio.TimerHandle | None = None
+        self._since_s = 0.0
+        self._has_spoken = False
+        self._is_ended = False
+
+    def start(self) -> None:
+        """Look again in `SILENT_S`, unless that is planned: something was just sent."""
+        if self._timer is None and not self._is_ended:
+            self._has_spoken = False
+            loop = asyncio.get_running_loop()
+            self._since_s = loop.time()
+            self._timer = loop.call_later(SILENT_S, self._look)
+
+    def spoke(self) -> None:
+        """The server has sent something."""
+        if not self._has_spoken:
+            self._has_spoken = True
+            self._silences.spoke(self._address, self._connection)
+
+    def end(self, reason: str) -> None:
+        """The connection is closed."""
+        self._is_ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._silences.left(self._address, self._connection, reason)
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._is_waiting():
+            self._silences.left(self._address, self._connection, "nobody waits for it")
+            return
+        if not self._has_spoken:
+            self._silences.goes_on(self._address, self._connection, since_s=self._since_s)
+        self.start()

@@ -1,0 +1,62 @@
+"""The streams of one connection to a 0.13 server.
+
+`legacy/old_server_link.py` translates between the streams and what such a server understands; here
+that machine is run.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from waltz_core.driver import Driver
+from waltz_core.legacy import old_server_stream
+from waltz_core.legacy.old_server_link import Event, Hear, OriginalLink, Proven, Say
+from waltz_core.records.record import PartitionId
+from waltz_core.transport import net
+from waltz_core.wire.messages import ClientMessage
+
+# Finds out whether the server still owns a partition, and calls back.
+Prove = Callable[[PartitionId, Callable[[bool], None]], None]
+
+
+class OldServer:
+    """Translates for all streams of a connection; `hand_on` takes what is for a stream."""
+
+    def __init__(
+        self, link: net.Link, hand_on: Callable[[ClientMessage], None], prove: Prove
+    ) -> None:
+        self._link = link
+        self._hand_on = hand_on
+        self._prove = prove
+        self._driver: Driver[Event, old_server_stream.Effect] = Driver(
+            OriginalLink(),
+            self._perform,
+            on_failure=lambda error: link.abort(f"translating for 0.13: {error}"),
+        )
+
+    def send(self, message: ClientMessage) -> None:
+        """Send a message of a stream."""
+        self._driver.post(Say(message))
+
+    def take(self, received: Sequence[ClientMessage]) -> None:
+        """Take what the server has sent that answers no request."""
+        self._driver.post(Hear(received))
+
+    def stop(self) -> None:
+        """Do nothing more: the connection is closed."""
+        self._driver.stop()
+
+    def _perform(self, effect: old_server_stream.Effect) -> None:
+        if self._link.is_closed:
+            return
+        match effect:
+            case old_server_stream.ToServer():
+                self._link.send_all(effect.messages)
+            case old_server_stream.ToStream():
+                self._hand_on(effect.message)
+            case old_server_stream.Prove():
+                self._prove(effect.partition_id, partial(self._proven, effect))
+            case old_server_stream.GiveUp():
+                self._link.abort(effect.reason)
+
+    def _proven(self, asked: old_server_stream.Prove, is_owner: bool) -> None:  # noqa: FBT001 - as `Prove` has it
+        self._driver.post(Proven(asked.partition_id, asked.number, is_owner))
