@@ -13,12 +13,12 @@ from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import Reached
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking import judging
-from waltz_core.server.locking.contenders import Contenders
 from waltz_core.server.locking.following import (
     Admitted,
     Following,
 )
 from waltz_core.server.locking.judging import Piece
+from waltz_core.server.locking.lock_queues import LockQueues
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.tickets import BatchTicket
 from waltz_core.server.partition.proofs import Proofs
@@ -377,7 +377,7 @@ def held_refusals_lost_with_session() -> Patches:
         self._queues.clear()
         return []
 
-    yield instead(Contenders, "all", forgotten)
+    yield instead(LockQueues, "all", forgotten)
 
 
 @switch

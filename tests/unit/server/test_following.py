@@ -27,11 +27,11 @@ from waltz_core.server.append.outcomes import (
     Reached,
 )
 from waltz_core.server.locking import following
-from waltz_core.server.locking.contenders import (
+from waltz_core.server.locking.following import GATHER_MS
+from waltz_core.server.locking.lock_queues import (
     HELD_MS_MAX,
     PATIENCE_MS_MIN,
 )
-from waltz_core.server.locking.following import GATHER_MS
 from waltz_core.server.partition_events import (
     Answer,
     Limits,

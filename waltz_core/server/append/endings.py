@@ -85,7 +85,7 @@ class Endings:
     # --- answers
 
     def tell(self, refused: Iterable[SingleTicket]) -> list[Outcome]:
-        """Answer writers that were held back, or might have been (`contenders.py`)."""
+        """Answer writers that were held back, or might have been (`lock_queues.py`)."""
         out: list[Outcome] = []
         for ticket in refused:
             self.finish(ticket, out)

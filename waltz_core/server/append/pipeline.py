@@ -66,10 +66,6 @@ from waltz_core.server.append.outcomes import (
     SubmitBatch,
 )
 from waltz_core.server.append.pace import Pace
-from waltz_core.server.locking.contenders import (
-    Contenders,
-    is_contender,
-)
 from waltz_core.server.locking.following import Following
 from waltz_core.server.locking.judging import (
     Piece,
@@ -79,6 +75,7 @@ from waltz_core.server.locking.judging import (
     judge_singles,
     verify,
 )
+from waltz_core.server.locking.lock_queues import LockQueues, is_contender
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.refill import Refill
 from waltz_core.server.locking.single_records import joined
@@ -105,7 +102,7 @@ class AppendPipeline:
         self._mounts = mounts
         self._pace = pace
         self._lanes: Lanes[Ticket] = Lanes()
-        self._contenders = Contenders()
+        self._contenders = LockQueues(expects_return=False)
         self._following = Following()
         self.figures = Figures()
         self._endings = Endings(mounts, self.figures)
@@ -154,7 +151,7 @@ class AppendPipeline:
     def turn_at_ms(self, now_ms: int) -> int | None:
         """When `turn` will do something, if nothing lands before; None while it waits for that."""
         at_ms = earliest(self._next(now_ms)[1], self._contenders.due_ms)
-        at_ms = earliest(at_ms, self._following.turns.due_ms)
+        at_ms = earliest(at_ms, self._following.waiting.due_ms)
         at_ms = earliest(at_ms, self._gathered_at_ms(now_ms))
         return earliest(at_ms, self.refill.turn_at_ms(now_ms))
 
@@ -263,7 +260,7 @@ class AppendPipeline:
         self._following.closed()
         # What is final is told now: the next session may be long in coming.
         return self._endings.tell(self._contenders.all()) + self._told_to_follow(
-            self._following.turns.all()
+            self._following.waiting.all()
         )
 
     def abandon(self) -> tuple[list[Ticket], list[Ticket], list[Outcome]]:
@@ -292,7 +289,7 @@ class AppendPipeline:
                 queued.append(ticket)
         self._forget_flights()
         # They are not in the log either.
-        queued += [*self._contenders.all(), *self._following.turns.all()]
+        queued += [*self._contenders.all(), *self._following.waiting.all()]
         out += self._endings.abandon()
         return queued, list(doubtful.values()), out
 
@@ -333,7 +330,7 @@ class AppendPipeline:
                 self._endings.leave(ticket, out)
         for refused in (
             *self._contenders.drop(connection),
-            *self._following.turns.drop(connection),
+            *self._following.waiting.drop(connection),
         ):
             self._endings.leave(refused, out)
         return out
@@ -362,7 +359,7 @@ class AppendPipeline:
         draft, self._gathered = self._gathered or Draft(), None
         draft.out = [*self.refill.turn(now_ms)]
         draft.out += self._endings.tell(self._contenders.due(now_ms))
-        draft.out += self._told_to_follow(self._following.turns.due(now_ms))
+        draft.out += self._told_to_follow(self._following.waiting.due(now_ms))
         group: list[SingleTicket] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
         while bytes_left > 0 and rows_left > 0:
@@ -480,14 +477,14 @@ class AppendPipeline:
         mark = last if has_seen else self._high_water_mark
         piece = judge_singles([ticket], self._table, Place(mark, self._next_id))
         if ticket.reason is Reason.LOCK and self._following.may_tell(ticket):
-            told = self._following.turns.refused(ticket, now_ms)
+            told = self._following.waiting.refused(ticket, now_ms)
             draft.out += self._told_to_follow(told)
             return
         if ticket.conflict > self._high_water_mark:
             piece = Piece(None, [ticket], [])
         self._add(piece, draft)
         if piece.part is not None:
-            told = self._following.turns.admitted(ticket, now_ms)
+            told = self._following.waiting.admitted(ticket, now_ms)
             draft.out += self._told_to_follow(told)
 
     def _told_to_follow(self, refused: Iterable[SingleTicket]) -> list[Outcome]:

@@ -8,17 +8,16 @@ Rules (decision 017):
     1. Only refusals wait here. They are final: nothing that was refused is ever admitted.
     2. Who is told gets every transaction above his mark, up to the last that was admitted, that has
        entered one of his locks; or, where that is not known or is too much, none.
-    3. Authors with exactly the same locks form a queue. One of them is told when a transaction with
-       these locks is admitted, and some time after none was; while somebody who was told is
-       expected back, whoever comes joins the queue.
-    4. Nobody waits longer than `HELD_MS_MAX`, nor beyond the end of the session.
+    3. Refused authors wait in `lock_queues.py`: one of them is told when a transaction with its
+       locks is admitted, and some time after none was; while an author that was told is expected
+       back, others join the queue.
+    4. No author waits longer than that file's rules permit.
     5. What is remembered is of one open session and of what it was opened with: nothing.
 """
 
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from waltz_core.records.record import (
@@ -27,18 +26,11 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.locking.contenders import (
-    HELD_MS_MAX,
-    PATIENCE,
-    PATIENCE_MS_MIN,
-    Key,
-    key_of,
-)
 from waltz_core.server.locking.judging import Piece
+from waltz_core.server.locking.lock_queues import LockQueues
 from waltz_core.server.locking.tickets import SingleTicket
 from waltz_core.server.partition_events import (
     Answer,
-    ConnectionId,
 )
 from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
 
@@ -145,118 +137,14 @@ def _may_hold(packed_locks: bytes, locks: Sequence[int]) -> bool:
     return any(lock.to_bytes(_LOCK_BYTES, "big", signed=True) in packed_locks for lock in locks)
 
 
-@dataclass(slots=True)
-class _Queue:
-    """Who waits for some locks; nobody is told before `expected_ms` but by an admission."""
-
-    expected_ms: int = 0  # until then somebody who was told is expected back
-    told_ms: int = 0
-    patience_ms: int = PATIENCE_MS_MIN
-    waiting: deque[tuple[SingleTicket, int]] = field(default_factory=deque)  # held back until
-
-    @property
-    def due_ms(self) -> int:
-        """When it has to be looked at, if nothing is admitted before."""
-        if not self.waiting:
-            return self.expected_ms
-        return min(self.expected_ms, self.waiting[0][1])
-
-
-class Turns:
-    """Who is told next (rules 3 and 4)."""
-
-    __slots__ = ("_not_before_ms", "_queues", "waiting_count")
-
-    def __init__(self) -> None:
-        self._queues: dict[Key, _Queue] = {}
-        self.waiting_count = 0  # of authors, in all queues
-        # Nobody is due earlier. It is asked for at every event, so it may be too early, not late.
-        self._not_before_ms: int | None = None
-
-    @property
-    def due_ms(self) -> int | None:
-        """When `due` may have somebody to tell, or something to forget."""
-        return self._not_before_ms
-
-    def refused(self, ticket: SingleTicket, now_ms: int) -> list[SingleTicket]:
-        """An author was refused; return who is told now: he, or nobody yet."""
-        queue = self._queues.setdefault(key_of(ticket), _Queue())
-        queue.waiting.append((ticket, now_ms + HELD_MS_MAX))
-        self.waiting_count += 1
-        told = [] if now_ms < queue.expected_ms else [self._next_of(queue, now_ms)]
-        self._look_at(queue)
-        return told
-
-    def admitted(self, ticket: SingleTicket, now_ms: int) -> list[SingleTicket]:
-        """A transaction was admitted; return who hears of it."""
-        queue = self._queues.get(key_of(ticket))
-        if queue is None:
-            return []
-        queue.patience_ms = max(PATIENCE_MS_MIN, PATIENCE * (now_ms - queue.told_ms))
-        if not queue.waiting:
-            queue.expected_ms = now_ms
-            return []
-        told = [self._next_of(queue, now_ms)]
-        self._look_at(queue)
-        return told
-
-    def due(self, now_ms: int) -> list[SingleTicket]:
-        """Return whose time has come."""
-        if self._not_before_ms is None or self._not_before_ms > now_ms:
-            return []
-        told: list[SingleTicket] = []
-        for key, queue in list(self._queues.items()):
-            while queue.waiting and queue.due_ms <= now_ms:
-                told.append(self._next_of(queue, now_ms))
-            if not queue.waiting and queue.expected_ms <= now_ms:
-                del self._queues[key]
-        self._not_before_ms = min((each.due_ms for each in self._queues.values()), default=None)
-        return told
-
-    def drop(self, connection: ConnectionId) -> list[SingleTicket]:
-        """Forget a closed connection's; return them."""
-        return self._take(lambda ticket: ticket.connection == connection)
-
-    def all(self) -> list[SingleTicket]:
-        """Hold nobody back any more; return them."""
-        taken = self._take(lambda _: True)
-        self._queues.clear()
-        self._not_before_ms = None
-        return taken
-
-    def _look_at(self, queue: _Queue) -> None:
-        due_ms = queue.due_ms
-        if self._not_before_ms is None or due_ms < self._not_before_ms:
-            self._not_before_ms = due_ms
-
-    def _take(self, is_wanted: Callable[[SingleTicket], bool]) -> list[SingleTicket]:
-        taken: list[SingleTicket] = []
-        for queue in self._queues.values():
-            left: deque[tuple[SingleTicket, int]] = deque()
-            for each in queue.waiting:
-                if is_wanted(each[0]):
-                    taken.append(each[0])
-                else:
-                    left.append(each)
-            queue.waiting = left
-        self.waiting_count -= len(taken)
-        return taken
-
-    def _next_of(self, queue: _Queue, now_ms: int) -> SingleTicket:
-        ticket, _ = queue.waiting.popleft()
-        self.waiting_count -= 1
-        queue.told_ms, queue.expected_ms = now_ms, now_ms + queue.patience_ms
-        return ticket
-
-
 class Following:
     """See the module's rules; the pipeline asks it."""
 
-    __slots__ = ("_admitted", "_session_id", "_sessions_max", "turns")
+    __slots__ = ("_admitted", "_session_id", "_sessions_max", "waiting")
 
     def __init__(self) -> None:
         self._admitted = Admitted()
-        self.turns = Turns()
+        self.waiting = LockQueues(expects_return=True)
         self._session_id = NO_SESSION  # in which authors may follow; none while there is none
         self._sessions_max = NO_SESSION
 
@@ -284,7 +172,7 @@ class Following:
 
     def gathers_until_ms(self, submitted_ms: int) -> int:
         """When what is gathered goes, though nothing is in flight any more."""
-        return submitted_ms + (GATHER_MS if self.turns.waiting_count else 0)
+        return submitted_ms + (GATHER_MS if self.waiting.waiting_count else 0)
 
     # --- what is admitted
 

@@ -11,7 +11,7 @@ from tests.unit.server.test_append import (
 )
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.server.append.outcomes import Reached
-from waltz_core.server.locking.contenders import (
+from waltz_core.server.locking.lock_queues import (
     HELD_MS_MAX,
     PATIENCE,
     PATIENCE_MS_MIN,

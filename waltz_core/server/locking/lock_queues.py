@@ -1,0 +1,194 @@
+"""Queues of writers that a contended lock has refused: they are notified one after the other.
+
+Under optimistic locking each writer that was refused tries again. If all writers that wait for one
+lock are notified at once, all of them send at once, one succeeds, and the others have worked for
+nothing. Notified in turn, each one meets few others.
+
+Rules:
+    1. Only final refusals wait here. Waiting changes when the writer receives its refusal, and
+       nothing else.
+    2. Single appends with exactly the same locks form a queue. The first in the queue is notified
+       when a transaction with these locks has landed or, among writers that follow what is in
+       flight (`following.py`), was admitted; and some time after the last one was notified.
+    3. No writer waits for longer than `HELD_MS_MAX`, nor beyond the end of the session.
+    4. The refusal names the last transaction of the queue's locks that has landed before.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias, TypeGuard
+
+from waltz_core.server.locking.lock_table import REFUSED
+from waltz_core.server.locking.tickets import (
+    SingleTicket,
+    Ticket,
+)
+from waltz_core.server.partition_events import ConnectionId
+from waltz_core.wire.messages import Reason
+
+HELD_MS_MAX: Final = 100
+# The next writer is notified after this many times as long as the last commit or answer took.
+PATIENCE: Final = 3
+PATIENCE_MS_MIN: Final = 2
+
+Key: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The writers that wait for some locks; the first is notified at `due_ms` at the latest."""
+
+    due_ms: int
+    patience_ms: int = PATIENCE_MS_MIN
+    notified_ms: int = 0
+    last_id: int = REFUSED  # the last transaction with these locks
+    waiting: deque[tuple[SingleTicket, int]] = field(default_factory=deque)  # at the latest at
+
+    @property
+    def next_ms(self) -> int:
+        """When the queue has something to do, if nothing lands or is admitted before."""
+        return min(self.due_ms, self.waiting[0][1]) if self.waiting else self.due_ms
+
+
+def is_contender(ticket: Ticket) -> TypeGuard[SingleTicket]:
+    """Whether a lock that it wants to write refused it; one that only reads does not wait."""
+    if not isinstance(ticket, SingleTicket) or ticket.reason is not Reason.LOCK:
+        return False
+    return bool(ticket.message.write_locks)
+
+
+class LockQueues:
+    """See the module's rules.
+
+    With `expects_return` a writer that was notified is expected back: until its queue is due, later
+    writers wait for it, also where no other one waits.
+    """
+
+    __slots__ = ("_expects_return", "_not_before_ms", "_queues", "waiting_count")
+
+    def __init__(self, *, expects_return: bool) -> None:
+        self._expects_return = expects_return
+        self._queues: dict[Key, _Queue] = {}
+        self.waiting_count = 0
+        # No queue has anything to do earlier. This may be too early, but not too late.
+        self._not_before_ms: int | None = None
+
+    @property
+    def due_ms(self) -> int | None:
+        """When `due` may have a writer to notify, if nothing lands or is admitted before."""
+        return self._not_before_ms
+
+    def refused(self, ticket: SingleTicket, now_ms: int) -> list[SingleTicket]:
+        """Let a writer wait; return the one to notify now, which is itself or none."""
+        queue = self._join(ticket, now_ms, due_ms=0)
+        if now_ms >= queue.due_ms:
+            return [self._first_of(queue, now_ms)]
+        self._note(queue)
+        return []
+
+    def admitted(self, ticket: SingleTicket, now_ms: int) -> list[SingleTicket]:
+        """Return the writer to notify of a transaction that was admitted."""
+        queue = self._queues.get(key_of(ticket))
+        if queue is None:
+            return []
+        queue.patience_ms = max(PATIENCE_MS_MIN, PATIENCE * (now_ms - queue.notified_ms))
+        if not queue.waiting:
+            queue.due_ms = now_ms
+            return []
+        return [self._first_of(queue, now_ms)]
+
+    def landed(
+        self,
+        landed: Iterable[Ticket],
+        refused: Iterable[SingleTicket],
+        *,
+        took_ms: int,
+        now_ms: int,
+    ) -> list[SingleTicket]:
+        """Return the writers to notify when a batch has landed, and refusals are final with it.
+
+        `refused` are those of the `landed` that may wait.
+        """
+        touched: dict[Key, _Queue] = {}
+        for ticket in refused:
+            queue = self._join(ticket, now_ms, due_ms=now_ms)
+            queue.last_id = max(queue.last_id, ticket.conflict)
+            touched[key_of(ticket)] = queue
+        if not self._queues:
+            return []
+        for each in landed:
+            if isinstance(each, SingleTicket) and each.transaction_id != REFUSED:
+                key = key_of(each)
+                if key in self._queues:
+                    touched[key] = self._queues[key]
+                    touched[key].last_id = max(touched[key].last_id, each.transaction_id)
+        notified: list[SingleTicket] = []
+        for queue in touched.values():
+            queue.patience_ms = max(PATIENCE_MS_MIN, PATIENCE * took_ms)
+            notified.append(self._first_of(queue, now_ms))
+        self._sweep(now_ms)
+        return notified
+
+    def due(self, now_ms: int) -> list[SingleTicket]:
+        """Return the writers whose time has come (rules 2 and 3)."""
+        if self._not_before_ms is None or self._not_before_ms > now_ms:
+            return []
+        notified: list[SingleTicket] = []
+        for queue in self._queues.values():
+            while queue.waiting and queue.next_ms <= now_ms:
+                notified.append(self._first_of(queue, now_ms))
+        self._sweep(now_ms)
+        return notified
+
+    def drop(self, connection: ConnectionId) -> list[SingleTicket]:
+        """Forget the writers of a closed connection; return them."""
+        dropped = self._take(lambda ticket: ticket.connection == connection)
+        self._sweep(0)
+        return dropped
+
+    def all(self) -> list[SingleTicket]:
+        """Let no writer wait any more; return them."""
+        taken = self._take(lambda _: True)
+        self._queues.clear()
+        self._not_before_ms = None
+        return taken
+
+    def _join(self, ticket: SingleTicket, now_ms: int, *, due_ms: int) -> _Queue:
+        queue = self._queues.setdefault(key_of(ticket), _Queue(due_ms))
+        queue.waiting.append((ticket, now_ms + HELD_MS_MAX))
+        self.waiting_count += 1
+        return queue
+
+    def _first_of(self, queue: _Queue, now_ms: int) -> SingleTicket:
+        ticket, _ = queue.waiting.popleft()
+        self.waiting_count -= 1
+        ticket.conflict = max(ticket.conflict, queue.last_id)  # rule 4
+        queue.notified_ms, queue.due_ms = now_ms, now_ms + queue.patience_ms
+        self._note(queue)
+        return ticket
+
+    def _note(self, queue: _Queue) -> None:
+        at_ms = queue.next_ms
+        if self._not_before_ms is None or at_ms < self._not_before_ms:
+            self._not_before_ms = at_ms
+
+    def _sweep(self, now_ms: int) -> None:
+        """Remove queues without a use, and find when the others have something to do."""
+        for key, queue in list(self._queues.items()):
+            if not queue.waiting and not (self._expects_return and queue.due_ms > now_ms):
+                del self._queues[key]
+        self._not_before_ms = min((each.next_ms for each in self._queues.values()), default=None)
+
+    def _take(self, wanted: Callable[[SingleTicket], bool]) -> list[SingleTicket]:
+        taken: list[SingleTicket] = []
+        for queue in self._queues.values():
+            taken += [ticket for ticket, _ in queue.waiting if wanted(ticket)]
+            queue.waiting = deque(each for each in queue.waiting if not wanted(each[0]))
+        self.waiting_count -= len(taken)
+        return taken
+
+
+def key_of(ticket: SingleTicket) -> Key:
+    """Return what the writers of one queue have in common: exactly the same locks."""
+    return tuple(sorted(ticket.message.write_locks)), tuple(sorted(ticket.message.read_locks))
