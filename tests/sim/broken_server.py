@@ -173,13 +173,13 @@ def loss_told_before_settled() -> Patches:
         original(self, event, out)
         pipeline = self.pipeline
         outcomes = []
-        for flight in pipeline._flights:
+        pipeline._flights.gathered = None
+        for flight in pipeline._flights.pop_lost()[0]:
             for ticket in flight.tickets:
                 if ticket.settle(pipeline.high_water_mark):
                     pipeline._mounts.lapse(ticket.req_id.client_id)
                 pipeline._landed(ticket, outcomes)
             outcomes.extend(Reached(token) for token in flight.waiting)
-        pipeline._forget_flights()
         self._route(outcomes, out)
 
     yield instead(Partition, "_session_closed", _session_closed)
@@ -269,7 +269,7 @@ def cache_filled_at_submission() -> Patches:
     def _route(self, outcomes, out):
         for outcome in outcomes:
             if isinstance(outcome, pipeline.SubmitBatch):
-                flight = self.pipeline._flights[-1]
+                flight = [*self.pipeline._flights][-1]
                 self.reads.remember(flight.entry, flight.batch)
             if not isinstance(outcome, pipeline.BatchCommitted):
                 original(self, [outcome], out)
@@ -287,7 +287,7 @@ def feed_reaches_what_is_in_flight() -> Patches:
         original(self, outcomes, out)
         for outcome in outcomes:
             if isinstance(outcome, pipeline.SubmitBatch):
-                flight = self.pipeline._flights[-1] if self.pipeline._flights else None
+                flight = next(reversed([*self.pipeline._flights]), None)
                 if flight is not None and flight.batch is outcome.batch:
                     self.reads.remember(flight.entry, flight.batch)
                     self.reads.advanced(flight.entry.last)

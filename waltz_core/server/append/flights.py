@@ -1,17 +1,31 @@
-"""What the append pipeline has given ids to, until that is final: drafts, and batches in flight.
+"""What the append pipeline has given IDs to and is not final: drafts, and batches in flight.
 
-These are the two shapes of what lies between judgement and outcome, and the pipeline's rules about
-them are easier to read without their fields.
+Rules:
+    1. IDs are consecutive from the high-water mark on: first those of the batches in flight, oldest
+       first, then those of the draft that is gathered.
+    2. What a session leaves in flight stays until the next session knows which of it is in the log.
 """
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 from waltz_core.records.batches import EncodedBatch
 from waltz_core.records.lock_blocks import TOLD_APART_MAX
-from waltz_core.records.record import LineageEntry
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    Chain,
+    LineageEntry,
+    SessionId,
+    TransactionId,
+    next_chain,
+)
 from waltz_core.replication.session_events import Batch
 from waltz_core.server.append.outcomes import Outcome
+from waltz_core.server.append.pace import Pace
+from waltz_core.server.locking.single_records import joined
 from waltz_core.server.locking.tickets import Ticket
 
 # From the right place on it takes each byte from a number; a loop would take long for many locks.
@@ -64,3 +78,117 @@ class Draft:
             rows.translate(_FROM_255_DOWN[255 - (last - part.first) :][:256])
             for part, rows in zip(self.parts, self.writers, strict=True)
         )
+
+
+class Flights:
+    """The batches in flight of one partition, and the draft that is gathered meanwhile."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._flights: deque[Flight] = deque()
+        self.gathered: Draft | None = None  # admitted, not submitted yet
+        self.submitted_bytes = 0
+        self._large_count = 0
+        self.next_id = TransactionId(0)
+        self._submitted = BEFORE_FIRST
+        self.submitted_ms = 0  # when the last batch was
+        self._chain: Chain = GENESIS_CHAIN
+        self._stamp_ms = 0
+
+    def __len__(self) -> int:
+        """Return how many batches are in flight."""
+        return len(self._flights)
+
+    def __iter__(self) -> Iterator[Flight]:
+        """Yield the batches in flight, oldest first."""
+        return iter(self._flights)
+
+    @property
+    def size_bytes(self) -> int:
+        """What has IDs and is not final."""
+        gathered = self.gathered
+        return self.submitted_bytes + (gathered.size_bytes if gathered is not None else 0)
+
+    @property
+    def gathered_count(self) -> int:
+        """How many IDs were given to what is not submitted yet."""
+        return self.next_id - 1 - self._submitted if self.gathered is not None else 0
+
+    @property
+    def last(self) -> Flight | Draft | None:
+        """The one with the highest IDs."""
+        return self.gathered or (self._flights[-1] if self._flights else None)
+
+    # ---- the store session
+
+    def pop_settled(self, last: TransactionId) -> Iterator[Flight]:
+        """Yield and remove the batches of an earlier session that are in the log (rule 2)."""
+        while self._flights and self._flights[0].entry.last <= last:
+            yield self._flights.popleft()
+
+    def pop_lost(self) -> tuple[list[Flight | Draft], TransactionId]:
+        """Remove what is left; return it, and the last ID that was submitted."""
+        lost: list[Flight | Draft] = [*self._flights]
+        if self.gathered is not None:
+            lost.append(self.gathered)
+        self._flights.clear()
+        self.gathered = None
+        self.stop()
+        self.submitted_bytes = 0
+        return lost, self._submitted
+
+    def begin(self, high_water_mark: TransactionId, chain: Chain, stamp_ms: int) -> None:
+        """Give IDs after this mark; the log's last commit stamp is `stamp_ms`."""
+        assert not self._flights
+        self._chain, self.next_id = chain, TransactionId(high_water_mark + 1)
+        self._submitted = high_water_mark
+        self._stamp_ms = max(self._stamp_ms, stamp_ms)
+
+    def stop(self) -> None:
+        """Nothing will land in this session: other partitions' large batches need not wait."""
+        self._pace.forgotten(self._large_count)
+        self._large_count = 0
+
+    # ---- batches
+
+    def submit(
+        self, draft: Draft, session_id: SessionId, *, now_ms: int, wall_ms: int
+    ) -> Batch | None:
+        """Make a batch of what a draft has admitted, if it has, and count it as in flight."""
+        if not draft.parts:
+            if draft.tickets:
+                # Refused for an ID in flight, so there is a batch; its landing ends all doubt.
+                self._flights[-1].tickets.extend(draft.tickets)
+            return None
+        part = joined(draft.parts)
+        self._stamp_ms = max(self._stamp_ms, wall_ms)
+        batch = Batch(*part, self._stamp_ms, b"".join(draft.locks), draft.behind())
+        first, last = batch.first, batch.last
+        self._chain = next_chain(self._chain, first, last, session_id, batch.record_crcs)
+        entry = LineageEntry(first, last, session_id, self._stamp_ms, self._chain)
+        assert last + 1 == self.next_id
+        self._submitted, self.submitted_ms = last, now_ms
+        self._flights.append(
+            Flight(entry, batch, now_ms, draft.tickets, draft.is_large, draft.waiting)
+        )
+        self.submitted_bytes += len(batch.records)
+        if draft.is_large:
+            self._large_count += 1
+            self._pace.started(draft.tickets[0].connection, now_ms)
+        return batch
+
+    def pop_landed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[Flight]:
+        """Remove and return the batches that are committed up to an ID, where the chain is this."""
+        landed: list[Flight] = []
+        while self._flights and self._flights[0].entry.last <= last:
+            flight = self._flights.popleft()
+            self.submitted_bytes -= len(flight.batch.records)
+            if flight.is_large:
+                self._large_count -= 1
+                self._pace.landed(flight.submitted_ms, now_ms)
+            elif flight.tickets:
+                self._pace.small_landed(flight.tickets[0].received_ms, now_ms)
+            assert flight.entry.last < last or flight.entry.chain == chain
+            landed.append(flight)
+        assert self.submitted_bytes >= 0
+        return landed

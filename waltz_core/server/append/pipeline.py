@@ -29,7 +29,6 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
        or, while other authors wait to be told, `GATHER_MS` after the batch before it.
 """
 
-from collections import deque
 from collections.abc import Iterable
 from typing import TypeGuard
 
@@ -38,24 +37,21 @@ from waltz_core.machine import earliest
 from waltz_core.records.lock_blocks import LogEnd
 from waltz_core.records.record import (
     BEFORE_FIRST,
-    GENESIS_CHAIN,
     NO_SESSION,
     TRANSACTION_BYTES_MAX,
     Chain,
     Generation,
-    LineageEntry,
     PartitionId,
     TransactionId,
-    next_chain,
 )
 from waltz_core.replication.session_events import (
-    Batch,
     SessionOpened,
 )
 from waltz_core.server.append.endings import Endings
 from waltz_core.server.append.flights import (
     Draft,
     Flight,
+    Flights,
 )
 from waltz_core.server.append.lanes import Lanes
 from waltz_core.server.append.mounts import Mounts
@@ -78,7 +74,6 @@ from waltz_core.server.locking.judging import (
 from waltz_core.server.locking.lock_queues import LockQueues, is_contender
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.refill import Refill
-from waltz_core.server.locking.single_records import joined
 from waltz_core.server.locking.tickets import (
     BatchTicket,
     Figures,
@@ -106,10 +101,7 @@ class AppendPipeline:
         self._following = Following()
         self.figures = Figures()
         self._endings = Endings(mounts, self.figures)
-        self._flights: deque[Flight] = deque()
-        self._gathered: Draft | None = None  # admitted, not submitted yet (rule 10)
-        self._in_flight_bytes = 0
-        self._large_in_flight = 0
+        self._flights = Flights(pace)
         self._table: LockTable | None = None
         self._is_open = False
         self._loss = Reason.LOST
@@ -117,10 +109,6 @@ class AppendPipeline:
         self._session_id = NO_SESSION
         self._generation = Generation(-1)
         self._high_water_mark = BEFORE_FIRST
-        self._next_id = TransactionId(0)
-        self._submitted, self._submitted_ms = BEFORE_FIRST, 0
-        self._chain: Chain = GENESIS_CHAIN
-        self._stamp_ms = 0
         self.refill = Refill(partition_id, limits)
         self.proved_ms: int | None = None
 
@@ -140,13 +128,12 @@ class AppendPipeline:
     @property
     def in_flight_bytes(self) -> int:
         """What was admitted and is not final."""
-        gathered = self._gathered
-        return self._in_flight_bytes + (gathered.size_bytes if gathered is not None else 0)
+        return self._flights.size_bytes
 
     @property
     def gathered_count(self) -> int:
         """How many ids were given to what is not submitted yet (rule 10)."""
-        return self._next_id - 1 - self._submitted if self._gathered is not None else 0
+        return self._flights.gathered_count
 
     def turn_at_ms(self, now_ms: int) -> int | None:
         """When `turn` will do something, if nothing lands before; None while it waits for that."""
@@ -157,9 +144,10 @@ class AppendPipeline:
 
     def _gathered_at_ms(self, now_ms: int) -> int | None:
         """Return when what is gathered goes, if nothing lands before (rule 10)."""
-        if self._gathered is None or not self._is_open or self._flights:
+        flights = self._flights
+        if flights.gathered is None or not self._is_open or len(flights):
             return None
-        return now_ms if self._is_held else self._following.gathers_until_ms(self._submitted_ms)
+        return now_ms if self._is_held else self._following.gathers_until_ms(flights.submitted_ms)
 
     def wants_turn(self, now_ms: int) -> bool:
         """Whether `turn` would do something now."""
@@ -191,20 +179,16 @@ class AppendPipeline:
         self._session_id, self._generation = opened.session_id, opened.generation
         self._endings.session_id = opened.session_id
         self._endings.high_water_mark = opened.high_water_mark
-        self._stamp_ms = max(self._stamp_ms, stamp_ms)
-        while self._flights and self._flights[0].entry.last <= last:
-            self._land(self._flights.popleft(), out, now_ms=None, is_ours=unbroken)
-        lost: list[Flight | Draft] = [*self._flights]
-        lost += [] if self._gathered is None else [self._gathered]
+        for flight in self._flights.pop_settled(last):
+            self._land(flight, out, now_ms=None, is_ours=unbroken)
+        lost, submitted = self._flights.pop_lost()
         for each in lost:
             for ticket in each.tickets:
-                if ticket.settle(min(last, self._submitted), self._loss):
+                if ticket.settle(min(last, submitted), self._loss):
                     self._mounts.lapse(ticket.req_id.client_id)
                 self._landed(ticket, out)
             out.extend(Reached(token) for token in each.waiting)
-        self._forget_flights()
-        self._chain, self._next_id = opened.chain, TransactionId(opened.high_water_mark + 1)
-        self._submitted = opened.high_water_mark
+        self._flights.begin(opened.high_water_mark, opened.chain, stamp_ms)
         if self._table is None:
             self._table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
         elif unbroken:
@@ -221,25 +205,16 @@ class AppendPipeline:
     def committed(self, last: TransactionId, chain: Chain, *, now_ms: int) -> list[Outcome]:
         """The high-water mark has moved to `last`, where the log's chain is `chain`."""
         assert self._is_open
-        assert self._high_water_mark <= last < self._next_id
+        assert self._high_water_mark <= last < self._flights.next_id
         self._high_water_mark = self._endings.high_water_mark = last
         assert self._table is not None
         self._table.landed(last)
         out: list[Outcome] = []
-        while self._flights and self._flights[0].entry.last <= last:
-            flight = self._flights.popleft()
-            self._in_flight_bytes -= len(flight.batch.records)
-            if flight.is_large:
-                self._large_in_flight -= 1
-                self._pace.landed(flight.submitted_ms, now_ms)
-            elif flight.tickets:
-                self._pace.small_landed(flight.tickets[0].received_ms, now_ms)
+        for flight in self._flights.pop_landed(last, chain, now_ms):
             self.proved_ms = flight.submitted_ms
             if flight.tickets:
                 self.figures.took_ms.append(now_ms - flight.tickets[0].received_ms)
-            assert flight.entry.last < last or flight.entry.chain == chain
             self._land(flight, out, now_ms=now_ms)
-        assert self._in_flight_bytes >= 0
         return out
 
     def hold(self) -> None:
@@ -254,9 +229,7 @@ class AppendPipeline:
         self._is_open = False
         self.refill.stop()
         self._loss = loss
-        # Nothing of it will land; other partitions' large batches need not wait for the next one.
-        self._pace.forgotten(self._large_in_flight)
-        self._large_in_flight = 0
+        self._flights.stop()
         self._following.closed()
         # What is final is told now: the next session may be long in coming.
         return self._endings.tell(self._contenders.all()) + self._told_to_follow(
@@ -272,22 +245,18 @@ class AppendPipeline:
         queued: list[Ticket] = []
         # By identity: a batch may be in several flights, and what is left of it in its lane.
         doubtful: dict[int, Ticket] = {}
-        for flight in self._flights:
-            doubtful.update((id(ticket), ticket) for ticket in flight.tickets)
-            out.extend(Reached(token) for token in flight.waiting)
-        if self._gathered is not None:
-            for ticket in self._gathered.tickets:
-                if isinstance(ticket, SingleTicket):
+        for each in self._flights.pop_lost()[0]:
+            for ticket in each.tickets:
+                if isinstance(each, Draft) and isinstance(ticket, SingleTicket):
                     queued.append(ticket)  # It was not submitted.
                 else:
                     doubtful[id(ticket)] = ticket
-            out.extend(Reached(token) for token in self._gathered.waiting)
+            out.extend(Reached(token) for token in each.waiting)
         for ticket in self._lanes.drop_all():
             if isinstance(ticket, BatchTicket) and ticket.judged_count:
                 doubtful[id(ticket)] = ticket
             else:
                 queued.append(ticket)
-        self._forget_flights()
         # They are not in the log either.
         queued += [*self._contenders.all(), *self._following.waiting.all()]
         out += self._endings.abandon()
@@ -337,7 +306,7 @@ class AppendPipeline:
 
     def barrier(self, token: int) -> list[Outcome]:
         """Give `Reached` when everything that is in flight now is final (a mount's wait)."""
-        last = self._gathered or (self._flights[-1] if self._flights else None)
+        last = self._flights.last
         if last is None:
             return [Reached(token)]
         last.waiting.append(token)
@@ -356,10 +325,25 @@ class AppendPipeline:
 
     def turn(self, *, now_ms: int, wall_ms: int) -> list[Outcome]:
         """Take about one slice of what waits, judge it, and submit it as one batch (rule 5)."""
-        draft, self._gathered = self._gathered or Draft(), None
+        flights = self._flights
+        draft, flights.gathered = flights.gathered or Draft(), None
         draft.out = [*self.refill.turn(now_ms)]
         draft.out += self._endings.tell(self._contenders.due(now_ms))
         draft.out += self._told_to_follow(self._following.waiting.due(now_ms))
+        self._take_slice(draft, now_ms)
+        if draft.parts and self._may_gather(draft, now_ms):
+            flights.gathered = draft
+            draft.out, out = [], draft.out
+            return out
+        batch = flights.submit(draft, self._session_id, now_ms=now_ms, wall_ms=wall_ms)
+        if batch is not None:
+            self.figures.batches += 1
+            self.figures.accepted += batch.last - batch.first + 1
+            draft.out.append(SubmitBatch(batch))
+        return draft.out
+
+    def _take_slice(self, draft: Draft, now_ms: int) -> None:
+        """Take requests from their lanes and judge them, until it is about a slice."""
         group: list[SingleTicket] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
         while bytes_left > 0 and rows_left > 0:
@@ -373,16 +357,8 @@ class AppendPipeline:
             if not ticket.is_large:
                 self._pace.small(ticket.connection, now_ms)
             if isinstance(ticket, SingleTicket):
-                self._lanes.take(with_large=ticket.is_large)
                 rows_left -= 1
-                if self._may_enter(ticket, draft.out):
-                    ticket.session_id = self._session_id
-                    if ticket.follows:
-                        self._judge_group(group, draft)
-                        group = []
-                        self._judge_follower(ticket, draft, now_ms)
-                    else:
-                        group.append(ticket)
+                group = self._take_single(ticket, group, draft, now_ms)
             else:
                 self._judge_group(group, draft)
                 group = []
@@ -391,12 +367,21 @@ class AppendPipeline:
                 draft.is_large = draft.is_urgent = True
                 break
         self._judge_group(group, draft)
-        if draft.parts and self._may_gather(draft, now_ms):
-            draft.out, out = [], draft.out
-            self._gathered = draft
-            return out
-        self._submit(draft, now_ms, wall_ms)
-        return draft.out
+
+    def _take_single(
+        self, ticket: SingleTicket, group: list[SingleTicket], draft: Draft, now_ms: int
+    ) -> list[SingleTicket]:
+        """Take a single append from its lane; return the group that is judged together next."""
+        self._lanes.take(with_large=ticket.is_large)
+        if not self._may_enter(ticket, draft.out):
+            return group
+        ticket.session_id = self._session_id
+        if not ticket.follows:
+            group.append(ticket)
+            return group
+        self._judge_group(group, draft)
+        self._judge_follower(ticket, draft, now_ms)
+        return []
 
     def _may_gather(self, draft: Draft, now_ms: int) -> bool:
         """Rule 10; in a session that has closed nothing is submitted at all."""
@@ -404,9 +389,9 @@ class AppendPipeline:
             return True
         if draft.is_urgent or draft.size_bytes >= self._limits.slice_bytes_max:
             return False
-        if self._flights:
+        if len(self._flights):
             return True
-        until_ms = self._following.gathers_until_ms(self._submitted_ms)
+        until_ms = self._following.gathers_until_ms(self._flights.submitted_ms)
         return now_ms < until_ms and not self._is_held and not draft.waiting
 
     def _next(self, now_ms: int) -> tuple[Ticket | None, int | None]:
@@ -420,13 +405,13 @@ class AppendPipeline:
             return None, None
         bytes_max, at_ms = self._limits.in_flight_bytes_max, None
         if head.is_large:
-            if self._in_flight_bytes < bytes_max:
+            if self._flights.submitted_bytes < bytes_max:
                 at_ms = self._pace.large_at_ms(now_ms)
                 if at_ms == now_ms:
                     return head, now_ms
             head = self._lanes.peek(with_large=False)
         # What is small does not wait for the large to land, within reason.
-        if head is not None and self._in_flight_bytes < 2 * bytes_max:
+        if head is not None and self._flights.submitted_bytes < 2 * bytes_max:
             return head, now_ms
         return None, at_ms
 
@@ -467,7 +452,7 @@ class AppendPipeline:
         assert self._table is not None
         message = ticket.message
         assert isinstance(message, AppendFollowing)
-        last = TransactionId(self._next_id - 1)
+        last = TransactionId(self._flights.next_id - 1)
         self._following.begin(last)
         has_seen = message.session_id != NO_SESSION
         if has_seen and not self._following.holds(message, last):
@@ -475,7 +460,7 @@ class AppendPipeline:
             self._endings.finish(ticket, draft.out)
             return
         mark = last if has_seen else self._high_water_mark
-        piece = judge_singles([ticket], self._table, Place(mark, self._next_id))
+        piece = judge_singles([ticket], self._table, Place(mark, self._flights.next_id))
         if ticket.reason is Reason.LOCK and self._following.may_tell(ticket):
             told = self._following.waiting.refused(ticket, now_ms)
             draft.out += self._told_to_follow(told)
@@ -488,16 +473,16 @@ class AppendPipeline:
             draft.out += self._told_to_follow(told)
 
     def _told_to_follow(self, refused: Iterable[SingleTicket]) -> list[Outcome]:
-        return self._endings.tell_followers(refused, self._following, self._next_id)
+        return self._endings.tell_followers(refused, self._following, self._flights.next_id)
 
     @property
     def _place(self) -> Place:
-        return Place(self._high_water_mark, self._next_id)
+        return Place(self._high_water_mark, self._flights.next_id)
 
     def _add(self, piece: Piece, draft: Draft) -> None:
         if piece.part is not None:
             draft.add(piece.part, piece.locks, piece.writers)
-            self._next_id = TransactionId(piece.part.last + 1)
+            self._flights.next_id = TransactionId(piece.part.last + 1)
             self._following.added(piece)
         for ticket in piece.doubtful:
             if isinstance(ticket, BatchTicket):
@@ -505,31 +490,6 @@ class AppendPipeline:
             draft.tickets.append(ticket)
         for ticket in piece.refused:
             self._endings.finish_if_final(ticket, draft.out)
-
-    def _submit(self, draft: Draft, now_ms: int, wall_ms: int) -> None:
-        if not draft.parts:
-            if draft.tickets:
-                # Refused for an id in flight, so there is a flight; its landing ends all doubt.
-                self._flights[-1].tickets.extend(draft.tickets)
-            return
-        part = joined(draft.parts)
-        self._stamp_ms = max(self._stamp_ms, wall_ms)
-        batch = Batch(*part, self._stamp_ms, b"".join(draft.locks), draft.behind())
-        self._chain = next_chain(
-            self._chain, batch.first, batch.last, self._session_id, batch.record_crcs
-        )
-        entry = LineageEntry(batch.first, batch.last, self._session_id, self._stamp_ms, self._chain)
-        assert batch.last + 1 == self._next_id
-        self._submitted, self._submitted_ms = batch.last, now_ms
-        flight = Flight(entry, batch, now_ms, draft.tickets, draft.is_large, draft.waiting)
-        self._flights.append(flight)
-        self._in_flight_bytes += len(batch.records)
-        if draft.is_large:
-            self._large_in_flight += 1
-            self._pace.started(draft.tickets[0].connection, now_ms)
-        self.figures.batches += 1
-        self.figures.accepted += batch.last - batch.first + 1
-        draft.out.append(SubmitBatch(batch))
 
     # -----------------------------------------------------------------------------------------
     # checks
@@ -573,12 +533,6 @@ class AppendPipeline:
 
     # -----------------------------------------------------------------------------------------
     # endings
-
-    def _forget_flights(self) -> None:
-        self._pace.forgotten(self._large_in_flight)
-        self._flights.clear()
-        self._gathered = None
-        self._in_flight_bytes = self._large_in_flight = 0
 
     def _land(
         self, flight: Flight, out: list[Outcome], *, now_ms: int | None, is_ours: bool = True
