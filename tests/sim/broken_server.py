@@ -169,8 +169,8 @@ def loss_told_before_settled() -> Patches:
     """When a session is lost, what it had in flight is told LOST at once."""
     original = Partition._session_closed
 
-    def _session_closed(self, event, out):
-        original(self, event, out)
+    def _session_closed(self, event):
+        original(self, event)
         pipeline = self.pipeline
         outcomes = []
         pipeline._flights.gathered = None
@@ -180,7 +180,7 @@ def loss_told_before_settled() -> Patches:
                     pipeline._mounts.lapse(ticket.req_id.client_id)
                 pipeline._landed(ticket, outcomes)
             outcomes.extend(Reached(token) for token in flight.waiting)
-        self._route(outcomes, out)
+        self._route(outcomes)
 
     yield instead(Partition, "_session_closed", _session_closed)
 
@@ -266,13 +266,13 @@ def cache_filled_at_submission() -> Patches:
     """What is in flight can be read from the caches, and stays in them when it is lost."""
     original = Partition._route
 
-    def _route(self, outcomes, out):
+    def _route(self, outcomes):
         for outcome in outcomes:
             if isinstance(outcome, pipeline.SubmitBatch):
                 flight = [*self.pipeline._flights][-1]
                 self.reads.remember(flight.entry, flight.batch)
             if not isinstance(outcome, pipeline.BatchCommitted):
-                original(self, [outcome], out)
+                original(self, [outcome])
 
     yield instead(Partition, "_route", _route)
     yield instead(Reads, "forget_all", nothing)
@@ -283,8 +283,8 @@ def feed_reaches_what_is_in_flight() -> Patches:
     """The feed goes up to the last transaction submitted."""
     original = Partition._route
 
-    def _route(self, outcomes, out):
-        original(self, outcomes, out)
+    def _route(self, outcomes):
+        original(self, outcomes)
         for outcome in outcomes:
             if isinstance(outcome, pipeline.SubmitBatch):
                 flight = next(reversed([*self.pipeline._flights]), None)

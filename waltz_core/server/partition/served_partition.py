@@ -120,6 +120,7 @@ class Partition:
         self._tokens = count(1)
         self._now_ms = 0
         self._wall_ms = 0
+        self._out: list[Effect] = []  # the effects of the present step
         self.session_changes = 0
 
     # -----------------------------------------------------------------------------------------
@@ -179,102 +180,102 @@ class Partition:
     def step(self, event: Event, now_ms: int) -> Sequence[Effect]:
         """Take one event in; `now_ms` is monotonic."""
         self._now_ms = now_ms
-        out: list[Effect] = []
         match event:
             case Received():
                 self._wall_ms = max(self._wall_ms, event.wall_ms)
-                self._receive(event, out)
+                self._receive(event)
             case Closed():
-                self._close(event.connection, out)
+                self._close(event.connection)
             case Congested():
                 self.feed.congested(event.connection)
             case Drained():
                 self.feed.drained(event.connection)
             case Fetched() | FetchFailed():
-                self._fetched(event, out)
+                self._fetched(event)
             case Wakeup():
-                self._wake(out)
+                self._wake()
             case replication.Own():
-                self._own(event, out)
+                self._own(event)
             case replication.Disown():
-                self._drive(event, out)
-                self._give_up("the partition has moved to another server", out)
+                self._drive(event)
+                self._give_up("the partition has moved to another server")
             case _:
-                self._drive(event, out)
+                self._drive(event)
+        out, self._out = self._out, []
         return out
 
-    def _wake(self, out: list[Effect]) -> None:
+    def _wake(self) -> None:
         store_at_ms = self._store.wake_at_ms
         if store_at_ms is not None and store_at_ms <= self._now_ms:
-            self._drive(Wakeup(), out)
+            self._drive(Wakeup())
         while self._until_open and self._until_open[0][0] <= self._now_ms:
             _, question = self._until_open.popleft()
             error = errors.Unavailable(
                 f"{self._place} has no store session for {self._limits.open_wait_ms} ms"
             )
-            out.append(answers.refuse(question, error))
-        self._route_reads(self.reads.wake(self._now_ms), out)
+            self._out.append(answers.refuse(question, error))
+        self._route_reads(self.reads.wake(self._now_ms))
         if self.pipeline.wants_turn(self._now_ms):
-            self._route(self.pipeline.turn(now_ms=self._now_ms, wall_ms=self._wall_ms), out)
-        self._feed_turn(out)
+            self._route(self.pipeline.turn(now_ms=self._now_ms, wall_ms=self._wall_ms))
+        self._feed_turn()
 
-    def _fetched(self, event: Fetched | FetchFailed, out: list[Effect]) -> None:
+    def _fetched(self, event: Fetched | FetchFailed) -> None:
         if isinstance(event, FetchFailed):
-            out += self.pipeline.refill.failed(event.token, self._now_ms)
-            self._route_reads(self.reads.failed(event.token, event.reason, self._now_ms), out)
+            self._out += self.pipeline.refill.failed(event.token, self._now_ms)
+            self._route_reads(self.reads.failed(event.token, event.reason, self._now_ms))
         elif isinstance(event.message, messages.LockBlocks):
             self.pipeline.refill.fetched(event.token, event.message)
         else:
-            self._route_reads(self.reads.fetched(event.token, event.message, self._now_ms), out)
+            self._route_reads(self.reads.fetched(event.token, event.message, self._now_ms))
 
     # -----------------------------------------------------------------------------------------
     # clients
 
-    def _receive(self, event: Received, out: list[Effect]) -> None:
+    def _receive(self, event: Received) -> None:
         message = event.message
         if not self._is_owned:
-            out.append(answers.not_owned(event, self._place))
+            self._out.append(answers.not_owned(event, self._place))
         elif isinstance(message, messages.AppendRequest | messages.AppendBatch):
             received = self.pipeline.receive(
                 event.connection, message, cost_bytes=event.cost_bytes, now_ms=self._now_ms
             )
-            self._route(received, out)
+            self._route(received)
         elif isinstance(message, messages.FlushRequest):
             token = next(self._tokens)
             self._flushing[token] = event
-            self._route(self.pipeline.flush(token), out)
+            self._route(self.pipeline.flush(token))
         elif self._is_open:
-            self._answer(event, out)
+            self._answer(event)
         else:
             self._wait_for_session(event)
 
     def _wait_for_session(self, event: Received) -> None:
         self._until_open.append((self._now_ms + self._limits.open_wait_ms, event))
 
-    def _answer(self, event: Received, out: list[Effect], *, is_proved: bool = False) -> None:
+    def _answer(self, event: Received, *, is_proved: bool = False) -> None:
         assert self._is_open
         message = event.message
         if claim_of(message) > self._high_water_mark and not is_proved:
-            self._prove(event, out)
+            self._prove(event)
             return
         match message:
             case messages.MountRequest() | messages.MountWriter():
-                self._mount(event, out)
+                self._mount(event)
             case messages.FeedRequest():
-                self._grant(event, message, out)
+                self._grant(event, message)
             case messages.HighWaterMarkRequest():
-                self._tell_mark(event, out)
+                self._tell_mark(event)
             case messages.ReplicasRequest():
-                self._tell_mark(event, out, always=message.linearizable)
+                self._tell_mark(event, always=message.linearizable)
             case messages.RangeRequest():
-                self._route_reads(self.reads.range(event, message), out)
+                self._route_reads(self.reads.range(event, message))
             case messages.TransactionDataRequest():
-                self._route_reads(self.reads.data(event, message), out)
+                self._route_reads(self.reads.data(event, message))
             case _:
                 fault = f"{type(message).__name__} is no request to a partition"
-                out.append(answers.refuse(event, errors.BadRequest(fault)))
+                self._out.append(answers.refuse(event, errors.BadRequest(fault)))
 
-    def _close(self, connection: ConnectionId, out: list[Effect]) -> None:
+    def _close(self, connection: ConnectionId) -> None:
         self._mounts.close(connection)
         self.feed.close(connection)
         self._until_open = deque(
@@ -284,42 +285,42 @@ class Partition:
         )
         # Appends go on, unanswered: a flush on another connection may wait for them.
         self._proofs.drop(lambda each: isinstance(each, Received) and each.connection == connection)
-        self._route(self.pipeline.close(connection), out)
+        self._route(self.pipeline.close(connection))
 
     # -----------------------------------------------------------------------------------------
     # mounts
 
-    def _mount(self, event: Received, out: list[Effect]) -> None:
+    def _mount(self, event: Received) -> None:
         message, connection = event.message, event.connection
         assert isinstance(message, messages.MountRequest | messages.MountWriter)
         req_id = message.req_id
         fault = self._mounts.fault(message, connection, self._place)
         if fault is not None:
-            out.append(answers.refuse_mount(event, fault))
+            self._out.append(answers.refuse_mount(event, fault))
             return
         # Of this client nothing older goes on, not even a mount on the same connection.
         older = self.feed.drop_client(req_id.client_id)
         for token, mounting in list(self._mounting.items()):
             if mounting.question.message.req_id.client_id == req_id.client_id:
                 older.append(self._mounting.pop(token).question)
-        out.extend(answers.superseded(question) for question in older)
+        self._out.extend(answers.superseded(question) for question in older)
         self._mounts.begin(req_id.client_id, connection, message.connection_sequence)
         token = next(self._tokens)
         wants_feed = not isinstance(message, messages.MountWriter) or message.wants_feed
         self._mounting[token] = _Mounting(event, wants_feed)
-        self._route(self.pipeline.barrier(token), out)
+        self._route(self.pipeline.barrier(token))
 
-    def _drained(self, token: int, out: list[Effect]) -> None:
+    def _drained(self, token: int) -> None:
         """Everything older is final (rule 3 b)."""
         mounting = self._mounting.pop(token)
         event = mounting.question
         message = event.message
         assert isinstance(message, messages.MountRequest | messages.MountWriter)
-        if self._is_outdated(event, out):
+        if self._is_outdated(event):
             return
         mark = mark_of(message)
         if not mounting.wants_feed:
-            self._mounted(event, out)
+            self._mounted(event)
             return
         self.feed.mount(
             event,
@@ -327,62 +328,64 @@ class Partition:
             until=self._high_water_mark,
         )
 
-    def _mount_reached(self, event: Received, out: list[Effect]) -> None:
+    def _mount_reached(self, event: Received) -> None:
         """The feed has come to the mark (rule 3 c); the session may be gone meanwhile (a)."""
         if not self._is_open:
             self._wait_for_session(event)
-        elif not self._is_outdated(event, out):
-            self._mounted(event, out)
+        elif not self._is_outdated(event):
+            self._mounted(event)
 
-    def _is_outdated(self, event: Received, out: list[Effect]) -> bool:
+    def _is_outdated(self, event: Received) -> bool:
         """Whether a mount has ended while it waited: its generation has, or its connection."""
         req_id = event.message.req_id
         if self._mounts.is_current(req_id.client_id, event.connection):
             return False
         if req_id.generation != self._generation:
             fault = f"{self._place}: asked for in generation {req_id.generation}, which has ended"
-            out.append(answers.refuse_mount(event, errors.GenerationMismatch(fault)))
+            self._out.append(answers.refuse_mount(event, errors.GenerationMismatch(fault)))
         return True
 
-    def _mounted(self, event: Received, out: list[Effect]) -> None:
+    def _mounted(self, event: Received) -> None:
         self._mounts.finish(event.message.req_id.client_id, event.connection)
-        out.append(answers.mounted(event, self._high_water_mark, self._session_id, self._limits))
+        self._out.append(
+            answers.mounted(event, self._high_water_mark, self._session_id, self._limits)
+        )
 
-    def _grant(self, event: Received, message: messages.FeedRequest, out: list[Effect]) -> None:
+    def _grant(self, event: Received, message: messages.FeedRequest) -> None:
         fault = self.feed.take(event, message.client_high_water_mark, self._place)
         if fault is not None:
-            out.append(answers.refuse(event, fault))
+            self._out.append(answers.refuse(event, fault))
 
-    def _feed_turn(self, out: list[Effect]) -> None:
+    def _feed_turn(self) -> None:
         if self.feed.wants_turn:
-            self._route_feed(self.feed.turn(), out)
+            self._route_feed(self.feed.turn())
 
     # -----------------------------------------------------------------------------------------
     # marks
 
-    def _tell_mark(self, event: Received, out: list[Effect], *, always: bool = False) -> None:
+    def _tell_mark(self, event: Received, *, always: bool = False) -> None:
         """Answer with the mark, after a proof when the last one is too old (rule 4)."""
         if not always and self._proofs.is_fresh(self._now_ms):
-            out.append(self._with_mark(event))
+            self._out.append(self._with_mark(event))
         else:
-            self._prove(event, out)
+            self._prove(event)
 
-    def _prove(self, question: Received | Ticket, out: list[Effect]) -> None:
+    def _prove(self, question: Received | Ticket) -> None:
         for effect in self._proofs.ask(question, self._now_ms):
-            self._drive(effect, out)
+            self._drive(effect)
 
-    def _proved(self, question: Received | Ticket, out: list[Effect]) -> None:
+    def _proved(self, question: Received | Ticket) -> None:
         if not isinstance(question, Received):
-            self._route(self.pipeline.tell_ahead(question, is_proved=self._is_open), out)
+            self._route(self.pipeline.tell_ahead(question, is_proved=self._is_open))
         elif not self._is_open:
             self._wait_for_session(question)
         elif isinstance(
             question.message,
             messages.FlushRequest | messages.HighWaterMarkRequest | messages.ReplicasRequest,
         ):
-            out.append(self._with_mark(question))
+            self._out.append(self._with_mark(question))
         else:
-            self._answer(question, out, is_proved=True)
+            self._answer(question, is_proved=True)
 
     def _with_mark(self, event: Received) -> Answer:
         # The mark of now, not of when the proof began: a client may know it already.
@@ -392,44 +395,44 @@ class Partition:
     # -----------------------------------------------------------------------------------------
     # the store
 
-    def _drive(self, event: replication.Event, out: list[Effect]) -> None:
+    def _drive(self, event: replication.Event) -> None:
         """Step the store; what it tells the owner is dealt with here, the rest goes out."""
         for effect in self._store.step(event, self._now_ms):
             match effect:
                 case replication.SessionOpened():
                     self._opening = effect
                 case replication.Settled():
-                    self._settled(effect, out)
+                    self._settled(effect)
                 case replication.Committed():
-                    self._committed(effect, out)
+                    self._committed(effect)
                 case replication.SessionClosed():
-                    self._session_closed(effect, out)
+                    self._session_closed(effect)
                 case replication.MarkProved() | replication.MarkUnproved():
-                    self._proof_ended(effect, out)
+                    self._proof_ended(effect)
                 case replication.Released():
-                    self._give_up(effect.reason, out)
-                    out.append(effect)
+                    self._give_up(effect.reason)
+                    self._out.append(effect)
                 case replication.WriteMetadata():
                     self._written_ms = self._now_ms
-                    out.append(effect)
+                    self._out.append(effect)
                 case _:
-                    out.append(effect)
+                    self._out.append(effect)
         self.reads.replicas = self._store.readable_replicas
 
-    def _own(self, event: replication.Own, out: list[Effect]) -> None:
+    def _own(self, event: replication.Own) -> None:
         if event.generation != self._generation:
             self._mounts.clear()
             self._generation = event.generation
         self._is_owned = True
-        self._drive(event, out)
+        self._drive(event)
 
-    def _settled(self, event: replication.Settled, out: list[Effect]) -> None:
+    def _settled(self, event: replication.Settled) -> None:
         opened, self._opening = self._opening, None
         assert opened is not None
         assert opened.session_id == event.session_id
         mark = opened.high_water_mark
         if mark < self._high_water_mark:
-            self._lose(f"the log ends at {mark}, told was {self._high_water_mark}", out)
+            self._lose(f"the log ends at {mark}, told was {self._high_water_mark}")
             return
         unbroken = opened.unbroken and opened.generation == self._settled_generation
         self._settled_generation = opened.generation
@@ -447,18 +450,18 @@ class Partition:
             opened, event.committed_last, unbroken=unbroken, stamp_ms=event.stamp_ms
         )
         replicas, refill = self.reads.replicas, self.pipeline.refill
-        out += refill.ask(opened.session_id, replicas, self._now_ms, holds=not unbroken)
+        self._out += refill.ask(opened.session_id, replicas, self._now_ms, holds=not unbroken)
         self.feed.advanced(opened.session_id, mark)
-        self._route_reads(self.reads.opened(opened.session_id, mark), out)
-        self._route(settled, out)
-        out.append(
+        self._route_reads(self.reads.opened(opened.session_id, mark))
+        self._route(settled)
+        self._out.append(
             Report("session_opened", (("session", opened.session_id), ("high_water_mark", mark)))
         )
         waiting, self._until_open = self._until_open, deque()
         for _, question in waiting:
-            self._receive(question, out)
+            self._receive(question)
 
-    def _committed(self, event: replication.Committed, out: list[Effect]) -> None:
+    def _committed(self, event: replication.Committed) -> None:
         assert self._is_open
         assert event.session_id == self._session_id
         self._high_water_mark = event.last
@@ -466,13 +469,13 @@ class Partition:
         # All parts know the new mark before a mount that has waited for it goes on.
         self.reads.advanced(event.last)
         self.feed.advanced(self._session_id, event.last)
-        self._route(landed, out)
+        self._route(landed)
         if self.pipeline.proved_ms is not None:
             self._proofs.confirm(self.pipeline.proved_ms)
-        self._feed_turn(out)
-        self._consider_checkpoint(out)
+        self._feed_turn()
+        self._consider_checkpoint()
 
-    def _consider_checkpoint(self, out: list[Effect]) -> None:
+    def _consider_checkpoint(self) -> None:
         """Start a session now and then, so that low-water marks move up; with nothing in flight."""
         if not self._is_checkpoint_due:
             count = self._high_water_mark - self._opened_mark
@@ -484,62 +487,58 @@ class Partition:
             if self._is_checkpoint_due:
                 self.pipeline.hold()
         if self._is_checkpoint_due and not self.pipeline.in_flight_bytes:
-            self._drive(replication.Checkpoint(), out)
+            self._drive(replication.Checkpoint())
 
-    def _session_closed(self, event: replication.SessionClosed, out: list[Effect]) -> None:
+    def _session_closed(self, event: replication.SessionClosed) -> None:
         self._is_open = False
         self._opening = None
         is_full = event.error_code == errors.NoSpace.code
         loss = messages.Reason.NO_SPACE if is_full else messages.Reason.LOST
-        self._route(self.pipeline.closed(loss), out)
+        self._route(self.pipeline.closed(loss))
         self.reads.closed()
         # Asked before the session ended, so the next one may answer as well.
-        for question in self._unproved(self._proofs.reset(), out):
+        for question in self._unproved(self._proofs.reset()):
             self._wait_for_session(question)
-        out.append(
+        self._out.append(
             Report("session_closed", (("session", event.session_id), ("reason", event.reason)))
         )
 
-    def _proof_ended(
-        self, event: replication.MarkProved | replication.MarkUnproved, out: list[Effect]
-    ) -> None:
+    def _proof_ended(self, event: replication.MarkProved | replication.MarkUnproved) -> None:
         if isinstance(event, replication.MarkProved):
             questions, proofs = self._proofs.proved(event.token, self._now_ms)
             assert event.high_water_mark <= self._high_water_mark
             for each in questions:
-                self._proved(each, out)
+                self._proved(each)
         else:
             questions, proofs = self._proofs.failed(event.token, self._now_ms)
             unproved = errors.SessionLost(
                 f"{self._place}: no quorum of storages confirmed the session"
             )
-            out.extend(answers.refuse(each, unproved) for each in self._unproved(questions, out))
+            self._out.extend(answers.refuse(each, unproved) for each in self._unproved(questions))
         for proof in proofs:
-            self._drive(proof, out)
+            self._drive(proof)
 
-    def _unproved(
-        self, questions: Sequence[Received | Ticket], out: list[Effect]
-    ) -> list[Received]:
+    def _unproved(self, questions: Sequence[Received | Ticket]) -> list[Received]:
         """Tell appends that were ahead of the log to mount again; return the others (rule 6)."""
         rest: list[Received] = []
         for each in questions:
             if isinstance(each, Received):
                 rest.append(each)
             else:
-                self._route(self.pipeline.tell_ahead(each, is_proved=False), out)
+                self._route(self.pipeline.tell_ahead(each, is_proved=False))
         return rest
 
     # -----------------------------------------------------------------------------------------
     # giving up
 
-    def _lose(self, reason: str, out: list[Effect]) -> None:
+    def _lose(self, reason: str) -> None:
         """Rule 5: serve nothing rather than a log that has changed below what was told."""
-        self._give_up(reason, out)
-        self._drive(replication.Disown(), out)
-        out.append(Report("data_loss", (("reason", reason),)))
-        out.append(replication.Released(f"data loss: {reason}"))
+        self._give_up(reason)
+        self._drive(replication.Disown())
+        self._out.append(Report("data_loss", (("reason", reason),)))
+        self._out.append(replication.Released(f"data loss: {reason}"))
 
-    def _give_up(self, reason: str, out: list[Effect]) -> None:
+    def _give_up(self, reason: str) -> None:
         """Answer everything that waits: the partition is no longer served here."""
         self._is_owned = self._is_open = False
         self._opening = None
@@ -547,64 +546,64 @@ class Partition:
         where = f"{self._place}: {reason}"
         gone = errors.NotOwned(where)
         unknown = errors.OutcomeUnknown(f"{where}; the append may or may not be in the log")
-        out.extend(answers.refuse_ticket(ticket, gone) for ticket in queued)
-        out.extend(answers.refuse_ticket(ticket, unknown) for ticket in in_flight)
+        self._out.extend(answers.refuse_ticket(ticket, gone) for ticket in queued)
+        self._out.extend(answers.refuse_ticket(ticket, unknown) for ticket in in_flight)
         waiting = [question for _, question in self._until_open]
         waiting += self._flushing.values()
         waiting += (mounting.question for mounting in self._mounting.values())
-        waiting += self._unproved(self._proofs.reset(), out)
+        waiting += self._unproved(self._proofs.reset())
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
         self._until_open.clear()
         self._flushing.clear()
         self._mounting.clear()
         self._mounts.end()
-        out.extend(answers.refuse(question, gone) for question in waiting)
+        self._out.extend(answers.refuse(question, gone) for question in waiting)
         assert all(isinstance(outcome, outcomes.Reached) for outcome in reached)
 
     # -----------------------------------------------------------------------------------------
     # routing between the parts
 
-    def _route(self, told: Sequence[outcomes.Outcome], out: list[Effect]) -> None:
+    def _route(self, told: Sequence[outcomes.Outcome]) -> None:
         for outcome in told:
             match outcome:
                 case Answer() | Fetch() | Report():
-                    out.append(outcome)
+                    self._out.append(outcome)
                 case outcomes.SubmitBatch():
-                    self._drive(replication.Submit(self._session_id, outcome.batch), out)
+                    self._drive(replication.Submit(self._session_id, outcome.batch))
                 case outcomes.BatchCommitted():
                     self.reads.remember(outcome.entry, outcome.batch)
                 case outcomes.Reached():
-                    self._reached(outcome.token, out)
+                    self._reached(outcome.token)
                 case outcomes.Ahead():
-                    self._prove(outcome.ticket, out)
+                    self._prove(outcome.ticket)
                 case _:
                     assert_never(outcome)
 
-    def _route_feed(self, told: Sequence[feeds.Outcome], out: list[Effect]) -> None:
+    def _route_feed(self, told: Sequence[feeds.Outcome]) -> None:
         for outcome in told:
             match outcome:
                 case Answer():
-                    out.append(outcome)
+                    self._out.append(outcome)
                 case feeds.FetchHeaders():
                     fetches = self.reads.headers(outcome.first, outcome.last)
-                    self._route_reads(fetches, out)
+                    self._route_reads(fetches)
                 case feeds.MountReached():
-                    self._mount_reached(outcome.question, out)
+                    self._mount_reached(outcome.question)
                 case _:
                     assert_never(outcome)
 
-    def _route_reads(self, told: Sequence[Answer | Fetch | Stretch], out: list[Effect]) -> None:
+    def _route_reads(self, told: Sequence[Answer | Fetch | Stretch]) -> None:
         for outcome in told:
             if isinstance(outcome, Stretch):
-                self._route_feed(self.feed.fetched(outcome), out)
+                self._route_feed(self.feed.fetched(outcome))
             else:
-                out.append(outcome)
+                self._out.append(outcome)
 
-    def _reached(self, token: int, out: list[Effect]) -> None:
+    def _reached(self, token: int) -> None:
         if token in self._mounting:
             if self._is_open:
-                self._drained(token, out)
+                self._drained(token)
             else:
                 # The session is gone since; the mount starts over with the next one.
                 self._wait_for_session(self._mounting.pop(token).question)
@@ -613,6 +612,6 @@ class Partition:
         if event is None:
             return  # A mount that was replaced by a later one.
         if self._is_open:
-            self._tell_mark(event, out)
+            self._tell_mark(event)
         else:
             self._wait_for_session(event)
