@@ -17,7 +17,6 @@ Rules:
 """
 
 import asyncio
-import struct
 from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING
@@ -26,9 +25,9 @@ from waltz_core import errors
 from waltz_core.legacy.interfaces import ClientIds, Links, Owner, Query, Reader, Stretch
 from waltz_core.legacy.old_server_stream import VERSION_MAX
 from waltz_core.records.checksum import crc32
+from waltz_core.records.raw_records import encode_record
 from waltz_core.records.record import (
     RECORD_HEADER,
-    RECORD_PREFIX,
     ClientId,
     PartitionId,
     RecordHeader,
@@ -49,7 +48,6 @@ HEADERS_COUNT_MAX = 65_536
 # Feeds of one partition that are kept for whoever reads on.
 FEEDS_MAX = 4
 
-_CRC = struct.Struct(">I")
 _NOBODY = ReqId(ClientId(0), 0, PartitionId(0), 0)  # type: ignore[arg-type]
 
 
@@ -160,7 +158,10 @@ class OriginalReads:
             asked = heads[start : start + QUESTIONS_MAX]
             datas = await self._datas(reader, [each.transaction_id for each in asked])
             for head, data in zip(asked, datas, strict=True):
-                record = _record(head, data)
+                # The CRC of its data was right when it came.
+                record = encode_record(
+                    head.transaction_id, head.req_id, head.header, data, crc32(data)
+                )
                 records += record
                 lengths.append(len(record))
             if len(records) >= query.bytes_max and start + QUESTIONS_MAX < len(heads):
@@ -266,11 +267,3 @@ class HeaderFeed:
                         f"{self._partition_id}, found {message!r:.200}"
                     )
         return found
-
-
-def _record(head: RecordHeader, data: bytes) -> bytes:
-    """Return a record as it lies in a segment file; its data's CRC was right when it came."""
-    prefix = RECORD_PREFIX.pack(
-        head.transaction_id, head.req_id.to_bytes(), head.header, len(data), crc32(data)
-    )
-    return prefix + data + _CRC.pack(crc32(prefix + data))

@@ -323,6 +323,14 @@ def _first_gap_one_by_one(records: Buffer, lengths: list[int], first: int) -> in
 # making them
 
 
+def encode_record(
+    transaction_id: int, req_id: ReqId, header: int, data: Buffer, data_crc: int
+) -> bytes:
+    """Return one record as a segment file has it; many at once: `batches.encode_records`."""
+    before = RECORD_PREFIX.pack(transaction_id, req_id.to_bytes(), header, len(data), data_crc)
+    return b"".join((before, data, crc32(data, crc32(before)).to_bytes(4, "big")))
+
+
 def prefixes(
     ids: I64, req_id: ReqId, rows: I64, headers: I32, *, lengths: I64, data_crcs: U32
 ) -> U8:

@@ -18,11 +18,8 @@ from waltz_core.records.checksum import (
     combine,
     crc32,
 )
-from waltz_core.records.record import (
-    RECORD_OVERHEAD_BYTES,
-    RECORD_PREFIX,
-    TransactionId,
-)
+from waltz_core.records.raw_records import encode_record
+from waltz_core.records.record import TransactionId
 from waltz_core.server.locking.tickets import SingleTicket
 
 
@@ -36,30 +33,23 @@ def lock_column(rows: Sequence[Sequence[int]]) -> LockColumn:
 
 def encode_singles(tickets: Sequence[SingleTicket]) -> EncodedBatch:
     """Return the records of single transactions whose ids follow one another."""
-    pieces: list[bytes | memoryview] = []
-    crcs: list[bytes] = []
-    lengths: list[int] = []
-    for ticket in tickets:
-        message = ticket.message
-        data = message.data
-        prefix = RECORD_PREFIX.pack(
+    made = [
+        encode_record(
             ticket.transaction_id,
-            message.req_id.to_bytes(),
-            message.header,
-            len(data),
-            message.data_crc,
+            ticket.message.req_id,
+            ticket.message.header,
+            ticket.message.data,
+            ticket.message.data_crc,
         )
-        crc = crc32(data, crc32(prefix)).to_bytes(4, "big")
-        pieces += (prefix, data, crc)
-        crcs.append(crc)
-        lengths.append(RECORD_OVERHEAD_BYTES + len(data))
-    records = b"".join(pieces)
+        for ticket in tickets
+    ]
+    records = b"".join(made)
     return EncodedBatch(
         first=TransactionId(tickets[0].transaction_id),
         last=TransactionId(tickets[-1].transaction_id),
-        lengths=struct.pack(f">{len(lengths)}i", *lengths),
+        lengths=struct.pack(f">{len(made)}i", *map(len, made)),
         records=memoryview(records),
-        record_crcs=b"".join(crcs),
+        record_crcs=b"".join(record[-4:] for record in made),
         records_crc=crc32(records),
     )
 
