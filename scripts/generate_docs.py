@@ -21,7 +21,7 @@ from waltz_core.errors import BY_CODE
 from waltz_core.local.zookeeper_process import zookeeper_config
 from waltz_core.ops.findings import KINDS as FINDINGS
 from waltz_core.records import lock_blocks
-from waltz_core.records.byte_layout import Layout
+from waltz_core.records.byte_layout import ByteLayout
 from waltz_core.records.raw_records import PREFIX_DTYPE
 from waltz_core.storage.files import format as files
 from waltz_core.storage.log import removal
@@ -276,7 +276,7 @@ def disk_tables() -> dict[str, str]:
 TYPES = {"q": "int64", "i": "int32", "I": "uint32"}
 
 
-def layout_table(*layouts: Layout) -> str:
+def layout_table(*layouts: ByteLayout) -> str:
     """Return the fields of layouts that follow one another."""
     places = [
         place

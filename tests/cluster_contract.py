@@ -26,7 +26,7 @@ from waltz_core.cluster.membership.registration import (
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.znodes import (
     NO_NODE,
-    Create,
+    CreateNode,
     Delete,
     SessionState,
     Set,
@@ -175,8 +175,8 @@ async def the_remains_of_a_creation_are_no_cluster(world: World, root: str) -> N
     coordinator = Coordinator(znodes, root)
     for path in (root[:end] for end in range(1, len(root)) if root[end] == "/"):
         with contextlib.suppress(errors.CoordinatorConflict):
-            await znodes.write([Create(path)])
-    await znodes.write([Create(root), Create(f"{root}/ids")])
+            await znodes.write([CreateNode(path)])
+    await znodes.write([CreateNode(root), CreateNode(f"{root}/ids")])
     with pytest.raises(errors.BadConfig, match="no cluster at root"):
         await coordinator.read_cluster()
     with pytest.raises(errors.CoordinatorConflict, match="remains of one"):
@@ -251,7 +251,7 @@ async def an_originals_partition_is_adopted(world: World, root: str) -> None:
         await znodes.write([Delete(f"{root}/x/{name}", 0)])
     await znodes.write([Delete(f"{root}/x", 0)])
     metadata = model.PartitionMetadata(3, 9, {})
-    await znodes.write([Create(f"{root}/store/partition/0", metadata.to_bytes(0))])
+    await znodes.write([CreateNode(f"{root}/store/partition/0", metadata.to_bytes(0))])
     view = await coordinator.read_partition(0)
     assert view == (metadata, 0, None, NO_NODE)
     marker = model.PartitionMarker(model.MarkerState.OPEN, 10, NONCE)
@@ -418,14 +418,14 @@ async def a_write_is_all_or_nothing(world: World, root: str) -> None:
     base = "/" + root.replace("/", "-")
     assert await znodes.get(base) is None
     assert await znodes.children(base) is None
-    assert await znodes.write([Create(base), Create(f"{base}/a", b"1")]) == [0, 0]
+    assert await znodes.write([CreateNode(base), CreateNode(f"{base}/a", b"1")]) == [0, 0]
     assert await znodes.write(
-        [Set(f"{base}/a", b"2", 0), Set(f"{base}/a", b"3", 1), Create(f"{base}/b", b"")]
+        [Set(f"{base}/a", b"2", 0), Set(f"{base}/a", b"3", 1), CreateNode(f"{base}/b", b"")]
     ) == [1, 2, 0]
     refused = [
         [Set(f"{base}/a", b"4", 2), Set(f"{base}/b", b"4", 7)],
-        [Set(f"{base}/a", b"4", 2), Create(f"{base}/b")],
-        [Set(f"{base}/a", b"4", 2), Create(f"{base}/none/c")],
+        [Set(f"{base}/a", b"4", 2), CreateNode(f"{base}/b")],
+        [Set(f"{base}/a", b"4", 2), CreateNode(f"{base}/none/c")],
         [Set(f"{base}/a", b"4", 2), Delete(f"{base}/none", 0)],
         [Delete(f"{base}/a", 1)],
     ]
@@ -436,7 +436,7 @@ async def a_write_is_all_or_nothing(world: World, root: str) -> None:
     assert (data, stat.version, stat.cversion, stat.owner) == (b"3", 2, 0, 0)
     names, stat = await znodes.children(base)
     assert (names, stat.version, stat.cversion, stat.owner) == (("a", "b"), 0, 2, 0)
-    numbered = Create(f"{base}/s_", b"x", ephemeral=True, sequential=True)
+    numbered = CreateNode(f"{base}/s_", b"x", ephemeral=True, sequential=True)
     await znodes.write([numbered])
     await znodes.write([numbered])
     assert (await znodes.children(base)).names == ("a", "b", "s_0000000002", "s_0000000003")
@@ -462,13 +462,13 @@ async def signals_tell_each_kind_of_change(world: World, root: str) -> None:
             await signal.wait()
 
     assert await watcher.get(base, signal) is None
-    await told(Create(base, b"1"))
+    await told(CreateNode(base, b"1"))
     assert await watcher.children(f"{base}/a", signal) is None
-    await told(Create(f"{base}/a"))
+    await told(CreateNode(f"{base}/a"))
     assert (await watcher.get(base, signal)).data == b"1"
     await told(Set(base, b"2", 0))
     assert (await watcher.children(base, signal)).names == ("a",)
-    await told(Create(f"{base}/b"))
+    await told(CreateNode(f"{base}/b"))
     assert (await watcher.children(base, signal)).names == ("a", "b")
     await told(Delete(f"{base}/b", 0))
     assert (await watcher.get(f"{base}/a", signal)).data == b""
@@ -484,7 +484,7 @@ async def a_closed_session_refuses(world: World, root: str) -> None:
     with pytest.raises(errors.CoordinatorUnavailable):
         await znodes.get(root)
     with pytest.raises(errors.CoordinatorUnavailable):
-        await znodes.write([Create(root)])
+        await znodes.write([CreateNode(root)])
 
 
 STORIES = [

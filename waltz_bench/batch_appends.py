@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import uvloop
 
-from waltz_bench.measuring import Load, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Measured, Meter
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, Reason
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
@@ -49,12 +49,12 @@ class _Ledger:
         return float(np.diff(np.array(sorted(self.answered_s))).max(initial=0.0))
 
 
-def append_batch(load: Load, meter: Meter) -> Measured:
+def append_batch(load: BenchLoad, meter: Meter) -> Measured:
     """Append batches to every partition, several in flight, for some seconds; read all back."""
     return uvloop.run(_append_batch(load, meter))
 
 
-async def _append_batch(load: Load, meter: Meter) -> Measured:
+async def _append_batch(load: BenchLoad, meter: Meter) -> Measured:
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         partitions = list(range(client.partition_count))
@@ -87,7 +87,7 @@ async def _append_batch(load: Load, meter: Meter) -> Measured:
     )
 
 
-def _payload(load: Load, chance: Random, *, is_checked: bool = True) -> bytes:
+def _payload(load: BenchLoad, chance: Random, *, is_checked: bool = True) -> bytes:
     """Make a batch under write locks, or under append locks, which are never refused."""
     count = load.batch_rows
     data = [chance.randbytes(load.payload_bytes) for _ in range(count)]
@@ -102,7 +102,7 @@ def _payload(load: Load, chance: Random, *, is_checked: bool = True) -> bytes:
     )
 
 
-async def _one(client: AsyncWaltzClient, partition: int, payload: bytes, load: Load) -> None:
+async def _one(client: AsyncWaltzClient, partition: int, payload: bytes, load: BenchLoad) -> None:
     mark = await client.high_water_mark(partition)
     await (
         await client.append_batch(partition, payload, load.batch_rows, client_high_water_mark=mark)
@@ -113,7 +113,7 @@ async def _lane(
     client: AsyncWaltzClient,
     partition: int,
     payloads: list[bytes],
-    load: Load,
+    load: BenchLoad,
     limits: tuple[float, int],
     ledger: _Ledger,
 ) -> None:
@@ -173,12 +173,12 @@ async def _check(
     return lost, doubled
 
 
-def replay(load: Load, meter: Meter) -> Measured:
+def replay(load: BenchLoad, meter: Meter) -> Measured:
     """Read the whole log with one reader; a fresh cluster is filled with `--rows` first."""
     return uvloop.run(_replay(load, meter))
 
 
-async def _replay(load: Load, meter: Meter) -> Measured:
+async def _replay(load: BenchLoad, meter: Meter) -> Measured:
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         marks = await client.high_water_marks()
@@ -210,7 +210,7 @@ async def _replay(load: Load, meter: Meter) -> Measured:
     )
 
 
-async def fill(client: AsyncWaltzClient, load: Load) -> None:
+async def fill(client: AsyncWaltzClient, load: BenchLoad) -> None:
     """Append `--rows` rows under append locks, spread over all partitions."""
     payload = _payload(load, Random(1), is_checked=False)  # noqa: S311 - test data
     per_partition = -(-load.rows // (load.batch_rows * client.partition_count))
@@ -220,7 +220,7 @@ async def fill(client: AsyncWaltzClient, load: Load) -> None:
 
 
 async def _fill_one(
-    client: AsyncWaltzClient, partition: int, payload: bytes, load: Load, count: int
+    client: AsyncWaltzClient, partition: int, payload: bytes, load: BenchLoad, count: int
 ) -> None:
     waiting: deque[Awaitable[BatchOutcome]] = deque()
     mark = await client.high_water_mark(partition)
@@ -236,7 +236,7 @@ async def _fill_one(
         await answer
 
 
-def false_refusals(load: Load, meter: Meter) -> Measured:
+def false_refusals(load: BenchLoad, meter: Meter) -> Measured:
     """Measure how often a transaction without a real conflict is refused, by its author's lag.
 
     Fills one partition with write-locked transactions, then offers rows with locks that nobody
@@ -245,7 +245,7 @@ def false_refusals(load: Load, meter: Meter) -> Measured:
     return uvloop.run(_false_refusals(load, meter))
 
 
-async def _false_refusals(load: Load, meter: Meter) -> Measured:
+async def _false_refusals(load: BenchLoad, meter: Meter) -> Measured:
 
     chance = Random(7)  # noqa: S311 - test data
     partition, count = 0, load.batch_rows

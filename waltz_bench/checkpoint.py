@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import uvloop
 
-from waltz_bench.measuring import Load, Measured, Meter, percentile_ms
+from waltz_bench.measuring import BenchLoad, Measured, Meter, percentile_ms
 from waltz_core.client import AsyncWaltzClient, RangeForm, Reason
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
@@ -62,12 +62,12 @@ class _Run:
         ]
 
 
-def checkpoint(load: Load, meter: Meter) -> Measured:
+def checkpoint(load: BenchLoad, meter: Meter) -> Measured:
     """Append batches to one partition until sessions have changed; tell the pauses."""
     return uvloop.run(_checkpoint(load, meter))
 
 
-async def _checkpoint(load: Load, meter: Meter) -> Measured:
+async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         await (await client.append(b"", partition=PARTITION))
@@ -114,7 +114,7 @@ async def _watch(client: AsyncWaltzClient, run: _Run) -> None:
         seen, looked_s = found, now
 
 
-async def _append(client: AsyncWaltzClient, load: Load, run: _Run) -> None:
+async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _Run) -> None:
     """Keep some batches in flight (rule 1)."""
     count = load.batch_rows
     none: list[list[int]] = [[] for _ in range(count)]

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import waltz_core.local
-from waltz_bench.measuring import Load, Meter, Report, Workload, make_report
+from waltz_bench.measuring import BenchLoad, BenchReport, Meter, Workload, make_report
 from waltz_core.cli.output import say, show, show_json
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
@@ -132,7 +132,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             say("starting a local cluster")
             cluster = stack.enter_context(waltz_core.local.running())
         connect = arguments.connect or (cluster.connect if cluster else "")
-        load = Load(
+        load = BenchLoad(
             connect,
             arguments.payload,
             arguments.locks,
@@ -162,7 +162,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     return 1 if report.lost or report.doubled or report.errors else 0
 
 
-def _lines(report: Report) -> list[str]:
+def _lines(report: BenchReport) -> list[str]:
     lines = [
         f"{report.workload}: {report.rows:,} transactions in {report.seconds:.2f} s",
         f"  {report.rate_per_s:,.0f} a second, {report.mb_per_s:,.1f} MiB/s of data",

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from waltz_bench.measuring import Load, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Measured, Meter
 from waltz_core.client import AsyncWaltzClient, Reason
 from waltz_core.cluster.nodes.model import UNRESOLVED
 from waltz_core.cluster.nodes.znodes import SessionState
@@ -276,33 +276,33 @@ async def _lose_zookeeper(run: _Run) -> None:
     run.extra["moved"] = sum(before[each] != after.get(each) for each in before)
 
 
-def failover_kill(load: Load, meter: Meter) -> Measured:
+def failover_kill(load: BenchLoad, meter: Meter) -> Measured:
     """Kill a server with SIGKILL, five times."""
     return uvloop.run(_measured(load, meter, _kill, "kill"))
 
 
-def failover_term(load: Load, meter: Meter) -> Measured:
+def failover_term(load: BenchLoad, meter: Meter) -> Measured:
     """End a server with SIGTERM, five times."""
     return uvloop.run(_measured(load, meter, _term, "term"))
 
 
-def failover_freeze(load: Load, meter: Meter) -> Measured:
+def failover_freeze(load: BenchLoad, meter: Meter) -> Measured:
     """Freeze a server with SIGSTOP until others own its partitions, five times."""
     return uvloop.run(_measured(load, meter, _freeze, "freeze"))
 
 
-def rolling_restart(load: Load, meter: Meter) -> Measured:
+def rolling_restart(load: BenchLoad, meter: Meter) -> Measured:
     """Restart every server and every storage in turn with SIGTERM."""
     return uvloop.run(_measured(load, meter, _rolling, None))
 
 
-def zookeeper_loss(load: Load, meter: Meter) -> Measured:
+def zookeeper_loss(load: BenchLoad, meter: Meter) -> Measured:
     """Kill all of ZooKeeper for a while, once."""
     return uvloop.run(_measured(load, meter, _lose_zookeeper, None))
 
 
 async def _measured(
-    load: Load, meter: Meter, story: Callable[[_Run], Awaitable[None]], told: str | None
+    load: BenchLoad, meter: Meter, story: Callable[[_Run], Awaitable[None]], told: str | None
 ) -> Measured:
     """Run a story; `told` is the kind of step whose gaps are the figure, None for all kinds."""
 

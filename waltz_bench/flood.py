@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from waltz_bench.measuring import Load, Measured, Meter, percentile_ms
+from waltz_bench.measuring import BenchLoad, Measured, Meter, percentile_ms
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.errors import Unavailable
 
@@ -35,12 +35,12 @@ START_ROWS = 5_000
 _PROGRAM = "import os, sys; os.nice(10); from waltz_core.cli.main import main; sys.exit(main())"
 
 
-def flood(load: Load, meter: Meter) -> Measured:
+def flood(load: BenchLoad, meter: Meter) -> Measured:
     """Append single transactions, calmly for half of the time, then beside a flood."""
     return uvloop.run(_flood(load, meter))
 
 
-async def _flood(load: Load, meter: Meter) -> Measured:
+async def _flood(load: BenchLoad, meter: Meter) -> Measured:
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         for partition in range(client.partition_count):
@@ -77,7 +77,7 @@ async def _flood(load: Load, meter: Meter) -> Measured:
     )
 
 
-async def _probe(client: AsyncWaltzClient, load: Load, seconds: float) -> list[float]:
+async def _probe(client: AsyncWaltzClient, load: BenchLoad, seconds: float) -> list[float]:
     """Append one transaction after the other, to all partitions in turn; return the times."""
     taken_s: list[float] = []
     data = bytes(load.payload_bytes)
@@ -90,11 +90,11 @@ async def _probe(client: AsyncWaltzClient, load: Load, seconds: float) -> list[f
     return taken_s
 
 
-def _in_flight(load: Load) -> int:
+def _in_flight(load: BenchLoad) -> int:
     return max(IN_FLIGHT_MIN, load.in_flight)
 
 
-async def _start(load: Load) -> Process:
+async def _start(load: BenchLoad) -> Process:
     wanted = {
         "--connect": load.connect,
         "--payload": load.payload_bytes,
@@ -112,7 +112,7 @@ async def _start(load: Load) -> Process:
     )
 
 
-async def _flooded(client: AsyncWaltzClient, load: Load) -> None:
+async def _flooded(client: AsyncWaltzClient, load: BenchLoad) -> None:
     """Append until every partition has taken in many batches of the flood (rule 2)."""
     starts = await client.high_water_marks()
     until = time.perf_counter() + START_S_MAX

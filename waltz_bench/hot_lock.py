@@ -35,7 +35,7 @@ from waltz_core.records.record import RECORD_PREFIX
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from waltz_bench.measuring import Load, Measured, Meter
+    from waltz_bench.measuring import BenchLoad, Measured, Meter
 
 
 WRITERS: Final = 8
@@ -128,12 +128,12 @@ async def _counts(
                 yield chunk.first + place, value, writer
 
 
-def hot_lock(load: Load, meter: Meter) -> Measured:
+def hot_lock(load: BenchLoad, meter: Meter) -> Measured:
     """Eight clients count up under one lock, each again and again until it gets in."""
     return uvloop.run(_hot_lock(load, meter))
 
 
-async def _hot_lock(load: Load, meter: Meter) -> Measured:
+async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
     run = time.time_ns()
     padding = Random(3).randbytes(max(0, load.payload_bytes - _COUNT.size))  # noqa: S311 - test data
     latencies: list[float] = []

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import uvloop
 
-from waltz_bench.measuring import Load, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Measured, Meter
 from waltz_core.cli.output import say
 from waltz_core.client import AsyncWaltzClient, Reason
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
@@ -44,13 +44,13 @@ _PAYLOAD = encode_append(
 )
 
 
-def many_partitions(load: Load, meter: Meter) -> Measured:
+def many_partitions(load: BenchLoad, meter: Meter) -> Measured:
     """Create a cluster of many partitions, and measure its start, its rest and its restarts."""
     del meter  # it reads a cluster that is there already
     return uvloop.run(_many_partitions(load))
 
 
-async def _many_partitions(load: Load) -> Measured:
+async def _many_partitions(load: BenchLoad) -> Measured:
 
     directory = Path(tempfile.mkdtemp(prefix="waltz-many-", dir=load.directory))
     cluster = LocalCluster(

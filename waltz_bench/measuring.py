@@ -1,7 +1,7 @@
 """What a workload takes and returns, and the report that is made of it.
 
 Rules:
-    1. The report is one JSON object with at least the keys of `Report`.
+    1. The report is one JSON object with at least the keys of `BenchReport`.
     2. CPU is what the operating system charged the daemons between start and end of the load.
     3. Each workload reads the log back: `lost` and `doubled` come from that.
 """
@@ -24,7 +24,7 @@ BATCH_ROWS = 1000
 
 
 @dataclass
-class Load:
+class BenchLoad:
     """The cluster, and the options of the command."""
 
     connect: str
@@ -71,7 +71,7 @@ class Measured:
 
 
 @dataclass
-class Report:
+class BenchReport:
     """The JSON line."""
 
     workload: str
@@ -124,16 +124,18 @@ class Meter:
         return roles
 
 
-Workload = Callable[[Load, Meter], Measured]
+Workload = Callable[[BenchLoad, Meter], Measured]
 
 
-def make_report(name: str, load: Load, measured: Measured, cpu: dict[str, float] | None) -> Report:
+def make_report(
+    name: str, load: BenchLoad, measured: Measured, cpu: dict[str, float] | None
+) -> BenchReport:
     """Return the JSON line of a run."""
     rows = max(measured.rows, 1)
     by_role = {role: round(seconds * 1e6 / rows, 3) for role, seconds in (cpu or {}).items()}
     hot = [by_role[role] for role in ("server", "storage") if role in by_role]
     asked = {key: value for key, value in asdict(load).items() if key != "connect"}
-    return Report(
+    return BenchReport(
         workload=name,
         rate_per_s=round(measured.rows / measured.seconds, 1),
         mb_per_s=round(measured.bytes / measured.seconds / MIB, 3),

@@ -15,7 +15,7 @@ from random import Random
 
 import uvloop
 
-from waltz_bench.measuring import Load, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Measured, Meter
 from waltz_bench.single_appends import (
     check_ids,
     measured,
@@ -32,12 +32,12 @@ class _Told:
     refused: int = 0
 
 
-def producers(load: Load, meter: Meter) -> Measured:
+def producers(load: BenchLoad, meter: Meter) -> Measured:
     """`--writers` append under locks from a pool of `--lock-pool`, with `--interval-ms` between."""
     return uvloop.run(_producers(load, meter))
 
 
-async def _producers(load: Load, meter: Meter) -> Measured:
+async def _producers(load: BenchLoad, meter: Meter) -> Measured:
     told = _Told()
     async with AsyncWaltzClient.connect(load.connect) as client:
         await client.mount()
@@ -56,7 +56,7 @@ async def _producers(load: Load, meter: Meter) -> Measured:
 
 
 async def _write(
-    client: AsyncWaltzClient, load: Load, number: int, until: float, told: _Told
+    client: AsyncWaltzClient, load: BenchLoad, number: int, until: float, told: _Told
 ) -> None:
     chance = Random(number)  # noqa: S311 - test data
     payload = chance.randbytes(load.payload_bytes)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from waltz_bench.measuring import Load, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Measured, Meter
 from waltz_core.client import AsyncWaltzClient, Reason
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
@@ -144,12 +144,12 @@ class _Run:
             os.truncate(path, 0)
 
 
-def move_refusals(load: Load, meter: Meter) -> Measured:
+def move_refusals(load: BenchLoad, meter: Meter) -> Measured:
     """Measure false refusals by lag: before a move, after it, and after one without lock files."""
     return uvloop.run(_move_refusals(load, meter))
 
 
-async def _move_refusals(load: Load, meter: Meter) -> Measured:
+async def _move_refusals(load: BenchLoad, meter: Meter) -> Measured:
 
     if meter.cluster is None:
         raise BadConfig("this workload ends daemons: give --directory of a local cluster, or none")

@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 
 from waltz_bench.batch_appends import fill
-from waltz_bench.measuring import Load, Measured, Meter, percentile_ms
+from waltz_bench.measuring import BenchLoad, Measured, Meter, percentile_ms
 from waltz_core import errors
 from waltz_core.client import (
     AsyncCallbacks,
@@ -45,12 +45,12 @@ SLICES = 4
 SINGLES_IN_FLIGHT = 512
 
 
-def append_one(load: Load, meter: Meter) -> Measured:
+def append_one(load: BenchLoad, meter: Meter) -> Measured:
     """Append one transaction after the other; with `--peer nats` by turns with JetStream."""
     return uvloop.run(_append_one(load, meter))
 
 
-async def _append_one(load: Load, meter: Meter) -> Measured:
+async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
 
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
     own: list[float] = []
@@ -93,12 +93,12 @@ async def _append_one(load: Load, meter: Meter) -> Measured:
     return measured(load, ids, own, took=took, wrong=(lost, doubled), extra=extra)
 
 
-def append_single(load: Load, meter: Meter) -> Measured:
+def append_single(load: BenchLoad, meter: Meter) -> Measured:
     """Append single transactions, many in flight, to all partitions by turns."""
     return uvloop.run(_append_single(load, meter))
 
 
-async def _append_single(load: Load, meter: Meter) -> Measured:
+async def _append_single(load: BenchLoad, meter: Meter) -> Measured:
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
     latencies: list[float] = []
     ids: dict[int, list[int]] = {}
@@ -128,7 +128,7 @@ async def _append_single(load: Load, meter: Meter) -> Measured:
     return measured(load, rows, latencies, took=took, wrong=(lost, doubled), extra={})
 
 
-def conditional(load: Load, meter: Meter) -> Measured:
+def conditional(load: BenchLoad, meter: Meter) -> Measured:
     """64 writers in one partition, each with a lock of its own and one append outstanding.
 
     One partition, as the peers that it is compared with have one stream, table or group.
@@ -136,7 +136,7 @@ def conditional(load: Load, meter: Meter) -> Measured:
     return uvloop.run(_conditional(load, meter))
 
 
-async def _conditional(load: Load, meter: Meter) -> Measured:
+async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
     payload = Random(3).randbytes(load.payload_bytes)  # noqa: S311 - test data
     latencies: list[float] = []
     partition = 0
@@ -193,12 +193,12 @@ class _Counting(AsyncCallbacks):
             self.is_done.set()
 
 
-def feed(load: Load, meter: Meter) -> Measured:
+def feed(load: BenchLoad, meter: Meter) -> Measured:
     """Catch up with a log of `--rows` transactions, headers only, through callbacks."""
     return uvloop.run(_feed(load, meter))
 
 
-async def _feed(load: Load, meter: Meter) -> Measured:
+async def _feed(load: BenchLoad, meter: Meter) -> Measured:
 
     async with AsyncWaltzClient.connect(load.connect) as client:
         marks = await client.high_water_marks()
@@ -224,7 +224,7 @@ async def _feed(load: Load, meter: Meter) -> Measured:
 
 
 def measured(
-    load: Load,
+    load: BenchLoad,
     ids: list[int],
     latencies: list[float],
     *,

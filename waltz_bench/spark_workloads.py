@@ -25,7 +25,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from waltz_bench.measuring import Load, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Measured, Meter
 from waltz_spark.api import session, snapshot
 from waltz_spark.functions import lock
 from waltz_spark.option_table import TASK_TRANSACTIONS_MAX
@@ -40,7 +40,7 @@ TABLE_TASKS_MIN, TABLE_TASK_ROWS = 4, 125_000  # a task's rows fit in memory, ho
 BATCH_ROWS, BATCH_BYTES, BATCH_COUNT = 8_192, 8 * 1024 * 1024, 16
 
 
-def write(load: Load, meter: Meter) -> Measured:
+def write(load: BenchLoad, meter: Meter) -> Measured:
     """Write `--rows` rows of `--payload` bytes under append locks; then count what is there."""
     spark = session("waltz bench", master="local[2]")
     try:
@@ -60,7 +60,7 @@ def write(load: Load, meter: Meter) -> Measured:
     return _told(load, rounds, grown - (ROUNDS - 1) * load.rows)
 
 
-def read(load: Load, meter: Meter) -> Measured:
+def read(load: BenchLoad, meter: Meter) -> Measured:
     """Read `--rows` rows of one partition into Spark; one that holds fewer is filled first."""
     spark = session("waltz bench", master="local[2]")
     try:
@@ -93,7 +93,7 @@ def _by_turns(
     return [(_timed(through_log), _timed(through_memory)) for _ in range(ROUNDS)]
 
 
-def _told(load: Load, rounds: Sequence[tuple[float, float]], found: int) -> Measured:
+def _told(load: BenchLoad, rounds: Sequence[tuple[float, float]], found: int) -> Measured:
     """Return the figures of all rounds, given how many rows of one of them are in the log."""
     ours, ceilings = zip(*rounds, strict=True)
     return Measured(
@@ -126,7 +126,7 @@ def _drain(table: DataFrame) -> None:
     table.write.format("waltz_ceiling").mode("append").save()
 
 
-def _table(spark: SparkSession, load: Load, rows: int | None = None) -> DataFrame:
+def _table(spark: SparkSession, load: BenchLoad, rows: int | None = None) -> DataFrame:
     """Make rows with random payloads, each under locks of its own."""
     locks = [lock(f"bench{number}", "id") for number in range(load.lock_count)]
     digest = F.sha2(F.col("id").cast("string"), 512)  # 128 characters
@@ -139,7 +139,7 @@ def _table(spark: SparkSession, load: Load, rows: int | None = None) -> DataFram
     )
 
 
-def _write(table: DataFrame, load: Load) -> None:
+def _write(table: DataFrame, load: BenchLoad) -> None:
     writer = table.write.format("waltz").mode("append")
     if load.batch is not None:
         writer = writer.option("batchSize", load.batch)

@@ -21,7 +21,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from waltz_bench.measuring import Load, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Measured, Meter
 from waltz_core.client import MSGPACK, Callbacks, WaltzClient
 from waltz_core.errors import BadConfig
 from waltz_core.records.batches import encode_append
@@ -83,7 +83,7 @@ def _entry(transaction: Transaction) -> tuple[int, int]:
     return account, amount
 
 
-def sql_view(load: Load, meter: Meter) -> Measured:
+def sql_view(load: BenchLoad, meter: Meter) -> Measured:
     """Catch up with a log of `--rows` small transactions, into an SQL database."""
 
     with WaltzClient(load.connect) as client:
@@ -124,7 +124,7 @@ def sql_view(load: Load, meter: Meter) -> Measured:
     )
 
 
-def _fill(client: WaltzClient, load: Load) -> Counter[int]:
+def _fill(client: WaltzClient, load: BenchLoad) -> Counter[int]:
     """Append the rows, spread over all partitions; return the balances that they make."""
     count = load.batch_rows
     none: list[list[int]] = [[] for _ in range(count)]
@@ -150,7 +150,7 @@ def _fill(client: WaltzClient, load: Load) -> Counter[int]:
 
 
 @contextlib.contextmanager
-def _database(load: Load) -> Iterator[str]:
+def _database(load: BenchLoad) -> Iterator[str]:
     """Give the URL of a database: a new SQLite file, unless one is named."""
     if load.database is not None:
         yield load.database

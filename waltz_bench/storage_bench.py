@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from waltz_bench.measuring import Load, Measured, Meter
+from waltz_bench.measuring import BenchLoad, Measured, Meter
 from waltz_core.cli.output import say
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import (
@@ -80,7 +80,7 @@ class _Spent(NamedTuple):
     wall_s: list[float]
 
 
-def storage_append(load: Load, meter: Meter) -> Measured:
+def storage_append(load: BenchLoad, meter: Meter) -> Measured:
     """Append batches to one log, each synced before the next; read all back."""
 
     rows = _rows(load, APPEND_MIB)
@@ -109,7 +109,7 @@ def storage_append(load: Load, meter: Meter) -> Measured:
     )
 
 
-def storage_open(load: Load, meter: Meter) -> Measured:
+def storage_open(load: BenchLoad, meter: Meter) -> Measured:
     """Open a directory of many segments three times, and read all back.
 
     First as after a crash, then as after a clean stop, both without what the system has in memory
@@ -153,14 +153,14 @@ def storage_open(load: Load, meter: Meter) -> Measured:
     )
 
 
-def _rows(load: Load, mib: int) -> int:
+def _rows(load: BenchLoad, mib: int) -> int:
     """Return how many rows make so many MiB of data, in whole batches."""
     wanted = (load.mib or mib) * MIB // max(1, load.payload_bytes)
     return max(1, wanted // load.batch_rows) * load.batch_rows
 
 
 @contextmanager
-def _directory(load: Load) -> Iterator[Path]:
+def _directory(load: BenchLoad) -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(prefix="waltz-bench-", dir=load.directory or "."))
     try:
         yield made
@@ -176,7 +176,7 @@ def _opened(directory: Path, segment_bytes_max: int) -> tuple[Engine, PartitionL
     return engine, engine.assign(PARTITION)
 
 
-def _append(log: PartitionLog, load: Load, rows: int) -> _Spent:
+def _append(log: PartitionLog, load: BenchLoad, rows: int) -> _Spent:
     log.prepare(SESSION, KEY)
     append_s = sync_s = 0.0
     wall_s = []
@@ -191,7 +191,7 @@ def _append(log: PartitionLog, load: Load, rows: int) -> _Spent:
     return _Spent(append_s, sync_s, wall_s)
 
 
-def _batches(chain: Chain, load: Load, rows: int) -> Iterator[_Batch]:
+def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_Batch]:
     """Make the batches one by one; they have the same data but other ids."""
     count, size = load.batch_rows, load.payload_bytes
     chance = Random(3)  # noqa: S311 - test data

@@ -39,8 +39,8 @@ from waltz_core.client.links.directory import (
 )
 from waltz_core.client.read.feed_delivery import (
     Consumer,
-    Run,
-    Verdict,
+    DeliveryProgress,
+    DeliveryRun,
 )
 from waltz_core.client.stream.verdicts import reason_of
 from waltz_core.config.declarations import ClientConfig
@@ -353,12 +353,12 @@ class _GatedConsumer:
     async def apply(
         self,
         partition_id: PartitionId,
-        run: Run,
+        run: DeliveryRun,
         last: TransactionId,
         goes_on: Callable[[], bool],
-    ) -> Verdict:
+    ) -> DeliveryProgress:
         if not await self._gate.passed(goes_on):
-            return Verdict(0, None)
+            return DeliveryProgress(0, None)
         gate = self._gate
         return await self._consumer.apply(
             partition_id, run, last, lambda: gate.is_open and goes_on()

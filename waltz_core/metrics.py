@@ -43,7 +43,7 @@ SECONDS_BUCKETS: Final = (
 )
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """What prometheus calls a type."""
 
     COUNTER = "counter"
@@ -55,13 +55,13 @@ class Metric(NamedTuple):
     """One line of the table; the unit is the end of the name, before `_total`."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     labels: tuple[str, ...]
     help: str
 
 
 def _table() -> dict[str, Metric]:
-    counter, gauge, histogram = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+    counter, gauge, histogram = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
     one, replica = ("partition",), ("partition", "replica")
     rows = [
         ("server_events_total", counter, ("event",), "reports of machines and shells, by name"),
@@ -157,23 +157,23 @@ class Metrics:
         try:
             self._grown[key] += amount
         except KeyError:
-            assert TABLE[name].kind is Kind.COUNTER
+            assert TABLE[name].kind is MetricKind.COUNTER
             self._at(name, labels)  # Shown from now on, if only as 0.
             self._grown[key] = amount
 
     def set(self, name: str, value: float, **labels: str | int) -> None:
         """Say how much of something there is now."""
-        assert TABLE[name].kind is Kind.GAUGE
+        assert TABLE[name].kind is MetricKind.GAUGE
         self._at(name, labels).set(value)
 
     def ask(self, name: str, read: Callable[[], float], **labels: str | int) -> None:
         """Have a gauge read whenever the page is; `read` runs on the thread that shows the page."""
-        assert TABLE[name].kind is Kind.GAUGE
+        assert TABLE[name].kind is MetricKind.GAUGE
         self._at(name, labels).set_function(read)
 
     def observe(self, name: str, seconds: float, **labels: str | int) -> None:
         """Put a duration into its histogram."""
-        assert TABLE[name].kind is Kind.HISTOGRAM
+        assert TABLE[name].kind is MetricKind.HISTOGRAM
         self._at(name, labels).observe(seconds)
 
     def report(self, report: Reported) -> None:
@@ -231,11 +231,11 @@ class Metrics:
 
 def _made(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
     match metric.kind:
-        case Kind.COUNTER:
+        case MetricKind.COUNTER:
             return Counter(metric.name, metric.help, metric.labels, registry=registry)
-        case Kind.GAUGE:
+        case MetricKind.GAUGE:
             return Gauge(metric.name, metric.help, metric.labels, registry=registry)
-        case Kind.HISTOGRAM:
+        case MetricKind.HISTOGRAM:
             return Histogram(
                 metric.name,
                 metric.help,

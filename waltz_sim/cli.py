@@ -21,7 +21,7 @@ from waltz_core.errors import BadConfig, WaltzError
 from waltz_sim.coverage import Coverage
 from waltz_sim.faults.kinds import KINDS
 from waltz_sim.report import report_of
-from waltz_sim.run import Drawing, Verdict, run, run_seed
+from waltz_sim.run import Drawing, RunVerdict, run, run_seed
 from waltz_sim.schedule import STEPS, Schedule
 from waltz_sim.shrink import shrink
 from waltz_sim.swarm import sweep
@@ -162,7 +162,7 @@ def _sentence(text: str) -> str:
     return text if len(text) <= TEXT_CHARACTERS_MAX else "…" + text[-TEXT_CHARACTERS_MAX:]
 
 
-def _shorten(verdict: Verdict) -> Path:
+def _shorten(verdict: RunVerdict) -> Path:
     """Write a shortened schedule into the working directory and say how it is replayed."""
     shrunk = shrink(verdict, is_late=_later(SHRINK_S))
     path = Path(f"waltz-seed-{verdict.schedule.seed}.json")

@@ -16,12 +16,12 @@ from typing import Final, NamedTuple
 
 from waltz_sim.faults.kinds import WEIGHTS
 from waltz_sim.promises.sometimes import never
-from waltz_sim.run import Verdict
+from waltz_sim.run import RunVerdict
 
 SEEDS_MIN: Final = 300
 
 
-class Failure(NamedTuple):
+class FailedSeed(NamedTuple):
     """A seed that broke a rule, and the sentence about it."""
 
     seed: int
@@ -40,9 +40,9 @@ class Coverage:
     committed: int = 0
     cpu_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedSeed] = field(default_factory=list)
 
-    def add(self, verdict: Verdict) -> None:
+    def add(self, verdict: RunVerdict) -> None:
         """Take one run in."""
         self.seeds += 1
         self.steps += verdict.steps
@@ -51,7 +51,7 @@ class Coverage:
         self.committed += verdict.committed
         self.counts.update(verdict.counts)
         if verdict.rule is not None:
-            failure = Failure(verdict.schedule.seed, verdict.rule, verdict.text)
+            failure = FailedSeed(verdict.schedule.seed, verdict.rule, verdict.text)
             self.failures.append(failure)
 
     def merge(self, other: "Coverage") -> None:
@@ -93,7 +93,7 @@ class Coverage:
         return not self.failures and not self.missing()
 
 
-def covered(verdicts: Iterable[Verdict]) -> Coverage:
+def covered(verdicts: Iterable[RunVerdict]) -> Coverage:
     """Return the sums of some runs."""
     sums = Coverage()
     for verdict in verdicts:

@@ -20,7 +20,7 @@ from waltz_sim.schedule import STEPS, Schedule, schedule_of
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunVerdict:
     """How a run ended. `rule` is None for a good one, else the name of what was broken.
 
     A machine that has raised (its own assertion, or anything else) broke the rule `Crash`.
@@ -74,12 +74,12 @@ class Drawing:
 PLAIN: Final = Drawing()
 
 
-def run_seed(seed: int, drawing: Drawing = PLAIN, *, is_traced: bool = False) -> Verdict:
+def run_seed(seed: int, drawing: Drawing = PLAIN, *, is_traced: bool = False) -> RunVerdict:
     """Draw a schedule from a seed and run it."""
     return run(drawing.schedule_of(seed), is_traced=is_traced)
 
 
-def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False) -> Verdict:
+def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False) -> RunVerdict:
     """Run a schedule: its faults, then healing, then the checks of the end.
 
     `keeps_all` lines of the trace, and not only the last ones.
@@ -101,7 +101,7 @@ def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False)
     finally:
         cluster.close()
     world = cluster.world
-    return Verdict(
+    return RunVerdict(
         schedule=schedule,
         rule=rule,
         text=text,

@@ -32,7 +32,7 @@ from waltz_sim.stage import Stage
 
 
 @dataclass(slots=True)
-class Step:
+class ScenarioStep:
     """What is done, and what came of it."""
 
     commands: str
@@ -50,7 +50,7 @@ class Story:
 
     title: str
     words: list[str] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ScenarioStep] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -68,7 +68,7 @@ def stories_in(text: str) -> tuple[str, list[Story]]:
         story = Story(title)
         for line in lines:
             if line.startswith("> "):
-                story.steps.append(Step(line[2:]))
+                story.steps.append(ScenarioStep(line[2:]))
             elif line.startswith("    ") and story.steps:
                 story.steps[-1].lines.append(line[4:])
             elif story.steps:
@@ -88,7 +88,7 @@ def told_again(story: Story) -> Story:
     opening = story.steps[0].commands if story.steps else ""
     stage = Stage(opening.split(";")[0])
     for step in story.steps:
-        again.steps.append(Step(step.commands, stage.play(step.commands)))
+        again.steps.append(ScenarioStep(step.commands, stage.play(step.commands)))
     if not stage.is_left_broken:
         stage.cluster.run_healed()
     return again

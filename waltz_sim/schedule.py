@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from waltz_core.errors import BadFormat
-from waltz_core.replication.limits import Limits as StoreLimits
+from waltz_core.replication.limits import SessionLimits
 from waltz_core.server.locking.tickets import LARGE_BYTES
-from waltz_core.server.partition_events import Limits
+from waltz_core.server.partition_events import PartitionLimits
 from waltz_sim.world.world import chance_of
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ class Setup:
     is_unbounded: bool = False  # losses may hit any number of replicas, and ZooKeeper (budget.py)
     is_calm: bool = False  # every draw is the middle one, for told stories
 
-    def limits(self) -> Limits:
+    def limits(self) -> PartitionLimits:
         """What a served partition keeps to."""
-        return Limits(
+        return PartitionLimits(
             lock_slot_count=self.lock_slot_count,
             queue_bytes_max=8 * LARGE_BYTES if self.has_large_batches else 64 * 1024,
             in_flight_batches_max=8,
@@ -87,9 +87,9 @@ class Setup:
             lock_tail_bytes_max=8 * 1024,
         )
 
-    def store_limits(self) -> StoreLimits:
+    def store_limits(self) -> SessionLimits:
         """What replication keeps to."""
-        return StoreLimits(
+        return SessionLimits(
             redial_ms_min=20,
             redial_ms_max=500,
             refused_retry_ms=1_500,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from waltz_sim.run import Verdict, run
+from waltz_sim.run import RunVerdict, run
 from waltz_sim.schedule import Fault, Schedule
 
 RUNS_MAX: Final = 300
@@ -31,7 +31,7 @@ SMALLER: Final[tuple[tuple[str, tuple[float, ...]], ...]] = (
     ("keys", (1, 2, 6)),
 )
 
-Run = Callable[[Schedule], Verdict]
+Run = Callable[[Schedule], RunVerdict]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Shrunk:
     """The shortest schedule that was found, how it ends, and what it took."""
 
     schedule: Schedule
-    verdict: Verdict
+    verdict: RunVerdict
     run_count: int
 
 
 def shrink(
-    verdict: Verdict,
+    verdict: RunVerdict,
     *,
     runs_max: int = RUNS_MAX,
     is_late: Callable[[], bool] = lambda: False,
@@ -61,7 +61,7 @@ class _Search:
     """The best schedule so far, and how to better it."""
 
     def __init__(
-        self, verdict: Verdict, runs_max: int, is_late: Callable[[], bool], run_one: Run
+        self, verdict: RunVerdict, runs_max: int, is_late: Callable[[], bool], run_one: Run
     ) -> None:
         self.best = verdict
         self.run_count = 0
@@ -143,7 +143,7 @@ def _until(schedule: Schedule, duration_ms: int) -> Schedule:
     return schedule.with_faults(faults).with_setup(duration_ms=duration_ms)
 
 
-def _without_groups(verdict: Verdict, group_count: int) -> Iterator[Schedule]:
+def _without_groups(verdict: RunVerdict, group_count: int) -> Iterator[Schedule]:
     """Yield the schedule without its first group of faults, without its second, and so on."""
     faults: Sequence[Fault] = verdict.schedule.faults
     size = -(-len(faults) // group_count)

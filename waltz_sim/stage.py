@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.client.stream import stream_events as client_events
-from waltz_core.cluster.change.rebuilding import Verdict
+from waltz_core.cluster.change.rebuilding import RebuildDecision
 from waltz_core.cluster.nodes.model import PartitionMetadata
 from waltz_core.errors import BadFormat
 from waltz_core.records.record import (
@@ -30,14 +30,14 @@ from waltz_core.replication.session_recovery import NO_STORAGE_ID
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
 from waltz_core.wire.admin_messages import (
     AdminMessage,
+    AdminRefused,
     MarkSuspect,
-    Refused,
     ReSeed,
     SetAvailable,
 )
 from waltz_core.wire.messages import AppendRaw, Nack, Prepare, Reason, StorageMessage
 from waltz_sim.cluster.administration import Operator
-from waltz_sim.cluster.peer import Answers, Peer
+from waltz_sim.cluster.peer import PeerAnswers, SimPeer
 from waltz_sim.cluster.rescue import Rescue
 from waltz_sim.cluster.servers import SimServer
 from waltz_sim.cluster.simulated_cluster import (
@@ -47,15 +47,15 @@ from waltz_sim.cluster.simulated_cluster import (
 from waltz_sim.cluster.simulated_storages import SimStorage
 from waltz_sim.schedule import Schedule, Setup
 from waltz_sim.telling import Telling
-from waltz_sim.world.simulated_disk import Fault as DiskFault
 from waltz_sim.world.simulated_disk import (
+    DiskFault,
     SimDisk,
     Survival,
 )
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.workload import Locks
-    from waltz_sim.world.network import Link
+    from waltz_sim.world.network import SimLink
 
 QUIET_MS: Final = 1_200
 _TICK_MS: Final = 50
@@ -91,7 +91,7 @@ class Stage:
         self.cluster = SimCluster(Schedule(0, setup), checks=self._told_to)
         self.is_left_broken = False
         self._triggers: list[tuple[str, str]] = []
-        self._held: Link | None = None
+        self._held: SimLink | None = None
         self._disks: dict[str, SimDisk] = {}
         self._kept = self.cluster.coordinator.metadata, self.cluster.coordinator.marker
         self._client = self.cluster.clients[0]
@@ -312,7 +312,7 @@ class Stage:
         """Ask a storage for something by its administration port."""
 
         def told(answer: AdminMessage) -> None:
-            if isinstance(answer, Refused):
+            if isinstance(answer, AdminRefused):
                 self.telling.tell(f"{name} does not do that: {answer.text}")
 
         Operator(self.cluster, self._storage(name), told).ask(message)
@@ -333,7 +333,7 @@ class Stage:
     def declare(self) -> None:
         """Have the storages' logs decide what ZooKeeper has to hold."""
 
-        def told(verdict: Verdict | None) -> None:
+        def told(verdict: RebuildDecision | None) -> None:
             assert verdict is not None
             log = self.telling.span(0, verdict.log.synced_max)
             self.telling.tell(f"the log of {verdict.source} is the log: {log}")
@@ -351,12 +351,12 @@ class Stage:
         self._stranger(name, AppendRaw(int(session_id), 1, self.cluster.partition_id, *nothing))
 
     def _stranger(self, name: str, request: StorageMessage) -> None:
-        def told(answers: Answers) -> None:
+        def told(answers: PeerAnswers) -> None:
             for each in answers:
                 what = each.message if isinstance(each, Nack) else "as you say"
                 self.telling.tell(f"{name} to a stranger: {what}")
 
-        Peer(self.cluster, "stranger").ask(self._storage(name), [request], told)
+        SimPeer(self.cluster, "stranger").ask(self._storage(name), [request], told)
 
     # ---- the application
 
@@ -390,14 +390,14 @@ class Stage:
             self._append(1)
             self.cluster.world.after(WRITE_EVERY_MS * MS, self._write)
 
-    def _settled(self, effect: client_events.Settled) -> None:
+    def _settled(self, effect: client_events.ParcelSettled) -> None:
         count = len(self.cluster.workload.ended(effect.token))
         if not self.telling.names_ids:
             self.telling.last_told_us = self.cluster.world.now_us
         elif (effect.outcome.reasons == Reason.LOST).any():
             self._append(count)
 
-    def _refused(self, effect: client_events.Refused) -> None:
+    def _refused(self, effect: client_events.ParcelRefused) -> None:
         self.cluster.workload.ended(effect.token)
         self.telling.last_told_us = self.cluster.world.now_us
 

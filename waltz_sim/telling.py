@@ -313,7 +313,7 @@ class Telling(Checks):
 
     # ---- applications
 
-    def settled(self, client: "SimClient", effect: client_events.Settled) -> None:
+    def settled(self, client: "SimClient", effect: client_events.ParcelSettled) -> None:
         """See `Checks.settled`."""
         super().settled(client, effect)
         outcome = effect.outcome
@@ -322,7 +322,7 @@ class Telling(Checks):
             what = _outcome(reason)
             self._outcomes.setdefault(what, []).append(number)
 
-    def refused(self, client: "SimClient", effect: client_events.Refused) -> None:
+    def refused(self, client: "SimClient", effect: client_events.ParcelRefused) -> None:
         """See `Checks.refused`."""
         super().refused(client, effect)
         what = "unknown" if isinstance(effect.error, OutcomeUnknown) else "not sent"

@@ -35,7 +35,7 @@ from waltz_spark.writer.results import (
     REJECTED,
     RETRY,
     SUMMARY_FILE,
-    Place,
+    ResultDirectory,
     is_of,
     open_place,
 )
@@ -205,7 +205,7 @@ def _results(spark: SparkSession, path: str, name: str) -> DataFrame | None:
     return spark.read.parquet(*own) if own else None
 
 
-def _for_spark(path: str, place: Place) -> str:
+def _for_spark(path: str, place: ResultDirectory) -> str:
     """Return a directory as Spark finds it: a local one is not Hadoop's default file system's."""
     from pyarrow import fs  # noqa: PLC0415 - only functions that read results need it
 

@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from waltz_core.client import Layout, ReplicaSet, WaltzClient
+from waltz_core.client import ClusterLayout, ReplicaSet, WaltzClient
 
 # Keyed by process and cluster; a process that was forked finds none of its own. What is done with
 # them is one operation of a dictionary each time, and so needs no lock.
@@ -34,7 +34,7 @@ def client_of(connect: str) -> WaltzClient:
     return _client(connect, lambda: WaltzClient(connect))
 
 
-def client_at(layout: Layout) -> WaltzClient:
+def client_at(layout: ClusterLayout) -> WaltzClient:
     """Return this process's client of a cluster whose layout the driver has found out.
 
     A task asks ZooKeeper only when a server has moved since.
@@ -47,7 +47,7 @@ def client_at(layout: Layout) -> WaltzClient:
     return client
 
 
-def _first_at(layout: Layout) -> WaltzClient:
+def _first_at(layout: ClusterLayout) -> WaltzClient:
     client = WaltzClient.at(layout)
     settle("connect")
     return client

@@ -30,7 +30,7 @@ from waltz_core.config import ClientConfig, render_toml
 from waltz_core.config.connect_string import ConnectString
 from waltz_core.errors import WaltzError
 from waltz_core.local.zookeeper_process import (
-    Peer,
+    EnsemblePeer,
     write_node_number,
     zookeeper_config,
 )
@@ -359,7 +359,8 @@ class ChaosCluster:
             return zookeeper_config(data, CLIENT_PORTS["zookeeper"], host=host)
         write_node_number(data, names.index(member.name) + 1)
         ensemble = [
-            Peer(self.members[name].machine.address, QUORUM_PORT, ELECTION_PORT) for name in names
+            EnsemblePeer(self.members[name].machine.address, QUORUM_PORT, ELECTION_PORT)
+            for name in names
         ]
         return zookeeper_config(data, CLIENT_PORTS["zookeeper"], host=host, ensemble=ensemble)
 

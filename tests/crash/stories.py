@@ -28,7 +28,7 @@ from waltz_core.records.record import (
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.crash import RecordingDisk, Remark, Sync, Write
-from waltz_sim.world.simulated_disk import Fault
+from waltz_sim.world.simulated_disk import DiskFault
 
 KEY = bytes(range(16))
 ROOT = Path("/disk/storage")
@@ -372,7 +372,7 @@ class Story:
         self.close()
         self.start(histories=self.histories)
 
-    def failing(self, kind, call, *, fault=Fault.FAILS):
+    def failing(self, kind, call, *, fault=DiskFault.FAILS):
         """Do something while the next change of a kind, or of this number, fails."""
         inner = self.disk.inner
         if isinstance(kind, int):
@@ -623,7 +623,7 @@ def full_disk():
     """An append finds no room; the reserve is given back, and the log goes on where it was."""
     story = _begun(segment_bytes_max=1000)
     story.append([1])
-    story.failing("write", lambda: story.append([2, 2], bytes_max=300), fault=Fault.DISK_FULL)
+    story.failing("write", lambda: story.append([2, 2], bytes_max=300), fault=DiskFault.DISK_FULL)
     story.doing(story.engine.room.release)
     story.append([2])
     story.sync()

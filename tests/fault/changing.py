@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.fault.load import Story, command, segments, shown, wait_until
 from tests.patience import HANG_S
-from waltz_core.cluster.change.storages import Layout
+from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster
 from waltz_core.local.ports import is_free
@@ -58,7 +58,7 @@ def address(cluster: LocalCluster, name: str) -> str:
     return f"127.0.0.1:{cluster.member(name).port}"
 
 
-def change_layout(cluster: LocalCluster, change: Callable[[Layout], Layout]) -> None:
+def change_layout(cluster: LocalCluster, change: Callable[[StorageLayout], StorageLayout]) -> None:
     """Write what ZooKeeper has of the storages, as no command does."""
 
     async def write() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fault.load import Story
 from tests.patience import HANG_S
-from waltz_core.client import Layout, TaskClaim, WaltzClient, begin_write, end_write
+from waltz_core.client import ClusterLayout, TaskClaim, WaltzClient, begin_write, end_write
 from waltz_core.errors import ConnectionSuperseded
 
 pytestmark = pytest.mark.fault
@@ -15,7 +15,7 @@ FOR_LONG = 1 << 50
 SERVERS = ("server-1", "server-2")
 
 
-def layout_of(connect: str) -> Layout:
+def layout_of(connect: str) -> ClusterLayout:
     with WaltzClient(connect) as client:
         return client.layout()
 

@@ -32,7 +32,7 @@ from tests.fault.load import command, wait_until
 from tests.fault.threads import let_threads_go, stop_threads
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
-from waltz_core.cluster.change.storages import Layout
+from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.cluster.nodes.model import PartitionMetadata
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster
@@ -253,7 +253,7 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
     return inject
 
 
-def groups_of_their_own(layout: Layout) -> dict[ReplicaId, int]:
+def groups_of_their_own(layout: StorageLayout) -> dict[ReplicaId, int]:
     """Have any storage be as good as any other."""
     return {each: at for at, each in enumerate(layout.groups)}
 

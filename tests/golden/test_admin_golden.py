@@ -12,9 +12,9 @@ from waltz_core.records.record import (
 )
 from waltz_core.wire import codec
 from waltz_core.wire.admin_messages import (
+    AdminFailure,
     CheckCluster,
     Done,
-    Failure,
     HeldRequest,
     HeldResponse,
     MetricsRequest,
@@ -89,12 +89,12 @@ def test_captured_frames_decode_to_their_meaning_and_encode_to_their_bytes(examp
 # Each type of the table in docs/design/wire-format.md 3.2: type, sequence, fields.
 BY_HAND = {
     Done(7): "01 0000000000000007",
-    Failure(7, "boom", (("a.B", "m", "B.java", 12), ("a.C", "n", None, -2))): (
+    AdminFailure(7, "boom", (("a.B", "m", "B.java", 12), ("a.C", "n", None, -2))): (
         "02 0000000000000007 00000004 626f6f6d 00000002"
         "00000003 612e42 00000001 6d 00000006 422e6a617661 0000000c"
         "00000003 612e43 00000001 6e ffffffff fffffffe"
     ),
-    Failure(7, None, ()): "02 0000000000000007 ffffffff 00000000",
+    AdminFailure(7, None, ()): "02 0000000000000007 ffffffff 00000000",
     CheckCluster(-1, KEY, 4): f"03 ffffffffffffffff {KEY.hex()} 00000004",
     SetAvailable(2, (3, 9), True): "04 0000000000000002 00000002 00000003 00000009 01",
     SetAssigned(2, (3,), False, True): "06 0000000000000002 00000001 00000003 00 01",

@@ -155,7 +155,7 @@ class MemoryStorage:
                 return messages.HeartbeatAnswer(*prefix)
             case _:
                 raise AssertionError(message)
-        return messages.ReplicaState(*prefix, log.last, log.chain)
+        return messages.ReplicaEnd(*prefix, log.last, log.chain)
 
     def _append(
         self, log: Log, message: messages.AppendRaw, prefix: tuple[int, int, int]

@@ -26,7 +26,7 @@ from waltz_core.client import (
     lock,
 )
 from waltz_core.client.read.ranges import (
-    ReplicaLink,
+    ReaderConnection,
     ReplicaSet,
 )
 from waltz_core.config import ClientConfig
@@ -118,16 +118,16 @@ def test_the_replica_of_the_own_group_is_the_one_that_is_read(
 ):
     client.append(b"x", partition=3).result()
     asked: list[str] = []
-    open_link = ReplicaLink.open
+    open_link = ReaderConnection.open
 
     async def noted(
         address: str, replicas: ReplicaSet, *, timeout_s: float, ssl: None
-    ) -> ReplicaLink:
+    ) -> ReaderConnection:
         asked.append(address)
         return await open_link(address, replicas, timeout_s=timeout_s, ssl=ssl)
 
     until(lambda: len(client.replicas(3).replicas) == 3)
-    monkeypatch.setattr(ReplicaLink, "open", noted)
+    monkeypatch.setattr(ReaderConnection, "open", noted)
     near = [client.replicas(3, group=group).nearby for group in range(4)]
     # Each storage of this cluster is a group of its own.
     assert sorted(len(each) for each in near) == [0, 1, 1, 1]

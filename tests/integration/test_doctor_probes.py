@@ -12,7 +12,7 @@ from tests.integration.test_storage_daemon import config_for, on_loop, serving, 
 from tests.ports import free_port
 from waltz_core.cli.doctor.doctor_probes import _Storage
 from waltz_core.client.links.storage_admin import administered
-from waltz_core.cluster.change.storages import Layout
+from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.records.record import (
     PartitionId,
@@ -43,7 +43,7 @@ async def told(address, admin_port, partitions=CLUSTER.partitions):
     store = SimpleNamespace(cluster_key=KEY, partition_count=PARTITION_COUNT)
     seen = SimpleNamespace(
         view=SimpleNamespace(store=store),
-        layout=Layout(assigned, {replica: 0}, {replica: admin_port}),
+        layout=StorageLayout(assigned, {replica: 0}, {replica: admin_port}),
         storage_ids={},
     )
     return await _Storage(seen, replica, TIMEOUT_S, None).ask()

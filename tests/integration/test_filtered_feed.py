@@ -9,7 +9,7 @@ import pytest
 from tests.patience import HANG_S
 from waltz_core.client import AsyncCallbacks, AsyncTransaction, AsyncWaltzClient, WaltzClient
 from waltz_core.client.links.directory import (
-    Layout,
+    ClusterLayout,
     Owner,
 )
 from waltz_core.local import LocalCluster, running
@@ -88,7 +88,7 @@ class Taking(AsyncCallbacks):
 
 
 async def bytes_of_a_feed(
-    layout: Layout, partition: int, callbacks: Taking, last: int, headers: list[int] | None
+    layout: ClusterLayout, partition: int, callbacks: Taking, last: int, headers: list[int] | None
 ) -> int:
     """Return how many bytes it takes to come from the callbacks' mark to `last`."""
     address, generation = layout.owners[partition]

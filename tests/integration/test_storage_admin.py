@@ -35,10 +35,10 @@ from waltz_core.records.record import (
 from waltz_core.storage.process.storage_daemon import StaticCluster
 from waltz_core.wire import codec
 from waltz_core.wire.admin_messages import (
+    AdminFailure,
     AdminMessage,
     CheckCluster,
     Done,
-    Failure,
     HeldRequest,
     HeldResponse,
     MarkSuspect,
@@ -177,10 +177,10 @@ def test_a_tool_of_the_original_is_answered_byte_for_byte(tmp_path):
             marks = await tool.ask(SessionInfoRequest(7, 2))
             assert marks == SessionInfoResponse(7, 2, -1, -1, -1)
             refused = await tool.ask(CheckCluster(-1, bytes(16), PARTITION_COUNT))
-            assert isinstance(refused, Failure)
+            assert isinstance(refused, AdminFailure)
             assert "ClusterKeyMismatch" in refused.text
             refused = await tool.ask(SetAssigned(8, (3,), False, True))
-            assert isinstance(refused, Failure)
+            assert isinstance(refused, AdminFailure)
             assert "held here" in refused.text
 
     def done(sequence):

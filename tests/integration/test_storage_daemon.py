@@ -58,7 +58,7 @@ from waltz_core.wire.messages import (
     RangeBytes,
     RangeForm,
     RangeRaw,
-    ReplicaState,
+    ReplicaEnd,
     SetLowWaterMark,
     SuccessResponse,
     Surface,
@@ -141,7 +141,7 @@ class Session:
             owner.make(Engage, mark),
         ):
             answer = await self.ask(message)
-            assert isinstance(answer, ReplicaState), answer
+            assert isinstance(answer, ReplicaEnd), answer
             assert answer.synced_max == mark
 
     async def read(self, first, last, **options):

@@ -21,7 +21,7 @@ from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.znodes import (
-    Create,
+    CreateNode,
     Delete,
     Operation,
     SessionState,
@@ -116,7 +116,7 @@ def test_a_loop_that_hangs_loses_its_session_and_finds_that_out(zookeeper):
             )
             await session.open()
             world.sessions.append(session)
-            await session.write([Create("/hangs", ephemeral=True)])
+            await session.write([CreateNode("/hangs", ephemeral=True)])
             number, states, is_back = session.session_number, [], asyncio.Event()
             session.on_state(states.append)
             session.on_state(lambda state: state is SessionState.CONNECTED and is_back.set())
@@ -128,7 +128,7 @@ def test_a_loop_that_hangs_loses_its_session_and_finds_that_out(zookeeper):
                 await is_back.wait()
             assert SessionState.LOST in states
             assert session.session_number != number
-            await session.write([Create("/hangs", ephemeral=True)])
+            await session.write([CreateNode("/hangs", ephemeral=True)])
         other.stop()
         other.close()
 
@@ -153,7 +153,7 @@ def test_a_session_is_closed_where_no_thread_starts_any_more(zookeeper, monkeypa
             request_timeout_ms=5_000,
         )
         await session.open()
-        await session.write([Create("/exits", ephemeral=True)])
+        await session.write([CreateNode("/exits", ephemeral=True)])
         monkeypatch.setattr(threading.Thread, "start", refuse)
         await session.close()
         monkeypatch.undo()
@@ -288,7 +288,7 @@ def test_a_value_over_the_servers_limit_is_not_taken_for_a_success(zookeeper):
     async def run():
         async with world_at(zookeeper) as world:
             znodes = await world.znodes()
-            await znodes.write([Create("/big")])
+            await znodes.write([CreateNode("/big")])
             with pytest.raises(errors.Unavailable):
                 await znodes.write([Set("/big", bytes(2_000_000), 0)])
             assert (await znodes.get("/big")).data == b""
@@ -377,9 +377,11 @@ def any_operation(random: Random, root: str) -> Operation:
     path = root + "".join(random.choices(["/a", "/b"], k=random.randrange(1, 3)))
     match random.randrange(5):
         case 0 | 1:
-            return Create(path, random.choice([None, b"", b"x"]), ephemeral=random.random() < 0.2)
+            return CreateNode(
+                path, random.choice([None, b"", b"x"]), ephemeral=random.random() < 0.2
+            )
         case 2:
-            return Create(f"{path}_", sequential=True)
+            return CreateNode(f"{path}_", sequential=True)
         case 3:
             return Set(path, random.randbytes(2), random.randrange(3))
     return Delete(path, random.randrange(2))
@@ -413,7 +415,7 @@ def test_memory_does_what_zookeeper_does(zookeeper, seed):
             real, fake = await world.znodes(), memory.session()
             outcomes = []
             for znodes in (real, fake):
-                await znodes.write([Create(root)])
+                await znodes.write([CreateNode(root)])
             for _ in range(80):
                 operations = [any_operation(random, root) for _ in range(random.randrange(1, 4))]
                 outcome = await result_of(real, operations)

@@ -19,7 +19,7 @@ from waltz_core.storage.files.control_file import ControlFile
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     PowerLoss,
     SimDisk,
     Survival,
@@ -264,7 +264,7 @@ def random_world(seed):
 def run_until_power_loss(world, steps, fault_at):
     """Do random things until the power goes at a step of the disk, if it does."""
     if fault_at is not None:
-        world.disk.plan(world.disk.step_count + fault_at, Fault.POWER_LOSS)
+        world.disk.plan(world.disk.step_count + fault_at, DiskFault.POWER_LOSS)
     try:
         world.prepare()
         for _ in range(steps):

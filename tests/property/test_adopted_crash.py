@@ -23,7 +23,7 @@ from waltz_core.storage.log import log_recovery
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     PowerLoss,
     SimDisk,
 )
@@ -74,7 +74,7 @@ class World:
     @contextmanager
     def power(self, step):
         """Lose power at a step; nothing that was there is gone, and the log has batches."""
-        self.disk.plan(self.disk.step_count + step, Fault.POWER_LOSS)
+        self.disk.plan(self.disk.step_count + step, DiskFault.POWER_LOSS)
         try:
             yield
         except PowerLoss:

@@ -33,7 +33,7 @@ from waltz_core.replication.session_events import (
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import (
     Ahead,
-    Outcome,
+    AppendOutcome,
     Reached,
     SubmitBatch,
 )
@@ -45,7 +45,7 @@ from waltz_core.server.locking.tickets import LARGE_BYTES, Ticket
 from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,
-    Limits,
+    PartitionLimits,
 )
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
 
@@ -105,7 +105,7 @@ class World:
     def __post_init__(self) -> None:
         self.mounts = Mounts(100)
         # So few slots that locks collide: refusals may be false, acceptances may not.
-        limits = Limits(
+        limits = PartitionLimits(
             lock_slot_count=self.rng.choice((13, 1009)),
             slice_rows_max=self.rng.choice((2, 8192)),
             in_flight_batches_max=self.rng.choice((2, 64)),
@@ -257,7 +257,7 @@ class World:
             self.chain, batch.first, batch.last, SessionId(self.session), batch.record_crcs
         )
 
-    def take(self, outcomes: list[Outcome]) -> None:
+    def take(self, outcomes: list[AppendOutcome]) -> None:
         for outcome in outcomes:
             if isinstance(outcome, SubmitBatch):
                 self.in_flight.append(outcome.batch)

@@ -20,7 +20,7 @@ def test_what_is_told_is_what_the_log_says(block):
         world.heal()
         world.check()
         for told in world.told.values():
-            if isinstance(told, stream_events.Settled):
+            if isinstance(told, stream_events.ParcelSettled):
                 reasons.update(told.outcome.reasons.tolist())
             elif isinstance(told.error, errors.OutcomeUnknown):
                 unknown += 1

@@ -24,7 +24,7 @@ from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.refill import Refill
 from waltz_core.server.partition_events import (
     Fetch,
-    Limits,
+    PartitionLimits,
 )
 from waltz_core.wire.messages import LockBlocks
 
@@ -98,7 +98,7 @@ def test_no_lock_is_below_its_writer(seed: int, monkeypatch: pytest.MonkeyPatch)
             history.spoil()
     mark = history.end
     table = LockTable(SLOTS, mark.last)
-    refill = Refill(PartitionId(0), Limits(lock_slot_count=SLOTS))
+    refill = Refill(PartitionId(0), PartitionLimits(lock_slot_count=SLOTS))
     refill.begin(table, mark)
     replicas = [ReplicaId(str(each)) for each in range(3)]
     asked = refill.ask(SessionId(1), replicas, 0, holds=True)
@@ -135,7 +135,7 @@ def test_most_of_it_is_learnt_where_little_is_lost() -> None:
         for _ in range(20):
             history.append()
         table = LockTable(SLOTS, history.end.last)
-        refill = Refill(PartitionId(0), Limits(lock_slot_count=SLOTS))
+        refill = Refill(PartitionId(0), PartitionLimits(lock_slot_count=SLOTS))
         refill.begin(table, history.end)
         asked = refill.ask(SessionId(1), [ReplicaId(str(each)) for each in range(3)], 0, holds=True)
         while asked or refill.turn_at_ms(0) == 0:

@@ -9,8 +9,8 @@ from waltz_core.records.record import TransactionId
 from waltz_core.server.locking.lock_table import (
     AHEAD,
     PASSED,
+    LockRequests,
     LockTable,
-    Requests,
 )
 
 Row = tuple[list[int], list[int], list[int], int, bool]  # write, read, append, mark lag, eligible
@@ -110,7 +110,7 @@ def test_the_table_judges_like_the_model(
     for batch, commits, fate in course:
         marks = [max(-1, high - lag) if lag >= 0 else high + 1 for _, _, _, lag, _ in batch]
         found = table.judge(
-            Requests(
+            LockRequests(
                 *(column([row[kind] for row in batch]) for kind in range(3)),
                 marks=np.array(marks, dtype=np.int64),
                 eligible=np.array([row[4] for row in batch], dtype=bool),

@@ -13,10 +13,10 @@ from tests.property.test_storage_crash import check_after_error, first_error
 from tests.property.test_storage_format import B16, INT64, SLOTS, entries
 from waltz_core.errors import DiskFailed
 from waltz_core.offline import layout
-from waltz_core.offline.layout import GENESIS, Batch
+from waltz_core.offline.layout import GENESIS, BatchEntry
 from waltz_core.records.record import PartitionId
 from waltz_core.storage.files import format as disk_format
-from waltz_sim.world.simulated_disk import Fault
+from waltz_sim.world.simulated_disk import DiskFault
 
 NOT_ASSIGNED = f"{PARTITION}: partition {PARTITION} is here and not assigned"
 
@@ -48,7 +48,7 @@ def test_what_a_crash_leaves_is_never_called_wrong(tmp_path, seed, survival):
     assert [one for one in notes if "expected session" not in one] == [NOT_ASSIGNED]
 
 
-@pytest.mark.parametrize("fault", [Fault.FAILS, Fault.DISK_FULL])
+@pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", range(25))
 def test_what_an_error_and_a_crash_leave_is_wrong_in_an_index_at_most(tmp_path, seed, fault):
     """The index of a file that was given up has never been synced."""
@@ -155,7 +155,7 @@ def test_batches_are_read_as_they_are_written(entry, place, key, created_ms):
     expected = ()
     if entry.session_id < layout.MADE_UP:
         expected = (f"expected a session of at least -2, found {entry.session_id}",)
-    assert read == Batch(*entry, entry.first - 1, expected)
+    assert read == BatchEntry(*entry, entry.first - 1, expected)
     elsewhere = layout.batch(written, place + 1, read_head.segment_crc)
     assert elsewhere.wrong[0].startswith("expected CRC")
 

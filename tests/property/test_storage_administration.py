@@ -22,7 +22,7 @@ from waltz_core.storage.files.format import Mark
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     PowerLoss,
     SimDisk,
     Survival,
@@ -180,7 +180,7 @@ def test_a_command_that_is_cut_is_carried_out_or_was_never_given(name, survival)
     while True:
         step += 1
         directory = Directory()
-        directory.disk.plan(directory.disk.step_count + step, Fault.POWER_LOSS)
+        directory.disk.plan(directory.disk.step_count + step, DiskFault.POWER_LOSS)
         try:
             command(directory.engine)
         except PowerLoss:
@@ -205,7 +205,7 @@ def test_a_start_that_finishes_a_removal_may_be_cut_too(name, survival):
     for step in range(1, 60, 4):
         for again in range(1, 60, 2):
             directory = Directory()
-            directory.disk.plan(directory.disk.step_count + step, Fault.POWER_LOSS)
+            directory.disk.plan(directory.disk.step_count + step, DiskFault.POWER_LOSS)
             try:
                 command(directory.engine)
             except PowerLoss:
@@ -213,7 +213,7 @@ def test_a_start_that_finishes_a_removal_may_be_cut_too(name, survival):
             else:
                 assert step > 20
                 return
-            directory.disk.plan(directory.disk.step_count + again, Fault.POWER_LOSS)
+            directory.disk.plan(directory.disk.step_count + again, DiskFault.POWER_LOSS)
             try:
                 directory.engine = open_engine(directory.disk)
             except PowerLoss:
@@ -226,7 +226,7 @@ def test_a_start_that_finishes_a_removal_may_be_cut_too(name, survival):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("fault", [Fault.FAILS, Fault.DISK_FULL])
+@pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
 def test_a_command_that_the_disk_refuses_at_any_step_can_be_given_again(name, fault):
     command, done = COMMANDS[name]
     step = 0

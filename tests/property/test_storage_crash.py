@@ -20,7 +20,7 @@ from tests.property.storage_model import (
 from waltz_core.errors import DiskFailed, NoSpace
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     PowerLoss,
     Survival,
 )
@@ -46,7 +46,9 @@ def test_power_loss_while_the_log_recovers_from_one(seed):
         run_until_power_loss(world, 15, world.rng.randint(1, 80))
         world.disk.power_loss(Survival.ANY_SECTORS, world.rng)
         for reach in (3, 25, 25):  # an open changes more than three things
-            world.disk.plan(world.disk.step_count + world.rng.randint(1, reach), Fault.POWER_LOSS)
+            world.disk.plan(
+                world.disk.step_count + world.rng.randint(1, reach), DiskFault.POWER_LOSS
+            )
             try:
                 world.open()
             except PowerLoss:
@@ -81,7 +83,7 @@ def test_power_loss_at_every_step_of_a_story(survival):
     while lost:
         step += 1
         world = World(Random(7), segment_bytes_max=900)
-        world.disk.plan(world.disk.step_count + step, Fault.POWER_LOSS)
+        world.disk.plan(world.disk.step_count + step, DiskFault.POWER_LOSS)
         lost = False
         try:
             story(world)
@@ -112,7 +114,7 @@ def test_a_large_unsynced_group_of_which_any_sectors_are_left_is_no_damage():
 # ---- errors
 
 
-@pytest.mark.parametrize("fault", [Fault.FAILS, Fault.DISK_FULL])
+@pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_after_an_error_the_log_goes_on_or_says_why_not(seed, fault):
     world = random_world(seed)
@@ -143,7 +145,7 @@ def test_after_an_error_the_log_goes_on_or_says_why_not(seed, fault):
             world.go_on()
 
 
-@pytest.mark.parametrize("fault", [Fault.FAILS, Fault.DISK_FULL])
+@pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", range(5))
 def test_an_append_over_segments_that_fails_at_any_step_leaves_nothing_behind(seed, fault):
     step = 0

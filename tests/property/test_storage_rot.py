@@ -21,7 +21,7 @@ from waltz_core.errors import ChecksumMismatch, Damaged, DiskFailed
 from waltz_core.offline.layout import BATCH_BYTES, CHAIN_HEADER_BYTES, batch, chain_header
 from waltz_sim.world.simulated_disk import (
     Contents,
-    Fault,
+    DiskFault,
     SimDisk,
     Survival,
 )
@@ -103,7 +103,7 @@ def world_with_failures(seed):
     world.prepare()
     world.set_mark()
     for _ in range(world.rng.choice((0, 1, 1, 2))):
-        error, at_the_edge = first_error(world, Fault.FAILS)
+        error, at_the_edge = first_error(world, DiskFault.FAILS)
         if error is None:
             continue
         if at_the_edge or world.cut_to is not None:

@@ -7,7 +7,7 @@ from waltz_core.client.stream import (
 )
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.client.stream.monitor import Monitor
-from waltz_core.client.stream.outbox import Waiting
+from waltz_core.client.stream.outbox import WaitingParcel
 from waltz_core.client.stream.partition_stream import PartitionStream
 from waltz_core.errors import OutcomeUnknown
 from waltz_core.wire.messages import Reason
@@ -39,7 +39,7 @@ def broken_link_is_a_refusal() -> Patches:
         for pending in list(self._monitor):
             self._monitor.remove(pending)
             error = verdicts.not_sent(self._partition_id, 0, reason)
-            out.append(partition_stream.Refused(pending.parcel.token, error))
+            out.append(partition_stream.ParcelRefused(pending.parcel.token, error))
         original(self, reason, now_ms, out)
 
     yield instead(PartitionStream, "_leave", _leave)
@@ -67,7 +67,7 @@ def sent_again_on_a_new_link() -> Patches:
     def _mounted(self, message, now_ms, out):
         for pending in list(self._monitor):
             self._monitor.remove(pending)
-            self._outbox._waiting.appendleft(Waiting(pending.parcel, pending.deadline_ms))
+            self._outbox._waiting.appendleft(WaitingParcel(pending.parcel, pending.deadline_ms))
         original(self, message, now_ms, out)
 
     yield instead(PartitionStream, "_mounted", _mounted)

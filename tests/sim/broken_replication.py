@@ -14,10 +14,10 @@ from waltz_core.replication import (
     store_session,
 )
 from waltz_core.replication.partition_store import PartitionStore, _Waiting
-from waltz_core.replication.quorum import Tally, Verdict, quorum_mark, quorum_size
-from waltz_core.replication.repair import Repair, SetMark
+from waltz_core.replication.quorum import Tally, VoteResult, quorum_mark, quorum_size
+from waltz_core.replication.repair import ReplicaRepair, SetMark
 from waltz_core.replication.repairs import Repairs
-from waltz_core.replication.replica_session import NO_TICKET, ReplicaSession, Stage
+from waltz_core.replication.replica_session import NO_TICKET, ReplicaSession, ReplicaStage
 from waltz_core.replication.session_events import Committed
 from waltz_core.replication.session_recovery import (
     Origin,
@@ -84,7 +84,7 @@ def suspect_is_believed() -> Patches:
 @switch
 def damage_is_no_doubt() -> Patches:
     """A replica with damage above its mark is believed, and need not be mended to be marked."""
-    original = Repair._complete
+    original = ReplicaRepair._complete
 
     def is_credible(answer, state, registered_id):
         return answer.last_session >= state.session_id and not answer.suspect
@@ -94,7 +94,7 @@ def damage_is_no_doubt() -> Patches:
         return original(self, mark, chain, can_mend=can_mend)
 
     yield instead(session_recovery, "is_credible", is_credible)
-    yield instead(Repair, "_complete", _complete)
+    yield instead(ReplicaRepair, "_complete", _complete)
 
 
 @switch
@@ -158,7 +158,7 @@ def cut_before_decision() -> Patches:
 def mark_on_a_short_log() -> Patches:
     """A low-water mark is set on a replica whose log does not reach it."""
     next_step, changed, set_mark = (
-        Repair.next_step,
+        ReplicaRepair.next_step,
         Repairs._changed,
         PartitionLog.set_low_water_mark,
     )
@@ -186,7 +186,7 @@ def mark_on_a_short_log() -> Patches:
         finally:
             files.chain, files.synced_max = ours, last
 
-    yield instead(Repair, "next_step", _next_step)
+    yield instead(ReplicaRepair, "next_step", _next_step)
     yield instead(Repairs, "_changed", _changed)
     yield instead(PartitionLog, "set_low_water_mark", set_low_water_mark)
 
@@ -246,13 +246,13 @@ def late_replica_counts_at_once() -> Patches:
     original = StoreSession._feed
 
     def _feed(self, each, now_ms):
-        stage, each.stage = each.stage, Stage.ENGAGED
+        stage, each.stage = each.stage, ReplicaStage.ENGAGED
         original(self, each, now_ms)
-        if each.stage is Stage.ENGAGED:
+        if each.stage is ReplicaStage.ENGAGED:
             each.stage = stage
 
     def _commit(self, now_ms):
-        marked = (Stage.ENGAGED, Stage.READY)
+        marked = (ReplicaStage.ENGAGED, ReplicaStage.READY)
         marks = [each.synced_last for each in self.replicas.values() if each.stage in marked]
         if self.window.commit(min(quorum_mark(marks, self.quorum), self.window.last)):
             self._progress_ms = now_ms
@@ -277,7 +277,7 @@ def lost_replica_rejoins() -> Patches:
     original = StoreSession._drop
 
     def _drop(self, each, reason, now_ms, **why):
-        if each.stage is not Stage.ENGAGED or len(self.engaged) <= self.quorum:
+        if each.stage is not ReplicaStage.ENGAGED or len(self.engaged) <= self.quorum:
             original(self, each, reason, now_ms, **why)
             return
         self.repairs.lost(each)
@@ -298,7 +298,7 @@ def connections_are_replaced() -> Patches:
     """
 
     def _forget(self):
-        self.stage, self.repair, self.ticket = Stage.ABSENT, None, NO_TICKET
+        self.stage, self.repair, self.ticket = ReplicaStage.ABSENT, None, NO_TICKET
         self.unanswered_bytes = 0
         self._requests.clear()
 
@@ -309,7 +309,7 @@ def connections_are_replaced() -> Patches:
         return "has records of a partition without history" if self.is_foreign(answer) else None
 
     yield instead(ReplicaSession, "_forget", _forget)
-    yield instead(Repair, "next_step", _next_step)
+    yield instead(ReplicaRepair, "next_step", _next_step)
     yield instead(Recovery, "objection", objection)
 
 
@@ -402,7 +402,7 @@ def sent_counts_as_synced() -> Patches:
 
     def _feed(self, each, now_ms):
         original(self, each, now_ms)
-        if each.stage is Stage.ENGAGED:
+        if each.stage is ReplicaStage.ENGAGED:
             each.synced_last = max(each.synced_last, each.next_id - 1)
             self._commit(now_ms)
 
@@ -420,7 +420,7 @@ def lineage_not_compared() -> Patches:
     def verify_batches(answer, chain):
         return answer.lineage[-1].chain
 
-    yield instead(Repair, "_align", _align)
+    yield instead(ReplicaRepair, "_align", _align)
     yield instead(repair, "verify_batches", verify_batches)
 
 
@@ -429,7 +429,7 @@ def mark_told_without_a_session() -> Patches:
     """A proof of the mark succeeds with the first storage that answers."""
 
     def verdict(self):
-        return Verdict.COMMITTED if self._voted else Verdict.OPEN
+        return VoteResult.COMMITTED if self._voted else VoteResult.OPEN
 
     yield instead(Tally, "verdict", property(verdict))
 

@@ -14,10 +14,10 @@ from waltz_core.server.append.outcomes import Reached
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking import judging
 from waltz_core.server.locking.following import (
-    Admitted,
-    Following,
+    Followers,
+    RecentAppends,
 )
-from waltz_core.server.locking.judging import Piece
+from waltz_core.server.locking.judging import JudgedPiece
 from waltz_core.server.locking.lock_queues import LockQueues
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.tickets import BatchTicket
@@ -121,14 +121,16 @@ def conflict_in_flight_told_at_once() -> Patches:
     def judge_rows(ticket, stop, table, place):
         piece = rows(ticket, stop, table, place)
         return (
-            piece if piece.part is not None else Piece(None, [], [*piece.doubtful, *piece.refused])
+            piece
+            if piece.part is not None
+            else JudgedPiece(None, [], [*piece.doubtful, *piece.refused])
         )
 
     def judge_singles(group, table, place):
         piece = singles(group, table, place)
         kept = [ticket for ticket in piece.doubtful if ticket.transaction_id >= 0]
         told = [ticket for ticket in piece.doubtful if ticket.transaction_id < 0]
-        return Piece(piece.part, kept, [*piece.refused, *told])
+        return JudgedPiece(piece.part, kept, [*piece.refused, *told])
 
     yield instead(pipeline, "judge_rows", judge_rows)
     yield instead(pipeline, "judge_singles", judge_singles)
@@ -461,31 +463,31 @@ def followed_session_not_compared() -> Patches:
     def holds(self, message, last):
         return message.client_high_water_mark <= last
 
-    yield instead(Following, "holds", holds)
+    yield instead(Followers, "holds", holds)
 
 
 @switch
 def predecessors_left_out() -> Patches:
     """An author is not told of the last transaction with one of his locks."""
-    original = Admitted.above
+    original = RecentAppends.above
 
     def above(self, mark, locks):
         found = original(self, mark, locks)
         return found[:-1] if found else found
 
-    yield instead(Admitted, "above", above)
+    yield instead(RecentAppends, "above", above)
 
 
 @switch
 def append_locks_not_followed() -> Patches:
     """An author is not told of what has entered one of his locks as an append lock."""
-    original = Admitted.add
+    original = RecentAppends.add
 
     def add(self, ticket, record):
         message = dataclasses.replace(ticket.message, append_locks=())
         original(self, dataclasses.replace(ticket, message=message), record)
 
-    yield instead(Admitted, "add", add)
+    yield instead(RecentAppends, "add", add)
 
 
 @switch

@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.sim import broken_client, broken_replication, broken_server, broken_storage
 from tests.sim.switches import SWITCHES, broken
 from waltz_sim.faults.kinds import WEIGHTS
-from waltz_sim.run import Verdict, run
+from waltz_sim.run import RunVerdict, run
 from waltz_sim.schedule import Schedule, schedule_of
 from waltz_sim.shrink import shrink
 
@@ -89,7 +89,7 @@ def traces() -> list[Trace]:
     return [load(path) for path in sorted(TRACES.glob("*.json"))]
 
 
-def run_broken(name: str, schedule: Schedule) -> Verdict:
+def run_broken(name: str, schedule: Schedule) -> RunVerdict:
     """Run a schedule with a switch on."""
     with broken(name):
         return run(schedule)
@@ -107,7 +107,7 @@ def holds(trace: Trace) -> bool:
 def search(name: str, seeds_max: int) -> Trace | str:
     """Find a switch by seeds, and shorten the best schedule; a sentence if it is not found."""
     signal.signal(signal.SIGALRM, _hung)
-    found: list[Verdict] = []
+    found: list[RunVerdict] = []
     for seed in range(seeds_max):
         schedule = schedule_of(seed, WEIGHTS)
         verdict = _timed(name, schedule)
@@ -131,12 +131,12 @@ def search(name: str, seeds_max: int) -> Trace | str:
     return f"{name}: not found in {seeds_max} seeds" if not found else f"{name}: no green schedule"
 
 
-def _vagueness(verdict: Verdict, rules: Counter[str]) -> tuple[int, int, int]:
+def _vagueness(verdict: RunVerdict, rules: Counter[str]) -> tuple[int, int, int]:
     rule = str(verdict.rule)
     return (VAGUE.index(rule) + 1 if rule in VAGUE else 0, -rules[rule], verdict.schedule.seed)
 
 
-def _timed(name: str, schedule: Schedule) -> Verdict:
+def _timed(name: str, schedule: Schedule) -> RunVerdict:
     signal.alarm(RUN_S_MAX)
     try:
         return run_broken(name, schedule)
@@ -148,7 +148,7 @@ def _hung(*_: object) -> None:
     raise TimeoutError(f"a run has taken more than {RUN_S_MAX} s")
 
 
-def _shortened(name: str, verdict: Verdict) -> Verdict:
+def _shortened(name: str, verdict: RunVerdict) -> RunVerdict:
     end_s = time.monotonic() + SHRINK_S_MAX
     return shrink(
         verdict,

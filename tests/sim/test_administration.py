@@ -10,11 +10,11 @@ from random import Random
 import pytest
 
 from waltz_core.records.record import SessionId
-from waltz_core.storage.service.errands import Standing
+from waltz_core.storage.service.errands import ZooKeeperView
 from waltz_core.wire.admin_messages import (
+    AdminRefused,
     Done,
     MarkSuspect,
-    Refused,
     RemovePartition,
     ReSeed,
     SetAvailable,
@@ -132,7 +132,7 @@ def test_what_a_storage_agrees_to_loses_nothing():
         except Violation as violation:
             pytest.fail(f"seed {seed}: {violation}")
         done |= kinds(hands, Done)
-        refused |= kinds(hands, Refused)
+        refused |= kinds(hands, AdminRefused)
         answers += len(hands.told)
     assert done == {SetAvailable, MarkSuspect, ReSeed, RemovePartition}
     assert refused >= {ReSeed, RemovePartition}
@@ -143,7 +143,7 @@ def test_without_asking_zookeeper_something_is_lost(monkeypatch):
     """The tests of the test: an operator whose every wish is granted empties too much."""
 
     def nobody_counts(self):
-        return Standing(False, False, SessionId(0), (), 3)
+        return ZooKeeperView(False, False, SessionId(0), (), 3)
 
     monkeypatch.setattr(Operator, "_standing", nobody_counts)
     for seed in range(SEEDS):

@@ -29,7 +29,7 @@ from waltz_core.server.partition_events import (
     refusal,
 )
 from waltz_core.storage.service.work import (
-    Request,
+    StorageRequest,
     Work,
     WorkResult,
 )
@@ -39,8 +39,8 @@ from waltz_sim.cluster.simulated_cluster import (
     SimCluster,
 )
 from waltz_sim.promises.bounds import CLAIMS_MAX, DIALS_MAX
-from waltz_sim.promises.history import Node, Row, Violation, data_in, data_of
-from waltz_sim.promises.ledger import Deal, Kind, Ledger
+from waltz_sim.promises.history import BatchNode, HistoryRow, Violation, data_in, data_of
+from waltz_sim.promises.ledger import Deal, Ledger, RowKind
 from waltz_sim.promises.replica_promises import segments_of
 from waltz_sim.promises.sometimes import SOMETIMES, never
 from waltz_sim.schedule import Schedule, Setup
@@ -105,7 +105,7 @@ class World:
     def works(self, kind, *fields, outcome=None, session=None) -> None:
         """A storage has done a piece of work; what became of it is made up."""
         session = self.session if session is None else session
-        request = Request(1, kind(session, 1, 0, *fields))
+        request = StorageRequest(1, kind(session, 1, 0, *fields))
         work = Work(self.storage.log, (request,), self.storage.engine.storage_id)
         outcome = m.SuccessResponse(session, 1, 0) if outcome is None else outcome
         before = self.checks.before_work(self.storage, work)
@@ -157,8 +157,8 @@ def test_ack_unique(world):
 
 def test_a_log_that_does_not_contain_the_one_before_is_a_fork(world):
     history, last = world.history, world.history.last + 1
-    rows = (*history.log, Row((9, 9), 9))
-    node = Node(GENESIS_CHAIN, 0, last, 0, rows, bytes(4 * len(rows)), b"", ())
+    rows = (*history.log, HistoryRow((9, 9), 9))
+    node = BatchNode(GENESIS_CHAIN, 0, last, 0, rows, bytes(4 * len(rows)), b"", ())
     history.nodes[node.chain] = node
     with fails("Fork"):
         world.checks.outcomes.exposed(node.last, node.chain)
@@ -166,8 +166,8 @@ def test_a_log_that_does_not_contain_the_one_before_is_a_fork(world):
 
 def test_stamp_mono(world):
     history, last = world.history, world.history.last + 1
-    before, rows = history.chains[history.last], (Row((9, 9), 9),)
-    node = Node(before, last, last, 0, rows, bytes(4), b"", (0,), history.stamp_ms - 1)
+    before, rows = history.chains[history.last], (HistoryRow((9, 9), 9),)
+    node = BatchNode(before, last, last, 0, rows, bytes(4), b"", (0,), history.stamp_ms - 1)
     history.nodes[node.chain] = node
     with fails("StampMono"):
         history.exposed(node.last, node.chain)
@@ -525,7 +525,7 @@ class Settled:
         workload = world.cluster.workload
         self.parcel = workload.parcel(world.client, [((1,), (), ())], 0)
         (self.operation,) = workload.operations_of(self.parcel.token)
-        self.effect = client_events.Settled(
+        self.effect = client_events.ParcelSettled(
             self.parcel.token,
             BatchOutcome(
                 mark,
@@ -568,7 +568,7 @@ def test_outcome_truth_of_being_ahead(world):
 def test_outcome_truth_of_a_refusal(world):
     told = Settled(world, reason=m.Reason.LOST)
     told.operation.transaction_id = 3
-    effect = client_events.Refused(told.parcel.token, Unreachable("never sent"))
+    effect = client_events.ParcelRefused(told.parcel.token, Unreachable("never sent"))
     with fails("OutcomeTruth"):
         world.checks.refused(world.client, effect)
 
@@ -742,9 +742,9 @@ def deal(ledger, number, mark, *things):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ((Kind.TRANSFER, 0, 1), (Kind.TRANSFER, 1, 2)),
-        ((Kind.PUSH, 3, 3), (Kind.PUSH, 3, 3)),
-        ((Kind.GUARD, 0, 1), (Kind.GUARD, 1, 0)),
+        ((RowKind.TRANSFER, 0, 1), (RowKind.TRANSFER, 1, 2)),
+        ((RowKind.PUSH, 3, 3), (RowKind.PUSH, 3, 3)),
+        ((RowKind.GUARD, 0, 1), (RowKind.GUARD, 1, 0)),
     ],
 )
 def test_serializable(first, second):
@@ -761,14 +761,14 @@ def test_serializable(first, second):
 
 def test_serializable_by_what_must_hold_in_any_order():
     ledger = Ledger()
-    ledger.take(0, deal(ledger, 5, -1, Kind.TRANSFER, 0, 1))
+    ledger.take(0, deal(ledger, 5, -1, RowKind.TRANSFER, 0, 1))
     ledger.audit()
-    ledger._thing(Kind.TRANSFER, 0).values[-1] += 1
+    ledger._thing(RowKind.TRANSFER, 0).values[-1] += 1
     with fails("Serializable"):
         ledger.audit()
     ledger = Ledger()
-    ledger.take(0, deal(ledger, 5, -1, Kind.GUARD, 0, 1))
-    ledger._thing(Kind.GUARD, 1).values[-1] = 0
+    ledger.take(0, deal(ledger, 5, -1, RowKind.GUARD, 0, 1))
+    ledger._thing(RowKind.GUARD, 1).values[-1] = 0
     with fails("Serializable"):
         ledger.audit()
 

@@ -29,7 +29,7 @@ from waltz_spark.writer.batch_write import (
     forget,
     new_job,
 )
-from waltz_spark.writer.task import Job, Written
+from waltz_spark.writer.task import Job, TaskResult
 
 pytestmark = pytest.mark.spark
 
@@ -77,7 +77,7 @@ class Write:
         asyncio.run(begin_write(self.connect, self.name, job.marks, keep_ms=FOR_LONG))
         return job
 
-    def finish(self, job: Job, *tasks: Written) -> None:
+    def finish(self, job: Job, *tasks: TaskResult) -> None:
         """Commit a run, as the driver does."""
         finish(job, tasks, Named(self.name, 7))
 

@@ -9,7 +9,15 @@ import pytest
 from tests.patience import HANG_S
 from waltz_core.errors import BadConfig
 from waltz_core.machine import Report
-from waltz_core.metrics import HEAD_BYTES_MAX, PAGES_MAX, TABLE, Health, Kind, Metrics, serve_pages
+from waltz_core.metrics import (
+    HEAD_BYTES_MAX,
+    PAGES_MAX,
+    TABLE,
+    Health,
+    MetricKind,
+    Metrics,
+    serve_pages,
+)
 
 WELL = Health(is_well=True, details={"partitions": [0, 1]})
 ILL = Health(is_well=False, details={"reason": "no quorum"})
@@ -18,8 +26,10 @@ ILL = Health(is_well=False, details={"reason": "no quorum"})
 def test_names_follow_the_rule():
     for metric in TABLE.values():
         assert re.fullmatch(r"waltz_(server|storage|client)(_[a-z]+)+", metric.name)
-        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER), metric.name
-        assert metric.name.endswith("_seconds") == (metric.kind is Kind.HISTOGRAM), metric.name
+        assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER), metric.name
+        assert metric.name.endswith("_seconds") == (metric.kind is MetricKind.HISTOGRAM), (
+            metric.name
+        )
         assert metric.help
 
 

@@ -17,7 +17,7 @@ from waltz_core.client.api.async_client import AsyncWaltzClient
 from waltz_core.client.api.sync_client import WaltzClient
 from waltz_core.client.links.directory import (
     ClusterInfo,
-    Layout,
+    ClusterLayout,
 )
 from waltz_core.client.model.callbacks import (
     AsyncCallbacks,
@@ -27,7 +27,7 @@ from waltz_core.client.model.callbacks import (
 from waltz_core.client.model.compression import Zstd
 from waltz_core.client.model.decorator import transactional
 from waltz_core.client.model.predecessors import (
-    Following,
+    FollowedState,
     Predecessor,
 )
 from waltz_core.client.model.serializers import (
@@ -74,8 +74,8 @@ __all__ = [
     "BatchOutcome",
     "Callbacks",
     "ClusterInfo",
-    "Following",
-    "Layout",
+    "ClusterLayout",
+    "FollowedState",
     "PoisonPolicy",
     "Predecessor",
     "RangeChunk",

@@ -49,7 +49,7 @@ from waltz_core.cluster.nodes.tree import (
 )
 from waltz_core.cluster.nodes.znodes import (
     NO_NODE,
-    Create,
+    CreateNode,
     Node,
     Operation,
     SessionState,
@@ -334,11 +334,11 @@ class Coordinator:
         steps: list[Operation] = []
         if expected.metadata == NO_NODE:
             # An original's metadata starts out empty, too: the first session is version 1.
-            steps.append(Create(path, model.EMPTY_METADATA.to_bytes(partition_id)))
+            steps.append(CreateNode(path, model.EMPTY_METADATA.to_bytes(partition_id)))
         steps.append(Set(path, data, max(expected.metadata, 0)))
         marker_path = self.paths.marker(partition_id)
         if expected.marker == NO_NODE:
-            steps.append(Create(marker_path, marker.to_bytes()))
+            steps.append(CreateNode(marker_path, marker.to_bytes()))
         else:
             steps.append(Set(marker_path, marker.to_bytes(), expected.marker))
         *_, metadata_version, marker_version = await self._znodes.write(steps)
@@ -396,7 +396,7 @@ class Coordinator:
             if node is not None:
                 return decode_node(path, node, model.StorageRegistration.from_bytes).storage_id
             try:
-                await self._znodes.write([Create(path, data)])
+                await self._znodes.write([CreateNode(path, data)])
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._znodes.sync()
                 continue

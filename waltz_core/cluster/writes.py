@@ -32,7 +32,7 @@ from waltz_core.cluster.nodes.node_access import (
     is_number,
 )
 from waltz_core.cluster.nodes.znodes import (
-    Create,
+    CreateNode,
     Delete,
     Node,
     Operation,
@@ -146,7 +146,7 @@ class WriteRegistry:
                 await self._check_is_last(write)
             with suppress(errors.CoordinatorOutcomeUnknown):
                 await self._nodes.ensure((self._nodes.paths.ours, self._nodes.paths.writes))
-            if await self._try([Create(path, made.to_bytes())]):
+            if await self._try([CreateNode(path, made.to_bytes())]):
                 return made
         raise errors.CoordinatorUnavailable(f"{path} could not be created")
 
@@ -174,7 +174,7 @@ class WriteRegistry:
             if node is None:
                 client_id = await next_client_id() if client_id is None else client_id
                 first = TaskState(client_id, 1, (run,))
-                if await self._try([Create(path, first.to_bytes())]):
+                if await self._try([CreateNode(path, first.to_bytes())]):
                     return first
                 continue
             old = decode_node(path, node, TaskState.from_bytes)

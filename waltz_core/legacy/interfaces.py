@@ -10,7 +10,7 @@ from waltz_core.wire.messages import ClientMessage, RangeForm
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 
 
-class Owner(Protocol):
+class OwnerAddress(Protocol):
     """The server of a partition, and its generation of it."""
 
     @property
@@ -22,7 +22,7 @@ class Owner(Protocol):
         """Grows with each change of owner."""
 
 
-class Link(Protocol):
+class SharedLink(Protocol):
     """A connection to a server that many share."""
 
     async def request(
@@ -37,15 +37,15 @@ class Link(Protocol):
         """Send a request and return its answer."""
 
 
-class Reader(Protocol):
+class OwnerLinkLike(Protocol):
     """A partition, its owner, and a link to it."""
 
     @property
-    def link(self) -> Link:
+    def link(self) -> SharedLink:
         """To the owner."""
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> OwnerAddress:
         """Of the partition."""
 
     @property
@@ -95,7 +95,7 @@ class Query(Protocol):
         """Where to stop."""
 
 
-class Stretch(NamedTuple):
+class OldRecords(NamedTuple):
     """What was read up to `last`; `lengths` are those of whole records, empty for headers."""
 
     last: TransactionId

@@ -89,7 +89,7 @@ class Frames:
 
 
 @value(frozen=True, slots=True)
-class End:
+class EndConnection:
     """The connection ends, after so many seconds."""
 
     reason: str
@@ -103,7 +103,7 @@ class Unheard:
     text: str
 
 
-Told: TypeAlias = ClientMessage | Frames | End | Unheard
+OldAnswer: TypeAlias = ClientMessage | Frames | EndConnection | Unheard
 
 
 @dataclass(slots=True)
@@ -130,20 +130,22 @@ class Original:
     # -----------------------------------------------------------------------------------------
     # what it asks
 
-    def ask(self, message: ClientMessage, now_s: float) -> End | None:
+    def ask(self, message: ClientMessage, now_s: float) -> EndConnection | None:
         """Note a request before it is dealt with; return the end that is made of it, if any."""
         partition_id = message.req_id.partition_id
         if isinstance(message, AppendRequest | FeedRequest):
             ended_s = self._ended_s.get(partition_id)
             if ended_s is not None and now_s - ended_s > MOUNT_WAIT_S:
-                return End(f"the mount of partition {partition_id} has ended, and it goes on")
+                return EndConnection(
+                    f"the mount of partition {partition_id} has ended, and it goes on"
+                )
         if isinstance(message, MountRequest):
             self._ended_s.pop(partition_id, None)
             if message.client_high_water_mark < BEFORE_FIRST:
-                return End(f"a mount with the mark {message.client_high_water_mark}")
+                return EndConnection(f"a mount with the mark {message.client_high_water_mark}")
             self._mounts[partition_id] = _Mount(message.req_id)
         if isinstance(message, AddPreferredRequest | RemovePreferredRequest):
-            return None if message.partitions else End("a preference for no partition")
+            return None if message.partitions else EndConnection("a preference for no partition")
         return None
 
     # -----------------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ class Original:
 
     def tell(
         self, message: ClientMessage, question: ClientMessage | None, now_s: float
-    ) -> Told | None:
+    ) -> OldAnswer | None:
         """Return what the answer to a question becomes."""
         told = self._told(message, question)
         if isinstance(told, MountResponse | MountOutcome):
@@ -160,7 +162,7 @@ class Original:
                 self._ended_s[partition_id] = now_s
         return told
 
-    def _told(self, message: ClientMessage, question: ClientMessage | None) -> Told | None:
+    def _told(self, message: ClientMessage, question: ClientMessage | None) -> OldAnswer | None:
         match message:
             case AppendResult():
                 return self._append_ended(message)
@@ -175,7 +177,7 @@ class Original:
             case _:
                 return message
 
-    def _append_ended(self, message: AppendResult) -> Told | None:
+    def _append_ended(self, message: AppendResult) -> OldAnswer | None:
         """Tell the outcome of an append; that it is in the log is told by the feed alone."""
         req_id, reason = message.req_id, Reason(message.reasons[0])
         assert len(message.reasons) == 1, "an original appends one by one"
@@ -193,7 +195,7 @@ class Original:
     # -----------------------------------------------------------------------------------------
     # mounts
 
-    def _mount_answered(self, req_id: ReqId, state: int) -> Told | None:
+    def _mount_answered(self, req_id: ReqId, state: int) -> OldAnswer | None:
         mount = self._mounts.get(req_id.partition_id)
         partition_id = req_id.partition_id
         if mount is None or mount.req_id != req_id:
@@ -203,7 +205,7 @@ class Original:
             del self._mounts[partition_id]
         return self._mount_state(req_id, state)
 
-    def _mount_ended(self, partition_id: PartitionId) -> Told | None:
+    def _mount_ended(self, partition_id: PartitionId) -> OldAnswer | None:
         """Have the client mount again, unless it is about to (rule 2)."""
         mount = self._mounts.get(partition_id)
         if mount is None or not mount.is_ready:
@@ -218,17 +220,17 @@ class Original:
     # -----------------------------------------------------------------------------------------
     # refusals
 
-    def _refused(self, question: ClientMessage | None, error: ErrorResponse) -> Told | None:
+    def _refused(self, question: ClientMessage | None, error: ErrorResponse) -> OldAnswer | None:
         """Return what becomes of an error; it depends on what was asked."""
         req_id = error.req_id
-        told: Told | None = None
+        told: OldAnswer | None = None
         match question:
             case MountRequest() | FeedRequest():
                 told = self._mount_refused(req_id, error)
             case AppendRequest():
                 # Where the partition has gone, its feed is refused as well, and ends the mount.
                 if error.error_code == errors.ChecksumMismatch.code:
-                    told = End(error.message)
+                    told = EndConnection(error.message)
             case FlushRequest():
                 told = self._flush_refused(req_id, error)
             case HighWaterMarkRequest():
@@ -241,29 +243,29 @@ class Original:
             case RemovePreferredRequest():
                 told = RemovePreferredResponse(req_id, is_done=False)
             case _:
-                told = End(error.message)
+                told = EndConnection(error.message)
         return told
 
-    def _mount_refused(self, req_id: ReqId, error: ErrorResponse) -> Told | None:
+    def _mount_refused(self, req_id: ReqId, error: ErrorResponse) -> OldAnswer | None:
         mount = self._mounts.get(req_id.partition_id)
         if mount is None or mount.req_id != req_id:
             return None  # rule 4
         if error.error_code in _ENDS_CONNECTION:
-            return End(error.message)
+            return EndConnection(error.message)
         return self._mount_answered(req_id, MountState.NOT_READY)
 
-    def _flush_refused(self, req_id: ReqId, error: ErrorResponse) -> Told | None:
+    def _flush_refused(self, req_id: ReqId, error: ErrorResponse) -> OldAnswer | None:
         """Say nothing, as the original does; where the mount goes on, have it begin anew."""
         if error.error_code in (errors.NotOwned.code, errors.UnknownPartition.code):
             return None
         return self._mount_ended(req_id.partition_id)
 
-    def _mark_refused(self, error: ErrorResponse) -> Told | None:
+    def _mark_refused(self, error: ErrorResponse) -> OldAnswer | None:
         """Say nothing, and let the client ask again on its next connection (rule 3)."""
         if self._ends_soon:
             return None
         self._ends_soon = True
-        return End(error.message, MARK_WAIT_S)
+        return EndConnection(error.message, MARK_WAIT_S)
 
 
 def _data_not_found(message: TransactionDataResponse) -> TransactionDataResponse:

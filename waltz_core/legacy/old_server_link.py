@@ -18,21 +18,21 @@ from waltz_core.wire.messages import ClientMessage, MountWriter
 
 
 @value(frozen=True, slots=True)
-class Say:
+class SendToOld:
     """A stream sends this."""
 
     message: ClientMessage
 
 
 @value(frozen=True, slots=True)
-class Hear:
+class ReceivedFromOld:
     """The server has sent these, in order."""
 
     messages: Sequence[ClientMessage]
 
 
 @value(frozen=True, slots=True)
-class Proven:
+class OwnershipProven:
     """ZooKeeper has answered `Prove`: whether the server owns the partition."""
 
     partition_id: PartitionId
@@ -40,7 +40,7 @@ class Proven:
     is_owner: bool
 
 
-Event: TypeAlias = Say | Hear | Proven | Wakeup
+Event: TypeAlias = SendToOld | ReceivedFromOld | OwnershipProven | Wakeup
 
 
 class OriginalLink:
@@ -60,11 +60,11 @@ class OriginalLink:
     def step(self, event: Event, now_ms: int) -> list[Effect]:
         """Take one event in; raises LocalProtocolError for what 0.13 has no request for."""
         match event:
-            case Say():
+            case SendToOld():
                 return self._say(event.message, now_ms)
-            case Hear():
+            case ReceivedFromOld():
                 return self._hear(event.messages, now_ms)
-            case Proven():
+            case OwnershipProven():
                 partition = self._partitions[event.partition_id]
                 effects = partition.proven(event.number, is_owner=event.is_owner, now_ms=now_ms)
                 self._note(partition)

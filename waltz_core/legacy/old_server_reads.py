@@ -22,7 +22,14 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from waltz_core import errors
-from waltz_core.legacy.interfaces import ClientIds, Links, Owner, Query, Reader, Stretch
+from waltz_core.legacy.interfaces import (
+    ClientIds,
+    Links,
+    OldRecords,
+    OwnerAddress,
+    OwnerLinkLike,
+    Query,
+)
 from waltz_core.legacy.old_server_stream import VERSION_MAX
 from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import encode_record
@@ -69,7 +76,7 @@ class OriginalReads:
             for each in feeds:
                 each.close()
 
-    async def range(self, reader: Reader, query: Query) -> Stretch:
+    async def range(self, reader: OwnerLinkLike, query: Query) -> OldRecords:
         """Return a stretch of the log; empty where it ends before.
 
         Raises Unavailable, as a server of ours answers it.
@@ -85,9 +92,9 @@ class OriginalReads:
             RECORD_HEADER.pack(each.transaction_id, each.req_id.to_bytes(), each.header)
             for each in wanted
         )
-        return Stretch(TransactionId(last), [], records)
+        return OldRecords(TransactionId(last), [], records)
 
-    async def data_range(self, reader: Reader, query: Query) -> Stretch:
+    async def data_range(self, reader: OwnerLinkLike, query: Query) -> OldRecords:
         """Return a stretch whose end is known to be committed, for who looks at ids and data only.
 
         The records say nothing of who wrote them. Under a filter it is the first transaction alone,
@@ -101,7 +108,7 @@ class OriginalReads:
         ]
         return await self._with_data(reader, query, heads, TransactionId(last))
 
-    async def _headers(self, reader: Reader, query: Query) -> list[RecordHeader]:
+    async def _headers(self, reader: OwnerLinkLike, query: Query) -> list[RecordHeader]:
         count_max = WHOLE_COUNT_MAX if query.form is RangeForm.WHOLE else HEADERS_COUNT_MAX
         feed = await self._feed_at(reader, query.first)
         is_over = True
@@ -118,7 +125,7 @@ class OriginalReads:
             self._leave(reader.partition_id, feed, is_over=is_over)
         return found
 
-    async def _feed_at(self, reader: Reader, first: TransactionId) -> "HeaderFeed":
+    async def _feed_at(self, reader: OwnerLinkLike, first: TransactionId) -> "HeaderFeed":
         """Return the feed that goes on at a transaction, or a new one."""
         feeds = self._feeds.setdefault(reader.partition_id, [])
         for each in feeds:
@@ -147,11 +154,11 @@ class OriginalReads:
 
     async def _with_data(
         self,
-        reader: Reader,
+        reader: OwnerLinkLike,
         query: Query,
         heads: Sequence[RecordHeader],
         last: TransactionId,
-    ) -> Stretch:
+    ) -> OldRecords:
         """Fetch data in order, until there is enough of it."""
         records, lengths = bytearray(), list[int]()
         for start in range(0, len(heads), QUESTIONS_MAX):
@@ -167,9 +174,9 @@ class OriginalReads:
             if len(records) >= query.bytes_max and start + QUESTIONS_MAX < len(heads):
                 last = asked[-1].transaction_id
                 break
-        return Stretch(last, lengths, bytes(records))
+        return OldRecords(last, lengths, bytes(records))
 
-    async def _datas(self, reader: Reader, ids: Sequence[TransactionId]) -> list[bytes]:
+    async def _datas(self, reader: OwnerLinkLike, ids: Sequence[TransactionId]) -> list[bytes]:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._data(reader, each)) for each in ids]
@@ -177,7 +184,7 @@ class OriginalReads:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _data(self, reader: Reader, transaction_id: TransactionId) -> bytes:
+    async def _data(self, reader: OwnerLinkLike, transaction_id: TransactionId) -> bytes:
         answer = await reader.link.request(
             messages.TransactionDataResponse,
             lambda req_id: messages.TransactionDataRequest(req_id, transaction_id),
@@ -197,7 +204,7 @@ class OriginalReads:
 class HeaderFeed:
     """The feed of one partition from a mark on, read as far as somebody wants it (rule 1)."""
 
-    def __init__(self, owner: Owner, partition_id: PartitionId, client_id: int) -> None:
+    def __init__(self, owner: OwnerAddress, partition_id: PartitionId, client_id: int) -> None:
         self._owner = owner
         self._partition_id = partition_id
         self.client_id = client_id
@@ -219,7 +226,7 @@ class HeaderFeed:
         req_id = ReqId(ClientId(self.client_id), self._owner.generation, self._partition_id, 1)
         link.send(messages.MountRequest(req_id, first - 1, connection_sequence))
 
-    def is_at(self, owner: Owner, first: TransactionId) -> bool:
+    def is_at(self, owner: OwnerAddress, first: TransactionId) -> bool:
         """Whether it goes on at a transaction of this owner's."""
         return not self.is_closed and self._owner == owner and self._next == first
 

@@ -66,7 +66,7 @@ class ParcelRows:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class OldRow:
     """One transaction on its way: the original's request for it, and where its outcome belongs."""
 
     parcel: ParcelRows
@@ -102,10 +102,10 @@ class Row:
         return self.parcel.open_count == 0
 
 
-def rows_of(message: AppendRequest | AppendBatch) -> list[Row]:
+def rows_of(message: AppendRequest | AppendBatch) -> list[OldRow]:
     """Return the rows of an append of ours in order, each with a request of its own (rule 1)."""
     if isinstance(message, AppendRequest):
-        return [Row(ParcelRows(message.req_id, 1), 0, message)]
+        return [OldRow(ParcelRows(message.req_id, 1), 0, message)]
     found = batches.decode_append(
         message.payload, rows_max=FRAME_BYTES_MAX, bytes_max=FRAME_BYTES_MAX
     )
@@ -124,7 +124,7 @@ def rows_of(message: AppendRequest | AppendBatch) -> list[Row]:
         strict=True,
     )
     return [
-        Row(parcel, place, AppendRequest(first._replace(sequence=first.sequence + place), *row))
+        OldRow(parcel, place, AppendRequest(first._replace(sequence=first.sequence + place), *row))
         for place, row in enumerate(rows)
     ]
 

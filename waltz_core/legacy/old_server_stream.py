@@ -34,7 +34,7 @@ from typing import Final, TypeAlias
 from waltz_core import errors
 from waltz_core.legacy.old_server_rows import (
     FeedRun,
-    Row,
+    OldRow,
     rows_of,
 )
 from waltz_core.records.record import (
@@ -87,13 +87,13 @@ class Prove:
 
 
 @value(frozen=True, slots=True)
-class GiveUp:
+class CloseLink:
     """Close the connection: nothing will come of it any more."""
 
     reason: str
 
 
-Effect: TypeAlias = ToServer | ToStream | Prove | GiveUp
+Effect: TypeAlias = ToServer | ToStream | Prove | CloseLink
 
 
 class _Phase(Enum):
@@ -145,13 +145,13 @@ class OriginalPartition:
         self._is_suspended = False  # the server has sent what was asked for
         self._is_granted = False  # the stream has asked for more
         self._reading: _Reading | None = None
-        self._waiting: deque[Row] = deque()
-        self._in_flight: dict[ReqId, Row] = {}  # in the order in which they were sent
-        self._refused: list[Row] = []  # of those: by a lock (rule 3)
+        self._waiting: deque[OldRow] = deque()
+        self._in_flight: dict[ReqId, OldRow] = {}  # in the order in which they were sent
+        self._refused: list[OldRow] = []  # of those: by a lock (rule 3)
         self._sent_count = 0
         # The row that the server was asked for its mark for, and the one that is above it (rule 6).
         self._asked_for: ReqId | None = None
-        self._ahead: Row | None = None
+        self._ahead: OldRow | None = None
         self._flush: _Flush | None = None
         self._flushed_ms = 0
         self._out: list[Effect] = []
@@ -247,7 +247,7 @@ class OriginalPartition:
     def _begin(self, mount: messages.MountWriter, now_ms: int) -> None:
         if self._phase is _Phase.MOUNTING:  # rule 5
             self._out.append(
-                GiveUp(
+                CloseLink(
                     f"a mount of partition {self._partition_id} was never answered: the server may "
                     "go by another connection of this client id"
                 )
@@ -435,7 +435,7 @@ class OriginalPartition:
         if self._in_flight:
             self._ask_feed()
 
-    def _committed(self, row: Row) -> None:
+    def _committed(self, row: OldRow) -> None:
         """The feed has brought it: with that all that was sent before it is final (rules 1, 2)."""
         self._end_up_to(row.number - 1, Reason.LOST)
         del self._in_flight[row.request.req_id]
@@ -511,7 +511,7 @@ class OriginalPartition:
             del self._in_flight[req_id]
             self._end(row, reason)
 
-    def _end(self, row: Row, reason: Reason) -> None:
+    def _end(self, row: OldRow, reason: Reason) -> None:
         if row.refused(reason):
             # An estimate is of a transaction that is in the log, whether it was fed here or not.
             mark = max(self._mark, *row.parcel.conflicting)

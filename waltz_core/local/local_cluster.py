@@ -38,7 +38,7 @@ from waltz_core.config.declarations import render_toml
 from waltz_core.errors import BadConfig, Unreachable, WaltzError
 from waltz_core.local import ports
 from waltz_core.local.zookeeper_process import (
-    Peer,
+    EnsemblePeer,
     write_node_number,
     zookeeper_config,
 )
@@ -60,7 +60,7 @@ STOP_TIMEOUT_S = 10.0
 # minutes for what an idle one does in seconds.
 READY_S = 300.0
 SAY_EVERY_S = 5.0
-Say: TypeAlias = Callable[[str], None]
+ShowLine: TypeAlias = Callable[[str], None]
 PORTS = ("port", "admin_port", "http_port", "quorum_port", "election_port")
 
 
@@ -244,7 +244,7 @@ class LocalCluster:
 
     # -- what it does -----------------------------------------------------------------------
 
-    def up(self, timeout_s: float = READY_S, say: Say = _say_nothing) -> str:
+    def up(self, timeout_s: float = READY_S, say: ShowLine = _say_nothing) -> str:
         """Start whatever does not run, wait until all servers are there and all partitions open.
 
         Returns the connect string. `say` gets a line now and then that names what is waited for.
@@ -277,7 +277,7 @@ class LocalCluster:
         finally:
             self._let_ports_go()
 
-    def _prepare(self, deadline: float, say: Say = _say_nothing) -> None:
+    def _prepare(self, deadline: float, say: ShowLine = _say_nothing) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._exclusive():
             self._load_or_create()
@@ -530,7 +530,7 @@ class LocalCluster:
         if len(nodes) == 1:
             return zookeeper_config(data, member.port, host=host)
         write_node_number(data, nodes.index(member) + 1)
-        ensemble = [Peer(host, node.quorum_port, node.election_port) for node in nodes]
+        ensemble = [EnsemblePeer(host, node.quorum_port, node.election_port) for node in nodes]
         return zookeeper_config(data, member.port, host=host, ensemble=ensemble)
 
     def _values(self, member: Member) -> dict[str, object]:
@@ -568,7 +568,7 @@ class LocalCluster:
         """The file that is there once ZooKeeper has the cluster."""
         return self.directory / "created"
 
-    def _create_cluster(self, deadline: float, say: Say) -> None:
+    def _create_cluster(self, deadline: float, say: ShowLine) -> None:
         if self._created.exists():
             return
         storages = [member for member in self.members if member.kind == "storage"]
@@ -590,7 +590,9 @@ class LocalCluster:
             )
         self._created.touch()
 
-    def _await_creation(self, creating: subprocess.Popen[str], say: Say, *, deadline: float) -> str:
+    def _await_creation(
+        self, creating: subprocess.Popen[str], say: ShowLine, *, deadline: float
+    ) -> str:
         """Return what it has said; raises Unreachable as soon as no ZooKeeper can answer it."""
         next_line = time.monotonic() + SAY_EVERY_S
         try:
@@ -605,7 +607,7 @@ class LocalCluster:
         finally:
             creating.kill()
 
-    def _await_ready(self, deadline: float, say: Say) -> None:
+    def _await_ready(self, deadline: float, say: ShowLine) -> None:
         from waltz_core.client import WaltzClient  # noqa: PLC0415 - costs start-up time
 
         last, next_line = "no answer yet", time.monotonic() + SAY_EVERY_S
@@ -631,7 +633,7 @@ class LocalCluster:
             f"{self._tail('server-1')}"
         )
 
-    def _await_storages(self, started: list[Member], deadline: float, say: Say) -> None:
+    def _await_storages(self, started: list[Member], deadline: float, say: ShowLine) -> None:
         """Wait for storages that were started: the cluster is ready without one that ends at once.
 
         One that still reads its files at the deadline is left to it. Raises Unreachable.

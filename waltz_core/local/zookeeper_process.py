@@ -27,7 +27,7 @@ JAVA_OPTIONS = ("-Xmx192m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 JAVA_OPTIONS_VARIABLE = "SERVER_JVMFLAGS"
 
 
-class Peer(NamedTuple):
+class EnsemblePeer(NamedTuple):
     """Where one node of an ensemble listens for the others; node N is the N-th, from 1 on."""
 
     host: str
@@ -36,7 +36,11 @@ class Peer(NamedTuple):
 
 
 def zookeeper_config(
-    data_directory: Path, port: int, *, host: str = "127.0.0.1", ensemble: Sequence[Peer] = ()
+    data_directory: Path,
+    port: int,
+    *,
+    host: str = "127.0.0.1",
+    ensemble: Sequence[EnsemblePeer] = (),
 ) -> str:
     """Return the text of a zoo.cfg for one node that listens at one address.
 

@@ -25,7 +25,7 @@ SEGMENT_SUFFIX: Final = ".seg"
 _NAME_DIGITS: Final = 19
 
 
-class Readable(Protocol):
+class ReadableFile(Protocol):
     """What the walks through files need of one."""
 
     def pread(self, size: int, offset: int) -> bytes:

@@ -16,7 +16,7 @@ def records_text(first: int, last: int) -> str:
     return f"record {first}" if first == last else f"records {first}..{last}"
 
 
-class Finding(NamedTuple):
+class FileFinding(NamedTuple):
     """One thing that was found; `path` is relative to what was looked at."""
 
     is_wrong: bool
@@ -29,7 +29,7 @@ class Findings:
     """All of them."""
 
     def __init__(self, limit: int) -> None:
-        self.kept: list[Finding] = []
+        self.kept: list[FileFinding] = []
         self.wrong = 0
         self.notes = 0
         self._limit = limit
@@ -46,7 +46,7 @@ class Findings:
         else:
             self.notes += 1
         if len(self.kept) < self._limit:
-            self.kept.append(Finding(is_wrong, path, offset, what))
+            self.kept.append(FileFinding(is_wrong, path, offset, what))
 
     def in_file(self, path: str) -> "InFile":
         """Return what takes the findings of one file."""

@@ -75,7 +75,7 @@ def _expect_zero(wrong: list[str], reserved: bytes, offset: int) -> None:
 # waltz-storage.ctl
 
 
-class ControlHeader(NamedTuple):
+class ControlFileHeader(NamedTuple):
     """The first 128 bytes: of which cluster, and with how many partitions."""
 
     version: int
@@ -96,7 +96,7 @@ class Info(NamedTuple):
     wrong: tuple[str, ...]
 
 
-class Entry(NamedTuple):
+class ControlEntry(NamedTuple):
     """What the control file has of one partition; `current` is 0, 1, or None when none counts."""
 
     number: int
@@ -110,7 +110,7 @@ class Entry(NamedTuple):
         return None if self.current is None else self.infos[self.current]
 
 
-def control_header(data: Bytes) -> ControlHeader:
+def control_header(data: Bytes) -> ControlFileHeader:
     """Decode 128 bytes."""
     body, wrong = _filled(data, CONTROL_HEADER_BYTES)
     version, created_ms, key, count, reserved = struct.unpack(">iq16si96s", body)
@@ -118,10 +118,10 @@ def control_header(data: Bytes) -> ControlHeader:
     _expect_zero(wrong, reserved, 32)
     if count < 0:
         wrong.append(f"expected a partition count of at least 0, found {count}")
-    return ControlHeader(version, created_ms, key, count, tuple(wrong))
+    return ControlFileHeader(version, created_ms, key, count, tuple(wrong))
 
 
-def control_entry(data: Bytes, place: int) -> Entry:
+def control_entry(data: Bytes, place: int) -> ControlEntry:
     """Decode the 76 bytes that belong to the partition of this place."""
     body, wrong = _filled(data, CONTROL_ENTRY_BYTES)
     number = int.from_bytes(body[:4], "big", signed=True)
@@ -134,7 +134,7 @@ def control_entry(data: Bytes, place: int) -> Entry:
         wrong.append(f"both structures have sequence {infos[0].sequence}, so that none counts")
         good = []
     current = max(good, key=lambda one: infos[one].sequence, default=None)
-    return Entry(number, infos, current, tuple(wrong))
+    return ControlEntry(number, infos, current, tuple(wrong))
 
 
 def _info(data: bytes) -> Info:
@@ -162,7 +162,7 @@ def storage_id(data: Bytes) -> tuple[bytes, tuple[str, ...]]:
 # waltz-x.ctl
 
 
-class Slot(NamedTuple):
+class ControlSlot(NamedTuple):
     """One of the two control slots of a partition."""
 
     version: int
@@ -199,7 +199,7 @@ class Slot(NamedTuple):
         return any(low <= first and last <= high for low, high in self.damaged)
 
 
-def slot(data: Bytes, place: int) -> Slot:
+def slot(data: Bytes, place: int) -> ControlSlot:
     """Decode a slot from the beginning of block 0 or 1."""
     body, wrong = _filled(data, SLOT_BYTES)
     _expect_crc(wrong, body[:-4], int.from_bytes(body[-4:], "big"))
@@ -224,7 +224,7 @@ def slot(data: Bytes, place: int) -> Slot:
     if back > last_session + 1:
         wrong.append(f"expected at most {last_session + 1} sessions back, found {back}")
     wrong += _wrong_slot_values(promised, last_session, mark, acked, damaged)
-    return Slot(
+    return ControlSlot(
         version,
         flags,
         partition,
@@ -262,7 +262,7 @@ def _wrong_slot_values(
     return wrong
 
 
-def current_slot(slots: tuple[Slot, Slot], partition: int) -> Slot | None:
+def current_slot(slots: tuple[ControlSlot, ControlSlot], partition: int) -> ControlSlot | None:
     """Return the slot that counts for a partition, if one does."""
     good = [one for one in slots if not one.wrong and one.partition == partition]
     return max(good, key=lambda one: one.sequence, default=None)
@@ -295,7 +295,7 @@ class ChainHeader(NamedTuple):
         return self.header.wrong
 
 
-class Batch(NamedTuple):
+class BatchEntry(NamedTuple):
     """One entry of `.chn`: a batch whose last record is in this segment."""
 
     first: int
@@ -330,7 +330,7 @@ def chain_header(data: Bytes) -> ChainHeader:
     return ChainHeader(header, chain, crc32(body[:40] + bytes(88)))
 
 
-def batch(data: Bytes, place: int, segment_crc: int) -> Batch:
+def batch(data: Bytes, place: int, segment_crc: int) -> BatchEntry:
     """Decode the 64 bytes of the entry at a place in its file."""
     body, wrong = _filled(data, BATCH_BYTES)
     first, last, session, stamp_ms, chain, synced, reserved, stated = struct.unpack(
@@ -344,4 +344,4 @@ def batch(data: Bytes, place: int, segment_crc: int) -> Batch:
         wrong.append(f"expected a synced id of -1 to {first - 1}, found {synced}")
     if session < MADE_UP:
         wrong.append(f"expected a session of at least {MADE_UP}, found {session}")
-    return Batch(first, last, session, stamp_ms, chain, synced, tuple(wrong))
+    return BatchEntry(first, last, session, stamp_ms, chain, synced, tuple(wrong))

@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from waltz_core.offline.files import OpenFile, Readable, segment_path
+from waltz_core.offline.files import OpenFile, ReadableFile, segment_path
 from waltz_core.offline.findings import Findings, records_text
 from waltz_core.offline.layout import (
     BATCH_BYTES,
     CHAIN_HEADER_BYTES,
     GENESIS,
     MADE_UP,
-    Batch,
+    BatchEntry,
     ChainHeader,
     batch,
     chain_header,
@@ -42,15 +42,15 @@ class Placed(NamedTuple):
 
     place: int
     offset: int
-    batch: Batch
+    batch: BatchEntry
 
 
-def header_of(file: Readable) -> ChainHeader:
+def header_of(file: ReadableFile) -> ChainHeader:
     """Return the header of a `.chn` file."""
     return chain_header(file.pread(CHAIN_HEADER_BYTES, 0))
 
 
-def batches_of(file: Readable, segment_crc: int, place: int = 0) -> Iterator[Placed]:
+def batches_of(file: ReadableFile, segment_crc: int, place: int = 0) -> Iterator[Placed]:
     """Return the entries of a `.chn` file from a place on; an incomplete one at its end too."""
     size = file.size()
     offset = CHAIN_HEADER_BYTES + BATCH_BYTES * place
@@ -62,7 +62,7 @@ def batches_of(file: Readable, segment_crc: int, place: int = 0) -> Iterator[Pla
         offset += len(data)
 
 
-class End(NamedTuple):
+class BatchesEnd(NamedTuple):
     """Where the batches of a log end."""
 
     last: int
@@ -84,7 +84,7 @@ class ChainCheck:
         is_wrong: Callable[[int], bool],
         ends: frozenset[int],
     ) -> None:
-        self.end = End(-1, GENESIS)
+        self.end = BatchesEnd(-1, GENESIS)
         self.count = 0
         self.unchecked = 0
         self.chains: dict[int, bytes] = {-1: GENESIS}
@@ -186,7 +186,7 @@ class ChainCheck:
                 is_wrong=self._is_wrong(entry.last),
             )
         self.count += 1
-        self.end = End(entry.last, entry.chain)
+        self.end = BatchesEnd(entry.last, entry.chain)
         self._chain_is_sure = entry.session != MADE_UP
         if entry.last in self._ends:
             self.chains[entry.last] = entry.chain

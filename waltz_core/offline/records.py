@@ -4,8 +4,8 @@ Dumping, counting, verifying and mending all need to know where the records are,
 stops at the first wrong byte would tell of one fault only.
 
 Rules:
-    1. A `Run` holds records that have the ids that are due and follow one another. Whether their
-       checksums fit is for the caller to see, as not every caller wants to pay for it.
+    1. A `RecordRun` holds records that have the ids that are due and follow one another. Whether
+       their checksums fit is for the caller to see, as not every caller wants to pay for it.
     2. Between two runs there may be a `Gap`: bytes that are no record, or one whose CRC is wrong
        and which does not lead to the next. It ends at the next record that has a right CRC.
     3. At most a few blocks of a file are in memory at any time.
@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from waltz_core.offline.files import Readable
+from waltz_core.offline.files import ReadableFile
 from waltz_core.offline.layout import FILE_HEADER_BYTES, RECORD, RECORD_FRAME_BYTES, crc32
 
 BLOCK_BYTES: Final = 8 * 1024 * 1024
@@ -24,7 +24,7 @@ BLOCK_BYTES: Final = 8 * 1024 * 1024
 RECORD_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
-class Run(NamedTuple):
+class RecordRun(NamedTuple):
     """Records back to back; record i is `data[bounds[i] : bounds[i + 1]]`, with the id first + i.
 
     `offset` is that of the data in the file.
@@ -40,12 +40,12 @@ class Run(NamedTuple):
         """How many records there are."""
         return len(self.bounds) - 1
 
-    def starting_at(self, transaction_id: int) -> "Run":
+    def starting_at(self, transaction_id: int) -> "RecordRun":
         """Return the records from an id on."""
         skip = min(max(0, transaction_id - self.first), self.length)
         return self._replace(first=self.first + skip, bounds=self.bounds[skip:])
 
-    def up_to(self, transaction_id: int) -> "Run":
+    def up_to(self, transaction_id: int) -> "RecordRun":
         """Return the records up to an id."""
         return self._replace(bounds=self.bounds[: max(0, transaction_id - self.first + 1) + 1])
 
@@ -83,12 +83,14 @@ def is_right(record: bytes | memoryview) -> bool:
     return crc32(record[:-4]) == int.from_bytes(record[-4:], "big")
 
 
-def begins_at(file: Readable, transaction_id: int, offset: int) -> bool:
+def begins_at(file: ReadableFile, transaction_id: int, offset: int) -> bool:
     """Tell if the record of an id may begin at an offset."""
     return offset >= FILE_HEADER_BYTES and not _why_not(file, transaction_id, offset, file.size())
 
 
-def walk(file: Readable, first: int, offset: int = FILE_HEADER_BYTES) -> Iterator[Run | Gap]:
+def walk(
+    file: ReadableFile, first: int, offset: int = FILE_HEADER_BYTES
+) -> Iterator[RecordRun | Gap]:
     """Return all records from the one with id `first` at `offset` on, and what is between them."""
     size = file.size()
     due = first
@@ -105,7 +107,7 @@ def walk(file: Readable, first: int, offset: int = FILE_HEADER_BYTES) -> Iterato
         due, offset = gap.next_id, gap.end
 
 
-def _run(file: Readable, due: int, offset: int, size: int) -> Run:
+def _run(file: ReadableFile, due: int, offset: int, size: int) -> RecordRun:
     """Return the records of one block that lead on to the next, or to the end of the file."""
     end = _end_of(file, due, offset, size)
     data = file.pread(max(BLOCK_BYTES, end - offset) if end else 0, offset)
@@ -117,7 +119,7 @@ def _run(file: Readable, due: int, offset: int, size: int) -> Run:
         # leads to the wrong place; then its CRC is wrong too.
         if not leads_on and not is_right(memoryview(data)[bounds[-2] : bounds[-1]]):
             bounds.pop()
-    return Run(due, offset, data, bounds)
+    return RecordRun(due, offset, data, bounds)
 
 
 def _bounds(data: bytes, due: int) -> list[int]:
@@ -136,16 +138,16 @@ def _bounds(data: bytes, due: int) -> list[int]:
     return bounds
 
 
-def _end_of(file: Readable, due: int, offset: int, size: int) -> int:
+def _end_of(file: ReadableFile, due: int, offset: int, size: int) -> int:
     """Return where the record at an offset ends, or 0 when it cannot be the one that is due."""
     return 0 if _why_not(file, due, offset, size) else offset + _length(file, offset)
 
 
-def _length(file: Readable, offset: int) -> int:
+def _length(file: ReadableFile, offset: int) -> int:
     return RECORD_FRAME_BYTES + fields(file.pread(RECORD.size, offset)).data_bytes
 
 
-def _why_not(file: Readable, due: int, offset: int, size: int) -> str:
+def _why_not(file: ReadableFile, due: int, offset: int, size: int) -> str:
     """Return why the bytes at an offset cannot be the record that is due; empty if they can."""
     room = size - offset - RECORD_FRAME_BYTES
     if room < 0:
@@ -159,7 +161,7 @@ def _why_not(file: Readable, due: int, offset: int, size: int) -> str:
     return ""
 
 
-def _gap(file: Readable, due: int, offset: int, size: int) -> Gap:
+def _gap(file: ReadableFile, due: int, offset: int, size: int) -> Gap:
     why = _why_not(file, due, offset, size)
     if not why:
         record = file.pread(_length(file, offset), offset)
@@ -170,7 +172,7 @@ def _gap(file: Readable, due: int, offset: int, size: int) -> Gap:
     return Gap(due, next_id, offset, end, why)
 
 
-def _find(file: Readable, offset: int, after: int, size: int) -> tuple[int, int] | None:
+def _find(file: ReadableFile, offset: int, after: int, size: int) -> tuple[int, int] | None:
     """Return the first record with a right CRC and an id above `after`: its id and its offset."""
     # Each id takes 40 bytes at least, so that none can be far above the one that is due.
     id_max = after + (size - offset) // RECORD_FRAME_BYTES + 1

@@ -31,10 +31,10 @@ from waltz_core.offline.layout import (
     SLOTS_NAME,
     TRUNCATE,
     UNBATCHED,
-    ControlHeader,
-    Entry,
+    ControlEntry,
+    ControlFileHeader,
+    ControlSlot,
     Info,
-    Slot,
     control_entry,
     control_header,
     current_slot,
@@ -48,8 +48,8 @@ from waltz_core.offline.verify_segment import Belief, LogSeen
 class Control(NamedTuple):
     """The control file."""
 
-    header: ControlHeader
-    entries: tuple[Entry, ...]
+    header: ControlFileHeader
+    entries: tuple[ControlEntry, ...]
     size: int
 
 
@@ -67,7 +67,7 @@ def read_control(path: Path) -> Control | None:
     return Control(header, tuple(entries), len(data))
 
 
-def read_slots(path: Path) -> tuple[Slot, Slot] | None:
+def read_slots(path: Path) -> tuple[ControlSlot, ControlSlot] | None:
     """Return the two slots of a partition, or None where there is no such file."""
     data = read_all(path)
     if data is None:
@@ -172,7 +172,9 @@ def _check_blocks(path: Path, said: InFile) -> None:
             said.wrong(at, f"expected zero behind the slot, found {rest[place]:#04x}")
 
 
-def _check_slots(slots: tuple[Slot, Slot], number: int, said: InFile) -> Slot | None:
+def _check_slots(
+    slots: tuple[ControlSlot, ControlSlot], number: int, said: InFile
+) -> ControlSlot | None:
     for place, one in enumerate(slots):
         offset = SLOT_BLOCK_BYTES * place
         if one.wrong:
@@ -197,7 +199,7 @@ def _check_slots(slots: tuple[Slot, Slot], number: int, said: InFile) -> Slot | 
 # a partition, when its log was read
 
 
-def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findings) -> None:
+def compare(belief: Belief, entry: ControlEntry | None, seen: LogSeen, findings: Findings) -> None:
     """Say where the log and what the control files say of it do not fit."""
     info = entry.info if entry is not None else None
     of_original = findings.in_file(CONTROL_NAME)
@@ -227,7 +229,7 @@ def compare(belief: Belief, entry: Entry | None, seen: LogSeen, findings: Findin
     _note_state(belief.slot, said)
 
 
-def _compare_marks(belief: Belief, one: Slot, seen: LogSeen, said: InFile) -> None:
+def _compare_marks(belief: Belief, one: ControlSlot, seen: LogSeen, said: InFile) -> None:
     marks = [("low-water mark", one.low_water_mark)]
     # Waltz 0.13 sets its mark before it has filled the log up (rule 4).
     if one.flags & PROVISIONAL and any(one.nonce) and one.provisional_session >= 0:
@@ -253,12 +255,12 @@ def _compare_marks(belief: Belief, one: Slot, seen: LogSeen, said: InFile) -> No
         )
 
 
-def _is_unbatched(one: Slot) -> bool:
+def _is_unbatched(one: ControlSlot) -> bool:
     """Whether records may have no batches (rule 4)."""
     return one.acked_chain == UNBATCHED
 
 
-def _compare_damage(one: Slot, seen: LogSeen, said: InFile) -> None:
+def _compare_damage(one: ControlSlot, seen: LogSeen, said: InFile) -> None:
     for first, last in one.damaged:
         if last > seen.last:
             said.wrong(None, f"damaged {first}..{last}: the log ends at {seen.last}")
@@ -266,7 +268,7 @@ def _compare_damage(one: Slot, seen: LogSeen, said: InFile) -> None:
             said.note(None, f"damaged {first}..{last}: all of it can be read, and has right CRCs")
 
 
-def _note_state(one: Slot, said: InFile) -> None:
+def _note_state(one: ControlSlot, said: InFile) -> None:
     if one.is_dirty:
         said.note(None, f"was not closed; known to be synced up to {one.acked}")
     if one.is_suspect:
@@ -275,7 +277,7 @@ def _note_state(one: Slot, said: InFile) -> None:
         said.note(None, f"a cut after {one.truncate_to} was begun; the next start ends it")
 
 
-def is_assigned(entry: Entry | None) -> bool:
+def is_assigned(entry: ControlEntry | None) -> bool:
     """Tell if the control file says that the storage holds a partition."""
     info = entry.info if entry is not None else None
     return info is not None and bool(info.flags & ASSIGNED)

@@ -26,14 +26,14 @@ from waltz_core.offline.layout import (
     CHAIN_HEADER_BYTES,
     FILE_HEADER_BYTES,
     OFFSET_BYTES,
+    ControlSlot,
     FileHeader,
-    Slot,
     chain_header,
     crc32,
     file_header,
 )
-from waltz_core.offline.lineage import ChainCheck, End
-from waltz_core.offline.records import Gap, Run, fields, walk
+from waltz_core.offline.lineage import BatchesEnd, ChainCheck
+from waltz_core.offline.records import Gap, RecordRun, fields, walk
 
 _CREATED_AT = 4  # where the creation time stands in a header
 
@@ -47,7 +47,7 @@ class Belief(NamedTuple):
 
     partition: int | None
     key: bytes | None
-    slot: Slot | None = None
+    slot: ControlSlot | None = None
     is_adopted: bool = False
     vouched: int = -1
     ends: frozenset[int] = frozenset()
@@ -64,7 +64,7 @@ class LogSeen:
     chains: int = 0
     unchecked_chains: int = 0
     last: int = -1
-    end: End | None = None
+    end: BatchesEnd | None = None
     chains_at: dict[int, bytes] = field(default_factory=dict)
     bad: list[tuple[int, int]] = field(default_factory=list)  # ids that cannot be read
 
@@ -181,7 +181,7 @@ class SegmentCheck:
 
     # ---- records
 
-    def _run(self, run: Run, index: "_IndexCheck") -> int:
+    def _run(self, run: RecordRun, index: "_IndexCheck") -> int:
         next_first = self._next_first
         if next_first is not None and run.first + run.length > next_first:
             self._say_spare(run.offset + run.bounds[next_first - run.first])
@@ -203,7 +203,7 @@ class SegmentCheck:
         self._pass_on(run, bytes(crcs), bad)
         return run.first + run.length
 
-    def _pass_on(self, run: Run, crcs: bytes, bad: list[int]) -> None:
+    def _pass_on(self, run: RecordRun, crcs: bytes, bad: list[int]) -> None:
         """Give the records to the chain; those that are bad are lost to it."""
         at = 0
         for place in [*bad, run.length]:
@@ -214,7 +214,7 @@ class SegmentCheck:
                 self._lose(run.first + place, run.first + place)
             at = place + 1
 
-    def _say_bad(self, run: Run, place: int) -> None:
+    def _say_bad(self, run: RecordRun, place: int) -> None:
         start, end = run.bounds[place], run.bounds[place + 1]
         record = run.data[start:end]
         number = run.first + place
@@ -280,7 +280,7 @@ class _IndexCheck:
         if not self._is_there:
             said.wrong(None, "is missing; waltz-core disk repair-index makes it anew")
 
-    def compare(self, run: Run) -> None:
+    def compare(self, run: RecordRun) -> None:
         """Compare the entries of a run."""
         if not self._is_there or not run.length:
             return

@@ -19,7 +19,7 @@ from waltz_core.ops.facts import (
 )
 from waltz_core.ops.standing import (
     Lack,
-    Standing,
+    PartitionStanding,
     lack_of,
 )
 from waltz_core.records.record import PartitionId
@@ -51,7 +51,7 @@ def failed_checks(found: Sequence[Failed], partition_id: PartitionId) -> set[str
 
 def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed]:
     """Return a sentence for everything that is not as it should be with some partitions."""
-    standings = [Standing(cluster, each) for each in chosen]
+    standings = [PartitionStanding(cluster, each) for each in chosen]
     found = [*_of_assignment(cluster, standings)]
     for server in cluster.servers.values():
         found += _of_server(server, standings)
@@ -71,7 +71,9 @@ def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed
     ]
 
 
-def _of_assignment(cluster: ClusterFacts, standings: Sequence[Standing]) -> Iterator[Failed]:
+def _of_assignment(
+    cluster: ClusterFacts, standings: Sequence[PartitionStanding]
+) -> Iterator[Failed]:
     chosen = tuple(each.partition_id for each in standings)
     if not cluster.is_settled:
         yield Failed("assignment", "the assignment is not that of the live servers (yet)", chosen)
@@ -84,7 +86,7 @@ def _of_assignment(cluster: ClusterFacts, standings: Sequence[Standing]) -> Iter
             yield Failed("assignment", text, (each.partition_id,))
 
 
-def _of_server(server: ServerFacts, standings: Sequence[Standing]) -> Iterator[Failed]:
+def _of_server(server: ServerFacts, standings: Sequence[PartitionStanding]) -> Iterator[Failed]:
     address, its = server.address, [each for each in standings if each.owner is server]
     if server.trouble:
         owned = tuple(each.partition_id for each in its)
@@ -103,7 +105,7 @@ def _of_server(server: ServerFacts, standings: Sequence[Standing]) -> Iterator[F
         yield Failed("connectivity", f"server {address} cannot reach storage {storage}", owned)
 
 
-def _of_storage(storage: StorageFacts, standings: Sequence[Standing]) -> Iterator[Failed]:
+def _of_storage(storage: StorageFacts, standings: Sequence[PartitionStanding]) -> Iterator[Failed]:
     address, its = storage.address, [each for each in standings if storage.address in each.assigned]
     wanted = tuple(each.partition_id for each in its)
     # An original registers nothing, and does not say who it is.
@@ -125,7 +127,7 @@ def _of_storage(storage: StorageFacts, standings: Sequence[Standing]) -> Iterato
                 yield Failed("storage", f"{where} {text}", (each.partition_id,))
 
 
-def _lacks(now: Standing, storage: StorageFacts) -> str:
+def _lacks(now: PartitionStanding, storage: StorageFacts) -> str:
     """Say what keeps a storage from serving a partition; empty when nothing does."""
     held = now.held(storage.address)
     lack = None if held is None else lack_of(held)
@@ -143,7 +145,7 @@ def _lacks(now: Standing, storage: StorageFacts) -> str:
     return texts[lack]
 
 
-def _of_replicas(now: Standing) -> Iterator[Failed]:
+def _of_replicas(now: PartitionStanding) -> Iterator[Failed]:
     """Say what the newest session says of replicas that are behind, or too few."""
     name, its = f"partition {now.partition_id}", (now.partition_id,)
     if not now.assigned:

@@ -45,7 +45,7 @@ from waltz_core.ops.findings import (
 )
 from waltz_core.ops.standing import (
     Lack,
-    Standing,
+    PartitionStanding,
     lack_of,
 )
 from waltz_core.records.record import (
@@ -276,7 +276,7 @@ class _Cluster:
             return
         for server in cluster.servers.values():
             for partition_id in server.preferred:
-                owner = Standing(cluster, partition_id).owner
+                owner = PartitionStanding(cluster, partition_id).owner
                 if owner is None or owner is server or partition_id not in owner.preferred:
                     continue
                 self._tell(
@@ -453,7 +453,7 @@ class _Partition:
         self, case: _Case, cluster: ClusterFacts, whole: _Cluster, partition_id: PartitionId
     ) -> None:
         self._case, self._cluster, self._whole, self._id = case, cluster, whole, partition_id
-        self._now = Standing(cluster, partition_id)
+        self._now = PartitionStanding(cluster, partition_id)
 
     def look(self) -> None:
         if self._look_at_metadata():

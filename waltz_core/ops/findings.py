@@ -27,7 +27,7 @@ class Area(Enum):
     PARTITIONS = "partitions"
 
 
-class Kind(NamedTuple):
+class FindingKind(NamedTuple):
     """One row of the table: names in braces are filled in."""
 
     area: Area
@@ -391,8 +391,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
     ),
 }
 
-KINDS: dict[str, Kind] = {
-    name: Kind(area, name, sentence, command)
+KINDS: dict[str, FindingKind] = {
+    name: FindingKind(area, name, sentence, command)
     for area, rows in _ROWS.items()
     for name, sentence, command in rows
 }
@@ -408,7 +408,7 @@ def finding(name: str, about: object, **fields: object) -> Finding:
     return Finding(name, str(about), sentence, kind.command.format_map(texts), number)
 
 
-def fields_of(kind: Kind) -> set[str]:
+def fields_of(kind: FindingKind) -> set[str]:
     """Return the names that have to be filled in."""
     parsed = string.Formatter().parse(kind.sentence + kind.command)
     return {name for _, name, _, _ in parsed if name}

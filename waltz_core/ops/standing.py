@@ -11,7 +11,7 @@ Rules:
 
 from enum import Enum, auto
 
-from waltz_core.cluster.change.changes import Replicas
+from waltz_core.cluster.change.changes import PartitionReplicas
 from waltz_core.cluster.nodes.model import (
     UNRESOLVED,
     MarkerState,
@@ -53,14 +53,14 @@ def lack_of(held: ReplicaFacts) -> Lack | None:
     return Lack.STUCK if held.is_stuck else None
 
 
-class Standing:
+class PartitionStanding:
     """One partition; see the module's rules."""
 
     def __init__(self, cluster: ClusterFacts, partition_id: PartitionId) -> None:
         self.partition_id = partition_id
         self.facts = cluster.partitions.get(partition_id, PartitionFacts())
         self.assigned = cluster.assigned.get(partition_id, ())
-        self.replicas = Replicas(self.assigned, self.facts.metadata)
+        self.replicas = PartitionReplicas(self.assigned, self.facts.metadata)
         self.quorum = len(self.assigned) // 2 + 1
         self._cluster = cluster
 

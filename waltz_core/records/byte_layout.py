@@ -20,7 +20,7 @@ class Field(NamedTuple):
     note: str = ""
 
 
-class Place(NamedTuple):
+class FieldPlace(NamedTuple):
     """A field and where it is in its structure."""
 
     offset: int
@@ -32,7 +32,7 @@ _ORDER: Final = ">"
 _CRC: Final = Field("CRC-32", "I", "of all bytes before it")
 
 
-class Layout:
+class ByteLayout:
     """Fields back to back; with `has_crc` a CRC-32 follows them."""
 
     def __init__(self, *fields: Field, has_crc: bool = False) -> None:
@@ -40,12 +40,12 @@ class Layout:
         self.fields = (*fields, _CRC) if has_crc else fields
         self.size_bytes = sum(_size_bytes(each) for each in self.fields)
 
-    def places(self, start: int = 0) -> list[Place]:
+    def places(self, start: int = 0) -> list[FieldPlace]:
         """Return the fields with their offsets; the first one is at `start`."""
         found = []
         for each in self.fields:
             size_bytes = _size_bytes(each)
-            found.append(Place(start, size_bytes, each))
+            found.append(FieldPlace(start, size_bytes, each))
             start += size_bytes
         return found
 

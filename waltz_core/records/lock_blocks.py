@@ -23,7 +23,7 @@ Rules:
 
 from typing import Final, NamedTuple
 
-from waltz_core.records.byte_layout import Field, Layout
+from waltz_core.records.byte_layout import ByteLayout, Field
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     Chain,
@@ -36,7 +36,7 @@ HASH_BYTES: Final = 4
 # More locks than this in one batch are not told: the frame that they go in has room for so much.
 LOCKS_BYTES_MAX: Final = 1024 * 1024
 
-TRAILER: Final = Layout(
+TRAILER: Final = ByteLayout(
     Field("mark", "4s", '"WLB1", or "WLB2" for a block with distances'),
     Field("first", "q"),
     Field("last", "q"),

@@ -11,10 +11,10 @@ from typing import Final
 from waltz_core.cluster.nodes.model import UNRESOLVED
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.replication.quorum import quorum_mark, quorum_size
-from waltz_core.replication.replica_session import MARKED, ReplicaSession, Stage
+from waltz_core.replication.replica_session import MARKED, ReplicaSession, ReplicaStage
 from waltz_core.replication.store_session import StoreSession
 
-_READY: Final = Stage.READY  # a member of an enum is slow to look up
+_READY: Final = ReplicaStage.READY  # a member of an enum is slow to look up
 
 
 def check(store: PartitionStore) -> None:

@@ -14,7 +14,7 @@ MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SessionLimits:
     """All in milliseconds or bytes; `0 < ..._min <= ..._max`.
 
     `first_retry_ms_max`: a broken session is followed by the next within this time, chosen at

@@ -33,7 +33,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.replication.limits import Limits
+from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.session_claim import (
     Claim,
     InDoubt,
@@ -66,7 +66,7 @@ from waltz_core.replication.session_events import (
     WriteMetadata,
 )
 from waltz_core.replication.session_recovery import origin_of
-from waltz_core.replication.store_session import Cause, Ending, PartitionFacts, StoreSession
+from waltz_core.replication.store_session import Cause, Ending, PartitionConstants, StoreSession
 
 if TYPE_CHECKING:
     from random import Random
@@ -100,10 +100,10 @@ class PartitionStore:
         storage_ids: Mapping[ReplicaId, bytes],
         *,
         rng: "Random",
-        limits: Limits,
+        limits: SessionLimits,
     ) -> None:
         assert len(cluster_key) == 16
-        self._facts = PartitionFacts(partition_id, cluster_key, partition_count, storage_ids)
+        self._facts = PartitionConstants(partition_id, cluster_key, partition_count, storage_ids)
         self._rng = rng
         self._limits = limits
         self._outbox: list[Effect] = []

@@ -15,8 +15,8 @@ from waltz_core.records.record import (
     ReplicaId,
     TransactionId,
 )
-from waltz_core.replication.limits import Limits
-from waltz_core.replication.quorum import Tally, Verdict
+from waltz_core.replication.limits import SessionLimits
+from waltz_core.replication.quorum import Tally, VoteResult
 from waltz_core.replication.replica_session import ReplicaSession
 from waltz_core.replication.session_events import (
     Effect,
@@ -39,7 +39,7 @@ class Proving:
     """The proofs that are under way in one session; their tokens are the tickets of heartbeats."""
 
     def __init__(
-        self, assigned: Sequence[ReplicaId], *, outbox: list[Effect], limits: Limits
+        self, assigned: Sequence[ReplicaId], *, outbox: list[Effect], limits: SessionLimits
     ) -> None:
         self._assigned = assigned
         self._outbox = outbox
@@ -62,7 +62,7 @@ class Proving:
         if proof is None:
             return
         proof.tally.vote(replica)
-        if proof.tally.verdict is Verdict.COMMITTED:
+        if proof.tally.verdict is VoteResult.COMMITTED:
             del self._proofs[token]
             self._outbox.append(MarkProved(token, proof.mark))
 

@@ -32,7 +32,7 @@ def quorum_mark(marks: Sequence[TransactionId], quorum: int) -> TransactionId | 
     return sorted(marks, reverse=True)[quorum - 1]
 
 
-class Verdict(Enum):
+class VoteResult(Enum):
     """What the votes so far add up to."""
 
     OPEN = auto()
@@ -52,13 +52,13 @@ class Tally:
         self._lost: set[ReplicaId] = set()
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> VoteResult:
         """The answer now; OPEN until enough votes or enough losses are in."""
         if len(self._voted) >= self._quorum:
-            return Verdict.COMMITTED
+            return VoteResult.COMMITTED
         if len(self._replicas) - len(self._lost) < self._quorum:
-            return Verdict.LOST
-        return Verdict.OPEN
+            return VoteResult.LOST
+        return VoteResult.OPEN
 
     def vote(self, replica: ReplicaId) -> None:
         """Count a replica that has said yes."""

@@ -81,7 +81,7 @@ class Cut(NamedTuple):
     base_chain: Chain
 
 
-class Fetch(NamedTuple):
+class FetchCopy(NamedTuple):
     """Read from the source: whole batches to append, or single records to mend."""
 
     first: TransactionId
@@ -89,7 +89,7 @@ class Fetch(NamedTuple):
     whole_batches: bool
 
 
-class Append(NamedTuple):
+class AppendCopy(NamedTuple):
     """Append what was fetched; `chain` is the log's after it."""
 
     answer: RangeBytes
@@ -111,10 +111,10 @@ class SetMark(NamedTuple):
 
 # Whether another replica has the records of a damaged range.
 CanMend: TypeAlias = Callable[[TransactionId, TransactionId], bool]
-Step: TypeAlias = OwnLineage | SourceLineage | Cut | Fetch | Append | Mend | SetMark
+RepairStep: TypeAlias = OwnLineage | SourceLineage | Cut | FetchCopy | AppendCopy | Mend | SetMark
 
 
-class Repair:
+class ReplicaRepair:
     """One replica's log, as it is known to be, on its way to the goal.
 
     Raises DataLoss where the log contradicts the goal below its confirmed mark, and whatever the
@@ -149,7 +149,7 @@ class Repair:
     # -----------------------------------------------------------------------------------------
     # what to do next
 
-    def next_step(self, goal: Goal, *, can_mend: CanMend) -> Step | None:
+    def next_step(self, goal: Goal, *, can_mend: CanMend) -> RepairStep | None:
         """Return the next thing to do; None when done, or while something has to be waited for:
         the goal's chain, or a replica that has what must be mended.
         """
@@ -159,7 +159,7 @@ class Repair:
         self._wants_newest = isinstance(step, Cut) and self.newest is None
         return OwnLineage(self.last, self.last) if self._wants_newest else step
 
-    def _step(self, goal: Goal, *, can_mend: CanMend) -> Step | None:
+    def _step(self, goal: Goal, *, can_mend: CanMend) -> RepairStep | None:
         if self.last > goal.mark:
             return self._shorten(goal.mark)
         if goal.chain is None:
@@ -173,7 +173,7 @@ class Repair:
             return self._align_step()
         return self._complete(goal.mark, goal.chain, can_mend=can_mend)
 
-    def mend_step(self, damaged: tuple[TransactionId, TransactionId]) -> Step:
+    def mend_step(self, damaged: tuple[TransactionId, TransactionId]) -> RepairStep:
         """Return what mends damage of a replica that is marked already; it may lie above the mark.
 
         It is one of `damaged`, and another replica has the records.
@@ -181,7 +181,9 @@ class Repair:
         assert damaged in self.damaged
         return self._mend(*damaged)
 
-    def _complete(self, mark: TransactionId, chain: Chain, *, can_mend: CanMend) -> Step | None:
+    def _complete(
+        self, mark: TransactionId, chain: Chain, *, can_mend: CanMend
+    ) -> RepairStep | None:
         """The log is the goal's as far as it goes: mend it, fill it up, mark it."""
         assert self.last <= mark
         # A cut may have gone through a range: what it has taken away is to be had from nobody.
@@ -202,7 +204,7 @@ class Repair:
         # What was whole when its last mark was set is elsewhere too: it holds up no session.
         return not self.is_set and last > self._old_mark
 
-    def _shorten(self, mark: TransactionId) -> Step:
+    def _shorten(self, mark: TransactionId) -> RepairStep:
         if mark == BEFORE_FIRST:
             return Cut(BEFORE_FIRST, BEFORE_FIRST, GENESIS_CHAIN)
         if self._own is None:
@@ -223,7 +225,7 @@ class Repair:
                 self._ceiling, self._source = self.last, None
         return self._is_aligned
 
-    def _align_step(self) -> Step:
+    def _align_step(self) -> RepairStep:
         """Find the last batch end that both logs have, and cut to it (rule 3)."""
         if self._ceiling is None:
             # Mostly the log is just a shorter one: its end is a point of the source's log.
@@ -247,16 +249,16 @@ class Repair:
         self._own = self._source = None
         return self._align_step()
 
-    def _mend(self, first: TransactionId, last: TransactionId) -> Step:
+    def _mend(self, first: TransactionId, last: TransactionId) -> RepairStep:
         if self._fetched is None or self._fetched.first != first:
-            return Fetch(first, last, whole_batches=False)
+            return FetchCopy(first, last, whole_batches=False)
         return Mend(self._fetched)
 
-    def _copy(self, mark: TransactionId) -> Step:
+    def _copy(self, mark: TransactionId) -> RepairStep:
         first = TransactionId(self.last + 1)
         if self._fetched is None or self._fetched.first != first:
-            return Fetch(first, mark, whole_batches=True)
-        return Append(self._fetched, self._fetched_chain)
+            return FetchCopy(first, mark, whole_batches=True)
+        return AppendCopy(self._fetched, self._fetched_chain)
 
     # -----------------------------------------------------------------------------------------
     # what was answered
@@ -276,7 +278,7 @@ class Repair:
             _check_not_made_up(answer, self._own)
         self._source = answer
 
-    def fetched(self, answer: RangeBytes, request: Fetch) -> None:
+    def fetched(self, answer: RangeBytes, request: FetchCopy) -> None:
         """The source sent records; they are checked before they are kept."""
         verify_records(answer, first=request.first, last=request.last)
         if request.whole_batches:
@@ -301,7 +303,7 @@ class Repair:
         self.last, self.chain = last, chain
         self._is_aligned = is_point and was_aligning
 
-    def appended(self, step: Append) -> None:
+    def appended(self, step: AppendCopy) -> None:
         """The replica has the copied batches on disk."""
         assert step.answer.first == self.last + 1
         self.last = TransactionId(self.last + step.answer.count)

@@ -2,7 +2,7 @@
 
 A repair needs two replicas, the one that lacks something and one that has it. Who may be copied
 from, and what happens when it fails meanwhile, is settled here for both uses: before a replica is
-marked (`Repair`), and after, when it has fallen behind what is in memory.
+marked (`ReplicaRepair`), and after, when it has fallen behind what is in memory.
 
 Rules:
     1. One step at a time for each replica; a step is forgotten with either of its connections.
@@ -32,23 +32,23 @@ from waltz_core.records.record import (
     ReplicaId,
     TransactionId,
 )
-from waltz_core.replication.limits import Limits
+from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.repair import (
-    Append,
+    AppendCopy,
     Cut,
-    Fetch,
+    FetchCopy,
     Goal,
     Mend,
     OwnLineage,
-    Repair,
+    RepairStep,
+    ReplicaRepair,
     SetMark,
     SourceLineage,
-    Step,
     pairs_of,
     verify_batches,
     verify_records,
 )
-from waltz_core.replication.replica_session import MARKED, NO_TICKET, ReplicaSession, Stage
+from waltz_core.replication.replica_session import MARKED, NO_TICKET, ReplicaSession, ReplicaStage
 from waltz_core.replication.session_events import Effect
 from waltz_core.replication.session_recovery import (
     Origin,
@@ -60,12 +60,12 @@ from waltz_core.wire.messages import RangeForm, StorageMessage
 _WHOLE: Final = int(RangeForm.WHOLE)
 
 
-class Errand(NamedTuple):
+class StepUnderWay(NamedTuple):
     """A step under way: whose it is, who was asked."""
 
     wanting: ReplicaSession
     asked: ReplicaSession
-    step: Step
+    step: RepairStep
 
 
 class Repairs:
@@ -77,7 +77,7 @@ class Repairs:
         recovery: Recovery,
         *,
         outbox: list[Effect],
-        limits: Limits,
+        limits: SessionLimits,
     ) -> None:
         self.goal: Goal | None = None
         self.contradiction: str | None = None  # what rule 4 has found
@@ -86,7 +86,7 @@ class Repairs:
         self._recovery = recovery
         self._outbox = outbox
         self._limits = limits
-        self._errands: dict[int, Errand] = {}
+        self._errands: dict[int, StepUnderWay] = {}
         self._mends_from: dict[ReplicaId, ReplicaId] = {}  # whose records a replica was given last
         self._ticket = 0
         self._shunned_until_ms: dict[tuple[ReplicaId, ReplicaId], int] = {}
@@ -106,7 +106,7 @@ class Repairs:
         for each in self._replicas.values():
             if each.repair is None or each.ticket != NO_TICKET:
                 continue
-            if each.stage is Stage.REPAIRING:
+            if each.stage is ReplicaStage.REPAIRING:
                 self._next_step(each, each.repair, now_ms)
             elif each.repair.damaged:
                 self._next_mend(each, each.repair, now_ms)
@@ -135,7 +135,7 @@ class Repairs:
                 return
         self.goal = Goal(goal.mark, None)
 
-    def _next_step(self, each: ReplicaSession, repair: Repair, now_ms: int) -> None:
+    def _next_step(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
         assert self.goal is not None
 
         def can_mend(first: TransactionId, last: TransactionId) -> bool:
@@ -156,7 +156,7 @@ class Repairs:
         elif step is not None:
             self._take(each, step, now_ms)
 
-    def _next_mend(self, each: ReplicaSession, repair: Repair, now_ms: int) -> None:
+    def _next_mend(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
         """Mend the first damage of a marked replica that somebody else has the records of."""
         assert each.is_marked
         for damaged in repair.damaged:
@@ -164,18 +164,18 @@ class Repairs:
                 self._take(each, repair.mend_step(damaged), now_ms)
                 return
 
-    def _contradicts(self, repair: Repair) -> bool:
+    def _contradicts(self, repair: ReplicaRepair) -> bool:
         newest = NO_SESSION if repair.newest is None else repair.newest
         is_recorded = self._recovery.origin is Origin.RECORDED
         return is_recorded and newest > self._recovery.newest_session
 
-    def _take(self, each: ReplicaSession, step: Step, now_ms: int) -> None:
+    def _take(self, each: ReplicaSession, step: RepairStep, now_ms: int) -> None:
         match step:
             case OwnLineage(first, last):
                 self._ask(each, each, step, messages.LineageRequest, (first, last), now_ms)
             case Cut(last, base, chain):
                 self._ask(each, each, step, messages.Truncate, (last, base, chain), now_ms)
-            case Append(answer, _):
+            case AppendCopy(answer, _):
                 self._ask(
                     each,
                     each,
@@ -192,7 +192,7 @@ class Repairs:
                 source = self._source(each, first, last, now_ms)
                 if source is not None:
                     self._ask(each, source, step, messages.LineageRequest, (first, last), now_ms)
-            case Fetch(first, last, _):
+            case FetchCopy(first, last, _):
                 source = self._source(each, first, last, now_ms)
                 if source is not None:
                     self._fetch(each, source, step, now_ms)
@@ -204,13 +204,13 @@ class Repairs:
         if each.ticket != NO_TICKET or each.unanswered_bytes > self._limits.range_bytes_max:
             return
         for source in self._willing(each, now_ms):
-            if source.stage is Stage.ENGAGED and source.synced_last >= last:
-                step = Fetch(each.next_id, last, whole_batches=True)
+            if source.stage is ReplicaStage.ENGAGED and source.synced_last >= last:
+                step = FetchCopy(each.next_id, last, whole_batches=True)
                 self._fetch(each, source, step, now_ms)
                 return
 
     def _fetch(
-        self, each: ReplicaSession, source: ReplicaSession, step: Fetch, now_ms: int
+        self, each: ReplicaSession, source: ReplicaSession, step: FetchCopy, now_ms: int
     ) -> None:
         bytes_max, is_reader = self._limits.range_bytes_max, False
         fields = (step.first, step.last, bytes_max, _WHOLE, step.whole_batches, is_reader)
@@ -220,7 +220,7 @@ class Repairs:
         self,
         wanting: ReplicaSession,
         asked: ReplicaSession,
-        step: Step,
+        step: RepairStep,
         kind: type[StorageMessage],
         fields: tuple[object, ...],
         now_ms: int,
@@ -228,7 +228,7 @@ class Repairs:
         assert wanting.ticket == NO_TICKET, "rule 1"
         self._ticket += 1
         wanting.ticket = self._ticket
-        self._errands[self._ticket] = Errand(wanting, asked, step)
+        self._errands[self._ticket] = StepUnderWay(wanting, asked, step)
         asked.ask(kind, *fields, now_ms=now_ms, ticket=self._ticket)
 
     # -----------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ class Repairs:
         wanting, asked, step = errand
         assert asked is each
         assert wanting.ticket == ticket
-        if isinstance(step, SourceLineage | Fetch):
+        if isinstance(step, SourceLineage | FetchCopy):
             try:
                 self._supplied(wanting, asked.replica, step, answer, now_ms)
             except (Damaged, ProtocolError) as error:
@@ -365,11 +365,11 @@ class Repairs:
         self,
         wanting: ReplicaSession,
         asked: ReplicaId,
-        step: SourceLineage | Fetch,
+        step: SourceLineage | FetchCopy,
         answer: StorageMessage,
         now_ms: int,
     ) -> None:
-        if wanting.is_marked and isinstance(step, Fetch) and step.whole_batches:
+        if wanting.is_marked and isinstance(step, FetchCopy) and step.whole_batches:
             assert isinstance(answer, messages.RangeBytes)
             verify_records(answer, first=step.first, last=step.last)
             chain = verify_batches(answer, wanting.next_chain)
@@ -377,7 +377,7 @@ class Repairs:
             return
         repair = wanting.repair
         assert repair is not None
-        if isinstance(step, Fetch):
+        if isinstance(step, FetchCopy):
             assert isinstance(answer, messages.RangeBytes)
             repair.fetched(answer, step)
             self._mends_from[wanting.replica] = asked
@@ -385,14 +385,14 @@ class Repairs:
             assert isinstance(answer, messages.LineageResponse)
             repair.heard_source(answer, first=step.first, last=step.last)
 
-    def _done(self, each: ReplicaSession, step: Step, answer: StorageMessage) -> None:
+    def _done(self, each: ReplicaSession, step: RepairStep, answer: StorageMessage) -> None:
         repair = each.repair
         assert repair is not None
         if isinstance(answer, messages.LineageResponse):
             assert isinstance(step, OwnLineage)
             repair.heard_own(answer, first=step.first, last=step.last)
         elif isinstance(answer, messages.Appended):
-            assert isinstance(step, Append)
+            assert isinstance(step, AppendCopy)
             expected = step.answer.first + step.answer.count - 1
             if answer.synced_max != expected:
                 raise RemoteProtocolError(
@@ -400,7 +400,7 @@ class Repairs:
                 )
             repair.appended(step)
         else:
-            assert isinstance(answer, messages.ReplicaState)
+            assert isinstance(answer, messages.ReplicaEnd)
             self._changed(each, repair, step, answer)
 
     def _report(
@@ -411,7 +411,11 @@ class Repairs:
         self._outbox.append(Report(name, fields))
 
     def _changed(
-        self, each: ReplicaSession, repair: Repair, step: Step, answer: messages.ReplicaState
+        self,
+        each: ReplicaSession,
+        repair: ReplicaRepair,
+        step: RepairStep,
+        answer: messages.ReplicaEnd,
     ) -> None:
         last, chain = TransactionId(answer.synced_max), Chain(bytes(answer.chain))
         if isinstance(step, Cut):

@@ -28,21 +28,21 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.replication.limits import Limits
+from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.session_events import (
     CloseReplica,
     Effect,
     OpenReplica,
     SendToReplica,
 )
-from waltz_core.replication.window import Flight
+from waltz_core.replication.window import WindowBatch
 from waltz_core.wire import messages
 from waltz_core.wire.messages import StorageMessage
 
 if TYPE_CHECKING:
     from random import Random
 
-    from waltz_core.replication.repair import Repair
+    from waltz_core.replication.repair import ReplicaRepair
 
 NO_TICKET: Final = -1
 # Append latencies kept for the metrics, which take them every second; of more the newest stay.
@@ -51,12 +51,12 @@ TOOK_MAX: Final = 4_096
 _ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
     messages.Prepare: messages.Prepared,
     messages.LineageRequest: messages.LineageResponse,
-    messages.Truncate: messages.ReplicaState,
+    messages.Truncate: messages.ReplicaEnd,
     messages.RangeRaw: messages.RangeBytes,
     messages.AppendRaw: messages.Appended,
-    messages.Repair: messages.ReplicaState,
-    messages.SetLowWaterMark: messages.ReplicaState,
-    messages.Engage: messages.ReplicaState,
+    messages.Repair: messages.ReplicaEnd,
+    messages.SetLowWaterMark: messages.ReplicaEnd,
+    messages.Engage: messages.ReplicaEnd,
     messages.Heartbeat: messages.HeartbeatAnswer,
 }
 _CHANGING: Final = (
@@ -68,7 +68,7 @@ _CHANGING: Final = (
 )
 
 
-class Stage(Enum):
+class ReplicaStage(Enum):
     """How far a replica has come in the session."""
 
     ABSENT = auto()  # no connection; dialled at `redial_at_ms`
@@ -79,12 +79,12 @@ class Stage(Enum):
     ENGAGED = auto()  # ZooKeeper has it as engaged: it gets live appends, and it counts
 
 
-MARKED: Final = (Stage.READY, Stage.ENGAGED)
-_UNCONNECTED: Final = (Stage.ABSENT, Stage.DIALLING)
+MARKED: Final = (ReplicaStage.READY, ReplicaStage.ENGAGED)
+_UNCONNECTED: Final = (ReplicaStage.ABSENT, ReplicaStage.DIALLING)
 
 
 @dataclass(slots=True)
-class Request:
+class SessionRequest:
     """What was asked, and for whom (the meaning of `ticket` is the asker's)."""
 
     message: StorageMessage
@@ -102,11 +102,11 @@ class ReplicaSession:
         partition_id: PartitionId,
         *,
         outbox: list[Effect],
-        limits: Limits,
+        limits: SessionLimits,
     ) -> None:
         self.replica = replica
-        self.stage = Stage.ABSENT
-        self.repair: Repair | None = None
+        self.stage = ReplicaStage.ABSENT
+        self.repair: ReplicaRepair | None = None
         self.ticket = NO_TICKET  # of the one repair or copy step that is under way
         self.is_broken = False  # the connection is known to be gone
         self.is_tainted = False  # rule 3
@@ -126,7 +126,7 @@ class ReplicaSession:
         self._limits = limits
         self._redial_ms = limits.redial_ms_min
         self._sequence = 0
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, SessionRequest] = {}
 
     @property
     def is_connected(self) -> bool:
@@ -149,13 +149,13 @@ class ReplicaSession:
 
     def dial(self) -> None:
         """Ask for a connection."""
-        assert self.stage is Stage.ABSENT
-        self.stage, self.is_broken = Stage.DIALLING, False
+        assert self.stage is ReplicaStage.ABSENT
+        self.stage, self.is_broken = ReplicaStage.DIALLING, False
         self._outbox.append(OpenReplica(self._session_id, self.replica))
 
     def close(self) -> None:
         """Give the connection up, if there is one or one is being made."""
-        if self.stage is not Stage.ABSENT:
+        if self.stage is not ReplicaStage.ABSENT:
             if not self.is_broken:
                 self._outbox.append(CloseReplica(self._session_id, self.replica))
             self._forget()
@@ -171,7 +171,7 @@ class ReplicaSession:
         unanswered = (type(request.message) for request in self._requests.values())
         may_change = any(kind in _CHANGING for kind in unanswered)
         self.is_tainted = self.is_tainted or self.is_marked or may_change
-        self.stage = Stage.ABSENT
+        self.stage = ReplicaStage.ABSENT
         self.repair = None
         self.ticket = NO_TICKET
         self.unanswered_bytes = 0
@@ -194,10 +194,10 @@ class ReplicaSession:
         assert type(message) in _ANSWERS
         if isinstance(message, messages.AppendRaw):
             self.unanswered_bytes += len(message.records)
-        self._requests[self._sequence] = Request(message, now_ms, ticket)
+        self._requests[self._sequence] = SessionRequest(message, now_ms, ticket)
         self._outbox.append(SendToReplica(self._session_id, self.replica, message))
 
-    def take(self, answer: StorageMessage) -> Request:
+    def take(self, answer: StorageMessage) -> SessionRequest:
         """Return the request that this answers (rule 1).
 
         Raises:
@@ -224,14 +224,14 @@ class ReplicaSession:
 
     def marked(self, mark: TransactionId, chain: Chain) -> None:
         """Session and mark are durable: the log goes on from the mark."""
-        assert self.stage is Stage.REPAIRING
-        self.stage = Stage.READY
+        assert self.stage is ReplicaStage.REPAIRING
+        self.stage = ReplicaStage.READY
         self.synced_last = mark
         self.next_id = TransactionId(mark + 1)
         self.next_chain = chain
         self._redial_ms = self._limits.redial_ms_min
 
-    def append_flight(self, flight: Flight, now_ms: int) -> None:
+    def append_flight(self, flight: WindowBatch, now_ms: int) -> None:
         """Send a batch from memory."""
         assert flight.chain_before == self.next_chain
         batch = flight.batch

@@ -39,12 +39,17 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.replication.limits import Limits
+from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.proving import Proving
 from waltz_core.replication.quorum import quorum_mark, quorum_size
-from waltz_core.replication.repair import Repair
+from waltz_core.replication.repair import ReplicaRepair
 from waltz_core.replication.repairs import Repairs
-from waltz_core.replication.replica_session import MARKED, ReplicaSession, Request, Stage
+from waltz_core.replication.replica_session import (
+    MARKED,
+    ReplicaSession,
+    ReplicaStage,
+    SessionRequest,
+)
 from waltz_core.replication.session_claim import Claim
 from waltz_core.replication.session_events import (
     Batch,
@@ -57,7 +62,7 @@ from waltz_core.replication.session_recovery import (
     Recovery,
 )
 from waltz_core.replication.settling import SETTLING, Settling
-from waltz_core.replication.window import Window
+from waltz_core.replication.window import SessionWindow
 from waltz_core.wire import messages
 from waltz_core.wire.messages import StorageMessage
 
@@ -68,15 +73,15 @@ if TYPE_CHECKING:
 # These are compared with many times in each step, and a member of an enum is slow to look up.
 # A stalled replica answers hundreds of appends late, all at once: one report a second names it.
 SLOW_REPORT_MS: Final = 1_000
-_ABSENT: Final = Stage.ABSENT
-_ENGAGED: Final = Stage.ENGAGED
-_READY: Final = Stage.READY
+_ABSENT: Final = ReplicaStage.ABSENT
+_ENGAGED: Final = ReplicaStage.ENGAGED
+_READY: Final = ReplicaStage.READY
 _SYNCED_LAST: Final = attrgetter("synced_last")
-_AT_WORK: Final = (Stage.REPAIRING, Stage.READY, Stage.ENGAGED)
-_NEARLY: Final = (Stage.PREPARING, Stage.REPAIRING)
+_AT_WORK: Final = (ReplicaStage.REPAIRING, ReplicaStage.READY, ReplicaStage.ENGAGED)
+_NEARLY: Final = (ReplicaStage.PREPARING, ReplicaStage.REPAIRING)
 
 
-class PartitionFacts(NamedTuple):
+class PartitionConstants(NamedTuple):
     """What never changes of a partition, but for the storage ids, which are read at each use."""
 
     partition_id: PartitionId
@@ -116,16 +121,16 @@ class StoreSession:
     def __init__(
         self,
         claim: Claim,
-        facts: PartitionFacts,
+        facts: PartitionConstants,
         *,
         outbox: list[Effect],
         rng: "Random",
-        limits: Limits,
+        limits: SessionLimits,
     ) -> None:
         self.claim = claim
         self.recovery = Recovery(claim.origin, claim.states)
         self.quorum = quorum_size(len(claim.assigned))
-        self.window: Window | None = None  # from the opening on
+        self.window: SessionWindow | None = None  # from the opening on
         self.opened_ms: int | None = None
         self.is_settled = False
         self.ended: Ending | None = None
@@ -224,12 +229,12 @@ class StoreSession:
     def opened(self, replica: ReplicaId, now_ms: int) -> None:
         """A connection stands: fence."""
         each = self.replicas.get(replica)
-        if each is None or each.stage is not Stage.DIALLING:
+        if each is None or each.stage is not ReplicaStage.DIALLING:
             return
         if each.is_tainted:
             self._returned(each, now_ms)
             return
-        each.stage = Stage.PREPARING
+        each.stage = ReplicaStage.PREPARING
         facts = self._facts
         storage_id = facts.storage_ids.get(replica, NO_STORAGE_ID)
         identity = (storage_id, facts.cluster_key, facts.partition_count)
@@ -238,7 +243,7 @@ class StoreSession:
     def lost(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
         """A connection is gone, or could not be made."""
         each = self.replicas.get(replica)
-        if each is not None and each.stage is not Stage.ABSENT:
+        if each is not None and each.stage is not ReplicaStage.ABSENT:
             each.is_broken = True
             self._lose(each, reason, now_ms)
             self._advance(now_ms)
@@ -262,7 +267,7 @@ class StoreSession:
         self.repairs.give_up_slow(now_ms)
         for each in list(self.replicas.values()):
             oldest_ms = each.oldest_ms
-            if each.stage is Stage.ABSENT and each.redial_at_ms <= now_ms:
+            if each.stage is ReplicaStage.ABSENT and each.redial_at_ms <= now_ms:
                 each.dial()
             elif self._has_time(each) or oldest_ms is None:
                 continue
@@ -296,13 +301,13 @@ class StoreSession:
         assert goal.chain is not None
         self.states, self.writing = dict(states), None
         for replica, each in self.replicas.items():
-            if states.get(replica) != self._engaged_state or each.stage is Stage.ENGAGED:
+            if states.get(replica) != self._engaged_state or each.stage is ReplicaStage.ENGAGED:
                 continue
-            assert each.stage is Stage.READY, "rule 6: it was not lost since"
-            each.stage = Stage.ENGAGED
+            assert each.stage is ReplicaStage.READY, "rule 6: it was not lost since"
+            each.stage = ReplicaStage.ENGAGED
             each.ask(messages.Engage, goal.mark, now_ms=now_ms)
         if self.window is None:
-            self.window = Window(goal.mark, goal.chain)
+            self.window = SessionWindow(goal.mark, goal.chain)
             self.opened_ms = self._progress_ms = now_ms
             self._open(now_ms)
         self._advance(now_ms)
@@ -353,7 +358,9 @@ class StoreSession:
         old_count = sum(replica in self.recovery.states for replica in ready)
         return new_count >= self.quorum and old_count >= self.recovery.old_quorum
 
-    def _joined_states(self, window: Window, now_ms: int) -> dict[ReplicaId, ReplicaState] | None:
+    def _joined_states(
+        self, window: SessionWindow, now_ms: int
+    ) -> dict[ReplicaId, ReplicaState] | None:
         """Late replicas that have the log, or get the rest of it from memory (I)."""
         late = [each for each in self.replicas.values() if each.stage is _READY]
         if not late:
@@ -404,7 +411,7 @@ class StoreSession:
 
     def _is_counted(self, each: ReplicaSession) -> bool:
         """Whether ZooKeeper has a replica as engaged, or may have."""
-        if each.stage is Stage.ENGAGED:
+        if each.stage is ReplicaStage.ENGAGED:
             return True
         return self.writing is not None and self.writing.get(each.replica) == self._engaged_state
 
@@ -430,7 +437,7 @@ class StoreSession:
     # answers
 
     def _answered(
-        self, each: ReplicaSession, request: Request, answer: StorageMessage, now_ms: int
+        self, each: ReplicaSession, request: SessionRequest, answer: StorageMessage, now_ms: int
     ) -> None:
         match answer:
             case messages.Appended() if each.stage in MARKED:
@@ -449,13 +456,13 @@ class StoreSession:
                 assert self._settling is not None
                 self._settling.heard(each, answer, now_ms)
                 self._note_settled()
-            case messages.ReplicaState() if isinstance(request.message, messages.Engage):
+            case messages.ReplicaEnd() if isinstance(request.message, messages.Engage):
                 pass
             case _:
                 self.repairs.answered(each, request.ticket, answer, now_ms)
 
     def _nacked(
-        self, each: ReplicaSession, request: Request, nack: messages.Nack, now_ms: int
+        self, each: ReplicaSession, request: SessionRequest, nack: messages.Nack, now_ms: int
     ) -> None:
         error = from_code(nack.error_code, nack.message)
         reason = f"{type(error).__name__}: {nack.message}"
@@ -502,8 +509,8 @@ class StoreSession:
         self.recovery.heard(each.replica, answer, registered)
         if each.replica in self.recovery.unknown:
             self._report("replica.unknown", replica=each.replica, last=answer.synced_max)
-        each.stage = Stage.REPAIRING
-        each.repair = Repair(answer)
+        each.stage = ReplicaStage.REPAIRING
+        each.repair = ReplicaRepair(answer)
 
     # -----------------------------------------------------------------------------------------
     # recovery, until the session opens

@@ -27,7 +27,7 @@ from waltz_core.records.record import (
 from waltz_core.replication.session_events import Batch
 
 
-class Flight(NamedTuple):
+class WindowBatch(NamedTuple):
     """A submitted batch and its place in the log."""
 
     entry: LineageEntry
@@ -42,7 +42,7 @@ class Flight(NamedTuple):
         return len(self.batch.records)
 
 
-class Window:
+class SessionWindow:
     """The batches from `first` to `last`; `committed` is the last id of the last committed one."""
 
     __slots__ = (
@@ -57,8 +57,8 @@ class Window:
     )
 
     def __init__(self, high_water_mark: TransactionId, chain: Chain) -> None:
-        self._flights: dict[TransactionId, Flight] = {}
-        self._uncommitted: deque[Flight] = deque()
+        self._flights: dict[TransactionId, WindowBatch] = {}
+        self._uncommitted: deque[WindowBatch] = deque()
         self._size_bytes = 0
         self.in_flight_bytes = 0
         self.last = self.committed = high_water_mark
@@ -79,11 +79,11 @@ class Window:
         """When the oldest batch in flight was submitted."""
         return self._uncommitted[0].submitted_ms if self._uncommitted else None
 
-    def at(self, first: TransactionId) -> Flight | None:
+    def at(self, first: TransactionId) -> WindowBatch | None:
         """Return the batch that begins at `first`, if it is kept."""
         return self._flights.get(first)
 
-    def add(self, batch: Batch, session_id: SessionId, now_ms: int) -> Flight:
+    def add(self, batch: Batch, session_id: SessionId, now_ms: int) -> WindowBatch:
         """Take the next batch in and give it its chain."""
         assert batch.first == self.last + 1, "ids must be dense"
         assert batch.last >= batch.first
@@ -96,7 +96,7 @@ class Window:
         if batch.locks is not None:
             end = LogEnd(batch.last, self.chain)
             locks = encode(batch.first, end, before, batch.locks, batch.behind)
-        flight = Flight(entry, batch, before, now_ms, locks)
+        flight = WindowBatch(entry, batch, before, now_ms, locks)
         self._flights[batch.first] = flight
         self._uncommitted.append(flight)
         self._size_bytes += flight.size_bytes

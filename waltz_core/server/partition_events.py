@@ -49,7 +49,7 @@ MIB = 1024 * KIB
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PartitionLimits:
     """The numbers a partition keeps to. All must be positive, but for `lock_refill_count_max`.
 
     `session_timer_ms`: for so long after a quorum last answered in the session, marks are told
@@ -108,7 +108,7 @@ class Store(Protocol):
 
 
 @value(frozen=True, slots=True)
-class Identity:
+class PartitionIdentity:
     """Which partition of which cluster this is."""
 
     partition_id: PartitionId
@@ -221,7 +221,7 @@ class Fetch:
     is_urgent: bool = False
 
 
-class Stretch(NamedTuple):
+class FeedHeaders(NamedTuple):
     """Feed headers (20 bytes each) from `first` on, and the chain at the newest batch end known."""
 
     first: TransactionId

@@ -55,7 +55,7 @@ class Done(AdminMessage):
 
 
 @value(frozen=True, slots=True)
-class Failure(AdminMessage):
+class AdminFailure(AdminMessage):
     """What was asked for is not done, and why; ours sends it to peers of version 0 only."""
 
     code = 2
@@ -164,7 +164,7 @@ class HeldResponse(AdminMessage):
 
 
 @value(frozen=True, slots=True)
-class Refused(AdminMessage):
+class AdminRefused(AdminMessage):
     """What was asked for is not done; the code is that of `errors.py`."""
 
     code = 64

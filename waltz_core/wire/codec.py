@@ -26,7 +26,7 @@ from waltz_core.wire import (
     admin_messages,
     messages,
 )
-from waltz_core.wire.fields import EMPTY, FIXED, VARIABLE, Out, Reader, read_count, read_text
+from waltz_core.wire.fields import EMPTY, FIXED, VARIABLE, FieldReader, Out, read_count, read_text
 from waltz_core.wire.messages import Buffer, FieldKind, Hello, Message, Surface
 
 FRAME_HEADER: Final = struct.Struct(">Bhi")  # magic, version, payload length
@@ -147,7 +147,7 @@ class _Plan(NamedTuple):
     code_byte: bytes
     make: Callable[..., Message]
     writers: tuple[_Writer, ...]
-    readers: tuple[Reader, ...]
+    readers: tuple[FieldReader, ...]
 
 
 # Filled as they are asked for, never changed: the table has a few dozen classes and few versions.
@@ -205,7 +205,7 @@ def _make_plan(message_class: type[Message], version: int) -> _Plan:
         )
     hints = get_type_hints(message_class, include_extras=True)
     writers: list[_Writer] = []
-    readers: list[Reader] = []
+    readers: list[FieldReader] = []
     run: list[tuple[str, FieldKind]] = []
 
     def end_run() -> None:
@@ -239,7 +239,7 @@ def _make_plan(message_class: type[Message], version: int) -> _Plan:
     )
 
 
-def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, Reader]:
+def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, FieldReader]:
     """Return how neighbouring fields of fixed size are written and read in one go."""
     layout = struct.Struct(">" + "".join(FIXED[kind].letter for _, kind in run))
     pack, unpack_from, size = layout.pack, layout.unpack_from, layout.size
@@ -276,7 +276,7 @@ def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, Reader]
     return write, read
 
 
-def _variable(name: str, kind: FieldKind) -> tuple[_Writer, Reader]:
+def _variable(name: str, kind: FieldKind) -> tuple[_Writer, FieldReader]:
     put, read = VARIABLE[kind]
     get = attrgetter(name)
 
@@ -286,7 +286,7 @@ def _variable(name: str, kind: FieldKind) -> tuple[_Writer, Reader]:
     return write, read
 
 
-def _absent(field: "dataclasses.Field[Any]", kind: FieldKind) -> tuple[_Writer, Reader]:
+def _absent(field: "dataclasses.Field[Any]", kind: FieldKind) -> tuple[_Writer, FieldReader]:
     """Return a field that this version does not have: only its empty value can be sent.
 
     Of one that is extra any value can be, and none arrives.

@@ -61,7 +61,7 @@ class Out:
 
 
 Putter: TypeAlias = Callable[[Any, Out], None]
-Reader: TypeAlias = Callable[[memoryview, int, list[Any]], int]
+FieldReader: TypeAlias = Callable[[memoryview, int, list[Any]], int]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def _read_blob(view: memoryview, at: int, values: list[Any]) -> int:
     return at + count
 
 
-def _packed(width: int) -> tuple[Putter, Reader]:
+def _packed(width: int) -> tuple[Putter, FieldReader]:
     """Return the layout of numbers that stay packed, `width` bytes each."""
 
     def put(value: Buffer, out: Out) -> None:
@@ -206,7 +206,9 @@ def _read_int32s(view: memoryview, at: int, values: list[Any]) -> int:
     return at + 4 * count
 
 
-def _listed(put_one: Putter, read_one: Reader, entry_bytes_min: int) -> tuple[Putter, Reader]:
+def _listed(
+    put_one: Putter, read_one: FieldReader, entry_bytes_min: int
+) -> tuple[Putter, FieldReader]:
     """Return the layout of a tuple of values, each laid out by `put_one` and `read_one`."""
 
     def put(value: tuple[Any, ...], out: Out) -> None:
@@ -336,7 +338,7 @@ def _read_stack_frame(view: memoryview, at: int, values: list[Any]) -> int:
     return at + _INT32.size
 
 
-VARIABLE: Final[dict[FieldKind, tuple[Putter, Reader]]] = {
+VARIABLE: Final[dict[FieldKind, tuple[Putter, FieldReader]]] = {
     FieldKind.BLOB: (_put_blob, _read_blob),
     FieldKind.TEXT: (_put_text, read_text),
     FieldKind.TEXT_OR_NULL: (_put_text_or_null, _read_text_or_null),

@@ -670,7 +670,7 @@ class Prepared(StorageMessage):
 
 
 @value(frozen=True, slots=True)
-class ReplicaState(StorageMessage):
+class ReplicaEnd(StorageMessage):
     """Done; the last id on disk and the chain there. Answers 67, 68, 69 and 75."""
 
     code = 66

@@ -31,7 +31,7 @@ _SEGMENT: Final = Struct(">iq")
 SEGMENT_QUESTION_BYTES: Final = _SEGMENT.size
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """A run of bytes of the segment whose first id is `segment`."""
 
     segment: TransactionId
@@ -39,17 +39,17 @@ class Place(NamedTuple):
     size: int
 
 
-def encode_places(places: Iterable[Place]) -> bytes:
+def encode_places(places: Iterable[FilePlace]) -> bytes:
     """Return the places, 24 bytes each."""
     return b"".join(_PLACE.pack(*place) for place in places)
 
 
-def decode_places(packed: Buffer, records_bytes: int) -> tuple[Place, ...]:
+def decode_places(packed: Buffer, records_bytes: int) -> tuple[FilePlace, ...]:
     """Return the places of `records_bytes` bytes of records; raise BadFormat for what is wrong."""
     if len(packed) % _PLACE.size:
         raise BadFormat(f"places: expected {_PLACE.size} bytes each, found {len(packed)} in all")
     places = tuple(
-        Place(TransactionId(segment), offset, size)
+        FilePlace(TransactionId(segment), offset, size)
         for segment, offset, size in _PLACE.iter_unpack(packed)
     )
     for place in places:

@@ -16,18 +16,18 @@ from waltz_core.storage.service import (
     upkeep,
 )
 from waltz_core.storage.service.admin import (
+    AdminAnswer,
     AdminRequest,
     AdminService,
     Effect,
-    Outcome,
-    Run,
-    Tell,
+    ErrandOutcome,
+    RunErrand,
 )
 from waltz_core.storage.service.errands import (
     Errand,
-    Standing,
+    ZooKeeperView,
 )
-from waltz_core.storage.service.service import Identity
+from waltz_core.storage.service.service import StorageIdentity
 from waltz_core.storage.service.work import ConnectionId
 from waltz_core.wire.admin_messages import AdminMessage, Done
 
@@ -48,24 +48,24 @@ class Operator:
         self._storage = storage
         self._engine = storage.engine
         self._told = told
-        identity = Identity(cluster.key, 1, storage.storage_id)
+        identity = StorageIdentity(cluster.key, 1, storage.storage_id)
         self._machine = AdminService(identity, address=storage.replica)
 
     def ask(self, message: AdminMessage) -> None:
         """Send the request."""
         self._take(AdminRequest(ConnectionId(1), VERSION, message))
 
-    def _take(self, event: AdminRequest | Outcome) -> None:
+    def _take(self, event: AdminRequest | ErrandOutcome) -> None:
         for effect in self._machine.step(event, self._storage.now_ms):
             self._perform(effect)
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case Tell():
+            case AdminAnswer():
                 is_done = isinstance(effect.message, Done)
                 self._cluster.checks.count("administered" if is_done else "administration refused")
                 self._told(effect.message)
-            case Run():
+            case RunErrand():
                 self._run(effect.ticket, effect.errand)
             case Report():
                 pass
@@ -87,17 +87,17 @@ class Operator:
             value = call()
         except WaltzError as error:
             value = error
-        self._take(Outcome(ticket, value))
+        self._take(ErrandOutcome(ticket, value))
 
-    def _change(self, errand: errands.Change) -> object:
+    def _change(self, errand: errands.ReplicaChange) -> object:
         self._cluster.world.note(f"{self._storage.name}: {errand}")
-        if isinstance(errand, errands.Empty | errands.GiveUp):
+        if isinstance(errand, errands.Reseed | errands.Unassign):
             self._cluster.budget.spend(self._storage)
         return upkeep.carry_out(self._engine, errand)
 
     def _answer(self, errand: errands.Question) -> object:
         match errand:
-            case errands.LookAt():
+            case errands.InspectReplica():
                 service = self._storage.service
                 is_served = service is not None and errand.partition_id in service.partitions
                 return upkeep.facts_of(self._engine, errand.partition_id, is_served=is_served)
@@ -106,7 +106,7 @@ class Operator:
             case _:
                 raise BadRequest(f"the simulator's operator does not ask for {errand}")
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> ZooKeeperView:
         if self._cluster.is_zookeeper_away:
             raise CoordinatorUnavailable("ZooKeeper is away")
         metadata = self._cluster.coordinator.metadata
@@ -116,7 +116,7 @@ class Operator:
             for replica, state in states.items()
             if state.closing_high_water_mark == UNRESOLVED
         )
-        return Standing(
+        return ZooKeeperView(
             self._storage.replica in self._cluster.replicas,
             self._storage.replica in engaged,
             NO_SESSION if metadata is None else metadata.session_id,

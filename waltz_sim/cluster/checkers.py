@@ -29,14 +29,14 @@ from waltz_core.storage.service.work import (
     Work,
     WorkResult,
 )
-from waltz_sim.promises.answer_promises import Answers
+from waltz_sim.promises.answer_promises import AnswerPromises
 from waltz_sim.promises.bounds import Bounds
 from waltz_sim.promises.ledger import Ledger
 from waltz_sim.promises.locking import Locking
 from waltz_sim.promises.outcome_promises import Outcomes
 from waltz_sim.promises.replica_promises import (
     Before,
-    Replicas,
+    ReplicaPromises,
 )
 from waltz_sim.promises.sessions import Sessions
 from waltz_sim.promises.sometimes import REPORTED
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.cluster.simulated_cluster import SimCluster
     from waltz_sim.cluster.simulated_storages import SimStorage
-    from waltz_sim.world.network import Link
+    from waltz_sim.world.network import SimLink
 
 
 class Checks(Witness):
@@ -59,8 +59,8 @@ class Checks(Witness):
     def __init__(self, cluster: "SimCluster") -> None:
         super().__init__(cluster)
         self.sessions = Sessions(self)
-        self.replicas = Replicas(self, self.sessions)
-        self.answers = Answers(self, self.sessions)
+        self.replicas = ReplicaPromises(self, self.sessions)
+        self.answers = AnswerPromises(self, self.sessions)
         self.locking = Locking(self)
         self.outcomes = Outcomes(self, self.answers, self.locking)
         self.bounds = Bounds(self)
@@ -212,11 +212,11 @@ class Checks(Witness):
         """A client asks for the feed."""
         self.outcomes.followers[client.name] = client
 
-    def client_sent(self, client: "SimClient", link: "Link", message: "ClientMessage") -> None:
+    def client_sent(self, client: "SimClient", link: "SimLink", message: "ClientMessage") -> None:
         """A client sends something to a server."""
         self.answers.sent(client, link, message)
 
-    def client_heard(self, client: "SimClient", link: "Link", message: "ClientMessage") -> None:
+    def client_heard(self, client: "SimClient", link: "SimLink", message: "ClientMessage") -> None:
         """A client hears something from a server."""
         self.answers.heard(client, link, message)
 
@@ -224,11 +224,11 @@ class Checks(Witness):
         """A client is shown a mark."""
         self.outcomes.mark_moved(client, mark)
 
-    def settled(self, client: "SimClient", effect: client_events.Settled) -> None:
+    def settled(self, client: "SimClient", effect: client_events.ParcelSettled) -> None:
         """An application is told the outcome of a parcel."""
         self.outcomes.settled(client, effect)
 
-    def refused(self, client: "SimClient", effect: client_events.Refused) -> None:
+    def refused(self, client: "SimClient", effect: client_events.ParcelRefused) -> None:
         """An application is told that a parcel has no outcome."""
         self.outcomes.refused(client, effect.token, effect.error)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from waltz_core.wire.messages import Message, StorageMessage
-from waltz_sim.world.network import NEAR, Handlers, Link
+from waltz_sim.world.network import NEAR, Handlers, SimLink
 from waltz_sim.world.process import Process
 
 if TYPE_CHECKING:
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_cluster import SimCluster
     from waltz_sim.cluster.simulated_storages import SimStorage
 
-Answers: TypeAlias = list[StorageMessage]
+PeerAnswers: TypeAlias = list[StorageMessage]
 
 
-class Peer(Process):
+class SimPeer(Process):
     """One program on a machine of its own."""
 
     def __init__(self, cluster: "SimCluster", name: str) -> None:
@@ -31,13 +31,13 @@ class Peer(Process):
         self,
         storage: "SimStorage",
         requests: Sequence[StorageMessage],
-        told: "Callable[[Answers], None]",
+        told: "Callable[[PeerAnswers], None]",
     ) -> None:
         """Connect, send, and hand over as many answers, or those that came before the end."""
-        answers: Answers = []
+        answers: PeerAnswers = []
         is_over = False
 
-        def end(answered: Link | None) -> None:
+        def end(answered: SimLink | None) -> None:
             nonlocal is_over
             if not is_over:
                 is_over = True
@@ -45,11 +45,11 @@ class Peer(Process):
                     self._network.close(answered, NEAR)
                 told(answers)
 
-        def opened(link: Link) -> None:
+        def opened(link: SimLink) -> None:
             for each in requests:
                 self._network.send(link, NEAR, each)
 
-        def heard(link: Link, message: Message) -> None:
+        def heard(link: SimLink, message: Message) -> None:
             assert isinstance(message, StorageMessage)
             answers.append(message)
             if len(answers) == len(requests):

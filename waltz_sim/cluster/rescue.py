@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.rebuilding import (
     Log,
-    Verdict,
+    RebuildDecision,
 )
 from waltz_core.cluster.nodes.model import (
     MarkerState,
@@ -40,11 +40,11 @@ from waltz_core.wire.messages import (
     Nack,
     Prepare,
     Prepared,
-    ReplicaState,
+    ReplicaEnd,
     SetLowWaterMark,
     StorageMessage,
 )
-from waltz_sim.cluster.peer import Answers, Peer
+from waltz_sim.cluster.peer import PeerAnswers, SimPeer
 from waltz_sim.world.event_loop import loop_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Rescue:
     def __init__(
         self,
         cluster: "SimCluster",
-        told: "Callable[[Verdict | None], None]",
+        told: "Callable[[RebuildDecision | None], None]",
         *,
         accepted: ReplicaId | None = None,
         dies_after: str = "",
@@ -82,7 +82,7 @@ class Rescue:
         assert dies_after in {"", *STEPS}
         self._cluster = cluster
         cluster.rescue_count += 1  # each has chance, and so nonces, of its own
-        self._peer = Peer(cluster, f"operator{cluster.rescue_count}")
+        self._peer = SimPeer(cluster, f"operator{cluster.rescue_count}")
         self._loop = loop_of(self._peer)
         self._told = told
         self._accepted = accepted
@@ -95,7 +95,7 @@ class Rescue:
         self._loop.enter(lambda: self._loop.create_task(self._run(), name="rescue"))
 
     async def _run(self) -> None:
-        verdict: Verdict | None = None
+        verdict: RebuildDecision | None = None
         try:
             verdict = await self._rescue()
         except Died as died:
@@ -109,7 +109,7 @@ class Rescue:
         if step == self._dies_after:
             raise Died(f"after {step}")
 
-    async def _rescue(self) -> Verdict:
+    async def _rescue(self) -> RebuildDecision:
         """Raises Died, and BadRequest when what was acknowledged may be where nothing was heard."""
         newest = NO_SESSION
         for _ in range(ATTEMPTS_MAX):
@@ -148,7 +148,7 @@ class Rescue:
 
     def _ask(
         self, replica: ReplicaId, requests: "Sequence[StorageMessage]"
-    ) -> "asyncio.Future[Answers]":
+    ) -> "asyncio.Future[PeerAnswers]":
         answers = self._loop.create_future()
         storage = self._cluster.storages[replica]
         self._peer.ask(
@@ -156,7 +156,7 @@ class Rescue:
         )
         return answers
 
-    async def _decide(self) -> Verdict:
+    async def _decide(self) -> RebuildDecision:
         prepared = {each: said for each, said in self._heard.items() if isinstance(said, Prepared)}
         logs = {each: _log_of(said) for each, said in prepared.items()}
         if self._accepted is None:
@@ -176,7 +176,7 @@ class Rescue:
             others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
             members = (self._accepted, *(each for each in others if each != self._accepted))
             log = logs[self._accepted]
-            verdict = Verdict(self._partition_id, self._accepted, log, members)
+            verdict = RebuildDecision(self._partition_id, self._accepted, log, members)
         declared = verdict.declared_in(self._session_id)
         hands = _Hands(self, declared, prepared[verdict.source])
         generation = self._cluster.coordinator.assignment.generation
@@ -202,19 +202,19 @@ class Rescue:
         coordinator.put_back(metadata, marker)
         self._passed("write")
 
-    async def mark(self, verdict: Verdict, source: Prepared) -> None:
+    async def mark(self, verdict: RebuildDecision, source: Prepared) -> None:
         """Mark the log in the session, which makes its replica one that is believed."""
         prefix = self._session_id, 2, self._partition_id
         identity = (self._nonce, NO_STORAGE_ID, self._cluster.key, 1)
         again = Prepare(self._session_id, 1, self._partition_id, *identity)
         mark = SetLowWaterMark(*prefix, source.synced_max, bytes(source.chain))
         answers = await self._ask(verdict.source, [again, mark])
-        if not answers or not isinstance(answers[-1], ReplicaState):
+        if not answers or not isinstance(answers[-1], ReplicaEnd):
             raise Died(f"{verdict.source} was not marked")
         self._cluster.checks.count("replica marked by a command")
         self._passed("mark")
 
-    def assign(self, verdict: Verdict) -> None:
+    def assign(self, verdict: RebuildDecision) -> None:
         """Assign the first replicas."""
         self._cluster.reassign(verdict.first_members)
         self._cluster.unfinished_rescue = None
@@ -261,7 +261,7 @@ class Rescue:
 class _Hands:
     """See `rebuilding.Hands`."""
 
-    def __init__(self, rescue: Rescue, verdict: Verdict, source: Prepared) -> None:
+    def __init__(self, rescue: Rescue, verdict: RebuildDecision, source: Prepared) -> None:
         self._rescue, self._verdict, self._source = rescue, verdict, source
 
     async def write(self, metadata: PartitionMetadata) -> None:

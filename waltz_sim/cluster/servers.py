@@ -39,7 +39,7 @@ from waltz_core.server.partition_events import (
     Fetch,
     Fetched,
     FetchFailed,
-    Identity,
+    PartitionIdentity,
     Received,
     refusal,
 )
@@ -60,7 +60,7 @@ from waltz_core.wire.messages import (
     StorageMessage,
     SuccessResponse,
 )
-from waltz_sim.world.network import FAR, NEAR, Handlers, Link
+from waltz_sim.world.network import FAR, NEAR, Handlers, SimLink
 from waltz_sim.world.process import Process
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ class SimServer(Process):
         self.store: ObservedStore | None = None
         self._ownership = 0  # numbers the partition machines of this process
         self._replicas: tuple[ReplicaId, ...] = ()
-        self._sessions: dict[tuple[SessionId, ReplicaId], Link | None] = {}
-        self._readers: dict[ReplicaId, Link | None] = {}
+        self._sessions: dict[tuple[SessionId, ReplicaId], SimLink | None] = {}
+        self._readers: dict[ReplicaId, SimLink | None] = {}
         self._fetches: dict[int, tuple[ReplicaId, int, Fetch]] = {}  # by sequence
         self._fetch_count = 0
         # Where it is to die: what it sends or hears, whether after that, and whom that is told.
@@ -227,7 +227,7 @@ class SimServer(Process):
         self._ownership += 1
         self.store = ObservedStore(self, store)
         self.partition = Partition(
-            Identity(cluster.partition_id, 1, cluster.key),
+            PartitionIdentity(cluster.partition_id, 1, cluster.key),
             self.store,
             cluster.limits,
             TransactionCache(CacheBudget(64 * 1024)),
@@ -308,11 +308,11 @@ class SimServer(Process):
 
     # ---- clients
 
-    def accept(self, link: Link) -> Handlers:
+    def accept(self, link: SimLink) -> Handlers:
         """A client has dialled."""
         return Handlers(self._client_said, self._client_lost)
 
-    def _client_said(self, link: Link, message: Message) -> None:
+    def _client_said(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, ClientMessage)
         connection = ConnectionId(link.number)
         cost_bytes = 512
@@ -327,13 +327,13 @@ class SimServer(Process):
             return
         self.step(Received(connection, message, cost_bytes, self.wall_ms))
 
-    def _client_nowhere(self, link: Link, message: ClientMessage) -> None:
+    def _client_nowhere(self, link: SimLink, message: ClientMessage) -> None:
         """As the daemon answers for a partition that it does not serve."""
         error = NotOwned(f"{self.name} does not own the partition")
         answer = refusal(ConnectionId(link.number), message.req_id, 0, error)
         self.cluster.network.send(link, FAR, answer.message)
 
-    def _client_lost(self, link: Link, reason: str) -> None:
+    def _client_lost(self, link: SimLink, reason: str) -> None:
         self.step(Closed(ConnectionId(link.number)))
 
     def _answer(self, effect: Answer) -> None:
@@ -342,7 +342,7 @@ class SimServer(Process):
         if link is not None:
             self.cluster.network.send(link, FAR, effect.message)
 
-    def congest(self, link: Link) -> None:
+    def congest(self, link: SimLink) -> None:
         """A client does not read what it is sent for a while."""
         connection = ConnectionId(link.number)
         self.step(Congested(connection))
@@ -360,14 +360,14 @@ class SimServer(Process):
             self.after(500, lambda: self._session_lost(key, "no such host"))
             return
 
-        def opened(link: Link) -> None:
+        def opened(link: SimLink) -> None:
             if key not in self._sessions:
                 self.cluster.network.close(link, NEAR)
                 return
             self._sessions[key] = link
             self.step(session_events.ReplicaOpened(session_id, replica))
 
-        def said(link: Link, message: Message) -> None:
+        def said(link: SimLink, message: Message) -> None:
             if self._sessions.get(key) is link:
                 assert isinstance(message, StorageMessage)
                 self.cluster.checks.replica_answered(session_id, replica, message)
@@ -413,7 +413,7 @@ class SimServer(Process):
             self.after(500, lambda: self._reader_lost(replica, "no such host"))
             return
 
-        def opened(link: Link) -> None:
+        def opened(link: SimLink) -> None:
             self._readers[replica] = link
             opening = OpenRequest(_NOBODY, _NOBODY, _NOBODY, self.cluster.key, 1)
             self.cluster.network.send(link, NEAR, opening)
@@ -430,7 +430,7 @@ class SimServer(Process):
             accept=storage.accept,
         )
 
-    def _reader_said(self, link: Link, message: Message) -> None:
+    def _reader_said(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, StorageMessage)
         if isinstance(message, SuccessResponse):
             return

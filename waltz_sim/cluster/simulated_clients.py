@@ -34,7 +34,7 @@ from waltz_core.wire.messages import (
 )
 from waltz_sim.cluster.servers import message_in_words
 from waltz_sim.cluster.simulated_coordinator import Assignment
-from waltz_sim.world.network import NEAR, Handlers, Link
+from waltz_sim.world.network import NEAR, Handlers, SimLink
 from waltz_sim.world.process import Process
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ class SimClient(Process):
         self.stream: PartitionStream | None = None
         self.fed = BEFORE_FIRST  # the last transaction taken in by the application
         self.apply_us_max = 3_000  # how long the application takes for what it is fed
-        self._links: dict[int, Link] = {}  # open ones to servers, by number
-        self._asked: dict[ReqId, tuple[Link, Answered]] = {}
+        self._links: dict[int, SimLink] = {}  # open ones to servers, by number
+        self._asked: dict[ReqId, tuple[SimLink, Answered]] = {}
         self._ask_count = 0
         self._inbox: deque[stream_events.Event] = deque()
         self._is_stepping = False
         # The application: what it does with an outcome, and with what it is fed.
-        self.on_settled: Callable[[stream_events.Settled], None] = lambda _: None
-        self.on_refused: Callable[[stream_events.Refused], None] = lambda _: None
+        self.on_settled: Callable[[stream_events.ParcelSettled], None] = lambda _: None
+        self.on_refused: Callable[[stream_events.ParcelRefused], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_stopped: Callable[[], None] = lambda: None
 
@@ -112,7 +112,7 @@ class SimClient(Process):
 
     def append(self, parcel: Parcel) -> None:
         """Append; exactly one of `on_settled` and `on_refused` follows."""
-        self.step(stream_events.Append(parcel))
+        self.step(stream_events.SendAppends(parcel))
 
     def subscribe(self, mark: TransactionId) -> None:
         """Ask for the feed after a mark."""
@@ -142,7 +142,7 @@ class SimClient(Process):
         self._asked[req_id] = link, answered
         self._send(link, make(req_id))
 
-    def _send(self, link: Link, message: ClientMessage) -> None:
+    def _send(self, link: SimLink, message: ClientMessage) -> None:
         self.cluster.checks.client_sent(self, link, message)
         self.cluster.network.send(link, NEAR, message)
 
@@ -179,10 +179,10 @@ class SimClient(Process):
                 link = self._links.get(effect.link)
                 if link is not None:
                     self._send(link, effect.message)
-            case stream_events.Settled():
+            case stream_events.ParcelSettled():
                 checks.settled(self, effect)
                 self.on_settled(effect)
-            case stream_events.Refused():
+            case stream_events.ParcelRefused():
                 checks.refused(self, effect)
                 self.on_refused(effect)
             case stream_events.OpenLink():
@@ -244,7 +244,9 @@ class SimClient(Process):
 
         self.cluster.coordinator.owner_for(self, found)
 
-    def _linked(self, effect: stream_events.OpenLink, link: Link, assignment: Assignment) -> None:
+    def _linked(
+        self, effect: stream_events.OpenLink, link: SimLink, assignment: Assignment
+    ) -> None:
         assert self.stream is not None
         if effect.attempt != self.stream.attempt:
             if link.number not in self._links:
@@ -261,18 +263,18 @@ class SimClient(Process):
         attempt, generation = effect.attempt, assignment.generation
         self.step(stream_events.Linked(attempt, link.number, generation, sequence, may_follow=True))
 
-    def _lost(self, link: Link, reason: str) -> None:
+    def _lost(self, link: SimLink, reason: str) -> None:
         self._links.pop(link.number, None)
         self._unasked(link)
         self.step(stream_events.LinkLost(link.number, reason))
 
-    def _unasked(self, link: Link) -> None:
+    def _unasked(self, link: SimLink) -> None:
         for req_id, (asked_on, answered) in list(self._asked.items()):
             if asked_on is link:
                 del self._asked[req_id]
                 answered(None)
 
-    def _said(self, link: Link, message: Message) -> None:
+    def _said(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, ClientMessage)
         if self.world.is_traced:
             self.world.note(f"{self.name} < {message_in_words(message)}")
@@ -281,4 +283,4 @@ class SimClient(Process):
         if found is not None:
             found[1](None if isinstance(message, ErrorResponse) else message)
             return
-        self.step(stream_events.Received(link.number, message))
+        self.step(stream_events.MessageReceived(link.number, message))

@@ -29,7 +29,7 @@ from waltz_core.records.record import (
     ReplicaId,
 )
 from waltz_core.replication import session_events
-from waltz_core.replication.replica_session import Stage
+from waltz_core.replication.replica_session import ReplicaStage
 from waltz_sim.cluster.checkers import Checks
 from waltz_sim.cluster.rescue import Rescue
 from waltz_sim.cluster.servers import SimServer
@@ -230,7 +230,8 @@ class SimCluster:
         if not self.budget.has_lost(storage) or (is_needed and not self.budget.allows(storage)):
             return False
         return not any(
-            each.replica == storage.replica and each.stage in {Stage.READY, Stage.ENGAGED}
+            each.replica == storage.replica
+            and each.stage in {ReplicaStage.READY, ReplicaStage.ENGAGED}
             for each in session.replicas.values()
         )
 

@@ -31,7 +31,7 @@ from waltz_core.client.model.transaction import (
     TransactionBuilder,
     TransactionContext,
 )
-from waltz_core.client.read.requests import Requests
+from waltz_core.client.read.requests import OwnerRequests
 from waltz_core.config.declarations import KIB, ClientConfig
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -41,7 +41,7 @@ from waltz_core.records.record import (
 from waltz_core.wire.messages import AppendRequest, ClientMessage, Message
 from waltz_sim.promises.history import Operation, Violation
 from waltz_sim.world.event_loop import loop_of
-from waltz_sim.world.network import CLIENT_VERSION, NEAR, Handlers, Link
+from waltz_sim.world.network import CLIENT_VERSION, NEAR, Handlers, SimLink
 from waltz_sim.world.process import Process
 
 if TYPE_CHECKING:
@@ -222,9 +222,9 @@ class ContextClient(Process):
         network, server = self.cluster.network, self.cluster.server_named(address)
         if server is None:
             raise errors.Unreachable(f"{address}: no such server")
-        dialled: asyncio.Future[Link] = self.loop.create_future()
+        dialled: asyncio.Future[SimLink] = self.loop.create_future()
 
-        def opened(link: Link) -> None:
+        def opened(link: SimLink) -> None:
             if dialled.done():  # the dial was given up meanwhile
                 network.close(link, NEAR)
                 return
@@ -246,12 +246,12 @@ class ContextClient(Process):
         )
         return self._wires[(await dialled).number]
 
-    def _said(self, link: Link, message: Message) -> None:
+    def _said(self, link: SimLink, message: Message) -> None:
         wire = self._wires.get(link.number)
         if wire is not None:
             self.loop.enter(lambda: wire.took([message]))
 
-    def _lost(self, link: Link, reason: str) -> None:
+    def _lost(self, link: SimLink, reason: str) -> None:
         wire = self._wires.pop(link.number, None)
         if wire is not None:
             self.loop.enter(lambda: wire.ended(reason))
@@ -312,7 +312,7 @@ class _Client(AsyncWaltzClient):
         super().__init__(directory, "simulation", CONFIG, client_id=None)
         self.random = author.rng
         self.links = _Links(author)
-        self.requests = Requests(directory, self.links, CONFIG, author.rng)
+        self.requests = OwnerRequests(directory, self.links, CONFIG, author.rng)
         self.subscriptions = Subscriptions(self._partition, self.spawn, self.requests, CONFIG)
 
 
@@ -336,7 +336,7 @@ class _Wire:
 
     version = CLIENT_VERSION
 
-    def __init__(self, author: ContextClient, link: Link) -> None:
+    def __init__(self, author: ContextClient, link: SimLink) -> None:
         self._author = author
         self._link = link
         self.address = link.ends[1].name

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_cluster import SimCluster
     from waltz_sim.world.process import Process
 
-Told: TypeAlias = (
+CoordinatorAnswer: TypeAlias = (
     session_events.MetadataRead
     | session_events.MetadataWritten
     | session_events.MetadataConflict
@@ -150,7 +150,9 @@ class SimCoordinator:
 
         self._world.after(delay_us, apply)
 
-    def _apply(self, server: "SimServer", effect: session_events.WriteMetadata) -> Told:
+    def _apply(
+        self, server: "SimServer", effect: session_events.WriteMetadata
+    ) -> CoordinatorAnswer:
         if self._is_unreachable(server):
             return session_events.MetadataUnknown(effect.attempt, "connection loss")
         versions = self.metadata_version, self.marker_version
@@ -170,7 +172,7 @@ class SimCoordinator:
             effect.attempt, self.metadata_version, self.marker_version
         )
 
-    def _answer(self, server: "SimServer", event: Told) -> None:
+    def _answer(self, server: "SimServer", event: CoordinatorAnswer) -> None:
         server.after(self._delay_us(), lambda: server.step(event))
 
     def _delay_us(self) -> int:

@@ -36,17 +36,17 @@ from waltz_core.storage.service import (
 )
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.service import (
-    Identity,
+    StorageIdentity,
     StorageService,
 )
 from waltz_core.storage.service.work import (
     ConnectionId,
-    Request,
+    StorageRequest,
     Work,
     WorkResult,
 )
 from waltz_core.wire.messages import Message, StorageMessage
-from waltz_sim.world.network import FAR, Handlers, Link
+from waltz_sim.world.network import FAR, Handlers, SimLink
 from waltz_sim.world.process import Process
 from waltz_sim.world.simulated_disk import (
     Contents,
@@ -71,7 +71,7 @@ LOCK_FILE_BYTES_MAX: Final = 2 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class DiskBackup:
     """A backup of a disk, and the session that its replica had a mark of."""
 
     contents: Contents
@@ -87,7 +87,7 @@ class SimStorage(Process):
         self._cluster = cluster
         self._checks = cluster.checks
         self.disk = SimDisk(is_traced=False)
-        self.snapshots: list[Snapshot] = []
+        self.snapshots: list[DiskBackup] = []
         self.trusts_fsync = True
         # Where it is to die: at what request, whether with that done, and whom that is told.
         self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
@@ -129,7 +129,7 @@ class SimStorage(Process):
             return
         self.refused = None
         assert self.engine is not None
-        identity = Identity(self._cluster.key, 1, self.engine.storage_id)
+        identity = StorageIdentity(self._cluster.key, 1, self.engine.storage_id)
         interval_ms = self._cluster.setup.scrub_interval_ms
         scrub = Scrub(bytes_per_s=SCRUB_BYTES_PER_S if interval_ms else 0, interval_ms=interval_ms)
         self.service = StorageService(
@@ -333,15 +333,15 @@ class SimStorage(Process):
 
     # ---- links
 
-    def accept(self, link: Link) -> Handlers:
+    def accept(self, link: SimLink) -> Handlers:
         """A server has dialled."""
         return Handlers(self._heard, self._lost)
 
-    def _heard(self, link: Link, message: Message) -> None:
+    def _heard(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, StorageMessage)
-        self._step(Request(ConnectionId(link.number), message))
+        self._step(StorageRequest(ConnectionId(link.number), message))
 
-    def _lost(self, link: Link, reason: str) -> None:
+    def _lost(self, link: SimLink, reason: str) -> None:
         self._step(service.Disconnected(ConnectionId(link.number)))
 
     # ---- the service
@@ -366,7 +366,7 @@ class SimStorage(Process):
 
     def _perform(self, effect: service_effects.Effect) -> None:
         match effect:
-            case service_effects.Answer(connection, message):
+            case service_effects.StorageAnswer(connection, message):
                 link = self.links.get(connection)
                 if link is not None:
                     self._cluster.network.send(link, FAR, message)

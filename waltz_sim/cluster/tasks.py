@@ -33,7 +33,7 @@ from waltz_core.wire.messages import (
     Mounted,
     MountWriter,
 )
-from waltz_sim.world.network import NEAR, Handlers, Link
+from waltz_sim.world.network import NEAR, Handlers, SimLink
 from waltz_sim.world.process import Process
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class TwoAttempts(Process):
             if left and not self._is_over:
                 self.after(AGAIN_US, lambda: self._attempt(sequence, left - 1))
 
-        def mount(link: Link) -> None:
+        def mount(link: SimLink) -> None:
             request = MountWriter(self._req_id(0), sequence, LATEST_MARK, wants_feed=False)
             cluster.network.send(link, NEAR, request)
 
@@ -111,7 +111,7 @@ class TwoAttempts(Process):
             accept=owner.accept,
         )
 
-    def _heard(self, again: "Callable[[], None]", link: Link, message: Message) -> None:
+    def _heard(self, again: "Callable[[], None]", link: SimLink, message: Message) -> None:
         network = self._cluster.network
         if isinstance(message, Mounted):
             self._is_over = True  # sent once: what becomes of it is read back, not sent again

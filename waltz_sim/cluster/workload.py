@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.client.model.predecessors import (
     FOLLOW,
-    Following,
+    FollowedState,
 )
 from waltz_core.client.stream import stream_events
 from waltz_core.client.stream.monitor import (
@@ -41,7 +41,7 @@ from waltz_core.wire.messages import (
     TransactionDataRequest,
 )
 from waltz_sim.promises.history import NUMBER_BYTES, Operation, data_of
-from waltz_sim.promises.ledger import Deal, Kind
+from waltz_sim.promises.ledger import Deal, RowKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,7 +102,7 @@ class Workload:
         client: "SimClient",
         rows: "Sequence[Ask]",
         mark: int,
-        follows: Following | None = None,
+        follows: FollowedState | None = None,
     ) -> Parcel:
         """Enter rows in the books (deals, or write, read and append locks) and pack them.
 
@@ -131,7 +131,9 @@ class Workload:
             operation.told = "gone"
         return operations
 
-    def _operation(self, author: str, row: Ask, mark: int, follows: Following | None) -> Operation:
+    def _operation(
+        self, author: str, row: Ask, mark: int, follows: FollowedState | None
+    ) -> Operation:
         self._numbers += 1
         ahead = () if follows is None else follows.above(TransactionId(mark))
         number, checks = self._numbers, self._cluster.checks
@@ -178,8 +180,10 @@ class Workload:
         keys, roll = self._cluster.setup.keys, process.chance()
         one = int(process.chance() * keys)
         if roll < 0.4:
-            return Deal(Kind.TRANSFER, one, (one + 1 + int(process.chance() * (keys - 1))) % keys)
-        return Deal(Kind.PUSH, one, one) if roll < 0.7 else Deal(Kind.GUARD, one, one ^ 1)
+            return Deal(
+                RowKind.TRANSFER, one, (one + 1 + int(process.chance() * (keys - 1))) % keys
+            )
+        return Deal(RowKind.PUSH, one, one) if roll < 0.7 else Deal(RowKind.GUARD, one, one ^ 1)
 
     def ended(self, token: int) -> "list[Operation]":
         """Take a parcel out: its outcome is known, or never will be."""
@@ -271,17 +275,17 @@ class _Application:
         count = 1 if self._chance() < 0.8 else 2
         return tuple(sorted({int(self._chance() * keys) for _ in range(count)}))
 
-    def _append(self, rows: "Sequence[Ask]", mark: int, told: Following | None = None) -> None:
+    def _append(self, rows: "Sequence[Ask]", mark: int, told: FollowedState | None = None) -> None:
         self._waiting += 1
         if self._chance() < AHEAD_SHARE:
             rows, mark, told = [((), (), (1,))], self._client.mark + 5, None
-        follows: Following | None = None
+        follows: FollowedState | None = None
         if self._follows and len(rows) == 1:
             # Its state is that of the mark, and what follows claims is seen on top of it.
             follows = (told or FOLLOW).claim(TransactionId(mark))[1]
         self._client.append(self._workload.parcel(self._client, rows, mark, follows))
 
-    def _settled(self, effect: stream_events.Settled) -> None:
+    def _settled(self, effect: stream_events.ParcelSettled) -> None:
         operations = self._workload.ended(effect.token)
         self._waiting -= 1
         again = [
@@ -296,6 +300,6 @@ class _Application:
         else:
             self._retries = 0
 
-    def _refused(self, effect: stream_events.Refused) -> None:
+    def _refused(self, effect: stream_events.ParcelRefused) -> None:
         self._workload.ended(effect.token)
         self._waiting -= 1

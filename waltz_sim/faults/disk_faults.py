@@ -32,17 +32,17 @@ from waltz_sim.cluster.simulated_cluster import (
 from waltz_sim.cluster.simulated_storages import (
     HOME,
     NO_CONTENTS,
+    DiskBackup,
     SimStorage,
-    Snapshot,
 )
 from waltz_sim.faults.striking import any_storage, counted, keep_down, trust_again_later
 from waltz_sim.world.inode import SECTOR_BYTES
 from waltz_sim.world.simulated_disk import (
     Contents,
+    DiskFault,
     SimDisk,
     Survival,
 )
-from waltz_sim.world.simulated_disk import Fault as DiskFault
 
 if TYPE_CHECKING:
     from random import Random
@@ -140,7 +140,7 @@ def take_snapshot(cluster: SimCluster, rng: "Random") -> bool:
     log = storage.log
     if log is None or storage.disk.is_lying:
         return False
-    snapshot = Snapshot(storage.disk.contents(), log.last_session)
+    snapshot = DiskBackup(storage.disk.contents(), log.last_session)
     storage.snapshots = [*storage.snapshots, snapshot][-SNAPSHOTS_MAX:]
     return True
 

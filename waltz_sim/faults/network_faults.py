@@ -13,7 +13,7 @@ from waltz_sim.cluster.simulated_cluster import (
     SimCluster,
 )
 from waltz_sim.faults.striking import counted
-from waltz_sim.world.network import FAR, NEAR, Handlers, Link
+from waltz_sim.world.network import FAR, NEAR, Handlers, SimLink
 
 if TYPE_CHECKING:
     from random import Random
@@ -116,7 +116,7 @@ def duplicate_connect(cluster: SimCluster, rng: "Random") -> bool:
         return False
     stay_ms = rng.randrange(1, 500)
 
-    def leave(link: Link) -> None:
+    def leave(link: SimLink) -> None:
         client.after(stay_ms * MS, lambda: cluster.network.close(link, NEAR))
 
     cluster.network.dial(

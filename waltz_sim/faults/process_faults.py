@@ -12,8 +12,7 @@ from waltz_sim.cluster.simulated_cluster import (
 )
 from waltz_sim.cluster.tasks import TwoAttempts
 from waltz_sim.faults.striking import any_storage, counted, keep_down, pause, pause_ms
-from waltz_sim.world.simulated_disk import Fault as DiskFault
-from waltz_sim.world.simulated_disk import Survival
+from waltz_sim.world.simulated_disk import DiskFault, Survival
 
 if TYPE_CHECKING:
     from random import Random

@@ -6,7 +6,7 @@ worlds without a budget only.
 
 from typing import TYPE_CHECKING
 
-from waltz_core.cluster.change.rebuilding import Verdict
+from waltz_core.cluster.change.rebuilding import RebuildDecision
 from waltz_core.replication import session_events
 from waltz_sim.cluster.rescue import BEST, STEPS, Rescue
 from waltz_sim.cluster.simulated_cluster import (
@@ -338,7 +338,7 @@ def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", aft
     dies_after = rng.choice(("", "", *STEPS))
     again_ms = rng.choice((None, 200, 1_500))
 
-    def told(verdict: Verdict | None) -> None:
+    def told(verdict: RebuildDecision | None) -> None:
         cluster.checks.count("fault accept_replicas")
         cluster.checks.count("rescue broken off" if verdict is None else "rescue done")
         if verdict is None and again_ms is not None:

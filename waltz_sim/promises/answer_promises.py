@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.promises.sessions import Sessions
     from waltz_sim.promises.witness import Witness
-    from waltz_sim.world.network import Link
+    from waltz_sim.world.network import SimLink
 
 _NEEDS_SESSION: Final = (
     FlushResponse,
@@ -75,7 +75,7 @@ _FROM_THE_LOG: Final = (ClientAhead.code, LockFailed.code)
 _FEED_HEADER: Final = 20
 
 
-class Answers:
+class AnswerPromises:
     """All messages from servers to clients."""
 
     def __init__(self, witness: "Witness", sessions: "Sessions") -> None:
@@ -293,7 +293,7 @@ class Answers:
             known.popleft()
         return known[0][1] if known[0][0] <= at_ms else BEFORE_FIRST
 
-    def sent(self, client: "SimClient", link: "Link", message: ClientMessage) -> None:
+    def sent(self, client: "SimClient", link: "SimLink", message: ClientMessage) -> None:
         """A client sends something to a server."""
         server = link.ends[1].name
         if (
@@ -311,7 +311,7 @@ class Answers:
             known = self._acknowledged[-1][1]
             self._questions[message.req_id] = message, known, list(owed)
 
-    def heard(self, client: "SimClient", link: "Link", message: ClientMessage) -> None:
+    def heard(self, client: "SimClient", link: "SimLink", message: ClientMessage) -> None:
         """A client hears something from a server: flushes cover, proven marks are not stale."""
         owed = self._owed.get((client.name, link.number), {})
         if isinstance(message, AppendResult | ErrorResponse | Predecessors):
@@ -336,6 +336,6 @@ class Answers:
                         "acknowledged before it asked",
                     )
 
-    def link_lost(self, client: "SimClient", link: "Link") -> None:
+    def link_lost(self, client: "SimClient", link: "SimLink") -> None:
         """Nothing more comes on it."""
         self._owed.pop((client.name, link.number), None)

@@ -42,27 +42,27 @@ class Violation(Exception):
         self.rule = rule
 
 
-class Row(NamedTuple):
+class HistoryRow(NamedTuple):
     """One transaction as it was handed to replicas."""
 
     key: tuple[int, int]  # client id, sequence number
     number: int  # of the operation
 
 
-class Node(NamedTuple):
+class BatchNode(NamedTuple):
     """One batch in the tree: where it hangs, and what is in it."""
 
     before: Chain
     first: TransactionId
     last: TransactionId
     session_id: SessionId
-    rows: tuple[Row, ...]
+    rows: tuple[HistoryRow, ...]
     record_crcs: bytes
     records: bytes
     ends: tuple[int, ...]  # where each record ends in `records`
     stamp_ms: int = 0  # its commit stamp, which no chain covers
 
-    def cut_to(self, last: int) -> "Node":
+    def cut_to(self, last: int) -> "BatchNode":
         """Return the batch without what is after an id."""
         count = last - self.first + 1
         return self._replace(
@@ -105,11 +105,11 @@ class Operation:
 class History:
     """The books. `log[i]` is the row of transaction i; `chains[i]` the chain where a batch ends."""
 
-    log: list[Row] = field(default_factory=list)
+    log: list[HistoryRow] = field(default_factory=list)
     records: list[bytes] = field(default_factory=list)  # as they have to lie on every disk
     sessions: list[SessionId] = field(default_factory=list)  # that wrote each row of the log
     chains: dict[int, Chain] = field(default_factory=lambda: {BEFORE_FIRST: GENESIS_CHAIN})
-    nodes: dict[Chain, Node] = field(default_factory=dict)
+    nodes: dict[Chain, BatchNode] = field(default_factory=dict)
     operations: dict[int, Operation] = field(default_factory=dict)
     at: dict[tuple[int, int], int] = field(default_factory=dict)  # key -> id in the log
     stamp_ms: int = 0  # of the last batch of the log
@@ -125,7 +125,7 @@ class History:
         records = bytes(batch.records)
         rows, ends = rows_of(records, batch.lengths)
         content = rows, batch.record_crcs, records, ends
-        node = Node(before, batch.first, batch.last, session_id, *content, batch.stamp_ms)
+        node = BatchNode(before, batch.first, batch.last, session_id, *content, batch.stamp_ms)
         known = self.nodes.setdefault(chain, node)
         if known.records != records:
             raise Violation("LogMatching", f"one chain, two contents at {batch.first}")
@@ -143,7 +143,7 @@ class History:
             if known != chain:
                 raise Violation("Fork", f"two chains at {last}, which was committed before")
             return range(0)
-        path: list[Node] = []
+        path: list[BatchNode] = []
         at, end = chain, last
         while end > self.last:
             node = self._node(at, end)
@@ -157,7 +157,7 @@ class History:
         self.chains[last] = chain
         return range(first_new, last + 1)
 
-    def row_before(self, chain: Chain, transaction_id: int) -> Row | None:
+    def row_before(self, chain: Chain, transaction_id: int) -> HistoryRow | None:
         """Return the row of an id on the path to a batch, that batch included; None if none is."""
         while (node := self.nodes.get(chain)) is not None:
             if node.first <= transaction_id:
@@ -167,7 +167,7 @@ class History:
             chain = node.before
         return self.log[transaction_id] if 0 <= transaction_id < len(self.log) else None
 
-    def node_at(self, chain: Chain, last: int) -> Node | None:
+    def node_at(self, chain: Chain, last: int) -> BatchNode | None:
         """Return the batch that ends at an id with this chain; None if nobody ever wrote it."""
         node = self.nodes.get(chain)
         if node is not None and node.last == last:
@@ -181,7 +181,7 @@ class History:
                     return cut
         return None
 
-    def _node(self, chain: Chain, last: int) -> Node:
+    def _node(self, chain: Chain, last: int) -> BatchNode:
         node = self.node_at(chain, last)
         if node is None:
             raise Violation("LogMatching", f"nobody ever wrote a batch that ends at {last} so")
@@ -192,7 +192,7 @@ class History:
         end = min(each for each in self.chains if each > last)
         return self.nodes[self.chains[end]].cut_to(last).chain
 
-    def _grow(self, node: Node) -> None:
+    def _grow(self, node: BatchNode) -> None:
         if node.stamp_ms < self.stamp_ms:
             raise Violation(
                 "StampMono",
@@ -216,12 +216,12 @@ class History:
 
 def rows_of(
     records: bytes | memoryview, lengths: bytes | memoryview
-) -> tuple[tuple[Row, ...], tuple[int, ...]]:
+) -> tuple[tuple[HistoryRow, ...], tuple[int, ...]]:
     """Return the rows in a run of records, and where each of them ends.
 
     `lengths` are big-endian int32, one a record.
     """
-    rows: list[Row] = []
+    rows: list[HistoryRow] = []
     ends: list[int] = []
     offset = 0
     for (length,) in struct.iter_unpack(">i", lengths):
@@ -229,7 +229,7 @@ def rows_of(
         number = 0
         if data_bytes >= NUMBER_BYTES:
             (number,) = _NUMBER.unpack_from(records, offset + _PREFIX.size)
-        rows.append(Row((client_id, sequence), number))
+        rows.append(HistoryRow((client_id, sequence), number))
         offset += length
         ends.append(offset)
     return tuple(rows), tuple(ends)

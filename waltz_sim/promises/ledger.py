@@ -29,7 +29,7 @@ BALANCE: Final = 100
 _LOCKS_OF_KIND: Final = 1_000
 
 
-class Kind(IntEnum):
+class RowKind(IntEnum):
     """What a row is about (rule 3); PLAIN rows say nothing."""
 
     PLAIN = 0
@@ -41,21 +41,21 @@ class Kind(IntEnum):
 class Deal(NamedTuple):
     """A transaction that says what it has read."""
 
-    kind: Kind
+    kind: RowKind
     first: int
     second: int
 
     @property
     def write(self) -> tuple[int, ...]:
         """The locks on what it changes."""
-        if self.kind is Kind.TRANSFER:
+        if self.kind is RowKind.TRANSFER:
             return self._lock(self.first), self._lock(self.second)
         return (self._lock(self.first),)
 
     @property
     def read(self) -> tuple[int, ...]:
         """The locks on what it only reads."""
-        return (self._lock(self.second),) if self.kind is Kind.GUARD else ()
+        return (self._lock(self.second),) if self.kind is RowKind.GUARD else ()
 
     def _lock(self, place: int) -> int:
         return self.kind * _LOCKS_OF_KIND + place
@@ -68,17 +68,17 @@ def _written_by(data: bytes) -> list[tuple[tuple[int, int], int]]:
     kind, first, second, *read = _BODY.unpack_from(data, NUMBER_BYTES)
     number = int.from_bytes(data[:NUMBER_BYTES], "big")
     match kind:
-        case Kind.PLAIN:
+        case RowKind.PLAIN:
             return []
-        case Kind.TRANSFER:
+        case RowKind.TRANSFER:
             # From an account to itself: it stays as it is.
             amount = min(number % 10, read[0]) if first != second else 0
             return [((kind, first), read[0] - amount), ((kind, second), read[1] + amount)]
-        case Kind.PUSH:
+        case RowKind.PUSH:
             # The length of the list, and what is last in it.
             value = (((read[0] >> 40) + 1) << 40) | (number & ((1 << 40) - 1))
             return [((kind, first), value)]
-        case Kind.GUARD:
+        case RowKind.GUARD:
             return [((kind, first), 0 if read == [1, 1] else 1)]
         case _:
             raise AssertionError(f"a deal of kind {kind}")
@@ -130,14 +130,14 @@ class Ledger:
         if len(data) != NUMBER_BYTES + _BODY.size:
             return
         kind, first, second, *read = _BODY.unpack_from(data, NUMBER_BYTES)
-        if kind == Kind.PLAIN:
+        if kind == RowKind.PLAIN:
             return
         one, other = self._thing(kind, first), self._thing(kind, second)
         now = [one.at(transaction_id), other.at(transaction_id)]
         if read != now:
             raise Violation(
                 "Serializable",
-                f"{Kind(kind).name} {first}, {second} at {transaction_id} had read {read}, "
+                f"{RowKind(kind).name} {first}, {second} at {transaction_id} had read {read}, "
                 f"it is {now}",
             )
         self.deal_count += 1
@@ -147,16 +147,16 @@ class Ledger:
     def audit(self) -> None:
         """Hold the state against what no serial order can lead to; raises Violation."""
         last = {key: versions.values[-1] for key, versions in self._things.items()}
-        accounts = [value for (kind, _), value in last.items() if kind == Kind.TRANSFER]
+        accounts = [value for (kind, _), value in last.items() if kind == RowKind.TRANSFER]
         if sum(accounts) != BALANCE * len(accounts):
             raise Violation("Serializable", f"{len(accounts)} accounts hold {sum(accounts)}")
         for (kind, place), value in last.items():
-            if kind == Kind.GUARD and value == 0 and last.get((kind, place ^ 1)) == 0:
+            if kind == RowKind.GUARD and value == 0 and last.get((kind, place ^ 1)) == 0:
                 raise Violation("Serializable", f"both guards of the pair of {place} have left")
 
     def _thing(self, kind: int, place: int) -> _Versions:
         found = self._things.get((kind, place))
         if found is None:
-            value = {Kind.TRANSFER: BALANCE, Kind.PUSH: 0, Kind.GUARD: 1}[Kind(kind)]
+            value = {RowKind.TRANSFER: BALANCE, RowKind.PUSH: 0, RowKind.GUARD: 1}[RowKind(kind)]
             found = self._things[kind, place] = _Versions(value)
         return found

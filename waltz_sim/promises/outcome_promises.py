@@ -27,7 +27,7 @@ from waltz_sim.promises.history import Operation, data_in
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_clients import SimClient
-    from waltz_sim.promises.answer_promises import Answers
+    from waltz_sim.promises.answer_promises import AnswerPromises
     from waltz_sim.promises.locking import Locking
     from waltz_sim.promises.witness import Witness
     from waltz_sim.world.process import Process
@@ -39,7 +39,7 @@ _HEAD: Final = struct.Struct(">5i")  # client id, generation, partition, sequenc
 class Outcomes:
     """All applications."""
 
-    def __init__(self, witness: "Witness", answers: "Answers", locking: "Locking") -> None:
+    def __init__(self, witness: "Witness", answers: "AnswerPromises", locking: "Locking") -> None:
         self._witness = witness
         self._answers = answers
         self._locking = locking
@@ -159,7 +159,7 @@ class Outcomes:
         if mark > last:
             self._witness.fail("HwmMono", f"{client.name} was shown {mark}, the log ends at {last}")
 
-    def settled(self, client: "SimClient", effect: stream_events.Settled) -> None:
+    def settled(self, client: "SimClient", effect: stream_events.ParcelSettled) -> None:
         """11. OutcomeTruth: what an application is told is so."""
         witness, outcome = self._witness, effect.outcome
         assert isinstance(outcome.reasons, np.ndarray)

@@ -42,8 +42,8 @@ from waltz_sim.promises.history import NUMBER_BYTES
 if TYPE_CHECKING:
     from waltz_core.storage.log.partition_log import PartitionLog
     from waltz_core.storage.service.work import (
-        Outcome,
         Work,
+        WorkOutcome,
         WorkResult,
     )
     from waltz_sim.cluster.simulated_storages import SimStorage
@@ -80,7 +80,7 @@ class _Cut(NamedTuple):
 _NOTHING: Final = Before()
 
 
-class Replicas:
+class ReplicaPromises:
     """All replicas that ever held the partition."""
 
     def __init__(self, witness: "Witness", sessions: "Sessions") -> None:
@@ -240,7 +240,7 @@ class Replicas:
         self.kept[storage.name] = min(self.kept.get(storage.name, BEFORE_FIRST), log.synced_max)
         self._sessions.not_synced(storage.name, log.synced_max)
 
-    def _answered(self, storage: "SimStorage", outcome: "Outcome") -> None:
+    def _answered(self, storage: "SimStorage", outcome: "WorkOutcome") -> None:
         """21. NoRotServed and 22. Identity, of what a storage tells."""
         if isinstance(outcome, RangeBytes):
             self.check_range(storage.name, outcome)

@@ -37,11 +37,11 @@ from waltz_core.wire.messages import (
     Engage,
     Prepared,
     Repair,
+    ReplicaEnd,
     SetLowWaterMark,
     StorageMessage,
     Truncate,
 )
-from waltz_core.wire.messages import ReplicaState as ReplicaAnswer
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.servers import SimServer
@@ -268,7 +268,7 @@ class Sessions:
             is_its = registered in (None, answer.storage_id) or answer.storage_id in former
             self._prepared.setdefault((session, replica), []).append((answer, is_its))
             self._notice_wait(session)
-        elif isinstance(answer, Appended | ReplicaAnswer):
+        elif isinstance(answer, Appended | ReplicaEnd):
             key = session, replica
             self._reached[key] = max(answer.synced_max, self._reached.get(key, BEFORE_FIRST))
 

@@ -42,7 +42,7 @@ FileId = int
 UNITS_MAX: Final = 24  # that are kept or lost alone, at one point
 
 
-class Create(NamedTuple):
+class CreateFile(NamedTuple):
     """A new, empty file got a name."""
 
     path: Path
@@ -110,8 +110,8 @@ class Remark(NamedTuple):
     what: object
 
 
-Change: TypeAlias = (
-    Create
+DiskChange: TypeAlias = (
+    CreateFile
     | Write
     | Resize
     | Rename
@@ -177,7 +177,7 @@ class RecordingDisk:
     """A `Disk` over a `SimDisk` that writes each change down; faults are planned on `inner`."""
 
     def __init__(
-        self, changes: Iterable[Change] = (), site: Callable[[], str] = lambda: ""
+        self, changes: Iterable[DiskChange] = (), site: Callable[[], str] = lambda: ""
     ) -> None:
         """Go on where a process was killed that had made these changes (rule 6).
 
@@ -206,7 +206,7 @@ class RecordingDisk:
         if path not in self._files:
             self._files[path] = self._next
             self._next += 1
-            self.changes.append(Create(path, self._files[path]))
+            self.changes.append(CreateFile(path, self._files[path]))
         return RecordingFile(self, file, self._files[path], path)
 
     def exists(self, path: Path) -> bool:
@@ -274,13 +274,13 @@ class RecordingDisk:
         self.changes.append(Remark(what))
 
 
-def changes_of(contents: Contents) -> list[Change]:
+def changes_of(contents: Contents) -> list[DiskChange]:
     """Return changes that come to these contents, durably."""
-    changes: list[Change] = []
+    changes: list[DiskChange] = []
     directories = sorted(contents.directories)
     changes += [MakeDirectory(path) for path in directories if path != path.parent]
     for number, (path, content) in enumerate(sorted(contents.files.items())):
-        changes += [Create(path, number), Write(number, 0, content), Sync(number, path)]
+        changes += [CreateFile(path, number), Write(number, 0, content), Sync(number, path)]
     return changes + [SyncDirectory(path) for path in directories]
 
 
@@ -301,13 +301,13 @@ class Size(NamedTuple):
     file: FileId
 
 
-class Entry(NamedTuple):
+class DirectoryEntry(NamedTuple):
     """An entry of a directory that has changed since the last sync of it."""
 
     path: Path
 
 
-Unit: TypeAlias = Sector | Size | Entry
+Unit: TypeAlias = Sector | Size | DirectoryEntry
 
 
 class Keep:
@@ -456,7 +456,7 @@ class Platter:
         """Return the files that a program sees."""
         return ((path, file) for path, file in self._seen.items() if file is not None)
 
-    def add(self, change: Change) -> None:
+    def add(self, change: DiskChange) -> None:
         """Make one more change."""
         match change:
             case Write(file, offset, data):
@@ -472,9 +472,9 @@ class Platter:
             case _:
                 self._rename(change)
 
-    def _rename(self, change: Create | Rename | Unlink | MakeDirectory | SyncDirectory) -> None:
+    def _rename(self, change: CreateFile | Rename | Unlink | MakeDirectory | SyncDirectory) -> None:
         match change:
-            case Create(path, file):
+            case CreateFile(path, file):
                 self._files[file] = _File()
                 self._enter(path, file)
             case Rename(source, target):
@@ -504,7 +504,7 @@ class Platter:
 
     def units(self) -> list[Unit]:
         """Return everything that may be kept or lost by itself."""
-        units: list[Unit] = [Entry(path) for path in self._pending]
+        units: list[Unit] = [DirectoryEntry(path) for path in self._pending]
         for number, file in self._files.items():
             units += [Sector(number, sector) for sector in file.sectors]
             if file.sizes:
@@ -515,7 +515,7 @@ class Platter:
         """Return what is on the disk when this is kept of what was not synced."""
         entries = dict(self._kept)
         for path, values in self._pending.items():
-            which = keep.version(Entry(path), len(values))
+            which = keep.version(DirectoryEntry(path), len(values))
             if which:
                 is_there, file = values[which - 1]
                 entries.pop(path, None)
@@ -540,11 +540,12 @@ def survivals(platter: Platter, rng: "Random", *, random_count: int) -> Iterator
     units = platter.units()
     if len(units) < 2:
         return
-    files = {one.file for one in units if not isinstance(one, Entry)}
+    files = {one.file for one in units if not isinstance(one, DirectoryEntry)}
     groups: list[Sequence[Unit]] = [
-        [one for one in units if not isinstance(one, Entry) and one.file == file] for file in files
+        [one for one in units if not isinstance(one, DirectoryEntry) and one.file == file]
+        for file in files
     ]
-    groups.append([one for one in units if isinstance(one, Entry)])
+    groups.append([one for one in units if isinstance(one, DirectoryEntry)])
     alone = [[one] for one in _some(units, rng)]
     for group in (*alone, *(group for group in groups if 1 < len(group) < len(units))):
         yield Only(group)
@@ -565,17 +566,17 @@ def _some(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
 # programs that are wrong
 
 
-def sync_places(changes: Sequence[Change]) -> list[int]:
+def sync_places(changes: Sequence[DiskChange]) -> list[int]:
     """Return where something is synced."""
     return [place for place, one in enumerate(changes) if isinstance(one, Sync | SyncDirectory)]
 
 
-def without(changes: Sequence[Change], place: int) -> list[Change]:
+def without(changes: Sequence[DiskChange], place: int) -> list[DiskChange]:
     """Return the changes of a program that forgets a sync."""
     return [*changes[:place], *changes[place + 1 :]]
 
 
-def delayed(changes: Sequence[Change], place: int) -> list[Change] | None:
+def delayed(changes: Sequence[DiskChange], place: int) -> list[DiskChange] | None:
     """Return the changes of a program that makes a sync after the next one; None if it is last."""
     after = next((one for one in sync_places(changes) if one > place), None)
     if after is None:
@@ -588,7 +589,7 @@ def delayed(changes: Sequence[Change], place: int) -> list[Change] | None:
     ]
 
 
-def platters(changes: Sequence[Change]) -> Iterator[tuple[int, Platter]]:
+def platters(changes: Sequence[DiskChange]) -> Iterator[tuple[int, Platter]]:
     """Return each point at which a crash may come, as the number of changes before it."""
     platter = Platter()
     yield 0, platter

@@ -40,18 +40,18 @@ TAIL_US: Final = (20_000, 1_000_000)
 class Handlers(NamedTuple):
     """What an end of a link does: it hears a message, or learns that the link is gone."""
 
-    message: "Callable[[Link, Message], None]"
-    lost: "Callable[[Link, str], None]"
+    message: "Callable[[SimLink, Message], None]"
+    lost: "Callable[[SimLink, str], None]"
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """What a dialler has sent and the far end does not get yet (rule 6)."""
 
     messages: list[Message]
     came_late: "Callable[[], None]"  # called when the first of them reaches the far end after all
 
 
-class Link:
+class SimLink:
     """One connection; `ends[NEAR]` has dialled it. Each list has a place for either end."""
 
     __slots__ = (
@@ -72,7 +72,7 @@ class Link:
         self.handlers = handlers
         self.is_open = [True, True]
         self.is_mute = False
-        self.held: Held | None = None  # while something is held back
+        self.held: HeldBytes | None = None  # while something is held back
         self.at_us = [0, 0]  # when the last thing sent by this end arrives
 
 
@@ -85,7 +85,7 @@ class Network:
         self._chance = self._rng.random
         self._is_bytes = is_bytes
         self._count = 0
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, SimLink] = {}
         self.blocked: set[tuple[str, str]] = set()  # never iterated
         self.slow_us = 0
         self.tail_share = 0.0  # of the messages that take very long
@@ -99,9 +99,9 @@ class Network:
         far: Process,
         near_handlers: Handlers,
         *,
-        opened: "Callable[[Link], None]",
+        opened: "Callable[[SimLink], None]",
         failed: "Callable[[str], None]",
-        accept: "Callable[[Link], Handlers]",
+        accept: "Callable[[SimLink], Handlers]",
     ) -> None:
         """Connect; either `opened` or `failed` is called, in the near process."""
         incarnation = near.incarnation
@@ -117,7 +117,7 @@ class Network:
                 near.take(incarnation, lambda: failed("connection refused"))
                 return
             self._count += 1
-            link = Link(self._count, near, far, [near_handlers, near_handlers])
+            link = SimLink(self._count, near, far, [near_handlers, near_handlers])
             link.handlers[FAR] = accept(link)
             self.links[link.number] = link
             near.links[link.number] = far.links[link.number] = link
@@ -130,7 +130,7 @@ class Network:
 
     # ---- sending
 
-    def send(self, link: Link, end: int, message: Message) -> None:
+    def send(self, link: SimLink, end: int, message: Message) -> None:
         """Send from an end; nothing when it has closed the link."""
         if not link.is_open[end] or link.is_mute:
             return
@@ -143,7 +143,7 @@ class Network:
         arrive = partial(self._arrive, link, 1 - end, message)
         self._world.after(self._in_order(link, end), arrive)
 
-    def _in_order(self, link: Link, end: int) -> int:
+    def _in_order(self, link: SimLink, end: int) -> int:
         """Return after how long something sent now arrives (rule 1)."""
         now_us = self._world.now_us
         at_us = now_us + self._delay_us()
@@ -160,7 +160,7 @@ class Network:
             return int(800 + (roll - 0.99) * 2_000_000) + self.slow_us
         return int(50 + roll * 500) + self.slow_us
 
-    def _arrive(self, link: Link, end: int, message: Message) -> None:
+    def _arrive(self, link: SimLink, end: int, message: Message) -> None:
         if link.is_open[end]:
             if link.held is not None and end == FAR:
                 link.held.messages.append(message)
@@ -171,14 +171,14 @@ class Network:
             else:
                 receiver.take(incarnation, partial(self._hear, link, end, message))
 
-    def _hear(self, link: Link, end: int, message: Message) -> None:
+    def _hear(self, link: SimLink, end: int, message: Message) -> None:
         # It may have stood still when the message came, and have closed the link since.
         if link.is_open[end]:
             link.handlers[end].message(link, message)
 
     # ---- ending
 
-    def close(self, link: Link, end: int, reason: str = "closed by the other end") -> None:
+    def close(self, link: SimLink, end: int, reason: str = "closed by the other end") -> None:
         """Close one end; the other is told behind what is on its way (rule 2)."""
         if not link.is_open[end]:
             return
@@ -192,11 +192,11 @@ class Network:
             self._world.after(self._in_order(link, end), told)
         self._forget(link)
 
-    def _hear_end(self, link: Link, end: int, reason: str) -> None:
+    def _hear_end(self, link: SimLink, end: int, reason: str) -> None:
         if link.held is None or end == NEAR:  # Else it comes behind what is held back.
             self._lose(link, end, reason)
 
-    def break_link(self, link: Link, reason: str) -> None:
+    def break_link(self, link: SimLink, reason: str) -> None:
         """End it for both (rule 3)."""
         if link.is_mute:
             return
@@ -206,14 +206,14 @@ class Network:
             delay_us = self._in_order(link, NEAR) if self._chance() < 0.5 else self._delay_us()
             self._world.after(delay_us, lambda: self._lose(link, FAR, reason))
 
-    def cut_within(self, link: Link, end: int, rng: "Random") -> None:
+    def cut_within(self, link: SimLink, end: int, rng: "Random") -> None:
         """End it while something is on its way to an end, which hears the first part of that."""
         rest_us = link.at_us[1 - end] - self._world.now_us
         assert rest_us > 0
         self._world.after(rng.randrange(rest_us), lambda: self._lose(link, end, "cut"))
         self._world.after(self._delay_us(), lambda: self._lose(link, 1 - end, "cut"))
 
-    def mute(self, link: Link) -> None:
+    def mute(self, link: SimLink) -> None:
         """Let nothing through any more, and tell nobody for a while (rule 4)."""
         if link.is_mute:
             return
@@ -235,7 +235,7 @@ class Network:
                 self.close(link, end, "reset")
         process.links.clear()
 
-    def _lose(self, link: Link, end: int, reason: str) -> None:
+    def _lose(self, link: SimLink, end: int, reason: str) -> None:
         if not link.is_open[end]:
             return
         link.is_open[end] = False
@@ -244,22 +244,22 @@ class Network:
         self._forget(link)
         process.take(link.incarnations[end], lambda: link.handlers[end].lost(link, reason))
 
-    def _forget(self, link: Link) -> None:
+    def _forget(self, link: SimLink) -> None:
         if not link.is_open[NEAR] and not link.is_open[FAR]:
             self.links.pop(link.number, None)
 
     # ---- outliving (rule 6)
 
-    def hold(self, link: Link, came_late: "Callable[[], None]") -> None:
+    def hold(self, link: SimLink, came_late: "Callable[[], None]") -> None:
         """Keep from the far end what arrives there, until `release`."""
-        link.held = Held([], came_late)
+        link.held = HeldBytes([], came_late)
 
-    def give_up(self, link: Link, reason: str) -> None:
+    def give_up(self, link: SimLink, reason: str) -> None:
         """Tell the near end of a link that is held back, and nobody else, that it is gone."""
         if link.held is not None:
             self._lose(link, NEAR, reason)
 
-    def release(self, link: Link, reason: str, end_us: int = 0) -> None:
+    def release(self, link: SimLink, reason: str, end_us: int = 0) -> None:
         """Let the far end have what was held back, and the end of the link `end_us` behind it.
 
         What is on its way comes behind it, too (rule 1). Nothing for a link that is not held back
@@ -275,7 +275,7 @@ class Network:
         else:
             self._world.after(rest_us, let_go)
 
-    def _let_go(self, link: Link, reason: str, end_us: int) -> None:
+    def _let_go(self, link: SimLink, reason: str, end_us: int) -> None:
         held, link.held = link.held, None
         if held is None:
             return  # `heal` came before
@@ -288,7 +288,7 @@ class Network:
         self._world.after(delay_us, partial(self._lose, link, FAR, reason))
 
     @staticmethod
-    def _arrive_late(arrive: "Callable[[], None]", link: Link, held: Held) -> None:
+    def _arrive_late(arrive: "Callable[[], None]", link: SimLink, held: HeldBytes) -> None:
         if link.is_open[FAR]:
             held.came_late()
         arrive()

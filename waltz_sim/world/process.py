@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from waltz_sim.world.world import Action, Planned, World
 
 if TYPE_CHECKING:
-    from waltz_sim.world.network import Link
+    from waltz_sim.world.network import SimLink
 
 
 class Process:
@@ -36,7 +36,7 @@ class Process:
         self.wall_offset_ms = 0
         self.pace = 1.0  # how fast its own clock runs
         self._pace_since_us = (0, 0)  # the world's time and its own, when that began
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, SimLink] = {}
         self._held: deque[Action] = deque()  # of this incarnation
         self._free_at_us = 0
         self._timer: Planned | None = None

@@ -55,7 +55,7 @@ class Survival(Enum):
     ENDS = auto()  # of everything that was written in one piece, and nothing between them
 
 
-class Fault(Enum):
+class DiskFault(Enum):
     """What happens at a planned step, once."""
 
     POWER_LOSS = auto()
@@ -71,7 +71,7 @@ class Contents(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    fault: Fault
+    fault: DiskFault
     struck: Struck | None
 
 
@@ -143,7 +143,7 @@ class SimFile:
             room = disk.room_for(inode, offset + size)
             if room < 0:
                 data = data[: max(0, size + room)]
-                fault = Fault.DISK_FULL
+                fault = DiskFault.DISK_FULL
         whole, data = data, inode.up_to_lost(offset, data) if inode.unreadable else data
         if data:
             if len(inode.seen) < offset:
@@ -152,7 +152,7 @@ class SimFile:
             inode.seen[offset:end] = data
             inode.touch(offset, end)
         if fault is None and len(data) < len(whole):
-            fault = Fault.FAILS  # rule 7
+            fault = DiskFault.FAILS  # rule 7
         disk.strike(fault, "write", self._path)
 
     def drop_cached(self, offset: int, size: int) -> None:
@@ -183,10 +183,10 @@ class SimFile:
                 inode.carry_over(inode.dirty, len(inode.seen))
                 inode.dirty.clear()
             return
-        if fault is not Fault.POWER_LOSS and not self._disk.is_lying:
+        if fault is not DiskFault.POWER_LOSS and not self._disk.is_lying:
             inode.dirty.clear()
-        if fault is Fault.DISK_FULL:
-            fault = Fault.FAILS  # to the storage it is all the same why a sync fails
+        if fault is DiskFault.DISK_FULL:
+            fault = DiskFault.FAILS  # to the storage it is all the same why a sync fails
         self._disk.strike(fault, "sync", self._path)
 
     def truncate(self, size: int) -> None:
@@ -222,7 +222,7 @@ class SimFile:
         self._check()
         fault = self._disk.step("allocate", self._path)
         if fault is None and self._disk.room_for(self._inode, size) < 0:
-            fault = Fault.DISK_FULL
+            fault = DiskFault.DISK_FULL
         if fault is None and size > len(self._inode.seen):
             self._inode.resize(size)
         self._disk.strike(fault, "allocate", self._path)
@@ -353,12 +353,14 @@ class SimDisk:
 
     # ---- faults
 
-    def plan(self, step: int, fault: Fault, struck: Struck | None = None) -> None:
+    def plan(self, step: int, fault: DiskFault, struck: Struck | None = None) -> None:
         """Let something happen at a step (rule 5); steps count from 1 since the disk was made."""
         assert step > self.step_count
         self._plans[step] = _Plan(fault, struck)
 
-    def plan_call(self, names: Collection[str], fault: Fault, struck: Struck | None = None) -> None:
+    def plan_call(
+        self, names: Collection[str], fault: DiskFault, struck: Struck | None = None
+    ) -> None:
         """Let something happen at the next step of one of these kinds, as the trace names them."""
         self._call_plans.append((names, _Plan(fault, struck)))
 
@@ -483,7 +485,7 @@ class SimDisk:
         if self.is_off:
             raise PowerLoss
 
-    def step(self, what: str, path: Path) -> Fault | None:
+    def step(self, what: str, path: Path) -> DiskFault | None:
         """Count a step and return the fault that is planned for it."""
         self.step_count += 1
         if self._is_traced:
@@ -514,18 +516,18 @@ class SimDisk:
                 struck()
             raise ReadFailed(f"reading {path}: input/output error")
 
-    def strike(self, fault: Fault | None, what: str, path: Path) -> None:
+    def strike(self, fault: DiskFault | None, what: str, path: Path) -> None:
         """Raise the error of a fault."""
         if fault is None:
             return
-        if fault is Fault.POWER_LOSS:
+        if fault is DiskFault.POWER_LOSS:
             self.is_off = True
             raise PowerLoss
-        if fault is Fault.DISK_FULL:
+        if fault is DiskFault.DISK_FULL:
             if self.on_full is not None:
                 self.on_full()
             raise NoSpace(f"{what} {path}: no space left on device")
-        if fault is Fault.FAILS:
+        if fault is DiskFault.FAILS:
             raise DiskFailed(f"{what} {path}: input/output error")
 
     def room_for(self, inode: Inode, size: int) -> int:
@@ -537,11 +539,11 @@ class SimDisk:
         return self.capacity_bytes - used - growth
 
 
-def _written_bytes(fault: Fault, offset: int, size: int, *, has_grown: bool) -> int:
+def _written_bytes(fault: DiskFault, offset: int, size: int, *, has_grown: bool) -> int:
     """Return how much of a write is done where a fault strikes (rule 3)."""
-    if fault is Fault.POWER_LOSS:
+    if fault is DiskFault.POWER_LOSS:
         return max(0, _sector_floor(offset + size // 2) - offset)
-    is_divided = has_grown if fault is Fault.DISK_FULL else _spans_sectors(offset, size)
+    is_divided = has_grown if fault is DiskFault.DISK_FULL else _spans_sectors(offset, size)
     return size // 2 if is_divided else 0
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
-from waltz_core.client import Layout, ReplicaSet, WaltzClient
+from waltz_core.client import ClusterLayout, ReplicaSet, WaltzClient
 from waltz_spark import planning
 from waltz_spark.datasource.fetch import Shape, fetch
 from waltz_spark.datasource.starts import starts
@@ -31,7 +31,7 @@ class Task(InputPartition):
     Spark pickles each task by itself, so that a task knows the owner of its own partition only.
     """
 
-    layout: Layout
+    layout: ClusterLayout
     replicas: ReplicaSet
     partition: int
     first: int

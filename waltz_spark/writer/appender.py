@@ -29,7 +29,7 @@ from waltz_core.errors import BadRequest, ClientAhead, NoSpace, TooLarge, Unavai
 from waltz_core.records.batches import encode_append_arrow
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
-from waltz_spark.writer.recompute import Anew, Refused
+from waltz_spark.writer.recompute import Anew, RefusedRows
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -80,7 +80,7 @@ class Recompute(Protocol):
     def pause_s(self, retries: int) -> float:
         """Return how long rows wait that were computed anew so often already."""
 
-    def again(self, refused: Refused) -> Anew:
+    def again(self, refused: RefusedRows) -> Anew:
         """Return rows anew, or fewer."""
 
 
@@ -347,7 +347,7 @@ class Appender:
             assert chunk.source is not None
             marks = chunk.append.column(MARK_COLUMN).to_numpy()
             anew = self._recomputer.again(
-                Refused(chunk.partition, chunk.source, marks, waiting.conflicting)
+                RefusedRows(chunk.partition, chunk.source, marks, waiting.conflicting)
             )
             made = _Chunk(
                 chunk.partition,

@@ -45,7 +45,7 @@ from waltz_spark.writer.columns import check_schema
 from waltz_spark.writer.recompute import load_function
 from waltz_spark.writer.results import check_carried, keep, tell_again
 from waltz_spark.writer.row_sum import RowSum
-from waltz_spark.writer.task import Job, Written, place_of_task
+from waltz_spark.writer.task import Job, TaskResult, place_of_task
 
 _log = logging.getLogger("waltz")
 
@@ -138,7 +138,7 @@ class WaltzBatchWriter(DataSourceArrowWriter):
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Say what is in the log; nothing is taken back, because a log cannot."""
-        tasks = [message for message in messages if isinstance(message, Written)]
+        tasks = [message for message in messages if isinstance(message, TaskResult)]
         if any(task.was_done for task in tasks):
             return  # the error says it
         committed = sum(task.committed for task in tasks)
@@ -164,7 +164,7 @@ def finish(job: Job, messages: Sequence[WriterCommitMessage | None], named: Name
         BadRequest: an earlier run of the write had other rows.
         ConnectionSuperseded: the write was done before, and is forgotten.
     """
-    tasks = [message for message in messages if isinstance(message, Written)]
+    tasks = [message for message in messages if isinstance(message, TaskResult)]
     if named is not None and any(task.was_done for task in tasks):
         _repeat(job, tasks, named)
         return
@@ -193,7 +193,7 @@ def finish(job: Job, messages: Sequence[WriterCommitMessage | None], named: Name
     )
 
 
-def _repeat(job: Job, tasks: list[Written], named: Named) -> None:
+def _repeat(job: Job, tasks: list[TaskResult], named: Named) -> None:
     """Report a write that was done before and had the same rows; nothing was appended."""
     summary = asyncio.run(summary_of_write(job.options.connect, named.write))
     if not summary:
@@ -233,7 +233,7 @@ def _check_no_task_is_left(job: Job, write: str, task_count: int) -> None:
             ) from None
 
 
-def _rows_of(tasks: list[Written]) -> RowSum:
+def _rows_of(tasks: list[TaskResult]) -> RowSum:
     return functools.reduce(RowSum.plus, (task.rows for task in tasks), RowSum())
 
 
@@ -252,7 +252,7 @@ def now_ms() -> int:
     return int(time.time() * 1_000)  # noqa: TID251 - see above
 
 
-def summarise(tasks: list[Written], *, hands_back: bool = False) -> dict[str, Any]:
+def summarise(tasks: list[TaskResult], *, hands_back: bool = False) -> dict[str, Any]:
     """Return the job's counts and marks from its tasks'."""
     marks: dict[int, int] = {}
     for task in tasks:
@@ -277,7 +277,7 @@ def summarise(tasks: list[Written], *, hands_back: bool = False) -> dict[str, An
     }
 
 
-def _all(tasks: list[Written]) -> Iterator[tuple[int, int]]:
+def _all(tasks: list[TaskResult]) -> Iterator[tuple[int, int]]:
     for task in tasks:
         yield from task.conflicts
 

@@ -35,7 +35,7 @@ from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
 from waltz_spark.writer.row_keys import RowKeys
 
 
-class Found(NamedTuple):
+class EarlierRecord(NamedTuple):
     """A record that an earlier attempt of this task has brought into the log."""
 
     partition: int
@@ -55,7 +55,7 @@ class Already:
 
     def __init__(
         self,
-        own: Mapping[bytes, Iterable[Found]] | None = None,
+        own: Mapping[bytes, Iterable[EarlierRecord]] | None = None,
         others: frozenset[bytes] = frozenset(),
         next_sequences: Mapping[int, int] | None = None,
         keys: RowKeys | None = None,
@@ -103,7 +103,7 @@ class Already:
             return shaped, []
         return (_taken(shaped, missing) if missing else None), answers
 
-    def _take(self, key: bytes) -> Found | None:
+    def _take(self, key: bytes) -> EarlierRecord | None:
         waiting = self._own.get(key)
         while waiting:
             found = waiting.popleft()
@@ -225,7 +225,7 @@ def read_back(
 ) -> Already:
     """Read what the clients of a write have brought in since its starting marks (rule 1)."""
     keys = keys or RowKeys()
-    records: dict[bytes, list[Found]] = defaultdict(list)
+    records: dict[bytes, list[EarlierRecord]] = defaultdict(list)
     elsewhere: set[bytes] = set()
     sequences: dict[int, int] = {}
     wanted = np.array(sorted({own, *others}), dtype=np.int64)
@@ -247,7 +247,7 @@ class _Record(NamedTuple):
 
     client_id: int
     sequence: int
-    found: Found
+    found: EarlierRecord
     header: int
     data: memoryview
 
@@ -279,7 +279,7 @@ def _whole_records(
                 yield _Record(
                     client_id,
                     int(req_ids["sequence"][row]),
-                    Found(partition, int(chunk.first) + row),
+                    EarlierRecord(partition, int(chunk.first) + row),
                     headers[row],
                     data,
                 )

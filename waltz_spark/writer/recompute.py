@@ -57,7 +57,7 @@ SINCE_BYTES_MAX = 256 * 1024 * 1024
 Function = Callable[[pa.Table, pa.Table], pa.Table]
 
 
-class Refused(NamedTuple):
+class RefusedRows(NamedTuple):
     """Rows of one partition that locks refused, as they were sent."""
 
     partition: int
@@ -65,10 +65,10 @@ class Refused(NamedTuple):
     marks: npt.NDArray[np.int64]
     conflicting: npt.NDArray[np.int64]
 
-    def take(self, places: npt.NDArray[np.intp]) -> "Refused":
+    def take(self, places: npt.NDArray[np.intp]) -> "RefusedRows":
         """Return some of them."""
         source = self.source.take(pa.array(places))
-        return Refused(self.partition, source, self.marks[places], self.conflicting[places])
+        return RefusedRows(self.partition, source, self.marks[places], self.conflicting[places])
 
 
 class Anew(NamedTuple):
@@ -125,7 +125,7 @@ class Recomputer:
         doubled = min(self._options.backoff_ms << min(retries, 20), PAUSE_MS_MAX)
         return doubled * (1 - self._random.random() / 2) / 1_000
 
-    def again(self, refused: Refused) -> Anew:
+    def again(self, refused: RefusedRows) -> Anew:
         """Return rows anew; fewer than were refused, or none.
 
         Raises:
@@ -146,7 +146,7 @@ class Recomputer:
             parts.append(part)
         return self._anew(_one_batch(parts), partition, mark, rows)
 
-    def _call(self, refused: Refused, since: pa.Table) -> tuple[list[int], pa.RecordBatch]:
+    def _call(self, refused: RefusedRows, since: pa.Table) -> tuple[list[int], pa.RecordBatch]:
         name = self._options.recompute or ""
         try:
             answer = self._function(_question(refused), since)
@@ -155,7 +155,7 @@ class Recomputer:
             raise
         return _checked(answer, refused.source, name, self._options.identity_columns)
 
-    def _since_of_marks(self, refused: Refused, last: int) -> tuple[list[int], pa.Table]:
+    def _since_of_marks(self, refused: RefusedRows, last: int) -> tuple[list[int], pa.Table]:
         """Return the marks from which rows are computed anew, and what came since the first."""
         marks = sorted({int(mark) for mark in refused.marks})
         while marks:
@@ -244,7 +244,7 @@ def _one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
     )
 
 
-def _question(refused: Refused) -> pa.Table:
+def _question(refused: RefusedRows) -> pa.Table:
     """Return the refused rows with their number, partition, mark, and the transaction that won."""
     source = refused.source
     count = source.num_rows

@@ -97,14 +97,14 @@ def check_carried(schema: StructType, names: Sequence[str] | None) -> None:
             ) from None
 
 
-class Place(NamedTuple):
+class ResultDirectory(NamedTuple):
     """A directory on any file system that pyarrow opens."""
 
     system: fs.FileSystem
     path: str
 
 
-def open_place(results_path: str, *, is_read: bool = False) -> Place:
+def open_place(results_path: str, *, is_read: bool = False) -> ResultDirectory:
     """Open `resultsPath`; make the directory, unless it is only read.
 
     Raises:
@@ -119,7 +119,7 @@ def open_place(results_path: str, *, is_read: bool = False) -> Place:
             system.create_dir(path, recursive=True)
     except (OSError, pa.ArrowException, ValueError) as error:
         raise BadConfig(f"option 'resultsPath': cannot use {results_path!r}: {error}") from None
-    return Place(system, path.rstrip("/"))
+    return ResultDirectory(system, path.rstrip("/"))
 
 
 class ResultFile:
@@ -180,7 +180,7 @@ def keep(results_path: str, names: list[str], write: str, summary: dict[str, obj
     _conclude(place, summary)
 
 
-def _show(place: Place, name: str) -> None:
+def _show(place: ResultDirectory, name: str) -> None:
     place.system.move(f"{place.path}/{_HIDDEN}{name}", f"{place.path}/{name}")
 
 
@@ -189,7 +189,7 @@ def tell_again(results_path: str, summary: dict[str, object]) -> None:
     _conclude(open_place(results_path), summary)
 
 
-def _conclude(place: Place, summary: dict[str, object]) -> None:
+def _conclude(place: ResultDirectory, summary: dict[str, object]) -> None:
     for name, text in ((SUMMARY_FILE, json.dumps(summary)), (_SUCCESS, "")):
         with place.system.open_output_stream(f"{place.path}/{name}") as stream:
             stream.write(text.encode())

@@ -34,7 +34,7 @@ from waltz_spark.writer.batch_write import (
     forget,
     new_job,
 )
-from waltz_spark.writer.task import Job, Written, place_of_task
+from waltz_spark.writer.task import Job, TaskResult, place_of_task
 
 _log = logging.getLogger("waltz")
 
@@ -80,7 +80,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
     @plainly
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Close the results and say in one line what became of the micro-batch."""
-        tasks = [message for message in messages if isinstance(message, Written)]
+        tasks = [message for message in messages if isinstance(message, TaskResult)]
         write = next((task.write for task in tasks if task.write is not None), None)
         before: list[str] = []
         if write is not None and batchId > 0:
@@ -93,7 +93,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Say what is in the log; when the stream goes on, it is found there."""
-        tasks = [message for message in messages if isinstance(message, Written)]
+        tasks = [message for message in messages if isinstance(message, TaskResult)]
         if any(task.was_done for task in tasks):
             return  # the error says it
         _log.warning(

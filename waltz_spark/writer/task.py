@@ -21,7 +21,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import WriterCommitMessage
 
-from waltz_core.client import Layout, Reason, TaskClaim, WaltzClient
+from waltz_core.client import ClusterLayout, Reason, TaskClaim, WaltzClient
 from waltz_core.errors import LockFailed
 from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.shared_clients import (
@@ -44,7 +44,7 @@ RUNS_MAX = 100_000
 
 
 @dataclass
-class Written(WriterCommitMessage):
+class TaskResult(WriterCommitMessage):
     """What one task tells the job: counts, marks, and which ids it wrote (runs of first, last)."""
 
     write: str | None = None
@@ -100,7 +100,7 @@ class Job:
     for a write that the first of its tasks begins.
     """
 
-    layout: Layout
+    layout: ClusterLayout
     options: WriteOptions
     marks: dict[int, int]
     run: str
@@ -114,13 +114,13 @@ class Job:
         has_name = self.options.write_name is not None or self.keep_ms is not None
         return has_name and self.write is not None
 
-    def write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> Written:
+    def write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
         """Write a task's rows; return what became of them."""
         written = self._write_task(batches, task, attempt)
         settle("write")
         return written
 
-    def _write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> Written:
+    def _write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
         if self.write is None:
             client = client_at(self.layout)
             return self._send(client, batches, Already(), (task, attempt), self.marks)
@@ -134,7 +134,7 @@ class Job:
         with WaltzClient.at(self.layout, claim=claim) as client:
             if claim.is_done:
                 path = self.options.results_path
-                written = Written(write=self.write, was_done=True, results_path=path)
+                written = TaskResult(write=self.write, was_done=True, results_path=path)
                 shaper = self._shaper(claim.marks, task, wants_identity=False)
                 for _ in self._shaped(batches, shaper, written):
                     pass  # it is counted (rule 2), and Spark waits until all of it is taken
@@ -179,9 +179,9 @@ class Job:
         already: Already,
         place: tuple[int, int],  # task and attempt
         marks: dict[int, int],
-    ) -> Written:
+    ) -> TaskResult:
         options = self.options
-        written = Written(write=self.write, results_path=options.results_path)
+        written = TaskResult(write=self.write, results_path=options.results_path)
         written.results_name = self.results_name
         results = None
         if options.results_path is not None:
@@ -213,7 +213,7 @@ class Job:
         )
 
     def _shaped(
-        self, batches: Iterator[pa.RecordBatch], shaper: Shaper, written: Written
+        self, batches: Iterator[pa.RecordBatch], shaper: Shaper, written: TaskResult
     ) -> Iterator[Shaped]:
         for batch in batches:
             if not batch.num_rows:
@@ -229,7 +229,7 @@ class Job:
             recomputer = Recomputer(client, self.options, shaper, random.SystemRandom())
         return Appender(client, self.options, recomputer)
 
-    def _fail(self, written: Written, answered: Answered, results: ResultFile | None) -> None:
+    def _fail(self, written: TaskResult, answered: Answered, results: ResultFile | None) -> None:
         if results is not None:
             results.close_of_failed()
         refused = np.flatnonzero(answered.reasons != Reason.COMMITTED)
@@ -253,7 +253,7 @@ def place_of_task() -> tuple[int, int]:
 
 
 def _with_those_there(
-    sent: Iterable[Answered], there: list[Answered], written: Written
+    sent: Iterable[Answered], there: list[Answered], written: TaskResult
 ) -> Iterator[Answered]:
     """Yield the outcomes of rows that were sent, and of those that were in the log already."""
     for answered in sent:
@@ -262,7 +262,7 @@ def _with_those_there(
     yield from _drained(there, written)
 
 
-def _drained(there: list[Answered], written: Written) -> Iterator[Answered]:
+def _drained(there: list[Answered], written: TaskResult) -> Iterator[Answered]:
     while there:
         answered = there.pop(0)
         written.found += len(answered.transaction_ids)

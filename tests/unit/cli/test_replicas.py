@@ -6,8 +6,8 @@ import struct
 import pytest
 
 from waltz_core.cli.storage.owner_requests import (
-    ClusterFacts,
-    ReplicaLink,
+    ExpectedCluster,
+    OwnerConnection,
     Session,
     log_of,
 )
@@ -28,12 +28,12 @@ from waltz_core.wire.messages import (
     RangeBytes,
     RangeForm,
     RangeRaw,
-    ReplicaState,
+    ReplicaEnd,
     SetLowWaterMark,
     SuccessResponse,
 )
 
-FACTS = ClusterFacts(bytes(16), 4)
+FACTS = ExpectedCluster(bytes(16), 4)
 SESSION = Session(7, b"n" * 16)
 DAMAGE = DamageFound(6, 0, 2, struct.pack(">2q", 3, 3))
 
@@ -58,7 +58,7 @@ def prepared(partition=2, *, mark=10, damaged=()):
 
 
 def asked(link, call):
-    return asyncio.run(call(ReplicaLink("a:1", link, FACTS)))
+    return asyncio.run(call(OwnerConnection("a:1", link, FACTS)))
 
 
 def test_damage_that_is_told_unasked_is_no_answer():
@@ -66,7 +66,7 @@ def test_damage_that_is_told_unasked_is_no_answer():
     found = asked(link, lambda replica: replica.prepare({2: SESSION, 3: SESSION}))
     assert found == {2: prepared(2), 3: prepared(3)}
     assert [(type(each), each.partition_id) for each in link.sent] == [(Prepare, 2), (Prepare, 3)]
-    done = ReplicaState(7, 1_000_000, 2, 20, b"c" * 16)
+    done = ReplicaEnd(7, 1_000_000, 2, 20, b"c" * 16)
     link = Link([DAMAGE, done])
     assert asked(link, lambda replica: replica.set_mark(2, SESSION, prepared())) is None
     assert [type(each) for each in link.sent] == [SetLowWaterMark]

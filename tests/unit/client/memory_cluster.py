@@ -24,8 +24,8 @@ from waltz_core.records.record import PartitionId
 from waltz_core.replication import session_events as replication
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.partition.served_partition import (
-    Identity,
     Partition,
+    PartitionIdentity,
 )
 from waltz_core.server.partition_events import (
     Answer,
@@ -33,7 +33,7 @@ from waltz_core.server.partition_events import (
     ConnectionId,
     Fetch,
     Fetched,
-    Limits,
+    PartitionLimits,
     Received,
     refusal,
 )
@@ -140,7 +140,9 @@ class MemoryServer:
             if number not in self.partitions:
                 store = HoldingStore(self._cluster.logs[number])
                 partition = Partition(
-                    Identity(PartitionId(number), self._cluster.partition_count, KEY.bytes),
+                    PartitionIdentity(
+                        PartitionId(number), self._cluster.partition_count, KEY.bytes
+                    ),
                     store,
                     self._cluster.limits,
                     TransactionCache(CacheBudget(16 * MIB)),
@@ -237,9 +239,9 @@ class MemoryServer:
 class MemoryCluster:
     """ZooKeeper, logs and servers."""
 
-    def __init__(self, partition_count: int, limits: Limits | None = None) -> None:
+    def __init__(self, partition_count: int, limits: PartitionLimits | None = None) -> None:
         self.partition_count = partition_count
-        self.limits = limits or Limits(lock_slot_count=1_048_573, lock_refill_count_max=0)
+        self.limits = limits or PartitionLimits(lock_slot_count=1_048_573, lock_refill_count_max=0)
         self.zookeeper = MemoryZooKeeper(asyncio.Event)
         self.logs = [ReadableLog() for _ in range(partition_count)]
         self.servers: list[MemoryServer] = []
@@ -291,7 +293,7 @@ class MemoryCluster:
 
 @contextlib.asynccontextmanager
 async def memory_cluster(
-    *, partition_count: int = 2, server_count: int = 1, limits: Limits | None = None
+    *, partition_count: int = 2, server_count: int = 1, limits: PartitionLimits | None = None
 ) -> AsyncIterator[MemoryCluster]:
     cluster = MemoryCluster(partition_count, limits)
     await cluster.zookeeper.coordinator(ROOT).create_cluster(

@@ -81,7 +81,7 @@ class ModelWorld:
         self.stream = PartitionStream(CLIENT, PARTITION, SETTINGS, random)
         self.sent: dict[int, list[ReqId]] = {}
         self.row_counts: dict[int, int] = {}
-        self.told: dict[int, stream_events.Settled | stream_events.Refused] = {}
+        self.told: dict[int, stream_events.ParcelSettled | stream_events.ParcelRefused] = {}
         # What was fed, None for what does not pass the filter.
         self.fed: list[ReqId | None] = []
         self.header_values = header_values
@@ -106,7 +106,7 @@ class ModelWorld:
                     self.attempts.append(effect)
                 case stream_events.Send():
                     self.send(effect)
-                case stream_events.Settled() | stream_events.Refused():
+                case stream_events.ParcelSettled() | stream_events.ParcelRefused():
                     assert effect.token not in self.told, "told twice"
                     self.told[effect.token] = effect
                 case stream_events.Fed():
@@ -149,7 +149,7 @@ class ModelWorld:
         text = str(token).encode()
         content = Single(0, text, (), (), ()) if rows == 1 and self.random.random() < 0.5 else text
         self.row_counts[token] = rows
-        self.step(stream_events.Append(Parcel(token, rows, BEFORE_FIRST, content, 0)))
+        self.step(stream_events.SendAppends(Parcel(token, rows, BEFORE_FIRST, content, 0)))
 
     # --- the network
 
@@ -197,7 +197,7 @@ class ModelWorld:
         busy = [wire for wire in self.wires if wire.to_client and not wire.is_broken]
         if busy:
             wire = self.random.choice(busy)
-            self.step(stream_events.Received(wire.number, wire.to_client.popleft()))
+            self.step(stream_events.MessageReceived(wire.number, wire.to_client.popleft()))
 
     def answer(self, link: int, message: m.ClientMessage) -> None:
         wire = self.wires[link]
@@ -447,7 +447,7 @@ class ModelWorld:
         assert set(self.told) == set(range(self.tokens))
         for token, told in self.told.items():
             rows = self.sent.get(token, [])
-            if isinstance(told, stream_events.Refused):
+            if isinstance(told, stream_events.ParcelRefused):
                 if not isinstance(told.error, errors.OutcomeUnknown):
                     assert not any(row in where for row in rows), (token, told)
                 continue

@@ -7,12 +7,12 @@ import pytest
 from tests.patience import HANG_S
 from tests.unit.client.stories import PARTITION
 from waltz_core import errors
-from waltz_core.client.model.predecessors import Following
+from waltz_core.client.model.predecessors import FollowedState
 from waltz_core.client.stream.appends import (
     Appends,
+    AppendWindow,
     BatchOrder,
-    Row,
-    Window,
+    PendingRow,
 )
 from waltz_core.client.stream.monitor import BatchOutcome
 from waltz_core.records.batches import decode_append
@@ -27,13 +27,13 @@ class Author:
     """Appends of a partition, and the parcels that they have sent."""
 
     def __init__(self, batch_rows=1, batch_bytes=100):
-        self.sent, self.window = [], Window(rows_max=100, bytes_max=1 << 20)
+        self.sent, self.window = [], AppendWindow(rows_max=100, bytes_max=1 << 20)
         self.appends = Appends(
             PARTITION, self.window, self.sent.append, batch_rows=batch_rows, batch_bytes=batch_bytes
         )
 
     def append(self, data=b"data", **fields):
-        row = Row(data, 0, 0)
+        row = PendingRow(data, 0, 0)
         row.deadline_s = asyncio.get_running_loop().time() + 600
         for name, value in fields.items():
             setattr(row, name, value)
@@ -135,7 +135,7 @@ def test_what_is_held_back_twice_goes_again_also_when_the_loop_is_late():
     asyncio.run(story())
 
 
-SEEN = Following(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
+SEEN = FollowedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
 
 
 @pytest.mark.parametrize("reason", [Reason.LOST, Reason.OVERLOADED, Reason.LOCK])
@@ -268,8 +268,8 @@ def test_attempts_keep_no_order_and_all_others_do(rows):
 def test_who_follows_is_sent_with_no_mark_above_what_he_has_seen():
     async def story():
         for mark, sent, session_id in ((4, 4, 3), (5, 8, 3), (6, 8, 3)):
-            row = Row(b"data", 0, 0)
-            row.follow(Following(SessionId(3), PARTITION, 1, 5, 8, (), frozenset()), mark)
+            row = PendingRow(b"data", 0, 0)
+            row.follow(FollowedState(SessionId(3), PARTITION, 1, 5, 8, (), frozenset()), mark)
             assert (row.mark, row.follows.session_id) == (sent, session_id)
 
     asyncio.run(story())
@@ -277,7 +277,7 @@ def test_who_follows_is_sent_with_no_mark_above_what_he_has_seen():
 
 def test_room_is_given_first_come_first_served_and_back_when_nobody_wants_it():
     async def story():
-        window = Window(rows_max=10, bytes_max=1 << 20)
+        window = AppendWindow(rows_max=10, bytes_max=1 << 20)
         assert window.try_take(8, 1)
         async with asyncio.TaskGroup() as group:
             large = group.create_task(window.take(5, 1))

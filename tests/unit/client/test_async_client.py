@@ -36,7 +36,7 @@ from waltz_core.client.links import outage
 from waltz_core.client.read import catch_up
 from waltz_core.client.stream import appends
 from waltz_core.records.batches import encode_append
-from waltz_core.server.partition_events import Limits
+from waltz_core.server.partition_events import PartitionLimits
 
 
 def told(story):
@@ -300,7 +300,7 @@ async def test_a_full_window_waits_and_drops_nothing():
 
 @told
 async def test_a_server_that_takes_less_in_a_frame_gets_less():
-    limits = Limits(lock_slot_count=10_007, lock_refill_count_max=0, batch_rows_max=30)
+    limits = PartitionLimits(lock_slot_count=10_007, lock_refill_count_max=0, batch_rows_max=30)
     async with (
         memory_cluster(limits=limits) as cluster,
         cluster.client().opened() as client,

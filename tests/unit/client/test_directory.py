@@ -11,8 +11,8 @@ from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.links.directory import (
     ClusterInfo,
+    ClusterLayout,
     FixedDirectory,
-    Layout,
     Owner,
     ZooKeeperDirectory,
 )
@@ -28,12 +28,12 @@ from waltz_core.config import ClientConfig
 from waltz_core.records.record import ReplicaId
 
 CLUSTER = ClusterInfo("shop", bytes(16), 3)
-LAYOUT = Layout("zk:2181/shop", CLUSTER, {0: ("a:1", 1), 2: ("b:2", 4)})
+LAYOUT = ClusterLayout("zk:2181/shop", CLUSTER, {0: ("a:1", 1), 2: ("b:2", 4)})
 
 
 def test_a_task_is_told_of_its_own_partition_only():
-    assert LAYOUT.of(2) == Layout("zk:2181/shop", CLUSTER, {2: ("b:2", 4)})
-    assert LAYOUT.of(1) == Layout("zk:2181/shop", CLUSTER, {})
+    assert LAYOUT.of(2) == ClusterLayout("zk:2181/shop", CLUSTER, {2: ("b:2", 4)})
+    assert LAYOUT.of(1) == ClusterLayout("zk:2181/shop", CLUSTER, {})
 
 
 def test_what_later_tasks_are_told_is_learned_without_asking():
@@ -45,7 +45,7 @@ def test_what_later_tasks_are_told_is_learned_without_asking():
 def test_what_is_known_is_not_unlearned():
     directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
     for generation in (0, 1):
-        directory.learn(Layout("zk:2181/shop", CLUSTER, {0: ("gone:9", generation)}))
+        directory.learn(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("gone:9", generation)}))
     assert directory.owners[0] == Owner("a:1", 1)
 
 
@@ -53,7 +53,7 @@ def test_what_is_newer_is_learned_and_passed_on():
     directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
     told = []
     asyncio.run(directory.open(lambda owners: told.append(dict(owners))))
-    directory.learn(Layout("zk:2181/shop", CLUSTER, {0: ("new:9", 2), 2: ("b:2", 4)}))
+    directory.learn(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("new:9", 2), 2: ("b:2", 4)}))
     assert directory.owners == {0: Owner("new:9", 2), 2: Owner("b:2", 4)}
     assert told == [{0: Owner("new:9", 2)}]
 

@@ -14,11 +14,11 @@ from tests.storage_owner import records_of
 from waltz_core import errors
 from waltz_core.client.read import nearby as nearby_module
 from waltz_core.client.read.nearby import (
-    Grant,
     Nearby,
+    ReadGrant,
 )
 from waltz_core.records.record import LineageEntry
-from waltz_core.wire.places import Place, decode_segment
+from waltz_core.wire.places import FilePlace, decode_segment
 
 SKIPPED = 128  # what lies before the first record of a segment
 
@@ -53,9 +53,9 @@ class Files:
             low, high = max(first, segment), min(first + count, end)
             if low < high:
                 offset = SKIPPED + (low - segment) * self.size
-                places.append(Place(segment, offset, (high - low) * self.size))
+                places.append(FilePlace(segment, offset, (high - low) * self.size))
         lineage = (LineageEntry(8, 14, 1, 77, bytes(16)), LineageEntry(15, 40, 2, 78, bytes(16)))
-        return Grant(first, self.lengths[:count], tuple(places), lineage)
+        return ReadGrant(first, self.lengths[:count], tuple(places), lineage)
 
     def read(self, reader, first, last, bytes_max=1 << 20, count=20):
         async def ask():

@@ -1,6 +1,11 @@
 """The partitions of one connection to an original, and what they share."""
 
-from waltz_core.legacy.old_server_link import Hear, OriginalLink, Proven, Say
+from waltz_core.legacy.old_server_link import (
+    OriginalLink,
+    OwnershipProven,
+    ReceivedFromOld,
+    SendToOld,
+)
 from waltz_core.legacy.old_server_stream import (
     FLUSH_AFTER_MS,
     Prove,
@@ -25,24 +30,24 @@ def test_all_mounts_have_the_sequence_of_the_first_and_each_partition_hears_its_
     link = OriginalLink()
     for partition, sequence in ((0, 5), (1, 6)):
         mount = m.MountWriter(mount_id(partition), sequence, LATEST_MARK, wants_feed=False)
-        link.step(Say(mount), 0)
+        link.step(SendToOld(mount), 0)
     told = [m.HighWaterMarkResponse(mount_id(each), 9 - each) for each in (1, 0)]
-    assert sent_by(link.step(Hear(told), 0)) == [
+    assert sent_by(link.step(ReceivedFromOld(told), 0)) == [
         m.MountRequest(mount_id(1), 8, 5),
         m.MountRequest(mount_id(0), 9, 5),
     ]
     ready = [m.MountResponse(mount_id(1), 0), m.FlushResponse(mount_id(1), 8)]
-    proofs = [each for each in link.step(Hear(ready), 0) if isinstance(each, Prove)]
+    proofs = [each for each in link.step(ReceivedFromOld(ready), 0) if isinstance(each, Prove)]
     assert [each.partition_id for each in proofs] == [1]
-    (told,) = link.step(Proven(1, proofs[0].number, is_owner=True), 0)
+    (told,) = link.step(OwnershipProven(1, proofs[0].number, is_owner=True), 0)
     assert isinstance(told, ToStream)
     assert isinstance(told.message, m.Mounted)
     link.step(Wakeup(), 0)
     assert link.wake_at_ms is None
-    link.step(Say(m.AppendRequest(ReqId(7, 1, 1, 1), 8, (), (), (), 0, b"", 0)), 100)
+    link.step(SendToOld(m.AppendRequest(ReqId(7, 1, 1, 1), 8, (), (), (), 0, b"", 0)), 100)
     assert link.wake_at_ms == 100 + FLUSH_AFTER_MS
     assert sent_by(link.step(Wakeup(), link.wake_at_ms)) == [m.FlushRequest(ReqId(7, 1, 1, 1))]
 
 
 def test_what_is_for_nobody_here_is_passed_over():
-    assert OriginalLink().step(Hear([m.HighWaterMarkResponse(mount_id(3), 9)]), 0) == []
+    assert OriginalLink().step(ReceivedFromOld([m.HighWaterMarkResponse(mount_id(3), 9)]), 0) == []

@@ -7,8 +7,8 @@ import pytest
 from waltz_core import errors
 from waltz_core.legacy.old_server_rows import (
     FeedRun,
+    OldRow,
     ParcelRows,
-    Row,
     rows_of,
 )
 from waltz_core.records.checksum import crc32
@@ -32,7 +32,7 @@ def test_a_batch_that_cannot_be_read_raises():
 
 def test_a_parcel_is_answered_with_its_last_row():
     parcel = ParcelRows(FIRST, 3)
-    rows = [Row(parcel, place, None) for place in range(3)]
+    rows = [OldRow(parcel, place, None) for place in range(3)]
     assert not rows[2].committed(11)
     rows[1].estimate = 8
     assert not rows[1].refused(Reason.NOT_MOUNTED)

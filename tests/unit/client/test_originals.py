@@ -10,7 +10,7 @@ from waltz_core.legacy.old_server_stream import (
     ASK_AGAIN_MS,
     FLUSH_AFTER_MS,
     IN_FLIGHT_MAX,
-    GiveUp,
+    CloseLink,
     OriginalPartition,
     Prove,
     ToServer,
@@ -58,7 +58,7 @@ class Table:
                     self.told.append(each.message)
                 case Prove():
                     self.proofs.append(each.number)
-                case GiveUp():
+                case CloseLink():
                     self.given_up = each.reason
 
     def say(self, message):

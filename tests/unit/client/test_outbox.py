@@ -13,7 +13,7 @@ from waltz_core.client.stream.monitor import (
     Single,
 )
 from waltz_core.client.stream.outbox import (
-    Limits,
+    MountLimits,
     Outbox,
 )
 from waltz_core.wire.messages import Reason
@@ -62,14 +62,14 @@ def test_what_keeps_its_order_is_taken_out_and_the_rest_stays():
 
 def test_what_does_not_fit_a_frame_is_refused_with_both_figures():
     outbox = Outbox(PARTITION)
-    limits = Limits(rows_max=5, bytes_max=4, in_flight_bytes_max=1)
+    limits = MountLimits(rows_max=5, bytes_max=4, in_flight_bytes_max=1)
     assert outbox.refusal(parcel(1, rows=5), limits, 1) is None
     assert "at most 5 rows" in str(outbox.refusal(parcel(1, rows=6), limits, 1))
     assert "found 1 rows and 5 bytes" in str(outbox.refusal(parcel(1, data=b"12345"), limits, 1))
 
 
 def test_what_follows_another_mount_or_another_partition_is_not_sent():
-    outbox, limits = Outbox(PARTITION), Limits(5, 100, 100)
+    outbox, limits = Outbox(PARTITION), MountLimits(5, 100, 100)
     told = replace(FOLLOW, session_id=3, partition_id=PARTITION, mount=2, mark=7)
 
     def refusal(following):

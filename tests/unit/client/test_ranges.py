@@ -13,7 +13,7 @@ from waltz_core import errors
 from waltz_core.client.read.ranges import (
     RangeChunk,
     RangeQuery,
-    ReplicaLink,
+    ReaderConnection,
     ReplicaReader,
     ReplicaSet,
     chunk_of_server,
@@ -131,7 +131,7 @@ class Storage:
 def from_replica(count: int) -> RangeChunk:
     """Ask a storage for 10..13; it answers with so many transactions from 10 on."""
     return asyncio.run(
-        ReplicaLink(Storage(count)).fetch(
+        ReaderConnection(Storage(count)).fetch(
             P,
             replace(QUERY, last=TransactionId(13)),
             session_id=SessionId(1),
@@ -145,7 +145,7 @@ def from_replica(count: int) -> RangeChunk:
 def test_a_replica_s_answer_to_another_question_is_an_error_of_the_protocol(changes):
     storage = Storage(4)
     storage.answer = replace(storage.answer, **changes)
-    link, query = ReplicaLink(storage), replace(QUERY, last=TransactionId(13))
+    link, query = ReaderConnection(storage), replace(QUERY, last=TransactionId(13))
     with pytest.raises(errors.RemoteProtocolError, match="found form"):
         asyncio.run(
             link.fetch(
@@ -164,7 +164,7 @@ def test_places_with_lengths_that_are_no_array_of_as_many_are_an_error_of_the_pr
     storage.answer = replace(
         storage.answer, form=PLACES, lengths=bytes(size), records=b"", records_crc=0
     )
-    link, query = ReplicaLink(storage), replace(QUERY, last=TransactionId(13))
+    link, query = ReaderConnection(storage), replace(QUERY, last=TransactionId(13))
     with pytest.raises(errors.RemoteProtocolError, match="lengths with a count of 4"):
         asyncio.run(link.places(P, query, session_id=SessionId(1), timeout_s=5))
 
@@ -182,7 +182,7 @@ def headers_from_replica(records: bytes, records_crc: int) -> RangeChunk:
     storage.answer = replace(storage.answer, records_crc=records_crc, **fields)
     query = replace(QUERY, last=TransactionId(13), form=RangeForm.HEADERS)
     return asyncio.run(
-        ReplicaLink(storage).fetch(
+        ReaderConnection(storage).fetch(
             P,
             query,
             session_id=SessionId(1),
@@ -316,7 +316,7 @@ def asked_for_a_range(
         for _ in range(2):
             assert (await reader.fetch(QUERY)).next == 15
 
-    monkeypatch.setattr(ReplicaLink, "open", open_link)
+    monkeypatch.setattr(ReaderConnection, "open", open_link)
     asyncio.run(read())
     return asked
 
@@ -365,7 +365,9 @@ def test_a_storage_that_does_not_greet_is_left_soon_for_another_one_and_the_last
     monkeypatch.setattr("waltz_core.client.read.ranges.GREETING_S", 0.01)
     waited_s: dict[str, float] = {}
 
-    async def open_link(address: str, _: ReplicaSet, *, timeout_s: float, ssl: None) -> ReplicaLink:
+    async def open_link(
+        address: str, _: ReplicaSet, *, timeout_s: float, ssl: None
+    ) -> ReaderConnection:
         clock = asyncio.get_running_loop()
         began_s = clock.time()
         try:
@@ -385,7 +387,7 @@ def test_a_storage_that_does_not_greet_is_left_soon_for_another_one_and_the_last
         reader = ReplicaReader(P, replicas, from_server, first=10, timeout_s=2)
         assert (await reader.fetch(QUERY)).next == 15
 
-    monkeypatch.setattr(ReplicaLink, "open", open_link)
+    monkeypatch.setattr(ReaderConnection, "open", open_link)
     asyncio.run(read())
     *soon_s, last_s = waited_s.values()
     assert len(soon_s) == len(REPLICAS) - 1

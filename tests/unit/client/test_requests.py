@@ -11,7 +11,7 @@ from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client.links.directory import Owner
 from waltz_core.client.read.ranges import RangeQuery
-from waltz_core.client.read.requests import Requests
+from waltz_core.client.read.requests import OwnerRequests
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import NO_SESSION
 from waltz_core.wire import messages as m
@@ -28,7 +28,7 @@ class Cluster:
         self.asked = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
-        self.requests = Requests(self, self, CONFIG, Random(1))
+        self.requests = OwnerRequests(self, self, CONFIG, Random(1))
 
     async def owner(self, partition_id, *, after_failure):
         if after_failure and len(self.owners) > 1:

@@ -31,11 +31,11 @@ from waltz_core.wire import messages as m
 
 
 def settled(effects):
-    return {e.token: e.outcome for e in effects if isinstance(e, stream_events.Settled)}
+    return {e.token: e.outcome for e in effects if isinstance(e, stream_events.ParcelSettled)}
 
 
 def refused(effects):
-    return {e.token: e.error for e in effects if isinstance(e, stream_events.Refused)}
+    return {e.token: e.error for e in effects if isinstance(e, stream_events.ParcelRefused)}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def refused(effects):
 
 def test_the_first_append_links_mounts_and_is_sent():
     story = Story()
-    assert story.tell(stream_events.Append(parcel(1))) == [stream_events.OpenLink(1, ())]
+    assert story.tell(stream_events.SendAppends(parcel(1))) == [stream_events.OpenLink(1, ())]
     mount = story.link(generation=4)
     assert mount == m.MountWriter(req(-1, 4), 1, m.LATEST_MARK, wants_feed=False)
     assert story.mounted(mount, 9) == [
@@ -56,15 +56,15 @@ def test_the_first_append_links_mounts_and_is_sent():
 
 def test_rows_of_a_batch_use_up_its_sequence_numbers():
     story = Story().ready()
-    story.tell(stream_events.Append(parcel(1, rows=10)))
+    story.tell(stream_events.SendAppends(parcel(1, rows=10)))
     assert story.sent() == [m.AppendBatch(req(1), -1, b"data", 99)]
-    story.tell(stream_events.Append(parcel(2)))
+    story.tell(stream_events.SendAppends(parcel(2)))
     assert story.sent()[0].req_id == req(11)
 
 
 def test_an_answer_settles_its_parcel_and_moves_the_mark():
     story = Story().ready()
-    story.tell(stream_events.Append(parcel(1, rows=2)))
+    story.tell(stream_events.SendAppends(parcel(1, rows=2)))
     effects = story.hear(
         result(req(1), (5, m.Reason.COMMITTED, -1), (-1, m.Reason.LOCK, 4), mark=5)
     )
@@ -83,9 +83,9 @@ def test_what_is_in_flight_stays_within_the_servers_limit():
     story.tell(stream_events.Mount())
     mount = story.link()
     story.hear(m.Mounted(mount.req_id, 1, -1, 100, 1_000, 25))
-    story.tell(stream_events.Append(parcel(1, data=b"x" * 20)))
+    story.tell(stream_events.SendAppends(parcel(1, data=b"x" * 20)))
     assert len(story.sent()) == 1
-    story.tell(stream_events.Append(parcel(2, data=b"x" * 20)))
+    story.tell(stream_events.SendAppends(parcel(2, data=b"x" * 20)))
     assert story.sent() == []
     story.hear(committed(req(1), 0))
     assert [each.req_id for each in story.sent()] == [req(2)]
@@ -93,9 +93,9 @@ def test_what_is_in_flight_stays_within_the_servers_limit():
 
 def test_what_the_server_does_not_take_in_one_frame_is_refused_unsent():
     story = Story().ready()
-    effects = story.tell(stream_events.Append(parcel(1, rows=101)))
+    effects = story.tell(stream_events.SendAppends(parcel(1, rows=101)))
     assert isinstance(refused(effects)[1], errors.TooLarge)
-    effects = story.tell(stream_events.Append(parcel(2, data=b"x" * 1_001)))
+    effects = story.tell(stream_events.SendAppends(parcel(2, data=b"x" * 1_001)))
     assert isinstance(refused(effects)[2], errors.TooLarge)
     assert not story.stream.has_pending
 
@@ -114,14 +114,14 @@ def test_a_wish_to_mount_is_fulfilled_without_anything_to_send():
 def in_doubt(rows: int = 2) -> Story:
     """A parcel was sent at mark 9 and its link broke; the next link is asked for."""
     story = Story().ready(mark=9)
-    story.tell(stream_events.Append(parcel(1, rows=rows)))
+    story.tell(stream_events.SendAppends(parcel(1, rows=rows)))
     assert story.tell(stream_events.LinkLost(1, "cut")) == [stream_events.OpenLink(2, (1,))]
     return story
 
 
 def test_rows_in_doubt_are_looked_for_between_the_two_marks():
     story = in_doubt()
-    story.tell(stream_events.Append(parcel(2)))
+    story.tell(stream_events.SendAppends(parcel(2)))
     assert story.done == []  # invariant 1: not before what is in doubt is settled
     mount = story.link(number=2, generation=1)
     effects = story.mounted(mount, 12, link=2)
@@ -136,10 +136,10 @@ def test_rows_in_doubt_are_looked_for_between_the_two_marks():
 
 def test_what_keeps_its_order_does_not_go_before_what_is_sent_again():
     story = Story().ready(mark=9)
-    story.tell(stream_events.Append(replace(parcel(1), keeps_order=True)))
+    story.tell(stream_events.SendAppends(replace(parcel(1), keeps_order=True)))
     story.tell(stream_events.LinkLost(1, "cut"))
-    story.tell(stream_events.Append(replace(parcel(2), keeps_order=True)))
-    story.tell(stream_events.Append(parcel(3)))
+    story.tell(stream_events.SendAppends(replace(parcel(2), keeps_order=True)))
+    story.tell(stream_events.SendAppends(parcel(3)))
     effects = story.mounted(story.link(number=2), 9, link=2)
     outcomes = settled(effects)
     assert {token: each.reasons.tolist() for token, each in outcomes.items()} == {
@@ -180,7 +180,7 @@ def test_a_link_that_breaks_while_reading_back_changes_no_bounds():
 def test_an_answer_that_comes_on_the_old_link_counts():
     story = in_doubt()
     story.link(number=2)
-    effects = story.tell(stream_events.Received(1, committed(req(1), 10, 11)))
+    effects = story.tell(stream_events.MessageReceived(1, committed(req(1), 10, 11)))
     assert settled(effects)[1].transaction_ids.tolist() == [10, 11]
 
 
@@ -213,7 +213,7 @@ def test_an_older_generation_is_not_mounted():
     story = Story()
     story.tell(stream_events.Mount())
     story.mounted(story.link(generation=5), 3)
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     story.tell(stream_events.LinkLost(1, "cut"))
     opening = story.done[0]
     assert story.tell(stream_events.Linked(opening.attempt, 2, 4, 9)) == []
@@ -232,7 +232,7 @@ def test_a_link_with_unanswered_appends_is_never_mounted_again():
     story = in_doubt()
     story.mounted(story.link(number=2), 9, link=2)
     # What was in doubt is settled, yet it may still queue at the server behind link 1.
-    story.tell(stream_events.Append(parcel(2)))
+    story.tell(stream_events.SendAppends(parcel(2)))
     story.tell(stream_events.LinkLost(2, "cut"))
     story.wake(story.stream.wake_at_ms)
     opening = next(each for each in story.done if isinstance(each, stream_events.OpenLink))
@@ -243,14 +243,14 @@ def test_a_link_with_unanswered_appends_is_never_mounted_again():
 
 def test_a_link_with_an_append_that_was_given_up_is_not_mounted_again_either():
     story = Story().ready()
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     assert isinstance(refused(story.wake(SETTINGS.request_timeout_ms))[1], errors.OutcomeUnknown)
     assert story.tell(stream_events.Subscribe(-1)) == [stream_events.OpenLink(2, (1,))]
 
 
 def test_a_link_that_is_gone_need_not_be_avoided():
     story = Story().ready()
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     story.hear(m.ErrorResponse(req(1), errors.OutcomeUnknown.code, True, "?"))
     opening = story.done[-1]
     assert opening == stream_events.OpenLink(2, (1,))
@@ -258,8 +258,8 @@ def test_a_link_that_is_gone_need_not_be_avoided():
     story.mounted(story.link(number=2), 0, link=2)
     (asked,) = story.sent(m.RangeRequest)
     story.hear(range_data(asked, req(1), mark=0), link=2)
-    story.tell(stream_events.Append(parcel(2)))
-    story.tell(stream_events.Received(2, committed(req(2), 1)))
+    story.tell(stream_events.SendAppends(parcel(2)))
+    story.tell(stream_events.MessageReceived(2, committed(req(2), 1)))
     story.tell(stream_events.LinkLost(2, "cut"))
     assert story.stream.phase is Phase.IDLE
 
@@ -282,7 +282,7 @@ def test_a_link_that_is_gone_need_not_be_avoided():
 )
 def test_a_definite_refusal_is_told_for_every_row(error, reason):
     story = Story().ready(mark=4)
-    story.tell(stream_events.Append(parcel(1, rows=3)))
+    story.tell(stream_events.SendAppends(parcel(1, rows=3)))
     outcome = settled(story.refuse(req(1), error))[1]
     assert outcome.reasons.tolist() == [reason] * 3
     assert outcome.high_water_mark == 4
@@ -292,7 +292,7 @@ def test_a_definite_refusal_is_told_for_every_row(error, reason):
 
 def test_an_unknown_outcome_is_settled_by_the_log():
     story = Story().ready(mark=4)
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     effects = story.refuse(req(1), errors.OutcomeUnknown("the partition has moved"))
     assert effects == [stream_events.OpenLink(2, (1,))]
     story.mounted(story.link(number=2, generation=1), 5, link=2)
@@ -303,7 +303,7 @@ def test_an_unknown_outcome_is_settled_by_the_log():
 
 def test_a_usage_error_is_the_callers():
     story = Story().ready()
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     error = refused(story.refuse(req(1), errors.BadRequest("no Arrow")))[1]
     assert isinstance(error, errors.BadRequest)
     assert story.stream.phase is Phase.READY
@@ -312,10 +312,10 @@ def test_a_usage_error_is_the_callers():
 def test_a_refused_mount_waits_for_the_other_answers_and_keeps_its_link():
     story = Story().ready()
     for token in (1, 2):
-        story.tell(stream_events.Append(parcel(token)))
+        story.tell(stream_events.SendAppends(parcel(token)))
     story.hear(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
     assert story.stream.phase is Phase.READY
-    story.tell(stream_events.Append(parcel(3)))
+    story.tell(stream_events.SendAppends(parcel(3)))
     assert story.sent() == []  # it would overtake nothing, and be refused as well
     effects = story.hear(result(req(2), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
     assert effects[-1] == stream_events.OpenLink(2, ())
@@ -326,28 +326,28 @@ def test_a_refused_mount_waits_for_the_other_answers_and_keeps_its_link():
 def test_answers_that_do_not_come_are_not_waited_for_long():
     story = Story().ready()
     for token in (1, 2):
-        story.tell(stream_events.Append(parcel(token)))
+        story.tell(stream_events.SendAppends(parcel(token)))
     story.hear(result(req(1), (-1, m.Reason.NOT_MOUNTED, -1), mark=-1))
     assert story.wake(SETTINGS.retry_interval_ms_max) == [stream_events.OpenLink(2, (1,))]
 
 
 def test_an_answer_that_does_not_fit_its_parcel_leaves_it_in_doubt():
     story = Story().ready()
-    story.tell(stream_events.Append(parcel(1, rows=2)))
+    story.tell(stream_events.SendAppends(parcel(1, rows=2)))
     assert story.hear(committed(req(1), 5)) == [stream_events.OpenLink(2, (1,))]
 
 
 def test_a_later_owner_of_the_client_id_ends_the_stream():
     story = Story().ready()
-    story.tell(stream_events.Append(parcel(1)))
-    story.tell(stream_events.Append(parcel(2)))
+    story.tell(stream_events.SendAppends(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(2)))
     effects = story.refuse(req(1), errors.ConnectionSuperseded("a later one"))
     told = refused(effects)
     assert isinstance(told[1], errors.OutcomeUnknown)
     assert isinstance(told[2], errors.OutcomeUnknown)
     assert isinstance(effects[-1], stream_events.Stopped)
     assert isinstance(
-        refused(story.tell(stream_events.Append(parcel(3))))[3], errors.ConnectionSuperseded
+        refused(story.tell(stream_events.SendAppends(parcel(3))))[3], errors.ConnectionSuperseded
     )
 
 
@@ -357,7 +357,7 @@ def test_a_later_owner_of_the_client_id_ends_the_stream():
 
 def test_links_are_tried_again_at_once_and_then_after_pauses_that_double():
     story = Story()
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     pauses = []
     for _ in range(7):
         opening = story.done[-1]
@@ -375,7 +375,7 @@ def test_links_are_tried_again_at_once_and_then_after_pauses_that_double():
 
 def test_news_of_the_assignment_end_a_pause():
     story = Story()
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     for _ in range(2):
         story.tell(stream_events.LinkFailed(story.done[-1].attempt, errors.NotOwned("nobody")))
     assert story.done == []
@@ -388,13 +388,13 @@ def test_news_of_the_assignment_end_a_pause():
 def test_a_newer_generation_is_followed_and_an_old_one_ignored():
     story = Story().ready()
     assert story.tell(stream_events.Moved(0)) == []
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     assert story.tell(stream_events.Moved(1)) == [stream_events.OpenLink(2, (1,))]
 
 
 def test_a_mount_that_is_not_answered_is_given_up():
     story = Story()
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     story.link()
     assert story.stream.wake_at_ms == SETTINGS.mount_timeout_ms
     assert story.wake(SETTINGS.mount_timeout_ms) == [stream_events.OpenLink(2, ())]
@@ -402,9 +402,9 @@ def test_a_mount_that_is_not_answered_is_given_up():
 
 def test_at_its_deadline_an_append_is_unknown_or_was_never_sent():
     story = Story().ready(mark=6)
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     story.tell(stream_events.LinkLost(1, "cut"))
-    story.tell(stream_events.Append(parcel(2)))
+    story.tell(stream_events.SendAppends(parcel(2)))
     told = refused(story.wake(SETTINGS.request_timeout_ms))
     assert isinstance(told[1], errors.OutcomeUnknown)
     assert "after transaction 6" in str(told[1])
@@ -415,7 +415,7 @@ def test_at_its_deadline_an_append_is_unknown_or_was_never_sent():
 def test_what_the_feed_has_shown_is_known_at_the_deadline():
     story = Story()
     request = story.fed(-1)
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     story.hear(feed_batch(request.req_id, 0, req(1)))
     effects = story.wake(SETTINGS.request_timeout_ms)
     assert settled(effects)[1].transaction_ids.tolist() == [0]
@@ -423,9 +423,9 @@ def test_what_the_feed_has_shown_is_known_at_the_deadline():
 
 def test_closing_tells_what_was_sent_from_what_was_not():
     story = Story().ready()
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     story.tell(stream_events.LinkLost(1, "cut"))
-    story.tell(stream_events.Append(parcel(2)))
+    story.tell(stream_events.SendAppends(parcel(2)))
     told = refused(story.tell(stream_events.Close()))
     assert isinstance(told[1], errors.OutcomeUnknown)
     assert type(told[2]) is errors.Unreachable
@@ -439,8 +439,8 @@ def test_closing_tells_what_was_sent_from_what_was_not():
 def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
     monkeypatch.setattr(partition_stream, "SEQUENCE_MAX", 10)
     story = Story().ready()
-    story.tell(stream_events.Append(parcel(1, rows=8)))
-    story.tell(stream_events.Append(parcel(2, rows=5)))
+    story.tell(stream_events.SendAppends(parcel(1, rows=8)))
+    story.tell(stream_events.SendAppends(parcel(2, rows=5)))
     assert story.done == []  # not while something of the old id is in flight
     assert story.hear(committed(req(1), *range(8)))[-1] == stream_events.NeedClientId()
     assert story.tell(stream_events.Renewed(8)) == [stream_events.OpenLink(2, ())]
@@ -583,7 +583,7 @@ def test_a_feed_that_is_far_behind_is_fetched_and_then_resumed():
         stream_events.FeedLags(-1, 500),
         stream_events.Ready(500),
     ]
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     assert len(story.sent()) == 1  # appends need not wait for it
     story.hear(committed(req(1), 501))
     assert story.tell(stream_events.Resume(480)) == [stream_events.OpenLink(2, ())]
@@ -651,7 +651,7 @@ def test_the_genesis_chain_says_nothing():
 def test_one_row_twice_in_the_log_is_not_passed_over():
     story = Story()
     request = story.fed(-1)
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     with pytest.raises(errors.DataLoss, match="twice"):
         story.hear(feed_batch(request.req_id, 0, req(1), req(1)))
 
@@ -667,7 +667,7 @@ def test_marks_come_from_everything_that_is_heard():
 
 def test_news_of_the_assignment_also_end_a_dial_that_hangs():
     story = Story()
-    story.tell(stream_events.Append(parcel(1)))
+    story.tell(stream_events.SendAppends(parcel(1)))
     first = story.opening
     assert story.tell(stream_events.Moved(1)) == [stream_events.OpenLink(2, ())]
     assert story.tell(stream_events.Linked(first.attempt, 1, 0, 1)) == []

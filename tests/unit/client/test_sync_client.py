@@ -22,7 +22,7 @@ from waltz_core.client import (
 from waltz_core.client.api.sync_client import WORKERS_MAX
 from waltz_core.client.links.directory import (
     ClusterInfo,
-    Layout,
+    ClusterLayout,
 )
 from waltz_core.client.read import data_cache
 from waltz_core.client.read.data_cache import (
@@ -32,7 +32,9 @@ from waltz_core.client.read.data_cache import (
 from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
 from waltz_core.memory import MemoryWaltz
 
-LAYOUT = Layout("127.0.0.1:1/never_asked", ClusterInfo("shop", bytes(16), 3), {0: ("a:1", 1)})
+LAYOUT = ClusterLayout(
+    "127.0.0.1:1/never_asked", ClusterInfo("shop", bytes(16), 3), {0: ("a:1", 1)}
+)
 
 
 class Applying(Callbacks):

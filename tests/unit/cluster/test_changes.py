@@ -8,8 +8,8 @@ from waltz_core import errors
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.change.changes import (
     Change,
+    PartitionReplicas,
     Plan,
-    Replicas,
     Wait,
 )
 from waltz_core.cluster.membership.assignment import check_replica_change
@@ -31,7 +31,7 @@ def seen(assigned, level=None, *, known=None, session=3, opened=3):
         each: ReplicaState(opened, UNRESOLVED if each in level else 10)
         for each in (assigned if known is None else known)
     }
-    return Replicas(tuple(assigned), PartitionMetadata(NO_GENERATION, session, states))
+    return PartitionReplicas(tuple(assigned), PartitionMetadata(NO_GENERATION, session, states))
 
 
 def plan(wanted, joining=""):
@@ -94,10 +94,10 @@ def test_a_single_replica_gets_a_second_one_though_it_has_to_copy_first():
 
 
 def test_without_a_history_nothing_is_awaited():
-    assert step(Replicas(("A", "B", "C"), None), "ABD", "D") == "ABCD"
-    assert step(Replicas(("A", "B", "C", "D"), None), "ABD", "D") == "ABD"
-    assert step(Replicas((), None), "ABD", "ABD") == "ABD"
-    assert step(Replicas(("A",), PartitionMetadata()), "A") is None
+    assert step(PartitionReplicas(("A", "B", "C"), None), "ABD", "D") == "ABCD"
+    assert step(PartitionReplicas(("A", "B", "C", "D"), None), "ABD", "D") == "ABD"
+    assert step(PartitionReplicas((), None), "ABD", "ABD") == "ABD"
+    assert step(PartitionReplicas(("A",), PartitionMetadata()), "A") is None
 
 
 def test_a_partition_without_any_replica_is_refused():

@@ -13,7 +13,7 @@ from waltz_core.cluster.change.creation import (
 from waltz_core.cluster.nodes.paths import ClusterPaths
 from waltz_core.cluster.nodes.znodes import (
     NO_NODE,
-    Create,
+    CreateNode,
     Set,
 )
 from waltz_core.errors import BadConfig
@@ -58,7 +58,7 @@ def test_the_roots_data_comes_last_and_no_step_is_too_large(partition_count, roo
     operations = [operation for step in steps for operation in step]
     assert isinstance(operations[-1], Set)
     assert (operations[-1].path, operations[-1].version) == ("/w", max(root_version, 0))
-    made = [operation.path for operation in operations if isinstance(operation, Create)]
+    made = [operation.path for operation in operations if isinstance(operation, CreateNode)]
     assert ("/w" in made) == (root_version == NO_NODE)
     assert len(made) == len(set(made)) == len(operations) - 1
     assert sum(path.startswith("/w/x/partition/") for path in made) == partition_count

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from waltz_core.cluster.zookeeper.credentials import (
     Credentials,
-    Grant,
+    NodePermission,
     parse_credentials,
 )
 from waltz_core.errors import BadConfig
@@ -21,9 +21,9 @@ def test_user_password_and_who_else_may_do_what():
     found = parse_credentials(f"# ours\n\ndigest:waltz:se:cret \n{others}", "f")
     assert (found.user, found.password) == ("waltz", "se:cret")
     assert found.grants == (
-        Grant("world", "anyone", "r"),
-        Grant("ip", "10.0.0.0/8", "cdrwa"),
-        Grant("digest", "b:aGFzaA==", "rw"),
+        NodePermission("world", "anyone", "r"),
+        NodePermission("ip", "10.0.0.0/8", "cdrwa"),
+        NodePermission("digest", "b:aGFzaA==", "rw"),
     )
     assert "cret" not in repr(found)
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.cluster_contract import KEY
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.membership.loads import (
-    Load,
     LoadBook,
     LoadMeter,
+    PartitionLoad,
     decode_loads,
     encode_loads,
 )
@@ -22,7 +22,7 @@ from waltz_core.errors import BadFormat
 WINDOW_MS = 30_000
 figures = st.integers(0, 10**12).map(lambda tenths: tenths / 10)
 all_loads = st.dictionaries(
-    st.integers(0, 2**31 - 1), st.builds(Load, figures, st.integers(0, 2**53)), max_size=20
+    st.integers(0, 2**31 - 1), st.builds(PartitionLoad, figures, st.integers(0, 2**53)), max_size=20
 )
 
 
@@ -50,10 +50,10 @@ def test_a_change_has_come_in_after_some_windows():
 def test_a_partition_that_has_gone_begins_anew():
     meter = LoadMeter(WINDOW_MS)
     meter.take({0: 0.0}, 0)
-    assert meter.take({0: 5_000.0}, 5_000) == {0: Load(pytest.approx(1_000), 5_000)}
+    assert meter.take({0: 5_000.0}, 5_000) == {0: PartitionLoad(pytest.approx(1_000), 5_000)}
     assert meter.take({}, 10_000) == {}
     assert meter.take({0: 0.0}, 15_000) == {}
-    assert meter.take({0: 10.0}, 20_000) == {0: Load(pytest.approx(2), 5_000)}
+    assert meter.take({0: 10.0}, 20_000) == {0: PartitionLoad(pytest.approx(2), 5_000)}
 
 
 def test_a_count_that_has_begun_anew_is_no_negative_load():
@@ -65,16 +65,16 @@ def test_a_count_that_has_begun_anew_is_no_negative_load():
 
 def test_what_a_partition_did_is_believed_until_its_new_owner_has_seen_it():
     book = LoadBook(WINDOW_MS)
-    assert book.take({1: {7: Load(500.0, WINDOW_MS)}}, {7: 1}) == {7: 500.0}
-    assert book.take({1: {7: Load(480.0, WINDOW_MS)}, 2: {}}, {7: 2}) == {7: 500.0}
-    assert book.take({2: {7: Load(3.0, WINDOW_MS - 1)}}, {7: 2}) == {7: 500.0}
-    assert book.take({2: {7: Load(450.0, WINDOW_MS)}}, {7: 2}) == {7: 450.0}
+    assert book.take({1: {7: PartitionLoad(500.0, WINDOW_MS)}}, {7: 1}) == {7: 500.0}
+    assert book.take({1: {7: PartitionLoad(480.0, WINDOW_MS)}, 2: {}}, {7: 2}) == {7: 500.0}
+    assert book.take({2: {7: PartitionLoad(3.0, WINDOW_MS - 1)}}, {7: 2}) == {7: 500.0}
+    assert book.take({2: {7: PartitionLoad(450.0, WINDOW_MS)}}, {7: 2}) == {7: 450.0}
 
 
 def test_a_young_load_of_an_unknown_partition_is_not_believed():
     book = LoadBook(WINDOW_MS)
-    assert book.take({1: {7: Load(5.0, WINDOW_MS - 1)}}, {7: 1, 8: 1}) == {}
-    assert book.take({1: {7: Load(5.0, WINDOW_MS)}}, {7: 1, 8: 1}) == {7: 5.0}
+    assert book.take({1: {7: PartitionLoad(5.0, WINDOW_MS - 1)}}, {7: 1, 8: 1}) == {}
+    assert book.take({1: {7: PartitionLoad(5.0, WINDOW_MS)}}, {7: 1, 8: 1}) == {7: 5.0}
     assert book.take({}, {8: 1}) == {}
 
 
@@ -113,13 +113,13 @@ def test_servers_tell_and_the_lead_reads():
         zookeeper = MemoryZooKeeper(asyncio.Event)
         one, two = zookeeper.coordinator("/w"), zookeeper.coordinator("/w")
         await one.create_cluster(NewCluster("w", 1, KEY))
-        await one.loads.tell(1, {0: Load(1.0, 5)})
-        await one.loads.tell(1, {0: Load(2.0, 10)})
+        await one.loads.tell(1, {0: PartitionLoad(1.0, 5)})
+        await one.loads.tell(1, {0: PartitionLoad(2.0, 10)})
         await two.loads.tell(2, {})
-        assert await two.loads.read([1, 2, 3]) == {1: {0: Load(2.0, 10)}, 2: {}}
+        assert await two.loads.read([1, 2, 3]) == {1: {0: PartitionLoad(2.0, 10)}, 2: {}}
         # The node of a process that is about to go, under the id that it keeps.
-        await two.loads.tell(1, {0: Load(3.0, 15)})
-        assert await one.loads.read([1]) == {1: {0: Load(3.0, 15)}}
+        await two.loads.tell(1, {0: PartitionLoad(3.0, 15)})
+        assert await one.loads.read([1]) == {1: {0: PartitionLoad(3.0, 15)}}
         # One of a version to come does not keep the others from being read.
         nodes = one.loads._nodes
         path = nodes.paths.load(1)

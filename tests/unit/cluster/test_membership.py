@@ -12,7 +12,7 @@ from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.reachability import (
     ReachBoard,
-    Report,
+    ReachReport,
 )
 from waltz_core.cluster.membership.registration import (
     Membership,
@@ -22,7 +22,7 @@ from waltz_core.cluster.membership.registration import (
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.node_access import ClusterNodes
 from waltz_core.cluster.nodes.znodes import (
-    Create,
+    CreateNode,
     SessionState,
     Set,
 )
@@ -213,7 +213,7 @@ async def test_a_second_node_of_ones_own_is_taken_away(cluster):
     await member.register(descriptor(1))
     (name,) = cluster.zookeeper.names(SERVERS)
     await session.write(
-        [Create(f"{SERVERS}/s_", descriptor(1).to_bytes(), ephemeral=True, sequential=True)]
+        [CreateNode(f"{SERVERS}/s_", descriptor(1).to_bytes(), ephemeral=True, sequential=True)]
     )
     assert cluster.registered() == [1, 1]
     await member.register(descriptor(1))
@@ -656,18 +656,18 @@ async def test_a_server_that_no_witness_reaches_owns_nothing_until_one_does(clus
     await one.register(descriptor(1))
     async with running(one.follow(inbox)):
         await inbox.until(lambda view: len(view.partitions_of(1)) == 4)
-        await board.publish(ServerId(1), Report())
+        await board.publish(ServerId(1), ReachReport())
         await two.register(descriptor(2))
         view = await inbox.until(lambda view: 2 in view.servers)
         assert len(view.partitions_of(1)) == 4
         assert view.left_out == {2}
         await two.prefer(descriptor(2, preferred=[3]))
         assert len((await one.read()).partitions_of(1)) == 4
-        await board.publish(ServerId(1), Report(frozenset({ServerId(2)})))
+        await board.publish(ServerId(1), ReachReport(frozenset({ServerId(2)})))
         view = await inbox.until(lambda view: len(view.partitions_of(2)) == 2)
         assert not view.left_out
         assert 3 in view.partitions_of(2)
-        await board.publish(ServerId(1), Report(unreachable={ServerId(2): "refused"}))
+        await board.publish(ServerId(1), ReachReport(unreachable={ServerId(2): "refused"}))
         await inbox.until(lambda view: len(view.partitions_of(1)) == 4)
         await session.close()
     async with running(two.follow(inbox)):

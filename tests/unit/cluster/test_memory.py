@@ -7,7 +7,7 @@ import pytest
 from waltz_core import errors
 from waltz_core.cluster.nodes.znodes import (
     NO_NODE,
-    Create,
+    CreateNode,
     Delete,
     SessionState,
     Set,
@@ -46,7 +46,7 @@ def now(coroutine):
 def test_nothing_waits_so_the_simulator_needs_no_event_loop():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     coordinator = zookeeper.coordinator("/w")
-    now(zookeeper.session().write([Create("/a", b"1")]))
+    now(zookeeper.session().write([CreateNode("/a", b"1")]))
     with pytest.raises(errors.BadConfig):
         coordinator.read_cluster().send(None)
     assert zookeeper.dump() == {"/": b"", "/a": b"1"}
@@ -55,7 +55,7 @@ def test_nothing_waits_so_the_simulator_needs_no_event_loop():
 def test_watches_fire_once_in_order_and_after_the_write():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     reader, writer = zookeeper.session(), zookeeper.session()
-    now(writer.write([Create("/a")]))
+    now(writer.write([CreateNode("/a")]))
     log = []
     seen = []
 
@@ -65,7 +65,7 @@ def test_watches_fire_once_in_order_and_after_the_write():
 
     first, second = Flag(log, "first", write_more), Flag(log, "second")
     third = Flag(log, "third")
-    now(writer.write([Create("/b")]))
+    now(writer.write([CreateNode("/b")]))
     now(reader.get("/a", first))
     now(reader.get("/a", second))
     now(reader.get("/b", third))
@@ -79,15 +79,15 @@ def test_watches_fire_once_in_order_and_after_the_write():
 def test_a_refused_write_fires_nothing_and_changes_nothing():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
-    now(session.write([Create("/a"), Create("/a/b")]))
+    now(session.write([CreateNode("/a"), CreateNode("/a/b")]))
     log = []
     now(session.get("/a", Flag(log, "a")))
     before = zookeeper.dump()
     for operations in (
         [Set("/a", b"x", 0), Set("/a", b"y", 0)],
         [Set("/a", b"x", 0), Delete("/a", 1)],
-        [Set("/a", b"x", 0), Create("/none/c")],
-        [Set("/a", b"x", 0), Create("/a/b")],
+        [Set("/a", b"x", 0), CreateNode("/none/c")],
+        [Set("/a", b"x", 0), CreateNode("/a/b")],
         [Set("/a", b"x", 0), Delete("/none", 0)],
     ):
         with pytest.raises(errors.CoordinatorConflict):
@@ -102,7 +102,7 @@ def test_states_and_faults():
     states = []
     session.on_state(states.append)
     signal = session.new_signal()
-    now(session.write([Create("/e", ephemeral=True), Create("/p")]))
+    now(session.write([CreateNode("/e", ephemeral=True), CreateNode("/p")]))
     session.suspend()
     assert signal.is_set()
     for refused in (session.get("/e"), session.children("/"), session.write([]), session.sync()):

@@ -12,7 +12,7 @@ from waltz_core.cluster.nodes.node_access import (
     decode_node,
 )
 from waltz_core.cluster.nodes.znodes import (
-    Create,
+    CreateNode,
     Node,
     NodeStat,
     Set,
@@ -48,7 +48,7 @@ def test_a_node_is_read_and_decoded():
     async def run():
         _, nodes, writer = two_views()
         params = model.ClusterParams("payments", 4)
-        await writer.write([Create(ROOT, params.to_bytes())])
+        await writer.write([CreateNode(ROOT, params.to_bytes())])
         assert (await nodes.require(ROOT)).data == params.to_bytes()
         assert await nodes.read(ROOT, model.ClusterParams.from_bytes) == params
 
@@ -65,7 +65,7 @@ def test_bytes_that_cannot_be_decoded_are_told_with_their_path():
 def test_missing_nodes_are_made_parents_first_and_others_left_alone():
     async def run():
         zookeeper, nodes, writer = two_views()
-        await writer.write([Create("/w"), Create("/w/a", b"kept")])
+        await writer.write([CreateNode("/w"), CreateNode("/w/a", b"kept")])
         for _ in range(2):
             await nodes.ensure(["/w", "/w/a", "/w/b", "/w/b/c"])
         assert zookeeper.dump() == {
@@ -86,7 +86,7 @@ def test_somebody_quicker_is_no_error():
 
         async def overtaken(path, signal=None):
             found = await whole(path, signal)
-            await writer.write([Create(path, b"theirs")])
+            await writer.write([CreateNode(path, b"theirs")])
             return found
 
         nodes.znodes.get = overtaken
@@ -124,9 +124,9 @@ def test_a_follower_looks_at_once_and_after_each_change_and_no_more():
         looks = Looks(nodes)
         async with running(nodes.follow(looks)):
             await looks.until(None)
-            await writer.write([Create(ROOT, b"1")])
+            await writer.write([CreateNode(ROOT, b"1")])
             await looks.until(b"1")
-            await writer.write([Create("/other")])
+            await writer.write([CreateNode("/other")])
             await writer.write([Set(ROOT, b"2", 0)])
             await looks.until(b"2")
         assert looks.seen.all == [None, b"1", b"2"]
@@ -139,7 +139,7 @@ def test_a_follower_looks_at_once_and_after_each_change_and_no_more():
 def test_a_follower_outlives_lost_connections_and_sessions():
     async def run():
         _, nodes, writer = two_views()
-        await writer.write([Create(ROOT, b"1")])
+        await writer.write([CreateNode(ROOT, b"1")])
         looks = Looks(nodes)
         async with running(nodes.follow(looks)):
             await looks.until(b"1")
@@ -167,7 +167,7 @@ def test_a_follower_waits_after_a_conflict_and_looks_again_after_an_unknown_outc
             nodes.znodes.suspend()
             nodes.znodes.resume()
             await looks.until(None)
-        await writer.write([Create(ROOT)])
+        await writer.write([CreateNode(ROOT)])
 
     asyncio.run(run())
 
@@ -192,7 +192,7 @@ def test_an_unknown_write_inside_a_look_is_looked_at_again():
 
         async def look(signal):
             if await nodes.znodes.get(ROOT, signal) is None:
-                await nodes.znodes.write([Create(ROOT, b"made")])
+                await nodes.znodes.write([CreateNode(ROOT, b"made")])
             done(zookeeper.dump().get(ROOT))
 
         nodes.znodes.faults = [WriteFault.REQUEST_LOST, WriteFault.REPLY_LOST]

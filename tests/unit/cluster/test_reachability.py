@@ -12,16 +12,16 @@ from waltz_core.cluster.membership.reachability import (
     STABLE_MS,
     Reachability,
     ReachBoard,
-    Report,
+    ReachReport,
     eligible,
 )
 from waltz_core.cluster.nodes.node_access import ClusterNodes
-from waltz_core.cluster.nodes.znodes import Create
+from waltz_core.cluster.nodes.znodes import CreateNode
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 
 def says(reached=(), unreachable=()):
-    return Report(frozenset(reached), dict.fromkeys(unreachable, "refused"))
+    return ReachReport(frozenset(reached), dict.fromkeys(unreachable, "refused"))
 
 
 def opens_nothing(reached=()):
@@ -106,9 +106,9 @@ def test_a_server_is_unreachable_after_several_failures_over_some_time():
     seen = Reachability()
     for at_ms in (0, 1, 2, FAILING_MS - 1):
         seen.failed(7, "refused", at_ms)
-        assert seen.report(at_ms) == Report()
+        assert seen.report(at_ms) == ReachReport()
     seen.failed(7, "x" * 1_000, FAILING_MS)
-    assert seen.report(FAILING_MS) == Report(unreachable={7: "x" * REASON_CHARS_MAX})
+    assert seen.report(FAILING_MS) == ReachReport(unreachable={7: "x" * REASON_CHARS_MAX})
 
 
 def test_few_failures_over_a_long_time_say_nothing():
@@ -116,7 +116,7 @@ def test_few_failures_over_a_long_time_say_nothing():
     seen.reached(7, 0)
     for number in range(FAILURES_MIN - 1):
         seen.failed(7, "refused", number * 10 * FAILING_MS)
-    assert seen.report(100 * FAILING_MS) == Report(frozenset({7}))
+    assert seen.report(100 * FAILING_MS) == ReachReport(frozenset({7}))
 
 
 def test_a_server_is_reached_again_once_a_connection_lasts():
@@ -128,15 +128,15 @@ def test_a_server_is_reached_again_once_a_connection_lasts():
     seen.failed(7, "refused", 10_000 + STABLE_MS)
     assert seen.report(10_000 + STABLE_MS).unreachable
     seen.reached(7, 30_000)
-    assert seen.report(30_000 + STABLE_MS) == Report(frozenset({7}))
+    assert seen.report(30_000 + STABLE_MS) == ReachReport(frozenset({7}))
     seen.keep([8])
-    assert seen.report(40_000) == Report()
+    assert seen.report(40_000) == ReachReport()
 
 
 def test_a_report_survives_its_bytes():
-    report = Report(frozenset({3, 1}), {7: "TLS \u2014 refused"})
+    report = ReachReport(frozenset({3, 1}), {7: "TLS \u2014 refused"})
     for each in (report, report.without_open_partition()):
-        assert Report.from_bytes(each.to_bytes()) == each
+        assert ReachReport.from_bytes(each.to_bytes()) == each
     assert not report.without_open_partition().unreachable
     for data in (
         b"",
@@ -149,14 +149,14 @@ def test_a_report_survives_its_bytes():
         b'{"format":1,"reached":[' + 5_000 * b"1" + b'],"unreachable":{}}',
     ):
         with pytest.raises(errors.BadFormat, match="reach report"):
-            Report.from_bytes(data)
+            ReachReport.from_bytes(data)
 
 
 def test_a_server_publishes_in_each_session():
     async def run():
         zookeeper = MemoryZooKeeper(asyncio.Event)
         session = zookeeper.session()
-        await session.write([Create("/w")])
+        await session.write([CreateNode("/w")])
         board = ReachBoard(ClusterNodes(session, "/w"))
         reader = ReachBoard(ClusterNodes(zookeeper.session(), "/w"))
         await board.publish(1, says([2]))
@@ -164,7 +164,7 @@ def test_a_server_publishes_in_each_session():
         await board.publish(1, says([], [2]))
         assert await reader.read([1, 2]) == {1: says([], [2])}
         assert await reader.read([2]) == {}
-        await session.write([Create("/w/x/reach/2", b"of another version")])
+        await session.write([CreateNode("/w/x/reach/2", b"of another version")])
         assert await reader.read([1, 2]) == {1: says([], [2])}
         session.expire()
         session.resume()
@@ -179,7 +179,7 @@ def test_a_report_whose_write_had_no_known_outcome_is_published_again(monkeypatc
     async def run():
         zookeeper = MemoryZooKeeper(asyncio.Event)
         session = zookeeper.session()
-        await session.write([Create("/w")])
+        await session.write([CreateNode("/w")])
         nodes = ClusterNodes(session, "/w")
         board = ReachBoard(nodes)
         await board.publish(1, says([2]))

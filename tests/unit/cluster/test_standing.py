@@ -12,7 +12,7 @@ from waltz_core.cluster.nodes.model import (
 from waltz_core.ops.facts import ReplicaFacts
 from waltz_core.ops.standing import (
     Lack,
-    Standing,
+    PartitionStanding,
     lack_of,
 )
 
@@ -23,7 +23,7 @@ def case():
 
 
 def standing(case):
-    return Standing(case.facts.cluster, 0)
+    return PartitionStanding(case.facts.cluster, 0)
 
 
 def test_a_partition_that_is_well(case):

@@ -16,7 +16,7 @@ from waltz_core.cluster.change.creation import (
 )
 from waltz_core.cluster.change.storages import (
     PARTITIONS_AT_ONCE,
-    Layout,
+    StorageLayout,
 )
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.cluster.nodes import model
@@ -122,7 +122,9 @@ def in_cluster(story):
 
 
 def layout():
-    return Layout(model.ReplicaAssignments({A: (0,), B: ()}), {A: 0, B: 3}, {A: 5281, B: 5281})
+    return StorageLayout(
+        model.ReplicaAssignments({A: (0,), B: ()}), {A: 0, B: 3}, {A: 5281, B: 5281}
+    )
 
 
 def test_a_storage_is_added_empty_and_in_a_group_of_its_own():
@@ -130,7 +132,9 @@ def test_a_storage_is_added_empty_and_in_a_group_of_its_own():
     assert grown.assignment.partitions == {A: (0,), B: (), C: ()}
     assert (grown.groups[C], grown.admin_ports[C]) == (4, 99)
     assert layout().with_storage(C, 99, 3).groups[C] == 3
-    assert Layout(model.ReplicaAssignments(), {}, {}).with_storage(C, 9, None).groups == {C: 0}
+    assert StorageLayout(model.ReplicaAssignments(), {}, {}).with_storage(C, 9, None).groups == {
+        C: 0
+    }
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,7 @@ def test_a_storage_that_cannot_be_is_refused(address, port, said):
 
 
 def test_a_storage_goes_when_it_holds_nothing():
-    assert layout().without_storage(B) == Layout(
+    assert layout().without_storage(B) == StorageLayout(
         model.ReplicaAssignments({A: (0,)}), {A: 0}, {A: 5281}
     )
     with pytest.raises(errors.BadRequest, match="still has replicas of 1 partitions"):
@@ -195,7 +199,7 @@ async def test_a_change_is_made_again_when_somebody_else_was_quicker(cluster):
 async def test_a_step_that_is_too_wide_is_refused(cluster):
     def change(old):
         moved = model.ReplicaAssignments({A: (0, 1), B: (), C: (), D: (0, 1), "h:1": (0, 1)})
-        return Layout(moved, old.groups, old.admin_ports)
+        return StorageLayout(moved, old.groups, old.admin_ports)
 
     with pytest.raises(errors.BadRequest, match="partition 0 would get 2 new replicas of 3"):
         await cluster.coordinator.storages.change(change)

@@ -9,7 +9,7 @@ from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.nodes import tree
 from waltz_core.cluster.nodes.paths import ClusterPaths
-from waltz_core.cluster.nodes.znodes import Create
+from waltz_core.cluster.nodes.znodes import CreateNode
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
     MemoryZooKeeper,
     WriteFault,
@@ -37,7 +37,7 @@ def story(run):
 async def test_clusters_are_found_below_a_place_and_nowhere_else(it):
     for root in ("/a/one", "/a/two", "/b"):
         await it.cluster(root, root[-1])
-    await it.session.write([Create("/zookeeper"), Create("/a/other", b"no cluster")])
+    await it.session.write([CreateNode("/zookeeper"), CreateNode("/a/other", b"no cluster")])
 
     async def roots(below):
         return [each.root for each in await tree.find_clusters(it.session, below)]
@@ -60,9 +60,9 @@ def test_too_many_other_nodes_are_refused(monkeypatch):
     monkeypatch.setattr(tree, "NODES_MAX", 10)
 
     async def run(it):
-        await it.session.write([Create(f"/n{number}") for number in range(9)])
+        await it.session.write([CreateNode(f"/n{number}") for number in range(9)])
         assert await tree.find_clusters(it.session, "/") == []
-        await it.session.write([Create("/n9")])
+        await it.session.write([CreateNode("/n9")])
         with pytest.raises(errors.BadRequest, match="more than 10 nodes below /"):
             await tree.find_clusters(it.session, "/")
 
@@ -115,7 +115,7 @@ def test_a_write_of_unknown_outcome_is_looked_at_again(fault, at):
 async def test_what_is_made_meanwhile_goes_too(it):
     await it.cluster("/w")
     other = it.zookeeper.session()
-    new = [Create("/w/new"), Create("/w/new/deep")]
+    new = [CreateNode("/w/new"), CreateNode("/w/new/deep")]
 
     class Meddling:
         def __getattr__(self, name):
@@ -142,7 +142,7 @@ async def test_a_cluster_that_is_written_to_for_ever_is_told_and_is_none_any_mor
 
         async def write(self, operations):
             if len(operations) > 1:
-                await other.write([Create(f"/w/n{next(numbers)}")])
+                await other.write([CreateNode(f"/w/n{next(numbers)}")])
             return await it.session.write(operations)
 
     with pytest.raises(errors.CoordinatorConflict, match="is written to while it is deleted"):
@@ -154,9 +154,11 @@ async def test_a_cluster_that_is_written_to_for_ever_is_told_and_is_none_any_mor
 
 @story
 async def test_the_remains_of_a_cluster_go_and_what_is_somebody_elses_stays(it):
-    await it.session.write([Create("/w"), Create("/w/store"), Create("/w/store/partition")])
-    await it.session.write([Create("/a"), Create("/a/ids"), Create("/a/topics")])
-    await it.session.write([Create("/b", b"x")])
+    await it.session.write(
+        [CreateNode("/w"), CreateNode("/w/store"), CreateNode("/w/store/partition")]
+    )
+    await it.session.write([CreateNode("/a"), CreateNode("/a/ids"), CreateNode("/a/topics")])
+    await it.session.write([CreateNode("/b", b"x")])
     assert await tree.delete_tree(it.session, "/w") == 3
     with pytest.raises(
         errors.BadRequest, match="expected a cluster or its remains, found a node t"

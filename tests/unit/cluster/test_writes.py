@@ -13,7 +13,7 @@ from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.node_access import ClusterNodes
 from waltz_core.cluster.nodes.znodes import (
-    Create,
+    CreateNode,
     Delete,
 )
 from waltz_core.cluster.writes import TaskState, WriteRegistry, WriteState, check_name
@@ -193,9 +193,9 @@ def test_numbers_that_no_writer_writes():
     async def run():
         session = MemoryZooKeeper(asyncio.Event).session()
         for path in ("/w", "/w/x", "/w/x/writes", "/w/x/writes/n-1"):
-            await session.write([Create(path)])
-        await session.write([Create(f"/w/x/writes/n-{5_000 * '9'}")])
-        await session.write([Create(f"/w/x/writes/n-1/{5_000 * '9'}")])
+            await session.write([CreateNode(path)])
+        await session.write([CreateNode(f"/w/x/writes/n-{5_000 * '9'}")])
+        await session.write([CreateNode(f"/w/x/writes/n-1/{5_000 * '9'}")])
         registry = WriteRegistry(ClusterNodes(session, "/w"))
         assert await registry.task_numbers("n-1") == []
         await registry._check_is_last("n-1")

@@ -10,7 +10,7 @@ from waltz_core.errors import BadFormat, DiskFailed
 from waltz_core.offline.index_repair import held_alone, repair_index
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     PowerLoss,
     Survival,
 )
@@ -75,7 +75,7 @@ def test_a_crash_at_any_step_leaves_the_old_index_or_the_new_one(disk, survival)
         disk.become(contents)
         disk.flip(INDEX, 140)
         bad = disk.content(INDEX)
-        disk.plan(disk.step_count + step, Fault.POWER_LOSS)
+        disk.plan(disk.step_count + step, DiskFault.POWER_LOSS)
         lost = False
         try:
             repair_index(disk, SEGMENT, dry_run=False)
@@ -88,7 +88,7 @@ def test_a_crash_at_any_step_leaves_the_old_index_or_the_new_one(disk, survival)
     assert seen == {good, bad}
 
 
-@pytest.mark.parametrize("fault", [Fault.FAILS, Fault.DISK_FULL])
+@pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
 def test_an_error_leaves_the_old_index(disk, fault):
     disk.flip(INDEX, 140)
     bad = disk.content(INDEX)

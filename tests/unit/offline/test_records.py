@@ -6,7 +6,7 @@ import pytest
 
 from tests.property.storage_model import record
 from waltz_core.offline import records
-from waltz_core.offline.records import Gap, Run, fields, is_right, walk
+from waltz_core.offline.records import Gap, RecordRun, fields, is_right, walk
 
 
 class Bytes:
@@ -33,7 +33,7 @@ def some(count, first=0, seed=1):
 def ids(parts):
     """Ids of readable records, in order, and the gaps."""
     parts = list(parts)
-    runs = [one for one in parts if isinstance(one, Run)]
+    runs = [one for one in parts if isinstance(one, RecordRun)]
     found = [one.first + place for one in runs for place in range(one.length)]
     return found, [one for one in parts if isinstance(one, Gap)]
 

@@ -30,7 +30,7 @@ from waltz_core.storage.files.format import (
     Slot,
 )
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     PowerLoss,
     Survival,
 )
@@ -415,7 +415,7 @@ def test_a_batch_in_front_of_a_file_in_which_a_log_went_on_is_no_torn_one(tmp_pa
         world.append([1])
         world.sync()
     world.append([1])
-    world.disk.plan(world.disk.step_count + 1, Fault.FAILS)
+    world.disk.plan(world.disk.step_count + 1, DiskFault.FAILS)
     with pytest.raises(DiskFailed):
         world.sync()
     world.log.prepare(world.session + 1, bytes(16))
@@ -467,7 +467,7 @@ def test_a_cut_that_a_crash_has_stopped_is_no_fault(tmp_path, survival):
     while lost:
         step += 1
         world = some_world()
-        world.disk.plan(world.disk.step_count + step, Fault.POWER_LOSS)
+        world.disk.plan(world.disk.step_count + step, DiskFault.POWER_LOSS)
         lost = False
         try:
             cut_in_a_batch(world)

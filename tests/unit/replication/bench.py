@@ -16,13 +16,13 @@ from waltz_core.cluster.nodes.model import (
 from waltz_core.machine import Report, Wakeup
 from waltz_core.replication import session_events
 from waltz_core.replication.invariants import check
-from waltz_core.replication.limits import Limits
+from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.wire import messages as wire
 
 KEY = b"cluster-key-16-b"
 A, B, C, D, E = (f"storage{n}:1" for n in range(5))
-LIMITS = Limits(lag_bytes_max=500, range_bytes_max=300)
+LIMITS = SessionLimits(lag_bytes_max=500, range_bytes_max=300)
 
 
 class Bench:

@@ -151,7 +151,7 @@ class ModelStorage:
             case wire.Repair():
                 for bad in range(message.first, message.first + len(message.lengths) // 4):
                     disk.damaged.discard(bad)
-        return wire.ReplicaState(*prefix, self.last, self.chain)
+        return wire.ReplicaEnd(*prefix, self.last, self.chain)
 
     def _prepare(self, prefix, message):
         disk = self.disk

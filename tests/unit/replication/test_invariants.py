@@ -5,7 +5,7 @@ import pytest
 from tests.unit.replication.bench import A, B, Bench, C
 from waltz_core.cluster.nodes.model import ReplicaState
 from waltz_core.replication.invariants import check
-from waltz_core.replication.replica_session import Stage
+from waltz_core.replication.replica_session import ReplicaStage
 
 
 @pytest.fixture
@@ -41,14 +41,14 @@ def test_a_mark_that_no_quorum_has_synced(bench):
 
 def test_less_than_a_quorum_engaged(bench):
     for name in (A, B):
-        bench.store.session.replicas[name].stage = Stage.ABSENT
+        bench.store.session.replicas[name].stage = ReplicaStage.ABSENT
     with pytest.raises(AssertionError):
         check(bench.store)
 
 
 def test_a_late_replica_with_what_is_not_committed(bench):
     one = bench.store.session.replicas[C]
-    one.stage = Stage.READY
+    one.stage = ReplicaStage.READY
     check(bench.store)
     one.next_id += 1
     with pytest.raises(AssertionError, match="only what is committed"):
@@ -67,6 +67,6 @@ def test_a_mark_before_anything_is_decided():
     bench.ask_zookeeper()
     bench.ask_zookeeper()
     bench.store.session.repairs.goal = None
-    bench.store.session.replicas[A].stage = Stage.READY
+    bench.store.session.replicas[A].stage = ReplicaStage.READY
     with pytest.raises(AssertionError):
         check(bench.store)

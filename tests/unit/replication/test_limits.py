@@ -4,17 +4,17 @@ from dataclasses import fields
 
 import pytest
 
-from waltz_core.replication.limits import Limits
+from waltz_core.replication.limits import SessionLimits
 
 
 def test_every_number_must_be_positive():
-    for field in fields(Limits):
+    for field in fields(SessionLimits):
         with pytest.raises(AssertionError):
-            Limits(**{field.name: -1})
-    assert Limits(quorum_ms_max=0, grace_ms=0).quorum_ms_max == 0
+            SessionLimits(**{field.name: -1})
+    assert SessionLimits(quorum_ms_max=0, grace_ms=0).quorum_ms_max == 0
 
 
 def test_the_least_is_not_above_the_most():
     for name in ("retry", "redial", "hold"):
         with pytest.raises(AssertionError):
-            Limits(**{f"{name}_ms_min": 10, f"{name}_ms_max": 9})
+            SessionLimits(**{f"{name}_ms_min": 10, f"{name}_ms_max": 9})

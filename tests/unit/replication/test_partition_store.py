@@ -14,8 +14,8 @@ from waltz_core.cluster.nodes.model import (
     ReplicaState,
 )
 from waltz_core.replication import session_events
-from waltz_core.replication.limits import Limits
-from waltz_core.replication.replica_session import Stage
+from waltz_core.replication.limits import SessionLimits
+from waltz_core.replication.replica_session import ReplicaStage
 from waltz_core.replication.session_events import (
     Committed,
     MarkProved,
@@ -396,7 +396,7 @@ def test_a_replica_that_never_settles_the_past_is_done_without():
     assert other.store.open_session is None
     other.wait(other.limits.answer_ms_max)
     other.reopen()
-    assert other.store.session.replicas[asked].stage is not Stage.ENGAGED
+    assert other.store.session.replicas[asked].stage is not ReplicaStage.ENGAGED
 
 
 def test_what_reached_a_quorum_is_settled_as_committed():
@@ -414,7 +414,7 @@ def test_what_reached_a_quorum_is_settled_as_committed():
 
 
 def test_a_fenced_session_gives_way_and_a_lasting_duel_ends():
-    bench = Bench(limits=Limits(lost_races_max=2))
+    bench = Bench(limits=SessionLimits(lost_races_max=2))
     bench.open()
     for _ in range(40):
         if bench.all_told(Released):

@@ -1,6 +1,6 @@
 """Unit tests of `waltz_core.replication.proving`: who is asked, when it counts, who is told."""
 
-from waltz_core.replication.limits import Limits
+from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.proving import Proving
 from waltz_core.replication.session_events import (
     MarkProved,
@@ -23,7 +23,7 @@ class Replica:
 
 def proving():
     outbox = []
-    return Proving(NAMES, outbox=outbox, limits=Limits(proof_ms_max=100)), outbox
+    return Proving(NAMES, outbox=outbox, limits=SessionLimits(proof_ms_max=100)), outbox
 
 
 def test_a_quorum_proves_the_mark_that_was_committed_at_the_question():

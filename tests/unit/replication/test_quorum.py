@@ -7,7 +7,7 @@ from waltz_core.records.record import (
     ReplicaId,
     TransactionId,
 )
-from waltz_core.replication.quorum import Tally, Verdict, quorum_mark, quorum_size
+from waltz_core.replication.quorum import Tally, VoteResult, quorum_mark, quorum_size
 
 REPLICAS = [ReplicaId(f"storage-{n}:1") for n in range(5)]
 
@@ -15,9 +15,9 @@ REPLICAS = [ReplicaId(f"storage-{n}:1") for n in range(5)]
 def test_two_of_three_votes_commit() -> None:
     tally = Tally(REPLICAS[:3])
     tally.vote(REPLICAS[0])
-    assert tally.verdict is Verdict.OPEN
+    assert tally.verdict is VoteResult.OPEN
     tally.vote(REPLICAS[1])
-    assert tally.verdict is Verdict.COMMITTED
+    assert tally.verdict is VoteResult.COMMITTED
 
 
 def test_a_vote_outlives_its_connection() -> None:
@@ -25,15 +25,15 @@ def test_a_vote_outlives_its_connection() -> None:
     tally.vote(REPLICAS[0])
     tally.lose(REPLICAS[0])
     tally.lose(REPLICAS[1])
-    assert tally.verdict is Verdict.OPEN
+    assert tally.verdict is VoteResult.OPEN
     tally.lose(REPLICAS[2])
-    assert tally.verdict is Verdict.LOST
+    assert tally.verdict is VoteResult.LOST
 
 
 @given(count=st.integers(1, 5), steps=st.lists(st.tuples(st.booleans(), st.integers(0, 4))))
 def test_a_final_verdict_never_changes(count: int, steps: list[tuple[bool, int]]) -> None:
     """Whatever the order of votes and losses, the first answer that is not OPEN stays."""
-    tally, lost, first = Tally(REPLICAS[:count]), set[int](), Verdict.OPEN
+    tally, lost, first = Tally(REPLICAS[:count]), set[int](), VoteResult.OPEN
     for is_vote, number in steps:
         index = number % count
         if is_vote and index not in lost:
@@ -41,7 +41,7 @@ def test_a_final_verdict_never_changes(count: int, steps: list[tuple[bool, int]]
         elif not is_vote:
             tally.lose(REPLICAS[index])
             lost.add(index)
-        if first is Verdict.OPEN:
+        if first is VoteResult.OPEN:
             first = tally.verdict
         assert tally.verdict is first
 

@@ -19,13 +19,13 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.replication.repair import (
-    Append,
+    AppendCopy,
     Cut,
-    Fetch,
+    FetchCopy,
     Goal,
     Mend,
     OwnLineage,
-    Repair,
+    ReplicaRepair,
     SetMark,
     SourceLineage,
     pairs_of,
@@ -54,7 +54,7 @@ def prepared(one):
 
 
 def repair_of(one):
-    return Repair(prepared(one))
+    return ReplicaRepair(prepared(one))
 
 
 def somebody(_first, _last):
@@ -88,10 +88,10 @@ def take(repair, one, source, step):
         case Cut():
             answer = ok(one.handle(wire.Truncate(*prefix, *step)))
             repair.cut(answer.synced_max, answer.chain, step)
-        case Fetch(first, last, whole):
+        case FetchCopy(first, last, whole):
             request = wire.RangeRaw(*prefix, first, last, 99999, 0, whole, False)
             repair.fetched(ok(source.handle(request)), step)
-        case Append(answer, _):
+        case AppendCopy(answer, _):
             fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
             ok(one.handle(wire.AppendRaw(*prefix, *fields, answer.chain_before, answer.lineage)))
             repair.appended(step)
@@ -131,14 +131,14 @@ def test_an_empty_partition_needs_no_source():
 def test_a_shorter_log_is_filled_up_in_stretches_of_whole_batches():
     one, source = storage(), storage(*OLD)
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert kinds(steps) == ["Fetch", "Append", "Fetch", "Append", "SetMark"]
+    assert kinds(steps) == ["FetchCopy", "AppendCopy", "FetchCopy", "AppendCopy", "SetMark"]
     assert one.payloads() == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_shorter_log_that_is_a_prefix_is_not_cut():
     one, source = storage(*OLD[:2]), storage(*OLD)
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert kinds(steps) == ["SourceLineage", "Fetch", "Append", "SetMark"]
+    assert kinds(steps) == ["SourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
 
 
 def test_a_longer_log_is_cut_to_the_mark_and_not_below():
@@ -285,7 +285,7 @@ def test_a_new_goal_forgets_what_was_learnt_for_the_old_one():
     repair = repair_of(one)
     step = repair.next_step(Goal(5, source.chain), can_mend=somebody)
     take(repair, one, source, step)
-    assert isinstance(repair.next_step(Goal(5, source.chain), can_mend=somebody), Fetch)
+    assert isinstance(repair.next_step(Goal(5, source.chain), can_mend=somebody), FetchCopy)
     other = storage((4, [1, 2]), (4, [60, 61, 62, 63]))
     walk(repair, one, other, Goal(5, other.chain))
     assert one.payloads() == other.payloads()
@@ -299,7 +299,7 @@ def test_damage_is_mended_before_the_mark():
     one, source = storage(*OLD), storage(*OLD)
     one.disk.damaged = {1, 2, 4}
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert kinds(steps) == ["Fetch", "Mend"] * 3 + ["SetMark"]
+    assert kinds(steps) == ["FetchCopy", "Mend"] * 3 + ["SetMark"]
     assert not one.disk.damaged
 
 
@@ -308,7 +308,7 @@ def test_old_damage_does_not_hold_up_a_session_when_nobody_can_mend_it():
     one.disk.damaged = {1}
     repair = repair_of(one)
     assert kinds(walk(repair, one, source, Goal(5, source.chain), can_mend=nobody)) == ["SetMark"]
-    assert repair.mend_step((1, 1)) == Fetch(1, 1, whole_batches=False)
+    assert repair.mend_step((1, 1)) == FetchCopy(1, 1, whole_batches=False)
 
 
 def test_damage_above_the_old_mark_waits_for_somebody_who_can_mend_it():
@@ -317,7 +317,7 @@ def test_damage_above_the_old_mark_waits_for_somebody_who_can_mend_it():
     repair = repair_of(one)
     assert repair.next_step(Goal(5, source.chain), can_mend=nobody) is None
     step = repair.next_step(Goal(5, source.chain), can_mend=somebody)
-    assert step == Fetch(4, 4, whole_batches=False)
+    assert step == FetchCopy(4, 4, whole_batches=False)
 
 
 def test_damage_that_nobody_can_mend_does_not_hold_up_the_mending_of_other_damage():
@@ -325,7 +325,7 @@ def test_damage_that_nobody_can_mend_does_not_hold_up_the_mending_of_other_damag
     one.disk.damaged = {1, 4}
     repair = repair_of(one)
     steps = walk(repair, one, source, Goal(5, source.chain), can_mend=lambda first, _: first == 4)
-    assert kinds(steps) == ["Fetch", "Mend", "SetMark"]
+    assert kinds(steps) == ["FetchCopy", "Mend", "SetMark"]
     assert one.disk.damaged == {1}
 
 
@@ -333,10 +333,10 @@ def test_records_for_a_mend_that_has_become_needless_are_not_appended():
     one, source = storage(*OLD[:2], mark=2), storage(*OLD)
     one.disk.damaged = {1}
     repair, goal = repair_of(one), Goal(5, source.chain)
-    while not isinstance(step := repair.next_step(goal, can_mend=somebody), Fetch):
+    while not isinstance(step := repair.next_step(goal, can_mend=somebody), FetchCopy):
         take(repair, one, source, step)
     take(repair, one, source, step)
-    assert repair.next_step(goal, can_mend=nobody) == Fetch(3, 5, whole_batches=True)
+    assert repair.next_step(goal, can_mend=nobody) == FetchCopy(3, 5, whole_batches=True)
 
 
 def test_a_mend_takes_from_the_damage_that_is_known_when_it_is_done():
@@ -349,7 +349,7 @@ def test_a_mend_takes_from_the_damage_that_is_known_when_it_is_done():
     assert (mend.answer.first, mend.answer.count) == (1, 2)
     repair.damage_found([(0, 0), (2, 7)])
     # What was fetched does not begin where the damage begins now, so it is fetched anew.
-    assert repair.mend_step((2, 7)) == Fetch(2, 7, whole_batches=False)
+    assert repair.mend_step((2, 7)) == FetchCopy(2, 7, whole_batches=False)
     repair.mended(mend)
     assert repair.damaged == [(0, 0), (3, 7)]
     repair.damage_found([(0, 5)])
@@ -388,7 +388,7 @@ def test_of_damage_that_was_cut_through_only_what_is_left_is_asked_for():
     repair = repair_of(one)
     repair.damage_found([(5, 6)])  # as a storage tells of records that lie side by side
     steps = walk(repair, one, source, Goal(5, source.chain), can_mend=lambda _, last: last <= 5)
-    assert kinds(steps)[-3:] == ["Fetch", "Mend", "SetMark"]
+    assert kinds(steps)[-3:] == ["FetchCopy", "Mend", "SetMark"]
     assert not one.disk.damaged
 
 

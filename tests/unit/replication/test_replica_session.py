@@ -7,17 +7,17 @@ import pytest
 from tests.unit.replication.model_storage import make_batch
 from waltz_core.errors import RemoteProtocolError
 from waltz_core.records.record import GENESIS_CHAIN
-from waltz_core.replication.limits import Limits
-from waltz_core.replication.replica_session import ReplicaSession, Stage
+from waltz_core.replication.limits import SessionLimits
+from waltz_core.replication.replica_session import ReplicaSession, ReplicaStage
 from waltz_core.replication.session_events import (
     CloseReplica,
     OpenReplica,
     SendToReplica,
 )
-from waltz_core.replication.window import Window
+from waltz_core.replication.window import SessionWindow
 from waltz_core.wire import messages as wire
 
-LIMITS = Limits()
+LIMITS = SessionLimits()
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def one(outbox):
     return ReplicaSession("storage0:1", 5, 2, outbox=outbox, limits=LIMITS)
 
 
-def connected(one, stage=Stage.PREPARING):
+def connected(one, stage=ReplicaStage.PREPARING):
     one.dial()
     one.stage = stage
 
 
 def marked(one, mark=-1, chain=GENESIS_CHAIN):
-    connected(one, Stage.REPAIRING)
+    connected(one, ReplicaStage.REPAIRING)
     one.marked(mark, chain)
 
 
@@ -115,7 +115,7 @@ def test_closing_is_said_once_and_not_of_a_connection_that_is_gone(one, outbox):
 
 def test_appends_follow_one_another_and_count_until_they_are_answered(one, outbox):
     marked(one)
-    window = Window(-1, GENESIS_CHAIN)
+    window = SessionWindow(-1, GENESIS_CHAIN)
     first = window.add(make_batch(0, [1, 2], 7), 5, 1)
     second = window.add(make_batch(2, [3], 7)._replace(locks=b"lock"), 5, 1)
     one.append_flight(first, 1)
@@ -134,7 +134,7 @@ def test_appends_follow_one_another_and_count_until_they_are_answered(one, outbo
 @pytest.mark.parametrize("synced_max", [0, 3, 99])
 def test_what_is_synced_must_have_been_sent(one, synced_max):
     marked(one)
-    window = Window(-1, GENESIS_CHAIN)
+    window = SessionWindow(-1, GENESIS_CHAIN)
     one.append_flight(window.add(make_batch(0, [1, 2], 7), 5, 1), 1)
     request = one.take(wire.Appended(5, 1, 2, synced_max))
     with pytest.raises(RemoteProtocolError, match="to be synced"):
@@ -143,7 +143,7 @@ def test_what_is_synced_must_have_been_sent(one, synced_max):
 
 def test_a_group_of_appends_may_be_answered_with_the_last_id_at_once(one):
     marked(one)
-    window = Window(-1, GENESIS_CHAIN)
+    window = SessionWindow(-1, GENESIS_CHAIN)
     one.append_flight(window.add(make_batch(0, [1], 7), 5, 1), 1)
     one.append_flight(window.add(make_batch(1, [2], 7), 5, 1), 1)
     for sequence in (1, 2):

@@ -11,7 +11,7 @@ from waltz_core.cluster.nodes.model import (
     ReplicaState,
 )
 from waltz_core.replication import session_events
-from waltz_core.replication.replica_session import Stage
+from waltz_core.replication.replica_session import ReplicaStage
 from waltz_core.replication.session_events import (
     Committed,
     SessionClosed,
@@ -315,7 +315,7 @@ def test_a_silent_storage_is_given_up_after_a_while_and_dialled_again():
     bench.wait(LIMITS.grace_ms)
     bench.run()
     assert bench.store.readable_replicas == [A, B]
-    assert stage(bench, C) is Stage.PREPARING
+    assert stage(bench, C) is ReplicaStage.PREPARING
     bench.wait(LIMITS.answer_ms_max)
     assert bench.reports("replica.lost")[-1]["reason"] == "no answer"
     bench.silent = set()
@@ -339,7 +339,7 @@ def test_a_late_replica_joins_after_it_has_caught_up_and_zookeeper_knows():
     bench.wait(3000)
     bench.run(questions=False)
     assert bench.logs()[C] == bench.logs()[A]
-    assert stage(bench, C) is Stage.READY
+    assert stage(bench, C) is ReplicaStage.READY
     assert bench.store.readable_replicas == [A, B]
     # It has no voice yet, and gets nothing that is not committed.
     bench.submit()
@@ -396,7 +396,7 @@ def test_the_loss_of_a_late_replica_ends_nothing_but_its_return_needs_a_new_sess
     bench.down = set()
     bench.wait(3000)
     bench.run(questions=False)
-    assert stage(bench, C) is Stage.READY
+    assert stage(bench, C) is ReplicaStage.READY
     bench.questions.clear()
     bench.store.session.writing = None
     bench.lose(C)

@@ -11,11 +11,11 @@ from waltz_core.records.record import (
     GENESIS_CHAIN,
     next_chain,
 )
-from waltz_core.replication.window import Window
+from waltz_core.replication.window import SessionWindow
 
 
 def filled(*sizes, start=-1):
-    window = Window(start, GENESIS_CHAIN)
+    window = SessionWindow(start, GENESIS_CHAIN)
     for size in sizes:
         window.add(make_batch(window.last + 1, list(range(size)), 7), 3, 100)
     return window

@@ -11,19 +11,19 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.server.append import answers
-from waltz_core.server.append.mounts import Place
+from waltz_core.server.append.mounts import PartitionPlace
 from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,
-    Identity,
-    Limits,
+    PartitionIdentity,
+    PartitionLimits,
     Received,
 )
 from waltz_core.wire import messages
 from waltz_core.wire.messages import ClientMessage
 
 REQ = ReqId(ClientId(1), Generation(0), PartitionId(3), 7)
-PLACE = Place(PartitionId(3), Generation(1), TransactionId(9))
+PLACE = PartitionPlace(PartitionId(3), Generation(1), TransactionId(9))
 A = ConnectionId(1)
 OLD_MOUNT = messages.MountRequest(REQ, -1, 0)
 NEW_MOUNT = messages.MountWriter(REQ, 0, -1, wants_feed=False)
@@ -56,7 +56,7 @@ def test_ours_is_answered_by_an_error() -> None:
 
 
 def test_a_mark_is_told_in_the_words_of_the_question() -> None:
-    identity = Identity(PartitionId(3), 8, bytes(16))
+    identity = PartitionIdentity(PartitionId(3), 8, bytes(16))
     replicas = [ReplicaId("s:1")]
 
     def told(message: ClientMessage) -> ClientMessage:
@@ -71,7 +71,7 @@ def test_a_mark_is_told_in_the_words_of_the_question() -> None:
 
 
 def test_a_writer_is_told_what_it_may_send_and_an_older_client_that_it_is_ready() -> None:
-    limits = Limits(lock_slot_count=1009)
+    limits = PartitionLimits(lock_slot_count=1009)
     told = answers.mounted(ask(NEW_MOUNT), TransactionId(4), SessionId(2), limits).message
     assert told == messages.Mounted(
         REQ, 2, 4, limits.batch_rows_max, limits.batch_bytes_max, limits.connection_bytes_max

@@ -34,8 +34,8 @@ from waltz_core.replication.session_events import (
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import (
     Ahead,
+    AppendOutcome,
     BatchCommitted,
-    Outcome,
     Reached,
     SubmitBatch,
 )
@@ -52,7 +52,7 @@ from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,
     Fetch,
-    Limits,
+    PartitionLimits,
 )
 from waltz_core.wire.messages import (
     AppendBatch,
@@ -72,10 +72,10 @@ MIB = 1024 * 1024
 class World:
     """A pipeline with a session and two mounted clients; commits what it is told to."""
 
-    def __init__(self, limits: Limits | None = None, *, is_open: bool = True) -> None:
+    def __init__(self, limits: PartitionLimits | None = None, *, is_open: bool = True) -> None:
         self.mounts = Mounts(100)
         self.pace = Pace()
-        limits = limits or Limits(lock_slot_count=1009)
+        limits = limits or PartitionLimits(lock_slot_count=1009)
         self.pipeline = AppendPipeline(limits, self.mounts, self.pace, PartitionId(0))
         self.session = 0
         self.now_ms = 0
@@ -89,7 +89,7 @@ class World:
 
     def open(
         self, mark: int, *, settled: int | None = None, unbroken: bool = True
-    ) -> list[Outcome]:
+    ) -> list[AppendOutcome]:
         self.session += 1
         opened = SessionOpened(
             SessionId(self.session), GENERATION, TransactionId(mark), GENESIS_CHAIN, unbroken
@@ -159,7 +159,7 @@ class World:
     def wants_turn(self) -> bool:
         return self.pipeline.wants_turn(self.now_ms)
 
-    def turn(self, wall_ms: int = 1_000) -> list[Outcome]:
+    def turn(self, wall_ms: int = 1_000) -> list[AppendOutcome]:
         out = self.pipeline.turn(now_ms=self.now_ms, wall_ms=wall_ms)
         self.submitted += [each.batch for each in out if isinstance(each, SubmitBatch)]
         return out
@@ -178,13 +178,13 @@ class World:
         (batch,) = self.submitted[before:]
         return batch
 
-    def turn_when_paced(self) -> list[Outcome]:
+    def turn_when_paced(self) -> list[AppendOutcome]:
         at_ms = self.pipeline.turn_at_ms(self.now_ms)
         assert at_ms is not None
         self.now_ms = at_ms
         return self.turn()
 
-    def commit(self) -> list[Outcome]:
+    def commit(self) -> list[AppendOutcome]:
         """Commit everything that was submitted in this session."""
         chain = GENESIS_CHAIN
         for batch in self.submitted:
@@ -195,7 +195,7 @@ class World:
         return self.pipeline.committed(last, chain, now_ms=self.now_ms)
 
 
-def results(outcomes: Sequence[Outcome]) -> dict[ReqId, list[tuple[int, Reason, int]]]:
+def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Reason, int]]]:
     """Return id, reason and conflict of each row of each request that was answered."""
     found = {}
     for outcome in outcomes:
@@ -208,14 +208,14 @@ def results(outcomes: Sequence[Outcome]) -> dict[ReqId, list[tuple[int, Reason, 
     return found
 
 
-def proved(world: World, outcomes: Sequence[Outcome]) -> list[Outcome]:
+def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
     """Return what is told of the rows that are ahead, once the session is proven."""
     found = [each.ticket for each in outcomes if isinstance(each, Ahead)]
     told = [world.pipeline.tell_ahead(ticket, is_proved=True) for ticket in found]
     return [each for outcomes in told for each in outcomes if isinstance(each, Answer)]
 
 
-def faults(outcomes: Sequence[Outcome]) -> list[int]:
+def faults(outcomes: Sequence[AppendOutcome]) -> list[int]:
     return [
         each.message.error_code
         for each in outcomes
@@ -493,7 +493,7 @@ def test_appends_wait_for_a_session_and_then_enter_in_order() -> None:
 
 
 def test_a_full_queue_refuses_the_greedy_and_not_the_modest() -> None:
-    world = World(Limits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
+    world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     refused = []
     for _ in range(20):
         req_id = world.single()
@@ -506,7 +506,7 @@ def test_a_full_queue_refuses_the_greedy_and_not_the_modest() -> None:
 
 
 def test_each_row_of_a_batch_for_which_there_is_no_room_is_refused() -> None:
-    world = World(Limits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
+    world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     for _ in range(5):
         world.batch([b"a"] * 100)
     refused = world.batch([b"a", b"b"])
@@ -517,7 +517,7 @@ LARGE = bytes(LARGE_BYTES)
 
 
 def test_a_full_window_stops_the_turns_until_something_lands() -> None:
-    world = World(Limits(lock_slot_count=11, in_flight_bytes_max=LARGE_BYTES))
+    world = World(PartitionLimits(lock_slot_count=11, in_flight_bytes_max=LARGE_BYTES))
     world.single(data=LARGE, cost=LARGE_BYTES)
     world.single(data=LARGE, cost=LARGE_BYTES)
     world.turn()
@@ -708,7 +708,7 @@ def test_rows_that_no_session_has_seen_go_into_the_next_one() -> None:
     world.pipeline.closed()
     assert results(world.open(mark)) == {}
     world.submitted.clear()
-    out: list[Outcome] = []
+    out: list[AppendOutcome] = []
     while world.pipeline.queued_bytes:
         world.piece()
         out = world.commit()
@@ -910,7 +910,7 @@ def test_giving_up_tells_queued_from_doubtful() -> None:
 @pytest.mark.parametrize("locks", [0, 1])
 def test_the_calls_for_ten_thousand_rows_are_at_most_twice_those_for_a_hundred(locks: int) -> None:
     def calls(row_count: int) -> int:
-        world = World(Limits(lock_slot_count=1_048_573))
+        world = World(PartitionLimits(lock_slot_count=1_048_573))
         write = [[row] * locks for row in range(row_count)]
         payloads = [bytes(512)] * row_count
         world.batch(payloads, write=write)

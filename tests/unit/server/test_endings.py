@@ -9,7 +9,7 @@ from waltz_core.server.append.outcomes import (
     Ahead,
     Reached,
 )
-from waltz_core.server.locking.tickets import Figures
+from waltz_core.server.locking.tickets import AppendFigures
 from waltz_core.wire.messages import ErrorResponse, Reason
 
 
@@ -20,7 +20,7 @@ def ticket_of(endings: Endings) -> SimpleNamespace:
 
 
 def test_a_flush_waits_for_what_came_before_it_and_for_nothing_else():
-    endings = Endings(World().mounts, Figures())
+    endings = Endings(World().mounts, AppendFigures())
     assert endings.flush(1) == [Reached(1)]
     before = ticket_of(endings)
     assert endings.flush(2) == []
@@ -35,7 +35,7 @@ def test_a_flush_waits_for_what_came_before_it_and_for_nothing_else():
 
 
 def test_what_is_abandoned_lets_all_flushes_go():
-    endings = Endings(World().mounts, Figures())
+    endings = Endings(World().mounts, AppendFigures())
     ticket_of(endings)
     endings.flush(1)
     assert endings.abandon() == [Reached(1)]
@@ -43,7 +43,7 @@ def test_what_is_abandoned_lets_all_flushes_go():
 
 
 def test_an_error_ends_a_request_and_what_is_too_large_is_counted():
-    figures = Figures()
+    figures = AppendFigures()
     endings = Endings(World().mounts, figures)
     out: list = []
     for error in (BadRequest("no"), TooLarge("no")):

@@ -15,13 +15,13 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.append.mounts import Place
+from waltz_core.server.append.mounts import PartitionPlace
 from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,
-    Limits,
+    FeedHeaders,
+    PartitionLimits,
     Received,
-    Stretch,
 )
 from waltz_core.server.read.feeds import (
     FRAMES_PER_TURN_MAX,
@@ -46,10 +46,10 @@ class Memory:
     def __init__(self, first: int = 0) -> None:
         self.first = first
 
-    def recall(self, first: TransactionId, last: TransactionId) -> Stretch | None:
+    def recall(self, first: TransactionId, last: TransactionId) -> FeedHeaders | None:
         if first < self.first:
             return None
-        return Stretch(first, headers(first, last), last, CHAIN)
+        return FeedHeaders(first, headers(first, last), last, CHAIN)
 
 
 def headers(first: int, last: int) -> bytes:
@@ -58,7 +58,7 @@ def headers(first: int, last: int) -> bytes:
 
 def feed(mark: int, *, remembered_from: int = 0, frame: int = 10, grant: int = 100) -> Feed:
     made = Feed(
-        Limits(lock_slot_count=11, feed_frame_count_max=frame, feed_grant_count_min=grant),
+        PartitionLimits(lock_slot_count=11, feed_frame_count_max=frame, feed_grant_count_min=grant),
         Memory(remembered_from),
     )
     made.advanced(SessionId(1), TransactionId(mark))
@@ -213,7 +213,7 @@ def test_what_is_forgotten_is_fetched_and_sent_to_all_who_stand_there() -> None:
     out = each.turn()
     assert out == [FetchHeaders(TransactionId(5), TransactionId(14))]
     assert turns(each) == []
-    got = list(each.fetched(Stretch(TransactionId(5), headers(5, 14), TransactionId(9), CHAIN)))
+    got = list(each.fetched(FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(9), CHAIN)))
     assert frames(got, 1) == frames(got, 2) == [(5, 10)]
     (asked,) = [outcome for outcome in turns(each) if isinstance(outcome, FetchHeaders)]
     assert asked.first == 15
@@ -224,7 +224,7 @@ def test_a_fetched_stretch_is_cut_to_what_was_promised(chain_at: int) -> None:
     each = feed(30, remembered_from=20)
     mount(each, 1, 4, 6)
     each.turn()
-    stretch = Stretch(TransactionId(5), headers(5, 14), TransactionId(chain_at), CHAIN)
+    stretch = FeedHeaders(TransactionId(5), headers(5, 14), TransactionId(chain_at), CHAIN)
     (frame, reached) = each.fetched(stretch)
     assert isinstance(frame, Answer)
     assert isinstance(frame.message, FeedBatch)
@@ -239,7 +239,7 @@ def test_what_comes_for_a_client_that_left_is_for_nobody() -> None:
     mount(each, 1, 4, 30)
     each.turn()
     each.close(ConnectionId(1))
-    assert each.fetched(Stretch(TransactionId(5), headers(5, 14))) == []
+    assert each.fetched(FeedHeaders(TransactionId(5), headers(5, 14))) == []
     assert each.count == 0
 
 
@@ -261,7 +261,7 @@ def test_giving_up_returns_who_still_waits() -> None:
 
 def test_a_feed_request_that_is_not_granted_is_told_why() -> None:
     each = feed(9)
-    place = Place(PartitionId(0), Generation(0), TransactionId(9))
+    place = PartitionPlace(PartitionId(0), Generation(0), TransactionId(9))
 
     def take(client: int, mark: int) -> WaltzError | None:
         question = Received(ConnectionId(client), FeedRequest(req_id(client), mark), 60, 0)

@@ -34,7 +34,7 @@ from waltz_core.server.locking.lock_queues import (
 )
 from waltz_core.server.partition_events import (
     Answer,
-    Limits,
+    PartitionLimits,
 )
 from waltz_core.wire.messages import AppendFollowing, Predecessors
 
@@ -121,7 +121,7 @@ def test_what_is_gathered_goes_in_one_batch_when_what_is_in_flight_has_landed():
 
 
 def test_no_more_is_gathered_than_a_slice():
-    world = Authors(Limits(lock_slot_count=1009, slice_bytes_max=5_000))
+    world = Authors(PartitionLimits(lock_slot_count=1009, slice_bytes_max=5_000))
     world.follow(data=b"first")
     world.turn()
     for number in range(3):

@@ -22,7 +22,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.server.locking import judging
 from waltz_core.server.locking.judging import (
-    Place,
+    LogPlace,
     decode,
     judge_rows,
     judge_singles,
@@ -36,11 +36,11 @@ from waltz_core.server.locking.tickets import (
 )
 from waltz_core.server.partition_events import (
     ConnectionId,
-    Limits,
+    PartitionLimits,
 )
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
-LIMITS = Limits(lock_slot_count=1009, batch_rows_max=6)
+LIMITS = PartitionLimits(lock_slot_count=1009, batch_rows_max=6)
 REQ = ReqId(ClientId(1), Generation(1), PartitionId(0), 10)
 A = ConnectionId(1)
 DATA = [b"a", b"bb", b"ccc", b"dddd", b"e"]
@@ -70,7 +70,7 @@ def judged(stops: list[int]) -> tuple[BatchTicket, list[EncodedBatch]]:
     next_id = TransactionId(0)
     parts = []
     for stop in stops:
-        piece = judge_rows(ticket, stop, table, Place(BEFORE_FIRST, next_id))
+        piece = judge_rows(ticket, stop, table, LogPlace(BEFORE_FIRST, next_id))
         if piece.part is not None:
             parts.append(piece.part)
             assert piece.part.first == next_id
@@ -97,10 +97,10 @@ def test_a_piece_without_records_waits_only_for_what_it_was_refused_for() -> Non
     ticket = BatchTicket(A, 1_000, message(), REQ, Epoch(), 0)
     ticket.open(decode(message(), LIMITS))
     table = LockTable(1009, BEFORE_FIRST)
-    judge_rows(ticket, 2, table, Place(BEFORE_FIRST, TransactionId(0)))
-    pending = judge_rows(ticket, 3, table, Place(BEFORE_FIRST, TransactionId(2)))
+    judge_rows(ticket, 2, table, LogPlace(BEFORE_FIRST, TransactionId(0)))
+    pending = judge_rows(ticket, 3, table, LogPlace(BEFORE_FIRST, TransactionId(2)))
     assert (pending.part, pending.doubtful, pending.refused) == (None, [ticket], [])
-    ahead = judge_rows(ticket, 4, table, Place(TransactionId(1), TransactionId(2)))
+    ahead = judge_rows(ticket, 4, table, LogPlace(TransactionId(1), TransactionId(2)))
     assert (ahead.part, ahead.doubtful, ahead.refused) == (None, [], [ticket])
 
 
@@ -120,7 +120,7 @@ def test_single_transactions_are_judged_in_order(few: int, monkeypatch: pytest.M
         for number, (data, write, mark) in enumerate(zip(DATA, WRITES, MARKS, strict=True))
     ]
     table = LockTable(1009, BEFORE_FIRST)
-    piece = judge_singles(group, table, Place(BEFORE_FIRST, TransactionId(0)))
+    piece = judge_singles(group, table, LogPlace(BEFORE_FIRST, TransactionId(0)))
     assert piece.part is not None
     assert [ticket.transaction_id for ticket in group] == [0, 1, -1, -1, 2]
     assert [ticket.reason for ticket in group] == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
@@ -142,7 +142,7 @@ def test_the_locks_of_what_was_accepted_are_told(few: int, monkeypatch: pytest.M
         )
         for write, read, append in zip(writes, reads, appends, strict=True)
     ]
-    place = Place(BEFORE_FIRST, TransactionId(0))
+    place = LogPlace(BEFORE_FIRST, TransactionId(0))
     piece = judge_singles(group, LockTable(1009, BEFORE_FIRST), place)
     assert [ticket.reason for ticket in group] == [COMMITTED, LOCK, COMMITTED]
     assert struct.unpack(">4i", piece.locks) == (1, -2, 6, 7)
@@ -164,7 +164,7 @@ def test_of_many_transactions_nobody_is_told_which_one_has_which_lock() -> None:
         SingleTicket(A, 100, AppendRequest(REQ, -1, (row,), (), (), 0, b"", 0), Epoch(), 0)
         for row in range(TOLD_APART_MAX + 1)
     ]
-    place = Place(BEFORE_FIRST, TransactionId(0))
+    place = LogPlace(BEFORE_FIRST, TransactionId(0))
     whole = judge_singles(group, LockTable(10_007, BEFORE_FIRST), place)
     assert whole.locks == struct.pack(f">{len(group)}i", *range(len(group)))
     assert whole.writers == b""
@@ -179,7 +179,7 @@ def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_told() -> None:
     asked = AppendBatch(REQ, -1, payload, zlib.crc32(payload))
     ticket = BatchTicket(A, 1_000, asked, REQ, Epoch(), 0)
     ticket.open(decode(asked, LIMITS))
-    place = Place(BEFORE_FIRST, TransactionId(0))
+    place = LogPlace(BEFORE_FIRST, TransactionId(0))
     piece = judge_rows(ticket, 2, LockTable(1009, BEFORE_FIRST), place)
     assert struct.unpack(">3i", piece.locks) == (1, 2, 3)
     assert list(piece.writers) == [0, 1, 1]

@@ -11,8 +11,8 @@ from waltz_core.server.locking.lock_table import (
     REFUSED,
     SLOT_COUNT,
     Judgement,
+    LockRequests,
     LockTable,
-    Requests,
     indices,
     slot_count_within,
 )
@@ -36,7 +36,7 @@ def judge(
     marks = mark if isinstance(mark, int) else np.array(mark, dtype=np.int64)
     mask = None if eligible is None else np.array(eligible)
     return table.judge(
-        Requests(write, read, append, marks, mask),
+        LockRequests(write, read, append, marks, mask),
         high_water_mark=TransactionId(high),
         next_id=TransactionId(high + 1 if next_id is None else next_id),
     )
@@ -230,7 +230,9 @@ def test_the_false_refusals_foretold_are_those_that_happen() -> None:
     none = LockColumn(np.zeros(locks.size + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
     written = LockColumn(np.arange(locks.size + 1), locks)
     first = TransactionId(0)
-    table.judge(Requests(none, none, written, 0), high_water_mark=first, next_id=TransactionId(1))
+    table.judge(
+        LockRequests(none, none, written, 0), high_water_mark=first, next_id=TransactionId(1)
+    )
     foretold = table.false_refusal_probability(first)
     strangers = numbers.integers(-(2**31), 2**31, 20_000).astype(np.int32)
     refused = (table._slots[indices(strangers, SLOT_COUNT)].min(axis=0) > 0).mean()
@@ -256,7 +258,7 @@ def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
     for count in (100, 10_000):
         locks = np.zeros(count, np.int32) if hot else np.arange(count, dtype=np.int32)
         none = LockColumn(np.zeros(count + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
-        requests = Requests(LockColumn(np.arange(count + 1), locks), none, none, 0)
+        requests = LockRequests(LockColumn(np.arange(count + 1), locks), none, none, 0)
         table = table_at(0)
         with counted_calls() as calls:
             found = table.judge(

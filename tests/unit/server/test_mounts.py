@@ -10,7 +10,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.server.append.mounts import (
     Mounts,
-    Place,
+    PartitionPlace,
 )
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import LATEST_MARK, MountWriter
@@ -18,7 +18,7 @@ from waltz_core.wire.messages import LATEST_MARK, MountWriter
 ALICE, BOB = ClientId(1), ClientId(2)
 OLD, NEW = ConnectionId(10), ConnectionId(11)
 
-PLACE = Place(PartitionId(0), Generation(1), TransactionId(9))
+PLACE = PartitionPlace(PartitionId(0), Generation(1), TransactionId(9))
 
 
 def fault(

@@ -10,7 +10,7 @@ import pytest
 from tests.loops import on_loop, until
 from tests.ports import free_port
 from waltz_core.cluster.membership import reachability
-from waltz_core.cluster.membership.reachability import Report
+from waltz_core.cluster.membership.reachability import ReachReport
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.nodes.model import ServerDescriptor
 from waltz_core.errors import CoordinatorUnavailable
@@ -165,7 +165,7 @@ async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
             await some_dials()
             report = here.neighbours._seen.reachability.report(0)
     assert report.unreachable.keys() == {OTHER}
-    assert Report.from_bytes(report.to_bytes()) == report
+    assert ReachReport.from_bytes(report.to_bytes()) == report
 
 
 @on_loop

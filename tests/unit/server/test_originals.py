@@ -10,7 +10,7 @@ from waltz_core.legacy.feed_frames import feed_frames
 from waltz_core.legacy.old_client import (
     MARK_WAIT_S,
     MOUNT_WAIT_S,
-    End,
+    EndConnection,
     Frames,
     Original,
     Unheard,
@@ -128,18 +128,20 @@ def test_where_a_partition_cannot_be_mounted_or_fed_it_is_not_ready(
     ],
 )
 def test_where_the_original_ends_the_connection_so_do_we(error: errors.WaltzError) -> None:
-    assert refused(mounted(), messages.FeedRequest(req(1), 99), error) == End(str(error))
+    assert refused(mounted(), messages.FeedRequest(req(1), 99), error) == EndConnection(str(error))
 
 
 def test_requests_that_the_original_cannot_stand_end_the_connection() -> None:
     # -2 means something to us, and nothing to an original.
-    assert isinstance(Original(4).ask(messages.MountRequest(req(1), -2, 0), 0.0), End)
-    assert isinstance(Original(4).ask(messages.AddPreferredRequest(req(0), ()), 0.0), End)
-    assert isinstance(Original(4).ask(messages.RemovePreferredRequest(req(0), ()), 0.0), End)
+    assert isinstance(Original(4).ask(messages.MountRequest(req(1), -2, 0), 0.0), EndConnection)
+    assert isinstance(Original(4).ask(messages.AddPreferredRequest(req(0), ()), 0.0), EndConnection)
+    assert isinstance(
+        Original(4).ask(messages.RemovePreferredRequest(req(0), ()), 0.0), EndConnection
+    )
     assert Original(4).ask(messages.RemovePreferredRequest(req(0), (7,)), 0.0) is None
     answer = messages.FlushResponse(req(1), 3)
     wrong = errors.BadRequest("FlushResponse is no request to a server")
-    assert refused(Original(4), answer, wrong) == End(str(wrong))
+    assert refused(Original(4), answer, wrong) == EndConnection(str(wrong))
 
 
 # --- appends
@@ -190,7 +192,7 @@ def test_what_a_flush_will_settle_is_not_told() -> None:
 
 def test_of_an_append_that_is_refused_in_words_only_broken_data_end_the_connection() -> None:
     broken = errors.ChecksumMismatch("append: expected another CRC")
-    assert refused(mounted(), append(2), broken) == End(str(broken))
+    assert refused(mounted(), append(2), broken) == EndConnection(str(broken))
     for error in (errors.NotOwned("gone"), errors.OutcomeUnknown("maybe")):
         assert refused(mounted(), append(2), error) is None
 
@@ -214,7 +216,7 @@ def test_a_mark_is_told_as_it_is_or_not_at_all() -> None:
         first = refused(original, messages.HighWaterMarkRequest(req(1)), error)
         again = refused(original, messages.HighWaterMarkRequest(req(2)), error)
         if error.code == errors.NotOwned.code:
-            assert first == End("elsewhere", MARK_WAIT_S)
+            assert first == EndConnection("elsewhere", MARK_WAIT_S)
         else:
             assert first is None  # it ends soon as it is
         assert again is None
@@ -307,7 +309,7 @@ def test_whatever_a_client_is_told_can_be_said_in_its_version(version: int) -> N
         if isinstance(each, ClientMessage):
             assert codec.encode(each, version)
         else:
-            assert each is None or isinstance(each, End | Unheard)
+            assert each is None or isinstance(each, EndConnection | Unheard)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -333,7 +335,7 @@ def test_who_goes_on_as_if_his_mount_had_not_ended_is_disconnected(goes_on: Clie
     assert (
         original.ask(messages.AppendRequest(req(7, 3), -1, (), (), (), 0, b"", 0), late_s) is None
     )
-    assert isinstance(original.ask(goes_on, late_s), End)
+    assert isinstance(original.ask(goes_on, late_s), EndConnection)
     # Whoever mounts again has taken it in.
     assert original.ask(messages.MountRequest(req(8), -1, 0), late_s) is None
     assert original.ask(goes_on, late_s) is None

@@ -45,8 +45,8 @@ from waltz_core.server.partition_events import (
     Fetch,
     Fetched,
     FetchFailed,
-    Identity,
-    Limits,
+    PartitionIdentity,
+    PartitionLimits,
     Received,
 )
 from waltz_core.server.read.cache import (
@@ -86,9 +86,11 @@ class FakeStore:
 class World:
     def __init__(self, **limits: int) -> None:
         self.store = FakeStore()
-        self.limits = Limits(**{"lock_slot_count": 1009, "lock_refill_count_max": 0, **limits})
+        self.limits = PartitionLimits(
+            **{"lock_slot_count": 1009, "lock_refill_count_max": 0, **limits}
+        )
         self.partition = Partition(
-            Identity(PartitionId(0), 4, KEY),
+            PartitionIdentity(PartitionId(0), 4, KEY),
             self.store,
             self.limits,
             TransactionCache(CacheBudget(1 << 20)),

@@ -25,10 +25,10 @@ from waltz_core.replication.session_events import Batch
 from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,
+    FeedHeaders,
     Fetch,
-    Limits,
+    PartitionLimits,
     Received,
-    Stretch,
 )
 from waltz_core.server.read.cache import (
     CacheBudget,
@@ -62,7 +62,7 @@ REPLICAS = [ReplicaId("s1:1"), ReplicaId("s2:1"), ReplicaId("s3:1")]
 def reads(mark: int = 999, *, budget_bytes: int = 1 << 20, **limits: int) -> Reads:
     made = Reads(
         PartitionId(0),
-        Limits(lock_slot_count=11, **limits),
+        PartitionLimits(lock_slot_count=11, **limits),
         TransactionCache(CacheBudget(budget_bytes)),
         FeedCache(20 * 100),
     )
@@ -73,13 +73,13 @@ def reads(mark: int = 999, *, budget_bytes: int = 1 << 20, **limits: int) -> Rea
 
 def ask(
     each: Reads, first: int, last: int, *, form: RangeForm = RangeForm.HEADERS, sequence: int = 1
-) -> list[Answer | Fetch | Stretch]:
+) -> list[Answer | Fetch | FeedHeaders]:
     req_id = ReqId(ClientId(1), Generation(0), PartitionId(0), sequence)
     message = RangeRequest(req_id, first, last, 1 << 20, form, ())
     return each.range(Received(ConnectionId(1), message, 70, 0), message)
 
 
-def fetch_of(outcomes: list[Answer | Fetch | Stretch]) -> Fetch:
+def fetch_of(outcomes: list[Answer | Fetch | FeedHeaders]) -> Fetch:
     (found,) = outcomes
     assert isinstance(found, Fetch)
     return found
@@ -270,7 +270,7 @@ def test_a_feed_and_a_reader_may_wait_for_the_same() -> None:
     assert each.headers(TransactionId(0), TransactionId(9)) == []
     found = each.fetched(fetch.token, headers(fetch, 10), 0)
     (stretch,) = found
-    assert isinstance(stretch, Stretch)
+    assert isinstance(stretch, FeedHeaders)
     assert (stretch.first, stretch.size) == (0, 10)
 
 
@@ -297,7 +297,7 @@ def test_a_batch_that_a_storage_has_made_up_gives_the_feed_no_chain() -> None:
     )
     answer = dataclasses.replace(headers(fetch, 2), lineage=lineage)
     (stretch,) = each.fetched(fetch.token, answer, 0)
-    assert isinstance(stretch, Stretch)
+    assert isinstance(stretch, FeedHeaders)
     assert (stretch.first, len(stretch.headers), stretch.chain_at) == (0, 40, 0)
 
 
@@ -378,13 +378,13 @@ def test_what_a_storage_sends_is_checked_whole_before_it_goes_on(form, spoil) ->
     assert (answer.message.first, answer.message.next) == (10, 12)
 
 
-def ask_data(each: Reads, wanted: int, *, sequence: int = 1) -> list[Answer | Fetch | Stretch]:
+def ask_data(each: Reads, wanted: int, *, sequence: int = 1) -> list[Answer | Fetch | FeedHeaders]:
     req_id = ReqId(ClientId(1), Generation(0), PartitionId(0), sequence)
     message = TransactionDataRequest(req_id, wanted)
     return each.data(Received(ConnectionId(1), message, 70, 0), message)
 
 
-def data_of(outcome: Answer | Fetch | Stretch) -> tuple[int, bytes]:
+def data_of(outcome: Answer | Fetch | FeedHeaders) -> tuple[int, bytes]:
     assert isinstance(outcome, Answer)
     assert isinstance(outcome.message, TransactionDataResponse)
     data, error = outcome.message.result

@@ -25,7 +25,7 @@ from waltz_core.server.locking.refill import (
 )
 from waltz_core.server.partition_events import (
     Fetch,
-    Limits,
+    PartitionLimits,
 )
 from waltz_core.wire.messages import LockBlocks, LockBlocksRequest
 
@@ -51,7 +51,7 @@ def blocks(first: int, last: int) -> bytes:
 
 class World:
     def __init__(self, **limits: int) -> None:
-        self.limits = Limits(lock_slot_count=100_003, **limits)
+        self.limits = PartitionLimits(lock_slot_count=100_003, **limits)
         self.table = LockTable(100_003, TransactionId(MARK))
         self.refill = Refill(PartitionId(2), self.limits)
         self.refill.begin(self.table, end(MARK))

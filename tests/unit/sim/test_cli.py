@@ -7,7 +7,7 @@ import pytest
 
 from waltz_sim import cli as simulate
 from waltz_sim.cli import INTERRUPTED, main
-from waltz_sim.coverage import Coverage, Failure
+from waltz_sim.coverage import Coverage, FailedSeed
 from waltz_sim.faults.kinds import THEMES
 from waltz_sim.run import Drawing
 from waltz_sim.schedule import LATER_KINDS, Fault, Schedule, Setup
@@ -79,7 +79,7 @@ def test_a_few_seeds(capsys, tmp_path):
 
 def test_a_failing_seed_is_told_with_all_that_replays_it(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    broken = Coverage(seeds=1, failures=[Failure(9, "Fork", "two chains at 3")])
+    broken = Coverage(seeds=1, failures=[FailedSeed(9, "Fork", "two chains at 3")])
     monkeypatch.setattr(simulate, "sweep", lambda *_, **__: broken)
 
     def write(verdict):
@@ -132,7 +132,7 @@ def test_what_a_core_did_is_told(capsys):
 
 def test_an_interrupt_tells_in_a_line_what_was_found_until_then(capsys, monkeypatch):
     def interrupted(*_, sums, **__):
-        sums.merge(Coverage(seeds=40, failures=[Failure(9, "Fork", "two chains at 3")]))
+        sums.merge(Coverage(seeds=40, failures=[FailedSeed(9, "Fork", "two chains at 3")]))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(simulate, "sweep", interrupted)

@@ -2,16 +2,16 @@
 
 from collections import Counter
 
-from waltz_sim.coverage import SEEDS_MIN, Coverage, Failure, covered
+from waltz_sim.coverage import SEEDS_MIN, Coverage, FailedSeed, covered
 from waltz_sim.faults.kinds import WEIGHTS
 from waltz_sim.promises.sometimes import SOMETIMES
 from waltz_sim.report import report_of
-from waltz_sim.run import Verdict
+from waltz_sim.run import RunVerdict
 from waltz_sim.schedule import Schedule
 
 
 def verdict(seed, rule=None, **counts):
-    return Verdict(
+    return RunVerdict(
         schedule=Schedule(seed),
         rule=rule,
         text=f"{rule}: it was | broken",
@@ -38,8 +38,8 @@ def test_runs_add_up():
     assert (first.seeds, first.steps, first.disk_steps, first.committed) == (3, 30, 60, 9)
     assert first.counts["fed"] == 3
     assert first.failures == [
-        Failure(0, "Dense", "Dense: it was | broken"),
-        Failure(2, "Fork", "Fork: it was | broken"),
+        FailedSeed(0, "Dense", "Dense: it was | broken"),
+        FailedSeed(2, "Fork", "Fork: it was | broken"),
     ]
     assert not first.is_good
 

@@ -12,7 +12,7 @@ from waltz_core.storage.disk.file_system import create_durably
 from waltz_sim.world.crash import (
     AllBut,
     AnyOf,
-    Entry,
+    DirectoryEntry,
     Everything,
     Keep,
     MakeDirectory,
@@ -28,7 +28,7 @@ from waltz_sim.world.crash import (
     without,
 )
 from waltz_sim.world.inode import SECTOR_BYTES
-from waltz_sim.world.simulated_disk import Fault
+from waltz_sim.world.simulated_disk import DiskFault
 
 ROOT = Path("/d")
 PATH = ROOT / "f"
@@ -88,7 +88,7 @@ def test_a_sync_of_a_file_says_nothing_of_its_name_nor_the_other_way_round():
     file.pwrite([b"g"], 0)
     file.sync()
     assert ROOT / "g" not in left(disk, Keep())
-    assert left(disk, Only([Entry(ROOT / "g")]))[ROOT / "g"] == b"g"
+    assert left(disk, Only([DirectoryEntry(ROOT / "g")]))[ROOT / "g"] == b"g"
     file.pwrite([b"h"], 1)
     disk.sync_directory(ROOT)
     assert left(disk, Keep())[ROOT / "g"] == b"g"
@@ -97,8 +97,8 @@ def test_a_sync_of_a_file_says_nothing_of_its_name_nor_the_other_way_round():
 def test_a_rename_may_leave_both_names_or_none():
     disk = made(b"a")
     disk.rename(PATH, ROOT / "g")
-    assert left(disk, Only([Entry(ROOT / "g")])) == {PATH: b"a", ROOT / "g": b"a"}
-    assert left(disk, Only([Entry(PATH)])) == {}
+    assert left(disk, Only([DirectoryEntry(ROOT / "g")])) == {PATH: b"a", ROOT / "g": b"a"}
+    assert left(disk, Only([DirectoryEntry(PATH)])) == {}
     assert left(disk, Everything()) == {ROOT / "g": b"a"}
 
 
@@ -115,7 +115,7 @@ def test_after_a_sync_that_failed_no_later_one_helps_until_it_is_written_again()
     disk = made()
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
-    disk.inner.plan_call(("sync",), Fault.FAILS)
+    disk.inner.plan_call(("sync",), DiskFault.FAILS)
     with pytest.raises(DiskFailed):
         file.sync()
     file.sync()

@@ -9,7 +9,7 @@ from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 from waltz_core.storage.disk.file_system import create_durably
 from waltz_sim.world.inode import SECTOR_BYTES
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     PowerLoss,
     SimDisk,
     Survival,
@@ -107,7 +107,7 @@ def test_a_file_that_came_with_no_sync_is_gone(disk):
 def test_a_failed_sync_lies_to_the_next_one(disk):
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
-    disk.plan(disk.step_count + 1, Fault.FAILS)
+    disk.plan(disk.step_count + 1, DiskFault.FAILS)
     with pytest.raises(DiskFailed):
         file.sync()
     file.sync()
@@ -117,11 +117,11 @@ def test_a_failed_sync_lies_to_the_next_one(disk):
 
 
 def test_a_failed_write_is_half_written_but_for_a_sector(disk):
-    disk.plan(disk.step_count + 1, Fault.FAILS)
+    disk.plan(disk.step_count + 1, DiskFault.FAILS)
     with pytest.raises(DiskFailed):
         disk.open(PATH).pwrite([b"bbbb"], SECTOR_BYTES - 2)
     assert disk.content(PATH)[SECTOR_BYTES - 3 : SECTOR_BYTES + 2] == b"abbaa"
-    disk.plan(disk.step_count + 1, Fault.FAILS)
+    disk.plan(disk.step_count + 1, DiskFault.FAILS)
     with pytest.raises(DiskFailed):
         disk.open(PATH).pwrite([b"cccc"], 0)
     assert disk.content(PATH)[:4] == b"aaaa"
@@ -143,7 +143,7 @@ def test_a_full_disk_takes_what_fits_and_reads_go_on():
 
 def test_nothing_works_while_the_power_is_off(disk):
     file = disk.open(PATH)
-    disk.plan(disk.step_count + 1, Fault.POWER_LOSS)
+    disk.plan(disk.step_count + 1, DiskFault.POWER_LOSS)
     with pytest.raises(PowerLoss):
         file.pwrite([b"bb"], 0)
     for call in (file.size, file.sync, lambda: disk.list(ROOT), lambda: disk.open(PATH)):
@@ -176,7 +176,7 @@ def test_rot_is_on_the_platter_and_unseen_by_the_steps(disk):
 
 def test_a_fault_can_be_planned_for_a_kind_of_call_or_for_a_read_and_tells_when_it_strikes(disk):
     struck = []
-    disk.plan_call({"rename", "sync"}, Fault.FAILS, lambda: struck.append("call"))
+    disk.plan_call({"rename", "sync"}, DiskFault.FAILS, lambda: struck.append("call"))
     disk.plan_read(2, lambda: struck.append("read"))
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from waltz_sim.run import Verdict
+from waltz_sim.run import RunVerdict
 from waltz_sim.schedule import Fault, Schedule, Setup
 from waltz_sim.shrink import shrink
 
@@ -13,7 +13,7 @@ NEEDED = (FAULTS[17], FAULTS[58])
 
 
 def verdict_of(schedule, rule, virtual_ms=6_000):
-    return Verdict(
+    return RunVerdict(
         schedule=schedule,
         rule=rule,
         text="",

@@ -16,7 +16,7 @@ from waltz_spark.options import WriteOptions
 from waltz_spark.writer import appender as appender_module
 from waltz_spark.writer.appender import Appender
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
-from waltz_spark.writer.recompute import Anew, Refused
+from waltz_spark.writer.recompute import Anew, RefusedRows
 
 OPTIONS = WriteOptions(connect="zk:2181/waltz/x", batch_rows=7, in_flight_max=3)
 LOST, REFUSED, TAKEN = int(Reason.LOST), int(Reason.LOCK), int(Reason.COMMITTED)
@@ -206,7 +206,7 @@ class Mending:
         assert retries < self.retries_max
         return 0.0
 
-    def again(self, refused: Refused) -> Anew:
+    def again(self, refused: RefusedRows) -> Anew:
         assert (refused.conflicting == 5).all()
         assert (refused.marks == -1).all()
         rows = []

@@ -10,7 +10,7 @@ from pyspark.sql.types import StructType
 from waltz_core.client import ReplicaSet
 from waltz_core.client.links.directory import (
     ClusterInfo,
-    Layout,
+    ClusterLayout,
 )
 from waltz_core.errors import DataLoss
 from waltz_spark import lag_of
@@ -39,7 +39,7 @@ class Cluster:
         return SimpleNamespace(
             partition_count=info.partition_count,
             cluster=lambda: info,
-            layout=lambda: Layout(CONNECT, info, {}),
+            layout=lambda: ClusterLayout(CONNECT, info, {}),
         )
 
     def sources(

@@ -22,32 +22,32 @@ from waltz_core.storage.files.format import (
 )
 from waltz_core.storage.service.admin import (
     WAITING_MAX,
+    AdminAnswer,
     AdminRequest,
     AdminService,
-    Outcome,
-    Run,
-    Tell,
+    ErrandOutcome,
+    RunErrand,
     gauges_json,
 )
 from waltz_core.storage.service.errands import (
-    Doubt,
-    Empty,
+    Assign,
+    DiskRoom,
     FindHeld,
     FindRoom,
     FindStanding,
-    GiveUp,
-    Held,
-    Hold,
+    HeldPartition,
+    InspectReplica,
     LogFacts,
-    LookAt,
+    MarkSuspect,
     PutCopy,
     ReadRange,
-    ReplicaFacts,
-    RoomFacts,
-    Standing,
-    Switch,
+    ReplicaStatus,
+    Reseed,
+    SetAvailability,
+    Unassign,
+    ZooKeeperView,
 )
-from waltz_core.storage.service.service import Identity
+from waltz_core.storage.service.service import StorageIdentity
 from waltz_core.wire import admin_messages as wire
 from waltz_core.wire.messages import RangeBytes, RangeForm
 
@@ -62,24 +62,24 @@ LOG = LogFacts(
     chain=b"c" * 16,
     damaged=(IdRange(3, 4),),
 )
-FACTS = ReplicaFacts(True, True, True, INFO, LOG)
+FACTS = ReplicaStatus(True, True, True, INFO, LOG)
 OFFLINE = FACTS._replace(is_available=False, is_served=False)
-LEFT = Standing(False, False, 8, ("b:1", "c:1"), 3)
+LEFT = ZooKeeperView(False, False, 8, ("b:1", "c:1"), 3)
 ASSIGNED = LEFT._replace(is_assigned=True)
-ENGAGED = Standing(False, True, 7, ("a:1", "b:1", "c:1"), 3)
-ALONE = Standing(True, True, 7, ("a:1",), 1)
+ENGAGED = ZooKeeperView(False, True, 7, ("a:1", "b:1", "c:1"), 3)
+ALONE = ZooKeeperView(True, True, 7, ("a:1",), 1)
 
 
 class Desk:
     """The machine, and the answers to the errands that it may have."""
 
     def __init__(self, **answers):
-        self.machine = AdminService(Identity(KEY, 4, b"the storage's id"), address="a:1")
-        self.answers = {"LookAt": FACTS, "FindStanding": LEFT} | answers
+        self.machine = AdminService(StorageIdentity(KEY, 4, b"the storage's id"), address="a:1")
+        self.answers = {"InspectReplica": FACTS, "FindStanding": LEFT} | answers
         self.errands = []
         self.told = []
         self.reports = []
-        self.open = []  # effects `Run` that nobody has carried out yet
+        self.open = []  # effects `RunErrand` that nobody has carried out yet
 
     def post(self, message, *, version=1, connection=1):
         self.take(self.machine.step(AdminRequest(connection, version, message), 0))
@@ -87,9 +87,9 @@ class Desk:
     def take(self, effects):
         for effect in effects:
             match effect:
-                case Run():
+                case RunErrand():
                     self.open.append(effect)
-                case Tell():
+                case AdminAnswer():
                     self.told.append((effect.connection, effect.message))
                 case Report():
                     self.reports.append(effect)
@@ -100,7 +100,7 @@ class Desk:
         value = values[0] if values else self.answers.get(type(run.errand).__name__)
         if callable(value):
             value = value(run.errand)
-        self.take(self.machine.step(Outcome(run.ticket, value), 0))
+        self.take(self.machine.step(ErrandOutcome(run.ticket, value), 0))
         return run.errand
 
     def ask(self, message, **options):
@@ -115,12 +115,12 @@ class Desk:
 
     @property
     def changes(self):
-        questions = (LookAt, FindHeld, FindRoom, FindStanding, ReadRange)
+        questions = (InspectReplica, FindHeld, FindRoom, FindStanding, ReadRange)
         return [errand for errand in self.errands if not isinstance(errand, questions)]
 
 
 def refused(answer, error):
-    assert isinstance(answer, wire.Refused), answer
+    assert isinstance(answer, wire.AdminRefused), answer
     assert from_code(answer.error_code, "").__class__ is error
     return answer.text
 
@@ -137,7 +137,7 @@ def test_the_cluster_is_checked():
 
 def test_a_peer_of_version_0_is_told_errors_as_the_original_tells_them():
     answer = Desk().ask(wire.CheckCluster(-1, KEY, 5), version=0)
-    assert isinstance(answer, wire.Failure)
+    assert isinstance(answer, wire.AdminFailure)
     assert answer.text.startswith("ClusterKeyMismatch: this storage is of cluster")
     assert answer.stack == ()
 
@@ -147,11 +147,18 @@ def test_partitions_are_held_and_switched_one_by_one():
     assert desk.ask(wire.SetAssigned(3, (2, 1, 2), True, False), version=0) == wire.Done(3)
     assert desk.ask(wire.SetAvailable(4, (1, 3), False), version=0) == wire.Done(4)
     assert desk.ask(wire.SetAssigned(5, (), False, True), version=0) == wire.Done(5)
-    assert desk.changes == [Hold(2), Hold(1), Switch(1, False), Switch(3, False)]
+    assert desk.changes == [
+        Assign(2),
+        Assign(1),
+        SetAvailability(1, False),
+        SetAvailability(3, False),
+    ]
 
 
 def test_a_request_for_several_ends_at_the_first_that_is_refused_and_says_what_is_done():
-    desk = Desk(Switch=lambda errand: DiskFailed("no") if errand.partition_id == 2 else None)
+    desk = Desk(
+        SetAvailability=lambda errand: DiskFailed("no") if errand.partition_id == 2 else None
+    )
     answer = desk.ask(wire.SetAvailable(4, (0, 1, 2, 3), True))
     assert refused(answer, DiskFailed) == "no; done before that: partitions [0, 1]"
     assert [each.partition_id for each in desk.changes] == [0, 1, 2]
@@ -159,16 +166,16 @@ def test_a_request_for_several_ends_at_the_first_that_is_refused_and_says_what_i
 
 
 def test_marks_and_held_partitions_are_told():
-    held = (Held(0, INFO, 52, True), Held(3, INFO._replace(flags=4), -1, False))
+    held = (HeldPartition(0, INFO, 52, True), HeldPartition(3, INFO._replace(flags=4), -1, False))
     desk = Desk(FindHeld=held)
     assert desk.ask(wire.SessionInfoRequest(1, 2)) == wire.SessionInfoResponse(1, 2, 6, 40, 39)
     assert desk.ask(wire.HeldRequest(2)) == wire.HeldResponse(2, ((0, True), (3, False)))
-    absent = Desk(LookAt=FACTS._replace(is_held=False))
+    absent = Desk(InspectReplica=FACTS._replace(is_held=False))
     assert "held here" in refused(absent.ask(wire.SessionInfoRequest(1, 2)), errors.BadRequest)
 
 
 def test_the_gauges_have_the_originals_names_and_form():
-    held, room = (Held(3, INFO, 52, True),), RoomFacts(5_000, 64, True, 1_700_000_000_000)
+    held, room = (HeldPartition(3, INFO, 52, True),), DiskRoom(5_000, 64, True, 1_700_000_000_000)
     desk = Desk(FindHeld=held, FindRoom=room)
     answer = desk.ask(wire.MetricsRequest(1), version=0)
     assert answer.json == gauges_json(held, room)
@@ -192,8 +199,8 @@ def test_the_gauges_have_the_originals_names_and_form():
 
 
 def test_a_disk_that_does_not_say_what_is_free_has_no_gauge_for_it_but_its_error():
-    room = RoomFacts(None, 64, False, 1_700_000_000_000, "statvfs: input/output error")
-    desk = Desk(FindHeld=(Held(3, INFO, 52, True),), FindRoom=room)
+    room = DiskRoom(None, 64, False, 1_700_000_000_000, "statvfs: input/output error")
+    desk = Desk(FindHeld=(HeldPartition(3, INFO, 52, True),), FindRoom=room)
     gauges = json.loads(desk.ask(wire.MetricsRequest(1)).json)["gauges"]
     assert "waltz-storage.free-bytes" not in gauges
     assert gauges["waltz-storage.disk-error"]["value"] == "statvfs: input/output error"
@@ -227,10 +234,10 @@ def test_records_are_listed_as_the_original_lists_them():
 def test_what_no_session_counts_on_may_go():
     desk = Desk()
     assert desk.ask(wire.RemovePartition(1, 2, True, False)) == wire.Done(1)
-    assert desk.errands == [LookAt(2), FindStanding(2), GiveUp(2, True)]
+    assert desk.errands == [InspectReplica(2), FindStanding(2), Unassign(2, True)]
     desk = Desk()
     assert desk.ask(wire.SetAssigned(1, (2,), False, False), version=0) == wire.Done(1)
-    assert desk.changes == [GiveUp(2, False)]
+    assert desk.changes == [Unassign(2, False)]
 
 
 @pytest.mark.parametrize("forced", [False, True])
@@ -246,16 +253,16 @@ def test_what_the_last_session_counts_on_goes_only_when_somebody_insists():
     text = refused(desk.ask(wire.RemovePartition(1, 2, True, False)), errors.BadRequest)
     assert "in session 7 with a:1, b:1, c:1 (without it 2 are left, still a quorum)" in text
     answer = desk.ask(wire.SetAssigned(1, (2,), False, True), version=0)
-    assert isinstance(answer, wire.Failure)
+    assert isinstance(answer, wire.AdminFailure)
     assert desk.changes == []
     assert desk.ask(wire.RemovePartition(1, 2, True, True)) == wire.Done(1)
-    assert desk.changes == [GiveUp(2, True)]
+    assert desk.changes == [Unassign(2, True)]
 
 
 def test_a_log_is_thrown_away_only_where_nobody_counts_on_it_or_somebody_insists():
     desk = Desk(FindStanding=ASSIGNED)
     assert desk.ask(wire.ReSeed(1, 2, False)) == wire.Done(1)
-    assert desk.changes == [Empty(2)]
+    assert desk.changes == [Reseed(2)]
     bare = ENGAGED._replace(engaged=("a:1", "b:1"))
     desk = Desk(FindStanding=bare)
     text = refused(desk.ask(wire.ReSeed(1, 2, False)), errors.BadRequest)
@@ -263,13 +270,13 @@ def test_a_log_is_thrown_away_only_where_nobody_counts_on_it_or_somebody_insists
     assert "offline first" in text
     assert desk.changes == []
     assert desk.ask(wire.ReSeed(1, 2, True)) == wire.Done(1)
-    assert desk.changes == [Empty(2)]
+    assert desk.changes == [Reseed(2)]
 
 
 def test_a_replica_is_doubted_unless_it_is_the_only_one():
     desk = Desk(FindStanding=ENGAGED)
     assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
-    assert desk.changes == [Doubt(2)]
+    assert desk.changes == [MarkSuspect(2)]
     desk = Desk(FindStanding=ALONE)
     assert "alone engaged" in refused(desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest)
     assert desk.changes == []
@@ -286,7 +293,7 @@ def test_while_zookeeper_is_away_nothing_is_thrown_away(message):
 
 
 def test_what_is_not_held_cannot_be_removed():
-    desk = Desk(LookAt=FACTS._replace(is_held=False))
+    desk = Desk(InspectReplica=FACTS._replace(is_held=False))
     refused(desk.ask(wire.RemovePartition(1, 2, True, True)), errors.BadRequest)
     assert desk.changes == []
 
@@ -295,7 +302,7 @@ def test_what_is_not_held_cannot_be_removed():
 
 
 def test_a_storage_and_a_replica_are_told():
-    desk = Desk(FindHeld=(Held(3, INFO, 52, True),))
+    desk = Desk(FindHeld=(HeldPartition(3, INFO, 52, True),))
     answer = desk.ask(wire.StorageRequest(1))
     assert answer == wire.StorageResponse(1, b"the storage's id", KEY, 4, "a:1", (3,))
     told = desk.ask(wire.ReplicaRequest(2, 2))
@@ -303,10 +310,10 @@ def test_a_storage_and_a_replica_are_told():
     assert (told.promised, told.last_session, told.low_water_mark) == (7, 6, 40)
     assert (told.synced_max, told.chain, told.is_suspect) == (52, b"c" * 16, False)
     assert told.damaged == bytes(7) + b"\3" + bytes(7) + b"\4"
-    broken = ReplicaFacts(True, True, False, INFO, None, "no control slot is valid")
-    told = Desk(LookAt=broken).ask(wire.ReplicaRequest(2, 2))
+    broken = ReplicaStatus(True, True, False, INFO, None, "no control slot is valid")
+    told = Desk(InspectReplica=broken).ask(wire.ReplicaRequest(2, 2))
     assert (told.why_not, told.synced_max, told.damaged) == ("no control slot is valid", -1, b"")
-    refusal = Desk(LookAt=broken).ask(wire.RecordListRequest(2, 2, 0, 1))
+    refusal = Desk(InspectReplica=broken).ask(wire.RecordListRequest(2, 2, 0, 1))
     assert "no control slot is valid" in refused(refusal, errors.BadRequest)
 
 
@@ -327,7 +334,7 @@ def test_a_copy_is_taken_only_while_the_partition_is_offline():
     desk = Desk(PutCopy=53)
     assert "expected it to be offline" in refused(desk.ask(copy), errors.BadRequest)
     assert desk.changes == []
-    desk = Desk(PutCopy=53, LookAt=OFFLINE)
+    desk = Desk(PutCopy=53, InspectReplica=OFFLINE)
     assert desk.ask(copy) == wire.Copied(1, 2, 53)
     assert desk.changes == [PutCopy(copy)]
 
@@ -341,13 +348,13 @@ def test_changes_take_turns_and_questions_do_not_wait_for_them():
     desk.post(wire.SetAvailable(2, (1,), False), connection=2)
     desk.post(wire.MarkSuspect(3, 2, True))
     desk.post(wire.SessionInfoRequest(4, 2))
-    assert [type(run.errand) for run in desk.open] == [Switch, LookAt]
+    assert [type(run.errand) for run in desk.open] == [SetAvailability, InspectReplica]
     desk.open.reverse()
     desk.carry_out()
     assert desk.told == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
     desk.carry_out(DiskFailed("no"))  # whoever waits goes on all the same
-    assert desk.carry_out() == Switch(1, False)
-    assert desk.carry_out() == Doubt(2)
+    assert desk.carry_out() == SetAvailability(1, False)
+    assert desk.carry_out() == MarkSuspect(2)
     assert [(who, answer.sequence) for who, answer in desk.told[1:]] == [(1, 1), (2, 2), (1, 3)]
     assert desk.open == []
 
@@ -366,7 +373,7 @@ def test_what_waits_is_bounded():
 
 def test_a_message_that_is_no_request_is_refused_and_ends_nothing():
     desk = Desk()
-    for message in (wire.Done(1), wire.Refused(1, 5, "x"), wire.Copied(1, 2, 3)):
+    for message in (wire.Done(1), wire.AdminRefused(1, 5, "x"), wire.Copied(1, 2, 3)):
         assert "takes no" in refused(desk.ask(message), errors.BadRequest)
     assert desk.machine.step(Wakeup(), 5) == []
     assert desk.machine.wake_at_ms is None

@@ -29,7 +29,7 @@ from waltz_core.storage.files.format import (
     partition_info_offset,
 )
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     PowerLoss,
     SimFile,
     Survival,
@@ -67,7 +67,7 @@ def test_a_crash_in_the_middle_of_a_write_leaves_the_old_or_the_new(survival):
         disk = new_disk()
         control = open_control(disk)
         old = control.set_marks(0, 7, 41)
-        disk.plan(disk.step_count + 1 + seed % 2, Fault.POWER_LOSS)
+        disk.plan(disk.step_count + 1 + seed % 2, DiskFault.POWER_LOSS)
         with pytest.raises(PowerLoss):
             control.set_marks(0, 8, 50)
         disk.power_loss(survival, Random(seed))
@@ -82,7 +82,7 @@ def test_a_failed_write_changes_nothing_that_counts():
     disk = new_disk()
     control = open_control(disk)
     old = control.set_flags(2, 1)
-    disk.plan(disk.step_count + 1, Fault.FAILS)
+    disk.plan(disk.step_count + 1, DiskFault.FAILS)
     with pytest.raises(DiskFailed):
         control.set_flags(2, 3)
     assert control.info(2) == old
@@ -104,7 +104,7 @@ def test_a_sync_that_failed_is_told_to_every_partition_of_the_file():
     disk = new_disk()
     control = open_control(disk)
     before = control.set_marks(0, 7, 41)
-    disk.plan(disk.step_count + 2, Fault.FAILS)
+    disk.plan(disk.step_count + 2, DiskFault.FAILS)
     with pytest.raises(DiskFailed, match="sync "):
         control.set_marks(1, 7, 41)
     for partition_id in (0, 1, 2):
@@ -117,7 +117,7 @@ def test_a_sync_that_failed_is_told_to_every_partition_of_the_file():
 def test_what_a_failed_sync_has_left_is_durable_once_the_next_opening_believes_it():
     disk = new_disk()
     control = open_control(disk)
-    disk.plan(disk.step_count + 2, Fault.FAILS)
+    disk.plan(disk.step_count + 2, DiskFault.FAILS)
     with pytest.raises(DiskFailed, match="sync "):
         control.set_marks(1, 7, 41)
     assert control.has_failed
@@ -236,7 +236,7 @@ def test_a_file_that_is_gone_or_cut_where_partitions_are_is_refused(tmp_path, si
 def test_a_crash_while_it_is_made_leaves_none_or_a_whole_one():
     for steps in range(1, 10):
         disk = new_disk()
-        disk.plan(disk.step_count + steps, Fault.POWER_LOSS)
+        disk.plan(disk.step_count + steps, DiskFault.POWER_LOSS)
         try:
             open_control(disk)
         except PowerLoss:
@@ -321,7 +321,7 @@ def test_a_slot_that_could_not_be_written_does_not_count():
     disk = new_disk()
     slots = new_slots(disk, promised=3)
     for step in (1, 2):
-        disk.plan(disk.step_count + step, Fault.FAILS)
+        disk.plan(disk.step_count + step, DiskFault.FAILS)
         with pytest.raises(DiskFailed):
             slots.write(Slot(2, promised=8))
         assert slots.slot.promised == 3
@@ -347,7 +347,7 @@ def test_a_slot_takes_what_is_lost_of_its_own_block_and_no_other(monkeypatch):
     given_up = []
     monkeypatch.setattr(SimFile, "give_up_lost", lambda _, *place: not given_up.append(place))
     for _ in range(2):
-        disk.plan_call({"write"}, Fault.FAILS)
+        disk.plan_call({"write"}, DiskFault.FAILS)
         slots.write(Slot(2))
         place = SLOT_BLOCK_BYTES * (slots.slot.sequence % 2 == 0)
         assert disk.content(SLOTS)[place : place + SLOT_BYTES] == slots.slot.encode()
@@ -355,6 +355,6 @@ def test_a_slot_takes_what_is_lost_of_its_own_block_and_no_other(monkeypatch):
     slots.write(Slot(2))
     assert given_up == [], "the write went through"
     monkeypatch.setattr(SimFile, "give_up_lost", lambda *_: False)
-    disk.plan_call({"write"}, Fault.FAILS)
+    disk.plan_call({"write"}, DiskFault.FAILS)
     with pytest.raises(DiskFailed, match="write"):
         slots.write(Slot(2))

@@ -25,7 +25,7 @@ from waltz_core.storage.disk.file_system import (
 from waltz_core.storage.disk.page_cache import STEP_BYTES
 from waltz_sim.world.crash import Platter, RecordingDisk, survivals
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     SimDisk,
 )
 
@@ -170,7 +170,7 @@ def test_nothing_has_its_name_before_all_is_written():
     for step in range(1, 20):
         disk = new_disk()
         create_durably(disk, ROOT, [("a", b"old"), ("b", b"old")])
-        disk.plan(disk.step_count + step, Fault.FAILS)
+        disk.plan(disk.step_count + step, DiskFault.FAILS)
         try:
             create_durably(disk, ROOT, [("a", b"new a"), ("b", b"new b")])
         except DiskFailed:

@@ -25,7 +25,7 @@ from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     SimDisk,
     Survival,
 )
@@ -129,7 +129,7 @@ def test_a_reserve_that_cannot_be_given_back_ends_nothing():
         new_storage_id=bytes(16),
         reserve_bytes=4096,
     )
-    for fault in (Fault.FAILS, Fault.DISK_FULL):
+    for fault in (DiskFault.FAILS, DiskFault.DISK_FULL):
         disk.plan(disk.step_count + 1, fault)
         engine.room.release()
     log = engine.assign(0)
@@ -350,7 +350,7 @@ def test_what_a_killed_process_has_written_is_durable_before_it_is_believed():
     disk = SimDisk()
     wanted = {"partition_count": 2, "new_storage_id": bytes(16)}
     engine = Engine.open(disk, Path("/waltz"), SETTINGS, **wanted)
-    disk.plan_call(("sync",), Fault.FAILS)
+    disk.plan_call(("sync",), DiskFault.FAILS)
     with pytest.raises(DiskFailed):
         engine.assign(1)
     engine.abandon()

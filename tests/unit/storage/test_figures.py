@@ -8,13 +8,13 @@ from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.storage.files.format import IdRange
 from waltz_core.storage.log.scrub import Scrubbed
-from waltz_core.storage.process.figures import Figures
+from waltz_core.storage.process.figures import StorageFigures
 from waltz_core.storage.service.work import WorkResult
 
 
 def made():
     metrics = Metrics("storage")
-    return metrics, Figures(metrics)
+    return metrics, StorageFigures(metrics)
 
 
 def test_work_is_counted_for_its_partition():

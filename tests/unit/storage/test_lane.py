@@ -6,13 +6,13 @@ import pytest
 
 from tests.storage_owner import Owner
 from waltz_core.storage.files.format import Promise
-from waltz_core.storage.log.scrub import Piece
+from waltz_core.storage.log.scrub import ScrubPiece
 from waltz_core.storage.service import lane as lanes
 from waltz_core.storage.service.lane import (
     Lane,
     queue_bytes,
 )
-from waltz_core.storage.service.work import Request
+from waltz_core.storage.service.work import StorageRequest
 from waltz_core.wire.messages import Engage, Heartbeat, RangeForm, RangeRaw, Repair
 
 OWNER = Owner(1)
@@ -20,8 +20,8 @@ OWNER = Owner(1)
 
 def lane(*, writes=(), reads=(), piece=None):
     made = Lane(SimpleNamespace(), Promise(5, b"n" * 16))
-    made.writes.extend(Request(1, each) for each in writes)
-    made.reads.extend(Request(1, each) for each in reads)
+    made.writes.extend(StorageRequest(1, each) for each in writes)
+    made.reads.extend(StorageRequest(1, each) for each in reads)
     made.piece = piece
     return made
 
@@ -52,8 +52,12 @@ def test_reads_and_writes_take_turns_and_appends_go_together():
 
 
 def test_the_scrubs_piece_goes_first_and_once():
-    one = lane(writes=[OWNER.make(Engage, 1)], reads=[a_read()], piece=Piece(7, 100))
-    assert [kinds(one.take_next()) for _ in range(3)] == [[Piece(7, 100)], ["RangeRaw"], ["Engage"]]
+    one = lane(writes=[OWNER.make(Engage, 1)], reads=[a_read()], piece=ScrubPiece(7, 100))
+    assert [kinds(one.take_next()) for _ in range(3)] == [
+        [ScrubPiece(7, 100)],
+        ["RangeRaw"],
+        ["Engage"],
+    ]
 
 
 def test_a_group_is_bounded(monkeypatch):

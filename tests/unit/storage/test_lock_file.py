@@ -7,7 +7,7 @@ from waltz_core.storage.files.lock_file import (
     OLDER_LOCKS_NAME,
     LockFile,
 )
-from waltz_sim.world.simulated_disk import Fault
+from waltz_sim.world.simulated_disk import DiskFault
 
 
 def new_file(disk, file_bytes_max=100):
@@ -71,7 +71,7 @@ def test_after_an_error_there_is_silence():
     disk = new_disk()
     locks = new_file(disk)
     locks.append([b"one"])
-    disk.plan(disk.step_count + 1, Fault.FAILS)
+    disk.plan(disk.step_count + 1, DiskFault.FAILS)
     locks.append([b"two"])
     locks.append([b"three"])
     assert locks.newest(100) == b""

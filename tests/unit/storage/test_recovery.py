@@ -57,7 +57,7 @@ from waltz_core.storage.log import log_recovery
 from waltz_core.storage.log.log_recovery import open_log
 from waltz_core.storage.log.truncation import cut_of
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     PowerLoss,
     SimDisk,
     Survival,
@@ -436,7 +436,7 @@ def test_a_log_that_is_gone_begins_suspect_and_promises_nothing_twice():
 def test_a_log_that_is_gone_is_suspect_however_its_opening_ends():
     for step in range(1, 80):
         disk = new_disk()
-        disk.plan(disk.step_count + step, Fault.POWER_LOSS)
+        disk.plan(disk.step_count + step, DiskFault.POWER_LOSS)
         try:
             opened(disk, info=KNOWN)
         except PowerLoss:
@@ -555,7 +555,7 @@ def test_an_opening_that_is_interrupted_anywhere_comes_to_the_same_end():
         disk = new_disk()
         _, records, entries = written(disk, [3, 2], [4, 3], acked=3)
         rot_record(disk, 5, 10)
-        disk.plan(disk.step_count + step, Fault.POWER_LOSS)
+        disk.plan(disk.step_count + step, DiskFault.POWER_LOSS)
         try:
             opened(disk)
         except PowerLoss:
@@ -581,7 +581,7 @@ def test_a_replica_that_lost_its_batches_is_suspect_however_its_opening_ends(ack
         disk = new_disk()
         written(disk, [3, 2], [4], acked=acked)
         disk.flip(path_of(5, ".chn"), 9)
-        disk.plan(disk.step_count + step, Fault.POWER_LOSS)
+        disk.plan(disk.step_count + step, DiskFault.POWER_LOSS)
         try:
             opened(disk)
         except PowerLoss:
@@ -621,7 +621,7 @@ def test_an_opening_that_fails_anywhere_leaves_no_file_open():
         segments.close()
         open_count = disk.open_count
         disk.flip(path_of(3, ".chn"), LINEAGE_HEADER_BYTES + 3)
-        disk.plan(disk.step_count + step, Fault.FAILS)
+        disk.plan(disk.step_count + step, DiskFault.FAILS)
         try:
             segments, slots = opened(disk)
         except DiskFailed:

@@ -32,7 +32,7 @@ from waltz_core.storage.log.removal import (
     Wipe,
 )
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     SimDisk,
 )
 
@@ -117,7 +117,7 @@ def test_without_an_intent_nothing_is_finished(disk, control):
 
 def test_a_full_disk_that_takes_no_intent_changes_nothing(disk, control):
     before = names_in(disk)
-    disk.plan(disk.step_count + 2, Fault.DISK_FULL)
+    disk.plan(disk.step_count + 2, DiskFault.DISK_FULL)
     with pytest.raises(NoSpace):
         removal.wipe(disk, HOME, control, GONE)
     assert {name for name in names_in(disk) if not name.startswith(WIPE_NAME)} == set(before)

@@ -14,7 +14,7 @@ from waltz_core.storage.files.room import (
     append_bytes,
 )
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     SimDisk,
 )
 
@@ -81,11 +81,11 @@ def test_a_disk_that_is_full_at_the_start_is_said_to_be():
 
 def test_a_reserve_that_cannot_be_given_back_or_filled_ends_nothing():
     disk, room = made()
-    for fault in (Fault.FAILS, Fault.DISK_FULL):
+    for fault in (DiskFault.FAILS, DiskFault.DISK_FULL):
         disk.plan(disk.step_count + 1, fault)
         room.release()
     room.release()
-    disk.plan_call(("allocate",), Fault.FAILS)
+    disk.plan_call(("allocate",), DiskFault.FAILS)
     room.look_again()
     assert room.reserved_bytes == 0
     room.look_again()

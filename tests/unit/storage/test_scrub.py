@@ -10,9 +10,9 @@ from waltz_core.storage.log.scrub import (
     PIECE_BYTES_MAX,
     PLACES_NAME,
     REST_MS,
-    Piece,
     Scrub,
     Scrubbed,
+    ScrubPiece,
     earlier,
     read_places,
     write_places,
@@ -43,22 +43,22 @@ def read(scrub, now_ms, *, last=99, next_id=None, size=50_000, error=None):
 def test_the_rate_is_kept_by_pauses():
     scrub = made(3)
     assert scrub.wake_at_ms == 0
-    assert read(scrub, 0, next_id=40) == (3, Piece(0, 100_000), False)
+    assert read(scrub, 0, next_id=40) == (3, ScrubPiece(0, 100_000), False)
     assert scrub.wake_at_ms == 500
     assert scrub.next_turn(499) is None
-    assert read(scrub, 500, next_id=41, size=1_000_000) == (3, Piece(40, 100_000), False)
+    assert read(scrub, 500, next_id=41, size=1_000_000) == (3, ScrubPiece(40, 100_000), False)
     assert scrub.wake_at_ms == 10_500
 
 
 def test_a_piece_is_never_large():
     scrub = made(3, bytes_per_s=1 << 40)
-    assert read(scrub, 0)[1] == Piece(0, PIECE_BYTES_MAX)
+    assert read(scrub, 0)[1] == ScrubPiece(0, PIECE_BYTES_MAX)
 
 
 def test_one_partition_after_the_other_and_each_as_far_as_it_went_at_the_beginning():
     scrub = made(5, 2)
     assert read(scrub, 0, last=10, next_id=6)[0] == 2
-    assert read(scrub, 500, last=80, next_id=11) == (2, Piece(6, 100_000), True)
+    assert read(scrub, 500, last=80, next_id=11) == (2, ScrubPiece(6, 100_000), True)
     assert read(scrub, 1_000, last=10)[::2] == (5, True)
     assert scrub.wake_at_ms == DAY_MS
 
@@ -106,8 +106,8 @@ def test_what_is_asked_for_goes_first_and_from_the_beginning():
     read(scrub, 0, next_id=50)
     scrub.ask([2], 100)
     assert scrub.wake_at_ms == 100
-    assert read(scrub, 100)[:2] == (2, Piece(0, PIECE_BYTES_MAX))
-    assert read(scrub, 5_000)[:2] == (1, Piece(50, 100_000))
+    assert read(scrub, 100)[:2] == (2, ScrubPiece(0, PIECE_BYTES_MAX))
+    assert read(scrub, 5_000)[:2] == (1, ScrubPiece(50, 100_000))
 
 
 def test_asked_in_the_middle_of_a_piece_it_begins_anew():
@@ -133,7 +133,7 @@ def test_where_it_was_is_kept_over_a_restart():
     read(scrub, 0, next_id=50)
     assert scrub.places == {1: 50}
     again = made(1, 2, places=scrub.places)
-    assert read(again, 0, next_id=60)[:2] == (1, Piece(50, 100_000))
+    assert read(again, 0, next_id=60)[:2] == (1, ScrubPiece(50, 100_000))
     read(again, 9_000)
     assert again.places == {}
 

@@ -26,7 +26,7 @@ from waltz_core.storage.files.format import (
 )
 from waltz_core.storage.files.segment import Segment
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     PowerLoss,
     Survival,
 )
@@ -45,7 +45,7 @@ def offset_of(transaction_id):
 def test_a_segment_has_its_name_only_when_it_is_whole():
     for step in range(1, 20):
         disk = new_disk()
-        disk.plan(disk.step_count + step, Fault.POWER_LOSS)
+        disk.plan(disk.step_count + step, DiskFault.POWER_LOSS)
         try:
             new_segment(disk)
         except PowerLoss:
@@ -294,7 +294,7 @@ def test_an_index_that_leads_out_of_the_file_asks_for_no_memory(place):
 def test_a_failed_write_is_told():
     disk = new_disk()
     segment = new_segment(disk)
-    disk.plan(disk.step_count + 1, Fault.FAILS)
+    disk.plan(disk.step_count + 1, DiskFault.FAILS)
     with pytest.raises(DiskFailed):
         segment.append(*reversed(make_run(0, [20])))
     assert segment.last == BEFORE_FIRST
@@ -311,7 +311,7 @@ def test_what_the_cache_calls_clean_is_durable_when_it_was_written_again():
     segment.append(lengths, records)
     segment.append_entries(entries, 1)
     for _ in range(2):  # both files
-        disk.plan_call(("sync",), Fault.FAILS)
+        disk.plan_call(("sync",), DiskFault.FAILS)
         with pytest.raises(DiskFailed):
             segment.sync()
         segment._records_dirty = False
@@ -329,7 +329,7 @@ def test_an_index_that_may_have_failed_is_copied_to_a_new_file():
     records, lengths, _ = make_batches(0, [3])
     segment.append(lengths, records)
     segment.sync()
-    disk.plan_call(("sync",), Fault.FAILS)
+    disk.plan_call(("sync",), DiskFault.FAILS)
     with pytest.raises(DiskFailed):
         segment.sync_index()
     segment.copy_index(BEFORE_FIRST)
@@ -347,7 +347,7 @@ def test_what_a_failed_sync_of_an_index_has_lost_is_told_by_the_records(synced):
     segment.sync_index()
     segment.append(lengths[2:], records[int(lengths[:2].sum()) :])
     segment.sync()
-    disk.plan_call(("sync",), Fault.FAILS)
+    disk.plan_call(("sync",), DiskFault.FAILS)
     with pytest.raises(DiskFailed):
         segment.sync_index()
     disk.drop_all_cached()

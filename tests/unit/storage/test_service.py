@@ -29,10 +29,10 @@ from waltz_core.storage.service import (
 )
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.service import (
-    Identity,
+    StorageIdentity,
     StorageService,
 )
-from waltz_core.storage.service.work import Request
+from waltz_core.storage.service.work import StorageRequest
 from waltz_core.wire.messages import (
     Appended,
     DamageFound,
@@ -51,7 +51,7 @@ from waltz_core.wire.messages import (
     RangeForm,
     RangeRaw,
     Repair,
-    ReplicaState,
+    ReplicaEnd,
     SetLowWaterMark,
     SuccessResponse,
     Truncate,
@@ -120,7 +120,7 @@ class Bench:
             reserve_bytes=reserve_bytes,
         )
         options = {"queue_bytes_max": 1 << 20, "room": self.engine.room} | options
-        self.service = StorageService(Identity(KEY, 4, STORAGE_ID), **options)
+        self.service = StorageService(StorageIdentity(KEY, 4, STORAGE_ID), **options)
         self.now_ms = 1_000_000
         self.effects = []
         self.works = []
@@ -136,7 +136,7 @@ class Bench:
     def send(self, connection, *messages):
         """Take requests in; nothing that blocks is done yet."""
         for message in messages:
-            self.step(Request(connection, message))
+            self.step(StorageRequest(connection, message))
 
     def finish(self):
         """Run the work that is there and that comes of it; return how many pieces."""
@@ -169,7 +169,7 @@ class Bench:
         found = [
             (each.connection, each.message)
             for each in self.effects
-            if isinstance(each, service_effects.Answer)
+            if isinstance(each, service_effects.StorageAnswer)
         ]
         return found if connection is None else [m for c, m in found if c == connection]
 
@@ -184,9 +184,9 @@ class Bench:
         owner.next_id, owner.chain = prepared.synced_max + 1, bytes(prepared.chain)
         if engaged:
             mark = owner.make(SetLowWaterMark, prepared.synced_max, prepared.chain)
-            assert isinstance(self.ask(connection, mark), ReplicaState)
+            assert isinstance(self.ask(connection, mark), ReplicaEnd)
             engage = owner.make(Engage, prepared.synced_max)
-            assert isinstance(self.ask(connection, engage), ReplicaState)
+            assert isinstance(self.ask(connection, engage), ReplicaEnd)
         return owner
 
 
@@ -784,7 +784,7 @@ def test_a_damaged_range_is_told_and_repaired(bench):
     message = repair.make(Repair, 3, lengths, records, zlib.crc32(records))
     wrong = dataclasses.replace(message, records_crc=1)
     assert bench.refusal(2, wrong) is errors.ChecksumMismatch
-    assert isinstance(bench.ask(2, message), ReplicaState)
+    assert isinstance(bench.ask(2, message), ReplicaEnd)
     assert bench.ask(2, range_of(Owner(6), 3, 3)).count == 1
 
 
@@ -856,7 +856,7 @@ def test_what_is_mended_in_the_session_is_reported(bench):
         assert bench.refusal(1, range_of(owner, 3, 3)) is errors.ChecksumMismatch
     records, _, lengths = records_of(3, 1)
     repair = owner.make(Repair, 3, lengths, records, zlib.crc32(records))
-    assert isinstance(bench.ask(1, repair), ReplicaState)
+    assert isinstance(bench.ask(1, repair), ReplicaEnd)
     assert reports(bench, "damage_mended") == [{"partition": 0, "ids": "3..3"}]
     assert bench.ask(1, range_of(owner, 0, 5)).count == 6
 
@@ -1059,7 +1059,7 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
             bench.now_ms += 2_000
             bench.step(Wakeup())
     bench.finish()
-    (gone,) = bench.only(service_effects.GiveUp)
+    (gone,) = bench.only(service_effects.DropPartition)
     assert gone.log is bench.log
     names = [each.name for each in bench.only(Report)]
     assert names.count("files_replaced") == 1
@@ -1083,7 +1083,7 @@ def test_what_a_replica_lacked_is_reported_when_it_was_filled_up(bench):
     later.next_id, later.chain = owner.next_id, owner.chain
     bench.ask(2, later.append(2))
     mark = later.make(SetLowWaterMark, later.next_id - 1, later.chain)
-    assert isinstance(bench.ask(2, mark), ReplicaState)
+    assert isinstance(bench.ask(2, mark), ReplicaEnd)
     (repaired,) = [
         dict(each.fields) for each in bench.only(Report) if each.name == "replica_repaired"
     ]

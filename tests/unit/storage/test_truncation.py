@@ -22,7 +22,7 @@ from waltz_core.storage.files.format import (
 from waltz_core.storage.log import truncation
 from waltz_core.storage.log.truncation import cut_of
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     Survival,
 )
 
@@ -68,7 +68,7 @@ def test_a_segment_whose_removal_could_not_be_synced_does_not_come_back():
     disk = new_disk()
     segments, _, _ = make_segments(disk, [3, 5], [2])
     slot = truncation.intended(Slot(2), segments, 5)
-    disk.plan_call({"syncdir"}, Fault.DISK_FULL)
+    disk.plan_call({"syncdir"}, DiskFault.DISK_FULL)
     with pytest.raises(NoSpace):
         truncation.carry_out(segments, slot.truncate)
     truncation.carry_out(segments, slot.truncate)
@@ -83,7 +83,7 @@ def test_it_is_carried_out_again_wherever_there_was_no_room():
         disk = new_disk()
         segments, records, entries = make_segments(disk, [3, 5], [2], [4])
         slot = truncation.intended(Slot(2, damaged=(IdRange(4, 9),)), segments, 5)
-        disk.plan(disk.step_count + step, Fault.DISK_FULL)
+        disk.plan(disk.step_count + step, DiskFault.DISK_FULL)
         try:
             truncation.carry_out(segments, slot.truncate)
         except NoSpace:

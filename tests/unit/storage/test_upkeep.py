@@ -34,7 +34,7 @@ from waltz_core.storage.service.upkeep import (
 )
 from waltz_core.wire.admin_messages import Copy
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     SimDisk,
 )
 
@@ -68,7 +68,7 @@ def test_what_is_held_and_how_it_stands_is_told(engine):
     assert absent.why_not == "its log is not open"
     with pytest.raises(UnknownPartition):
         facts_of(engine, 3, is_served=False)
-    assert carry_out(engine, errands.Hold(1)) is None
+    assert carry_out(engine, errands.Assign(1)) is None
     ((partition, info, synced_max, is_available),) = held_by(engine)
     assert (partition, info.flags, synced_max, is_available) == (1, 5, BEFORE_FIRST, True)
     found = facts_of(engine, 1, is_served=True)
@@ -100,39 +100,41 @@ def test_a_disk_that_does_not_say_what_is_free_is_told_with_the_rest(engine, mon
 
 
 @pytest.mark.parametrize(
-    "change", [errands.Switch(1, False), errands.Doubt(1), errands.Empty(1)], ids=str
+    "change",
+    [errands.SetAvailability(1, False), errands.MarkSuspect(1), errands.Reseed(1)],
+    ids=str,
 )
 def test_the_log_is_open_again_after_a_change(engine, change):
-    carry_out(engine, errands.Hold(1))
+    carry_out(engine, errands.Assign(1))
     before = engine.log(1)
     carry_out(engine, change)
     assert engine.log(1) is not before
     found = facts_of(engine, 1, is_served=False)
-    assert found.is_available == (not isinstance(change, errands.Switch))
-    assert found.log.is_suspect == (not isinstance(change, errands.Switch))
+    assert found.is_available == (not isinstance(change, errands.SetAvailability))
+    assert found.log.is_suspect == (not isinstance(change, errands.SetAvailability))
 
 
 def test_what_was_given_up_stays_closed(engine):
-    carry_out(engine, errands.Hold(1))
-    carry_out(engine, errands.GiveUp(1, deletes_files=True))
+    carry_out(engine, errands.Assign(1))
+    carry_out(engine, errands.Unassign(1, deletes_files=True))
     assert held_by(engine) == ()
     with pytest.raises(UnknownPartition):
         engine.log(1)
 
 
 def test_a_log_that_does_not_open_after_a_change_says_why(engine, monkeypatch):
-    carry_out(engine, errands.Hold(1))
+    carry_out(engine, errands.Assign(1))
 
     def broken(*_arguments, **_options):
         raise BadFormat("rotten")
 
     monkeypatch.setattr("waltz_core.storage.service.engine.PartitionLog.open", broken)
-    carry_out(engine, errands.Doubt(1))  # is done all the same
+    carry_out(engine, errands.MarkSuspect(1))  # is done all the same
     assert facts_of(engine, 1, is_served=False).why_not == "rotten"
 
 
 def test_copies_go_behind_the_log_and_set_no_mark(engine):
-    carry_out(engine, errands.Hold(1))
+    carry_out(engine, errands.Assign(1))
     owner = Owner(5, 1)
     assert carry_out(engine, errands.PutCopy(copy_of(owner))) == 2
     assert carry_out(engine, errands.PutCopy(copy_of(owner))) == 5
@@ -153,7 +155,7 @@ def test_copies_go_behind_the_log_and_set_no_mark(engine):
     ],
 )
 def test_a_copy_that_does_not_fit_changes_nothing(engine, changed, error):
-    carry_out(engine, errands.Hold(1))
+    carry_out(engine, errands.Assign(1))
     with pytest.raises(error):
         carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1), **changed)))
     assert engine.log(1).max_id == BEFORE_FIRST
@@ -172,7 +174,7 @@ def full_engine():
         new_storage_id=bytes(16),
         reserve_bytes=16_384,
     )
-    carry_out(engine, errands.Hold(1))
+    carry_out(engine, errands.Assign(1))
     disk.capacity_bytes = (1 << 20) - disk.free_bytes(Path("/waltz"))
     return engine, disk
 
@@ -195,7 +197,7 @@ def test_a_copy_leaves_the_reserve_alone():
 def test_a_copy_that_finds_less_room_than_there_was_leaves_the_reserve_alone():
     engine, disk = full_engine()
     disk.capacity_bytes += 1_000
-    disk.plan_call(("write",), Fault.DISK_FULL)
+    disk.plan_call(("write",), DiskFault.DISK_FULL)
     with pytest.raises(NoSpace):
         carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1))))
     assert (engine.log(1).max_id, engine.room.reserved_bytes) == (BEFORE_FIRST, 16_384)
@@ -205,13 +207,13 @@ def test_a_copy_that_finds_less_room_than_there_was_leaves_the_reserve_alone():
 
 def test_other_changes_have_the_reserve():
     engine, _ = full_engine()
-    carry_out(engine, errands.Empty(1))
+    carry_out(engine, errands.Reseed(1))
     assert engine.room.reserved_bytes == 0
     assert engine.log(1).suspect
 
 
 def test_no_copy_confirms_a_mark_that_nobody_has_confirmed(engine):
-    carry_out(engine, errands.Hold(1))
+    carry_out(engine, errands.Assign(1))
     log = engine.log(1)
     log.prepare(4, NONCE)
     log.set_low_water_mark(4, BEFORE_FIRST, GENESIS_CHAIN)
@@ -221,5 +223,5 @@ def test_no_copy_confirms_a_mark_that_nobody_has_confirmed(engine):
 
 
 def test_a_change_knows_its_partition():
-    assert upkeep.partition_of(errands.Hold(2)) == 2
+    assert upkeep.partition_of(errands.Assign(2)) == 2
     assert upkeep.partition_of(errands.PutCopy(copy_of(Owner(5, 1)))) == 1

@@ -21,15 +21,15 @@ from waltz_core.storage.disk.file_system import (
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import (
-    Piece,
     Scrubbed,
+    ScrubPiece,
 )
 from waltz_core.storage.service import work
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.work import (
     BATCHES_BYTES_MAX,
     RANGE_BYTES_MAX,
-    Request,
+    StorageRequest,
     Work,
 )
 from waltz_core.wire.messages import (
@@ -42,13 +42,13 @@ from waltz_core.wire.messages import (
     RangeForm,
     RangeRaw,
     Repair,
-    ReplicaState,
+    ReplicaEnd,
     SuccessResponse,
     Truncate,
 )
-from waltz_core.wire.places import PLACES, Place, decode_places
+from waltz_core.wire.places import PLACES, FilePlace, decode_places
 from waltz_sim.world.simulated_disk import (
-    Fault,
+    DiskFault,
     SimDisk,
 )
 
@@ -68,7 +68,7 @@ def log(tmp_path):
 
 
 def run(log, *messages, **options):
-    work = Work(log, tuple(Request(1, message) for message in messages), STORAGE_ID)
+    work = Work(log, tuple(StorageRequest(1, message) for message in messages), STORAGE_ID)
     assert work.partition_id == 0
     return work.run(**options)
 
@@ -205,7 +205,7 @@ def test_where_records_lie_is_told_to_readers_and_counted_as_read(log):
     run(log, owner.append(3))
     (told,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, PLACES, False, True)).outcomes
     assert (told.first, told.count, told.form) == (1, 2, PLACES)
-    assert decode_places(told.records, 2 * 44) == (Place(0, SEGMENT_HEADER_BYTES + 44, 88),)
+    assert decode_places(told.records, 2 * 44) == (FilePlace(0, SEGMENT_HEADER_BYTES + 44, 88),)
     assert told.records_crc == zlib.crc32(told.records)
     assert told.lineage[0].last == 2
     result = run(log, owner.make(RangeRaw, 0, 9, -5, PLACES, False, True))
@@ -262,10 +262,10 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
 
 def test_a_piece_of_the_scrub_says_what_was_read_and_where_to_go_on(log):
     run(log, Owner(5).append(6))
-    result = Work(log, (), STORAGE_ID, piece=Piece(0, 100)).run()
+    result = Work(log, (), STORAGE_ID, piece=ScrubPiece(0, 100)).run()
     assert result.scrubbed == Scrubbed(2, 88)
     assert result.outcomes == []
-    result = Work(log, (), STORAGE_ID, piece=Piece(4, 1_000)).run()
+    result = Work(log, (), STORAGE_ID, piece=ScrubPiece(4, 1_000)).run()
     assert result.scrubbed == Scrubbed(6, 88)
 
 
@@ -276,7 +276,7 @@ def test_what_the_scrub_cannot_get_past_is_told_and_left(log, monkeypatch):
         raise ReadFailed("reading x.chn: Input/output error")
 
     monkeypatch.setattr(log, "verify", fails)
-    result = Work(log, (), STORAGE_ID, piece=Piece(0, 100)).run()
+    result = Work(log, (), STORAGE_ID, piece=ScrubPiece(0, 100)).run()
     assert result.scrubbed == Scrubbed(6, 0, "reading x.chn: Input/output error")
     assert result.failed_reads == ["reading x.chn: Input/output error"]
     assert result.failure is None
@@ -316,7 +316,7 @@ class SmallRoom:
 
 def test_a_group_for_which_there_is_no_room_is_refused_whole_before_it_is_written(log):
     owner = Owner(5)
-    appends = tuple(Request(1, owner.append(2)) for _ in range(2))
+    appends = tuple(StorageRequest(1, owner.append(2)) for _ in range(2))
     room = SmallRoom(2 * 168 - 1)
     result = Work(log, appends, STORAGE_ID, room=room).run()
     assert [type(each) for each in result.outcomes] == [NoSpace, NoSpace]
@@ -341,11 +341,11 @@ def test_a_truncation_without_room_is_done_again_with_that_of_the_reserve():
     log.prepare(5, bytes(16))
     (appended,) = run(log, owner.append(4)).outcomes
     assert appended.synced_max == 3
-    truncate = Request(1, owner.make(Truncate, 1, BEFORE_FIRST, GENESIS_CHAIN))
+    truncate = StorageRequest(1, owner.make(Truncate, 1, BEFORE_FIRST, GENESIS_CHAIN))
     cuts = disk.step_count + 4  # behind the intent: the log's end is cut, and then its index
-    disk.plan(cuts, Fault.DISK_FULL)
+    disk.plan(cuts, DiskFault.DISK_FULL)
     result = Work(log, (truncate,), STORAGE_ID, room=engine.room).run()
-    assert isinstance(result.outcomes[0], ReplicaState), result.outcomes
+    assert isinstance(result.outcomes[0], ReplicaEnd), result.outcomes
     assert (result.outcomes[0].synced_max, result.failure) == (1, None)
     assert (result.has_released, engine.room.reserved_bytes) == (True, 0)
     assert (log.max_id, log.is_broken, log.slot.truncate) == (1, False, None)
@@ -362,8 +362,8 @@ def test_a_repair_without_room_is_done_again_with_that_of_the_reserve(log, monke
             raise NoSpace("no room")
 
     monkeypatch.setattr(log, "truncate", needs_room)
-    truncate = Request(1, Owner(5).make(Truncate, -1, -1, GENESIS_CHAIN))
+    truncate = StorageRequest(1, Owner(5).make(Truncate, -1, -1, GENESIS_CHAIN))
     result = Work(log, (truncate,), STORAGE_ID, room=room).run()
     assert times == [0, 1]
-    assert isinstance(result.outcomes[0], ReplicaState)
+    assert isinstance(result.outcomes[0], ReplicaEnd)
     assert result.has_released

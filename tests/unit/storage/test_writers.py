@@ -15,7 +15,7 @@ from waltz_core.storage.service.work import (
     WorkResult,
 )
 from waltz_core.storage.service.writers import (
-    Outcome,
+    WriteOutcome,
     Writers,
 )
 from waltz_core.transport import net
@@ -44,10 +44,10 @@ class Told:
     """Keeps what it was told, and on which thread."""
 
     def __init__(self) -> None:
-        self.outcomes: list[tuple[Work, Outcome]] = []
+        self.outcomes: list[tuple[Work, WriteOutcome]] = []
         self.threads: set[int] = set()
 
-    def __call__(self, piece: Work, outcome: Outcome) -> None:
+    def __call__(self, piece: Work, outcome: WriteOutcome) -> None:
         self.outcomes.append((piece, outcome))
         self.threads.add(threading.get_ident())
 

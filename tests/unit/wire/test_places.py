@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from waltz_core.errors import BadFormat
 from waltz_core.wire.places import (
     SEGMENT_QUESTION_BYTES,
-    Place,
+    FilePlace,
     decode_places,
     decode_segment,
     door_of,
@@ -17,7 +17,7 @@ from waltz_core.wire.places import (
 
 KEY = bytes(range(16))
 sizes = st.integers(1, 1 << 40)
-places = st.lists(st.builds(Place, st.integers(0, 1 << 62), st.integers(0, 1 << 40), sizes))
+places = st.lists(st.builds(FilePlace, st.integers(0, 1 << 62), st.integers(0, 1 << 40), sizes))
 
 
 @given(places)
@@ -39,10 +39,10 @@ def test_junk_is_refused_or_adds_up(junk, records_bytes):
 @pytest.mark.parametrize(
     ("made", "records_bytes", "sentence"),
     [
-        ([Place(0, 128, 10)], 11, "expected 11 bytes, found 10"),
-        ([Place(0, 128, 10), Place(5, 128, -1)], 9, "expected a run of bytes of a segment"),
-        ([Place(0, -1, 10)], 10, "expected a run of bytes of a segment"),
-        ([Place(-1, 0, 10)], 10, "expected a run of bytes of a segment"),
+        ([FilePlace(0, 128, 10)], 11, "expected 11 bytes, found 10"),
+        ([FilePlace(0, 128, 10), FilePlace(5, 128, -1)], 9, "expected a run of bytes of a segment"),
+        ([FilePlace(0, -1, 10)], 10, "expected a run of bytes of a segment"),
+        ([FilePlace(-1, 0, 10)], 10, "expected a run of bytes of a segment"),
     ],
 )
 def test_impossible_places_are_refused(made, records_bytes, sentence):
@@ -52,7 +52,7 @@ def test_impossible_places_are_refused(made, records_bytes, sentence):
 
 def test_a_place_is_whole_or_refused():
     with pytest.raises(BadFormat, match="expected 24 bytes each, found 23"):
-        decode_places(encode_places([Place(0, 128, 10)])[:-1], 10)
+        decode_places(encode_places([FilePlace(0, 128, 10)])[:-1], 10)
 
 
 @given(st.integers(0, (1 << 31) - 1), st.integers(0, (1 << 63) - 1))

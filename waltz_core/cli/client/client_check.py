@@ -136,7 +136,7 @@ def text_of(transaction_id: int) -> bytes:
 
 
 @dataclass(slots=True)
-class Written:
+class CheckResult:
     """What producers have written, and how often they had to compute it anew."""
 
     wanted: int
@@ -158,7 +158,7 @@ async def _write(
     client: AsyncWaltzClient,
     arguments: argparse.Namespace,
     first: int,
-    written: Written,
+    written: CheckResult,
     line: ProgressLine,
 ) -> None:
     """Write one client's transactions, one after the other, to the partitions by turns."""
@@ -250,7 +250,7 @@ async def _validate(arguments: argparse.Namespace) -> int:
             clients.append(await stack.enter_async_context(other))
         starts = {each: await first.high_water_mark(each) for each in partitions}
         checks = [Checking(starts) for _ in clients]
-        written = Written(arguments.clients * arguments.transactions)
+        written = CheckResult(arguments.clients * arguments.transactions)
 
         async def work() -> None:
             for client, check in zip(clients, checks, strict=True):
@@ -278,7 +278,7 @@ async def _produce(arguments: argparse.Namespace) -> int:
     async with AsyncWaltzClient.connect(arguments.connect) as client:
         partitions = _chosen(arguments, client)
         starts = {each: await client.high_water_mark(each) for each in partitions}
-        written = Written(arguments.transactions)
+        written = CheckResult(arguments.transactions)
         await _in_time(arguments, _write_all([client], arguments, written), lambda: str(written))
     told = {
         "written": written.count,
@@ -320,7 +320,7 @@ def mark_before(first: int) -> int:
 
 
 async def _write_all(
-    clients: list[AsyncWaltzClient], arguments: argparse.Namespace, written: Written
+    clients: list[AsyncWaltzClient], arguments: argparse.Namespace, written: CheckResult
 ) -> None:
     """Have all clients write at once; raises the first of their errors when all have ended."""
     failures: list[WaltzError] = []
@@ -349,7 +349,7 @@ async def _in_time(
         raise Unavailable(f"not done within {arguments.timeout_s:.0f} s: {how_far()}") from None
 
 
-def _behind(checks: list[Checking], written: Written) -> str:
+def _behind(checks: list[Checking], written: CheckResult) -> str:
     reached = [
         all(check.marks[each] >= end for each, end in written.ends.items()) for check in checks
     ]

@@ -19,7 +19,7 @@ from waltz_core.cluster.change.changes import (
     Placement,
     Plan,
 )
-from waltz_core.cluster.change.storages import Layout
+from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig, BadRequest, Unreachable, WaltzError
 from waltz_core.records.record import (
@@ -195,7 +195,7 @@ async def _replace_storage(command: Command) -> Result:
 
 
 async def _replace_in_place(
-    command: Command, layout: Layout, now: Placement, address: ReplicaId
+    command: Command, layout: StorageLayout, now: Placement, address: ReplicaId
 ) -> Result:
     """Leave a storage out, forget who it was, and let its successor begin with nothing."""
     held = {each: replicas for each, replicas in now.items() if address in replicas}
@@ -290,7 +290,7 @@ async def _auto_assign(command: Command) -> Result:
 
 
 async def _go(
-    command: Command, layout: Layout, wanted: Mapping[PartitionId, tuple[ReplicaId, ...]]
+    command: Command, layout: StorageLayout, wanted: Mapping[PartitionId, tuple[ReplicaId, ...]]
 ) -> Result:
     for replicas in wanted.values():
         for address in replicas:
@@ -310,7 +310,7 @@ async def _go(
     }
 
 
-async def _delete_files(command: Command, layout: Layout, moved: Placement) -> None:
+async def _delete_files(command: Command, layout: StorageLayout, moved: Placement) -> None:
     """Have storages delete what they hold of partitions that are assigned to others now.
 
     The partition's session is open without them. A storage that does not answer keeps its files,
@@ -332,7 +332,7 @@ async def _delete_files(command: Command, layout: Layout, moved: Placement) -> N
             command.note(f"{address} may still have files of partitions {names}: {error}")
 
 
-async def _look(command: Command) -> tuple[Layout, Placement]:
+async def _look(command: Command) -> tuple[StorageLayout, Placement]:
     layout = await command.coordinator.storages.read()
     return layout, changes.placement_of(layout.assignment, await _partition_count(command))
 

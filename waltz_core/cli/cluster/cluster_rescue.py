@@ -17,8 +17,8 @@ from uuid import UUID
 from waltz_core.cli.changing import Command, Result, add_common, run
 from waltz_core.cli.output import show_table
 from waltz_core.cli.storage.owner_requests import (
-    ClusterFacts,
-    ReplicaLink,
+    ExpectedCluster,
+    OwnerConnection,
     Session,
     log_of,
     open_links,
@@ -36,7 +36,7 @@ from waltz_core.cluster.change.rebuilding import (
     NO_IDS,
     Ids,
     Log,
-    Verdict,
+    RebuildDecision,
 )
 from waltz_core.cluster.coordinator import Coordinator, PartitionView
 from waltz_core.cluster.nodes.model import (
@@ -127,7 +127,7 @@ class _Heard:
     session: Session
     view: PartitionView
     told: dict[ReplicaId, Prepared]
-    links: dict[ReplicaId, ReplicaLink]
+    links: dict[ReplicaId, OwnerConnection]
     unheard: dict[ReplicaId, str]
     is_rolled_back: bool  # a replica knows a session that ZooKeeper does not
 
@@ -149,7 +149,7 @@ async def _accept(command: Command) -> Result:
             f"there is no partition {partition_id}: the cluster has "
             f"{cluster.params.partition_count}, from 0 on"
         )
-    facts = ClusterFacts(cluster.store.cluster_key.bytes, cluster.params.partition_count)
+    facts = ExpectedCluster(cluster.store.cluster_key.bytes, cluster.params.partition_count)
     newest = NO_SESSION
     for _ in range(ATTEMPTS_MAX):
         command.wait_for(f"the replicas of partition {partition_id}")
@@ -167,7 +167,7 @@ async def _accept(command: Command) -> Result:
 
 
 async def _hear(
-    coordinator: Coordinator, partition_id: PartitionId, facts: ClusterFacts, newest: SessionId
+    coordinator: Coordinator, partition_id: PartitionId, facts: ExpectedCluster, newest: SessionId
 ) -> _Heard:
     """Claim a session later than `newest`, as an owner does, and hear every replica in it."""
     view = await coordinator.read_partition(partition_id)
@@ -298,7 +298,7 @@ async def _declare(
     session_id, logs = heard.session.session_id, heard.logs
     others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
     members = (chosen, *(each for each in others if each != chosen))
-    verdict = Verdict(partition_id, chosen, logs[chosen], members).declared_in(session_id)
+    verdict = RebuildDecision(partition_id, chosen, logs[chosen], members).declared_in(session_id)
     metadata = heard.view.metadata
     assert metadata is not None
     hands = _Hands(command.coordinator, verdict, heard)
@@ -314,7 +314,7 @@ class _Hands:
     """See `rebuilding.Hands`."""
 
     coordinator: Coordinator
-    verdict: Verdict
+    verdict: RebuildDecision
     heard: _Heard
 
     async def write(self, metadata: PartitionMetadata) -> None:
@@ -337,7 +337,7 @@ class _Hands:
         await _assign(self.coordinator, [self.verdict])
 
 
-async def _assign(coordinator: Coordinator, verdicts: Sequence[Verdict]) -> None:
+async def _assign(coordinator: Coordinator, verdicts: Sequence[RebuildDecision]) -> None:
     """Assign the first replicas of partitions whose log has been chosen (rule 2 there)."""
 
     def assigned(old: ReplicaAssignments) -> ReplicaAssignments:
@@ -370,7 +370,7 @@ async def _rebuild(command: Command) -> Result:
     if command.arguments.only_nodes:
         key = str(new.cluster_key)
         return {"cluster_key": key, "summary": "start the storages, then the servers, and go on"}
-    facts = ClusterFacts(new.cluster_key.bytes, new.partition_count)
+    facts = ExpectedCluster(new.cluster_key.bytes, new.partition_count)
     there = [each for each in new.groups if each not in missing]
     links = await _await_storages(command, there, facts)
     try:
@@ -416,9 +416,9 @@ def _choose_all(
     groups: Mapping[ReplicaId, int],
     replica_count: int,
     missing: Sequence[ReplicaId],
-) -> tuple[list[Verdict], list[BadRequest]]:
+) -> tuple[list[RebuildDecision], list[BadRequest]]:
     """Choose the log of every partition, and tell of which it cannot be chosen."""
-    verdicts: list[Verdict] = []
+    verdicts: list[RebuildDecision] = []
     failures: list[BadRequest] = []
     for each in undecided:
         logs = {name: log_of(its[each]) for name, its in told.items() if each in its}
@@ -491,8 +491,8 @@ async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> 
 
 
 async def _await_storages(
-    command: Command, storages: Sequence[ReplicaId], facts: ClusterFacts
-) -> dict[ReplicaId, ReplicaLink]:
+    command: Command, storages: Sequence[ReplicaId], facts: ExpectedCluster
+) -> dict[ReplicaId, OwnerConnection]:
     while True:
         links, failures = await open_links(storages, facts)
         if not failures:
@@ -508,7 +508,7 @@ async def _await_storages(
 
 
 async def _hear_all(
-    partitions: Sequence[PartitionId], links: Mapping[ReplicaId, ReplicaLink]
+    partitions: Sequence[PartitionId], links: Mapping[ReplicaId, OwnerConnection]
 ) -> tuple[dict[PartitionId, Session], dict[ReplicaId, dict[PartitionId, Prepared]]]:
     """Fence every replica at a session that is later than all, and hear what it has."""
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -534,9 +534,9 @@ async def _hear_all(
 
 async def _newest_ids(
     command: Command,
-    verdict: Verdict,
+    verdict: RebuildDecision,
     session: Session,
-    links: Mapping[ReplicaId, ReplicaLink],
+    links: Mapping[ReplicaId, OwnerConnection],
 ) -> Ids:
     """Return the greatest ids at the end of the chosen log (rule 5 there)."""
     last = verdict.log.synced_max
@@ -551,7 +551,7 @@ async def _newest_ids(
 
 
 async def _write_verdict(
-    coordinator: Coordinator, verdict: Verdict, session: Session, generation: Generation
+    coordinator: Coordinator, verdict: RebuildDecision, session: Session, generation: Generation
 ) -> None:
     view = await coordinator.read_partition(verdict.partition_id)
     metadata = view.metadata
@@ -566,7 +566,7 @@ async def _write_verdict(
 async def _open_all(
     command: Command,
     new: NewCluster,
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[RebuildDecision],
     replica_count: int,
     missing: Sequence[ReplicaId],
 ) -> Result:

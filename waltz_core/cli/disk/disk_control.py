@@ -21,8 +21,8 @@ from waltz_core.offline.layout import (
     SLOTS_NAME,
     SUSPECT,
     TRUNCATE,
-    Entry,
-    Slot,
+    ControlEntry,
+    ControlSlot,
     current_slot,
     storage_id,
 )
@@ -132,7 +132,7 @@ def _id_json(data: bytes) -> dict[str, object]:
 
 
 def _partition_json(
-    number: int, entry: Entry | None, slots: tuple[Slot, Slot] | None
+    number: int, entry: ControlEntry | None, slots: tuple[ControlSlot, ControlSlot] | None
 ) -> dict[str, object]:
     value: dict[str, object] = {"partition": number}
     if entry is not None:
@@ -151,7 +151,7 @@ def _partition_json(
     return value
 
 
-def _slot_json(one: Slot, *, is_current: bool) -> dict[str, object]:
+def _slot_json(one: ControlSlot, *, is_current: bool) -> dict[str, object]:
     value: dict[str, object] = dict(one._asdict())
     first, last, session, stamp_ms, chain = one.cut
     value |= {
@@ -180,7 +180,7 @@ def _slot_json(one: Slot, *, is_current: bool) -> dict[str, object]:
 # for people
 
 
-def _print_control(control: Control, entries: dict[int, Entry]) -> None:
+def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
     header = control.header
     show(
         f"{CONTROL_NAME}: version {header.version}, {control.size} bytes, "
@@ -210,7 +210,7 @@ def _print_control(control: Control, entries: dict[int, Entry]) -> None:
             show(f"partition {entry.number}: {what}")
 
 
-def _print_slots(number: int, slots: tuple[Slot, Slot]) -> None:
+def _print_slots(number: int, slots: tuple[ControlSlot, ControlSlot]) -> None:
     counts = current_slot(slots, number)
     show(f"{number}/{SLOTS_NAME}")
     columns = [_slot_texts(one, is_current=one is counts) for one in slots]
@@ -221,7 +221,7 @@ def _print_slots(number: int, slots: tuple[Slot, Slot]) -> None:
     show("")
 
 
-def _slot_texts(one: Slot, *, is_current: bool) -> dict[str, str]:
+def _slot_texts(one: ControlSlot, *, is_current: bool) -> dict[str, str]:
     provisional = "-"
     if one.flags & PROVISIONAL:
         provisional = f"{one.provisional_mark} of session {one.provisional_session}"

@@ -26,7 +26,7 @@ from waltz_core.offline.findings import records_text
 from waltz_core.offline.layout import (
     FILE_HEADER_BYTES,
     OFFSET_BYTES,
-    Batch,
+    BatchEntry,
     FileHeader,
     crc32,
     file_header,
@@ -103,8 +103,8 @@ def _dump_segment(path: Path, wanted: _Wanted) -> None:
 
 
 def _dump_records(
-    file: OpenFile, path: Path, first: int, wanted: _Wanted, batches: Iterator[Batch]
-) -> Iterator[Batch]:
+    file: OpenFile, path: Path, first: int, wanted: _Wanted, batches: Iterator[BatchEntry]
+) -> Iterator[BatchEntry]:
     """Print records, each batch behind its last one; return the batches that are left."""
     if not wanted.json:
         _show_record_titles(wanted)
@@ -127,7 +127,7 @@ def _dump_records(
     return iter(()) if batch is None else _with(batch, batches)
 
 
-def _with(batch: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
+def _with(batch: BatchEntry, rest: Iterator[BatchEntry]) -> Iterator[BatchEntry]:
     yield batch
     yield from rest
 
@@ -144,7 +144,7 @@ def _start(file: OpenFile, path: Path, first: int, wanted: int) -> tuple[int, in
     return first, FILE_HEADER_BYTES
 
 
-def _batches(path: Path, wanted: _Wanted) -> Iterator[Batch]:
+def _batches(path: Path, wanted: _Wanted) -> Iterator[BatchEntry]:
     chain_path = segment_path(path.parent, int(path.stem), ".chn")
     if not chain_path.exists():
         return
@@ -243,7 +243,7 @@ def _show_gap(gap: Gap, wanted: _Wanted) -> None:
     show(f"  {what}: cannot be read, bytes {gap.offset}..{gap.end - 1}: {gap.why}")
 
 
-def _show_batch(batch: Batch, wanted: _Wanted) -> None:
+def _show_batch(batch: BatchEntry, wanted: _Wanted) -> None:
     if wanted.json:
         value = {"kind": "batch", **batch._asdict(), "chain": batch.chain.hex()}
         show_json({**value, "stamp": when(batch.stamp_ms)})

@@ -28,9 +28,9 @@ from waltz_core.client.links.storage_admin import (
     administered,
 )
 from waltz_core.cluster.change import changes
-from waltz_core.cluster.change.storages import Layout
+from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.cluster.coordinator import ClusterView, Coordinator, PartitionView, ServersView
-from waltz_core.cluster.membership.reachability import Report
+from waltz_core.cluster.membership.reachability import ReachReport
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import (
     ConnectString,
@@ -111,7 +111,7 @@ NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
 ResultT = TypeVar("ResultT")
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 ItemT = TypeVar("ItemT")
-Tell: TypeAlias = Callable[[int, int, str], None]
+ProbeProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 def _tell_nobody(_done_count: int, _count: int, _what: str) -> None:
@@ -239,7 +239,9 @@ async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Fact
     return replace(found, cluster=await seen.ask(timeout_s, found.local))
 
 
-async def ask_cluster(coordinator: Coordinator, *, timeout_s: float, tell: Tell) -> ClusterFacts:
+async def ask_cluster(
+    coordinator: Coordinator, *, timeout_s: float, tell: ProbeProgress
+) -> ClusterFacts:
     """Ask the processes of one cluster; `tell` hears how many have answered, and who has not."""
     return await (await _Seen.read(coordinator)).ask(timeout_s, None, tell)
 
@@ -247,7 +249,7 @@ async def ask_cluster(coordinator: Coordinator, *, timeout_s: float, tell: Tell)
 class _Asked:
     """Who was asked, and has not answered yet."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: ProbeProgress) -> None:
         self._tell = tell
         self._waiting: dict[str, None] = {}
         self._done_count = 0
@@ -270,10 +272,10 @@ class _Seen:
         self,
         view: ClusterView,
         servers: ServersView,
-        layout: Layout,
+        layout: StorageLayout,
         storage_ids: Mapping[ReplicaId, str],
         partitions: Sequence[PartitionView],
-        reports: Mapping[ServerId, Report],
+        reports: Mapping[ServerId, ReachReport],
     ) -> None:
         self.view, self.servers, self.layout = view, servers, layout
         self.reports = reports
@@ -297,7 +299,7 @@ class _Seen:
         )
 
     async def ask(
-        self, timeout_s: float, local: LocalFacts | None, tell: Tell = _tell_nobody
+        self, timeout_s: float, local: LocalFacts | None, tell: ProbeProgress = _tell_nobody
     ) -> ClusterFacts:
         """Ask the cluster's processes, all at once."""
         servers = self.servers.servers

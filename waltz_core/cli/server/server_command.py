@@ -20,7 +20,7 @@ WELL = "well"
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-class Row(NamedTuple):
+class ServerRow(NamedTuple):
     """A registered server; `state` is WELL, or what is wrong with it."""
 
     server: int
@@ -55,7 +55,7 @@ async def _list(arguments: argparse.Namespace) -> int:
             }
             line.show(0, len(asked), "waiting for the servers to answer")
     rows = [
-        Row(
+        ServerRow(
             int(key),
             its.address,
             asked[key].result(),

@@ -39,7 +39,7 @@ from waltz_core.wire.messages import (
     RangeBytes,
     RangeForm,
     RangeRaw,
-    ReplicaState,
+    ReplicaEnd,
     SetLowWaterMark,
     StorageMessage,
     SuccessResponse,
@@ -54,7 +54,7 @@ _ANY_STORAGE: Final = bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterFacts:
+class ExpectedCluster:
     """What a storage is asked to be of."""
 
     cluster_key: bytes
@@ -69,19 +69,19 @@ class Session:
     nonce: bytes
 
 
-class ReplicaLink:
+class OwnerConnection:
     """A link to one storage."""
 
-    def __init__(self, address: ReplicaId, link: Link, facts: ClusterFacts) -> None:
+    def __init__(self, address: ReplicaId, link: Link, facts: ExpectedCluster) -> None:
         self.address = address
         self._link = link
         self._facts = facts
 
     @staticmethod
-    async def open(address: ReplicaId, facts: ClusterFacts) -> "ReplicaLink":
+    async def open(address: ReplicaId, facts: ExpectedCluster) -> "OwnerConnection":
         """Dial; raises Unreachable, or ClusterKeyMismatch for another cluster's storage."""
         link = await own_transport.dial(Surface.STORAGE, address, timeout_s=DIAL_TIMEOUT_S)
-        made = ReplicaLink(address, link, facts)
+        made = OwnerConnection(address, link, facts)
         opening = OpenRequest(_NOBODY, _NOBODY, _NOBODY, facts.cluster_key, facts.partition_count)
         try:
             (answer,) = await made._ask([opening])
@@ -120,7 +120,7 @@ class ReplicaLink:
         fields = (session.session_id, 1_000_000, partition_id)
         mark = SetLowWaterMark(*fields, told.synced_max, bytes(told.chain))
         (answer,) = await self._ask([mark])
-        self._expect(answer, ReplicaState)
+        self._expect(answer, ReplicaEnd)
 
     async def newest_ids(
         self, partition_id: PartitionId, session: Session, last: TransactionId
@@ -180,15 +180,15 @@ class ReplicaLink:
 
 
 async def open_links(
-    storages: Sequence[ReplicaId], facts: ClusterFacts
-) -> tuple[dict[ReplicaId, ReplicaLink], dict[ReplicaId, str]]:
+    storages: Sequence[ReplicaId], facts: ExpectedCluster
+) -> tuple[dict[ReplicaId, OwnerConnection], dict[ReplicaId, str]]:
     """Dial all storages at once; return the links, and why there is none to the others."""
-    links: dict[ReplicaId, ReplicaLink] = {}
+    links: dict[ReplicaId, OwnerConnection] = {}
     failures: dict[ReplicaId, str] = {}
 
     async def dial(address: ReplicaId) -> None:
         try:
-            links[address] = await ReplicaLink.open(address, facts)
+            links[address] = await OwnerConnection.open(address, facts)
         except WaltzError as error:
             failures[address] = str(error)
 

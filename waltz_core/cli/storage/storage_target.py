@@ -23,7 +23,7 @@ from waltz_core.records.record import ReplicaId
 PARTITIONS_MAX: Final = 1 << 20
 
 
-class ClusterFacts(NamedTuple):
+class ClusterStorages(NamedTuple):
     """What ZooKeeper says of a cluster's storages."""
 
     view: ClusterView
@@ -129,14 +129,14 @@ def partitions_of(arguments: argparse.Namespace) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-async def read_facts(arguments: argparse.Namespace) -> ClusterFacts:
+async def read_facts(arguments: argparse.Namespace) -> ClusterStorages:
     """Ask ZooKeeper about a cluster's storages; raises CoordinatorUnavailable, BadConfig."""
     timeout_ms = round(arguments.wait_s * 1000)
     async with zookeeper_session.connected(
         arguments.connect, connect_timeout_ms=timeout_ms
     ) as found:
         ids = {address: one.bytes for address, one in (await found.read_storage_ids()).items()}
-        return ClusterFacts(
+        return ClusterStorages(
             await found.read_cluster(),
             await found.read_replica_assignment(),
             dict((await found.read_connections()).admin_ports),

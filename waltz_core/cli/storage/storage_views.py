@@ -6,7 +6,7 @@ from typing import NamedTuple
 from waltz_core.cli import own_transport
 from waltz_core.cli.output import say, show_json, show_table
 from waltz_core.cli.storage.storage_target import (
-    ClusterFacts,
+    ClusterStorages,
     Target,
     add_partitions,
     add_target,
@@ -36,7 +36,7 @@ from waltz_core.wire.admin_messages import (
 from waltz_core.wire.messages import Surface
 
 
-class Row(NamedTuple):
+class ReplicaRow(NamedTuple):
     """One partition of one storage; None where a storage of the original does not say."""
 
     storage: str
@@ -70,7 +70,7 @@ def add_max_id(verb: argparse.ArgumentParser) -> None:
 
 
 async def _list(arguments: argparse.Namespace) -> int:
-    rows: list[Row] = []
+    rows: list[ReplicaRow] = []
     unreached: dict[str, str] = {}
     for target in await targets_of(arguments):
         try:
@@ -83,14 +83,14 @@ async def _list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         show_json({"replicas": [row._asdict() for row in rows], "unreached": unreached})
     else:
-        titles = [name.replace("_", " ") for name in Row._fields]
+        titles = [name.replace("_", " ") for name in ReplicaRow._fields]
         show_table(titles, [["-" if cell is None else cell for cell in row] for row in rows])
         for name, why in unreached.items():
             say(f"{name}: {why}")
     return 1 if unreached else 0
 
 
-async def _rows(admin: StorageAdmin, name: str) -> list[Row]:
+async def _rows(admin: StorageAdmin, name: str) -> list[ReplicaRow]:
     rows = []
     for partition, is_available in (await admin.ask(HeldResponse, HeldRequest)).available:
         if admin.is_ours:
@@ -98,12 +98,14 @@ async def _rows(admin: StorageAdmin, name: str) -> list[Row]:
         else:
             marks = await admin.ask(SessionInfoResponse, SessionInfoRequest, partition)
             state = "online" if is_available else "offline"
-            rows.append(Row(name, partition, state, marks.last_session, marks.low_water_mark))
+            rows.append(
+                ReplicaRow(name, partition, state, marks.last_session, marks.low_water_mark)
+            )
     return rows
 
 
-def _row(name: str, replica: ReplicaResponse) -> Row:
-    return Row(
+def _row(name: str, replica: ReplicaResponse) -> ReplicaRow:
+    return ReplicaRow(
         name,
         replica.partition_id,
         state_of(replica),
@@ -173,7 +175,7 @@ async def _wrong_with_data_port(address: str) -> str | None:
     return None
 
 
-async def _wrong_with_admin_port(facts: ClusterFacts, target: Target) -> str | None:
+async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str | None:
     """Reach it, and see that it is of this cluster and the one that is registered."""
     store = facts.view.store
     try:

@@ -34,9 +34,9 @@ from waltz_core.client.api.subscriptions import Subscriptions
 from waltz_core.client.links.connections import ServerLinks
 from waltz_core.client.links.directory import (
     ClusterInfo,
+    ClusterLayout,
     Directory,
     FixedDirectory,
-    Layout,
     Owner,
     ZooKeeperDirectory,
 )
@@ -47,7 +47,7 @@ from waltz_core.client.model.callbacks import (
 )
 from waltz_core.client.model.predecessors import (
     FOLLOW,
-    Following,
+    FollowedState,
 )
 from waltz_core.client.model.transaction import (
     TransactionContext,
@@ -74,12 +74,12 @@ from waltz_core.client.read.ranges import (
     read_chunks,
 )
 from waltz_core.client.read.requests import (
-    Requests,
+    OwnerRequests,
     by_partition,
 )
 from waltz_core.client.stream.appends import (
     BatchOrder,
-    Row,
+    PendingRow,
 )
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.client.stream.write_claim import TaskClaim
@@ -123,7 +123,7 @@ class AsyncWaltzClient(OpenedByConnect):
             silent=directory.doubt,
             ssl=self._ssl,
         )
-        self.requests = Requests(directory, self.links, config, self.random)
+        self.requests = OwnerRequests(directory, self.links, config, self.random)
         self._connect = connect
         self._client_id = client_id
         self._id_lock = asyncio.Lock()
@@ -164,7 +164,7 @@ class AsyncWaltzClient(OpenedByConnect):
     @classmethod
     def at(
         cls,
-        layout: Layout,
+        layout: ClusterLayout,
         config: ClientConfig | None = None,
         *,
         client_id: int | None = None,
@@ -314,13 +314,13 @@ class AsyncWaltzClient(OpenedByConnect):
         """Whether any append waits for its outcome."""
         return any(partition.appends.has_pending for partition in self._partitions.values())
 
-    def layout(self) -> Layout:
+    def layout(self) -> ClusterLayout:
         """Return where everything is, as plain values for `at` in other processes."""
         owners = {
             int(partition_id): (owner.address, int(owner.generation))
             for partition_id, owner in self.directory.owners.items()
         }
-        return Layout(self._connect, self.directory.cluster, owners)
+        return ClusterLayout(self._connect, self.directory.cluster, owners)
 
     async def high_water_mark(self, partition: int, *, linearizable: bool = False) -> TransactionId:
         """Return the last committed transaction of a partition, -1 for an empty one.
@@ -402,7 +402,7 @@ class AsyncWaltzClient(OpenedByConnect):
         read_locks: Iterable[int] = (),
         append_locks: Iterable[int] = (),
         client_high_water_mark: int | None = None,
-        follows: Following | bool = False,
+        follows: FollowedState | bool = False,
     ) -> "asyncio.Future[TransactionId]":
         """Append one transaction; return a future of its id.
 
@@ -424,7 +424,7 @@ class AsyncWaltzClient(OpenedByConnect):
         if (write or read) and told is None and chosen.is_starting:
             await chosen.fed()
         mark = chosen.mark if told is None else told
-        row = Row(check_data(data), check_header(header), mark)
+        row = PendingRow(check_data(data), check_header(header), mark)
         row.write_locks, row.read_locks, row.append_locks = write, read, added
         if follows:
             row.follow(FOLLOW if follows is True else follows, told)

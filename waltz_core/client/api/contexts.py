@@ -35,7 +35,7 @@ from waltz_core.client.model.transaction import (
 )
 from waltz_core.client.read.feed_delivery import own_cancellation
 from waltz_core.client.stream.appends import (
-    Row,
+    PendingRow,
     RowOutcome,
     error_of,
 )
@@ -150,7 +150,7 @@ class ContextRun:
         self.future: asyncio.Future[TransactionId | None] = loop.create_future()
         # The hooks have told it; nobody needs to look at the future.
         self.future.add_done_callback(_look_at)
-        self._row: Row | None = None
+        self._row: PendingRow | None = None
         # What the next attempt follows; None where the context does not want to (rule 6).
         self._following = FOLLOW if context.follows else None
 
@@ -198,7 +198,7 @@ class ContextRun:
                 "execute returned True without transaction data: call set_transaction_data"
             )
         mark, following = builder.claim()
-        row = Row(builder.data, builder.header, mark)
+        row = PendingRow(builder.data, builder.header, mark)
         row.follows = following
         row.write_locks = builder.write_locks
         row.read_locks = builder.read_locks

@@ -24,7 +24,7 @@ from waltz_core.client.read.data_cache import (
     DataBudget,
     DataCache,
 )
-from waltz_core.client.read.requests import Requests
+from waltz_core.client.read.requests import OwnerRequests
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import (
@@ -76,7 +76,7 @@ class Subscriptions:
     """The feeds of one client."""
 
     def __init__(
-        self, find: FindPartition, spawn: Spawn, requests: Requests, config: ClientConfig
+        self, find: FindPartition, spawn: Spawn, requests: OwnerRequests, config: ClientConfig
     ) -> None:
         self._find = find
         self._spawn = spawn

@@ -43,8 +43,8 @@ from waltz_core.client.api.opening import (
 from waltz_core.client.api.subscriptions import waits_for_itself
 from waltz_core.client.links.directory import (
     ClusterInfo,
+    ClusterLayout,
     FixedDirectory,
-    Layout,
 )
 from waltz_core.client.model.callbacks import (
     BatchCallbacks,
@@ -53,7 +53,7 @@ from waltz_core.client.model.callbacks import (
     check_callbacks,
     check_headers,
 )
-from waltz_core.client.model.predecessors import Following
+from waltz_core.client.model.predecessors import FollowedState
 from waltz_core.client.model.transaction import (
     Transaction,
     TransactionBuilder,
@@ -62,8 +62,8 @@ from waltz_core.client.model.transaction import (
 )
 from waltz_core.client.read.feed_delivery import (
     HAND_OVER_S_MAX,
-    Run,
-    Verdict,
+    DeliveryProgress,
+    DeliveryRun,
     mark_of,
 )
 from waltz_core.client.read.ranges import (
@@ -130,7 +130,7 @@ class WaltzClient:
     @classmethod
     def at(
         cls,
-        layout: Layout,
+        layout: ClusterLayout,
         config: ClientConfig | None = None,
         *,
         client_id: int | None = None,
@@ -171,7 +171,7 @@ class WaltzClient:
         self._thread.start()
         self._workers = _Workers(WORKERS_MAX, thread_name_prefix="waltz-context")
         self._appliers = _Workers(APPLIERS_MAX, thread_name_prefix="waltz-callback")
-        self._running: set[Future[Verdict]] = set()  # callbacks
+        self._running: set[Future[DeliveryProgress]] = set()  # callbacks
         self._applying = threading.local()  # which partition's transaction this thread applies
 
         async def begin() -> AsyncWaltzClient:
@@ -237,11 +237,11 @@ class WaltzClient:
         """Whether any append waits for its outcome."""
         return self._client.has_pending
 
-    def layout(self) -> Layout:
+    def layout(self) -> ClusterLayout:
         """Return where everything is, as plain values for `at` in other processes."""
         return self._client.layout()
 
-    def learn(self, layout: Layout) -> None:
+    def learn(self, layout: ClusterLayout) -> None:
         """Take in what a client made by `at` does not know yet of where partitions are."""
         self._check_usable()
         directory = self._client.directory
@@ -314,7 +314,7 @@ class WaltzClient:
         read_locks: Iterable[int] = (),
         append_locks: Iterable[int] = (),
         client_high_water_mark: int | None = None,
-        follows: Following | bool = False,
+        follows: FollowedState | bool = False,
     ) -> "Future[TransactionId]":
         """Append one transaction; return a future of its id. See `AsyncWaltzClient.append`."""
         return self._call_future(
@@ -610,7 +610,7 @@ class _ThreadConsumer:
         callbacks: Callbacks,
         client: AsyncWaltzClient,
         workers: ThreadPoolExecutor,
-        running: "set[Future[Verdict]]",
+        running: "set[Future[DeliveryProgress]]",
         applying: threading.local,
     ) -> None:
         self._callbacks = callbacks
@@ -626,14 +626,14 @@ class _ThreadConsumer:
     async def apply(
         self,
         partition_id: PartitionId,
-        run: Run,
+        run: DeliveryRun,
         last: TransactionId,
         goes_on: Callable[[], bool],
-    ) -> Verdict:
+    ) -> DeliveryProgress:
         source = self._client.subscriptions.data(partition_id)
         apply: Callable[[Transaction], object] = self._callbacks.apply_transaction
 
-        def apply_all() -> Verdict:
+        def apply_all() -> DeliveryProgress:
             until_s = time.monotonic() + HAND_OVER_S_MAX
             count = 0
             try:
@@ -646,15 +646,17 @@ class _ThreadConsumer:
                     if time.monotonic() > until_s:
                         break
             except BaseException as error:  # noqa: BLE001 - the application's own, whatever it is
-                return Verdict(count, _told_by_thread(error))
-            return Verdict(count, None)
+                return DeliveryProgress(count, _told_by_thread(error))
+            return DeliveryProgress(count, None)
 
         return await self._applied(partition_id, apply_all)
 
-    async def _applied(self, partition_id: PartitionId, apply: Callable[[], Verdict]) -> Verdict:
+    async def _applied(
+        self, partition_id: PartitionId, apply: Callable[[], DeliveryProgress]
+    ) -> DeliveryProgress:
         """Run callbacks on a thread, and have `close` know of it."""
 
-        def run() -> Verdict:
+        def run() -> DeliveryProgress:
             self._applying.partition_id = partition_id
             try:
                 return apply()
@@ -690,22 +692,22 @@ class _BatchConsumer(_ThreadConsumer):
     async def apply(
         self,
         partition_id: PartitionId,
-        run: Run,
+        run: DeliveryRun,
         last: TransactionId,
         goes_on: Callable[[], bool],
-    ) -> Verdict:
+    ) -> DeliveryProgress:
         source = self._client.subscriptions.data(partition_id)
         given: Sequence[Transaction] = [
             Transaction(partition_id, TransactionId(number), words, source) for number, words in run
         ]
 
-        def apply_some() -> Verdict:
+        def apply_some() -> DeliveryProgress:
             if run and not goes_on():
-                return Verdict(0, None)
+                return DeliveryProgress(0, None)
             try:
-                return Verdict(self._batched.apply_some(partition_id, given, last), None)
+                return DeliveryProgress(self._batched.apply_some(partition_id, given, last), None)
             except BaseException as error:  # noqa: BLE001 - the application's own, whatever it is
-                return Verdict(0, _told_by_thread(error))
+                return DeliveryProgress(0, _told_by_thread(error))
 
         return await self._applied(partition_id, apply_some)
 

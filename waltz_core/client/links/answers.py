@@ -20,7 +20,7 @@ _SEQUENCE_MIN = -(1 << 31)
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 
 
-class Answers:
+class PendingRequests:
     """Sends requests and finds each answer by its request ID (`connections.py`, rules 1 and 2)."""
 
     def __init__(self, link: net.Link) -> None:

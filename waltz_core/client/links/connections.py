@@ -27,7 +27,7 @@ from typing import NamedTuple, cast
 
 from waltz_core import errors
 from waltz_core.client.links import silence
-from waltz_core.client.links.answers import Answers, AnswerT
+from waltz_core.client.links.answers import AnswerT, PendingRequests
 from waltz_core.client.links.old_server import OldServer
 from waltz_core.client.links.silence import Silences, SilenceWatch
 from waltz_core.legacy import old_server_stream
@@ -72,7 +72,7 @@ class ServerLink:
         self.number = number
         self._link = link
         self._lost = lost
-        self._answers = Answers(link)
+        self._answers = PendingRequests(link)
         self._watch = SilenceWatch(silences, link.address, number, self._is_waiting)
         self._streams: dict[int, _Stream] = {}
         self._used_by: dict[int, Waiting] = {}
@@ -147,7 +147,7 @@ class ServerLink:
         partition_id: int,
         timeout_s: float,
     ) -> AnswerT:
-        """Send a request and return its answer; see `Answers.request`."""
+        """Send a request and return its answer; see `PendingRequests.request`."""
         self._watch.start()
         return await self._answers.request(
             answer, make, client_id=client_id, partition_id=partition_id, timeout_s=timeout_s

@@ -58,7 +58,7 @@ class Owner(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ClusterLayout:
     """Where everything is, in plain values: to be pickled and used where ZooKeeper is not asked.
 
     `owners` has the server's address and the generation of each partition that has an owner.
@@ -68,10 +68,10 @@ class Layout:
     cluster: ClusterInfo
     owners: dict[int, tuple[str, int]]
 
-    def of(self, partition: int) -> "Layout":
+    def of(self, partition: int) -> "ClusterLayout":
         """Return what is needed of it for one partition."""
         owners = {partition: self.owners[partition]} if partition in self.owners else {}
-        return Layout(self.connect, self.cluster, owners)
+        return ClusterLayout(self.connect, self.cluster, owners)
 
 
 Changed = Callable[[Mapping[PartitionId, Owner]], None]
@@ -304,7 +304,7 @@ class FixedDirectory:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ClusterLayout,
         *,
         connect_timeout_ms: int,
         session_timeout_ms: int = zookeeper_session.SESSION_TIMEOUT_MS,
@@ -325,7 +325,7 @@ class FixedDirectory:
         self._is_doubtful = asyncio.Event()
 
     @classmethod
-    def of(cls, layout: Layout, config: ClientConfig) -> Self:
+    def of(cls, layout: ClusterLayout, config: ClientConfig) -> Self:
         """Return that of a client with these settings."""
         return cls(
             layout,
@@ -333,7 +333,7 @@ class FixedDirectory:
             session_timeout_ms=config.zookeeper_session_timeout_ms,
         )
 
-    def learn(self, layout: Layout) -> None:
+    def learn(self, layout: ClusterLayout) -> None:
         """Take in what is news of the owners."""
         told = {
             PartitionId(partition): Owner(address, Generation(generation))

@@ -9,7 +9,13 @@ from functools import partial
 
 from waltz_core.driver import Driver
 from waltz_core.legacy import old_server_stream
-from waltz_core.legacy.old_server_link import Event, Hear, OriginalLink, Proven, Say
+from waltz_core.legacy.old_server_link import (
+    Event,
+    OriginalLink,
+    OwnershipProven,
+    ReceivedFromOld,
+    SendToOld,
+)
 from waltz_core.records.record import PartitionId
 from waltz_core.transport import net
 from waltz_core.wire.messages import ClientMessage
@@ -35,11 +41,11 @@ class OldServer:
 
     def send(self, message: ClientMessage) -> None:
         """Send a message of a stream."""
-        self._driver.post(Say(message))
+        self._driver.post(SendToOld(message))
 
     def take(self, received: Sequence[ClientMessage]) -> None:
         """Take what the server has sent that answers no request."""
-        self._driver.post(Hear(received))
+        self._driver.post(ReceivedFromOld(received))
 
     def stop(self) -> None:
         """Do nothing more: the connection is closed."""
@@ -55,8 +61,8 @@ class OldServer:
                 self._hand_on(effect.message)
             case old_server_stream.Prove():
                 self._prove(effect.partition_id, partial(self._proven, effect))
-            case old_server_stream.GiveUp():
+            case old_server_stream.CloseLink():
                 self._link.abort(effect.reason)
 
     def _proven(self, asked: old_server_stream.Prove, is_owner: bool) -> None:  # noqa: FBT001 - as `Prove` has it
-        self._driver.post(Proven(asked.partition_id, asked.number, is_owner))
+        self._driver.post(OwnershipProven(asked.partition_id, asked.number, is_owner))

@@ -25,13 +25,13 @@ from waltz_core.errors import (
 from waltz_core.transport import net
 from waltz_core.transport.net import Link
 from waltz_core.wire.admin_messages import (
+    AdminFailure,
     AdminMessage,
+    AdminRefused,
     Copied,
     Copy,
     CopyRequest,
     Done,
-    Failure,
-    Refused,
 )
 from waltz_core.wire.messages import Surface
 
@@ -84,9 +84,9 @@ class StorageAdmin:
             raise RemoteProtocolError(f"{self.address} answers what it was not asked: {answer}")
         if isinstance(answer, expected):
             return answer
-        if isinstance(answer, Refused):
+        if isinstance(answer, AdminRefused):
             raise from_code(answer.error_code, answer.text)
-        if isinstance(answer, Failure):
+        if isinstance(answer, AdminFailure):
             raise WaltzError(f"{self.address}: {answer.text or 'failed, and does not say why'}")
         raise RemoteProtocolError(
             f"{self.address}: expected {expected.__name__}, found {type(answer).__name__}"

@@ -71,7 +71,7 @@ class Predecessor(NamedTuple):
 
 
 @value(frozen=True, slots=True, eq=False)
-class Following:
+class FollowedState:
     """What an author has seen beyond his own state; see the module's rules."""
 
     session_id: SessionId
@@ -93,7 +93,7 @@ class Following:
 
     def claim(
         self, mark: TransactionId, locks: Iterable[int] = ()
-    ) -> tuple[TransactionId, "Following"]:
+    ) -> tuple[TransactionId, "FollowedState"]:
         """Return the mark to send, and with what, for what was computed from a state at a mark.
 
         `locks` are those that are checked against it.
@@ -104,7 +104,7 @@ class Following:
             return self.without(mark)
         return self.mark, self
 
-    def without(self, mark: TransactionId) -> tuple[TransactionId, "Following"]:
+    def without(self, mark: TransactionId) -> tuple[TransactionId, "FollowedState"]:
         """Return the same for what was computed from it and is judged by its own mark (rule 4)."""
         if not self.has_seen:
             return mark, FOLLOW
@@ -112,7 +112,7 @@ class Following:
 
     def told(
         self, message: Predecessors, mark: TransactionId, mount: int, locks: Iterable[int]
-    ) -> "Following":
+    ) -> "FollowedState":
         """Return what an author knows who was refused with `mark`, with this in his hands before.
 
         `locks` are the write and read locks that he was refused with. Raises RemoteProtocolError
@@ -129,7 +129,7 @@ class Following:
         if len(known) + len(told) > CARRIED_MAX:
             return FOLLOW
         found = (*known, *told)
-        return Following(
+        return FollowedState(
             SessionId(message.session_id),
             message.req_id.partition_id,
             mount,
@@ -161,4 +161,4 @@ def _predecessors_in(message: Predecessors) -> Iterator[Predecessor]:
 
 
 # An author who wants to follow and has seen nothing yet.
-FOLLOW = Following(NO_SESSION, PartitionId(-1), 0, BEFORE_FIRST, BEFORE_FIRST, (), frozenset())
+FOLLOW = FollowedState(NO_SESSION, PartitionId(-1), 0, BEFORE_FIRST, BEFORE_FIRST, (), frozenset())

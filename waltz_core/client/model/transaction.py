@@ -19,7 +19,7 @@ from typing import Any, Protocol, SupportsIndex, TypeVar, cast, overload
 
 from waltz_core import errors
 from waltz_core.client.model.predecessors import (
-    Following,
+    FollowedState,
     Predecessor,
 )
 from waltz_core.client.model.serializers import (
@@ -122,7 +122,7 @@ class TransactionBuilder:
         # mark it has read in place of this one.
         self.client_high_water_mark = client_high_water_mark
         # For a context that `follows`: what it was told, and the mark from which it has asked.
-        self.following: Following | None = None
+        self.following: FollowedState | None = None
         self.followed_from: TransactionId | None = None
         self.header = 0
         self.data: bytes | None = None
@@ -142,7 +142,7 @@ class TransactionBuilder:
             return ()
         return self.following.claim(self.followed_from)[1].above(self.followed_from)
 
-    def claim(self) -> tuple[TransactionId, Following | None]:
+    def claim(self) -> tuple[TransactionId, FollowedState | None]:
         """Return the mark to send, and what is followed: nothing that was not asked for."""
         mark = check_mark(self.client_high_water_mark)
         if self.following is None or self.followed_from is None:

@@ -24,7 +24,7 @@ from waltz_core.client.read.feed_delivery import (
     Consumer,
 )
 from waltz_core.client.read.ranges import RangeQuery
-from waltz_core.client.read.requests import Requests
+from waltz_core.client.read.requests import OwnerRequests
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.raw_records import (
@@ -51,7 +51,7 @@ class CatchUp:
         self,
         partition: ClientPartition,
         recipient: Recipient,
-        requests: Requests,
+        requests: OwnerRequests,
         config: ClientConfig,
         data: DataCache,
     ) -> None:

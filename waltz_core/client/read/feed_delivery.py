@@ -60,10 +60,10 @@ ResultT = TypeVar("ResultT")
 
 Words: TypeAlias = tuple[int, int, int, int, int]
 # Transactions that are handed over together: ids that rise, and the five numbers of each.
-Run: TypeAlias = list[tuple[int, Words]]
+DeliveryRun: TypeAlias = list[tuple[int, Words]]
 
 
-class Verdict(NamedTuple):
+class DeliveryProgress(NamedTuple):
     """How far a consumer has come: so many applied, and what the next one raised."""
 
     applied_count: int
@@ -83,10 +83,10 @@ class Consumer(Protocol):
     async def apply(
         self,
         partition_id: PartitionId,
-        run: Run,
+        run: DeliveryRun,
         last: TransactionId,
         goes_on: Callable[[], bool],
-    ) -> Verdict:
+    ) -> DeliveryProgress:
         """Apply transactions in order, up to the first that raises, and while the feed goes on.
 
         With all of them everything up to `last` is applied. A consumer may apply fewer, at least
@@ -118,10 +118,10 @@ class LoopConsumer:
     async def apply(
         self,
         partition_id: PartitionId,
-        run: Run,
+        run: DeliveryRun,
         last: TransactionId,
         goes_on: Callable[[], bool],
-    ) -> Verdict:
+    ) -> DeliveryProgress:
         """Apply transactions in order, up to the first that raises, and while the feed goes on."""
         source = self._source_of(partition_id)
         apply = self._callbacks.apply_transaction
@@ -138,10 +138,10 @@ class LoopConsumer:
                 if loop.time() > until_s:
                     break
         except asyncio.CancelledError as error:
-            return Verdict(count, own_cancellation(error))
+            return DeliveryProgress(count, own_cancellation(error))
         except Exception as error:  # noqa: BLE001 - the application's own, whatever it is
-            return Verdict(count, error)
-        return Verdict(count, None)
+            return DeliveryProgress(count, error)
+        return DeliveryProgress(count, None)
 
     async def uncaught(
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
@@ -255,9 +255,9 @@ class Applier:
                     return
                 await asyncio.sleep(0)
 
-    def _take(self, size: int) -> tuple[Run, TransactionId]:
+    def _take(self, size: int) -> tuple[DeliveryRun, TransactionId]:
         """Take stretches off the queue, up to about `size` transactions."""
-        run: Run = []
+        run: DeliveryRun = []
         last = BEFORE_FIRST
         while self._queue and len(run) < size:
             ids, headers, last = self._queue.popleft()
@@ -297,7 +297,7 @@ class Applier:
                 "feed.callback_failed partition=%d", self._partition_id, exc_info=another
             )
 
-    async def _apply(self, run: Run, last: TransactionId) -> bool:
+    async def _apply(self, run: DeliveryRun, last: TransactionId) -> bool:
         """Hand transactions over, and the mark; False when the feed has ended with one of them."""
         pause_s = RETRY_S_MIN
         while self._applied != last and self.stopped is None:

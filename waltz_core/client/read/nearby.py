@@ -41,7 +41,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.transport import handover
-from waltz_core.wire.places import Place, encode_segment
+from waltz_core.wire.places import FilePlace, encode_segment
 
 I64 = npt.NDArray[np.int64]
 
@@ -58,12 +58,12 @@ _REFERENCES_OF_OURS: Final = 2  # the list's, and that of who asks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grant:
+class ReadGrant:
     """Where transactions from `first` on lie, as the storage has said."""
 
     first: TransactionId
     lengths: I64
-    places: tuple[Place, ...]
+    places: tuple[FilePlace, ...]
     lineage: tuple[LineageEntry, ...]
 
     @property
@@ -79,7 +79,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stretch:
+class NearbyRecords:
     """Records that were read and found right, with the batches that they belong to."""
 
     lengths: I64
@@ -87,7 +87,7 @@ class Stretch:
     lineage: tuple[LineageEntry, ...]
 
 
-Ask = Callable[[], Awaitable[Grant]]
+Ask = Callable[[], Awaitable[ReadGrant]]
 
 
 class Nearby:
@@ -99,8 +99,8 @@ class Nearby:
         self._timeout_s = timeout_s
         self._files: dict[TransactionId, FileIO] = {}
         self._buffers = _Buffers()
-        self._grant: Grant | None = None
-        self._on_disk: Grant | None = None  # it is not in memory, or was not just now
+        self._grant: ReadGrant | None = None
+        self._on_disk: ReadGrant | None = None  # it is not in memory, or was not just now
         self._is_at_it = False  # rule 5
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Nearby:
 
     async def read(
         self, first: TransactionId, last: TransactionId, bytes_max: int, ask: Ask
-    ) -> Stretch:
+    ) -> NearbyRecords:
         """Read first..last as far as `bytes_max` reaches, one record at least.
 
         Raises:
@@ -131,9 +131,9 @@ class Nearby:
         if records is None:
             records = await self._read_on_a_thread(grant, low, high)
         end = TransactionId(grant.first + high - 1)
-        return Stretch(grant.lengths[low:high], records, grant.batches_of(first, end))
+        return NearbyRecords(grant.lengths[low:high], records, grant.batches_of(first, end))
 
-    def _read_at_once(self, grant: Grant, low: int, high: int) -> memoryview | None:
+    def _read_at_once(self, grant: ReadGrant, low: int, high: int) -> memoryview | None:
         """Read what needs no waiting for; None where something does (rule 6)."""
         if self._on_disk is grant or any(each.segment not in self._files for each in grant.places):
             return None
@@ -143,7 +143,7 @@ class Nearby:
             self._on_disk = grant  # neither is the rest of it tried
             return None
 
-    async def _read_on_a_thread(self, grant: Grant, low: int, high: int) -> memoryview:
+    async def _read_on_a_thread(self, grant: ReadGrant, low: int, high: int) -> memoryview:
         def read() -> memoryview:
             try:
                 return self._read(grant, low, high, 0)
@@ -165,7 +165,7 @@ class Nearby:
         for segment in [each for each in self._files if each not in segments]:
             self._files.pop(segment).close()
 
-    def _read(self, grant: Grant, low: int, high: int, flags: int) -> memoryview:
+    def _read(self, grant: ReadGrant, low: int, high: int, flags: int) -> memoryview:
         """Read records low..high-1 of a grant and check them (rule 2).
 
         Raises BlockingIOError where the flags are not to wait and that is needed.

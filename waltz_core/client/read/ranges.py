@@ -35,10 +35,10 @@ import numpy.typing as npt
 from waltz_core import errors
 from waltz_core.client.read.nearby import (
     GRANT_BYTES,
-    Grant,
     Nearby,
+    ReadGrant,
 )
-from waltz_core.legacy.interfaces import Stretch
+from waltz_core.legacy.interfaces import OldRecords
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
@@ -200,7 +200,7 @@ def chunk_of_server(
     return chunk
 
 
-def chunk_of_stretch(query: RangeQuery, found: Stretch) -> RangeChunk:
+def chunk_of_stretch(query: RangeQuery, found: OldRecords) -> RangeChunk:
     """Return what a 0.13 server sent; its records were checked when they came."""
     is_whole = query.form is RangeForm.WHOLE
     return RangeChunk(
@@ -235,7 +235,7 @@ class ReplicaSet:
 NO_REPLICAS = ReplicaSet(b"", 0, NO_SESSION, BEFORE_FIRST, ())
 
 
-class ReplicaLink:
+class ReaderConnection:
     """One connection to one storage, for reading."""
 
     def __init__(self, link: net.Link) -> None:
@@ -246,12 +246,14 @@ class ReplicaLink:
     @staticmethod
     async def open(
         address: str, replicas: ReplicaSet, *, timeout_s: float, ssl: SSLContext | None = None
-    ) -> "ReplicaLink":
+    ) -> "ReaderConnection":
         """Connect, and check that the storage is of this cluster.
 
         Raises Unreachable, ClusterKeyMismatch, or what else the storage refuses with.
         """
-        made = ReplicaLink(await net.dial(Surface.STORAGE, address, timeout_s=timeout_s, ssl=ssl))
+        made = ReaderConnection(
+            await net.dial(Surface.STORAGE, address, timeout_s=timeout_s, ssl=ssl)
+        )
         request = messages.OpenRequest(
             NO_SESSION, -1, -1, replicas.cluster_key, replicas.partition_count
         )
@@ -305,7 +307,7 @@ class ReplicaLink:
         *,
         session_id: SessionId,
         timeout_s: float,
-    ) -> Grant:
+    ) -> ReadGrant:
         """Ask where the records of a stretch lie; raises as `fetch`, and where it is not known."""
         asked = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
         answer, where = await self._range(partition_id, asked, PLACES, session_id, timeout_s)
@@ -319,7 +321,7 @@ class ReplicaLink:
             places = decode_places(answer.records, int(lengths.sum()))
         except errors.BadFormat as error:
             raise errors.BadFormat(f"{where}: {error}") from error
-        return Grant(query.first, lengths, places, answer.lineage)
+        return ReadGrant(query.first, lengths, places, answer.lineage)
 
     async def _range(
         self,
@@ -409,7 +411,7 @@ class ReplicaReader:
         self._addresses = sorted(replicas.replicas)  # a server names the fastest first
         Random(f"{partition_id}:{first}").shuffle(self._addresses)  # noqa: S311 - no secret
         self._addresses.sort(key=lambda each: each not in replicas.nearby)
-        self._link: ReplicaLink | None = None
+        self._link: ReaderConnection | None = None
         self._nearby: Nearby | None = None  # the storage at the other end, if it is here
         self._is_closed = False
         self.from_replica_count = 0
@@ -477,12 +479,12 @@ class ReplicaReader:
             timeout_s=self._timeout_s,
         )
 
-    async def _greeted(self, address: str) -> ReplicaLink:
+    async def _greeted(self, address: str) -> ReaderConnection:
         """Return a connection to a replica (rule 8)."""
         is_last = len(self._addresses) == 1
         try:
             async with asyncio.timeout(None if is_last else GREETING_S):
-                return await ReplicaLink.open(
+                return await ReaderConnection.open(
                     address, self._replicas, timeout_s=self._timeout_s, ssl=self._ssl
                 )
         except TimeoutError as error:
@@ -501,11 +503,11 @@ class ReplicaReader:
             self._nearby = None
 
     async def _fetch_nearby(
-        self, nearby: Nearby, link: ReplicaLink, query: RangeQuery
+        self, nearby: Nearby, link: ReaderConnection, query: RangeQuery
     ) -> RangeChunk:
         session_id = SessionId(self._replicas.session_id)
 
-        async def ask() -> Grant:
+        async def ask() -> ReadGrant:
             return await link.places(
                 self._partition_id, query, session_id=session_id, timeout_s=self._timeout_s
             )

@@ -71,7 +71,7 @@ NO_CLIENT_ID = -1
 _TRY_PART_MIN: Final = 0.1
 
 
-class Reader(NamedTuple):
+class OwnerLink(NamedTuple):
     """A partition, its owner, and a link to it."""
 
     link: ServerLink
@@ -82,7 +82,7 @@ class Reader(NamedTuple):
 
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 ToldT = TypeVar("ToldT")
-Ask: TypeAlias = Callable[[Reader], Coroutine[Any, Any, ToldT]]
+Ask: TypeAlias = Callable[[OwnerLink], Coroutine[Any, Any, ToldT]]
 
 
 class _Question(NamedTuple):
@@ -93,7 +93,7 @@ class _Question(NamedTuple):
     patience: asyncio.Timeout
 
 
-class Requests:
+class OwnerRequests:
     """Asks the partitions' owners."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Requests:
     ) -> AnswerT:
         """Ask until answered; raises the last error when the request timeout has passed."""
 
-        async def ask_owner(reader: Reader) -> AnswerT:
+        async def ask_owner(reader: OwnerLink) -> AnswerT:
             return await _answer_of(reader, answer, make)
 
         return await self._until_answered(partition_id, ask_owner, is_bulk=answer in _LARGE)
@@ -179,7 +179,7 @@ class Requests:
             async with asyncio.timeout(None) as patience:
                 self._waiting[number] = _Question(partition_id, owner.address, patience)
                 link = await self._link(owner, is_bulk=is_bulk)
-                return await ask(Reader(link, owner, partition_id, timeout_s))
+                return await ask(OwnerLink(link, owner, partition_id, timeout_s))
         except TimeoutError as error:  # rule 5
             raise errors.Unreachable(f"{owner.address}: the partition has moved") from error
         finally:
@@ -217,7 +217,7 @@ class Requests:
     async def flush(self, partition_id: PartitionId) -> TransactionId:
         """Return the mark when every append received before this request is final."""
 
-        async def flush(reader: Reader) -> TransactionId:
+        async def flush(reader: OwnerLink) -> TransactionId:
             answer = await _answer_of(reader, messages.FlushResponse, messages.FlushRequest)
             return _mark_in(reader, answer.high_water_mark)
 
@@ -229,7 +229,7 @@ class Requests:
         Of an original there are none: its storages answer no readers.
         """
 
-        async def ask(reader: Reader) -> ReplicaSet:
+        async def ask(reader: OwnerLink) -> ReplicaSet:
             if reader.link.is_original:
                 mark = await _mark_of(reader)
                 if linearizable:
@@ -251,7 +251,7 @@ class Requests:
 
         return await self._until_answered(partition_id, ask, is_bulk=False)
 
-    async def _prove(self, reader: Reader) -> None:
+    async def _prove(self, reader: OwnerLink) -> None:
         """Return if the owner is the owner still (rule 4); raises NotOwned."""
         now = await self._directory.owner_now(reader.partition_id)
         if now != reader.owner:
@@ -260,7 +260,7 @@ class Requests:
     async def has_original(self, partition_ids: Iterable[PartitionId]) -> bool:
         """Return whether any of these partitions is an original server's now."""
 
-        async def ask(reader: Reader) -> bool:
+        async def ask(reader: OwnerLink) -> bool:
             return reader.link.is_original
 
         found = await by_partition(
@@ -305,7 +305,7 @@ class Requests:
                 return chunk
             await asyncio.sleep(self._config.retry_interval_ms_min / 1000)
 
-    async def _range_of(self, query: RangeQuery, reader: Reader) -> RangeChunk:
+    async def _range_of(self, query: RangeQuery, reader: OwnerLink) -> RangeChunk:
         if reader.link.is_original:
             return chunk_of_stretch(query, await self._originals.range(reader, query))
         answer = await _answer_of(
@@ -316,7 +316,7 @@ class Requests:
     async def data_range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
         """Return the same of what is known to be committed, for who looks at ids and data only."""
 
-        async def ask(reader: Reader) -> RangeChunk:
+        async def ask(reader: OwnerLink) -> RangeChunk:
             if reader.link.is_original:
                 return chunk_of_stretch(query, await self._originals.data_range(reader, query))
             return await self._range_of(query, reader)
@@ -337,7 +337,7 @@ class Requests:
 
 
 async def _answer_of(
-    reader: Reader, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
+    reader: OwnerLink, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
 ) -> AnswerT:
     timeout_s = reader.timeout_s
     if reader.link.is_original:
@@ -351,12 +351,12 @@ async def _answer_of(
     )
 
 
-async def _mark_of(reader: Reader) -> TransactionId:
+async def _mark_of(reader: OwnerLink) -> TransactionId:
     answer = await _answer_of(reader, messages.HighWaterMarkResponse, messages.HighWaterMarkRequest)
     return _mark_in(reader, answer.high_water_mark)
 
 
-def _mark_in(reader: Reader, mark: int) -> TransactionId:
+def _mark_in(reader: OwnerLink, mark: int) -> TransactionId:
     """Return a mark; raises NotOwned for what an original answers while it has no session."""
     if mark < BEFORE_FIRST:
         raise errors.NotOwned(

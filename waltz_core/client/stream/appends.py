@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from waltz_core import errors
-from waltz_core.client.model.predecessors import Following
+from waltz_core.client.model.predecessors import FollowedState
 from waltz_core.client.stream.monitor import (
     BatchOutcome,
     Parcel,
@@ -68,10 +68,10 @@ class RowOutcome(NamedTuple):
     transaction_id: TransactionId
     conflicting: TransactionId
     high_water_mark: TransactionId
-    following: Following | None = None
+    following: FollowedState | None = None
 
 
-class Row:
+class PendingRow:
     """One transaction to append, and who waits for it."""
 
     __slots__ = (
@@ -103,10 +103,10 @@ class Row:
         # future gets the transaction id, or an error.
         self.is_attempt = False
         # What it was computed from beside its mark; None where its author does not follow.
-        self.follows: Following | None = None
+        self.follows: FollowedState | None = None
         self.future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
-    def follow(self, following: Following, mark: TransactionId | None) -> None:
+    def follow(self, following: FollowedState, mark: TransactionId | None) -> None:
         """Have it follow what is in flight; `mark` is its state's, if that was told."""
         if mark is None and following.has_seen:
             mark = following.base
@@ -128,7 +128,7 @@ class Row:
         return not self.is_attempt and (self.follows is None or not self.follows.has_seen)
 
 
-class Window:
+class AppendWindow:
     """Rows and bytes that one partition may have under way (rule 1)."""
 
     def __init__(self, *, rows_max: int, bytes_max: int) -> None:
@@ -235,7 +235,7 @@ class Appends:
     def __init__(
         self,
         partition_id: PartitionId,
-        window: Window,
+        window: AppendWindow,
         post: Post,
         *,
         batch_rows: int,
@@ -247,16 +247,16 @@ class Appends:
         self._batch_rows = batch_rows
         self._batch_bytes = batch_bytes
         self._loop = asyncio.get_running_loop()
-        self._gathered: list[Row | _Batch] = []  # batches only behind rows that are held
+        self._gathered: list[PendingRow | _Batch] = []  # batches only behind rows that are held
         self._gathered_bytes = 0
         self._is_scheduled = False
         self._has_landed = False
         self._patience: asyncio.TimerHandle | None = None
-        self._parcels: dict[int, list[Row] | _Batch] = {}
+        self._parcels: dict[int, list[PendingRow] | _Batch] = {}
         self._token = 0
         self._added = 0
         # Rows to be sent again, once the parcels up to the barrier are final and the pause is over.
-        self._held: list[Row] = []
+        self._held: list[PendingRow] = []
         self._barrier = 0
         self._pause: asyncio.Handle | None = None
         self._pause_until_s = 0.0  # uvloop's handles cannot tell it where no time is left
@@ -269,7 +269,7 @@ class Appends:
 
     # --- in
 
-    def add(self, row: Row) -> None:
+    def add(self, row: PendingRow) -> None:
         """Append a row for which the window has room."""
         self._added += 1
         row.number = self._added
@@ -329,7 +329,9 @@ class Appends:
                     assert isinstance(batch, _Batch)
                     self._send_batch(batch)
             else:
-                self._send_run([row for row in run if isinstance(row, Row)], is_alone=is_alone)
+                self._send_run(
+                    [row for row in run if isinstance(row, PendingRow)], is_alone=is_alone
+                )
 
     def _send_batch(self, batch: _Batch) -> None:
         order = batch.order
@@ -343,7 +345,7 @@ class Appends:
         crc, keeps_order = crc32(batch.payload), order is not None
         self._post(Parcel(token, batch.row_count, batch.mark, batch.payload, crc, keeps_order))
 
-    def _send_run(self, rows: list[Row], *, is_alone: bool) -> None:
+    def _send_run(self, rows: list[PendingRow], *, is_alone: bool) -> None:
         if is_alone or len(rows) <= SINGLES_MAX:
             for row in rows:
                 self._send_single(row)
@@ -351,7 +353,7 @@ class Appends:
             for part in _parts(rows, self._batch_rows, self._batch_bytes):
                 self._send_rows(part)
 
-    def _send_single(self, row: Row) -> None:
+    def _send_single(self, row: PendingRow) -> None:
         token = self._next_token()
         self._parcels[token] = [row]
         locks = (row.write_locks, row.read_locks, row.append_locks)
@@ -359,7 +361,7 @@ class Appends:
         crc, keeps_order = crc32(row.data), not row.is_attempt
         self._post(Parcel(token, 1, row.mark, single, crc, keeps_order))
 
-    def _send_rows(self, rows: list[Row]) -> None:
+    def _send_rows(self, rows: list[PendingRow]) -> None:
         first = rows[0].mark
         marks = [row.mark for row in rows]
         payload = encode_append(
@@ -423,8 +425,8 @@ class Appends:
                 each.future.set_exception(error)
         self._landed()
 
-    def _tell_rows(self, rows: list[Row], outcome: BatchOutcome) -> None:
-        again: list[Row] = []
+    def _tell_rows(self, rows: list[PendingRow], outcome: BatchOutcome) -> None:
+        again: list[PendingRow] = []
         now_s = self._loop.time()
         for row, transaction_id, reason, conflicting in zip(
             rows,
@@ -455,7 +457,7 @@ class Appends:
             is_full = bool(np.isin(outcome.reasons, _FULL).any())
             self._hold(again, RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S)
 
-    def _hold(self, rows: Sequence[Row], pause_s: float) -> None:
+    def _hold(self, rows: Sequence[PendingRow], pause_s: float) -> None:
         """Send rows again after a pause, in their place among those that are lost with them."""
         self._held += rows
         self._barrier = self._token
@@ -482,7 +484,7 @@ class Appends:
         self._gathered_bytes += sum(row.size_bytes for row in rows)
         self._send_gathered()
 
-    def _end(self, row: Row) -> None:
+    def _end(self, row: PendingRow) -> None:
         self.window.give(1, row.size_bytes)
 
     def _landed(self) -> None:
@@ -499,7 +501,7 @@ class Appends:
                     future.set_result(None)
 
 
-def error_of(partition_id: PartitionId, row: Row, told: RowOutcome) -> errors.WaltzError:
+def error_of(partition_id: PartitionId, row: PendingRow, told: RowOutcome) -> errors.WaltzError:
     """Return the error that states why a row is not in the log."""
     where = f"partition {partition_id}"
     if told.reason == Reason.LOCK:
@@ -524,16 +526,16 @@ def error_of(partition_id: PartitionId, row: Row, told: RowOutcome) -> errors.Wa
     return made(f"{where}: not appended ({name}); it is not in the log, try again")
 
 
-def _kind(each: Row | _Batch) -> tuple[bool, bool]:
+def _kind(each: PendingRow | _Batch) -> tuple[bool, bool]:
     """Tell if it is a batch, and if it goes alone."""
-    return isinstance(each, _Batch), isinstance(each, Row) and each.follows is not None
+    return isinstance(each, _Batch), isinstance(each, PendingRow) and each.follows is not None
 
 
-def _parts(rows: list[Row], rows_max: int, bytes_max: int) -> list[list[Row]]:
+def _parts(rows: list[PendingRow], rows_max: int, bytes_max: int) -> list[list[PendingRow]]:
     """Return the rows in runs of at most `rows_max` rows and about `bytes_max` bytes."""
     if len(rows) <= rows_max and sum(row.size_bytes for row in rows) <= bytes_max:
         return [rows]
-    parts: list[list[Row]] = [[]]
+    parts: list[list[PendingRow]] = [[]]
     size_bytes = 0
     for row in rows:
         if parts[-1] and (len(parts[-1]) == rows_max or size_bytes + row.size_bytes > bytes_max):

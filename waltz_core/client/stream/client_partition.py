@@ -35,7 +35,7 @@ from waltz_core.client.links.outage import (
 from waltz_core.client.stream import stream_events
 from waltz_core.client.stream.appends import (
     Appends,
-    Window,
+    AppendWindow,
 )
 from waltz_core.client.stream.monitor import Parcel
 from waltz_core.client.stream.partition_stream import PartitionStream
@@ -67,7 +67,7 @@ PARCEL_ROWS = 1_000
 PARCEL_BYTES = 512 * 1024
 
 
-class Surroundings(Protocol):
+class ClientServices(Protocol):
     """What a partition needs of its client."""
 
     config: ClientConfig
@@ -87,7 +87,7 @@ class ClientPartition:
     """One partition as its client uses it."""
 
     def __init__(
-        self, partition_id: PartitionId, client_id: int, surroundings: Surroundings
+        self, partition_id: PartitionId, client_id: int, surroundings: ClientServices
     ) -> None:
         config = surroundings.config
         self.partition_id = partition_id
@@ -100,7 +100,7 @@ class ClientPartition:
             on_failure=self._died,
             name=f"stream-{partition_id}",
         )
-        self.window = Window(
+        self.window = AppendWindow(
             rows_max=config.in_flight_count_max, bytes_max=config.in_flight_bytes_max
         )
         self.appends = Appends(
@@ -267,7 +267,7 @@ class ClientPartition:
             error = self._stopped or errors.Unreachable("the client was closed before it was sent")
             self.appends.refused(parcel.token, error)
             return
-        self._driver.post(stream_events.Append(parcel))
+        self._driver.post(stream_events.SendAppends(parcel))
 
     # --- the stream's effects
 
@@ -276,9 +276,9 @@ class ClientPartition:
             case stream_events.Send():
                 if self._link is not None and self._link.number == effect.link:
                     self._link.send(effect.message)
-            case stream_events.Settled():
+            case stream_events.ParcelSettled():
                 self.appends.settled(effect.token, effect.outcome)
-            case stream_events.Refused():
+            case stream_events.ParcelRefused():
                 self.appends.refused(effect.token, effect.error)
             case stream_events.MarkMoved():
                 self._mark_moved(effect.high_water_mark)
@@ -368,7 +368,7 @@ class ClientPartition:
         return self.stream.phase in (Phase.MOUNTING, Phase.SETTLING) or self.stream.has_pending
 
     def _received(self, link: int, message: ClientMessage) -> None:
-        self._driver.post(stream_events.Received(link, message))
+        self._driver.post(stream_events.MessageReceived(link, message))
 
     def _lost(self, link: int, reason: str) -> None:
         self._driver.post(stream_events.LinkLost(link, reason))

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import errors
-from waltz_core.client.model.predecessors import Following
+from waltz_core.client.model.predecessors import FollowedState
 from waltz_core.records.raw_records import (
     FEED_HEADER_DTYPE,
     FEW,
@@ -77,7 +77,7 @@ class BatchOutcome:
     reasons: U8
     conflicting: I64
     # For a single row that a lock has refused: what its author may follow.
-    following: Following | None = None
+    following: FollowedState | None = None
 
     @property
     def has_refusals(self) -> bool:
@@ -112,7 +112,7 @@ class Single(NamedTuple):
     write_locks: tuple[int, ...]
     read_locks: tuple[int, ...]
     append_locks: tuple[int, ...]
-    follows: Following | None = None
+    follows: FollowedState | None = None
 
 
 @value(frozen=True, slots=True, eq=False)
@@ -136,7 +136,7 @@ class Parcel:
         return len(self.content.data if isinstance(self.content, Single) else self.content)
 
     @property
-    def follows(self) -> Following | None:
+    def follows(self) -> FollowedState | None:
         """What its author follows; None where he does not."""
         return self.content.follows if isinstance(self.content, Single) else None
 

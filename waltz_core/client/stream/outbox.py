@@ -23,7 +23,7 @@ from waltz_core.wire.messages import Mounted, Reason
 
 
 @value(frozen=True, slots=True)
-class Limits:
+class MountLimits:
     """What a mounted partition takes: rows and bytes of one frame, bytes in flight."""
 
     rows_max: int
@@ -31,9 +31,9 @@ class Limits:
     in_flight_bytes_max: int
 
     @staticmethod
-    def of(mounted: Mounted, in_flight_bytes_max: int) -> "Limits":
+    def of(mounted: Mounted, in_flight_bytes_max: int) -> "MountLimits":
         """Return what the server has told, and no more in flight than we want ourselves."""
-        return Limits(
+        return MountLimits(
             mounted.batch_rows_max,
             mounted.batch_bytes_max,
             min(mounted.in_flight_bytes_max, in_flight_bytes_max),
@@ -41,7 +41,7 @@ class Limits:
 
 
 @value(frozen=True, slots=True, eq=False)
-class Waiting:
+class WaitingParcel:
     """A parcel and the moment at which it is given up."""
 
     parcel: Parcel
@@ -53,26 +53,26 @@ class Outbox:
 
     def __init__(self, partition_id: PartitionId) -> None:
         self._partition_id = partition_id
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: deque[WaitingParcel] = deque()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
-    def first(self) -> Waiting | None:
+    def first(self) -> WaitingParcel | None:
         """What is sent next."""
         return self._waiting[0] if self._waiting else None
 
     def put(self, parcel: Parcel, deadline_ms: int) -> None:
         """Put a parcel at the end."""
         assert not self._waiting or deadline_ms >= self._waiting[-1].deadline_ms  # rule 1
-        self._waiting.append(Waiting(parcel, deadline_ms))
+        self._waiting.append(WaitingParcel(parcel, deadline_ms))
 
-    def take(self) -> Waiting:
+    def take(self) -> WaitingParcel:
         """Take the first parcel out."""
         return self._waiting.popleft()
 
-    def take_all(self) -> list[Waiting]:
+    def take_all(self) -> list[WaitingParcel]:
         """Take everything out."""
         taken = list(self._waiting)
         self._waiting.clear()
@@ -93,14 +93,14 @@ class Outbox:
                 self._waiting.append(waiting)
         return told
 
-    def take_expired(self, now_ms: int) -> list[Waiting]:
+    def take_expired(self, now_ms: int) -> list[WaitingParcel]:
         """Take out what has waited too long."""
         taken = []
         while self._waiting and self._waiting[0].deadline_ms <= now_ms:
             taken.append(self._waiting.popleft())
         return taken
 
-    def refusal(self, parcel: Parcel, limits: Limits, mount: int) -> errors.WaltzError | None:
+    def refusal(self, parcel: Parcel, limits: MountLimits, mount: int) -> errors.WaltzError | None:
         """Return why a parcel is not sent in this mount, None when it is (rules 2 and 3)."""
         follows = parcel.follows
         if follows is not None and follows.has_seen:

@@ -42,7 +42,7 @@ from waltz_core.client.stream.monitor import (
     Pending,
 )
 from waltz_core.client.stream.outbox import (
-    Limits,
+    MountLimits,
     Outbox,
 )
 from waltz_core.client.stream.readback import ReadBack
@@ -53,11 +53,11 @@ from waltz_core.client.stream.stream_events import (
     MarkMoved,
     NeedClientId,
     OpenLink,
+    ParcelRefused,
+    ParcelSettled,
     Phase,
     Ready,
-    Refused,
     Send,
-    Settled,
     Stopped,
     StreamSettings,
 )
@@ -120,7 +120,7 @@ class PartitionStream:
         self._may_follow = False
         self._generation = Generation(-1)
         self._connection_sequence = -1
-        self._limits = Limits(1, 1, 1)
+        self._limits = MountLimits(1, 1, 1)
         self._renewing = False
         self._stopped: errors.WaltzError | None = None
         # Why it was not mounted when it last was not.
@@ -160,9 +160,9 @@ class PartitionStream:
         """Take one event in; see `machine.py`."""
         out: list[Effect] = []
         match event:
-            case stream_events.Append():
+            case stream_events.SendAppends():
                 self._append(event.parcel, now_ms, out)
-            case stream_events.Received():
+            case stream_events.MessageReceived():
                 self._received(event, now_ms, out)
             case stream_events.Applied():
                 self._take_applied(event.mark, now_ms, out)
@@ -199,7 +199,7 @@ class PartitionStream:
 
     def _append(self, parcel: Parcel, now_ms: int, out: list[Effect]) -> None:
         if self._stopped is not None:
-            out.append(Refused(parcel.token, self._stopped))
+            out.append(ParcelRefused(parcel.token, self._stopped))
             return
         self._outbox.put(parcel, now_ms + self._settings.request_timeout_ms)
         if self.phase is Phase.READY:
@@ -321,7 +321,9 @@ class PartitionStream:
 
     # --- messages
 
-    def _received(self, event: stream_events.Received, now_ms: int, out: list[Effect]) -> None:
+    def _received(
+        self, event: stream_events.MessageReceived, now_ms: int, out: list[Effect]
+    ) -> None:
         message = event.message
         if isinstance(message, AppendAnswer):
             # Final whichever link brings it: the server answers when every row is.
@@ -353,7 +355,7 @@ class PartitionStream:
             self._leave(f"the server's mark {mark} lies below {known}, known before", now_ms, out)
             return
         self._learn(mark, out)
-        self._limits = Limits.of(message, self._settings.in_flight_bytes_max)
+        self._limits = MountLimits.of(message, self._settings.in_flight_bytes_max)
         if self._asks_for_feed(mark, now_ms, out):
             return
         self._monitor.prove(mark)
@@ -439,7 +441,7 @@ class PartitionStream:
             refusal = self._outbox.refusal(parcel, self._limits, self._mount)
             if refusal is not None:
                 self._outbox.take()
-                out.append(Refused(parcel.token, refusal))
+                out.append(ParcelRefused(parcel.token, refusal))
                 continue
             in_flight_bytes = self._monitor.in_flight_bytes + parcel.size_bytes
             if len(self._monitor) and in_flight_bytes > self._limits.in_flight_bytes_max:
@@ -482,7 +484,7 @@ class PartitionStream:
             self._conclude(pending, outcome, now_ms, out)
         elif isinstance(error, errors.UsageError):
             self._monitor.remove(pending)
-            out.append(Refused(pending.parcel.token, error))
+            out.append(ParcelRefused(pending.parcel.token, error))
             self._leave_if_drained(now_ms, out)
         elif isinstance(error, errors.ConnectionSuperseded):
             # An answer to an older mount of ours may say so, too: that one was replaced by us.
@@ -505,8 +507,8 @@ class PartitionStream:
             self._send_waiting(out)
 
     def _tell(self, parcel: Parcel, outcome: BatchOutcome, out: list[Effect]) -> None:
-        out.append(Settled(parcel.token, outcome))
-        out.extend(Settled(*told) for told in self._outbox.lose_behind(parcel, outcome))
+        out.append(ParcelSettled(parcel.token, outcome))
+        out.extend(ParcelSettled(*told) for told in self._outbox.lose_behind(parcel, outcome))
 
     def _expire(self, now_ms: int, out: list[Effect]) -> None:
         timeout_ms = self._settings.request_timeout_ms
@@ -515,7 +517,7 @@ class PartitionStream:
             self._give_up(pending, f"within {timeout_ms} ms", out)
         for waiting in self._outbox.take_expired(now_ms):
             error = verdicts.not_sent(self._partition_id, timeout_ms, self.trouble)
-            out.append(Refused(waiting.parcel.token, error))
+            out.append(ParcelRefused(waiting.parcel.token, error))
 
     def _give_up(self, pending: Pending, when: str, out: list[Effect]) -> None:
         """Tell what is known of a parcel that waits no longer: all of it, or that nobody knows."""
@@ -523,10 +525,10 @@ class PartitionStream:
         self._spoiled[pending.link] = None
         outcome = pending.known_outcome(self.high_water_mark)
         if outcome is not None:
-            out.append(Settled(pending.parcel.token, outcome))
+            out.append(ParcelSettled(pending.parcel.token, outcome))
         else:
             error = verdicts.unknown(pending, when, self.trouble)
-            out.append(Refused(pending.parcel.token, error))
+            out.append(ParcelRefused(pending.parcel.token, error))
 
     # --- client ids
 
@@ -610,5 +612,7 @@ class PartitionStream:
         self._link = -1
         for pending in list(self._monitor):
             self._give_up(pending, "before the stream ended", out)
-        out.extend(Refused(waiting.parcel.token, error) for waiting in self._outbox.take_all())
+        out.extend(
+            ParcelRefused(waiting.parcel.token, error) for waiting in self._outbox.take_all()
+        )
         out.append(Stopped(error))

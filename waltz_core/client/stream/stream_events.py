@@ -6,9 +6,10 @@ Rules:
     1. `OpenLink` has one outcome with the same attempt number: `Linked` or `LinkFailed`.
     2. A link that was handed over is lost once, by `LinkLost`; what else comes from a link that
        is not the current one does no harm.
-    3. A parcel that was taken in by `Append` has one outcome: `Settled` or `Refused`.
-    4. `Refused` with `OutcomeUnknown` leaves the parcel in doubt; with any other error, none of its
-       rows is in the log nor ever will be.
+    3. A parcel that was taken in by `SendAppends` has one outcome: `ParcelSettled` or
+       `ParcelRefused`.
+    4. `ParcelRefused` with `OutcomeUnknown` leaves the parcel in doubt; with any other error, none
+       of its rows is in the log nor ever will be.
 """
 
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ class Phase(Enum):
 class StreamSettings:
     """The numbers a stream needs; times in ms."""
 
-    request_timeout_ms: int  # from `Append` to `OutcomeUnknown`, or to a definite no
+    request_timeout_ms: int  # from `SendAppends` to `OutcomeUnknown`, or to a definite no
     mount_timeout_ms: int
     retry_interval_ms_min: int
     retry_interval_ms_max: int
@@ -60,7 +61,7 @@ class StreamSettings:
 
 
 @value(frozen=True, slots=True, eq=False)
-class Append:
+class SendAppends:
     """Send a parcel, and tell what became of it."""
 
     parcel: Parcel
@@ -140,7 +141,7 @@ class Moved:
 
 
 @value(frozen=True, slots=True)
-class Received:
+class MessageReceived:
     """A message came in."""
 
     link: int
@@ -160,7 +161,7 @@ class Close:
 
 
 Event: TypeAlias = (
-    Append
+    SendAppends
     | Mount
     | Subscribe
     | Unsubscribe
@@ -170,7 +171,7 @@ Event: TypeAlias = (
     | LinkFailed
     | LinkLost
     | Moved
-    | Received
+    | MessageReceived
     | Renewed
     | Close
     | Wakeup
@@ -209,7 +210,7 @@ class Ready:
 
 
 @value(frozen=True, slots=True, eq=False)
-class Settled:
+class ParcelSettled:
     """The outcome of every row of a parcel."""
 
     token: int
@@ -217,7 +218,7 @@ class Settled:
 
 
 @value(frozen=True, slots=True)
-class Refused:
+class ParcelRefused:
     """A parcel without an outcome for its rows (rule 4)."""
 
     token: int
@@ -278,8 +279,8 @@ Effect: TypeAlias = (
     | Send
     | NeedClientId
     | Ready
-    | Settled
-    | Refused
+    | ParcelSettled
+    | ParcelRefused
     | Fed
     | FeedLags
     | MarkMoved

@@ -20,7 +20,7 @@ from waltz_core.cluster.nodes.node_access import (
     decode_node,
 )
 from waltz_core.cluster.nodes.znodes import (
-    Create,
+    CreateNode,
     Delete,
     Set,
 )
@@ -98,7 +98,7 @@ class AuditLog:
         paths = self._nodes.paths
         await self._nodes.ensure((paths.ours, paths.audit))
         before = await self._names()
-        step = Create(paths.audit_prefix, entry.to_bytes(), sequential=True)
+        step = CreateNode(paths.audit_prefix, entry.to_bytes(), sequential=True)
         # ZooKeeper tells no name of what it has numbered: the new one is the one that is ours.
         await self._znodes.write([step])
         after = [name for name in await self._names() if name not in before]

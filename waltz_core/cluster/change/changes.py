@@ -56,7 +56,7 @@ class Plan:
         return Plan(dict(wanted), joining)
 
 
-class Replicas(NamedTuple):
+class PartitionReplicas(NamedTuple):
     """One partition as it is: its replicas, and what its owner's session says of them."""
 
     assigned: tuple[ReplicaId, ...]
@@ -103,7 +103,9 @@ class Wait(NamedTuple):
         return f"partition {self.partition_id}: {self.reason}"
 
 
-def next_step(partition_id: PartitionId, now: Replicas, plan: Plan) -> Change | Wait | None:
+def next_step(
+    partition_id: PartitionId, now: PartitionReplicas, plan: Plan
+) -> Change | Wait | None:
     """Return the next step of a partition, or why it has to wait; None when it is as wanted."""
     wanted = plan.wanted[partition_id]
     if not wanted:
@@ -150,7 +152,10 @@ def apply(changes: Iterable[Change], old: ReplicaAssignments) -> ReplicaAssignme
 
 
 def _one_by_one(
-    partition_id: PartitionId, now: Replicas, lacking: list[ReplicaId], leaving: list[ReplicaId]
+    partition_id: PartitionId,
+    now: PartitionReplicas,
+    lacking: list[ReplicaId],
+    leaving: list[ReplicaId],
 ) -> Change | None:
     if lacking:
         return Change(partition_id, now.assigned, (*now.assigned, lacking[0]))
@@ -159,7 +164,7 @@ def _one_by_one(
     return None
 
 
-def _unsettled(now: Replicas) -> str | None:
+def _unsettled(now: PartitionReplicas) -> str | None:
     """Say what rule 1 waits for."""
     assert now.metadata is not None
     if set(now.metadata.states) != set(now.assigned):
@@ -172,20 +177,20 @@ def _unsettled(now: Replicas) -> str | None:
     return None
 
 
-def _engaged(now: Replicas) -> list[ReplicaId]:
+def _engaged(now: PartitionReplicas) -> list[ReplicaId]:
     assert now.metadata is not None
     states = now.metadata.states.items()
     return [each for each, state in states if state.closing_high_water_mark == UNRESOLVED]
 
 
-def _not_level(now: Replicas, joining: Collection[ReplicaId]) -> str | None:
+def _not_level(now: PartitionReplicas, joining: Collection[ReplicaId]) -> str | None:
     """Say what rule 4 waits for."""
     behind = [each for each in now.assigned if each in joining and each not in now.level]
     return f"{_names(behind)} copies the log" if behind else None
 
 
 def _bring_in(
-    partition_id: PartitionId, now: Replicas, added: ReplicaId, leaving: list[ReplicaId]
+    partition_id: PartitionId, now: PartitionReplicas, added: ReplicaId, leaving: list[ReplicaId]
 ) -> Change | Wait:
     away = [each for each in leaving if each not in now.level]
     if away:  # The quorum stays as large as it was, and appends need not wait for the copy.
@@ -197,14 +202,19 @@ def _bring_in(
     return _checked(partition_id, now, after, len(now.level))
 
 
-def _take_out(partition_id: PartitionId, now: Replicas, leaving: list[ReplicaId]) -> Change | Wait:
+def _take_out(
+    partition_id: PartitionId, now: PartitionReplicas, leaving: list[ReplicaId]
+) -> Change | Wait:
     away = [each for each in leaving if each not in now.level]
     after = _without(now.assigned, (away or leaving)[0])
     return _checked(partition_id, now, after, len([each for each in now.level if each in after]))
 
 
 def _checked(
-    partition_id: PartitionId, now: Replicas, after: tuple[ReplicaId, ...], level_count: int
+    partition_id: PartitionId,
+    now: PartitionReplicas,
+    after: tuple[ReplicaId, ...],
+    level_count: int,
 ) -> Change | Wait:
     """Return the change, unless it would break rule 3."""
     quorum = len(after) // 2 + 1

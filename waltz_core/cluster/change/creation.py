@@ -20,7 +20,7 @@ from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.paths import ClusterPaths
 from waltz_core.cluster.nodes.znodes import (
     NO_NODE,
-    Create,
+    CreateNode,
     Operation,
     Set,
 )
@@ -118,24 +118,24 @@ def creation_steps(
     """Return the writes, in order; `root_version` is NO_NODE when the root does not exist."""
     store = model.StoreParams(new.cluster_key, new.partition_count)
     ports = {storage.address: storage.admin_port for storage in new.storages}
-    operations: list[Operation] = [Create(paths.root)] if root_version == NO_NODE else []
+    operations: list[Operation] = [CreateNode(paths.root)] if root_version == NO_NODE else []
     operations += [
-        Create(paths.servers, model.PartitionAssignment().to_bytes()),
-        Create(paths.ids),
-        Create(paths.client_ids, model.encode_id(0)),
-        Create(paths.server_ids, model.encode_id(0)),
-        Create(paths.store, store.to_bytes()),
-        Create(paths.partitions),
-        Create(paths.groups, model.GroupDescriptor(new.groups).to_bytes()),
-        Create(paths.replica_assignment, new.replica_assignments.to_bytes()),
-        Create(paths.connections, model.ConnectionMetadata(ports).to_bytes()),
-        Create(paths.ours),
-        Create(paths.markers),
-        Create(paths.storage_ids),
+        CreateNode(paths.servers, model.PartitionAssignment().to_bytes()),
+        CreateNode(paths.ids),
+        CreateNode(paths.client_ids, model.encode_id(0)),
+        CreateNode(paths.server_ids, model.encode_id(0)),
+        CreateNode(paths.store, store.to_bytes()),
+        CreateNode(paths.partitions),
+        CreateNode(paths.groups, model.GroupDescriptor(new.groups).to_bytes()),
+        CreateNode(paths.replica_assignment, new.replica_assignments.to_bytes()),
+        CreateNode(paths.connections, model.ConnectionMetadata(ports).to_bytes()),
+        CreateNode(paths.ours),
+        CreateNode(paths.markers),
+        CreateNode(paths.storage_ids),
     ]
     marker = model.PartitionMarker(model.MarkerState.NEW).to_bytes()
     operations += [
-        Create(paths.marker(PartitionId(partition)), marker)
+        CreateNode(paths.marker(PartitionId(partition)), marker)
         for partition in range(new.partition_count)
     ]
     params = model.ClusterParams(new.name, new.partition_count).to_bytes()

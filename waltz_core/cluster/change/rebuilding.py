@@ -44,7 +44,7 @@ from waltz_core.cluster.change.creation import (
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.paths import ClusterPaths
 from waltz_core.cluster.nodes.znodes import (
-    Create,
+    CreateNode,
     Operation,
 )
 from waltz_core.records.record import (
@@ -100,7 +100,7 @@ NO_IDS = Ids(0, -1)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RebuildDecision:
     """Whose log is the log of a partition, and who is to have it."""
 
     partition_id: PartitionId
@@ -113,7 +113,7 @@ class Verdict:
         """Who is assigned at first (rule 2)."""
         return self.members[:2]
 
-    def declared_in(self, session_id: SessionId) -> "Verdict":
+    def declared_in(self, session_id: SessionId) -> "RebuildDecision":
         """Return the verdict with a log that is marked in this session."""
         return replace(self, log=self.log._replace(last_session=session_id))
 
@@ -150,7 +150,7 @@ def choose(
     groups: Mapping[ReplicaId, int],
     replica_count: int,
     unheard: Sequence[ReplicaId],
-) -> Verdict:
+) -> RebuildDecision:
     """Choose the log of a partition among all that were heard.
 
     `unheard` are storages that may have a replica. Raises BadRequest, with what would help, when
@@ -173,7 +173,7 @@ def choose(
         )
     ranked = sorted(able, key=lambda name: able[name].rank, reverse=True)
     members = _members(ranked, groups, replica_count)
-    return Verdict(partition_id, ranked[0], able[ranked[0]], members)
+    return RebuildDecision(partition_id, ranked[0], able[ranked[0]], members)
 
 
 def _members(
@@ -234,11 +234,11 @@ def rebuilding_steps(
     *operations, last = [each for step in steps for each in step]
     made: list[Operation] = [
         replace(each, data=contents[each.path])
-        if isinstance(each, Create) and each.path in contents
+        if isinstance(each, CreateNode) and each.path in contents
         else each
         for each in operations
     ]
-    made += [Create(paths.partition(each), metadata.to_bytes(each)) for each in partitions]
+    made += [CreateNode(paths.partition(each), metadata.to_bytes(each)) for each in partitions]
     made.append(last)  # the root's own data (creation.py, rule 1)
     return [
         made[start : start + STEP_PARTITIONS_MAX]

@@ -18,8 +18,8 @@ from waltz_core import errors
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.change.changes import (
     Change,
+    PartitionReplicas,
     Plan,
-    Replicas,
     Wait,
 )
 from waltz_core.cluster.membership.assignment import check_replica_change
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StorageLayout:
     """The storages of a cluster: what each holds, its group, its admin port."""
 
     assignment: model.ReplicaAssignments
@@ -59,7 +59,9 @@ class Layout:
             names = ", ".join(self.assignment.partitions) or "none"
             raise errors.BadRequest(f"{address} is no storage of this cluster; it has {names}")
 
-    def with_storage(self, address: ReplicaId, admin_port: int, group: int | None) -> "Layout":
+    def with_storage(
+        self, address: ReplicaId, admin_port: int, group: int | None
+    ) -> "StorageLayout":
         """Return the layout with one more storage, which holds nothing; None: a new group.
 
         Raises BadRequest when there is one, BadConfig when it has no right address or port.
@@ -69,13 +71,13 @@ class Layout:
         if address in self.assignment.partitions:
             raise errors.BadRequest(f"{address} is a storage of this cluster already")
         its_group = max(self.groups.values(), default=-1) + 1 if group is None else group
-        return Layout(
+        return StorageLayout(
             model.ReplicaAssignments({**self.assignment.partitions, address: ()}),
             {**self.groups, address: its_group},
             {**self.admin_ports, address: admin_port},
         )
 
-    def with_admin_port(self, address: ReplicaId, admin_port: int) -> "Layout":
+    def with_admin_port(self, address: ReplicaId, admin_port: int) -> "StorageLayout":
         """Return the layout with another admin port of a storage.
 
         Raises BadRequest when there is no such storage, BadConfig for no right port.
@@ -83,9 +85,9 @@ class Layout:
         self.check_known(address)
         _check_port(admin_port)
         ports = {**self.admin_ports, address: admin_port}
-        return Layout(self.assignment, self.groups, ports)
+        return StorageLayout(self.assignment, self.groups, ports)
 
-    def without_storage(self, address: ReplicaId) -> "Layout":
+    def without_storage(self, address: ReplicaId) -> "StorageLayout":
         """Return the layout without a storage; raises BadRequest while it holds partitions."""
         self.check_known(address)
         held = self.assignment.partitions[address]
@@ -93,7 +95,7 @@ class Layout:
             raise errors.BadRequest(
                 f"{address} still has replicas of {len(held)} partitions, the first of {held[0]}"
             )
-        return Layout(
+        return StorageLayout(
             model.ReplicaAssignments(_but(self.assignment.partitions, address)),
             _but(self.groups, address),
             _but(self.admin_ports, address),
@@ -121,12 +123,12 @@ class Storages:
         self._nodes = nodes
         self._paths = nodes.paths
 
-    async def read(self) -> Layout:
+    async def read(self) -> StorageLayout:
         """Read the layout, not older than anything written before the call."""
         await self._nodes.znodes.sync()
         return (await self._read())[0]
 
-    async def change(self, change: Callable[[Layout], Layout]) -> Layout:
+    async def change(self, change: Callable[[StorageLayout], StorageLayout]) -> StorageLayout:
         """Replace the layout by what `change` makes of it; return the new one.
 
         `change` is called again when somebody else wrote in between. Raises BadRequest for a step
@@ -176,16 +178,16 @@ class Storages:
         assignment: model.ReplicaAssignments,
         partitions: Sequence[PartitionId],
         signal: Signal | None = None,
-    ) -> dict[PartitionId, Replicas]:
+    ) -> dict[PartitionId, PartitionReplicas]:
         """Read what the owners' sessions say of some partitions."""
-        found: dict[PartitionId, Replicas] = {}
+        found: dict[PartitionId, PartitionReplicas] = {}
         for partition_id in partitions:
             path = self._paths.partition(partition_id)
             node = await self._nodes.znodes.get(path, signal)
             metadata = None
             if node is not None:
                 metadata = model.PartitionMetadata.from_bytes(node.data, partition_id)
-            found[partition_id] = Replicas(assignment.replicas_of(partition_id), metadata)
+            found[partition_id] = PartitionReplicas(assignment.replicas_of(partition_id), metadata)
         return found
 
     async def carry_out(self, plan: Plan, tell: Callable[[Progress], None]) -> None:
@@ -241,7 +243,7 @@ class Storages:
     async def _write(self, todo: tuple[Change, ...]) -> None:
         await self.change(lambda old: replace(old, assignment=changes.apply(todo, old.assignment)))
 
-    async def _read(self) -> tuple[Layout, list[Set]]:
+    async def _read(self) -> tuple[StorageLayout, list[Set]]:
         """Read the layout, and the writes that would leave it as it is."""
         steps: list[Set] = []
 
@@ -253,7 +255,7 @@ class Storages:
         assignment = await read(self._paths.replica_assignment, model.ReplicaAssignments.from_bytes)
         groups = await read(self._paths.groups, model.GroupDescriptor.from_bytes)
         ports = await read(self._paths.connections, model.ConnectionMetadata.from_bytes)
-        return Layout(assignment, groups.groups, ports.admin_ports), steps
+        return StorageLayout(assignment, groups.groups, ports.admin_ports), steps
 
 
 def _check_port(admin_port: int) -> None:

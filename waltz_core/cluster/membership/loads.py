@@ -35,7 +35,7 @@ _FORMAT: Final = 1
 _FIGURE_LIMIT: Final = 1 << 63
 
 
-class Load(NamedTuple):
+class PartitionLoad(NamedTuple):
     """What a partition costs its server a second, and for how long that has been measured."""
 
     per_s: float
@@ -59,10 +59,12 @@ class LoadMeter:
         self._window_ms = window_ms
         self._meters: dict[PartitionId, _Meter] = {}
 
-    def take(self, totals: Mapping[PartitionId, float], now_ms: int) -> dict[PartitionId, Load]:
+    def take(
+        self, totals: Mapping[PartitionId, float], now_ms: int
+    ) -> dict[PartitionId, PartitionLoad]:
         """Take the counts of all partitions that are served now; return their loads."""
         self._meters = {each: its for each, its in self._meters.items() if each in totals}
-        found: dict[PartitionId, Load] = {}
+        found: dict[PartitionId, PartitionLoad] = {}
         for partition_id, total in totals.items():
             meter = self._meters.get(partition_id)
             if meter is None or total < meter.total:  # New here, or given up and taken up again.
@@ -76,7 +78,9 @@ class LoadMeter:
             meter.sum = meter.sum * kept + rate * (1 - kept)
             meter.total, meter.at_ms = total, now_ms
             age_ms = now_ms - meter.since_ms
-            found[partition_id] = Load(meter.sum / (1 - exp(-age_ms / self._window_ms)), age_ms)
+            found[partition_id] = PartitionLoad(
+                meter.sum / (1 - exp(-age_ms / self._window_ms)), age_ms
+            )
         return found
 
 
@@ -89,7 +93,7 @@ class LoadBook:
 
     def take(
         self,
-        told: Mapping[ServerId, Mapping[PartitionId, Load]],
+        told: Mapping[ServerId, Mapping[PartitionId, PartitionLoad]],
         owners: Mapping[PartitionId, ServerId],
     ) -> dict[PartitionId, float]:
         """Take in what servers tell; return the loads of the partitions of which any is known."""
@@ -101,7 +105,7 @@ class LoadBook:
         return dict(self._believed)
 
 
-def encode_loads(loads: Mapping[PartitionId, Load]) -> bytes:
+def encode_loads(loads: Mapping[PartitionId, PartitionLoad]) -> bytes:
     """Return a node's bytes: JSON, each partition with its load and the age of that."""
     rows = {
         str(partition_id): [round(load.per_s, 1), load.age_ms]
@@ -110,7 +114,7 @@ def encode_loads(loads: Mapping[PartitionId, Load]) -> bytes:
     return strict_json.to_json({"format": _FORMAT, "loads": rows})
 
 
-def decode_loads(data: bytes) -> dict[PartitionId, Load]:
+def decode_loads(data: bytes) -> dict[PartitionId, PartitionLoad]:
     """Return what a node says.
 
     Raises:
@@ -127,7 +131,9 @@ def decode_loads(data: bytes) -> dict[PartitionId, Load]:
         raise errors.BadFormat(
             f"loads: expected a load and its age for each partition, found {rows!r:.200}"
         )
-    return {PartitionId(int(name)): Load(float(row[0]), row[1]) for name, row in rows.items()}
+    return {
+        PartitionId(int(name)): PartitionLoad(float(row[0]), row[1]) for name, row in rows.items()
+    }
 
 
 def _is_row(item: tuple[str, object]) -> bool:
@@ -146,7 +152,7 @@ class LoadBoard:
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
 
-    async def tell(self, server_id: ServerId, loads: Mapping[PartitionId, Load]) -> None:
+    async def tell(self, server_id: ServerId, loads: Mapping[PartitionId, PartitionLoad]) -> None:
         """Say what this server's partitions cost; until the end of its session.
 
         Raises CoordinatorConflict and CoordinatorOutcomeUnknown, after which it is told next time.
@@ -162,13 +168,13 @@ class LoadBoard:
         self,
         server_ids: Iterable[ServerId],
         on_ignored: Callable[[errors.BadFormat], None] = lambda _error: None,
-    ) -> dict[ServerId, dict[PartitionId, Load]]:
+    ) -> dict[ServerId, dict[PartitionId, PartitionLoad]]:
         """Return what these servers tell.
 
         One that tells nothing is left out: it neither gives nor takes. So is one whose node cannot
         be decoded, of which `on_ignored` is notified.
         """
-        told: dict[ServerId, dict[PartitionId, Load]] = {}
+        told: dict[ServerId, dict[PartitionId, PartitionLoad]] = {}
         for server_id in server_ids:
             path = self._nodes.paths.load(server_id)
             node = await self._nodes.znodes.get(path)

@@ -39,16 +39,16 @@ _FORMAT: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReachReport:
     """What one server publishes; unreachable servers with the reason of the last failure."""
 
     reached: frozenset[ServerId] = frozenset()
     unreachable: Mapping[ServerId, str] = field(default_factory=dict)
     is_witness: bool = True
 
-    def without_open_partition(self) -> "Report":
+    def without_open_partition(self) -> "ReachReport":
         """Return what a server publishes that is no witness (rule 1)."""
-        return Report(self.reached, is_witness=False)
+        return ReachReport(self.reached, is_witness=False)
 
     def to_bytes(self) -> bytes:
         """Return a node's bytes: JSON."""
@@ -58,7 +58,7 @@ class Report:
         return strict_json.to_json(values | {"witness": self.is_witness})
 
     @staticmethod
-    def from_bytes(data: bytes) -> "Report":
+    def from_bytes(data: bytes) -> "ReachReport":
         """Decode a node; raises BadFormat for what `to_bytes` does not make."""
         try:
             values = strict_json.from_json(data)
@@ -71,7 +71,9 @@ class Report:
             raise errors.BadFormat(f"reach report: expected ids of servers, found {data!r:.200}")
         unreachable = {ServerId(int(each)): str(why) for each, why in rows.items()}
         is_witness = values.get("witness") is not False
-        return Report(frozenset(ServerId(int(each)) for each in reached), unreachable, is_witness)
+        return ReachReport(
+            frozenset(ServerId(int(each)) for each in reached), unreachable, is_witness
+        )
 
 
 def _are_ids(*lists: Iterable[object]) -> bool:
@@ -119,14 +121,14 @@ class Reachability:
             why = why.encode("utf-8", "backslashreplace").decode()
             peer.why_unreachable = (why or "no reason")[:REASON_CHARS_MAX]
 
-    def report(self, now_ms: int) -> Report:
+    def report(self, now_ms: int) -> ReachReport:
         """Return what to publish now."""
         for peer in self._peers.values():
             since_ms = peer.connected_since_ms
             if since_ms is not None and now_ms - since_ms >= STABLE_MS:
                 peer.why_unreachable = ""
         known = {each: peer.why_unreachable for each, peer in self._peers.items() if peer.is_known}
-        return Report(
+        return ReachReport(
             frozenset(each for each, why in known.items() if not why),
             {each: why for each, why in known.items() if why},
         )
@@ -135,7 +137,7 @@ class Reachability:
 def eligible(
     live: Collection[ServerId],
     serving: Collection[ServerId],
-    reports: Mapping[ServerId, Report],
+    reports: Mapping[ServerId, ReachReport],
 ) -> frozenset[ServerId]:
     """Return which of the live servers may own partitions (rules 3 to 5); never none of them.
 
@@ -161,9 +163,9 @@ class ReachBoard:
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
-        self._published: tuple[int, Report] | None = None  # and in which session
+        self._published: tuple[int, ReachReport] | None = None  # and in which session
 
-    async def publish(self, server_id: ServerId, report: Report) -> None:
+    async def publish(self, server_id: ServerId, report: ReachReport) -> None:
         """Publish this server's report until the session ends.
 
         Raises CoordinatorConflict, CoordinatorOutcomeUnknown and CoordinatorUnavailable; it is
@@ -179,10 +181,10 @@ class ReachBoard:
 
     async def read(
         self, server_ids: Iterable[ServerId], signal: Signal | None = None
-    ) -> dict[ServerId, Report]:
+    ) -> dict[ServerId, ReachReport]:
         """Return the reports of these servers; one that cannot be decoded is left out."""
         paths = self._nodes.paths
-        found: dict[ServerId, Report] = {}
+        found: dict[ServerId, ReachReport] = {}
         listing = await self._nodes.znodes.children(paths.reaches, signal)
         names = () if listing is None else listing.names
         for server_id in server_ids:
@@ -192,7 +194,7 @@ class ReachBoard:
             if node is None:
                 continue
             try:
-                found[server_id] = decode_node(paths.reach(server_id), node, Report.from_bytes)
+                found[server_id] = decode_node(paths.reach(server_id), node, ReachReport.from_bytes)
             except errors.BadFormat:
                 continue  # a server of another version, or damage
         return found

@@ -43,7 +43,7 @@ from waltz_core.cluster.nodes.node_access import (
 )
 from waltz_core.cluster.nodes.paths import DESCRIPTOR_PREFIX
 from waltz_core.cluster.nodes.znodes import (
-    Create,
+    CreateNode,
     Delete,
     NodeStat,
     Operation,
@@ -461,7 +461,7 @@ class Membership:
         step: Operation
         if not own:
             prefix, data = self._nodes.paths.descriptor_prefix, descriptor.to_bytes()
-            step = Create(prefix, data, ephemeral=True, sequential=True)
+            step = CreateNode(prefix, data, ephemeral=True, sequential=True)
         elif len(own) == 1:
             step = Set(own[0].path, descriptor.to_bytes(), own[0].stat.version)
         else:

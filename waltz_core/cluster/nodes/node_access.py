@@ -13,7 +13,7 @@ from waltz_core import errors
 from waltz_core.cluster.nodes.contact import Contact
 from waltz_core.cluster.nodes.paths import ClusterPaths
 from waltz_core.cluster.nodes.znodes import (
-    Create,
+    CreateNode,
     Delete,
     Node,
     Operation,
@@ -59,7 +59,7 @@ class ClusterNodes:
             if await self.znodes.get(path) is None:
                 # A conflict here means that somebody else was quicker.
                 with suppress(errors.CoordinatorConflict):
-                    await self.znodes.write([Create(path)])
+                    await self.znodes.write([CreateNode(path)])
 
     async def put_own(self, path: str, data: bytes, parent: str) -> None:
         """Write a node that lives as long as this session.
@@ -70,11 +70,11 @@ class ClusterNodes:
         steps: list[Operation] = []
         if node is None:
             await self.ensure((self.paths.ours, parent))
-            steps.append(Create(path, data, ephemeral=True))
+            steps.append(CreateNode(path, data, ephemeral=True))
         elif node.stat.owner == self.znodes.session_number:
             steps.append(Set(path, data, node.stat.version))
         else:  # It is an earlier session's of ours, and would go with that.
-            steps += [Delete(path, node.stat.version), Create(path, data, ephemeral=True)]
+            steps += [Delete(path, node.stat.version), CreateNode(path, data, ephemeral=True)]
         await self.znodes.write(steps)
 
     async def remove(self, path: str) -> None:

@@ -54,7 +54,7 @@ class Children(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Create:
+class CreateNode:
     """Create a node that must not exist; `sequential` lets ZooKeeper append a number."""
 
     path: str
@@ -80,7 +80,7 @@ class Delete:
     version: int
 
 
-Operation = Create | Set | Delete
+Operation = CreateNode | Set | Delete
 
 
 class SessionState(Enum):

@@ -24,7 +24,7 @@ PERMISSIONS = "cdrwa"
 SCHEMES_OF_OTHERS = ("world", "digest", "ip", "sasl", "x509")
 
 
-class Grant(NamedTuple):
+class NodePermission(NamedTuple):
     """What somebody may do with a node."""
 
     scheme: str
@@ -38,7 +38,7 @@ class Credentials:
 
     user: str
     password: str = field(repr=False)
-    grants: tuple[Grant, ...] = ()
+    grants: tuple[NodePermission, ...] = ()
 
 
 def parse_credentials(text: str, where: str) -> Credentials:
@@ -58,7 +58,7 @@ def parse_credentials(text: str, where: str) -> Credentials:
     return Credentials(user, password, tuple(_grant(line, where, at) for at, line in others))
 
 
-def _grant(line: str, where: str, number: int) -> Grant:
+def _grant(line: str, where: str, number: int) -> NodePermission:
     scheme, _, rest = line.partition(":")
     identity, _, permissions = rest.rpartition(":")
     is_good = scheme in SCHEMES_OF_OTHERS and identity and permissions
@@ -69,4 +69,4 @@ def _grant(line: str, where: str, number: int) -> Grant:
             f"{where}, line {number}: expected SCHEME:ID:PERMISSIONS, such as world:anyone:r, with "
             f"a scheme of {', '.join(SCHEMES_OF_OTHERS)} and permissions of {PERMISSIONS}"
         )
-    return Grant(scheme, identity, permissions)
+    return NodePermission(scheme, identity, permissions)

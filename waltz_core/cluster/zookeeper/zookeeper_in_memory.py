@@ -21,7 +21,7 @@ from waltz_core.cluster.nodes.znodes import (
     NO_NODE,
     PERSISTENT,
     Children,
-    Create,
+    CreateNode,
     Delete,
     Node,
     NodeStat,
@@ -140,7 +140,7 @@ class MemoryZooKeeper:
 
     def _apply_one(self, operation: Operation, owner: int, touched: list[str]) -> int:
         match operation:
-            case Create():
+            case CreateNode():
                 return self._create(operation, owner, touched)
             case Set(path, data, version):
                 entry = self._expect(path, version)
@@ -157,7 +157,7 @@ class MemoryZooKeeper:
                 touched.append(path)
                 return NO_NODE
 
-    def _create(self, operation: Create, owner: int, touched: list[str]) -> int:
+    def _create(self, operation: CreateNode, owner: int, touched: list[str]) -> int:
         parent = self._nodes.get(_parent(operation.path))
         if parent is None:
             raise errors.CoordinatorConflict(f"{operation.path}: its parent does not exist")

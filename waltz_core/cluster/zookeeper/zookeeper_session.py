@@ -49,7 +49,7 @@ from waltz_core.cluster.nodes.znodes import (
     NO_NODE,
     PERSISTENT,
     Children,
-    Create,
+    CreateNode,
     Delete,
     Node,
     NodeStat,
@@ -62,7 +62,7 @@ from waltz_core.cluster.nodes.znodes import (
 from waltz_core.cluster.zookeeper.credentials import (
     SCHEME,
     Credentials,
-    Grant,
+    NodePermission,
     parse_credentials,
 )
 from waltz_core.cluster.zookeeper.kazoo_connection import (
@@ -473,7 +473,7 @@ class ZooKeeperSession:
         versions: list[int] = []
         for operation, result in zip(operations, results, strict=True):
             match operation:
-                case Create():
+                case CreateNode():
                     versions.append(0)
                 case Set():
                     versions.append(cast("ZnodeStat", result).version)
@@ -562,7 +562,7 @@ def _acl_of(credentials: Credentials | None) -> list[ACL]:
     return [*CREATOR_ALL_ACL, *map(_acl_entry, credentials.grants)]
 
 
-def _acl_entry(grant: Grant) -> ACL:
+def _acl_entry(grant: NodePermission) -> ACL:
     permissions = sum(PERMISSIONS[letter] for letter in set(grant.permissions))
     return ACL(permissions, Id(grant.scheme, grant.identity))
 
@@ -577,7 +577,7 @@ def _node_stat(stat: ZnodeStat) -> NodeStat:
 
 def _add(request: TransactionRequest, operation: Operation, acl: list[ACL]) -> None:
     match operation:
-        case Create(path, data, ephemeral, sequential):
+        case CreateNode(path, data, ephemeral, sequential):
             flags = EPHEMERAL_FLAG * ephemeral | SEQUENTIAL_FLAG * sequential
             # Not request.create, which cannot make a node without data.
             request.operations.append(CreateRequest(path, data, acl, flags))
@@ -590,7 +590,7 @@ def _add(request: TransactionRequest, operation: Operation, acl: list[ACL]) -> N
 
 
 def _conflict(operation: Operation, error: Exception) -> str:
-    if isinstance(operation, Create):
+    if isinstance(operation, CreateNode):
         expected = "expected no node, but its parent"
     else:
         expected = f"expected version {operation.version}"

@@ -11,12 +11,12 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.append.mounts import Place
+from waltz_core.server.append.mounts import PartitionPlace
 from waltz_core.server.locking.tickets import Ticket
 from waltz_core.server.partition_events import (
     Answer,
-    Identity,
-    Limits,
+    PartitionIdentity,
+    PartitionLimits,
     Received,
     refusal,
 )
@@ -52,7 +52,7 @@ def superseded(question: Received) -> Answer:
     return refuse(question, error)
 
 
-def not_owned(question: Received, place: Place) -> Answer:
+def not_owned(question: Received, place: PartitionPlace) -> Answer:
     """Tell that the partition is elsewhere."""
     if isinstance(question.message, MountRequest):
         return _state(question, MountState.NOT_READY)
@@ -67,7 +67,7 @@ def refuse_mount(question: Received, error: errors.WaltzError) -> Answer:
 
 
 def mounted(
-    question: Received, mark: TransactionId, session_id: SessionId, limits: Limits
+    question: Received, mark: TransactionId, session_id: SessionId, limits: PartitionLimits
 ) -> Answer:
     """Tell that a connection is mounted, and to a writer of ours what it may send."""
     if not isinstance(question.message, MountWriter):
@@ -88,7 +88,7 @@ def with_mark(
     mark: TransactionId,
     session_id: SessionId,
     replicas: Sequence[ReplicaId],
-    identity: Identity,
+    identity: PartitionIdentity,
 ) -> Answer:
     """Answer a flush, or a question for the mark or for the replicas."""
     req_id = question.message.req_id

@@ -24,13 +24,13 @@ from waltz_core.server.append.answers import refuse_ticket
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import (
     Ahead,
-    Outcome,
+    AppendOutcome,
     Reached,
 )
-from waltz_core.server.locking.following import Following
+from waltz_core.server.locking.following import Followers
 from waltz_core.server.locking.tickets import (
+    AppendFigures,
     Epoch,
-    Figures,
     SingleTicket,
     Ticket,
 )
@@ -41,7 +41,7 @@ from waltz_core.wire.messages import Reason
 class Endings:
     """See the module's rules; the pipeline says when a request is final."""
 
-    def __init__(self, mounts: Mounts, figures: Figures) -> None:
+    def __init__(self, mounts: Mounts, figures: AppendFigures) -> None:
         self._mounts = mounts
         self._figures = figures
         self._epochs: deque[Epoch] = deque((Epoch(),))
@@ -58,14 +58,14 @@ class Endings:
         epoch.unfinished += 1
         return epoch
 
-    def leave(self, ticket: Ticket, out: list[Outcome]) -> None:
+    def leave(self, ticket: Ticket, out: list[AppendOutcome]) -> None:
         """A request has ended (rule 1)."""
         ticket.epoch.unfinished -= 1
         assert ticket.epoch.unfinished >= 0
         while len(self._epochs) > 1 and not self._epochs[0].unfinished:
             out.extend(Reached(token) for token in self._epochs.popleft().waiting)
 
-    def flush(self, token: int) -> list[Outcome]:
+    def flush(self, token: int) -> list[AppendOutcome]:
         """Give `Reached` when everything received up to now has ended."""
         if self._epochs[-1].unfinished:
             self._epochs[-1].waiting.append(token)
@@ -76,26 +76,28 @@ class Endings:
             return [Reached(token)]
         return []
 
-    def abandon(self) -> list[Outcome]:
+    def abandon(self) -> list[AppendOutcome]:
         """Nothing will end any more; let nobody wait for it."""
-        out: list[Outcome] = [Reached(token) for epoch in self._epochs for token in epoch.waiting]
+        out: list[AppendOutcome] = [
+            Reached(token) for epoch in self._epochs for token in epoch.waiting
+        ]
         self._epochs = deque((Epoch(),))
         return out
 
     # --- answers
 
-    def tell(self, refused: Iterable[SingleTicket]) -> list[Outcome]:
+    def tell(self, refused: Iterable[SingleTicket]) -> list[AppendOutcome]:
         """Answer writers that were held back, or might have been (`lock_queues.py`)."""
-        out: list[Outcome] = []
+        out: list[AppendOutcome] = []
         for ticket in refused:
             self.finish(ticket, out)
         return out
 
     def tell_followers(
-        self, refused: Iterable[SingleTicket], following: Following, next_id: TransactionId
-    ) -> list[Outcome]:
+        self, refused: Iterable[SingleTicket], following: Followers, next_id: TransactionId
+    ) -> list[AppendOutcome]:
         """Answer authors with what they may follow, or with a lock failure where that is over."""
-        out: list[Outcome] = []
+        out: list[AppendOutcome] = []
         for ticket in refused:
             told = following.told(ticket, self.high_water_mark, next_id)
             if told is None:
@@ -107,12 +109,12 @@ class Endings:
                 self.leave(ticket, out)
         return out
 
-    def finish_if_final(self, ticket: Ticket, out: list[Outcome]) -> None:
+    def finish_if_final(self, ticket: Ticket, out: list[AppendOutcome]) -> None:
         """Answer a request unless there are rows of it that are not final."""
         if isinstance(ticket, SingleTicket) or ticket.is_final:
             self.finish(ticket, out)
 
-    def finish(self, ticket: Ticket, out: list[Outcome]) -> None:
+    def finish(self, ticket: Ticket, out: list[AppendOutcome]) -> None:
         """Answer a request whose rows are all final (rule 2)."""
         if not ticket.is_ahead:
             out.append(self._answer(ticket))
@@ -122,18 +124,18 @@ class Endings:
         else:
             out.extend(self.tell_ahead(ticket, is_proved=False))
 
-    def tell_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[Outcome]:
+    def tell_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[AppendOutcome]:
         """Answer a request with rows that were ahead of the log (rule 2)."""
         if not is_proved:
             client_id = ticket.req_id.client_id
             ticket.doubt()
             if ticket.mount == self._mounts.number(client_id, ticket.connection):
                 self._mounts.lapse(client_id)
-        out: list[Outcome] = [self._answer(ticket)]
+        out: list[AppendOutcome] = [self._answer(ticket)]
         self.leave(ticket, out)
         return out
 
-    def fail(self, ticket: Ticket, error: WaltzError, out: list[Outcome]) -> None:
+    def fail(self, ticket: Ticket, error: WaltzError, out: list[AppendOutcome]) -> None:
         """Answer a request with an error: none of its rows is in the log."""
         if isinstance(error, TooLarge):
             self._figures.refused[Reason.TOO_LARGE] += 1

@@ -23,7 +23,7 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.replication.session_events import Batch
-from waltz_core.server.append.outcomes import Outcome
+from waltz_core.server.append.outcomes import AppendOutcome
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.locking.single_records import joined
 from waltz_core.server.locking.tickets import Ticket
@@ -56,7 +56,7 @@ class Draft:
     locks: list[bytes] = field(default_factory=list)
     writers: list[bytes] = field(default_factory=list)  # of each lock, its row in its part
     tickets: list[Ticket] = field(default_factory=list)
-    out: list[Outcome] = field(default_factory=list)
+    out: list[AppendOutcome] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     is_large: bool = False
     is_urgent: bool = False

@@ -23,7 +23,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 from waltz_core.server.partition_events import ConnectionId
 
 
-class Waiting(Protocol):
+class Queueable(Protocol):
     """Anything that can wait in a lane."""
 
     @property
@@ -39,7 +39,7 @@ class Waiting(Protocol):
         """Whether it may have to wait while small ones pass (rule 4)."""
 
 
-WaitingT = TypeVar("WaitingT", bound=Waiting)
+WaitingT = TypeVar("WaitingT", bound=Queueable)
 _Entry: TypeAlias = tuple[int, int, ConnectionId]  # clock, serial number, whose lane
 
 

@@ -40,7 +40,7 @@ from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import LATEST_MARK, MountRequest, MountWriter
 
 
-class Place(NamedTuple):
+class PartitionPlace(NamedTuple):
     """The partition, and where it stands."""
 
     partition_id: PartitionId
@@ -78,7 +78,7 @@ class Mounts:
         return self._left.get(client_id) if mount is None else mount.sequence
 
     def fault(
-        self, message: MountRequest | MountWriter, connection: ConnectionId, place: Place
+        self, message: MountRequest | MountWriter, connection: ConnectionId, place: PartitionPlace
     ) -> WaltzError | None:
         """Say why this connection may not mount, None when it may."""
         generation, mark = message.req_id.generation, mark_of(message)

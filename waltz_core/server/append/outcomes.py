@@ -46,4 +46,4 @@ class Ahead:
     ticket: Ticket
 
 
-Outcome: TypeAlias = Answer | SubmitBatch | BatchCommitted | Reached | Ahead | Fetch | Report
+AppendOutcome: TypeAlias = Answer | SubmitBatch | BatchCommitted | Reached | Ahead | Fetch | Report

@@ -56,16 +56,16 @@ from waltz_core.server.append.flights import (
 from waltz_core.server.append.lanes import Lanes
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import (
+    AppendOutcome,
     BatchCommitted,
-    Outcome,
     Reached,
     SubmitBatch,
 )
 from waltz_core.server.append.pace import Pace
-from waltz_core.server.locking.following import Following
+from waltz_core.server.locking.following import Followers
 from waltz_core.server.locking.judging import (
-    Piece,
-    Place,
+    JudgedPiece,
+    LogPlace,
     decode,
     judge_rows,
     judge_singles,
@@ -75,14 +75,14 @@ from waltz_core.server.locking.lock_queues import LockQueues, is_contender
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.refill import Refill
 from waltz_core.server.locking.tickets import (
+    AppendFigures,
     BatchTicket,
-    Figures,
     SingleTicket,
     Ticket,
 )
 from waltz_core.server.partition_events import (
     ConnectionId,
-    Limits,
+    PartitionLimits,
 )
 from waltz_core.wire.messages import AppendBatch, AppendFollowing, AppendRequest, Reason
 
@@ -91,15 +91,15 @@ class AppendPipeline:
     """See the module's rules; `Partition` feeds it and carries out what it returns."""
 
     def __init__(
-        self, limits: Limits, mounts: Mounts, pace: Pace, partition_id: PartitionId
+        self, limits: PartitionLimits, mounts: Mounts, pace: Pace, partition_id: PartitionId
     ) -> None:
         self._limits = limits
         self._mounts = mounts
         self._pace = pace
         self._lanes: Lanes[Ticket] = Lanes()
         self._contenders = LockQueues(expects_return=False)
-        self._following = Following()
-        self.figures = Figures()
+        self._following = Followers()
+        self.figures = AppendFigures()
         self._endings = Endings(mounts, self.figures)
         self._flights = Flights(pace)
         self._table: LockTable | None = None
@@ -164,7 +164,7 @@ class AppendPipeline:
 
     def settled(
         self, opened: SessionOpened, last: TransactionId, *, unbroken: bool, stamp_ms: int = 0
-    ) -> list[Outcome]:
+    ) -> list[AppendOutcome]:
         """A session has opened and earlier ones are settled: appends are taken from now on.
 
         `unbroken`: nobody else can have written since the session before. Otherwise all that is
@@ -174,7 +174,7 @@ class AppendPipeline:
         """
         assert not self._is_open
         assert last <= opened.high_water_mark
-        out: list[Outcome] = []
+        out: list[AppendOutcome] = []
         self._high_water_mark = opened.high_water_mark
         self._session_id, self._generation = opened.session_id, opened.generation
         self._endings.session_id = opened.session_id
@@ -202,14 +202,14 @@ class AppendPipeline:
         self._following.opened(opened.session_id)
         return out
 
-    def committed(self, last: TransactionId, chain: Chain, *, now_ms: int) -> list[Outcome]:
+    def committed(self, last: TransactionId, chain: Chain, *, now_ms: int) -> list[AppendOutcome]:
         """The high-water mark has moved to `last`, where the log's chain is `chain`."""
         assert self._is_open
         assert self._high_water_mark <= last < self._flights.next_id
         self._high_water_mark = self._endings.high_water_mark = last
         assert self._table is not None
         self._table.landed(last)
-        out: list[Outcome] = []
+        out: list[AppendOutcome] = []
         for flight in self._flights.pop_landed(last, chain, now_ms):
             self.proved_ms = flight.submitted_ms
             if flight.tickets:
@@ -221,7 +221,7 @@ class AppendPipeline:
         """Submit nothing more in this session, so that it can end with nothing in flight."""
         self._is_held = True
 
-    def closed(self, loss: Reason = Reason.LOST) -> list[Outcome]:
+    def closed(self, loss: Reason = Reason.LOST) -> list[AppendOutcome]:
         """The session takes no more; what is in flight waits for the next one's `settled`.
 
         `loss` is what is told of the rows that turn out to be lost: NO_SPACE for a full disk.
@@ -236,12 +236,12 @@ class AppendPipeline:
             self._following.waiting.all()
         )
 
-    def abandon(self) -> tuple[list[Ticket], list[Ticket], list[Outcome]]:
+    def abandon(self) -> tuple[list[Ticket], list[Ticket], list[AppendOutcome]]:
         """Give the partition up: return what was never submitted, and what may be in the log."""
         self._is_open = False
         self.refill.stop()
         self._following.closed()
-        out: list[Outcome] = []
+        out: list[AppendOutcome] = []
         queued: list[Ticket] = []
         # By identity: a batch may be in several flights, and what is left of it in its lane.
         doubtful: dict[int, Ticket] = {}
@@ -272,7 +272,7 @@ class AppendPipeline:
         *,
         cost_bytes: int,
         now_ms: int,
-    ) -> list[Outcome]:
+    ) -> list[AppendOutcome]:
         """Let a request wait for its turn; refuse it when too much waits already."""
         epoch = self._endings.enter()
         ticket: Ticket
@@ -283,15 +283,15 @@ class AppendPipeline:
         else:
             ticket = BatchTicket(connection, cost_bytes, message, req_id, epoch, now_ms, mount)
         if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
-            out: list[Outcome] = []
+            out: list[AppendOutcome] = []
             self._refuse(ticket, Reason.OVERLOADED, out)
             return out
         self._lanes.push(ticket)
         return []
 
-    def close(self, connection: ConnectionId) -> list[Outcome]:
+    def close(self, connection: ConnectionId) -> list[AppendOutcome]:
         """Drop what a closed connection had waiting; what is in flight goes on, unanswered."""
-        out: list[Outcome] = []
+        out: list[AppendOutcome] = []
         for ticket in self._lanes.drop(connection):
             if isinstance(ticket, BatchTicket) and ticket.flight_count:
                 ticket.refuse(Reason.NOT_MOUNTED)  # It leaves with its last flight.
@@ -304,7 +304,7 @@ class AppendPipeline:
             self._endings.leave(refused, out)
         return out
 
-    def barrier(self, token: int) -> list[Outcome]:
+    def barrier(self, token: int) -> list[AppendOutcome]:
         """Give `Reached` when everything that is in flight now is final (a mount's wait)."""
         last = self._flights.last
         if last is None:
@@ -312,18 +312,18 @@ class AppendPipeline:
         last.waiting.append(token)
         return []
 
-    def tell_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[Outcome]:
+    def tell_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[AppendOutcome]:
         """Answer a request with rows that were ahead of the log (rule 9)."""
         return self._endings.tell_ahead(ticket, is_proved=is_proved)
 
-    def flush(self, token: int) -> list[Outcome]:
+    def flush(self, token: int) -> list[AppendOutcome]:
         """Give `Reached` when everything received up to now is final."""
         return self._endings.flush(token)
 
     # -----------------------------------------------------------------------------------------
     # a turn
 
-    def turn(self, *, now_ms: int, wall_ms: int) -> list[Outcome]:
+    def turn(self, *, now_ms: int, wall_ms: int) -> list[AppendOutcome]:
         """Take about one slice of what waits, judge it, and submit it as one batch (rule 5)."""
         flights = self._flights
         draft, flights.gathered = flights.gathered or Draft(), None
@@ -460,26 +460,26 @@ class AppendPipeline:
             self._endings.finish(ticket, draft.out)
             return
         mark = last if has_seen else self._high_water_mark
-        piece = judge_singles([ticket], self._table, Place(mark, self._flights.next_id))
+        piece = judge_singles([ticket], self._table, LogPlace(mark, self._flights.next_id))
         if ticket.reason is Reason.LOCK and self._following.may_tell(ticket):
             told = self._following.waiting.refused(ticket, now_ms)
             draft.out += self._told_to_follow(told)
             return
         if ticket.conflict > self._high_water_mark:
-            piece = Piece(None, [ticket], [])
+            piece = JudgedPiece(None, [ticket], [])
         self._add(piece, draft)
         if piece.part is not None:
             told = self._following.waiting.admitted(ticket, now_ms)
             draft.out += self._told_to_follow(told)
 
-    def _told_to_follow(self, refused: Iterable[SingleTicket]) -> list[Outcome]:
+    def _told_to_follow(self, refused: Iterable[SingleTicket]) -> list[AppendOutcome]:
         return self._endings.tell_followers(refused, self._following, self._flights.next_id)
 
     @property
-    def _place(self) -> Place:
-        return Place(self._high_water_mark, self._flights.next_id)
+    def _place(self) -> LogPlace:
+        return LogPlace(self._high_water_mark, self._flights.next_id)
 
-    def _add(self, piece: Piece, draft: Draft) -> None:
+    def _add(self, piece: JudgedPiece, draft: Draft) -> None:
         if piece.part is not None:
             draft.add(piece.part, piece.locks, piece.writers)
             self._flights.next_id = TransactionId(piece.part.last + 1)
@@ -505,7 +505,7 @@ class AppendPipeline:
             return Reason.GENERATION
         return None
 
-    def _may_enter(self, ticket: SingleTicket, out: list[Outcome]) -> bool:
+    def _may_enter(self, ticket: SingleTicket, out: list[AppendOutcome]) -> bool:
         message = ticket.message
         reason = self._stale(ticket)
         if reason is None and len(message.data) > TRANSACTION_BYTES_MAX:
@@ -520,7 +520,7 @@ class AppendPipeline:
             return False
         return True
 
-    def _open_rows(self, ticket: BatchTicket, out: list[Outcome]) -> bool:
+    def _open_rows(self, ticket: BatchTicket, out: list[AppendOutcome]) -> bool:
         """Decode a batch that is not decoded yet; refuse it, and return False, if that fails."""
         if ticket.message is not None:
             try:
@@ -535,7 +535,7 @@ class AppendPipeline:
     # endings
 
     def _land(
-        self, flight: Flight, out: list[Outcome], *, now_ms: int | None, is_ours: bool = True
+        self, flight: Flight, out: list[AppendOutcome], *, now_ms: int | None, is_ours: bool = True
     ) -> None:
         batch = flight.batch
         self.figures.committed += batch.last - batch.first + 1
@@ -560,13 +560,13 @@ class AppendPipeline:
             return False  # or its writer is not there any more to be told later
         return ticket.mount == self._mounts.number(ticket.req_id.client_id, ticket.connection) > 0
 
-    def _landed(self, ticket: Ticket, out: list[Outcome]) -> None:
+    def _landed(self, ticket: Ticket, out: list[AppendOutcome]) -> None:
         """A flight with rows of this request is final."""
         if isinstance(ticket, BatchTicket):
             ticket.flight_count -= 1
         self._endings.finish_if_final(ticket, out)
 
-    def _refuse(self, ticket: Ticket, reason: Reason, out: list[Outcome]) -> None:
+    def _refuse(self, ticket: Ticket, reason: Reason, out: list[AppendOutcome]) -> None:
         """Refuse all rows of a request that was not judged."""
         if isinstance(ticket, BatchTicket) and not self._open_rows(ticket, out):
             return

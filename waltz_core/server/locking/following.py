@@ -26,7 +26,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.locking.judging import Piece
+from waltz_core.server.locking.judging import JudgedPiece
 from waltz_core.server.locking.lock_queues import LockQueues
 from waltz_core.server.locking.tickets import SingleTicket
 from waltz_core.server.partition_events import (
@@ -66,7 +66,7 @@ class _Admitted(NamedTuple):
         return len(self.content) + REMEMBERED_LOCK_BYTES * len(locks)
 
 
-class Admitted:
+class RecentAppends:
     """The transactions that were admitted last, without a gap."""
 
     __slots__ = ("_after", "_entries", "_size_bytes")
@@ -137,13 +137,13 @@ def _may_hold(packed_locks: bytes, locks: Sequence[int]) -> bool:
     return any(lock.to_bytes(_LOCK_BYTES, "big", signed=True) in packed_locks for lock in locks)
 
 
-class Following:
+class Followers:
     """See the module's rules; the pipeline asks it."""
 
     __slots__ = ("_admitted", "_session_id", "_sessions_max", "waiting")
 
     def __init__(self) -> None:
-        self._admitted = Admitted()
+        self._admitted = RecentAppends()
         self.waiting = LockQueues(expects_return=True)
         self._session_id = NO_SESSION  # in which authors may follow; none while there is none
         self._sessions_max = NO_SESSION
@@ -181,7 +181,7 @@ class Following:
         if not self._admitted.is_begun and self._session_id != NO_SESSION:
             self._admitted.begin(last)
 
-    def added(self, piece: Piece) -> None:
+    def added(self, piece: JudgedPiece) -> None:
         """Rows were admitted."""
         if not self._admitted.is_begun:
             return

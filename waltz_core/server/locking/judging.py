@@ -33,9 +33,9 @@ from waltz_core.server.locking.lock_table import (
     NO_CONFLICT,
     PASSED,
     REFUSED,
+    LockRequests,
     LockTable,
     Mask,
-    Requests,
 )
 from waltz_core.server.locking.single_records import (
     encode_singles,
@@ -46,7 +46,7 @@ from waltz_core.server.locking.tickets import (
     SingleTicket,
     Ticket,
 )
-from waltz_core.server.partition_events import Limits
+from waltz_core.server.partition_events import PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
@@ -55,7 +55,7 @@ FEW: Final = 16
 _ROWS: Final = tuple(bytes([row]) for row in range(TOLD_APART_MAX))
 
 
-class Piece(NamedTuple):
+class JudgedPiece(NamedTuple):
     """What judging has made: records, if any row was accepted, and what is to become of tickets.
 
     `locks` are the write and append locks of the records, as `lock_blocks.py` wants them, and
@@ -71,14 +71,14 @@ class Piece(NamedTuple):
     writers: bytes = b""
 
 
-class Place(NamedTuple):
+class LogPlace(NamedTuple):
     """Where the log stands: everything from `high_water_mark + 1` up to `next_id` is in flight."""
 
     high_water_mark: TransactionId
     next_id: TransactionId
 
 
-def decode(message: AppendBatch, limits: Limits) -> AppendRows:
+def decode(message: AppendBatch, limits: PartitionLimits) -> AppendRows:
     """Check and return the rows of a batch.
 
     Raises:
@@ -110,7 +110,7 @@ def verify(message: AppendRequest) -> None:
         raise ChecksumMismatch(f"append: expected data with CRC {expected:08x}, found {found:08x}")
 
 
-def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: Place) -> Piece:
+def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: LogPlace) -> JudgedPiece:
     """Judge the rows of a batch that follow the judged ones, up to `stop` - 1."""
     assert ticket.rows is not None
     start = ticket.judged_count
@@ -119,7 +119,7 @@ def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: Place) -
     all_small = bool(small_enough.all())
     marks = ticket.mark if rows.marks is None else rows.marks
     judgement = table.judge(
-        Requests(
+        LockRequests(
             rows.write_locks,
             rows.read_locks,
             rows.append_locks,
@@ -144,10 +144,10 @@ def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: Place) -
         part = encode_records(rows, keep, place.next_id, req_id)
         is_few = judgement.accepted_count <= TOLD_APART_MAX
         writers = writers_of(rows, keep) if is_few else b""
-        return Piece(part, [ticket], [], entered_locks(rows, keep), writers)
+        return JudgedPiece(part, [ticket], [], entered_locks(rows, keep), writers)
     if judgement.pending.any():
-        return Piece(None, [ticket], [])
-    return Piece(None, [], [ticket])
+        return JudgedPiece(None, [ticket], [])
+    return JudgedPiece(None, [], [ticket])
 
 
 def entered_locks(rows: AppendRows, keep: Mask | None) -> bytes:
@@ -169,7 +169,7 @@ def writers_of(rows: AppendRows, keep: Mask | None) -> bytes:
     return np.concatenate(writers).astype(np.uint8).tobytes()
 
 
-def judge_singles(group: list[SingleTicket], table: LockTable, place: Place) -> Piece:
+def judge_singles(group: list[SingleTicket], table: LockTable, place: LogPlace) -> JudgedPiece:
     """Judge single transactions, in order."""
     judge = _judge_one_by_one if len(group) <= FEW else _judge_together
     kept: list[SingleTicket] = []
@@ -187,7 +187,7 @@ def judge_singles(group: list[SingleTicket], table: LockTable, place: Place) -> 
             ticket.reason, ticket.conflict = Reason.LOCK, conflict
             (doubtful if conflict > place.high_water_mark else refused).append(ticket)
     if not kept:
-        return Piece(None, doubtful, refused)
+        return JudgedPiece(None, doubtful, refused)
     messages = [ticket.message for ticket in kept]
     locks = [lock for each in messages for lock in (*each.write_locks, *each.append_locks)]
     writers = b""
@@ -195,14 +195,16 @@ def judge_singles(group: list[SingleTicket], table: LockTable, place: Place) -> 
         counts = [len(each.write_locks) + len(each.append_locks) for each in messages]
         writers = b"".join(_ROWS[row] * number for row, number in enumerate(counts))
     packed = struct.pack(f">{len(locks)}i", *locks)
-    return Piece(encode_singles(kept), doubtful, refused, packed, writers)
+    return JudgedPiece(encode_singles(kept), doubtful, refused, packed, writers)
 
 
 # Id, and what it was refused for: an id, or AHEAD.
 _Verdict: TypeAlias = tuple[int, int]
 
 
-def _judge_one_by_one(group: list[SingleTicket], table: LockTable, place: Place) -> list[_Verdict]:
+def _judge_one_by_one(
+    group: list[SingleTicket], table: LockTable, place: LogPlace
+) -> list[_Verdict]:
     verdicts: list[_Verdict] = []
     next_id = place.next_id
     for ticket in group:
@@ -221,11 +223,11 @@ def _judge_one_by_one(group: list[SingleTicket], table: LockTable, place: Place)
     return verdicts
 
 
-def _judge_together(group: list[SingleTicket], table: LockTable, place: Place) -> list[_Verdict]:
+def _judge_together(group: list[SingleTicket], table: LockTable, place: LogPlace) -> list[_Verdict]:
     messages = [ticket.message for ticket in group]
     marks = np.array([message.client_high_water_mark for message in messages], dtype=np.int64)
     judgement = table.judge(
-        Requests(
+        LockRequests(
             lock_column([message.write_locks for message in messages]),
             lock_column([message.read_locks for message in messages]),
             lock_column([message.append_locks for message in messages]),

@@ -32,7 +32,7 @@ HELD_MS_MAX: Final = 100
 PATIENCE: Final = 3
 PATIENCE_MS_MIN: Final = 2
 
-Key: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+LockKey: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class LockQueues:
 
     def __init__(self, *, expects_return: bool) -> None:
         self._expects_return = expects_return
-        self._queues: dict[Key, _Queue] = {}
+        self._queues: dict[LockKey, _Queue] = {}
         self.waiting_count = 0
         # No queue has anything to do earlier. This may be too early, but not too late.
         self._not_before_ms: int | None = None
@@ -110,7 +110,7 @@ class LockQueues:
 
         `refused` are those of the `landed` that may wait.
         """
-        touched: dict[Key, _Queue] = {}
+        touched: dict[LockKey, _Queue] = {}
         for ticket in refused:
             queue = self._join(ticket, now_ms, due_ms=now_ms)
             queue.last_id = max(queue.last_id, ticket.conflict)
@@ -189,6 +189,6 @@ class LockQueues:
         return taken
 
 
-def key_of(ticket: SingleTicket) -> Key:
+def key_of(ticket: SingleTicket) -> LockKey:
     """Return what the writers of one queue have in common: exactly the same locks."""
     return tuple(sorted(ticket.message.write_locks)), tuple(sorted(ticket.message.read_locks))

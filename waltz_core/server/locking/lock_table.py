@@ -69,7 +69,7 @@ _TAKEN_BACK_MAX: Final = HASH_COUNT * 8_192
 _SAMPLE_SLOTS: Final = 65_536
 
 
-class Requests(NamedTuple):
+class LockRequests(NamedTuple):
     """The rows of one append as the table needs them.
 
     `marks` are the client high-water marks, one a row or one for all. `eligible` (all, if None)
@@ -154,7 +154,7 @@ class LockTable:
     # appends
 
     def judge(
-        self, requests: Requests, *, high_water_mark: TransactionId, next_id: TransactionId
+        self, requests: LockRequests, *, high_water_mark: TransactionId, next_id: TransactionId
     ) -> Judgement:
         """Judge the rows in order (rule 5), and enter the locks of the accepted ones (rule 3).
 

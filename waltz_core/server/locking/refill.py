@@ -48,7 +48,7 @@ from waltz_core.server.locking.lock_table import (
 )
 from waltz_core.server.partition_events import (
     Fetch,
-    Limits,
+    PartitionLimits,
 )
 from waltz_core.wire.messages import LockBlocks, LockBlocksRequest
 
@@ -65,7 +65,7 @@ _TOKENS: Final = 1 << 16
 class Refill:
     """See the module's rules."""
 
-    def __init__(self, partition_id: PartitionId, limits: Limits) -> None:
+    def __init__(self, partition_id: PartitionId, limits: PartitionLimits) -> None:
         self._partition_id = partition_id
         self._limits = limits
         self._table: LockTable | None = None

@@ -251,7 +251,7 @@ Ticket: TypeAlias = SingleTicket | BatchTicket
 
 
 @dataclass(slots=True)
-class Figures:
+class AppendFigures:
     """What became of requests since the start, for metrics; `refused` is by `Reason`."""
 
     requests: int = 0

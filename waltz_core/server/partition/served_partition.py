@@ -38,7 +38,7 @@ from waltz_core.server.append import (
 )
 from waltz_core.server.append.mounts import (
     Mounts,
-    Place,
+    PartitionPlace,
     mark_of,
 )
 from waltz_core.server.append.pace import Pace
@@ -56,14 +56,14 @@ from waltz_core.server.partition_events import (
     Drained,
     Effect,
     Event,
+    FeedHeaders,
     Fetch,
     Fetched,
     FetchFailed,
-    Identity,
-    Limits,
+    PartitionIdentity,
+    PartitionLimits,
     Received,
     Store,
-    Stretch,
 )
 from waltz_core.server.read import feeds
 from waltz_core.server.read.cache import (
@@ -88,9 +88,9 @@ class Partition:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: PartitionIdentity,
         store: Store,
-        limits: Limits,
+        limits: PartitionLimits,
         transactions: TransactionCache,
         feed_cache: FeedCache,
         pace: Pace,
@@ -152,8 +152,8 @@ class Partition:
         return self._generation
 
     @property
-    def _place(self) -> Place:
-        return Place(self._identity.partition_id, self._generation, self._high_water_mark)
+    def _place(self) -> PartitionPlace:
+        return PartitionPlace(self._identity.partition_id, self._generation, self._high_water_mark)
 
     @property
     def engaged_count(self) -> int:
@@ -564,7 +564,7 @@ class Partition:
     # -----------------------------------------------------------------------------------------
     # routing between the parts
 
-    def _route(self, told: Sequence[outcomes.Outcome]) -> None:
+    def _route(self, told: Sequence[outcomes.AppendOutcome]) -> None:
         for outcome in told:
             match outcome:
                 case Answer() | Fetch() | Report():
@@ -580,7 +580,7 @@ class Partition:
                 case _:
                     assert_never(outcome)
 
-    def _route_feed(self, told: Sequence[feeds.Outcome]) -> None:
+    def _route_feed(self, told: Sequence[feeds.FeedOutcome]) -> None:
         for outcome in told:
             match outcome:
                 case Answer():
@@ -593,9 +593,9 @@ class Partition:
                 case _:
                     assert_never(outcome)
 
-    def _route_reads(self, told: Sequence[Answer | Fetch | Stretch]) -> None:
+    def _route_reads(self, told: Sequence[Answer | Fetch | FeedHeaders]) -> None:
         for outcome in told:
-            if isinstance(outcome, Stretch):
+            if isinstance(outcome, FeedHeaders):
                 self._route_feed(self.feed.fetched(outcome))
             else:
                 self._out.append(outcome)

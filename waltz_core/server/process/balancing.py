@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class BalanceTimes:
     """How often loads are told, over what time they are means, how long a moved one rests."""
 
     interval_ms: int
@@ -62,7 +62,7 @@ class Balancing:
         server_id: ServerId,
         coordinator: Coordinator,
         costs: Callable[[], Mapping[PartitionId, float]],
-        pace: Pace,
+        pace: BalanceTimes,
         is_fit: Callable[[], bool] = lambda: True,
     ) -> None:
         self._server_id = server_id

@@ -22,10 +22,10 @@ from typing import Protocol, cast
 from waltz_core import errors
 from waltz_core.legacy.old_client import (
     VERSION_MAX,
-    End,
+    EndConnection,
     Frames,
+    OldAnswer,
     Original,
-    Told,
     Unheard,
 )
 from waltz_core.metrics import Metrics
@@ -41,7 +41,7 @@ from waltz_core.server.partition_events import (
 )
 from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.flow import (
-    Admitted,
+    AdmittedRequest,
     Flow,
     FlowLimits,
 )
@@ -266,7 +266,7 @@ class Clients:
         client.link.send(message)
         self._note_sent(connection, client)
 
-    def _tell_original(self, connection: ConnectionId, client: _Client, told: Told) -> None:
+    def _tell_original(self, connection: ConnectionId, client: _Client, told: OldAnswer) -> None:
         match told:
             case Frames():
                 client.link.send_frames(told.data)
@@ -274,7 +274,7 @@ class Clients:
             case LockFailure() | FlushResponse():
                 # They name a transaction whose turn in the feed comes next, and want to follow it.
                 client.outbox.append(told)
-            case End():
+            case EndConnection():
                 self._loop.call_later(told.after_s, self._end, connection, told.reason)
             case Unheard():
                 _log.warning("client.unheard address=%s %s", client.link.address, told.text)
@@ -349,7 +349,7 @@ class Clients:
         else:
             client.link.pause_reading()
 
-    def _dispatch(self, connection: ConnectionId, request: Admitted) -> None:
+    def _dispatch(self, connection: ConnectionId, request: AdmittedRequest) -> None:
         client = self._clients.get(connection)
         if client is None or client.link.is_closed:
             return
@@ -373,7 +373,7 @@ class Clients:
                 host.post(Congested(connection))
         host.receive(connection, message, request.cost_bytes)
 
-    def _nobody(self, connection: ConnectionId, request: Admitted) -> Answer:
+    def _nobody(self, connection: ConnectionId, request: AdmittedRequest) -> Answer:
         """What the sender of a request for a partition that is not here is told."""
         message, cost_bytes = request
         partition_id = message.req_id.partition_id
@@ -390,7 +390,7 @@ class Clients:
             error = errors.NotOwned(f"this server does not own partition {partition_id}")
         return refusal(connection, message.req_id, cost_bytes, error, message)
 
-    def _serve(self, connection: ConnectionId, request: Admitted) -> None:
+    def _serve(self, connection: ConnectionId, request: AdmittedRequest) -> None:
         """Answer what concerns the server as a whole."""
         message, cost_bytes = request
         answer: ClientMessage
@@ -423,7 +423,7 @@ class Clients:
             return
         self.answer(Answer(connection, answer, cost_bytes))
 
-    async def _check_connectivity(self, connection: ConnectionId, request: Admitted) -> None:
+    async def _check_connectivity(self, connection: ConnectionId, request: AdmittedRequest) -> None:
         reachable = tuple(await self._backend.check_connectivity())
         answer = CheckConnectivityResponse(request.message.req_id, reachable)
         self.answer(Answer(connection, answer, request.cost_bytes))

@@ -32,7 +32,7 @@ class FlowLimits(NamedTuple):
     range_bytes_max: int
 
 
-class Admitted(NamedTuple):
+class AdmittedRequest(NamedTuple):
     """A request that may be worked on, and what it counts for until it is answered."""
 
     message: ClientMessage
@@ -96,10 +96,10 @@ class Flow:
             account.waiting_bytes += request_bytes
             self.bytes += request_bytes
 
-    def admit(self, connection: ConnectionId) -> list[Admitted]:
+    def admit(self, connection: ConnectionId) -> list[AdmittedRequest]:
         """Return the requests that may be worked on now, in order."""
         account = self._accounts.get(connection)
-        admitted: list[Admitted] = []
+        admitted: list[AdmittedRequest] = []
         while account and account.waiting and self._has_room(account):
             message = account.waiting.popleft()
             request_bytes, answer_bytes = _request_bytes(message), self._answer_bytes(message)
@@ -107,7 +107,7 @@ class Flow:
             account.in_flight_bytes += request_bytes + answer_bytes
             account.count += 1
             self.bytes += answer_bytes
-            admitted.append(Admitted(message, request_bytes + answer_bytes))
+            admitted.append(AdmittedRequest(message, request_bytes + answer_bytes))
         return admitted
 
     def answered(self, connection: ConnectionId, cost_bytes: int) -> None:

@@ -77,7 +77,7 @@ _ENDS_OF_OPENING: Final = frozenset({"session_opened", "session_closed", "sessio
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ServerServices:
     """What all partitions of a process share. `failed` ends the process."""
 
     coordinator: Coordinator
@@ -102,7 +102,7 @@ class Host:
         partition_id: PartitionId,
         partition: Partition,
         store: PartitionStore,
-        surroundings: Surroundings,
+        surroundings: ServerServices,
     ) -> None:
         self.partition_id = partition_id
         self.partition = partition

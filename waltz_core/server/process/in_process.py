@@ -38,8 +38,8 @@ from waltz_core.server.partition_events import (
     Event,
     Fetch,
     Fetched,
-    Identity,
-    Limits,
+    PartitionIdentity,
+    PartitionLimits,
     Received,
     refusal,
 )
@@ -219,9 +219,9 @@ class MemoryHost:
         self.store = MemoryStore(MemoryLog())
         self._server = server
         self._partition = Partition(
-            Identity(partition_id, server.partition_count, server.key),
+            PartitionIdentity(partition_id, server.partition_count, server.key),
             self.store,
-            Limits(lock_slot_count=LOCK_SLOT_COUNT, lock_refill_count_max=0),
+            PartitionLimits(lock_slot_count=LOCK_SLOT_COUNT, lock_refill_count_max=0),
             TransactionCache(CacheBudget(4 * MIB)),
             FeedCache(MIB),
             Pace(is_on=False),

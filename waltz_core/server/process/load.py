@@ -10,7 +10,7 @@ Rules:
 
 from typing import Final
 
-from waltz_core.server.locking.tickets import Figures
+from waltz_core.server.locking.tickets import AppendFigures
 
 # Beside its bytes: a row is judged, numbered and hashed; an answer takes a turn of the loop and a
 # frame on both sides (docs/performance.md: single appends cost about a hundred times as much for
@@ -20,7 +20,7 @@ _ANSWER_KIB: Final = 16.0
 _KIB: Final = 1024
 
 
-def cost_of(figures: Figures, *, answers: int, answer_bytes: int) -> float:
+def cost_of(figures: AppendFigures, *, answers: int, answer_bytes: int) -> float:
     """Return what a partition has cost so far, from what it counts."""
     bytes_kib = (figures.committed_bytes + answer_bytes) / _KIB
     return bytes_kib + figures.committed * _ROW_KIB + answers * _ANSWER_KIB

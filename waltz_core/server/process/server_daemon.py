@@ -44,7 +44,7 @@ from waltz_core.records.record import (
     ReplicaId,
     ServerId,
 )
-from waltz_core.replication.limits import Limits as StoreLimits
+from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.locking.lock_table import slot_count_within
@@ -52,20 +52,19 @@ from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
     KIB,
     MIB,
-    Identity,
-    Limits,
+    PartitionIdentity,
+    PartitionLimits,
 )
 from waltz_core.server.process.append_times import (
     AppendTime,
     AppendTimes,
 )
-from waltz_core.server.process.balancing import Balancing
-from waltz_core.server.process.balancing import Pace as BalancePace
+from waltz_core.server.process.balancing import BalanceTimes, Balancing
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
 from waltz_core.server.process.host import (
     Host,
-    Surroundings,
+    ServerServices,
 )
 from waltz_core.server.process.neighbours import Neighbours
 from waltz_core.server.process.openings import Openings
@@ -264,7 +263,7 @@ class Server:
     def _balancing(self) -> Balancing:
         config = self._config
         self._coordinator.keep_partitions_where_they_are()
-        pace = BalancePace(
+        pace = BalanceTimes(
             config.balance_interval_ms, config.balance_window_ms, config.balance_rest_ms
         )
         return Balancing(
@@ -360,7 +359,7 @@ class Server:
             limits=store_limits_of(config),
         )
         partition = Partition(
-            Identity(partition_id, self.partition_count, self._cluster_key),
+            PartitionIdentity(partition_id, self.partition_count, self._cluster_key),
             store,
             self._limits,
             TransactionCache(self._budget),
@@ -368,7 +367,7 @@ class Server:
             self._pace,
         )
         partition.reads.nearby = self._nearby
-        surroundings = Surroundings(
+        surroundings = ServerServices(
             coordinator=self._coordinator,
             tasks=self._tasks,
             read_links=self._read_links,
@@ -523,7 +522,7 @@ async def _close(listener: net.Listener) -> None:
     await listener.close()
 
 
-def limits_of(config: ServerConfig, partition_count: int) -> Limits:
+def limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
     """Return the numbers that a partition keeps to."""
     slot_count = min(
         config.lock_slot_count, slot_count_within(config.lock_table_bytes_max, partition_count)
@@ -536,7 +535,7 @@ def limits_of(config: ServerConfig, partition_count: int) -> Limits:
             f"found {config.batch_bytes_max}: a frame to a storage could not hold it"
         )
     batch_rows_max = min(config.batch_rows_max, rows_max)
-    return Limits(
+    return PartitionLimits(
         lock_slot_count=slot_count,
         queue_bytes_max=config.partition_queue_bytes_max,
         in_flight_bytes_max=config.partition_in_flight_bytes_max,
@@ -557,9 +556,9 @@ def limits_of(config: ServerConfig, partition_count: int) -> Limits:
     )
 
 
-def store_limits_of(config: ServerConfig) -> StoreLimits:
+def store_limits_of(config: ServerConfig) -> SessionLimits:
     """Return the numbers that replication keeps to."""
-    return StoreLimits(
+    return SessionLimits(
         redial_ms_min=config.retry_interval_ms_min,
         redial_ms_max=min(2_000, config.retry_interval_ms_max),
         answer_ms_max=config.quorum_timeout_ms,

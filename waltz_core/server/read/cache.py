@@ -61,7 +61,7 @@ class CachedRange(NamedTuple):
     entry: LineageEntry
 
 
-class Holder(Protocol):
+class BudgetHolder(Protocol):
     """Something that holds bytes of a budget."""
 
     def drop_oldest(self) -> None:
@@ -78,7 +78,7 @@ class CacheBudget:
         self._limit_bytes = limit_bytes
         self._used_bytes = 0
         self._serial = 0
-        self._holders: OrderedDict[int, Holder] = OrderedDict()
+        self._holders: OrderedDict[int, BudgetHolder] = OrderedDict()
 
     @property
     def limit_bytes(self) -> int:
@@ -90,7 +90,7 @@ class CacheBudget:
         """What is held now."""
         return self._used_bytes
 
-    def take(self, cost_bytes: int, holder: Holder) -> int:
+    def take(self, cost_bytes: int, holder: BudgetHolder) -> int:
         """Make room, if need be by dropping the oldest batches of anybody; return a receipt."""
         assert 0 < cost_bytes <= self._limit_bytes
         while self._used_bytes + cost_bytes > self._limit_bytes:

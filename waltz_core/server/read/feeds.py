@@ -34,13 +34,13 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.append.mounts import Place
+from waltz_core.server.append.mounts import PartitionPlace
 from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,
-    Limits,
+    FeedHeaders,
+    PartitionLimits,
     Received,
-    Stretch,
 )
 from waltz_core.values import value
 from waltz_core.wire.messages import FeedBatch, FeedSuspended, MountWriter
@@ -48,13 +48,13 @@ from waltz_core.wire.messages import FeedBatch, FeedSuspended, MountWriter
 # Contexts served in one turn: a turn of the loop stays short however many clients there are.
 FRAMES_PER_TURN_MAX = 64
 
-Key: TypeAlias = tuple[ConnectionId, ClientId]
+FeedKey: TypeAlias = tuple[ConnectionId, ClientId]
 
 
 class Memory(Protocol):
     """Where feed headers come from without waiting."""
 
-    def recall(self, first: TransactionId, last: TransactionId) -> Stretch | None:
+    def recall(self, first: TransactionId, last: TransactionId) -> FeedHeaders | None:
         """Return headers from `first` up to `last` or fewer; None when they must be fetched."""
 
 
@@ -73,7 +73,7 @@ class MountReached:
     question: Received
 
 
-Outcome: TypeAlias = Answer | FetchHeaders | MountReached
+FeedOutcome: TypeAlias = Answer | FetchHeaders | MountReached
 
 
 @dataclass(slots=True)
@@ -96,11 +96,11 @@ class _Context:
 class Feed:
     """The feed contexts of one partition."""
 
-    def __init__(self, limits: Limits, memory: Memory) -> None:
+    def __init__(self, limits: PartitionLimits, memory: Memory) -> None:
         self._limits = limits
         self._memory = memory
         # In order of turns.
-        self._contexts: OrderedDict[Key, _Context] = OrderedDict()
+        self._contexts: OrderedDict[FeedKey, _Context] = OrderedDict()
         self._congested: set[ConnectionId] = set()
         self._high_water_mark = BEFORE_FIRST
         self._session_id = NO_SESSION
@@ -147,7 +147,7 @@ class Feed:
         context = self._contexts.get((question.connection, mount_id.client_id))
         return context is not None and context.mount_id == mount_id
 
-    def take(self, question: Received, mark: int, place: Place) -> WaltzError | None:
+    def take(self, question: Received, mark: int, place: PartitionPlace) -> WaltzError | None:
         """Grant what a feed request asks for; return why not, None when it is granted."""
         where = f"feed after {mark} of {place}"
         if not self.is_mounted(question):
@@ -214,9 +214,9 @@ class Feed:
     # -----------------------------------------------------------------------------------------
     # what goes out
 
-    def turn(self) -> list[Outcome]:
+    def turn(self) -> list[FeedOutcome]:
         """Send a frame to each context that can take one, some of them at a time (rule 3)."""
-        out: list[Outcome] = []
+        out: list[FeedOutcome] = []
         self._has_more = False
         frames = 0
         for key, context in list(self._contexts.items()):
@@ -232,9 +232,9 @@ class Feed:
                 self._contexts.move_to_end(key)
         return out
 
-    def fetched(self, stretch: Stretch) -> list[Outcome]:
+    def fetched(self, stretch: FeedHeaders) -> list[FeedOutcome]:
         """Headers have come from a storage: send them to everybody who waits at their first id."""
-        out: list[Outcome] = []
+        out: list[FeedOutcome] = []
         for context in self._contexts.values():
             if context.is_fetching and context.next == stretch.first:
                 context.is_fetching = False
@@ -244,7 +244,7 @@ class Feed:
                 self._has_more = True
         return out
 
-    def _serve(self, context: _Context, out: list[Outcome]) -> bool:
+    def _serve(self, context: _Context, out: list[FeedOutcome]) -> bool:
         """Send one frame, or end the grant, or ask for headers; True when a frame was sent."""
         last = min(context.until, self._high_water_mark)
         if context.next > last:
@@ -265,7 +265,7 @@ class Feed:
         self._end_grant(context, out)
         return True
 
-    def _send(self, context: _Context, stretch: Stretch, out: list[Outcome]) -> None:
+    def _send(self, context: _Context, stretch: FeedHeaders, out: list[FeedOutcome]) -> None:
         # What was fetched for another context may reach further than this one was granted.
         count = min(stretch.size, context.until - context.next + 1)
         assert stretch.first == context.next
@@ -293,7 +293,7 @@ class Feed:
         if context.next <= min(context.until, self._high_water_mark):
             self._has_more = True
 
-    def _end_grant(self, context: _Context, out: list[Outcome]) -> None:
+    def _end_grant(self, context: _Context, out: list[FeedOutcome]) -> None:
         if context.next <= context.until:
             return
         context.is_granted = False

@@ -47,10 +47,10 @@ from waltz_core.replication.session_events import Batch
 from waltz_core.server.append.answers import refuse
 from waltz_core.server.partition_events import (
     Answer,
+    FeedHeaders,
     Fetch,
-    Limits,
+    PartitionLimits,
     Received,
-    Stretch,
 )
 from waltz_core.server.read.cache import (
     FeedCache,
@@ -119,7 +119,7 @@ class _Job:
     retry_ms: int = RETRY_FIRST_MS
 
 
-Outcome: TypeAlias = Answer | Fetch | Stretch
+ReadOutcome: TypeAlias = Answer | Fetch | FeedHeaders
 
 
 class Reads:
@@ -128,7 +128,7 @@ class Reads:
     def __init__(
         self,
         partition_id: PartitionId,
-        limits: Limits,
+        limits: PartitionLimits,
         transactions: TransactionCache,
         feed: FeedCache,
     ) -> None:
@@ -170,7 +170,7 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # the session
 
-    def opened(self, session_id: SessionId, high_water_mark: TransactionId) -> list[Outcome]:
+    def opened(self, session_id: SessionId, high_water_mark: TransactionId) -> list[ReadOutcome]:
         """A session has opened: whatever waits is asked in it (rule 5)."""
         self._session_id, self._high_water_mark = session_id, high_water_mark
         self._is_open = True
@@ -220,7 +220,7 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # requests
 
-    def range(self, question: Received, message: RangeRequest) -> list[Outcome]:
+    def range(self, question: Received, message: RangeRequest) -> list[ReadOutcome]:
         """Answer a range request, now or when a storage has."""
         if fault := _range_fault(message):
             return [refuse(question, BadRequest(fault))]
@@ -235,7 +235,7 @@ class Reads:
             return [self._range_answer(question, message, run_or_none)]
         return self._fetch(_Key(first, last, bytes_max, message.form), question)
 
-    def data(self, question: Received, message: TransactionDataRequest) -> list[Outcome]:
+    def data(self, question: Received, message: TransactionDataRequest) -> list[ReadOutcome]:
         """Answer a request for one transaction's data, now or when a storage has."""
         wanted = TransactionId(message.transaction_id)
         if not 0 <= wanted <= self._high_water_mark:
@@ -265,8 +265,8 @@ class Reads:
         self._reading_ahead[key] = None
         return key
 
-    def headers(self, first: TransactionId, last: TransactionId) -> list[Outcome]:
-        """Get feed headers from a storage; a `Stretch` follows."""
+    def headers(self, first: TransactionId, last: TransactionId) -> list[ReadOutcome]:
+        """Get feed headers from a storage; a `FeedHeaders` follows."""
         last = min(last, self._high_water_mark)
         assert first <= last
         bytes_max = self._limits.feed_frame_count_max * RECORD_HEADER.size
@@ -275,7 +275,7 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # memory
 
-    def recall(self, first: TransactionId, last: TransactionId) -> Stretch | None:
+    def recall(self, first: TransactionId, last: TransactionId) -> FeedHeaders | None:
         """Return feed headers that are remembered (`feed.Memory`)."""
         headers = self._feed.read(first, last)
         if not headers:
@@ -283,8 +283,8 @@ class Reads:
         reach = first + len(headers) // raw_records.FEED_HEADER_BYTES - 1
         end = self._last_entry_within(TransactionId(first), TransactionId(reach))
         if end is None:
-            return Stretch(first, headers)
-        return Stretch(first, headers, end.last, end.chain)
+            return FeedHeaders(first, headers)
+        return FeedHeaders(first, headers, end.last, end.chain)
 
     def _last_entry_within(self, first: TransactionId, last: TransactionId) -> LineageEntry | None:
         low, high = 0, len(self._entries)
@@ -327,7 +327,7 @@ class Reads:
             return None
         return min(at_ms for at_ms, _ in self._parked)
 
-    def wake(self, now_ms: int) -> list[Outcome]:
+    def wake(self, now_ms: int) -> list[ReadOutcome]:
         """Try again what has waited long enough."""
         if not self._parked:
             return []
@@ -336,7 +336,7 @@ class Reads:
         self._ready.extend(due)
         return self._start()
 
-    def fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[Outcome]:
+    def fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[ReadOutcome]:
         """A storage has sent a stretch."""
         job = self._running.get(token)
         if job is None:
@@ -351,14 +351,14 @@ class Reads:
             self._ahead.keep(run.first, run.lengths, run.records)
         elif job.key == _key_alone(run.first):
             self._ahead.ended_at(run.last)
-        out: list[Outcome] = []
+        out: list[ReadOutcome] = []
         if job.for_feed:
             out.append(_feed_stretch(run))
         for question in job.waiting:
             out += self._told(question, run)
         return out + self._start()
 
-    def failed(self, token: int, reason: str, now_ms: int) -> list[Outcome]:
+    def failed(self, token: int, reason: str, now_ms: int) -> list[ReadOutcome]:
         """A storage did not send what was asked; rule 2."""
         job = self._running.get(token)
         if job is None:
@@ -371,7 +371,7 @@ class Reads:
         if all(replica in job.tried for replica in self.replicas):
             job.tried.clear()
             job.rounds += 1
-        out: list[Outcome] = []
+        out: list[ReadOutcome] = []
         if not job.tried and job.rounds >= ROUNDS_MAX and job.waiting:
             error = Unreachable(
                 f"no replica of partition {self._partition_id} gave transactions "
@@ -389,23 +389,23 @@ class Reads:
             job.retry_ms = min(2 * job.retry_ms, RETRY_MAX_MS)
         return out + self._start()
 
-    def _give_up_ahead(self, job: _Job) -> list[Outcome]:
+    def _give_up_ahead(self, job: _Job) -> list[ReadOutcome]:
         """Fetch alone what was waited for: what follows it may be damaged."""
         del self._jobs[job.key]
         self._reading_ahead.pop(job.key, None)
-        out: list[Outcome] = []
+        out: list[ReadOutcome] = []
         for question in job.waiting:
             assert isinstance(question.message, TransactionDataRequest)
             wanted = TransactionId(question.message.transaction_id)
             out += self._fetch(_key_alone(wanted), question)
         return out
 
-    def _dropped(self, token: int) -> list[Outcome]:
+    def _dropped(self, token: int) -> list[ReadOutcome]:
         """An answer came that nobody waits for: there is room for another fetch."""
         self._running.pop(token, None)
         return self._start()
 
-    def _fetch(self, key: _Key, question: Received | None) -> list[Outcome]:
+    def _fetch(self, key: _Key, question: Received | None) -> list[ReadOutcome]:
         job = self._jobs.get(key)
         if job is None:
             job = self._jobs[key] = _Job(key)
@@ -416,8 +416,8 @@ class Reads:
             job.waiting.append(question)
         return self._start()
 
-    def _start(self) -> list[Outcome]:
-        out: list[Outcome] = []
+    def _start(self) -> list[ReadOutcome]:
+        out: list[ReadOutcome] = []
         while (
             self._is_open
             and self._ready
@@ -458,7 +458,7 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def _told(self, question: Received, run: _Run) -> list[Outcome]:
+    def _told(self, question: Received, run: _Run) -> list[ReadOutcome]:
         message = question.message
         if isinstance(message, RangeRequest):
             return [self._range_answer(question, message, run)]
@@ -513,7 +513,7 @@ def _data_answer(question: Received, message: TransactionDataRequest, record: Bu
     return Answer(question.connection, answer, question.cost_bytes)
 
 
-def _feed_stretch(run: _Run) -> Stretch:
+def _feed_stretch(run: _Run) -> FeedHeaders:
     heads = np.frombuffer(run.records, dtype=np.uint8).reshape(-1, RECORD_HEADER.size)
     headers = heads[:, RECORD_HEADER.size - raw_records.FEED_HEADER_BYTES :].tobytes()
     chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
@@ -522,7 +522,7 @@ def _feed_stretch(run: _Run) -> Stretch:
         if run.first <= entry.last <= run.last and entry.session_id != MADE_UP:
             chain_at, chain = entry.last, entry.chain
             break
-    return Stretch(run.first, headers, chain_at, chain)
+    return FeedHeaders(run.first, headers, chain_at, chain)
 
 
 def _filtered(run: _Run, header_values: Sequence[int]) -> tuple[I64, Buffer, int]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 
-class Holder(Protocol):
+class DescriptorHolder(Protocol):
     """A file that has a descriptor."""
 
     def release(self) -> None:
@@ -32,7 +32,9 @@ class Descriptors:
         self.lock = threading.Lock()
         self._count = 0
         self._count_max = count_max
-        self._idle: dict[Holder, None] = {}  # those that may be closed, the longest unused first
+        self._idle: dict[
+            DescriptorHolder, None
+        ] = {}  # those that may be closed, the longest unused first
 
     def open(self, path: Path, flags: int) -> int:
         """Open one more, which is in use."""
@@ -41,17 +43,17 @@ class Descriptors:
         self._count += 1
         return fd
 
-    def use(self, file: Holder) -> None:
+    def use(self, file: DescriptorHolder) -> None:
         """Keep a file open until it is left."""
         self._idle.pop(file, None)
 
-    def leave(self, file: Holder, *, is_kept: bool) -> None:
+    def leave(self, file: DescriptorHolder, *, is_kept: bool) -> None:
         """Let a file be closed when another needs its place, unless it is to be kept open."""
         if not is_kept:
             self._idle[file] = None
         self._make_room(0)
 
-    def close(self, file: Holder, fd: int) -> None:
+    def close(self, file: DescriptorHolder, fd: int) -> None:
         """Close a file's descriptor."""
         self._idle.pop(file, None)
         self._count -= 1

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 from waltz_core.errors import BadFormat, ChecksumMismatch
-from waltz_core.records.byte_layout import Field, Layout
+from waltz_core.records.byte_layout import ByteLayout, Field
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -98,7 +98,7 @@ def of_file(path: Path) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------
 # waltz-storage.ctl, the header. Has no CRC; when it is wrong the storage refuses to start.
 
-CONTROL_HEADER: Final = Layout(
+CONTROL_HEADER: Final = ByteLayout(
     Field("version", "i", "0"),
     Field("creation time", "q", "ms since 1970"),
     Field("cluster key", "16s"),
@@ -141,7 +141,7 @@ class ControlHeader(NamedTuple):
 #
 # When one is wrong the other counts; when both are, the storage refuses to start.
 
-PARTITION_INFO: Final = Layout(
+PARTITION_INFO: Final = ByteLayout(
     Field("session id", "q", "-1: none"),
     Field("low-water mark", "q"),
     Field("local low-water mark", "q", "where the log ended when the mark was set"),
@@ -213,7 +213,7 @@ _SEGMENT_FIELDS = (
     Field("partition", "i"),
     Field("first transaction id", "q", "of this segment"),
 )
-SEGMENT_HEADER: Final = Layout(*_SEGMENT_FIELDS, Field("reserved", "88s", "zero"))
+SEGMENT_HEADER: Final = ByteLayout(*_SEGMENT_FIELDS, Field("reserved", "88s", "zero"))
 _SEGMENT_HEADER = SEGMENT_HEADER.struct
 SEGMENT_HEADER_BYTES: Final = 128
 OFFSET_BYTES: Final = 8
@@ -270,7 +270,7 @@ def first_of_name(name: str) -> TransactionId | None:
 # that nothing else that a disk writes to its place passes for it: not an entry of another file, and
 # not a record, which has its CRC at its end too.
 
-LINEAGE_HEADER: Final = Layout(
+LINEAGE_HEADER: Final = ByteLayout(
     *_SEGMENT_FIELDS,
     Field("chain before", "16s", "before the first entry of this file"),
     Field("reserved", "4x", "zero"),
@@ -283,7 +283,7 @@ _BATCH_FIELDS = (
     Field("commit stamp", "q", "ms since 1970; 0: none"),
     Field("chain", "16s", "after this batch"),
 )
-LINEAGE_ENTRY: Final = Layout(
+LINEAGE_ENTRY: Final = ByteLayout(
     *_BATCH_FIELDS,
     Field("synced id", "q", "the last durable id when the entry was written"),
     Field("reserved", "4x", "zero"),
@@ -374,7 +374,7 @@ def _entry(fields: Sequence[Any]) -> LineageEntry:
 # ---------------------------------------------------------------------------------------------
 # waltz-x.id: which storage this is. When it is wrong the storage refuses to start.
 
-STORAGE_ID: Final = Layout(
+STORAGE_ID: Final = ByteLayout(
     Field("version", "i", "0"), Field("storage id", "16s", "a UUID"), has_crc=True
 )
 _STORAGE_ID = STORAGE_ID.struct
@@ -408,7 +408,7 @@ SLOT_BYTES: Final = 512
 SLOT_BLOCK_BYTES: Final = 4096
 SLOT_COUNT: Final = 2
 DAMAGED_MAX: Final = 21
-SLOT: Final = Layout(
+SLOT: Final = ByteLayout(
     Field("version", "i", "0"),
     Field("flags", "i", "1 dirty, 2 suspect, 4 provisional mark, 8 truncation, 16 cut batch"),
     Field("partition", "i"),
@@ -427,7 +427,7 @@ SLOT: Final = Layout(
     *(each._replace(name=f"cut batch: {each.name}", note="") for each in _BATCH_FIELDS),
 )
 # Behind it in the same sector.
-SLOT_TAIL: Final = Layout(
+SLOT_TAIL: Final = ByteLayout(
     Field("damaged ranges", f"{16 * DAMAGED_MAX}s", f"{DAMAGED_MAX} times first and last id"),
     Field("engaged", "I", "1 + how many sessions before the last one it was engaged; 0: never"),
     has_crc=True,

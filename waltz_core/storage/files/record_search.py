@@ -45,7 +45,7 @@ _PIECE_BYTES: Final = 4096
 assert SCAN_BYTES > RECORD_BYTES_MAX
 
 
-class Readable(Protocol):
+class SearchedFile(Protocol):
     """What is asked of a file here."""
 
     def pread(self, size: int, offset: int) -> bytes:
@@ -88,7 +88,7 @@ class Salvaged:
         return bytes(size)
 
 
-def record_end(file: Readable, start: int, transaction_id: int, size: int) -> int | None:
+def record_end(file: SearchedFile, start: int, transaction_id: int, size: int) -> int | None:
     """Return where the record at an offset ends, or None when it is not that of the id."""
     if not SEGMENT_HEADER_BYTES <= start <= size - RECORD_OVERHEAD_BYTES:
         return None
@@ -100,7 +100,12 @@ def record_end(file: Readable, start: int, transaction_id: int, size: int) -> in
 
 
 def scan(
-    file: Readable, offset: int, first: TransactionId, *, size: int, stop_id: TransactionId | None
+    file: SearchedFile,
+    offset: int,
+    first: TransactionId,
+    *,
+    size: int,
+    stop_id: TransactionId | None,
 ) -> tuple[I64, int]:
     """Return where the valid records from an offset on start, and where the last of them ends."""
     all_starts: list[I64] = []
@@ -137,7 +142,7 @@ def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
     return np.array(lengths, dtype=np.int64)
 
 
-class Found(NamedTuple):
+class FoundRecord(NamedTuple):
     """A record and where it lies; `is_confirmed`: the index has it, or one that it leads to."""
 
     transaction_id: TransactionId
@@ -149,7 +154,7 @@ class HoleSearch:
     """Finds the records with which the log goes on behind holes, in one file, hole by hole."""
 
     def __init__(
-        self, file: Readable, index: OffsetIndex, first: TransactionId, *, last: TransactionId
+        self, file: SearchedFile, index: OffsetIndex, first: TransactionId, *, last: TransactionId
     ) -> None:
         self._file = file
         self._index = index
@@ -187,20 +192,20 @@ class HoleSearch:
 
 
 def find_record(
-    file: Readable,
+    file: SearchedFile,
     hole: int,
     first: TransactionId,
     *,
     size: int,
     starts: I64,
     last: TransactionId = _ID_MAX,
-) -> Found | None:
+) -> FoundRecord | None:
     """Return the first record behind a hole, up to an id (rule 2); None without one.
 
     The hole begins at offset `hole` with the record `first`; `starts` is where those after `first`
     should lie.
     """
-    found: Found | None = None
+    found: FoundRecord | None = None
     offset = hole + 1
     while offset + RECORD_OVERHEAD_BYTES <= size:
         data = file.pread(min(SCAN_BYTES, size - offset), offset)
@@ -215,7 +220,7 @@ def find_record(
             record = file.pread(RECORD_OVERHEAD_BYTES + data_bytes, start)
             if int.from_bytes(record[-4:], "big") != crc32(record[:-4]):
                 continue
-            here = Found(TransactionId(found_id), start, is_known)
+            here = FoundRecord(TransactionId(found_id), start, is_known)
             if is_known:
                 leads = found is not None and _leads_to(file, found, here, size)
                 return found._replace(is_confirmed=True) if found is not None and leads else here
@@ -226,7 +231,7 @@ def find_record(
     return found
 
 
-def _leads_to(file: Readable, begin: Found, end: Found, size: int) -> bool:
+def _leads_to(file: SearchedFile, begin: FoundRecord, end: FoundRecord, size: int) -> bool:
     """Tell if good records lie between two, without a gap."""
     first, stop_id = begin.transaction_id, end.transaction_id
     starts, offset = scan(file, begin.offset, first, size=size, stop_id=stop_id)

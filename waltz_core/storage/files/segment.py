@@ -55,8 +55,8 @@ from waltz_core.storage.files.index import (
 from waltz_core.storage.files.record_search import (
     SCAN_BYTES,
     HoleSearch,
-    Readable,
     Salvaged,
+    SearchedFile,
     record_end,
     scan,
 )
@@ -446,7 +446,7 @@ class Segment:
         return end == self.size_bytes
 
     def _where_from(
-        self, transaction_id: TransactionId, reader: Readable
+        self, transaction_id: TransactionId, reader: SearchedFile
     ) -> tuple[TransactionId, int]:
         """Return an id, and where its record begins: the first one if the index is wrong there."""
         if self.first < transaction_id < self.next_id:

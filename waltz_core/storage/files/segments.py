@@ -40,7 +40,7 @@ from waltz_core.storage.files.format import (
 )
 from waltz_core.storage.files.lock_file import LockFile
 from waltz_core.storage.files.segment import Segment
-from waltz_core.wire.places import Place
+from waltz_core.wire.places import FilePlace
 
 I64 = npt.NDArray[np.int64]
 _CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
@@ -361,16 +361,16 @@ class Segments:
             segment.drop_cached(first, min(last, segment.last))
             first = TransactionId(segment.next_id)
 
-    def places(self, first: TransactionId, last: TransactionId) -> tuple[list[Place], I64]:
+    def places(self, first: TransactionId, last: TransactionId) -> tuple[list[FilePlace], I64]:
         """Return where the bytes of first..last lie, and their lengths, by the index alone."""
-        places: list[Place] = []
+        places: list[FilePlace] = []
         lengths: list[I64] = []
         while first <= last:
             segment = self._holding(first)
             end = min(last, segment.last)
             offsets = segment.bounds(first, end)
             start = int(offsets[0])
-            places.append(Place(segment.first, start, int(offsets[-1]) - start))
+            places.append(FilePlace(segment.first, start, int(offsets[-1]) - start))
             lengths.append(raw_records.lengths_between(offsets))
             first = TransactionId(end + 1)
         return places, np.concatenate(lengths)

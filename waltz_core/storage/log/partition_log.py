@@ -69,7 +69,7 @@ I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
 
 
-class Prepared(NamedTuple):
+class ReplicaReport(NamedTuple):
     """What a replica has, as PREPARED tells it."""
 
     last_session: SessionId
@@ -217,11 +217,11 @@ class PartitionLog:
         is_working = not self._files.has_failed
         return session != NO_SESSION and self._engaged == session and is_working
 
-    def state(self) -> Prepared:
+    def state(self) -> ReplicaReport:
         """Return what PREPARED reports, as of now (`covering.py`, rules 1 and 5)."""
         slot, synced_max = self.slot, self.synced_max
         is_short = synced_max < self.low_water_mark
-        return Prepared(
+        return ReplicaReport(
             NO_SESSION if is_short else slot.last_session,
             self.low_water_mark,
             slot.provisional is None and not self._cover.ends_adopted(),
@@ -234,7 +234,7 @@ class PartitionLog:
 
     # ---- sessions
 
-    def prepare(self, session: SessionId, nonce: bytes) -> Prepared:
+    def prepare(self, session: SessionId, nonce: bytes) -> ReplicaReport:
         """Promise a session durably, sync the log, and return its state (rule 2).
 
         Records that an earlier session left without batches get them first (`covering.py`, rule 2).

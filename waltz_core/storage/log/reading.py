@@ -42,7 +42,7 @@ from waltz_core.storage.files.segments import (
     Segments,
     first_wrong,
 )
-from waltz_core.wire.places import Place
+from waltz_core.wire.places import FilePlace
 
 I64 = npt.NDArray[np.int64]
 _Read = TypeVar("_Read")
@@ -79,7 +79,7 @@ class PlacesRead(NamedTuple):
 
     first: TransactionId
     lengths: I64
-    places: tuple[Place, ...]
+    places: tuple[FilePlace, ...]
     entries: tuple[LineageEntry, ...]
 
 

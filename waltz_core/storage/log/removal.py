@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from waltz_core.errors import BadFormat
-from waltz_core.records.byte_layout import Field, Layout
+from waltz_core.records.byte_layout import ByteLayout, Field
 from waltz_core.records.record import (
     NO_SESSION,
     PartitionId,
@@ -54,7 +54,7 @@ from waltz_core.storage.files.lock_file import (
 WIPE_NAME: Final = "waltz-x.wipe"
 _LOG_SUFFIXES: Final = (".seg", ".idx", ".chn", LOCKS_NAME, OLDER_LOCKS_NAME, TEMPORARY_SUFFIX)
 
-WIPE: Final = Layout(
+WIPE: Final = ByteLayout(
     Field("version", "i", "0"),
     Field("partition", "i"),
     Field("is held", "i", "1: the replica begins again, empty and suspect; 0: it goes"),

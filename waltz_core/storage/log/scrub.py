@@ -41,7 +41,7 @@ _PLACES_BYTES_MAX: Final = 1024 * 1024
 _FIRST: Final = TransactionId(0)
 
 
-class Piece(NamedTuple):
+class ScrubPiece(NamedTuple):
     """A stretch of a log to be read: from an id on, about so many bytes."""
 
     first: TransactionId
@@ -151,7 +151,9 @@ class Scrub:
         ]
         return min(ready)[-1]
 
-    def begin(self, partition_id: PartitionId, last_id: TransactionId, now_ms: int) -> Piece | None:
+    def begin(
+        self, partition_id: PartitionId, last_id: TransactionId, now_ms: int
+    ) -> ScrubPiece | None:
         """Return the next piece of a log that ends at `last_id`; None when there is nothing."""
         turn = self._turns[partition_id]
         if not turn.is_running:
@@ -164,7 +166,7 @@ class Scrub:
             return None
         self._reading = partition_id
         self._set_wake()
-        return Piece(turn.next_id, min(PIECE_BYTES_MAX, self._rate(turn)))
+        return ScrubPiece(turn.next_id, min(PIECE_BYTES_MAX, self._rate(turn)))
 
     def done(self, partition_id: PartitionId, scrubbed: Scrubbed, now_ms: int) -> bool:
         """A piece was read; tell whether the pass has come to its end."""

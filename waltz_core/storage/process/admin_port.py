@@ -36,23 +36,23 @@ from waltz_core.storage.service import (
     upkeep,
 )
 from waltz_core.storage.service.admin import (
+    AdminAnswer,
     AdminRequest,
     AdminService,
     Effect,
+    ErrandOutcome,
     Event,
-    Outcome,
-    Run,
-    Tell,
+    RunErrand,
 )
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.errands import Errand
 from waltz_core.storage.service.service import (
     ADMINISTRATION,
-    Identity,
+    StorageIdentity,
 )
 from waltz_core.storage.service.work import (
     ConnectionId,
-    Request,
+    StorageRequest,
     Work,
 )
 from waltz_core.transport import net
@@ -60,7 +60,7 @@ from waltz_core.transport.net import (
     Link,
     Listener,
 )
-from waltz_core.wire.admin_messages import AdminMessage, Refused
+from waltz_core.wire.admin_messages import AdminMessage, AdminRefused
 from waltz_core.wire.messages import Message, Nack, RangeForm, RangeRaw, StorageMessage, Surface
 
 _log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class AdminPort:
         self,
         engine: Engine,
         serving: Serving,
-        identity: Identity,
+        identity: StorageIdentity,
         *,
         post: Callable[[service.Event], None],
         report: Callable[[Report], None],
@@ -134,16 +134,16 @@ class AdminPort:
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case Tell():
+            case AdminAnswer():
                 self._tell(effect)
-            case Run():
+            case RunErrand():
                 self._tasks.create_task(self._run(effect))
             case Report():
                 pass  # the driver hands them on
             case _:
                 assert_never(effect)
 
-    def _tell(self, effect: Tell) -> None:
+    def _tell(self, effect: AdminAnswer) -> None:
         link = self._links.get(effect.connection)
         if link is None:
             return
@@ -155,33 +155,35 @@ class AdminPort:
                 link.close(str(error))
             else:
                 sequence = effect.message.sequence
-                link.send(Refused(sequence, errors.TooLarge.code, str(error)))
+                link.send(AdminRefused(sequence, errors.TooLarge.code, str(error)))
 
     # ---- errands (rule 1)
 
-    async def _run(self, effect: Run) -> None:
+    async def _run(self, effect: RunErrand) -> None:
         value: object
         try:
             value = await self._carry_out(effect.errand)
         except errors.WaltzError as error:
             value = error
-        self._driver.post(Outcome(effect.ticket, value))
+        self._driver.post(ErrandOutcome(effect.ticket, value))
 
     async def _carry_out(self, errand: Errand) -> object:
         match errand:
-            case errands.FindHeld() | errands.FindRoom() | errands.LookAt():
+            case errands.FindHeld() | errands.FindRoom() | errands.InspectReplica():
                 return await self._look(errand)
             case errands.FindStanding():
                 return await self._serving.standing(errand.partition_id)
             case errands.ReadRange():
                 return await self._read(errand)
-            case errands.Scrub():
+            case errands.ScrubStatus():
                 return self._scrub(errand)
             case _:
                 call = partial(upkeep.carry_out, self._engine, errand)
                 return await self._serving.alone(upkeep.partition_of(errand), call)
 
-    async def _look(self, errand: errands.FindHeld | errands.FindRoom | errands.LookAt) -> object:
+    async def _look(
+        self, errand: errands.FindHeld | errands.FindRoom | errands.InspectReplica
+    ) -> object:
         if isinstance(errand, errands.FindHeld):
             return upkeep.held_by(self._engine)
         if isinstance(errand, errands.FindRoom):
@@ -190,7 +192,7 @@ class AdminPort:
         is_served = errand.partition_id in self._serving.logs
         return upkeep.facts_of(self._engine, errand.partition_id, is_served=is_served)
 
-    def _scrub(self, errand: errands.Scrub) -> ScrubState | None:
+    def _scrub(self, errand: errands.ScrubStatus) -> ScrubState | None:
         if errand.begins:
             self._post(service.ScrubNow(errand.partition_id))
         found = (one for one in self._scrub_states() if one.partition_id == errand.partition_id)
@@ -213,15 +215,15 @@ class AdminPort:
             reader=False,
         )
         if errand.partition_id not in self._serving.logs:
-            return await self._read_unserved(Request(ADMINISTRATION, request))
+            return await self._read_unserved(StorageRequest(ADMINISTRATION, request))
         answer = self._reads[number] = asyncio.get_running_loop().create_future()
         try:
-            self._post(Request(ADMINISTRATION, request))
+            self._post(StorageRequest(ADMINISTRATION, request))
             return _or_raise(await answer)
         finally:
             del self._reads[number]
 
-    async def _read_unserved(self, request: Request) -> StorageMessage:
+    async def _read_unserved(self, request: StorageRequest) -> StorageMessage:
         partition_id = PartitionId(request.message.partition_id)
 
         def read() -> StorageMessage:

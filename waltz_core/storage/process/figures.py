@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from waltz_core.metrics import Metrics
 
 
-class Figures:
+class StorageFigures:
     """The metrics of one storage."""
 
     def __init__(self, metrics: "Metrics") -> None:

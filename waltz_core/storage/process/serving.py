@@ -44,7 +44,7 @@ from waltz_core.records.record import (
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import service
 from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.service.errands import Standing
+from waltz_core.storage.service.errands import ZooKeeperView
 
 _log = logging.getLogger(__name__)
 
@@ -295,7 +295,7 @@ class Serving:
         for partition_id in range(self._engine.partition_count):
             await self._alone[PartitionId(partition_id)].acquire()
 
-    async def standing(self, partition_id: PartitionId) -> Standing:
+    async def standing(self, partition_id: PartitionId) -> ZooKeeperView:
         """Return what ZooKeeper says of this replica now; without one, what it is told itself.
 
         Raises:
@@ -306,18 +306,18 @@ class Serving:
             is_engaged = log is not None and log.is_engaged(log.promised)
             engaged: tuple[str, ...] = (str(self.address),) if is_engaged else ()
             session_id = NO_SESSION if log is None else log.promised
-            return Standing(partition_id in self._assigned, is_engaged, session_id, engaged, 1)
+            return ZooKeeperView(partition_id in self._assigned, is_engaged, session_id, engaged, 1)
         assignments = await self._coordinator.read_replica_assignment()
         is_assigned = partition_id in assignments.partitions.get(self.address, ())
         metadata = (await self._coordinator.read_partition(partition_id)).metadata
         if metadata is None:
-            return Standing(is_assigned, False, NO_SESSION, (), 0)  # noqa: FBT003 - by their order
+            return ZooKeeperView(is_assigned, False, NO_SESSION, (), 0)  # noqa: FBT003 - by their order
         engaged = tuple(
             str(replica)
             for replica, state in metadata.states.items()
             if state.closing_high_water_mark == UNRESOLVED
         )
-        return Standing(
+        return ZooKeeperView(
             is_assigned,
             self.address in engaged,
             metadata.session_id,

@@ -59,7 +59,7 @@ from waltz_core.storage.log.scrub import (
     write_places,
 )
 from waltz_core.storage.process.admin_port import AdminPort
-from waltz_core.storage.process.figures import Figures
+from waltz_core.storage.process.figures import StorageFigures
 from waltz_core.storage.process.serving import (
     Serving,
     side_by_side,
@@ -70,20 +70,20 @@ from waltz_core.storage.service import (
     upkeep,
 )
 from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.service.errands import RoomFacts
+from waltz_core.storage.service.errands import DiskRoom
 from waltz_core.storage.service.service import (
     Event,
-    Identity,
+    StorageIdentity,
     StorageService,
 )
 from waltz_core.storage.service.service_effects import Effect
 from waltz_core.storage.service.work import (
     ConnectionId,
-    Request,
+    StorageRequest,
     Work,
 )
 from waltz_core.storage.service.writers import (
-    Outcome,
+    WriteOutcome,
     Writers,
 )
 from waltz_core.transport import (
@@ -176,7 +176,7 @@ class StorageDaemon:
     ) -> None:
         self.metrics = Metrics("storage", with_process=True)
         self.address = ""
-        self._figures = Figures(self.metrics)
+        self._figures = StorageFigures(self.metrics)
         self._config = config
         self._ssl = tls.listening(config)
         self._cluster = cluster
@@ -189,7 +189,7 @@ class StorageDaemon:
         self._numbers = count(1)
         self._is_assigned = asyncio.Event()
         self._early: list[Link] = []
-        self._room_look: asyncio.Future[RoomFacts] | None = None
+        self._room_look: asyncio.Future[DiskRoom] | None = None
         self._works_count = 0
         self._is_left = False  # work was under way at the end, and may still be
         self._is_idle = asyncio.Event()
@@ -255,7 +255,7 @@ class StorageDaemon:
         self, engine: Engine, stop: asyncio.Event, on_ready: Callable[[str], None]
     ) -> None:
         config = self._config
-        identity = Identity(
+        identity = StorageIdentity(
             self._cluster.cluster_key.bytes, self._cluster.partition_count, engine.storage_id
         )
         machine = await self._make_machine(engine, identity)
@@ -314,7 +314,7 @@ class StorageDaemon:
         door = door_of(self._cluster.cluster_key.bytes, self.address)
         await handover.offer(door, SEGMENT_QUESTION_BYTES, self._open_segment)
 
-    async def _make_machine(self, engine: Engine, identity: Identity) -> StorageService:
+    async def _make_machine(self, engine: Engine, identity: StorageIdentity) -> StorageService:
         config = self._config
         scrub = Scrub(
             bytes_per_s=config.scrub_bytes_per_s,
@@ -364,7 +364,7 @@ class StorageDaemon:
         )
 
     def _make_admin(
-        self, engine: Engine, serving: Serving, identity: Identity, tasks: asyncio.TaskGroup
+        self, engine: Engine, serving: Serving, identity: StorageIdentity, tasks: asyncio.TaskGroup
     ) -> AdminPort:
         return AdminPort(
             engine,
@@ -493,7 +493,7 @@ class StorageDaemon:
     def _received(self, connection: ConnectionId, messages: list[Message]) -> None:
         for message in messages:
             assert isinstance(message, StorageMessage)
-            self._post(Request(connection, message))
+            self._post(StorageRequest(connection, message))
             self.metrics.add("waltz_storage_requests_total", request=type(message).__name__)
 
     def _closed(self, connection: ConnectionId, _reason: str) -> None:
@@ -509,7 +509,7 @@ class StorageDaemon:
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case service_effects.Answer():
+            case service_effects.StorageAnswer():
                 self._answer(effect.connection, effect.message)
             case service_effects.RunWork():
                 self._run_work(effect.work)
@@ -522,7 +522,7 @@ class StorageDaemon:
             case service_effects.Idle():
                 assert self._serving is not None
                 self._serving.idle(effect.log.partition_id)
-            case service_effects.GiveUp():
+            case service_effects.DropPartition():
                 assert self._serving is not None
                 self._serving.give_up(effect.log.partition_id, effect.why)
             case service_effects.LookForRoom():
@@ -586,7 +586,7 @@ class StorageDaemon:
         else:
             self._post(service.LookedForRoom())
 
-    def _work_done(self, work: Work, outcome: Outcome) -> None:
+    def _work_done(self, work: Work, outcome: WriteOutcome) -> None:
         self._works_count -= 1
         if isinstance(outcome, BaseException):
             self._failed(outcome)
@@ -628,7 +628,7 @@ class StorageDaemon:
         is_well = is_well and room.disk_error is None
         return Health(is_well, details)
 
-    async def _room(self) -> RoomFacts:
+    async def _room(self) -> DiskRoom:
         """Ask the disk for its room; one that hangs must not stop the event loop."""
         assert self._engine is not None
         if self._room_look is None or self._room_look.done():
@@ -639,7 +639,7 @@ class StorageDaemon:
             return self._room_look.result()
         room = self._engine.room
         error = f"the disk has not answered for {ROOM_S_MAX:.0f} s"
-        return RoomFacts(None, room.reserved_bytes, room.is_short, loop_clock_ms(), error)
+        return DiskRoom(None, room.reserved_bytes, room.is_short, loop_clock_ms(), error)
 
     def scrub_now(self, partition_id: PartitionId | None = None) -> None:
         """Have a partition read again from its beginning, or all that are served (None).

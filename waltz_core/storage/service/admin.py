@@ -4,8 +4,8 @@ Here it is decided whether acknowledged data may be thrown away. That is a machi
 threads or ZooKeeper, so that every case can be tried. What was decided is carried out by
 `admin_port.py`, on disk by `engine.py` and `removal.py`.
 
-An errand is a question or a change that a request needs; it comes back as one `Outcome`. A request
-is a generator that yields errands and returns its answer.
+An errand is a question or a change that a request needs; it comes back as one `ErrandOutcome`. A
+request is a generator that yields errands and returns its answer.
 
 Rules:
     1. Changes come one at a time, in the order of arrival, over all connections. Questions do not
@@ -43,28 +43,28 @@ from waltz_core.replication.quorum import quorum_size
 from waltz_core.storage.log.scrub import ScrubState
 from waltz_core.storage.service.errands import (
     NO_LOG,
-    Doubt,
-    Empty,
+    Assign,
+    DiskRoom,
     Errand,
     FindHeld,
     FindRoom,
     FindStanding,
-    GiveUp,
-    Held,
-    Hold,
+    HeldPartition,
+    InspectReplica,
     LogFacts,
-    LookAt,
+    MarkSuspect,
     PutCopy,
     ReadRange,
-    ReplicaFacts,
-    RoomFacts,
-    Scrub,
-    Standing,
-    Switch,
+    ReplicaStatus,
+    Reseed,
+    ScrubStatus,
+    SetAvailability,
+    Unassign,
+    ZooKeeperView,
 )
 from waltz_core.storage.service.service import (
     REFUSAL_CHARACTERS_MAX,
-    Identity,
+    StorageIdentity,
 )
 from waltz_core.storage.service.work import (
     RANGE_BYTES_MAX,
@@ -77,7 +77,7 @@ from waltz_core.wire.messages import ENTRIES_MAX, RangeBytes
 
 # Requests that wait for their turn, over all connections; there is one operator, or a few.
 WAITING_MAX: Final = 256
-# Under these names the gauges have what `RoomFacts` has.
+# Under these names the gauges have what `DiskRoom` has.
 ROOM_GAUGES: Final = (
     "free-bytes",
     "reserved-bytes",
@@ -102,18 +102,18 @@ class AdminRequest:
 
 
 @value(frozen=True, slots=True)
-class Outcome:
+class ErrandOutcome:
     """What an errand came back with, or why it did not."""
 
     ticket: int
     value: object
 
 
-Event: TypeAlias = AdminRequest | Outcome | Wakeup
+Event: TypeAlias = AdminRequest | ErrandOutcome | Wakeup
 
 
 @value(frozen=True, slots=True)
-class Tell:
+class AdminAnswer:
     """Send an answer; nothing happens when the connection is gone."""
 
     connection: ConnectionId
@@ -121,14 +121,14 @@ class Tell:
 
 
 @value(frozen=True, slots=True)
-class Run:
+class RunErrand:
     """Carry out an errand and bring the outcome back."""
 
     ticket: int
     errand: Errand
 
 
-Effect: TypeAlias = Tell | Run | Report
+Effect: TypeAlias = AdminAnswer | RunErrand | Report
 
 Script: TypeAlias = Generator[Errand, object, AdminMessage]
 _CHANGES: Final = (
@@ -144,7 +144,7 @@ _CHANGES: Final = (
 class AdminService:
     """The machine. See the module's rules."""
 
-    def __init__(self, identity: Identity, *, address: str) -> None:
+    def __init__(self, identity: StorageIdentity, *, address: str) -> None:
         self._identity = identity
         self._address = address
         self._tickets = 0
@@ -181,7 +181,7 @@ class AdminService:
         match event:
             case AdminRequest():
                 self._receive(event)
-            case Outcome():
+            case ErrandOutcome():
                 request, script = self._scripts.pop(event.ticket)
                 self._go_on(request, script, event.value)
             case Wakeup():
@@ -210,7 +210,7 @@ class AdminService:
         try:
             errand = script.throw(value) if isinstance(value, WaltzError) else script.send(value)
         except StopIteration as end:
-            self._effects.append(Tell(request.connection, end.value))
+            self._effects.append(AdminAnswer(request.connection, end.value))
             if isinstance(request.message, _CHANGES):
                 self._report("administered", request)
         except WaltzError as error:
@@ -218,7 +218,7 @@ class AdminService:
         else:
             self._tickets += 1
             self._scripts[self._tickets] = (request, script)
-            self._effects.append(Run(self._tickets, errand))
+            self._effects.append(RunErrand(self._tickets, errand))
             return
         if request is self._changing:
             self._changing = self._waiting.popleft() if self._waiting else None
@@ -228,10 +228,10 @@ class AdminService:
     def _refuse(self, request: AdminRequest, error: WaltzError) -> None:
         text = str(error)[:REFUSAL_CHARACTERS_MAX]
         sequence = request.message.sequence
-        answer: AdminMessage = wire.Refused(sequence, error.code, text)
+        answer: AdminMessage = wire.AdminRefused(sequence, error.code, text)
         if request.version == 0:  # rule 6
-            answer = wire.Failure(sequence, f"{type(error).__name__}: {text}", ())
-        self._effects.append(Tell(request.connection, answer))
+            answer = wire.AdminFailure(sequence, f"{type(error).__name__}: {text}", ())
+        self._effects.append(AdminAnswer(request.connection, answer))
         self._report("administration_refused", request, error=text)
 
     def _report(self, name: str, request: AdminRequest, **fields: object) -> None:
@@ -263,7 +263,7 @@ class AdminService:
 
     def _set_available(self, message: wire.SetAvailable) -> Script:
         def one(partition_id: PartitionId) -> Generator[Errand, object, None]:
-            yield Switch(partition_id, message.is_available)
+            yield SetAvailability(partition_id, message.is_available)
 
         yield from _for_each(message.partitions, one)
         return wire.Done(message.sequence)
@@ -271,7 +271,7 @@ class AdminService:
     def _set_assigned(self, message: wire.SetAssigned) -> Script:
         def one(partition_id: PartitionId) -> Generator[Errand, object, None]:
             if message.is_assigned:
-                yield Hold(partition_id)
+                yield Assign(partition_id)
             else:
                 yield from _removal(
                     partition_id, deletes_files=message.deletes_files, is_forced=False
@@ -297,7 +297,7 @@ class AdminService:
                     f"instead, found this one alone engaged in session {standing.session_id}: "
                     "marked as suspect, nobody could say any more what was acknowledged (--force)"
                 )
-        yield Doubt(partition_id)
+        yield MarkSuspect(partition_id)
         return wire.Done(message.sequence)
 
     def _re_seed(self, message: wire.ReSeed) -> Script:
@@ -310,7 +310,7 @@ class AdminService:
                     f"count on, found it engaged {_counted_on(standing)}; take it offline first "
                     "(availability), so that the others go on without it, or insist (--force)"
                 )
-        yield Empty(partition_id)
+        yield Reseed(partition_id)
         return wire.Done(message.sequence)
 
     def _tell_held(self, message: wire.HeldRequest | wire.StorageRequest) -> Script:
@@ -330,7 +330,7 @@ class AdminService:
     def _tell_gauges(self, message: wire.MetricsRequest) -> Script:
         held = yield from _held()
         room = yield FindRoom()
-        assert isinstance(room, RoomFacts)
+        assert isinstance(room, DiskRoom)
         return wire.MetricsResponse(message.sequence, gauges_json(held, room))
 
     def _tell_marks(self, message: wire.SessionInfoRequest) -> Script:
@@ -360,7 +360,7 @@ class AdminService:
     def _scrub(self, message: wire.ScrubRequest) -> Script:
         partition_id = PartitionId(message.partition_id)
         yield from _look_at(partition_id)
-        state = yield Scrub(partition_id, message.begins)
+        state = yield ScrubStatus(partition_id, message.begins)
         if state is None:
             raise BadRequest(
                 f"partition {partition_id}: expected a partition that is served, as only those are "
@@ -467,10 +467,10 @@ def _removal(
             f"engaged {_counted_on(standing)}; its owner leaves it out as soon as it can, so try "
             "again, or insist (--force)"
         )
-    yield GiveUp(partition_id, deletes_files)
+    yield Unassign(partition_id, deletes_files)
 
 
-def _counted_on(standing: Standing) -> str:
+def _counted_on(standing: ZooKeeperView) -> str:
     """Say what the last session counts on, and what is left of that without this replica."""
     left, quorum = len(standing.engaged) - 1, quorum_size(standing.replica_count)
     names = ", ".join(standing.engaged)
@@ -480,9 +480,9 @@ def _counted_on(standing: Standing) -> str:
 
 def _look_at(
     partition_id: PartitionId, *, must_be_held: bool = True
-) -> Generator[Errand, object, ReplicaFacts]:
-    facts = yield LookAt(partition_id)
-    assert isinstance(facts, ReplicaFacts)
+) -> Generator[Errand, object, ReplicaStatus]:
+    facts = yield InspectReplica(partition_id)
+    assert isinstance(facts, ReplicaStatus)
     if must_be_held and not facts.is_held:
         raise BadRequest(f"partition {partition_id}: expected one that is held here, found none")
     return facts
@@ -495,13 +495,13 @@ def _log_of(partition_id: PartitionId) -> Generator[Errand, object, LogFacts]:
     return facts.log
 
 
-def _standing(partition_id: PartitionId) -> Generator[Errand, object, Standing]:
+def _standing(partition_id: PartitionId) -> Generator[Errand, object, ZooKeeperView]:
     standing = yield FindStanding(partition_id)
-    assert isinstance(standing, Standing)
+    assert isinstance(standing, ZooKeeperView)
     return standing
 
 
-def _held() -> Generator[Errand, object, tuple[Held, ...]]:
+def _held() -> Generator[Errand, object, tuple[HeldPartition, ...]]:
     held = yield FindHeld()
     assert isinstance(held, tuple)
     return held
@@ -530,7 +530,7 @@ def _records_of(read: RangeBytes) -> tuple[Record, ...]:
     return tuple(found)
 
 
-def gauges_json(held: Sequence[Held], room: RoomFacts) -> bytes:
+def gauges_json(held: Sequence[HeldPartition], room: DiskRoom) -> bytes:
     """Return the gauges under the original's names, as its tools read them.
 
     docs/design/wire-format.md 3.2 lists the names. Disk and clock are ours; those tools pass over

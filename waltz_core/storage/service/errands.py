@@ -28,24 +28,24 @@ from waltz_core.wire.admin_messages import Copy
 
 @value(frozen=True, slots=True)
 class FindHeld:
-    """Which partitions are held: a tuple of `Held`."""
+    """Which partitions are held: a tuple of `HeldPartition`."""
 
 
 @value(frozen=True, slots=True)
 class FindRoom:
-    """How the disk and the clock stand: `RoomFacts`."""
+    """How the disk and the clock stand: `DiskRoom`."""
 
 
 @value(frozen=True, slots=True)
-class LookAt:
-    """How a partition stands here: `ReplicaFacts`."""
+class InspectReplica:
+    """How a partition stands here: `ReplicaStatus`."""
 
     partition_id: PartitionId
 
 
 @value(frozen=True, slots=True)
 class FindStanding:
-    """What ZooKeeper says of this replica, now: `Standing`."""
+    """What ZooKeeper says of this replica, now: `ZooKeeperView`."""
 
     partition_id: PartitionId
 
@@ -62,7 +62,7 @@ class ReadRange:
 
 
 @value(frozen=True, slots=True)
-class Scrub:
+class ScrubStatus:
     """How far the scrub is with a partition that is served, begun anew if so wanted: `ScrubState`.
 
     None for one that is not served.
@@ -73,14 +73,14 @@ class Scrub:
 
 
 @value(frozen=True, slots=True)
-class Hold:
+class Assign:
     """Begin to hold a partition."""
 
     partition_id: PartitionId
 
 
 @value(frozen=True, slots=True)
-class GiveUp:
+class Unassign:
     """Hold a partition no longer."""
 
     partition_id: PartitionId
@@ -88,7 +88,7 @@ class GiveUp:
 
 
 @value(frozen=True, slots=True)
-class Switch:
+class SetAvailability:
     """Take a partition offline, or online again."""
 
     partition_id: PartitionId
@@ -96,14 +96,14 @@ class Switch:
 
 
 @value(frozen=True, slots=True)
-class Doubt:
+class MarkSuspect:
     """Mark a replica as suspect."""
 
     partition_id: PartitionId
 
 
 @value(frozen=True, slots=True)
-class Empty:
+class Reseed:
     """Throw a replica's log away; it begins anew, empty and suspect."""
 
     partition_id: PartitionId
@@ -116,12 +116,12 @@ class PutCopy:
     batches: Copy
 
 
-Question: TypeAlias = FindHeld | FindRoom | LookAt | FindStanding | ReadRange | Scrub
-Change: TypeAlias = Hold | GiveUp | Switch | Doubt | Empty | PutCopy
-Errand: TypeAlias = Question | Change
+Question: TypeAlias = FindHeld | FindRoom | InspectReplica | FindStanding | ReadRange | ScrubStatus
+ReplicaChange: TypeAlias = Assign | Unassign | SetAvailability | MarkSuspect | Reseed | PutCopy
+Errand: TypeAlias = Question | ReplicaChange
 
 
-class Held(NamedTuple):
+class HeldPartition(NamedTuple):
     """A partition that is held, as the control file has it, and the last id on disk."""
 
     partition_id: PartitionId
@@ -130,7 +130,7 @@ class Held(NamedTuple):
     is_available: bool
 
 
-class RoomFacts(NamedTuple):
+class DiskRoom(NamedTuple):
     """Free bytes of the disk, its size, what is kept back of them, and what the clock shows.
 
     `is_full`: appends are refused. `clock_ms` is in ms since the epoch. `disk_error` is why the
@@ -168,7 +168,7 @@ NO_LOG: Final = LogFacts(
 )
 
 
-class ReplicaFacts(NamedTuple):
+class ReplicaStatus(NamedTuple):
     """How a partition stands here; without `log`, `why_not` says why there is none."""
 
     is_held: bool
@@ -179,7 +179,7 @@ class ReplicaFacts(NamedTuple):
     why_not: str = ""
 
 
-class Standing(NamedTuple):
+class ZooKeeperView(NamedTuple):
     """What ZooKeeper says: the assignment of now, and the replicas of the last session."""
 
     is_assigned: bool

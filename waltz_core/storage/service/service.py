@@ -60,8 +60,8 @@ from waltz_core.storage.files.room import Room
 from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import (
-    Piece,
     Scrub,
+    ScrubPiece,
     ScrubState,
     earlier,
 )
@@ -71,20 +71,20 @@ from waltz_core.storage.service.lane import (
     queue_bytes,
 )
 from waltz_core.storage.service.service_effects import (
-    Answer,
     CloseConnection,
+    DropPartition,
     Effect,
     EndProcess,
-    GiveUp,
     Idle,
     LookForRoom,
     PauseReading,
     ResumeReading,
     RunWork,
+    StorageAnswer,
 )
 from waltz_core.storage.service.work import (
     ConnectionId,
-    Request,
+    StorageRequest,
     Work,
     WorkResult,
 )
@@ -116,7 +116,7 @@ ROOM_AGAIN_MS: Final = 1_000
 
 
 # ---------------------------------------------------------------------------------------------
-# Events (a `Request` is one, too)
+# Events (a `StorageRequest` is one, too)
 
 
 @value(frozen=True, slots=True)
@@ -161,12 +161,12 @@ class LookedForRoom:
 
 
 Event: TypeAlias = (
-    Request | Disconnected | Opened | Dropped | WorkDone | ScrubNow | LookedForRoom | Wakeup
+    StorageRequest | Disconnected | Opened | Dropped | WorkDone | ScrubNow | LookedForRoom | Wakeup
 )
 
 
 @value(frozen=True, slots=True)
-class Identity:
+class StorageIdentity:
     """Whose storage this is."""
 
     cluster_key: bytes
@@ -179,7 +179,7 @@ class StorageService:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: StorageIdentity,
         *,
         queue_bytes_max: int,
         room: Room | None = None,
@@ -230,7 +230,7 @@ class StorageService:
         """Take one event in (`machine.py`)."""
         assert not self._effects
         match event:
-            case Request():
+            case StorageRequest():
                 self._receive(event)
             case WorkDone():
                 self._work_done(event.work, event.result, now_ms)
@@ -260,13 +260,13 @@ class StorageService:
 
     # ------------------------------------------------------------------ what came in
 
-    def _receive(self, request: Request) -> None:
+    def _receive(self, request: StorageRequest) -> None:
         try:
             self._admit(request)
         except WaltzError as error:
             self._refuse(request, error)
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: StorageRequest) -> None:
         """Answer a request, queue it, or raise why not."""
         message = request.message
         match message:
@@ -300,7 +300,7 @@ class StorageService:
             case _:
                 raise BadRequest(f"a storage takes no {type(message).__name__}")
 
-    def _admit_prepare(self, request: Request, message: Prepare) -> None:
+    def _admit_prepare(self, request: StorageRequest, message: Prepare) -> None:
         """Raise the session at once (rule 3); the promise is made durable by the work."""
         self._check_cluster(message.cluster_key, message.partition_count)
         if message.storage_id not in (self._identity.storage_id, NO_STORAGE_ID):
@@ -405,7 +405,7 @@ class StorageService:
                 f"{message.session_id}, promised is {lane.promise.session_id}"
             )
 
-    def _check_reader(self, lane: Lane, request: Request) -> None:
+    def _check_reader(self, lane: Lane, request: StorageRequest) -> None:
         """Raise unless a reader may be answered (rule 5)."""
         message = request.message
         if request.connection not in self._readers:
@@ -418,7 +418,7 @@ class StorageService:
 
     # ------------------------------------------------------------------ lanes
 
-    def _queue(self, lane: Lane, queue: deque[Request], request: Request) -> None:
+    def _queue(self, lane: Lane, queue: deque[StorageRequest], request: StorageRequest) -> None:
         queue.append(request)
         self.queued_bytes += queue_bytes(request.message)
         if self.queued_bytes > self._queue_bytes_max and request.connection not in self._paused:
@@ -427,7 +427,7 @@ class StorageService:
         if lane.work is None:
             self._start_work(lane)
 
-    def _unqueue(self, request: Request) -> None:
+    def _unqueue(self, request: StorageRequest) -> None:
         self.queued_bytes -= queue_bytes(request.message)
         assert self.queued_bytes >= 0
 
@@ -437,7 +437,9 @@ class StorageService:
         if requests or piece is not None:
             self._run(lane, requests, piece)
 
-    def _run(self, lane: Lane, requests: tuple[Request, ...], piece: Piece | None = None) -> None:
+    def _run(
+        self, lane: Lane, requests: tuple[StorageRequest, ...], piece: ScrubPiece | None = None
+    ) -> None:
         if lane.is_gone:
             return
         storage_id = self._identity.storage_id
@@ -510,7 +512,7 @@ class StorageService:
         if lane.owner is not None and lane.log.damaged:
             damaged = np.array(lane.log.damaged, dtype=">i8").tobytes()
             notice = DamageFound(lane.promise.session_id, 0, lane.log.partition_id, damaged)
-            self._effects.append(Answer(lane.owner, notice))
+            self._effects.append(StorageAnswer(lane.owner, notice))
 
     def _notice_room(self, now_ms: int) -> None:
         if self._room is None:
@@ -559,7 +561,7 @@ class StorageService:
         self._report("files_replaced", partition=lane.log.partition_id, error=why)
         lane.is_gone = True
         self._fence(lane, why)
-        self._effects.append(GiveUp(lane.log, why))
+        self._effects.append(DropPartition(lane.log, why))
 
     def _failed(self, lane: Lane, result: WorkResult) -> None:
         """Leave the session (rule 6)."""
@@ -578,10 +580,10 @@ class StorageService:
 
     # ------------------------------------------------------------------ what goes out
 
-    def _answer(self, request: Request, message: StorageMessage) -> None:
-        self._effects.append(Answer(request.connection, message))
+    def _answer(self, request: StorageRequest, message: StorageMessage) -> None:
+        self._effects.append(StorageAnswer(request.connection, message))
 
-    def _refuse(self, request: Request, error: WaltzError) -> None:
+    def _refuse(self, request: StorageRequest, error: WaltzError) -> None:
         message = request.message
         lane = self._lanes.get(PartitionId(message.partition_id))
         # More than was seen would look like a ZooKeeper that has lost data.
@@ -594,7 +596,7 @@ class StorageService:
         self._effects.append(Report(name, tuple(fields.items())))
 
 
-def _check_owner(lane: Lane, request: Request) -> None:
+def _check_owner(lane: Lane, request: StorageRequest) -> None:
     if lane.owner != request.connection:
         raise SessionFenced(
             f"partition {request.message.partition_id}: this connection has not prepared session "

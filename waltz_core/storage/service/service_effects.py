@@ -19,7 +19,7 @@ from waltz_core.wire.messages import StorageMessage
 
 
 @value(frozen=True, slots=True)
-class Answer:
+class StorageAnswer:
     """Send a message on a connection; nothing happens when the connection is gone."""
 
     connection: ConnectionId
@@ -63,7 +63,7 @@ class Idle:
 
 
 @value(frozen=True, slots=True)
-class GiveUp:
+class DropPartition:
     """The files of a partition were deleted or replaced: drop it, and do not open it again."""
 
     log: PartitionLog
@@ -85,13 +85,13 @@ class EndProcess:
 
 
 Effect: TypeAlias = (
-    Answer
+    StorageAnswer
     | CloseConnection
     | PauseReading
     | ResumeReading
     | RunWork
     | Idle
-    | GiveUp
+    | DropPartition
     | LookForRoom
     | EndProcess
     | Report

@@ -21,22 +21,22 @@ from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import errands
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.errands import (
-    Change,
-    Held,
+    DiskRoom,
+    HeldPartition,
     LogFacts,
-    ReplicaFacts,
-    RoomFacts,
+    ReplicaChange,
+    ReplicaStatus,
 )
 
 
-def partition_of(change: Change) -> PartitionId:
+def partition_of(change: ReplicaChange) -> PartitionId:
     """Return the partition that a change is about."""
     if isinstance(change, errands.PutCopy):
         return PartitionId(change.batches.partition_id)
     return change.partition_id
 
 
-def carry_out(engine: Engine, change: Change) -> object:
+def carry_out(engine: Engine, change: ReplicaChange) -> object:
     """Change a partition that nobody is at, durably; blocks. Its log is open again afterwards.
 
     A full disk has room for that in its reserve, but for a copy. Raises what the engine does, and
@@ -54,50 +54,56 @@ def carry_out(engine: Engine, change: Change) -> object:
 
 def _carry_out(
     engine: Engine,
-    change: errands.Hold | errands.GiveUp | errands.Switch | errands.Doubt | errands.Empty,
+    change: errands.Assign
+    | errands.Unassign
+    | errands.SetAvailability
+    | errands.MarkSuspect
+    | errands.Reseed,
 ) -> None:
     match change:
-        case errands.Hold():
+        case errands.Assign():
             engine.assign(change.partition_id)
-        case errands.GiveUp():
+        case errands.Unassign():
             engine.unassign(change.partition_id, deletes_files=change.deletes_files)
-        case errands.Switch():
+        case errands.SetAvailability():
             engine.set_available(change.partition_id, is_available=change.is_available)
-        case errands.Doubt():
+        case errands.MarkSuspect():
             engine.mark_suspect(change.partition_id)
-        case errands.Empty():
+        case errands.Reseed():
             engine.re_seed(change.partition_id)
         case _:
             assert_never(change)
 
 
-def held_by(engine: Engine) -> tuple[Held, ...]:
+def held_by(engine: Engine) -> tuple[HeldPartition, ...]:
     """Return all partitions that are held."""
     found = []
     for partition_id in engine.assigned():
         log = engine.logs.get(partition_id)
         synced_max = BEFORE_FIRST if log is None else log.synced_max
         is_available = engine.is_available(partition_id)
-        found.append(Held(partition_id, engine.info(partition_id), synced_max, is_available))
+        found.append(
+            HeldPartition(partition_id, engine.info(partition_id), synced_max, is_available)
+        )
     return tuple(found)
 
 
-def room_of(engine: Engine, clock_ms: int) -> RoomFacts:
+def room_of(engine: Engine, clock_ms: int) -> DiskRoom:
     """Return how the disk stands, with the time that it is."""
     room = engine.room
-    facts = RoomFacts(None, room.reserved_bytes, room.is_short, clock_ms)
+    facts = DiskRoom(None, room.reserved_bytes, room.is_short, clock_ms)
     try:
         return facts._replace(free_bytes=room.free_bytes(), size_bytes=room.size_bytes())
     except WaltzError as error:
         return facts._replace(disk_error=str(error))
 
 
-def facts_of(engine: Engine, partition_id: PartitionId, *, is_served: bool) -> ReplicaFacts:
+def facts_of(engine: Engine, partition_id: PartitionId, *, is_served: bool) -> ReplicaStatus:
     """Return how a partition stands; raises UnknownPartition where the cluster has none such."""
     info = engine.info(partition_id)
     log, error = engine.logs.get(partition_id), engine.failed.get(partition_id)
     why_not = "its log is not open" if error is None else str(error)
-    return ReplicaFacts(
+    return ReplicaStatus(
         is_held=bool(info.flags & FLAG_ASSIGNED),
         is_available=bool(info.flags & FLAG_AVAILABLE),
         is_served=is_served,

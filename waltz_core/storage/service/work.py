@@ -49,8 +49,8 @@ from waltz_core.storage.files.room import (
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.reading import PlacesRead
 from waltz_core.storage.log.scrub import (
-    Piece,
     Scrubbed,
+    ScrubPiece,
 )
 from waltz_core.values import value
 from waltz_core.wire.messages import (
@@ -68,7 +68,7 @@ from waltz_core.wire.messages import (
     RangeForm,
     RangeRaw,
     Repair,
-    ReplicaState,
+    ReplicaEnd,
     SetLowWaterMark,
     StorageMessage,
     Truncate,
@@ -83,14 +83,14 @@ BATCHES_BYTES_MAX: Final = ENTRIES_MAX * RECORD_OVERHEAD_BYTES
 
 
 @value(frozen=True, slots=True)
-class Request:
+class StorageRequest:
     """A message that has come on a connection."""
 
     connection: ConnectionId
     message: StorageMessage
 
 
-Outcome: TypeAlias = StorageMessage | WaltzError
+WorkOutcome: TypeAlias = StorageMessage | WaltzError
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class WorkResult:
     about bytes that it did not give.
     """
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[WorkOutcome] = field(default_factory=list)
     failure: DiskFailed | None = None
     gone: WaltzError | None = None  # its files were deleted or replaced
     appended_count: int = 0
@@ -131,11 +131,11 @@ class Work:
     def __init__(
         self,
         log: PartitionLog,
-        requests: tuple[Request, ...],
+        requests: tuple[StorageRequest, ...],
         storage_id: bytes,
         *,
         room: Room | None = None,
-        piece: Piece | None = None,
+        piece: ScrubPiece | None = None,
     ) -> None:
         assert not (requests and piece is not None)
         self.log = log
@@ -243,7 +243,7 @@ def _without(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[I
     return ranges
 
 
-def _scrub(log: PartitionLog, piece: Piece) -> Scrubbed:
+def _scrub(log: PartitionLog, piece: ScrubPiece) -> Scrubbed:
     log.check_place()
     before = log.reader.checked_bytes
     next_id = log.verify(piece.first, piece.bytes_max)
@@ -262,7 +262,7 @@ def _append_bytes(append: StorageMessage) -> int:
 
 def _append_group(
     log: PartitionLog,
-    requests: Sequence[Request],
+    requests: Sequence[StorageRequest],
     result: WorkResult,
     clock_s: Callable[[], float],
 ) -> None:
@@ -325,7 +325,7 @@ def _check_crc(what: str, message: AppendRaw | Repair) -> None:
 # Everything else, one at a time
 
 
-def _change(log: PartitionLog, message: StorageMessage) -> ReplicaState:
+def _change(log: PartitionLog, message: StorageMessage) -> ReplicaEnd:
     session = SessionId(message.session_id)
     match message:
         case SetLowWaterMark():
@@ -346,7 +346,7 @@ def _change(log: PartitionLog, message: StorageMessage) -> ReplicaState:
         case _:
             raise BadRequest(f"a storage takes no {type(message).__name__}")
     state = log.state()
-    return ReplicaState(*_prefix(message), state.synced_max, state.chain)
+    return ReplicaEnd(*_prefix(message), state.synced_max, state.chain)
 
 
 def _prepare(log: PartitionLog, message: Prepare, storage_id: bytes) -> Prepared:

@@ -23,8 +23,8 @@ from waltz_core.storage.service.work import (
     WorkResult,
 )
 
-Outcome: TypeAlias = WorkResult | BaseException
-DoneCallback: TypeAlias = Callable[[Work, Outcome], None]
+WriteOutcome: TypeAlias = WorkResult | BaseException
+DoneCallback: TypeAlias = Callable[[Work, WriteOutcome], None]
 
 
 class Writers:
@@ -61,7 +61,7 @@ class Writers:
             self._tell(work, _outcome_of(work))
             del work  # With it go megabytes, which nobody needs while this waits for the next one.
 
-    def _tell(self, work: Work, outcome: Outcome) -> None:
+    def _tell(self, work: Work, outcome: WriteOutcome) -> None:
         try:
             self._loop.call_soon_threadsafe(self._done, work, outcome)
         except RuntimeError:
@@ -69,7 +69,7 @@ class Writers:
                 raise
 
 
-def _outcome_of(work: Work) -> Outcome:
+def _outcome_of(work: Work) -> WriteOutcome:
     try:
         return work.run(time.perf_counter)
     except BaseException as error:  # noqa: BLE001 - rule 1: whoever waits must know
