@@ -29,7 +29,7 @@ from waltz_core.server.partition_events import (
     refusal,
 )
 from waltz_core.storage.service.work import (
-    StorageRequest,
+    LaneRequest,
     Work,
     WorkResult,
 )
@@ -105,7 +105,7 @@ class World:
     def works(self, kind, *fields, outcome=None, session=None) -> None:
         """A storage has done a piece of work; what became of it is made up."""
         session = self.session if session is None else session
-        request = StorageRequest(1, kind(session, 1, 0, *fields))
+        request = LaneRequest(1, kind(session, 1, 0, *fields))
         work = Work(self.storage.log, (request,), self.storage.engine.storage_id)
         outcome = m.SuccessResponse(session, 1, 0) if outcome is None else outcome
         before = self.checks.before_work(self.storage, work)

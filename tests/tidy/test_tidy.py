@@ -31,6 +31,8 @@ FOLDER_FILES_MAX = 15
 # Packages whose files are pure, but for shells: those name one of SHELL_MODULES.
 PURE_PACKAGES = ("replication", "wire", "storage", "cluster", "server")
 SHELL_MODULES = ("asyncio", "threading", "socket", "subprocess", "multiprocessing", "kazoo")
+# Unions that each machine has, and that are named with their module.
+NAMES_WITH_A_MODULE = ("Event", "Effect")
 # What changes its object and returns something.
 CHANGES = {"acquire", "next", "pop", "popitem", "popleft", "remove", "send", "setdefault", "step"}
 # third-party module -> the only files that may name it
@@ -310,6 +312,36 @@ def test_exceptions_to_these_rules_name_files_that_exist():
         [path for path in FILES_LONGER_ON_PURPOSE if not (ROOT / path).exists()],
         "listed here, but gone",
     )
+
+
+# --- Names
+
+
+def test_a_class_name_has_one_meaning():
+    """Private names are of one file; the others are not: a reader looks for them everywhere."""
+    places: dict[str, list[str]] = {}
+    for source in product():
+        for node in source.tree.body:
+            alias = node.target if isinstance(node, ast.AnnAssign) else None
+            if isinstance(alias, ast.Name) and ast.unparse(node.annotation) == "TypeAlias":
+                places.setdefault(alias.id, []).append(source.path)
+            elif isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(source.path)
+    several = [
+        f"{name}: {', '.join(paths)}"
+        for name, paths in places.items()
+        if len(paths) > 1 and not name.startswith("_") and name not in NAMES_WITH_A_MODULE
+    ]
+    nothing(several, "one name, several classes")
+
+
+def test_a_module_name_has_one_meaning():
+    places: dict[str, list[str]] = {}
+    for source in product():
+        if not source.path.endswith(("__init__.py", "__main__.py")):
+            places.setdefault(Path(source.path).stem, []).append(source.path)
+    several = [f"{name}: {', '.join(paths)}" for name, paths in places.items() if len(paths) > 1]
+    nothing(several, "one name, several modules")
 
 
 # --- Functions

@@ -8,9 +8,12 @@ import argparse
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from waltz_core.config.settings import nearest
+
+# What `add_subparsers` returns, to which a command adds its verbs.
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 NOT_UNDERSTOOD = 2
 WHICH_CLUSTER = (

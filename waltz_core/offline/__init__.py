@@ -2,8 +2,8 @@
 
 `waltz-core disk` is its face. From the top: `verify` judges a whole directory, `verify_control` its
 control files, `verify_log` one partition; `statistic` counts a segment, `index_repair` makes its
-`.idx` anew; `lineage` and `records` walk through `.chn` and `.seg`; `findings` is what verify has
-to say, `files` the door to files that are only read, `layout` the bytes.
+`.idx` anew; `lineage` and `records` walk through `.chn` and `.seg`; `file_findings` is what verify
+has to say, `files` the door to files that are only read, `layout` the bytes.
 
 Nothing here uses the storage's own readers. What `waltz_core.storage` writes is read with another
 parser and another CRC-32 (crcmod), from the page that describes the bytes: a mistake in the

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from waltz_core.offline.file_findings import Findings, records_text
 from waltz_core.offline.files import OpenFile, ReadableFile, segment_path
-from waltz_core.offline.findings import Findings, records_text
 from waltz_core.offline.layout import (
     BATCH_BYTES,
     CHAIN_HEADER_BYTES,

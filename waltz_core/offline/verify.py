@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from waltz_core.errors import BadRequest
+from waltz_core.offline.file_findings import Findings
 from waltz_core.offline.files import (
     chosen,
     first_of,
@@ -16,7 +17,6 @@ from waltz_core.offline.files import (
     kept_still,
     partitions_in,
 )
-from waltz_core.offline.findings import Findings
 from waltz_core.offline.layout import CONTROL_NAME, SLOTS_NAME
 from waltz_core.offline.verify_control import (
     Control,

@@ -16,8 +16,8 @@ Rules:
 from pathlib import Path
 from typing import NamedTuple
 
+from waltz_core.offline.file_findings import Findings, InFile
 from waltz_core.offline.files import read_all
-from waltz_core.offline.findings import Findings, InFile
 from waltz_core.offline.layout import (
     ASSIGNED,
     CONTROL_ENTRY_BYTES,

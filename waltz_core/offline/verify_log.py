@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from waltz_core.offline.file_findings import Findings, records_text
 from waltz_core.offline.files import OpenFile, firsts_in, names_in, segment_path
-from waltz_core.offline.findings import Findings, records_text
 from waltz_core.offline.layout import SLOTS_NAME, TRUNCATE
 from waltz_core.offline.lineage import ChainCheck, batches_of, header_of
 from waltz_core.offline.verify_segment import Belief, LogSeen, SegmentCheck

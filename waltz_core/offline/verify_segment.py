@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from waltz_core.offline.file_findings import Findings, InFile, records_text
 from waltz_core.offline.files import OpenFile, segment_path
-from waltz_core.offline.findings import Findings, InFile, records_text
 from waltz_core.offline.layout import (
     CHAIN_HEADER_BYTES,
     FILE_HEADER_BYTES,

@@ -41,7 +41,7 @@ from waltz_core.storage.service.service import (
 )
 from waltz_core.storage.service.work import (
     ConnectionId,
-    StorageRequest,
+    LaneRequest,
     Work,
     WorkResult,
 )
@@ -339,7 +339,7 @@ class SimStorage(Process):
 
     def _heard(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, StorageMessage)
-        self._step(StorageRequest(ConnectionId(link.number), message))
+        self._step(LaneRequest(ConnectionId(link.number), message))
 
     def _lost(self, link: SimLink, reason: str) -> None:
         self._step(service.Disconnected(ConnectionId(link.number)))

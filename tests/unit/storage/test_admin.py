@@ -38,7 +38,7 @@ from waltz_core.storage.service.errands import (
     HeldPartition,
     InspectReplica,
     LogFacts,
-    MarkSuspect,
+    MarkReplicaSuspect,
     PutCopy,
     ReadRange,
     ReplicaStatus,
@@ -276,7 +276,7 @@ def test_a_log_is_thrown_away_only_where_nobody_counts_on_it_or_somebody_insists
 def test_a_replica_is_doubted_unless_it_is_the_only_one():
     desk = Desk(FindStanding=ENGAGED)
     assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
-    assert desk.changes == [MarkSuspect(2)]
+    assert desk.changes == [MarkReplicaSuspect(2)]
     desk = Desk(FindStanding=ALONE)
     assert "alone engaged" in refused(desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest)
     assert desk.changes == []
@@ -354,7 +354,7 @@ def test_changes_take_turns_and_questions_do_not_wait_for_them():
     assert desk.told == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
     desk.carry_out(DiskFailed("no"))  # whoever waits goes on all the same
     assert desk.carry_out() == SetAvailability(1, False)
-    assert desk.carry_out() == MarkSuspect(2)
+    assert desk.carry_out() == MarkReplicaSuspect(2)
     assert [(who, answer.sequence) for who, answer in desk.told[1:]] == [(1, 1), (2, 2), (1, 3)]
     assert desk.open == []
 
@@ -385,4 +385,4 @@ def test_changes_and_refusals_are_reported():
     desk.ask(wire.MarkSuspect(1, 2, True))
     desk.ask(wire.CheckCluster(-1, KEY, 5))
     assert [report.name for report in desk.reports] == ["administered", "administration_refused"]
-    assert dict(desk.reports[0].fields) == {"request": "MarkSuspect", "partition": 2}
+    assert dict(desk.reports[0].fields) == {"request": "MarkReplicaSuspect", "partition": 2}

@@ -12,7 +12,7 @@ from waltz_core.storage.service.lane import (
     Lane,
     queue_bytes,
 )
-from waltz_core.storage.service.work import StorageRequest
+from waltz_core.storage.service.work import LaneRequest
 from waltz_core.wire.messages import Engage, Heartbeat, RangeForm, RangeRaw, Repair
 
 OWNER = Owner(1)
@@ -20,8 +20,8 @@ OWNER = Owner(1)
 
 def lane(*, writes=(), reads=(), piece=None):
     made = Lane(SimpleNamespace(), Promise(5, b"n" * 16))
-    made.writes.extend(StorageRequest(1, each) for each in writes)
-    made.reads.extend(StorageRequest(1, each) for each in reads)
+    made.writes.extend(LaneRequest(1, each) for each in writes)
+    made.reads.extend(LaneRequest(1, each) for each in reads)
     made.piece = piece
     return made
 

@@ -32,7 +32,7 @@ from waltz_core.storage.service.service import (
     StorageIdentity,
     StorageService,
 )
-from waltz_core.storage.service.work import StorageRequest
+from waltz_core.storage.service.work import LaneRequest
 from waltz_core.wire.messages import (
     Appended,
     DamageFound,
@@ -136,7 +136,7 @@ class Bench:
     def send(self, connection, *messages):
         """Take requests in; nothing that blocks is done yet."""
         for message in messages:
-            self.step(StorageRequest(connection, message))
+            self.step(LaneRequest(connection, message))
 
     def finish(self):
         """Run the work that is there and that comes of it; return how many pieces."""

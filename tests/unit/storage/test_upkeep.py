@@ -101,7 +101,7 @@ def test_a_disk_that_does_not_say_what_is_free_is_told_with_the_rest(engine, mon
 
 @pytest.mark.parametrize(
     "change",
-    [errands.SetAvailability(1, False), errands.MarkSuspect(1), errands.Reseed(1)],
+    [errands.SetAvailability(1, False), errands.MarkReplicaSuspect(1), errands.Reseed(1)],
     ids=str,
 )
 def test_the_log_is_open_again_after_a_change(engine, change):
@@ -129,7 +129,7 @@ def test_a_log_that_does_not_open_after_a_change_says_why(engine, monkeypatch):
         raise BadFormat("rotten")
 
     monkeypatch.setattr("waltz_core.storage.service.engine.PartitionLog.open", broken)
-    carry_out(engine, errands.MarkSuspect(1))  # is done all the same
+    carry_out(engine, errands.MarkReplicaSuspect(1))  # is done all the same
     assert facts_of(engine, 1, is_served=False).why_not == "rotten"
 
 

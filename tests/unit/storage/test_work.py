@@ -29,7 +29,7 @@ from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.work import (
     BATCHES_BYTES_MAX,
     RANGE_BYTES_MAX,
-    StorageRequest,
+    LaneRequest,
     Work,
 )
 from waltz_core.wire.messages import (
@@ -68,7 +68,7 @@ def log(tmp_path):
 
 
 def run(log, *messages, **options):
-    work = Work(log, tuple(StorageRequest(1, message) for message in messages), STORAGE_ID)
+    work = Work(log, tuple(LaneRequest(1, message) for message in messages), STORAGE_ID)
     assert work.partition_id == 0
     return work.run(**options)
 
@@ -316,7 +316,7 @@ class SmallRoom:
 
 def test_a_group_for_which_there_is_no_room_is_refused_whole_before_it_is_written(log):
     owner = Owner(5)
-    appends = tuple(StorageRequest(1, owner.append(2)) for _ in range(2))
+    appends = tuple(LaneRequest(1, owner.append(2)) for _ in range(2))
     room = SmallRoom(2 * 168 - 1)
     result = Work(log, appends, STORAGE_ID, room=room).run()
     assert [type(each) for each in result.outcomes] == [NoSpace, NoSpace]
@@ -341,7 +341,7 @@ def test_a_truncation_without_room_is_done_again_with_that_of_the_reserve():
     log.prepare(5, bytes(16))
     (appended,) = run(log, owner.append(4)).outcomes
     assert appended.synced_max == 3
-    truncate = StorageRequest(1, owner.make(Truncate, 1, BEFORE_FIRST, GENESIS_CHAIN))
+    truncate = LaneRequest(1, owner.make(Truncate, 1, BEFORE_FIRST, GENESIS_CHAIN))
     cuts = disk.step_count + 4  # behind the intent: the log's end is cut, and then its index
     disk.plan(cuts, DiskFault.DISK_FULL)
     result = Work(log, (truncate,), STORAGE_ID, room=engine.room).run()
@@ -362,7 +362,7 @@ def test_a_repair_without_room_is_done_again_with_that_of_the_reserve(log, monke
             raise NoSpace("no room")
 
     monkeypatch.setattr(log, "truncate", needs_room)
-    truncate = StorageRequest(1, Owner(5).make(Truncate, -1, -1, GENESIS_CHAIN))
+    truncate = LaneRequest(1, Owner(5).make(Truncate, -1, -1, GENESIS_CHAIN))
     result = Work(log, (truncate,), STORAGE_ID, room=room).run()
     assert times == [0, 1]
     assert isinstance(result.outcomes[0], ReplicaEnd)

@@ -7,12 +7,12 @@ them.
 import argparse
 import asyncio
 from collections.abc import Mapping
-from typing import TypeAlias
 
 from waltz_core.cli import own_transport
 from waltz_core.cli.asking import answers, name_at
 from waltz_core.cli.changing import Command, Result, add_common, run
 from waltz_core.cli.output import ranges_of
+from waltz_core.cli.parsing import Verbs
 from waltz_core.client.links.storage_admin import administered
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.change.changes import (
@@ -32,7 +32,6 @@ from waltz_core.wire.messages import Surface
 LOOK_AGAIN_S = 0.1
 
 STORAGE = "the address at which servers reach the storage"
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(verbs: Verbs) -> None:

@@ -4,11 +4,11 @@ import argparse
 import asyncio
 import datetime
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 from waltz_core.cli.asking import ask
 from waltz_core.cli.changing import Command, Result, add_common, connected, run
 from waltz_core.cli.output import show_json, show_table
+from waltz_core.cli.parsing import Verbs
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
@@ -24,8 +24,6 @@ from waltz_core.wire.messages import (
 )
 
 LOOK_AGAIN_S = 0.1
-
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(verbs: Verbs) -> None:

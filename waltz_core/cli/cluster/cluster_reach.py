@@ -7,19 +7,18 @@ every storage (the original's message 13, which its servers answer, too).
 import argparse
 import asyncio
 from collections.abc import Mapping
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 from waltz_core.cli.asking import ask
 from waltz_core.cli.changing import add_common, connected
 from waltz_core.cli.output import show_json, show_table
+from waltz_core.cli.parsing import Verbs
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.errors import WaltzError
 from waltz_core.transport import net
 from waltz_core.wire.messages import CheckConnectivityRequest, CheckConnectivityResponse
 
 HERE: Final = "this command"
-
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 class Reach(NamedTuple):

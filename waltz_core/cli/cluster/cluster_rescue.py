@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 from uuid import UUID
 
 from waltz_core.cli.changing import Command, Result, add_common, run
 from waltz_core.cli.output import show_table
+from waltz_core.cli.parsing import Verbs
 from waltz_core.cli.storage.owner_requests import (
     ExpectedCluster,
     OwnerConnection,
@@ -67,8 +67,6 @@ from waltz_core.wire.messages import Nack, Prepared
 ATTEMPTS_MAX = 10
 LOOK_AGAIN_S = 0.2
 NONCE_BYTES = 16
-
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(verbs: Verbs) -> None:

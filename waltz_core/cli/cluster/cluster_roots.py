@@ -2,11 +2,11 @@
 
 import argparse
 import asyncio
-from typing import TypeAlias
 
 from waltz_core.cli.asking import answers
 from waltz_core.cli.changing import Command, Result, add_common, add_place, connected, place_of, run
 from waltz_core.cli.output import say, show, show_json, show_table
+from waltz_core.cli.parsing import Verbs
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
 from waltz_core.transport import net
@@ -15,8 +15,6 @@ from waltz_core.wire.messages import Surface
 # A session has a root; where only hosts are named, it is one that no cluster has.
 NO_ROOT = "/zookeeper"
 DETAILS = ("servers", "storages", "key")
-
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(verbs: Verbs) -> None:

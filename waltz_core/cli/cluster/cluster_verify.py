@@ -6,10 +6,11 @@ too.
 """
 
 import argparse
-from typing import Final, TypeAlias
+from typing import Final
 
 from waltz_core.cli.changing import add_common, connected
 from waltz_core.cli.output import show, show_json, show_table
+from waltz_core.cli.parsing import Verbs
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cluster.change import changes
 from waltz_core.ops.checks import (
@@ -21,8 +22,6 @@ from waltz_core.transport import net
 
 # How long an answer may take.
 ANSWER_S: Final = 10.0
-
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(verbs: Verbs) -> None:

@@ -21,8 +21,8 @@ from waltz_core.cli.disk.disk_text import (
 )
 from waltz_core.cli.output import show, show_json
 from waltz_core.errors import BadConfig
+from waltz_core.offline.file_findings import records_text
 from waltz_core.offline.files import OpenFile, segment_path, segments_at
-from waltz_core.offline.findings import records_text
 from waltz_core.offline.layout import (
     FILE_HEADER_BYTES,
     OFFSET_BYTES,

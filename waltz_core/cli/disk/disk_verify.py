@@ -6,8 +6,8 @@ from pathlib import Path
 
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.errors import BadConfig, BadFormat
+from waltz_core.offline.file_findings import FileFinding
 from waltz_core.offline.files import kept_still, segments_at
-from waltz_core.offline.findings import FileFinding
 from waltz_core.offline.index_repair import Repaired, held_alone
 from waltz_core.offline.index_repair import repair_index as make_anew
 from waltz_core.offline.verify import Verified

@@ -2,7 +2,7 @@
 
 import argparse
 import asyncio
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from waltz_core.cli import http_pages
 from waltz_core.cli.asking import ask
@@ -16,8 +16,6 @@ from waltz_core.transport import net
 from waltz_core.wire.messages import PartitionsHealthRequest, PartitionsHealthResponse
 
 WELL = "well"
-
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 class ServerRow(NamedTuple):

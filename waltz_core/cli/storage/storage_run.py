@@ -5,16 +5,14 @@ quarter of the time until it serves.
 """
 
 import argparse
-from typing import TypeAlias
 
 from waltz_core.cli.daemon_command import (
     add_run,
     run_daemon,
     spare_threads,
 )
+from waltz_core.cli.parsing import Verbs
 from waltz_core.config.declarations import StorageConfig
-
-Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(verbs: Verbs) -> None:

@@ -27,8 +27,8 @@ from typing import NamedTuple, cast
 
 from waltz_core import errors
 from waltz_core.client.links import silence
-from waltz_core.client.links.answers import AnswerT, PendingRequests
 from waltz_core.client.links.old_server import OldServer
+from waltz_core.client.links.pending_requests import AnswerT, PendingRequests
 from waltz_core.client.links.silence import Silences, SilenceWatch
 from waltz_core.legacy import old_server_stream
 from waltz_core.records.record import (

@@ -52,7 +52,7 @@ from waltz_core.storage.service.service import (
 )
 from waltz_core.storage.service.work import (
     ConnectionId,
-    StorageRequest,
+    LaneRequest,
     Work,
 )
 from waltz_core.transport import net
@@ -215,15 +215,15 @@ class AdminPort:
             reader=False,
         )
         if errand.partition_id not in self._serving.logs:
-            return await self._read_unserved(StorageRequest(ADMINISTRATION, request))
+            return await self._read_unserved(LaneRequest(ADMINISTRATION, request))
         answer = self._reads[number] = asyncio.get_running_loop().create_future()
         try:
-            self._post(StorageRequest(ADMINISTRATION, request))
+            self._post(LaneRequest(ADMINISTRATION, request))
             return _or_raise(await answer)
         finally:
             del self._reads[number]
 
-    async def _read_unserved(self, request: StorageRequest) -> StorageMessage:
+    async def _read_unserved(self, request: LaneRequest) -> StorageMessage:
         partition_id = PartitionId(request.message.partition_id)
 
         def read() -> StorageMessage:

@@ -79,7 +79,7 @@ from waltz_core.storage.service.service import (
 from waltz_core.storage.service.service_effects import Effect
 from waltz_core.storage.service.work import (
     ConnectionId,
-    StorageRequest,
+    LaneRequest,
     Work,
 )
 from waltz_core.storage.service.writers import (
@@ -493,7 +493,7 @@ class StorageDaemon:
     def _received(self, connection: ConnectionId, messages: list[Message]) -> None:
         for message in messages:
             assert isinstance(message, StorageMessage)
-            self._post(StorageRequest(connection, message))
+            self._post(LaneRequest(connection, message))
             self.metrics.add("waltz_storage_requests_total", request=type(message).__name__)
 
     def _closed(self, connection: ConnectionId, _reason: str) -> None:

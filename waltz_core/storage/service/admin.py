@@ -52,7 +52,7 @@ from waltz_core.storage.service.errands import (
     HeldPartition,
     InspectReplica,
     LogFacts,
-    MarkSuspect,
+    MarkReplicaSuspect,
     PutCopy,
     ReadRange,
     ReplicaStatus,
@@ -297,7 +297,7 @@ class AdminService:
                     f"instead, found this one alone engaged in session {standing.session_id}: "
                     "marked as suspect, nobody could say any more what was acknowledged (--force)"
                 )
-        yield MarkSuspect(partition_id)
+        yield MarkReplicaSuspect(partition_id)
         return wire.Done(message.sequence)
 
     def _re_seed(self, message: wire.ReSeed) -> Script:

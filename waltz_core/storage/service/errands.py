@@ -96,7 +96,7 @@ class SetAvailability:
 
 
 @value(frozen=True, slots=True)
-class MarkSuspect:
+class MarkReplicaSuspect:
     """Mark a replica as suspect."""
 
     partition_id: PartitionId
@@ -117,8 +117,8 @@ class PutCopy:
 
 
 Question: TypeAlias = FindHeld | FindRoom | InspectReplica | FindStanding | ReadRange | ScrubStatus
-ReplicaChange: TypeAlias = Assign | Unassign | SetAvailability | MarkSuspect | Reseed | PutCopy
-Errand: TypeAlias = Question | ReplicaChange
+ReplicaChange: TypeAlias = Assign | Unassign | SetAvailability | MarkReplicaSuspect | Reseed |
+PutCopy Errand: TypeAlias = Question | ReplicaChange
 
 
 class HeldPartition(NamedTuple):

@@ -25,7 +25,7 @@ from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import ScrubPiece
 from waltz_core.storage.service.work import (
     ConnectionId,
-    StorageRequest,
+    LaneRequest,
     Work,
 )
 from waltz_core.wire.messages import AppendRaw, LockBlocksRequest, RangeRaw, Repair, StorageMessage
@@ -47,8 +47,8 @@ class Lane:
     # Who has prepared it; None when nobody is connected who has.
     owner: ConnectionId | None = None
     engaged: SessionId = NO_SESSION
-    writes: deque[StorageRequest] = field(default_factory=deque)
-    reads: deque[StorageRequest] = field(default_factory=deque)
+    writes: deque[LaneRequest] = field(default_factory=deque)
+    reads: deque[LaneRequest] = field(default_factory=deque)
     piece: ScrubPiece | None = None  # that the scrub waits for
     work: Work | None = None
     was_read: bool = False
@@ -56,7 +56,7 @@ class Lane:
     prepared_max: TransactionId = BEFORE_FIRST  # where its log ended when it was prepared
     is_gone: bool = False  # its files are; it does nothing but wait to be dropped
 
-    def take_next(self) -> tuple[tuple[StorageRequest, ...], ScrubPiece | None]:
+    def take_next(self) -> tuple[tuple[LaneRequest, ...], ScrubPiece | None]:
         """Return the requests, or the piece, that are next; neither when nothing waits."""
         assert self.work is None, "rule 1"
         piece, self.piece = self.piece, None
@@ -71,7 +71,7 @@ class Lane:
         return (), None
 
 
-def _next_group(writes: deque[StorageRequest]) -> tuple[StorageRequest, ...]:
+def _next_group(writes: deque[LaneRequest]) -> tuple[LaneRequest, ...]:
     """Take the first request, and if it is an append, all that follow it directly (rule 2)."""
     group = [writes.popleft()]
     if not isinstance(group[0].message, AppendRaw):

@@ -84,7 +84,7 @@ from waltz_core.storage.service.service_effects import (
 )
 from waltz_core.storage.service.work import (
     ConnectionId,
-    StorageRequest,
+    LaneRequest,
     Work,
     WorkResult,
 )
@@ -116,7 +116,7 @@ ROOM_AGAIN_MS: Final = 1_000
 
 
 # ---------------------------------------------------------------------------------------------
-# Events (a `StorageRequest` is one, too)
+# Events (a `LaneRequest` is one, too)
 
 
 @value(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class LookedForRoom:
 
 
 Event: TypeAlias = (
-    StorageRequest | Disconnected | Opened | Dropped | WorkDone | ScrubNow | LookedForRoom | Wakeup
+    LaneRequest | Disconnected | Opened | Dropped | WorkDone | ScrubNow | LookedForRoom | Wakeup
 )
 
 
@@ -230,7 +230,7 @@ class StorageService:
         """Take one event in (`machine.py`)."""
         assert not self._effects
         match event:
-            case StorageRequest():
+            case LaneRequest():
                 self._receive(event)
             case WorkDone():
                 self._work_done(event.work, event.result, now_ms)
@@ -260,13 +260,13 @@ class StorageService:
 
     # ------------------------------------------------------------------ what came in
 
-    def _receive(self, request: StorageRequest) -> None:
+    def _receive(self, request: LaneRequest) -> None:
         try:
             self._admit(request)
         except WaltzError as error:
             self._refuse(request, error)
 
-    def _admit(self, request: StorageRequest) -> None:
+    def _admit(self, request: LaneRequest) -> None:
         """Answer a request, queue it, or raise why not."""
         message = request.message
         match message:
@@ -300,7 +300,7 @@ class StorageService:
             case _:
                 raise BadRequest(f"a storage takes no {type(message).__name__}")
 
-    def _admit_prepare(self, request: StorageRequest, message: Prepare) -> None:
+    def _admit_prepare(self, request: LaneRequest, message: Prepare) -> None:
         """Raise the session at once (rule 3); the promise is made durable by the work."""
         self._check_cluster(message.cluster_key, message.partition_count)
         if message.storage_id not in (self._identity.storage_id, NO_STORAGE_ID):
@@ -405,7 +405,7 @@ class StorageService:
                 f"{message.session_id}, promised is {lane.promise.session_id}"
             )
 
-    def _check_reader(self, lane: Lane, request: StorageRequest) -> None:
+    def _check_reader(self, lane: Lane, request: LaneRequest) -> None:
         """Raise unless a reader may be answered (rule 5)."""
         message = request.message
         if request.connection not in self._readers:
@@ -418,7 +418,7 @@ class StorageService:
 
     # ------------------------------------------------------------------ lanes
 
-    def _queue(self, lane: Lane, queue: deque[StorageRequest], request: StorageRequest) -> None:
+    def _queue(self, lane: Lane, queue: deque[LaneRequest], request: LaneRequest) -> None:
         queue.append(request)
         self.queued_bytes += queue_bytes(request.message)
         if self.queued_bytes > self._queue_bytes_max and request.connection not in self._paused:
@@ -427,7 +427,7 @@ class StorageService:
         if lane.work is None:
             self._start_work(lane)
 
-    def _unqueue(self, request: StorageRequest) -> None:
+    def _unqueue(self, request: LaneRequest) -> None:
         self.queued_bytes -= queue_bytes(request.message)
         assert self.queued_bytes >= 0
 
@@ -438,7 +438,7 @@ class StorageService:
             self._run(lane, requests, piece)
 
     def _run(
-        self, lane: Lane, requests: tuple[StorageRequest, ...], piece: ScrubPiece | None = None
+        self, lane: Lane, requests: tuple[LaneRequest, ...], piece: ScrubPiece | None = None
     ) -> None:
         if lane.is_gone:
             return
@@ -580,10 +580,10 @@ class StorageService:
 
     # ------------------------------------------------------------------ what goes out
 
-    def _answer(self, request: StorageRequest, message: StorageMessage) -> None:
+    def _answer(self, request: LaneRequest, message: StorageMessage) -> None:
         self._effects.append(StorageAnswer(request.connection, message))
 
-    def _refuse(self, request: StorageRequest, error: WaltzError) -> None:
+    def _refuse(self, request: LaneRequest, error: WaltzError) -> None:
         message = request.message
         lane = self._lanes.get(PartitionId(message.partition_id))
         # More than was seen would look like a ZooKeeper that has lost data.
@@ -596,7 +596,7 @@ class StorageService:
         self._effects.append(Report(name, tuple(fields.items())))
 
 
-def _check_owner(lane: Lane, request: StorageRequest) -> None:
+def _check_owner(lane: Lane, request: LaneRequest) -> None:
     if lane.owner != request.connection:
         raise SessionFenced(
             f"partition {request.message.partition_id}: this connection has not prepared session "

@@ -57,7 +57,7 @@ def _carry_out(
     change: errands.Assign
     | errands.Unassign
     | errands.SetAvailability
-    | errands.MarkSuspect
+    | errands.MarkReplicaSuspect
     | errands.Reseed,
 ) -> None:
     match change:
@@ -67,7 +67,7 @@ def _carry_out(
             engine.unassign(change.partition_id, deletes_files=change.deletes_files)
         case errands.SetAvailability():
             engine.set_available(change.partition_id, is_available=change.is_available)
-        case errands.MarkSuspect():
+        case errands.MarkReplicaSuspect():
             engine.mark_suspect(change.partition_id)
         case errands.Reseed():
             engine.re_seed(change.partition_id)

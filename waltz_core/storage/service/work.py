@@ -83,7 +83,7 @@ BATCHES_BYTES_MAX: Final = ENTRIES_MAX * RECORD_OVERHEAD_BYTES
 
 
 @value(frozen=True, slots=True)
-class StorageRequest:
+class LaneRequest:
     """A message that has come on a connection."""
 
     connection: ConnectionId
@@ -131,7 +131,7 @@ class Work:
     def __init__(
         self,
         log: PartitionLog,
-        requests: tuple[StorageRequest, ...],
+        requests: tuple[LaneRequest, ...],
         storage_id: bytes,
         *,
         room: Room | None = None,
@@ -262,7 +262,7 @@ def _append_bytes(append: StorageMessage) -> int:
 
 def _append_group(
     log: PartitionLog,
-    requests: Sequence[StorageRequest],
+    requests: Sequence[LaneRequest],
     result: WorkResult,
     clock_s: Callable[[], float],
 ) -> None:
