@@ -117,8 +117,10 @@ class PutCopy:
 
 
 Question: TypeAlias = FindHeld | FindRoom | InspectReplica | FindStanding | ReadRange | ScrubStatus
-ReplicaChange: TypeAlias = Assign | Unassign | SetAvailability | MarkReplicaSuspect | Reseed |
-PutCopy Errand: TypeAlias = Question | ReplicaChange
+ReplicaChange: TypeAlias = (
+    Assign | Unassign | SetAvailability | MarkReplicaSuspect | Reseed | PutCopy
+)
+Errand: TypeAlias = Question | ReplicaChange
 
 
 class HeldPartition(NamedTuple):
