@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import tomllib
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import fields
 from functools import cache
@@ -33,6 +34,19 @@ PURE_PACKAGES = ("replication", "wire", "storage", "cluster", "server")
 SHELL_MODULES = ("asyncio", "threading", "socket", "subprocess", "multiprocessing", "kazoo")
 # Unions that each machine has, and that are named with their module.
 NAMES_WITH_A_MODULE = ("Event", "Effect")
+# A word in so many names of classes is in the glossary, unless every programmer knows it.
+GLOSSARY_NAMES_MIN = 5
+ORDINARY_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        admin check client cluster config connection consumer copy data directory end entry error
+        failed file info keeper limits link log mark memory message mismatch node open protocol read
+        reader request response result run server session set state storage store task view waltz
+        write zoo
+        """,
+    )
+)
 # What changes its object and returns something.
 CHANGES = {"acquire", "next", "pop", "popitem", "popleft", "remove", "send", "setdefault", "step"}
 # third-party module -> the only files that may name it
@@ -342,6 +356,22 @@ def test_a_module_name_has_one_meaning():
             places.setdefault(Path(source.path).stem, []).append(source.path)
     several = [f"{name}: {', '.join(paths)}" for name, paths in places.items() if len(paths) > 1]
     nothing(several, "one name, several modules")
+
+
+def test_the_glossary_has_each_word_that_many_names_consist_of():
+    count = Counter(
+        word.lower()
+        for source in sources_under("waltz_core", "waltz_spark")
+        for node in source.tree.body
+        if isinstance(node, ast.ClassDef)
+        for word in set(re.findall(r"[A-Z][a-z]+", node.name))
+    )
+    page = text_of("ARCHITECTURE.md")
+    rows = re.findall(r"(?m)^\| (.*?) \|", page[: page.index("## The processes")])
+    explained = {word for row in rows for word in re.findall(r"\w+", row.lower())}
+    missing = {word for word, names in count.items() if names >= GLOSSARY_NAMES_MIN} - explained
+    nothing(missing - ORDINARY_WORDS, "no row in the glossary of ARCHITECTURE.md")
+    nothing(ORDINARY_WORDS - set(count), "listed as ordinary, but in no name")
 
 
 # --- Functions
