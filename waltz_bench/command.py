@@ -1,15 +1,19 @@
 """The command `waltz-core bench`: options, the table of workloads, and how one is run."""
 
-import argparse
 from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import click
 
 import waltz_core.local
 from waltz_bench.measuring import BenchLoad, BenchReport, Meter, Workload, make_report
+from waltz_core.cli import options
 from waltz_core.cli.output import say, show, show_json
+from waltz_core.cli.verbs import VerbFunction, verb
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
@@ -43,61 +47,98 @@ WORKLOADS: dict[str, tuple[str, str]] = {
 WITHOUT_CLUSTER = ("storage-append", "storage-open", "many-partitions")
 
 
-def add(command: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    command.add_argument(
-        "workload",
-        help=f"one of {', '.join(sorted(WORKLOADS))}; docs/performance.md has what they measure",
-    )
-    command.add_argument("--connect", help="this cluster; else a local one is started and ended")
-    command.add_argument(
-        "--directory",
-        type=Path,
-        help="a local cluster's directory: use it, and measure its CPU; "
-        "storage-append, storage-open, many-partitions, sql-view: on which disk",
-    )
-    command.add_argument("--payload", type=int, default=512, help="bytes of data (512)")
-    command.add_argument("--locks", type=int, default=1, help="write locks of a transaction (1)")
-    command.add_argument(
-        "--batch", type=int, help="rows of a batch (1000; Spark writes: option batchSize's own)"
-    )
-    command.add_argument("--seconds", type=float, default=10.0, help="length of the load (10)")
-    command.add_argument(
-        "--in-flight", type=int, default=2, help="batches in flight for each partition (2)"
-    )
-    command.add_argument(
-        "--peer", choices=("nats",), help="append-one: by turns with this one, in the same run"
-    )
-    command.add_argument(
-        "--mib", type=int, help="storage-append, storage-open: MiB of data (1024, 10240)"
-    )
-    command.add_argument(
-        "--segments", type=int, default=1, help="storage-open: at least so many segments (1)"
-    )
-    command.add_argument(
-        "--writers", type=int, default=1, help="test-producers: so many at once (1)"
-    )
-    command.add_argument(
-        "--interval-ms",
-        type=float,
-        default=0.0,
-        help="test-producers: pause of a writer after each transaction (0)",
-    )
-    command.add_argument(
-        "--lock-pool",
-        type=int,
-        default=0,
-        help="test-producers: write locks are drawn from so many (0: no locks)",
-    )
-    command.add_argument("--partitions", type=int, help="many-partitions: how many (1000)")
-    command.add_argument(
-        "--database", help="sql-view: SQLAlchemy's URL of a database (a new SQLite file)"
-    )
-    command.add_argument(
-        "--rows", type=int, default=500_000, help="rows, for workloads of so many (500000)"
-    )
-    command.add_argument("--json", action="store_true", help="print nothing but the JSON line")
-    command.set_defaults(verb=_bench)
+# option -> its type, its default, its help
+LOAD: dict[str, tuple[type, int | float | None, str]] = {
+    "--payload": (int, 512, "bytes of data"),
+    "--locks": (int, 1, "write locks of a transaction"),
+    "--batch": (int, None, "rows of a batch [default: 1000; Spark writes: option batchSize's own]"),
+    "--seconds": (float, 10.0, "length of the load"),
+    "--in-flight": (int, 2, "batches in flight for each partition"),
+    "--mib": (int, None, "storage-append, storage-open: MiB of data [default: 1024, 10240]"),
+    "--segments": (int, 1, "storage-open: minimum number of segments"),
+    "--writers": (int, 1, "test-producers: number of writers"),
+    "--interval-ms": (float, 0.0, "test-producers: pause of a writer after each transaction"),
+    "--lock-pool": (int, 0, "test-producers: number of locks to draw write locks from"),
+    "--partitions": (int, None, "many-partitions: number of partitions [default: 1000]"),
+    "--rows": (int, 500_000, "number of rows for fixed-size workloads"),
+}
+POSITIVE = (
+    "seconds", "batch", "in_flight", "rows", "mib", "segments", "writers", "partitions"
+)  # fmt: skip
+NOT_NEGATIVE = ("interval_ms", "lock_pool")
+
+
+def _load(function: VerbFunction) -> VerbFunction:
+    for name, (kind, default, text) in reversed(LOAD.items()):
+        shown = text if default is None else f"{text} [default: {default:g}]"
+        function = click.option(name, type=kind, default=default, metavar="N", help=shown)(function)
+    return function
+
+
+@verb
+@options.argument(
+    "workload",
+    "WORKLOAD",
+    f"one of {', '.join(sorted(WORKLOADS))}; docs/performance.md has what they measure",
+)
+@click.option("--connect", help="the cluster [default: a local one, which is started and ended]")
+@click.option(
+    "--directory",
+    type=options.PATH,
+    help="a local cluster's directory: use it, and measure its CPU; "
+    "storage-append, storage-open, many-partitions, sql-view: on which disk",
+)
+@_load
+@click.option(
+    "--peer",
+    type=options.OneOf(("nats",)),
+    help="append-one: alternate with this peer, in the same run",
+)
+@click.option(
+    "--database", help="sql-view: SQLAlchemy's URL of a database [default: a new SQLite file]"
+)
+@click.option("--json", "as_json", is_flag=True, help="print nothing but the JSON line")
+def bench(
+    *,
+    workload: str,
+    connect: str | None,
+    directory: Path | None,
+    as_json: bool,
+    **load: Any,  # noqa: ANN401
+) -> int:
+    run = _workload(workload)
+    for name, given in load.items():
+        flag = name.replace("_", "-")
+        if name in POSITIVE and given is not None and given <= 0:
+            raise BadConfig(f"--{flag}: expected more than 0, found {given}")
+        if name in NOT_NEGATIVE and given < 0:
+            raise BadConfig(f"--{flag}: expected 0 or more, found {given}")
+    with ExitStack() as stack:
+        cluster: LocalCluster | None = None
+        if workload in WITHOUT_CLUSTER:
+            pass
+        elif directory is not None:
+            cluster = LocalCluster(directory)
+        elif connect is None:
+            say("starting a local cluster")
+            cluster = stack.enter_context(waltz_core.local.running())
+        asked = BenchLoad(
+            connect or (cluster.connect if cluster else ""),
+            load.pop("payload"),
+            load.pop("locks"),
+            directory=None if directory is None else str(directory),
+            **load,
+        )
+        meter = Meter(cluster)
+        say(f"running {workload}")
+        measured = run(asked, meter)
+        cpu = measured.cpu_seconds or meter.spent()
+        report = make_report(workload, asked, measured, cpu)
+    if not as_json:
+        for line in _lines(report):
+            show(line)
+    show_json(asdict(report))
+    return 1 if report.lost or report.doubled or report.errors else 0
 
 
 def _workload(name: str) -> Workload:
@@ -108,58 +149,6 @@ def _workload(name: str) -> Workload:
         raise BadConfig(f"{name} needs PySpark. Hint: pip install 'waltz-spark[spark]'")
     found: Workload = getattr(import_module(f"waltz_bench.{module}"), function)
     return found
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    workload = _workload(arguments.workload)
-    positive = ("seconds", "batch", "in_flight", "rows", "mib", "segments", "writers", "partitions")
-    for name in positive:
-        given = getattr(arguments, name)
-        if given is not None and given <= 0:
-            flag = name.replace("_", "-")
-            raise BadConfig(f"--{flag}: expected more than 0, found {given}")
-    for name in ("interval_ms", "lock_pool"):
-        if getattr(arguments, name) < 0:
-            flag, found = name.replace("_", "-"), getattr(arguments, name)
-            raise BadConfig(f"--{flag}: expected 0 or more, found {found}")
-    with ExitStack() as stack:
-        cluster: LocalCluster | None = None
-        if arguments.workload in WITHOUT_CLUSTER:
-            pass
-        elif arguments.directory is not None:
-            cluster = LocalCluster(arguments.directory)
-        elif arguments.connect is None:
-            say("starting a local cluster")
-            cluster = stack.enter_context(waltz_core.local.running())
-        connect = arguments.connect or (cluster.connect if cluster else "")
-        load = BenchLoad(
-            connect,
-            arguments.payload,
-            arguments.locks,
-            arguments.batch,
-            arguments.seconds,
-            arguments.in_flight,
-            arguments.rows,
-            arguments.peer,
-            None if arguments.directory is None else str(arguments.directory),
-            arguments.mib,
-            arguments.segments,
-            arguments.writers,
-            arguments.interval_ms,
-            arguments.lock_pool,
-            arguments.partitions,
-            arguments.database,
-        )
-        meter = Meter(cluster)
-        say(f"running {arguments.workload}")
-        measured = workload(load, meter)
-        cpu = measured.cpu_seconds or meter.spent()
-        report = make_report(arguments.workload, load, measured, cpu)
-    if not arguments.json:
-        for line in _lines(report):
-            show(line)
-    show_json(asdict(report))
-    return 1 if report.lost or report.doubled or report.errors else 0
 
 
 def _lines(report: BenchReport) -> list[str]:

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from waltz_core.cli.output import say, show, show_json
-from waltz_core.cli.parsing import Parser
 from waltz_core.errors import BadConfig, WaltzError
 from waltz_sim.coverage import Coverage
 from waltz_sim.faults.kinds import KINDS
@@ -37,7 +36,7 @@ TEXT_CHARACTERS_MAX = 2_000
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    command = Parser(prog="python -m waltz_sim", description=DESCRIPTION)
+    command = argparse.ArgumentParser(prog="python -m waltz_sim", description=DESCRIPTION)
     _add_options(command)
     try:
         return _simulate(command.parse_args(argv))

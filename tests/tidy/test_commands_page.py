@@ -1,14 +1,13 @@
 """Every command that a page names exists, with its options; each of the original's has one here."""
 
-import argparse
 import re
 import shlex
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from waltz_core.cli.main import EXAMPLES, NOUNS, OVERVIEW, parser_for, verbs_of
+from tests.commands import is_verb, option_names, parsed, shown_options, verbs_of
+from waltz_core.cli.main import NOUNS, OVERVIEW
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "ARCHITECTURE.md"])
@@ -30,23 +29,19 @@ SHORT = re.compile(rf"`((?:{'|'.join(NOUNS)}) [a-z][a-z-]*(?: [^`]*)?)`")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
-@cache
-def noun_parser(noun: str) -> argparse.ArgumentParser:
-    return verbs_of(parser_for(noun))[noun]
-
-
 def faults(text: str) -> list[str]:
     """Return what is wrong with a command, without its `waltz-core`."""
     noun, *rest = text.split()
     if noun not in NOUNS:
         return [f"no noun {noun!r}"]
-    parser, verbs = noun_parser(noun), verbs_of(noun_parser(noun))
-    if verbs and rest and not rest[0].startswith(("-", "NOUN", "VERB", "[")):
+    verbs, known = verbs_of(noun), {"--help"}
+    if is_verb(noun):
+        known = option_names(verbs[noun])
+    elif rest and not rest[0].startswith(("-", "NOUN", "VERB", "[")):
         verb = rest[0].rstrip(".,:)")
         if verb not in verbs:
             return [f"no verb {verb!r} of {noun!r}"]
-        parser = verbs[verb]
-    known = parser._option_string_actions
+        known = option_names(verbs[verb])
     return [f"no option {each} of it" for each in OPTION.findall(text) if each not in known]
 
 
@@ -80,11 +75,10 @@ def test_what_is_wrong_would_be_found(text, fault):
     assert commands_in(f"say `{text}`, or\n$ waltz-core {text}  # so")[0].split() == text.split()
 
 
-@pytest.mark.parametrize("text", [each for lines in EXAMPLES.values() for each in lines])
+@pytest.mark.parametrize("text", [each for noun in NOUNS.values() for each in noun.examples])
 def test_every_example_in_a_help_can_be_given(text, monkeypatch):
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
-    words = shlex.split(text)
-    assert parser_for(words[0]).parse_args(words).verb is not None
+    assert parsed(shlex.split(text))
 
 
 def test_the_overview_names_five_commands_that_exist():
@@ -109,22 +103,13 @@ def test_every_noun_has_a_row_and_every_verb_says_what_it_does():
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     for noun in NOUNS:
         assert f"`{noun}`" in page
-        for name, verb in verbs_of(noun_parser(noun)).items():
-            assert verb.description, f"{noun} {name} has no help"
-
-
-def options_of(parser):
-    """Yield each option of a parser as its help shows it, and its verbs' options."""
-    for verb in verbs_of(parser).values():
-        yield from options_of(verb)
-    for action in parser._actions:
-        if action.help != argparse.SUPPRESS:
-            yield from action.option_strings
+        for name, verb in verbs_of(noun).items():
+            assert len(verb.help) > 10, f"{noun} {name} has no help"
 
 
 @pytest.mark.parametrize("noun", NOUNS)
 def test_how_long_a_command_may_wait_is_called_the_same_everywhere(noun):
-    shown = set(options_of(noun_parser(noun)))
+    shown = {each for verb in verbs_of(noun).values() for each in shown_options(verb)}
     assert not {each for each in shown if each.startswith(("--wait", "--timeout"))} - {
         "--timeout-s"
     }
@@ -148,6 +133,5 @@ def test_how_long_a_command_may_wait_is_called_the_same_everywhere(noun):
     ],
 )
 def test_the_options_of_earlier_versions_for_how_long_to_wait_are_understood(text, found):
-    words = shlex.split(text)
-    arguments = vars(parser_for(words[0]).parse_args(words))
+    arguments = parsed(shlex.split(text))
     assert {name: arguments[name] for name in found} == found

@@ -9,8 +9,8 @@ Rules:
        command goes on from there.
 """
 
-import argparse
 import asyncio
+import functools
 import getpass
 import os
 import shlex
@@ -20,10 +20,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
+import click
+
+from waltz_core.cli import options, own_transport
 from waltz_core.cli.output import say, show, show_json
-from waltz_core.cli.parsing import WHICH_CLUSTER
 from waltz_core.cli.progress import ProgressLine
+from waltz_core.cli.verbs import WHICH_CLUSTER, VerbFunction
 from waltz_core.cluster.change.audit import (
     DONE,
     AuditEntry,
@@ -33,30 +37,27 @@ from waltz_core.cluster.change.storages import Progress
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
-from waltz_core.transport import net
 
-TIMEOUT_S = 600.0
 BROKEN_OFF = "failed: broken off"
 GOES_ON = "What was done stays done; the same command goes on from there"
-CONNECT_WAIT_S = 10.0
 
-Result = Mapping[str, object]
+Result: TypeAlias = Mapping[str, object] | None
 
 
 @dataclass(slots=True)
 class Command:
     """One run of a changing command."""
 
-    arguments: argparse.Namespace
     coordinator: Coordinator
     line: ProgressLine
+    as_json: bool = False
     steps: list[str] = field(default_factory=list)
     waits_for: str = ""
 
     def note(self, step: str) -> None:
         """A step was taken: it is part of the result, and told at once."""
         self.steps.append(step)
-        if not self.arguments.json:
+        if not self.as_json:
             say(step)
 
     def wait_for(self, what: str, done_count: int = 0, count: int = 1) -> None:
@@ -75,101 +76,60 @@ class Command:
         self.wait_for(what, progress.done_count, progress.count)
 
 
-def add_common(verb: argparse.ArgumentParser, *, changes: bool = True) -> None:
-    """Declare what all of these commands take."""
-    verb.add_argument(
-        "--connect",
-        default=os.environ.get("WALTZ_CONNECT"),
-        required="WALTZ_CONNECT" not in os.environ,
-        help="zk1:2181,zk2:2181/waltz/payments (default $WALTZ_CONNECT)",
-    )
-    verb.add_argument("--json", action="store_true", help="one JSON value on standard output")
-    if changes:
-        add_timeout(verb)
+def changes(*, creates: bool = False) -> Callable[[Callable[..., Awaitable[Result]]], VerbFunction]:
+    """Make a verb of what changes a cluster: it takes a `Command`, and returns what to print.
+
+    See the module's rules. `creates` is that of `recorded`; so is a verb's own `force`, which works
+    on what may be no whole cluster.
+    """
+
+    def decorate(work: Callable[..., Awaitable[Result]]) -> VerbFunction:
+        @options.connect
+        @options.as_json
+        @options.timeout_s()
+        @functools.wraps(work)
+        async def run(*, connect: str, as_json: bool, timeout_s: float, **words: Any) -> int:  # noqa: ANN401
+            may_be_none = creates or words.get("force", False)
+            async with connected(connect) as coordinator:
+                if not may_be_none:
+                    await coordinator.read_cluster()  # or the record could be written nowhere
+                with ProgressLine() as line:
+                    command = Command(coordinator, line, as_json)
+                    async with (
+                        recorded(coordinator, creates=may_be_none),
+                        in_time(timeout_s, lambda: command.waits_for or "ZooKeeper"),
+                    ):
+                        result = await work(command, **words) or {}
+            if as_json:
+                show_json({"done": True, "steps": command.steps, **result})
+            else:
+                show(str(result.get("summary", "done")))
+            return 0
+
+        return run
+
+    return decorate
 
 
-def add_timeout(
-    verb: argparse.ArgumentParser,
-    what: str = "give up waiting after so many seconds",
-    *,
-    default_s: float = TIMEOUT_S,
-    older: str = "--timeout",
-    dest: str = "timeout_s",
-) -> None:
-    """Declare for how long a command may wait; `older` is the option's name in earlier versions."""
-    verb.add_argument(
-        "--timeout-s",
-        dest=dest,
-        type=float,
-        default=default_s,
-        metavar="S",
-        help=f"{what} (default {default_s:.0f})",
-    )
-    verb.add_argument(
-        older, dest=dest, type=float, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-    )
-
-
-def add_wait(verb: argparse.ArgumentParser) -> None:
-    """Declare for how long a command may wait that waits for ZooKeeper only."""
-    what = "wait so many seconds for ZooKeeper"
-    add_timeout(verb, what, default_s=CONNECT_WAIT_S, older="--wait-s", dest="wait_s")
-
-
-def add_place(verb: argparse.ArgumentParser) -> None:
+def placed(function: VerbFunction) -> VerbFunction:
     """Declare the cluster as an argument, too: `cluster create CONNECT` and its like."""
-    verb.add_argument(
-        "connect",
-        nargs="?",
-        default=argparse.SUPPRESS,
-        metavar="CONNECT",
-        help="the cluster, zk1:2181,zk2:2181/waltz/payments",
-    )
-    verb.add_argument(
+
+    @options.argument("place", "[CONNECT]", f"the cluster, {options.PLACE}", required=False)
+    @click.option(
         "--connect",
+        envvar=options.CONNECT_VARIABLE,
         metavar="CONNECT",
-        default=os.environ.get("WALTZ_CONNECT"),
-        help="the same as an option (default $WALTZ_CONNECT)",
+        help=f"the same as an option [default: ${options.CONNECT_VARIABLE}]",
     )
+    @functools.wraps(function)
+    def run(*, place: str | None, connect: str | None, **words: Any) -> object:  # noqa: ANN401
+        chosen = place or connect
+        if chosen is None:
+            raise BadConfig(WHICH_CLUSTER)
+        own_transport.speak_as(chosen)
+        return function(connect=chosen, **words)
 
-
-def place_of(arguments: argparse.Namespace) -> str:
-    """Return the cluster that `add_place` was told; raises BadConfig for none."""
-    place: str | None = arguments.connect
-    if place is None:
-        raise BadConfig(WHICH_CLUSTER)
-    return place
-
-
-def run(arguments: argparse.Namespace, work: Callable[[Command], Awaitable[Result | None]]) -> int:
-    """Run a command that changes the cluster; see the module's rules."""
-    return net.run(_run(arguments, work))
-
-
-async def _run(
-    arguments: argparse.Namespace, work: Callable[[Command], Awaitable[Result | None]]
-) -> int:
-    async with connected(arguments.connect) as coordinator:
-        if not arguments.creates:
-            await coordinator.read_cluster()  # or there is nothing to write the record into
-        with ProgressLine() as line:
-            command = Command(arguments, coordinator, line)
-            result = await _on_record(command, work)
-    if arguments.json:
-        show_json({"done": True, "steps": command.steps, **(result or {})})
-    else:
-        show(str((result or {}).get("summary", "done")))
-    return 0
-
-
-async def _on_record(
-    command: Command, work: Callable[[Command], Awaitable[Result | None]]
-) -> Result | None:
-    async with (
-        recorded(command.coordinator, creates=command.arguments.creates),
-        in_time(command.arguments.timeout_s, lambda: command.waits_for or "ZooKeeper"),
-    ):
-        return await work(command)
+    return run
 
 
 @asynccontextmanager
@@ -231,6 +191,8 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def connected(connect: str) -> AbstractAsyncContextManager[Coordinator]:
+def connected(
+    connect: str, wait_s: float = options.CONNECT_WAIT_S
+) -> AbstractAsyncContextManager[Coordinator]:
     """Open a session for a command."""
-    return zookeeper_session.connected(connect, connect_timeout_ms=round(CONNECT_WAIT_S * 1000))
+    return zookeeper_session.connected(connect, connect_timeout_ms=round(wait_s * 1000))

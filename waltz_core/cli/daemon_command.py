@@ -3,10 +3,10 @@
 Both daemons are started, told their settings and stopped in the same way.
 """
 
-import argparse
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -17,10 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from waltz_core.config.settings import (
-    Config,
-    load,
-)
+import click
+
+from waltz_core.cli import options
+from waltz_core.cli.verbs import VerbFunction
+from waltz_core.config.settings import Config, load
 from waltz_core.errors import BadConfig
 
 _log = logging.getLogger(__name__)
@@ -35,48 +36,55 @@ _NEW_OBJECTS = 10_000
 _OTHER_FILES = 100
 
 
-def add_run(parser: argparse.ArgumentParser, kind: type[Config]) -> None:
-    """Declare `--config` and one flag for each setting."""
-    parser.add_argument("--config", type=Path, help="a TOML file; flags win over it")
-    parser.add_argument("--exit-with-parent", action="store_true", help=argparse.SUPPRESS)
-    group = parser.add_argument_group("settings")
-    for part in dataclasses.fields(kind):
-        group.add_argument(
-            f"--{part.name.replace('_', '-')}",
-            dest=f"setting_{part.name}",
-            metavar="VALUE",
-            help=_help(part.metadata["doc"], part.metadata["example"], part.default),
-        )
+def daemon(kind: type[C]) -> Callable[[Callable[[], Callable[[C], None]]], VerbFunction]:
+    """Declare `--config` and one option for each setting of a daemon.
+
+    What is decorated returns the daemon's `run`, which it imports: help needs no daemon.
+    """
+
+    def decorate(load_daemon: Callable[[], Callable[[C], None]]) -> VerbFunction:
+        @options.config_file
+        @options.exit_with_parent
+        @functools.wraps(load_daemon)
+        def run(*, config: Path | None, exit_with_parent: bool, **flags: str | None) -> int:
+            spare_threads()
+            if exit_with_parent:
+                end_with_parent()
+            run_daemon(
+                load(kind, path=config, environment=os.environ, flags=flags).config, load_daemon()
+            )
+            return 0
+
+        for part in reversed(dataclasses.fields(kind)):
+            run = click.option(
+                f"--{part.name.replace('_', '-')}",
+                part.name,
+                metavar="VALUE",
+                help=_help(part.metadata["doc"], part.metadata["example"], part.default),
+            )(run)
+        return run
+
+    return decorate
 
 
 def _help(doc: str, example: str, default: object) -> str:
     """Return what a flag's help says: the setting's own words, and what holds without it."""
     shown = str(default).lower() if isinstance(default, bool) else str(default) or "empty"
-    without = f"required, such as {example}" if example else f"default {shown}"
-    return f"{doc} ({without})".replace("%", "%%")
+    return f"{doc} ({f'required, such as {example}' if example else f'default {shown}'})"
 
 
-def run_daemon(arguments: argparse.Namespace, kind: type[C], run: Callable[[C], None]) -> int:
-    """Load the settings and run a daemon until it is told to stop; return the exit code.
+def run_daemon(config: C, run: Callable[[C], None]) -> None:
+    """Run a daemon until it is told to stop.
 
     Raises:
-        BadConfig: the settings are wrong, or Python runs without its assertions.
+        BadConfig: Python runs without its assertions.
     """
     if not __debug__:
         raise BadConfig("a daemon does not run under `python -O`: its assertions guard the log")
-    flags = {
-        name.removeprefix("setting_"): value
-        for name, value in vars(arguments).items()
-        if name.startswith("setting_") and value is not None
-    }
-    config = load(kind, path=arguments.config, environment=os.environ, flags=flags).config
-    if arguments.exit_with_parent:
-        end_with_parent()
     keep_freed_memory()
     spare_what_stays()
     allow_open_files(getattr(config, "connections_max", 0))
     run(config)
-    return 0
 
 
 def end_with_parent() -> None:

@@ -7,12 +7,15 @@ Rules:
     2. `--json` has every metric under its whole name with its labels.
 """
 
-import argparse
 import http.client
 import re
 from typing import Final, NamedTuple
 
+import click
+
+from waltz_core.cli import options
 from waltz_core.cli.output import show_json, show_table
+from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadConfig, RemoteProtocolError, Unreachable
 from waltz_core.transport.net import split_address
 
@@ -36,23 +39,18 @@ class Sample(NamedTuple):
         return f"{self.name}{{{self.labels}}}" if self.labels else self.name
 
 
-def add_metrics(verb: argparse.ArgumentParser) -> None:
-    """Declare `metrics`."""
-    verb.add_argument("address", metavar="HOST:HTTP_PORT", help="setting `http_port` of the daemon")
-    verb.add_argument("--match", default="", metavar="TEXT", help="only names with this in them")
-    verb.add_argument("--all", action="store_true", help="the buckets of histograms, too")
-    verb.add_argument("--json", action="store_true", help="one JSON value on standard output")
-    verb.set_defaults(verb=_metrics)
-
-
-def _metrics(arguments: argparse.Namespace) -> int:
+@verb
+@options.argument("address", "HOST:HTTP_PORT", "setting `http_port` of the daemon")
+@click.option("--match", default="", metavar="TEXT", help="only names with this in them")
+@click.option("--all", "is_all", is_flag=True, help="the buckets of histograms, too")
+@options.as_json
+def metrics(*, address: str, match: str, is_all: bool, as_json: bool) -> int:
     samples = [
         each
-        for each in parse(fetch(arguments.address, "/metrics"), arguments.address)
-        if arguments.match in each.title
-        and (arguments.all or arguments.json or not each.name.endswith(_DETAIL))
+        for each in parse(fetch(address, "/metrics"), address)
+        if match in each.title and (is_all or as_json or not each.name.endswith(_DETAIL))
     ]
-    if arguments.json:
+    if as_json:
         show_json({each.title: each.value for each in samples})
     else:
         show_table(("metric", "value"), [(each.title, each.value) for each in samples])

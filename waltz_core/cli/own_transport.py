@@ -9,44 +9,30 @@ Rules:
     2. Clients (`WaltzClient`) read their own connect string and ask nothing of this.
 """
 
-import argparse
 import functools
 import os
 from contextvars import ContextVar
 from ssl import SSLContext
 from typing import Final
 
-from waltz_core.transport import (
-    net,
-    tls,
-)
+from waltz_core.transport import net
+from waltz_core.transport import tls as tls_settings
 from waltz_core.wire.messages import Surface
 
 _PLACE: Final[ContextVar[str]] = ContextVar("tls", default="")
 
 
-def begin(arguments: argparse.Namespace) -> None:
+def begin(*, tls: str | None = None, connect: str | None = None) -> None:
     """Take the words of the command that begins (rule 1)."""
-    place: str | None = getattr(arguments, "tls", None)
-    connect = getattr(arguments, "connect", None) or os.environ.get("WALTZ_CONNECT") or ""
-    if place is not None:
-        _PLACE.set(place)
+    if tls is not None:
+        _PLACE.set(tls)
     else:
-        speak_as(connect)
+        speak_as(connect or os.environ.get("WALTZ_CONNECT") or "")
 
 
 def speak_as(connect: str) -> None:
     """Take a cluster's connect string, once it is known."""
-    _PLACE.set(tls.place_in(connect))
-
-
-def add_tls(verb: argparse.ArgumentParser) -> None:
-    """Declare how a command without a connect string is told of TLS."""
-    verb.add_argument(
-        "--tls",
-        metavar="FILE",
-        help="speak TLS, as ?tls=FILE of a connect string says (docs/operations.md)",
-    )
+    _PLACE.set(tls_settings.place_in(connect))
 
 
 def ssl() -> SSLContext | None:
@@ -62,4 +48,4 @@ async def dial(surface: Surface, address: str, *, timeout_s: float = 5.0) -> net
 
 @functools.cache
 def _context(place: str) -> SSLContext | None:
-    return tls.named(place)
+    return tls_settings.named(place)

@@ -1,12 +1,12 @@
 """What commands that change storages refuse, and what they say of a storage that got nothing."""
 
-import argparse
 import asyncio
 from dataclasses import replace
 from uuid import UUID
 
 import pytest
 
+from tests.commands import work_of
 from waltz_core.cli.changing import Command
 from waltz_core.cli.cluster import cluster_changes
 from waltz_core.cluster.change.creation import (
@@ -19,6 +19,7 @@ from waltz_core.transport import net
 from waltz_core.wire.messages import Surface
 
 OLD = "127.0.0.1:1"
+replace_storage = work_of(cluster_changes.replace_storage)
 CLUSTER = NewCluster("w", 2, UUID(int=7), (NewStorage(OLD, 2, 0),), {OLD: (0, 1)})
 
 
@@ -39,10 +40,8 @@ async def run(verb, surface, address_name="address", **words):
     listener = await net.listen(surface, "127.0.0.1", 0, lambda _link: None)
     try:
         words[address_name] = f"127.0.0.1:{listener.port}"
-        told = {"group": None, "admin_port": None, **words}
-        command = Command(argparse.Namespace(**told), coordinator, Line())
         try:
-            result = await verb(command)
+            result = await work_of(verb)(Command(coordinator, Line()), admin_port=None, **words)
         finally:
             stored = set((await coordinator.storages.read()).assignment.partitions)
             assert stored - {words[address_name]} == {OLD}
@@ -54,15 +53,15 @@ async def run(verb, surface, address_name="address", **words):
 @pytest.mark.parametrize("surface", [Surface.ADMIN, Surface.CLIENT])
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_port_that_is_no_storages_own_does_not_become_a_storage(surface, is_replaced):
-    verb = cluster_changes._replace_storage if is_replaced else cluster_changes._add_storage
-    words = {"address": OLD, "address_name": "new"} if is_replaced else {}
+    verb = cluster_changes.replace_storage if is_replaced else cluster_changes.add_storage
+    words = {"address": OLD, "address_name": "successor"} if is_replaced else {"group": None}
     expected = f"expected a storage's port, found a '{surface.listener_text}'"
     with pytest.raises(BadConfig, match=expected):
         asyncio.run(run(verb, surface, **words))
 
 
 def test_a_storage_is_added():
-    result, stored = asyncio.run(run(cluster_changes._add_storage, Surface.STORAGE))
+    result, stored = asyncio.run(run(cluster_changes.add_storage, Surface.STORAGE, group=None))
     assert stored == {OLD, result["storage"]}
 
 
@@ -70,9 +69,9 @@ def test_a_storage_that_does_not_run_replaces_no_other():
     async def take_over():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
         await coordinator.create_cluster(CLUSTER)
-        told = argparse.Namespace(address=OLD, new="127.0.0.1:2", admin_port=None)
+        command = Command(coordinator, Line())
         with pytest.raises(Unreachable, match=r"127.0.0.1:2: expected a storage that answers"):
-            await cluster_changes._replace_storage(Command(told, coordinator, Line()))
+            await replace_storage(command, address=OLD, successor="127.0.0.1:2", admin_port=None)
         return set((await coordinator.storages.read()).assignment.partitions)
 
     assert asyncio.run(take_over()) == {OLD}
@@ -86,8 +85,8 @@ def test_an_empty_storage_that_gets_no_replicas_back_says_so():
         storages = (*CLUSTER.storages, NewStorage(empty, 2, 1))
         held = {OLD: (0, 1), empty: ()}
         await coordinator.create_cluster(replace(CLUSTER, storages=storages, assignment=held))
-        told = argparse.Namespace(address=empty, new=empty, admin_port=None)
-        result = await cluster_changes._replace_storage(Command(told, coordinator, Line()))
+        words = {"address": empty, "successor": empty, "admin_port": None}
+        result = await replace_storage(Command(coordinator, Line()), **words)
         await listener.close()
         return result
 

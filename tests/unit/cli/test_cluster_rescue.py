@@ -167,19 +167,19 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
         zookeeper = MemoryZooKeeper(asyncio.Event)
         command = SimpleNamespace(
             coordinator=zookeeper.coordinator("/a/w"),
-            arguments=SimpleNamespace(
-                name="w",
-                storage=[f"{address}:5281"],
-                missing=[],
-                cluster_key=UUID(int=5),
-                partitions=1,
-                from_directory=None,
-                replicas=1,
-                only_nodes=False,
-            ),
             note=notes.append,
             wait_for=lambda *_: None,
             carry_out=lambda _: asyncio.sleep(0),
+        )
+        chosen = cluster_rescue.RebuildOptions(
+            name="w",
+            storage=(f"{address}:5281",),
+            missing=(),
+            cluster_key=UUID(int=5),
+            partitions=1,
+            from_directory=None,
+            replicas=1,
+            only_nodes=False,
         )
         # A server has registered as soon as there were nodes, and owns the partition.
         make_nodes = cluster_rescue._make_nodes
@@ -201,8 +201,8 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
             with monkeypatch.context() as patch:
                 patch.setattr(cluster_rescue, name, die)
                 with pytest.raises(Died):
-                    await cluster_rescue._rebuild(command)
-        await cluster_rescue._rebuild(command)
+                    await cluster_rescue._rebuild(command, chosen)
+        await cluster_rescue._rebuild(command, chosen)
         replicas = await command.coordinator.read_replica_assignment()
         assert replicas.replicas_of(0) == (address,)
         assignment = PartitionAssignment.from_bytes(zookeeper.dump()["/a/w/serverDescriptors"])

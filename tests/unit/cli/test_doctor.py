@@ -96,7 +96,7 @@ def test_tls_files_that_do_not_fit_are_told_in_a_sentence(told, tmp_path, capsys
 
 def test_a_cluster_that_could_not_be_asked_is_not_called_healthy():
     assert "could not be asked" in doctor_command.as_text(Facts(CONNECT), [])[0]
-    assert "zookeeper" in doctor_command.as_json(Facts(CONNECT), [])["seen"]
+    assert "zookeeper" in doctor_command.value_of(Facts(CONNECT), [])["seen"]
 
 
 def test_without_a_cluster_to_look_at_it_says_what_it_expects(told, capsys):

@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
-from waltz_core.cli import main as cli
-from waltz_core.cli.main import NOUNS, main, noun_of
-from waltz_core.cli.parsing import NOT_UNDERSTOOD
+from tests.commands import verbs_of
+from waltz_core import __version__
+from waltz_core.cli.main import NOUNS, main
+from waltz_core.cli.verbs import NOT_UNDERSTOOD
+from waltz_core.config import KINDS
 
 
 def test_without_a_word_five_commands_are_shown(capsys):
@@ -20,25 +22,21 @@ def test_without_a_word_five_commands_are_shown(capsys):
 
 @pytest.mark.parametrize("noun", ["cluster", "storage", "server", "client", "disk", "local"])
 def test_a_noun_alone_shows_its_verbs_and_examples(capsys, noun):
-    with pytest.raises(SystemExit) as ended:
-        main([noun])
-    assert ended.value.code == 0
+    assert main([noun]) == 0
     told = capsys.readouterr().out
-    assert "verbs:" in told
-    assert f"examples:\n  waltz-core {noun} " in told
+    assert "Commands:" in told
+    assert f"Examples:\n  waltz-core {noun} " in told
 
 
 def test_a_noun_that_is_a_verb_itself_is_run_and_not_explained(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench"])
-    assert ended.value.code == 2
-    assert "the following arguments are required: workload" in capsys.readouterr().err
+    assert main(["bench"]) == NOT_UNDERSTOOD
+    assert "the following arguments are required: WORKLOAD" in capsys.readouterr().err
 
 
 def test_a_verbs_help_begins_with_what_it_does(capsys):
-    with pytest.raises(SystemExit):
-        main(["cluster", "prefer", "--help"])
-    assert "Have a server own some partitions before all others." in capsys.readouterr().out
+    assert main(["cluster", "prefer", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "Make a server the preferred owner of some partitions." in told
 
 
 @pytest.mark.parametrize(
@@ -64,34 +62,40 @@ def test_a_cluster_may_be_named_either_way(words, capsys, monkeypatch):
     "words", [["add-replica", "assign-partition"], ["show-key", "show-cluster-key"]]
 )
 def test_names_of_the_original_lead_to_ours(words):
-    ours, theirs = (
-        cli.verbs_of(cli.verbs_of(cli.parser_for("cluster"))["cluster"])[w] for w in words
-    )
-    assert ours.description
-    assert theirs.description == ours.description
+    verbs = verbs_of("cluster")
+    ours, theirs = (verbs[name] for name in words)
+    assert theirs is ours
 
 
 @pytest.mark.parametrize("noun", ["storage", "server"])
-def test_a_daemon_imports_nothing_of_the_other_verbs_and_has_the_same_flags(noun):
+def test_a_daemon_imports_nothing_of_the_other_verbs(noun):
     code = (
-        "import sys; from waltz_core.cli import main as cli;"
-        f"cli.parser_for({noun!r}, 'run'); assert 'numpy' not in sys.modules;"
+        "import sys; from waltz_core.cli.main import main;"
+        f"assert main([{noun!r}, 'run', '--help']) == 0; assert 'numpy' not in sys.modules;"
         f"import waltz_core.{noun}.process.{noun}_daemon;"
         "print([each for each in sys.modules if each.startswith(('waltz_core.client', "
-        "'waltz_core.cli.changing', 'waltz_core.cli.http_pages', 'psutil', 'pyspark'))])"
+        "'waltz_core.cli.changing', 'waltz_core.cli.http_pages', 'psutil', 'pyspark', 'rich', "
+        "'argparse'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-    alone, whole = (
-        cli.verbs_of(cli.verbs_of(cli.parser_for(noun, verb))[noun]) for verb in ("run", "")
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["cluster"], ["client", "--help"], ["storage"]])
+def test_a_nouns_help_imports_no_verb(words):
+    code = (
+        "import sys; from waltz_core.cli.main import main; main(sys.argv[1:]);"
+        "print(*[each for each in sys.modules if each.startswith(('waltz_core.cli.', 'rich'))])"
     )
-    assert list(alone) == ["run"]
-    assert alone["run"].format_help() == whole["run"].format_help()
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    )
+    imported = {each.rpartition(".")[2] for each in done.stdout.splitlines()[-1].split()}
+    assert imported == {"main", "output", "verbs"}
 
 
 def test_a_daemons_flags_tell_what_holds_without_them(capsys):
-    with pytest.raises(SystemExit):
-        main(["server", "run", "--help"])
+    assert main(["server", "run", "--help"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "(required, such as 127.0.0.1:2181/waltz/local)" in told
     assert "0: any free one. (default 15180)" in told
@@ -104,20 +108,6 @@ def logging_as_before():
     before = root.handlers[:], root.level
     yield
     root.handlers[:], root.level = before
-
-
-@pytest.mark.parametrize(
-    ("words", "noun"),
-    [
-        ([], ""),
-        (["--version"], ""),
-        (["local", "up", "--partitions", "4"], "local"),
-        (["--logging", "conf/logging.toml", "cluster", "show"], "cluster"),
-        (["--logging=x", "doctor", "--json"], "doctor"),
-    ],
-)
-def test_a_command_is_found_behind_options(words, noun):
-    assert noun_of(words) == noun
 
 
 def test_logging_may_stand_before_a_command(tmp_path, capsys, logging_as_before):
@@ -134,20 +124,54 @@ def test_logging_may_stand_before_a_command(tmp_path, capsys, logging_as_before)
 
 def test_every_command_says_what_it_takes(capsys):
     for noun in NOUNS:
-        with pytest.raises(SystemExit) as ended:
-            main([noun, "--help"])
-        assert ended.value.code == 0
+        assert main([noun, "--help"]) == 0
+        for verb in NOUNS[noun].verbs.keys() - {""}:
+            assert main([noun, verb, "--help"]) == 0
     assert "--connect" in capsys.readouterr().out
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"waltz-core {__version__}\n"
 
 
 @pytest.mark.parametrize("noun", NOUNS)
 def test_every_word_that_a_verb_takes_is_explained(noun):
-    whole = cli.verbs_of(cli.parser_for(noun))[noun]
-    verbs = cli.verbs_of(whole) or {noun: whole}
     unexplained = [
-        f"{noun} {name}: {action.metavar or action.dest}"
-        for name, verb in verbs.items()
-        for action in verb._actions
-        if not action.help
+        f"{noun} {name}: {each.name}"
+        for name, verb in verbs_of(noun).items()
+        for each in verb.params
+        if not getattr(each, "hidden", False) and not each.help
     ]
     assert unexplained == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("waltz-core ", set(NOUNS)),
+        ("waltz-core cl", {"client", "cluster"}),
+        ("waltz-core cluster add", {"add-storage", "add-replica"}),
+        ("waltz-core client read --", {"--partition", "--first", "--last", "--connect", "--json"}),
+        ("waltz-core config show ", set(KINDS)),
+    ],
+)
+def test_a_shell_completes_nouns_verbs_options_and_values(words, expected):
+    code = "import sys; from waltz_core.cli.main import main; sys.exit(main())"
+    environment = {
+        "_WALTZ_CORE_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    found = {line.partition(",")[2] for line in done.stdout.splitlines()}
+    assert found - {"--help"} == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_there_is_a_completion_script_for_a_shell(shell, capsys, monkeypatch):
+    monkeypatch.setenv("_WALTZ_CORE_COMPLETE", f"{shell}_source")
+    assert main([]) == 0
+    assert "_WALTZ_CORE_COMPLETE" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """How a command is told that it has to speak TLS."""
 
-import argparse
 import contextvars
 import ssl
 
@@ -20,7 +19,7 @@ def told(monkeypatch):
 
     def ssl_of(**words):
         def begin():
-            own_transport.begin(argparse.Namespace(**words))
+            own_transport.begin(**words)
             return own_transport.ssl()
 
         return contextvars.copy_context().run(begin)

@@ -11,18 +11,18 @@ Rules:
     2. Ids are text, as long as they need to be, so that `waltz-core client read` shows them twice.
 """
 
-import argparse
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-import uvloop
+import click
 
-from waltz_core.cli.changing import add_timeout
+from waltz_core.cli import options
 from waltz_core.cli.output import say, show, show_json
 from waltz_core.cli.progress import ProgressLine
+from waltz_core.cli.verbs import VerbFunction, verb
 from waltz_core.client import (
     AsyncCallbacks,
     AsyncTransaction,
@@ -39,70 +39,67 @@ LOCK_NAME = "client validate"
 WRONG_SHOWN_MAX = 10
 
 
-def add_validate(verb: argparse.ArgumentParser) -> None:
-    """Declare `validate`."""
-    _add_load(verb)
-    verb.add_argument("--clients", type=int, default=2, metavar="N", help="clients (default 2)")
-    verb.set_defaults(verb=lambda arguments: uvloop.run(_validate(arguments)))
+class CheckOptions(NamedTuple):
+    """The options of a check, of which each verb has some."""
+
+    connect: str
+    as_json: bool
+    timeout_s: float
+    transactions: int
+    partitions: int
+    clients: int = 1
+    interval_ms: float = 0.0
+    first: int | None = None
 
 
-def add_produce(verb: argparse.ArgumentParser) -> None:
-    """Declare `produce`."""
-    _add_load(verb)
-    verb.set_defaults(verb=lambda arguments: uvloop.run(_produce(arguments)))
+_interval_ms = click.option(
+    "--interval-ms",
+    type=float,
+    default=0.0,
+    metavar="MS",
+    help="pause of a client after each transaction [default: 0]",
+)
 
 
-def add_consume(verb: argparse.ArgumentParser) -> None:
-    """Declare `consume`."""
-    _add_common(verb)
-    verb.add_argument(
-        "--first", type=int, metavar="ID", help="check from this id on (default: what comes now)"
-    )
-    verb.set_defaults(verb=lambda arguments: uvloop.run(_consume(arguments)))
+def _checks(function: VerbFunction) -> VerbFunction:
+    """Declare what all three verbs take."""
+    for declare in (
+        options.gathered(CheckOptions),
+        options.as_json,
+        options.connect,
+        options.timeout_s("seconds until it fails"),
+        click.option(
+            "--partitions",
+            type=int,
+            default=1,
+            metavar="N",
+            help="the first N partitions, in turn [default: 1]",
+        ),
+        click.option(
+            "--transactions",
+            type=int,
+            default=100,
+            metavar="N",
+            help="transactions of each client [default: 100]",
+        ),
+    ):
+        function = declare(function)
+    return function
 
 
-def _add_load(verb: argparse.ArgumentParser) -> None:
-    _add_common(verb)
-    verb.add_argument(
-        "--interval-ms",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="pause of a client after each transaction (default 0)",
-    )
-
-
-def _add_common(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "--transactions",
-        type=int,
-        default=100,
-        metavar="N",
-        help="transactions of each client (default 100)",
-    )
-    verb.add_argument(
-        "--partitions",
-        type=int,
-        default=1,
-        metavar="N",
-        help="the first N partitions, by turns (default 1)",
-    )
-    add_timeout(verb, "give up after so many seconds")
-
-
-def _chosen(arguments: argparse.Namespace, client: AsyncWaltzClient) -> list[int]:
+def _partitions_of(chosen: CheckOptions, client: AsyncWaltzClient) -> list[int]:
     """Return the partitions that are meant; raises BadConfig for numbers that make no sense."""
     for name in ("transactions", "partitions", "clients"):
-        if getattr(arguments, name, 1) < 1:
-            raise BadConfig(f"--{name}: expected 1 or more, found {getattr(arguments, name)}")
-    if arguments.timeout_s <= 0 or getattr(arguments, "interval_ms", 0) < 0:
+        if getattr(chosen, name) < 1:
+            raise BadConfig(f"--{name}: expected 1 or more, found {getattr(chosen, name)}")
+    if chosen.timeout_s <= 0 or chosen.interval_ms < 0:
         raise BadConfig("--timeout-s, --interval-ms: expected no negative time, and some to wait")
-    if arguments.partitions > client.partition_count:
+    if chosen.partitions > client.partition_count:
         raise BadConfig(
             f"--partitions: expected at most {client.partition_count}, as many as the cluster has, "
-            f"found {arguments.partitions}"
+            f"found {chosen.partitions}"
         )
-    return list(range(arguments.partitions))
+    return list(range(chosen.partitions))
 
 
 # --- what is written
@@ -156,21 +153,21 @@ class CheckResult:
 
 async def _write(
     client: AsyncWaltzClient,
-    arguments: argparse.Namespace,
+    chosen: CheckOptions,
     first: int,
     written: CheckResult,
     line: ProgressLine,
 ) -> None:
     """Write one client's transactions, one after the other, to the partitions by turns."""
-    for turn in range(arguments.transactions):
-        partition = (first + turn) % arguments.partitions
-        context = Numbered(partition, arguments.timeout_s)
+    for turn in range(chosen.transactions):
+        partition = (first + turn) % chosen.partitions
+        context = Numbered(partition, chosen.timeout_s)
         told = await (await client.submit(context))
         assert told is not None, "it never gives up"
         written.add(partition, told, context.attempts)
         line.show(written.count, written.wanted, "written")
-        if arguments.interval_ms:
-            await asyncio.sleep(arguments.interval_ms / 1000)
+        if chosen.interval_ms:
+            await asyncio.sleep(chosen.interval_ms / 1000)
 
 
 # --- what is read
@@ -241,25 +238,29 @@ def faults_of(partition: int, last: int, transaction_id: int, data: bytes) -> li
 # --- the verbs
 
 
-async def _validate(arguments: argparse.Namespace) -> int:
+@verb
+@click.option("--clients", type=int, default=2, metavar="N", help="number of clients [default: 2]")
+@_interval_ms
+@_checks
+async def validate(chosen: CheckOptions) -> int:
     async with AsyncExitStack() as stack:
-        first = await stack.enter_async_context(AsyncWaltzClient.connect(arguments.connect))
-        partitions, clients = _chosen(arguments, first), [first]
-        for _ in range(arguments.clients - 1):
-            other = AsyncWaltzClient.connect(arguments.connect)
+        first = await stack.enter_async_context(AsyncWaltzClient.connect(chosen.connect))
+        partitions, clients = _partitions_of(chosen, first), [first]
+        for _ in range(chosen.clients - 1):
+            other = AsyncWaltzClient.connect(chosen.connect)
             clients.append(await stack.enter_async_context(other))
         starts = {each: await first.high_water_mark(each) for each in partitions}
         checks = [Checking(starts) for _ in clients]
-        written = CheckResult(arguments.clients * arguments.transactions)
+        written = CheckResult(chosen.clients * chosen.transactions)
 
         async def work() -> None:
             for client, check in zip(clients, checks, strict=True):
                 await client.subscribe(check, partitions)
-            await _write_all(clients, arguments, written)
+            await _write_all(clients, chosen, written)
             for check in checks:
                 await check.has_reached(written.ends)
 
-        await _in_time(arguments, work(), lambda: f"{written}, and {_behind(checks, written)}")
+        await _in_time(chosen, work(), lambda: f"{written}, and {_behind(checks, written)}")
     wrong = list(dict.fromkeys(fault for check in checks for fault in check.wrong))
     strange = sum(end - starts[each] for each, end in written.ends.items()) - written.count
     if strange:
@@ -271,34 +272,40 @@ async def _validate(arguments: argparse.Namespace) -> int:
         "checked": sum(check.seen_count for check in checks),
         "ids": _spans(starts, written.ends),
     }
-    return _tell(arguments, wrong, told)
+    return _tell(chosen, wrong, told)
 
 
-async def _produce(arguments: argparse.Namespace) -> int:
-    async with AsyncWaltzClient.connect(arguments.connect) as client:
-        partitions = _chosen(arguments, client)
+@verb
+@_interval_ms
+@_checks
+async def produce(chosen: CheckOptions) -> int:
+    async with AsyncWaltzClient.connect(chosen.connect) as client:
+        partitions = _partitions_of(chosen, client)
         starts = {each: await client.high_water_mark(each) for each in partitions}
-        written = CheckResult(arguments.transactions)
-        await _in_time(arguments, _write_all([client], arguments, written), lambda: str(written))
+        written = CheckResult(chosen.transactions)
+        await _in_time(chosen, _write_all([client], chosen, written), lambda: str(written))
     told = {
         "written": written.count,
         "attempts": written.attempts,
         "ids": _spans(starts, written.ends),
     }
-    return _tell(arguments, None, told)
+    return _tell(chosen, None, told)
 
 
-async def _consume(arguments: argparse.Namespace) -> int:
-    async with AsyncWaltzClient.connect(arguments.connect) as client:
-        partitions = _chosen(arguments, client)
-        first: int | None = arguments.first
+@verb
+@click.option("--first", type=int, metavar="ID", help="first id [default: the next transaction]")
+@_checks
+async def consume(chosen: CheckOptions) -> int:
+    async with AsyncWaltzClient.connect(chosen.connect) as client:
+        partitions = _partitions_of(chosen, client)
+        first: int | None = chosen.first
         starts = {
             each: await client.high_water_mark(each) if first is None else mark_before(first)
             for each in partitions
         }
-        wanted: int = arguments.transactions
+        wanted: int = chosen.transactions
         check = Checking(starts, wanted)
-        if not arguments.json:
+        if not chosen.as_json:
             begins = ", ".join(f"{each} from id {mark + 1}" for each, mark in starts.items())
             say(f"checking {wanted} transactions of partitions {begins}")
 
@@ -307,9 +314,9 @@ async def _consume(arguments: argparse.Namespace) -> int:
             with ProgressLine() as line:
                 await check.has_seen(wanted, lambda: line.show(check.seen_count, wanted, "checked"))
 
-        await _in_time(arguments, work(), lambda: f"{check.seen_count} of {wanted} were checked")
+        await _in_time(chosen, work(), lambda: f"{check.seen_count} of {wanted} were checked")
     told = {"checked": check.seen_count, "ids": _spans(starts, check.marks)}
-    return _tell(arguments, check.wrong, told)
+    return _tell(chosen, check.wrong, told)
 
 
 def mark_before(first: int) -> int:
@@ -320,14 +327,14 @@ def mark_before(first: int) -> int:
 
 
 async def _write_all(
-    clients: list[AsyncWaltzClient], arguments: argparse.Namespace, written: CheckResult
+    clients: list[AsyncWaltzClient], chosen: CheckOptions, written: CheckResult
 ) -> None:
     """Have all clients write at once; raises the first of their errors when all have ended."""
     failures: list[WaltzError] = []
 
     async def write(number: int, client: AsyncWaltzClient, line: ProgressLine) -> None:
         try:
-            await _write(client, arguments, number, written, line)
+            await _write(client, chosen, number, written, line)
         except WaltzError as error:
             failures.append(error)
 
@@ -340,13 +347,13 @@ async def _write_all(
 
 
 async def _in_time(
-    arguments: argparse.Namespace, work: Coroutine[Any, Any, None], how_far: Callable[[], str]
+    chosen: CheckOptions, work: Coroutine[Any, Any, None], how_far: Callable[[], str]
 ) -> None:
     try:
-        async with asyncio.timeout(arguments.timeout_s):
+        async with asyncio.timeout(chosen.timeout_s):
             await work
     except TimeoutError:
-        raise Unavailable(f"not done within {arguments.timeout_s:.0f} s: {how_far()}") from None
+        raise Unavailable(f"not done within {chosen.timeout_s:.0f} s: {how_far()}") from None
 
 
 def _behind(checks: list[Checking], written: CheckResult) -> str:
@@ -361,10 +368,8 @@ def _spans(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list
     return {each: [starts[each] + 1, end] for each, end in ends.items() if end > starts[each]}
 
 
-def _tell(
-    arguments: argparse.Namespace, wrong: Sequence[str] | None, told: Mapping[str, object]
-) -> int:
-    if arguments.json:
+def _tell(chosen: CheckOptions, wrong: Sequence[str] | None, told: Mapping[str, object]) -> int:
+    if chosen.as_json:
         verdict = {} if wrong is None else {"is_valid": not wrong, "wrong": wrong[:WRONG_SHOWN_MAX]}
         show_json({**verdict, **told})
         return 1 if wrong else 0

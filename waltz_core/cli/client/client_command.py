@@ -1,15 +1,15 @@
 """`waltz-core client append | read | watch | high-water-mark`: the log from the shell."""
 
-import argparse
 import asyncio
-import os
 import sys
 from collections.abc import Iterator
 
-import uvloop
+import click
 
+from waltz_core.cli import options
 from waltz_core.cli.client import client_check
 from waltz_core.cli.output import show, show_json, show_table
+from waltz_core.cli.verbs import verb
 from waltz_core.client import (
     LATEST,
     AsyncCallbacks,
@@ -25,78 +25,48 @@ from waltz_core.errors import BadConfig
 from waltz_core.records.record import BEFORE_FIRST
 
 
-def add(command: argparse.ArgumentParser) -> None:
-    """Declare the verbs."""
-    verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
-    append = verbs.add_parser("append", help="append transactions, one for each line or argument")
-    append.add_argument("data", nargs="*", help="the payloads; else the lines of standard input")
-    append.add_argument(
-        "--partition", type=int, metavar="P", help="else that of the first lock, else each in turn"
-    )
-    append.add_argument("--header", type=int, default=0, help="32 bits of yours (default 0)")
-    append.add_argument(
-        "--write-lock", action="append", default=[], metavar="NAME:KEY", help="a key is an integer"
-    )
-    append.add_argument(
-        "--high-water-mark",
-        type=int,
-        metavar="ID",
-        help="refuse it if a lock was written after this id; else the partition's mark now",
-    )
-    append.set_defaults(verb=_append)
-    read = verbs.add_parser("read", help="print transactions of a partition")
-    read.add_argument("--partition", type=int, default=0, metavar="P", help="default 0")
-    read.add_argument("--first", type=int, default=BEFORE_FIRST + 1, metavar="ID", help="default 0")
-    read.add_argument("--last", type=int, metavar="ID", help="default: the last there is")
-    read.set_defaults(verb=_read)
-    watched = verbs.add_parser("watch", help="print transactions as they come, until interrupted")
-    watched.add_argument("--partition", type=int, default=0, metavar="P", help="default 0")
-    watched.add_argument("--first", type=int, metavar="ID", help="else what comes from now on")
-    watched.add_argument("--transactions", type=int, metavar="N", help="end after so many")
-    watched.set_defaults(verb=_watch)
-    marks = verbs.add_parser("high-water-mark", help="print the id of the last transaction")
-    marks.add_argument("--partition", type=int, metavar="P", help="else of every partition")
-    marks.add_argument("--linearizable", action="store_true", help="confirmed by a quorum")
-    marks.set_defaults(verb=_marks)
-    validate = verbs.add_parser(
-        "validate", help="have clients write under one lock and check that all see the same log"
-    )
-    client_check.add_validate(validate)
-    produce = verbs.add_parser(
-        "produce", aliases=["create-producer"], help="one producer of `validate` by itself"
-    )
-    client_check.add_produce(produce)
-    consume = verbs.add_parser(
-        "consume",
-        aliases=["create-consumer"],
-        help="check what producers write, as `validate` does",
-    )
-    client_check.add_consume(consume)
-    for verb in (append, read, watched, marks, validate, produce, consume):
-        verb.add_argument(
-            "--connect",
-            default=os.environ.get("WALTZ_CONNECT"),
-            required="WALTZ_CONNECT" not in os.environ,
-            help="zk1:2181,zk2:2181/waltz/payments (default $WALTZ_CONNECT)",
-        )
-        verb.add_argument("--json", action="store_true", help="JSON on standard output")
-
-
-def _append(arguments: argparse.Namespace) -> int:
-    locks = [_lock(text) for text in arguments.write_lock]
-    with WaltzClient(arguments.connect) as client:
+@verb
+@options.argument("data", "[DATA]...", "the payloads; else the lines of standard input", nargs=-1)
+@click.option(
+    "--partition",
+    type=int,
+    metavar="P",
+    help="the partition [default: derived from the first lock, otherwise round-robin]",
+)
+@click.option("--header", type=int, default=0, help="32 bits for the application [default: 0]")
+@click.option("--write-lock", multiple=True, metavar="NAME:KEY", help="a lock; KEY is an integer")
+@click.option(
+    "--high-water-mark",
+    type=int,
+    metavar="ID",
+    help="fail if a lock was written after this id [default: the partition's high-water mark]",
+)
+@options.connect
+@options.as_json
+def append(  # noqa: PLR0913 - one for each option
+    *,
+    data: tuple[str, ...],
+    partition: int | None,
+    header: int,
+    write_lock: tuple[str, ...],
+    high_water_mark: int | None,
+    connect: str,
+    as_json: bool,
+) -> int:
+    locks = [_lock(text) for text in write_lock]
+    with WaltzClient(connect) as client:
         futures = [
             client.append(
-                data,
-                partition=arguments.partition,
-                header=arguments.header,
+                payload,
+                partition=partition,
+                header=header,
                 write_locks=locks,
-                client_high_water_mark=arguments.high_water_mark,
+                client_high_water_mark=high_water_mark,
             )
-            for data in _payloads(arguments.data)
+            for payload in _payloads(data)
         ]
         ids = [int(future.result()) for future in futures]
-    if arguments.json:
+    if as_json:
         show_json(ids)
     else:
         for transaction_id in ids:
@@ -104,7 +74,7 @@ def _append(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _payloads(words: list[str]) -> Iterator[bytes]:
+def _payloads(words: tuple[str, ...]) -> Iterator[bytes]:
     if words:
         yield from (word.encode() for word in words)
     else:
@@ -118,37 +88,45 @@ def _lock(text: str) -> int:
     return lock(name, int(key))
 
 
-def _read(arguments: argparse.Namespace) -> int:
-    with WaltzClient(arguments.connect) as client:
-        last = arguments.last
+@verb
+@options.partition
+@click.option(
+    "--first", type=int, default=BEFORE_FIRST + 1, metavar="ID", help="first id [default: 0]"
+)
+@click.option("--last", type=int, metavar="ID", help="last id [default: the high-water mark]")
+@options.connect
+@options.as_json
+def read(*, partition: int, first: int, last: int | None, connect: str, as_json: bool) -> int:
+    with WaltzClient(connect) as client:
         if last is None:
-            last = client.high_water_mark(arguments.partition)
-            if arguments.first > last + 1:
+            last = client.high_water_mark(partition)
+            if first > last + 1:
                 raise BadConfig(
-                    f"--first: the last transaction of partition {arguments.partition} is {last}, "
-                    f"found {arguments.first}"
+                    f"--first: the last transaction of partition {partition} is {last}, "
+                    f"found {first}"
                 )
-        for chunk in client.read_range(
-            arguments.partition, arguments.first, last, form=RangeForm.WHOLE
-        ):
+        for chunk in client.read_range(partition, first, last, form=RangeForm.WHOLE):
             for each in chunk.rows():
                 data = each.data.decode("utf-8", "backslashreplace")
-                _print((int(each.transaction_id), each.header, data), as_json=arguments.json)
+                _print((int(each.transaction_id), each.header, data), as_json=as_json)
     return 0
 
 
-def _watch(arguments: argparse.Namespace) -> int:
-    return uvloop.run(_watch_one(arguments))
-
-
-async def _watch_one(arguments: argparse.Namespace) -> int:
-    if arguments.transactions is not None and arguments.transactions < 1:
-        raise BadConfig(f"--transactions: expected 1 or more, found {arguments.transactions}")
-    async with AsyncWaltzClient.connect(arguments.connect) as client:
-        first = arguments.first
+@verb
+@options.partition
+@click.option("--first", type=int, metavar="ID", help="first id [default: the next transaction]")
+@click.option("--transactions", type=int, metavar="N", help="number after which it ends")
+@options.connect
+@options.as_json
+async def watch(
+    *, partition: int, first: int | None, transactions: int | None, connect: str, as_json: bool
+) -> int:
+    if transactions is not None and transactions < 1:
+        raise BadConfig(f"--transactions: expected 1 or more, found {transactions}")
+    async with AsyncWaltzClient.connect(connect) as client:
         mark = LATEST if first is None else client_check.mark_before(first)
-        printing = _Printing(mark, arguments.transactions, as_json=arguments.json)
-        await client.subscribe(printing, [arguments.partition])
+        printing = _Printing(mark, transactions, as_json=as_json)
+        await client.subscribe(printing, [partition])
         await printing.is_over.wait()
     if printing.error is not None:
         raise printing.error
@@ -198,15 +176,21 @@ def _print(row: tuple[int, int, str], *, as_json: bool) -> None:
         show("\t".join(map(str, row)))
 
 
-def _marks(arguments: argparse.Namespace) -> int:
-    with WaltzClient(arguments.connect) as client:
-        if arguments.partition is None:
-            marks = client.high_water_marks(linearizable=arguments.linearizable)
+@verb
+@click.option("--partition", type=int, metavar="P", help="one partition [default: all]")
+@click.option("--linearizable", is_flag=True, help="marks that a quorum has confirmed")
+@options.connect
+@options.as_json
+def high_water_mark(
+    *, partition: int | None, linearizable: bool, connect: str, as_json: bool
+) -> int:
+    with WaltzClient(connect) as client:
+        if partition is None:
+            marks = client.high_water_marks(linearizable=linearizable)
         else:
-            chosen, is_linear = arguments.partition, arguments.linearizable
-            marks = {chosen: client.high_water_mark(chosen, linearizable=is_linear)}
-    rows = [(int(partition), int(mark)) for partition, mark in sorted(marks.items())]
-    if arguments.json:
+            marks = {partition: client.high_water_mark(partition, linearizable=linearizable)}
+    rows = [(int(number), int(mark)) for number, mark in sorted(marks.items())]
+    if as_json:
         show_json(dict(rows))
     else:
         show_table(("partition", "high-water mark"), rows)

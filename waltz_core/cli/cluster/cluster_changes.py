@@ -4,21 +4,19 @@ Each verb says what it wants; `cluster/change/changes.py` finds the steps, `cli/
 them.
 """
 
-import argparse
 import asyncio
 from collections.abc import Mapping
 
-from waltz_core.cli import own_transport
+import click
+
+from waltz_core.cli import options, own_transport
 from waltz_core.cli.asking import answers, name_at
-from waltz_core.cli.changing import Command, Result, add_common, run
+from waltz_core.cli.changing import Command, Result, changes
 from waltz_core.cli.output import ranges_of
-from waltz_core.cli.parsing import Verbs
+from waltz_core.cli.verbs import verb
 from waltz_core.client.links.storage_admin import administered
-from waltz_core.cluster.change import changes
-from waltz_core.cluster.change.changes import (
-    Placement,
-    Plan,
-)
+from waltz_core.cluster.change import changes as placements
+from waltz_core.cluster.change.changes import Placement, Plan
 from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig, BadRequest, Unreachable, WaltzError
@@ -31,98 +29,29 @@ from waltz_core.wire.messages import Surface
 
 LOOK_AGAIN_S = 0.1
 
-STORAGE = "the address at which servers reach the storage"
-
-
-def add(verbs: Verbs) -> None:
-    """Declare the verbs."""
-    _add_storage_verbs(verbs)
-    _add_replica_verbs(verbs)
-    evened = verbs.add_parser(
-        "auto-assign", help="spread all replicas evenly over groups and storages"
-    )
-    evened.add_argument(
-        "--replicas", type=int, metavar="N", help="how many of each partition; else as many as now"
-    )
-    _finish(evened, _auto_assign)
-    server = verbs.add_parser("remove-server", help="take the node of a dead server out")
-    server.add_argument("address", metavar="HOST:PORT", help="as `server list` has it")
-    _finish(server, _remove_server)
-
-
-def _add_storage_verbs(verbs: Verbs) -> None:
-    added = verbs.add_parser("add-storage", help="make a storage part of the cluster, empty")
-    added.add_argument("address", metavar="HOST:PORT", help=STORAGE)
-    added.add_argument("--group", type=int, help="where it stands; else a group of its own")
-    _add_admin_port(added)
-    _finish(added, _add_storage)
-    removed = verbs.add_parser("remove-storage", help="move its replicas away, then leave it out")
-    removed.add_argument("address", metavar="HOST:PORT", help=STORAGE)
-    _finish(removed, _remove_storage)
-    moved = verbs.add_parser("set-admin-port", help="say where a storage is administered")
-    moved.add_argument("address", metavar="HOST:PORT", help=STORAGE)
-    moved.add_argument("admin_port", metavar="ADMIN_PORT", type=int, help="where it listens now")
-    _finish(moved, _set_admin_port)
-    replaced = verbs.add_parser(
-        "replace-storage", help="give what a storage held to another one, or to its empty successor"
-    )
-    replaced.add_argument("address", metavar="OLD", help="HOST:PORT of the storage that is gone")
-    replaced.add_argument("new", metavar="NEW", help="may be OLD: an empty one at its address")
-    _add_admin_port(replaced)
-    _finish(replaced, _replace_storage)
-
-
-def _add_replica_verbs(verbs: Verbs) -> None:
-    for name, also, text, verb in (
-        (
-            "add-replica",
-            "assign-partition",
-            "give a storage a replica of some partitions",
-            _add_replica,
-        ),
-        (
-            "remove-replica",
-            "unassign-partition",
-            "take the replica of some partitions from a storage",
-            _remove_replica,
-        ),
-    ):
-        command = verbs.add_parser(name, aliases=[also], help=text)
-        _add_partitions(command)
-        command.add_argument("address", metavar="HOST:PORT", nargs="+", help="the storages")
-        _finish(command, verb)
-    moved = verbs.add_parser("move-replica", help="move a replica from one storage to another")
-    _add_partitions(moved)
-    moved.add_argument("old", metavar="FROM", help="HOST:PORT of the storage that has it")
-    moved.add_argument("new", metavar="TO", help="HOST:PORT of the storage that is to have it")
-    _finish(moved, _move_replica)
-
-
-def _add_partitions(command: argparse.ArgumentParser) -> None:
-    command.add_argument("partitions", metavar="PARTITIONS", help="like 3 or 0-6,9 or all")
-
-
-def _add_admin_port(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--admin-port", type=int, help="its admin port; else its port + 1")
-
-
-def _finish(command: argparse.ArgumentParser, verb: object) -> None:
-    add_common(command)
-    command.set_defaults(verb=lambda arguments: run(arguments, verb), creates=False)  # type: ignore[arg-type]
+_admin_port = click.option(
+    "--admin-port", type=int, help="the storage's admin port [default: its port + 1]"
+)
+_storages = options.argument("addresses", "HOST:PORT...", "the storages", nargs=-1, required=True)
 
 
 # --- storages
 
 
-async def _add_storage(command: Command) -> Result:
-    arguments = command.arguments
-    address = ReplicaId(arguments.address)
-    port = _admin_port(arguments.admin_port, address)
+@verb
+@options.storage_address
+@click.option("--group", type=int, help="its group [default: a group of its own]")
+@_admin_port
+@changes()
+async def add_storage(
+    command: Command, *, address: str, group: int | None, admin_port: int | None
+) -> Result:
+    address, port = ReplicaId(address), _port_of(admin_port, address)
     before = await command.coordinator.storages.read()
-    before.with_storage(address, port, arguments.group)  # bad words are refused first
+    before.with_storage(address, port, group)  # bad words are refused first
     await _check_storage(address)
     layout = await command.coordinator.storages.change(
-        lambda old: old.with_storage(address, port, arguments.group)
+        lambda old: old.with_storage(address, port, group)
     )
     group = layout.groups[address]
     return {
@@ -147,19 +76,26 @@ async def _check_storage(address: ReplicaId) -> None:
         )
 
 
-async def _set_admin_port(command: Command) -> Result:
-    address, port = ReplicaId(command.arguments.address), command.arguments.admin_port
-    await command.coordinator.storages.change(lambda old: old.with_admin_port(address, port))
-    return {"storage": address, "summary": f"{address} is administered at port {port}"}
+@verb
+@options.storage_address
+@options.argument("admin_port", "ADMIN_PORT", "the port at which it listens now", type=int)
+@changes()
+async def set_admin_port(command: Command, *, address: str, admin_port: int) -> Result:
+    storage = ReplicaId(address)
+    await command.coordinator.storages.change(lambda old: old.with_admin_port(storage, admin_port))
+    return {"storage": storage, "summary": f"{storage} is administered at port {admin_port}"}
 
 
-async def _remove_storage(command: Command) -> Result:
-    address = ReplicaId(command.arguments.address)
+@verb
+@options.storage_address
+@changes()
+async def remove_storage(command: Command, *, address: str) -> Result:
+    storage = ReplicaId(address)
     layout, now = await _look(command)
-    layout.check_known(address)
-    wanted = changes.without_storage(now, layout.groups, address)
+    layout.check_known(storage)
+    wanted = placements.without_storage(now, layout.groups, storage)
     await command.carry_out(Plan.to(wanted, layout.assignment))
-    await _leave_out(command, address)
+    await _leave_out(command, storage)
     return {
         "storage": address,
         "moved": len(wanted),
@@ -167,15 +103,21 @@ async def _remove_storage(command: Command) -> Result:
     }
 
 
-async def _replace_storage(command: Command) -> Result:
-    arguments = command.arguments
-    old, new = ReplicaId(arguments.address), ReplicaId(arguments.new)
+@verb
+@options.argument("address", "OLD", "HOST:PORT of the storage that is lost")
+@options.argument("successor", "NEW", "may be OLD: an empty one at its address")
+@_admin_port
+@changes()
+async def replace_storage(
+    command: Command, *, address: str, successor: str, admin_port: int | None
+) -> Result:
+    old, new = ReplicaId(address), ReplicaId(successor)
     layout, now = await _look(command)
     layout.check_known(old)
     if old == new:
         return await _replace_in_place(command, layout, now, old)
     if new not in layout.assignment.partitions:
-        port = _admin_port(arguments.admin_port, new)
+        port = _port_of(admin_port, new)
         group = layout.groups.get(old)
         layout.with_storage(new, port, group)  # bad words are refused first
         await _check_storage(new)
@@ -183,7 +125,7 @@ async def _replace_storage(command: Command) -> Result:
             lambda before: before.with_storage(new, port, group)
         )
         command.note(f"{new} is a storage of group {group}")
-    wanted = changes.replaced(now, old, new, now)
+    wanted = placements.replaced(now, old, new, now)
     await command.carry_out(Plan.to(wanted, layout.assignment))
     await _leave_out(command, old)
     return {
@@ -199,7 +141,7 @@ async def _replace_in_place(
     """Leave a storage out, forget who it was, and let its successor begin with nothing."""
     held = {each: replicas for each, replicas in now.items() if address in replicas}
     if not held:
-        return await _bring_back(command, changes.restored(now, address), address)
+        return await _bring_back(command, placements.restored(now, address), address)
     alone = [each for each, replicas in held.items() if len(replicas) == 1]
     if alone:
         raise BadRequest(f"{address} has the only replica of partition {alone[0]}")
@@ -238,32 +180,39 @@ async def _leave_out(command: Command, address: ReplicaId) -> None:
     command.note(f"{address} is left out")
 
 
-def _admin_port(asked: int | None, address: ReplicaId) -> int:
+def _port_of(asked: int | None, address: str) -> int:
     return split_address(address)[1] + 1 if asked is None else asked
 
 
 # --- replicas
 
 
-async def _add_replica(command: Command) -> Result:
+@verb
+@options.partitions
+@_storages
+@changes()
+async def add_replica(command: Command, *, partitions: str, addresses: tuple[str, ...]) -> Result:
     """Add to each partition one storage after the other."""
     layout, now = await _look(command)
-    added = [ReplicaId(each) for each in command.arguments.address]
-    return await _go(
-        command,
-        layout,
-        {each: tuple(dict.fromkeys([*now[each], *added])) for each in await _partitions(command)},
-    )
+    chosen, added = await _chosen(command, partitions), map(ReplicaId, addresses)
+    wanted = {each: tuple(dict.fromkeys([*now[each], *added])) for each in chosen}
+    return await _go(command, layout, wanted)
 
 
-async def _remove_replica(command: Command) -> Result:
+@verb
+@options.partitions
+@_storages
+@changes()
+async def remove_replica(
+    command: Command, *, partitions: str, addresses: tuple[str, ...]
+) -> Result:
     layout, now = await _look(command)
-    removed = [ReplicaId(each) for each in command.arguments.address]
+    removed = [ReplicaId(each) for each in addresses]
     for address in removed:
         layout.check_known(address)
     wanted = {
         each: tuple(name for name in now[each] if name not in removed)
-        for each in await _partitions(command)
+        for each in await _chosen(command, partitions)
     }
     for partition_id, replicas in wanted.items():
         if not replicas:
@@ -271,21 +220,29 @@ async def _remove_replica(command: Command) -> Result:
     return await _go(command, layout, wanted)
 
 
-async def _move_replica(command: Command) -> Result:
+@verb
+@options.partitions
+@options.argument("origin", "FROM", "HOST:PORT of the storage that has it")
+@options.argument("target", "TO", "HOST:PORT of the storage that gets it")
+@changes()
+async def move_replica(command: Command, *, partitions: str, origin: str, target: str) -> Result:
     layout, now = await _look(command)
-    old, new = ReplicaId(command.arguments.old), ReplicaId(command.arguments.new)
-    chosen = await _partitions(command)
+    old, new = ReplicaId(origin), ReplicaId(target)
+    chosen = await _chosen(command, partitions)
     for partition_id in chosen:
         if old not in now[partition_id] and new not in now[partition_id]:
             raise BadRequest(f"{old} has no replica of partition {partition_id}")
-    return await _go(command, layout, changes.replaced(now, old, new, chosen))
+    return await _go(command, layout, placements.replaced(now, old, new, chosen))
 
 
-async def _auto_assign(command: Command) -> Result:
+@verb
+@click.option(
+    "--replicas", type=int, metavar="N", help="number for each partition [default: as many as now]"
+)
+@changes()
+async def auto_assign(command: Command, *, replicas: int | None) -> Result:
     layout, now = await _look(command)
-    return await _go(
-        command, layout, changes.spread(now, layout.groups, command.arguments.replicas)
-    )
+    return await _go(command, layout, placements.spread(now, layout.groups, replicas))
 
 
 async def _go(
@@ -333,12 +290,11 @@ async def _delete_files(command: Command, layout: StorageLayout, moved: Placemen
 
 async def _look(command: Command) -> tuple[StorageLayout, Placement]:
     layout = await command.coordinator.storages.read()
-    return layout, changes.placement_of(layout.assignment, await _partition_count(command))
+    return layout, placements.placement_of(layout.assignment, await _partition_count(command))
 
 
-async def _partitions(command: Command) -> tuple[PartitionId, ...]:
-    count = await _partition_count(command)
-    return changes.parse_partitions(command.arguments.partitions, count)
+async def _chosen(command: Command, partitions: str) -> tuple[PartitionId, ...]:
+    return placements.parse_partitions(partitions, await _partition_count(command))
 
 
 async def _partition_count(command: Command) -> int:
@@ -348,15 +304,17 @@ async def _partition_count(command: Command) -> int:
 # --- servers
 
 
-async def _remove_server(command: Command) -> Result:
-    address = command.arguments.address
+@verb
+@options.server
+@changes()
+async def remove_server(command: Command, *, server: str) -> Result:
     servers = (await command.coordinator.read_servers()).servers
-    found = [each for each in servers.values() if each.address == address]
+    found = [each for each in servers.values() if each.address == server]
     if not found:
         names = ", ".join(each.address for each in servers.values()) or "none"
-        raise BadConfig(f"no server is registered at {address}; registered are {names}")
-    if await answers(Surface.CLIENT, address):
-        raise BadRequest(f"the server at {address} answers: stop it, and it takes itself out")
+        raise BadConfig(f"no server is registered at {server}; registered are {names}")
+    if await answers(Surface.CLIENT, server):
+        raise BadRequest(f"the server at {server} answers: stop it, and it takes itself out")
     for each in found:
         await command.coordinator.take_out_server(each)
-    return {"server": address, "summary": f"{address} is taken out; others own its partitions"}
+    return {"server": server, "summary": f"{server} is taken out; others own its partitions"}

@@ -1,19 +1,18 @@
 """`waltz-core cluster prefer | unprefer | audit`: what servers own, and the record."""
 
-import argparse
 import asyncio
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from waltz_core.cli import options
 from waltz_core.cli.asking import ask
-from waltz_core.cli.changing import Command, Result, add_common, connected, run
+from waltz_core.cli.changing import Command, Result, changes, connected
 from waltz_core.cli.output import show_json, show_table
-from waltz_core.cli.parsing import Verbs
-from waltz_core.cluster.change import changes
+from waltz_core.cli.verbs import verb
+from waltz_core.cluster.change.changes import parse_partitions
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 from waltz_core.records.record import PartitionId
-from waltz_core.transport import net
 from waltz_core.wire.messages import (
     AddPreferredRequest,
     AddPreferredResponse,
@@ -26,50 +25,41 @@ from waltz_core.wire.messages import (
 LOOK_AGAIN_S = 0.1
 
 
-def add(verbs: Verbs) -> None:
-    """Declare the verbs."""
-    add_preferring(verbs, "prefer", "unprefer")
-    audit = verbs.add_parser("audit", help="show who has changed the cluster, when and how")
-    add_common(audit, changes=False)
-    audit.set_defaults(verb=lambda arguments: net.run(_audit(arguments)))
+# --- preferred partitions; `server` has these verbs under other names
 
 
-def add_preferring(verbs: Verbs, prefer: str, unprefer: str) -> None:
-    """Declare the two verbs of preferred partitions; `server` has them under other names."""
-    for name, text, verb in (
-        (prefer, "have a server own some partitions before all others", _prefer),
-        (unprefer, "let partitions that a server was to own go anywhere", _unprefer),
-    ):
-        command = verbs.add_parser(name, help=text)
-        command.add_argument("partitions", metavar="PARTITIONS", help="like 3 or 0-6,9 or all")
-        command.add_argument("server", metavar="HOST:PORT", help="as `server list` has it")
-        add_common(command)
-        command.set_defaults(verb=_running(verb), creates=False)
+@verb
+@options.partitions
+@options.server
+@changes()
+async def prefer(command: Command, *, partitions: str, server: str) -> Result:
+    return await _change_preference(
+        command, partitions, server, (AddPreferredRequest, AddPreferredResponse)
+    )
 
 
-def _running(verb: object) -> Callable[[argparse.Namespace], int]:
-    return lambda arguments: run(arguments, verb)  # type: ignore[arg-type]
+@verb
+@options.partitions
+@options.server
+@changes()
+async def unprefer(command: Command, *, partitions: str, server: str) -> Result:
+    return await _change_preference(
+        command, partitions, server, (RemovePreferredRequest, RemovePreferredResponse)
+    )
 
 
-# --- preferred partitions
-
-
-async def _prefer(command: Command) -> Result:
-    return await _ask_to_prefer(command, AddPreferredRequest, AddPreferredResponse)
-
-
-async def _unprefer(command: Command) -> Result:
-    return await _ask_to_prefer(command, RemovePreferredRequest, RemovePreferredResponse)
-
-
-async def _ask_to_prefer(
+async def _change_preference(
     command: Command,
-    request: type[AddPreferredRequest | RemovePreferredRequest],
-    response: type[AddPreferredResponse | RemovePreferredResponse],
+    chosen: str,
+    address: str,
+    kinds: tuple[
+        type[AddPreferredRequest | RemovePreferredRequest],
+        type[AddPreferredResponse | RemovePreferredResponse],
+    ],
 ) -> Result:
-    coordinator, address = command.coordinator, command.arguments.server
+    coordinator, (request, response) = command.coordinator, kinds
     count = (await coordinator.read_cluster()).params.partition_count
-    partitions = changes.parse_partitions(command.arguments.partitions, count)
+    partitions = parse_partitions(chosen, count)
     view = await coordinator.read_servers()
     if address not in [each.address for each in view.servers.values()]:
         names = ", ".join(each.address for each in view.servers.values()) or "none"
@@ -117,11 +107,14 @@ async def _open_at(address: str) -> set[int]:
 # --- audit
 
 
-async def _audit(arguments: argparse.Namespace) -> int:
-    async with connected(arguments.connect) as coordinator:
+@verb
+@options.connect
+@options.as_json
+async def audit(*, connect: str, as_json: bool) -> int:
+    async with connected(connect) as coordinator:
         await coordinator.read_cluster()
         entries = await coordinator.audit.read()
-    if arguments.json:
+    if as_json:
         show_json(
             [
                 {

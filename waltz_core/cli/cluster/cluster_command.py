@@ -1,20 +1,14 @@
-"""`waltz-core cluster create | show | protect`, and the verbs of the files beside it."""
+"""`waltz-core cluster create | show | protect`."""
 
-import argparse
-import asyncio
 import uuid
 from typing import Any
 
-from waltz_core.cli.changing import add_place, add_wait, place_of, recorded
-from waltz_core.cli.cluster import (
-    cluster_changes,
-    cluster_checks,
-    cluster_reach,
-    cluster_rescue,
-    cluster_roots,
-    cluster_verify,
-)
+import click
+
+from waltz_core.cli import options
+from waltz_core.cli.changing import connected, placed, recorded
 from waltz_core.cli.output import say, show, show_json, show_table
+from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.creation import (
     NewCluster,
     NewStorage,
@@ -31,61 +25,43 @@ from waltz_core.records.record import (
 )
 
 
-def add(command: argparse.ArgumentParser) -> None:
-    """Declare the verbs."""
-    verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
-    create = verbs.add_parser("create", help="make a cluster's nodes in ZooKeeper")
-    create.add_argument("--name", default="waltz", help="default waltz")
-    create.add_argument("--partitions", type=int, required=True, help="fixed for ever")
-    create.add_argument(
-        "--storage",
-        action="append",
-        default=[],
-        metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
-        help="a storage; give it once for each. Every group holds one replica of each partition; "
-        "without GROUP each storage is a group of its own",
-    )
-    create.add_argument("--if-absent", action="store_true", help="an existing cluster is fine")
-    create.set_defaults(verb=_create)
-    shown = verbs.add_parser("show", help="show servers, storages and partitions")
-    shown.add_argument("--json", action="store_true", help="one JSON value on standard output")
-    shown.set_defaults(verb=_show)
-    protect = verbs.add_parser(
-        "protect", help="let only the user of the connect string's auth file at the nodes"
-    )
-    protect.set_defaults(verb=_protect)
-    for verb in (create, shown, protect):
-        add_place(verb)
-        add_wait(verb)
-    cluster_roots.add(verbs)
-    cluster_verify.add(verbs)
-    cluster_reach.add(verbs)
-    cluster_changes.add(verbs)
-    cluster_checks.add(verbs)
-    cluster_rescue.add(verbs)
-
-
-def _create(arguments: argparse.Namespace) -> int:
-    storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(arguments.storage))
+@verb
+@click.option("--name", default="waltz", help="the cluster's name [default: waltz]")
+@click.option("--partitions", type=int, required=True, help="the partition count, fixed for ever")
+@click.option(
+    "--storage",
+    multiple=True,
+    metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
+    help="a storage; give it once for each. Every group holds one replica of each partition; "
+    "without GROUP each storage is a group of its own",
+)
+@click.option("--if-absent", is_flag=True, help="an existing cluster is fine")
+@placed
+@options.wait_s
+async def create(
+    *,
+    name: str,
+    partitions: int,
+    storage: tuple[str, ...],
+    if_absent: bool,
+    connect: str,
+    wait_s: float,
+) -> int:
+    storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(storage))
     new = NewCluster(
-        name=arguments.name,
-        partition_count=arguments.partitions,
+        name=name,
+        partition_count=partitions,
         cluster_key=uuid.uuid4(),  # noqa: TID251 - a new cluster's key is made here
         storages=storages,
     )
-    return asyncio.run(_create_at(arguments, new))
-
-
-async def _create_at(arguments: argparse.Namespace, new: NewCluster) -> int:
-    timeout_ms, place = round(arguments.wait_s * 1000), place_of(arguments)
-    async with zookeeper_session.connected(place, connect_timeout_ms=timeout_ms) as found:
-        if arguments.if_absent and await _exists(found):
-            say(f"there is a cluster at {place} already")
+    async with connected(connect, wait_s) as found:
+        if if_absent and await _exists(found):
+            say(f"there is a cluster at {connect} already")
             return 0
         async with recorded(found, creates=True):
             await found.create_cluster(new)
         say(
-            f"created {new.name} at {place}: {new.partition_count} partitions, "
+            f"created {new.name} at {connect}: {new.partition_count} partitions, "
             f"{len(new.storages)} storages, key {new.cluster_key}"
         )
     return 0
@@ -99,30 +75,25 @@ async def _exists(coordinator: Coordinator) -> bool:
     return True
 
 
-def _protect(arguments: argparse.Namespace) -> int:
-    return asyncio.run(_protect_at(place_of(arguments), round(arguments.wait_s * 1000)))
-
-
-async def _protect_at(place: str, timeout_ms: int) -> int:
-    count = await zookeeper_session.protect(place, connect_timeout_ms=timeout_ms)
+@verb
+@placed
+@options.wait_s
+async def protect(*, connect: str, wait_s: float) -> int:
+    count = await zookeeper_session.protect(connect, connect_timeout_ms=round(wait_s * 1000))
     if not count:
-        raise BadConfig(f"no cluster at {place}: there is no such root in ZooKeeper")
+        raise BadConfig(f"no cluster at {connect}: there is no such root in ZooKeeper")
     # What was just protected is written with the same credentials.
-    connected = zookeeper_session.connected(place, connect_timeout_ms=timeout_ms)
-    async with connected as found, recorded(found, creates=True):
+    async with connected(connect, wait_s) as found, recorded(found, creates=True):
         say(f"protected {count} nodes")
     return 0
 
 
-def _show(arguments: argparse.Namespace) -> int:
-    return asyncio.run(_show_at(arguments))
-
-
-async def _show_at(arguments: argparse.Namespace) -> int:
-    timeout_ms = round(arguments.wait_s * 1000)
-    async with zookeeper_session.connected(
-        place_of(arguments), connect_timeout_ms=timeout_ms
-    ) as found:
+@verb
+@options.as_json
+@placed
+@options.wait_s
+async def show_cluster(*, as_json: bool, connect: str, wait_s: float) -> int:
+    async with connected(connect, wait_s) as found:
         cluster = await found.read_cluster()
         servers = await found.read_servers()
         layout = await found.storages.read()
@@ -151,7 +122,7 @@ async def _show_at(arguments: argparse.Namespace) -> int:
         "admin_ports": dict(layout.admin_ports),
         "partitions": partitions,
     }
-    if arguments.json:
+    if as_json:
         show_json(summary)
     else:
         _print(summary)

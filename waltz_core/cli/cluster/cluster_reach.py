@@ -4,18 +4,17 @@ A firewall between a server and a storage cannot be seen from here. So every ser
 every storage (the original's message 13, which its servers answer, too).
 """
 
-import argparse
 import asyncio
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from waltz_core.cli import options
 from waltz_core.cli.asking import ask
-from waltz_core.cli.changing import add_common, connected
+from waltz_core.cli.changing import connected
 from waltz_core.cli.output import show_json, show_table
-from waltz_core.cli.parsing import Verbs
 from waltz_core.cli.progress import ProgressLine
+from waltz_core.cli.verbs import verb
 from waltz_core.errors import WaltzError
-from waltz_core.transport import net
 from waltz_core.wire.messages import CheckConnectivityRequest, CheckConnectivityResponse
 
 HERE: Final = "this command"
@@ -30,23 +29,17 @@ class Reach(NamedTuple):
     why_not: str | None = None
 
 
-def add(verbs: Verbs) -> None:
-    """Declare the verb."""
-    checked = verbs.add_parser(
-        "check-connectivity", help="see whether we reach each server, and it each storage"
-    )
-    add_common(checked, changes=False)
-    checked.set_defaults(verb=lambda arguments: net.run(_check(arguments)))
-
-
-async def _check(arguments: argparse.Namespace) -> int:
-    async with connected(arguments.connect) as coordinator:
+@verb
+@options.connect
+@options.as_json
+async def check_connectivity(*, connect: str, as_json: bool) -> int:
+    async with connected(connect) as coordinator:
         servers = [each.address for each in (await coordinator.read_servers()).servers.values()]
         storages = [str(each) for each in (await coordinator.storages.read()).assignment.partitions]
     with ProgressLine() as line:
         found = await _ask_all(servers, storages, line)
     is_well = bool(servers) and all(each.is_reached for each in found)
-    if arguments.json:
+    if as_json:
         show_json({"is_well": is_well, "connections": [each._asdict() for each in found]})
         return 0 if is_well else 1
     rows = [

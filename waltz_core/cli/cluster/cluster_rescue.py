@@ -4,18 +4,20 @@ Both take a replica's log for the log by decision, not by quorum. What is decide
 `cluster/change/rebuilding.py`; here storages are asked, people told, and ZooKeeper written.
 """
 
-import argparse
 import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 from uuid import UUID
 
-from waltz_core.cli.changing import Command, Result, add_common, run
+import click
+
+from waltz_core.cli import options
+from waltz_core.cli.changing import Command, Result, changes
 from waltz_core.cli.output import show_table
-from waltz_core.cli.parsing import Verbs
 from waltz_core.cli.storage.owner_requests import (
     ExpectedCluster,
     OwnerConnection,
@@ -23,11 +25,9 @@ from waltz_core.cli.storage.owner_requests import (
     log_of,
     open_links,
 )
-from waltz_core.cluster.change import (
-    changes,
-    rebuilding,
-)
-from waltz_core.cluster.change.changes import Plan
+from waltz_core.cli.verbs import verb
+from waltz_core.cluster.change import rebuilding
+from waltz_core.cluster.change.changes import Plan, filled
 from waltz_core.cluster.change.creation import (
     NewCluster,
     NewStorage,
@@ -69,52 +69,6 @@ LOOK_AGAIN_S = 0.2
 NONCE_BYTES = 16
 
 
-def add(verbs: Verbs) -> None:
-    """Declare the verbs."""
-    accept = verbs.add_parser(
-        "accept-replicas", help="take one replica's log for the log when no quorum can vouch"
-    )
-    accept.add_argument("partition", type=int, help="one of those that no quorum can vouch for")
-    accept.add_argument("--replica", metavar="HOST:PORT", help="else the one that has most")
-    accept.add_argument("--yes", action="store_true", help="else it is only shown what may be lost")
-    add_common(accept)
-    accept.set_defaults(verb=lambda arguments: run(arguments, _accept), creates=False)
-    rebuild = verbs.add_parser(
-        "rebuild-metadata", help="make ZooKeeper's nodes anew from what the storages have"
-    )
-    rebuild.add_argument("--name", default="waltz", help="of the cluster (default waltz)")
-    rebuild.add_argument(
-        "--storage",
-        action="append",
-        required=True,
-        metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
-        help="every storage that there was, also one that is lost; as for `cluster create`",
-    )
-    rebuild.add_argument(
-        "--missing",
-        action="append",
-        default=[],
-        metavar="HOST:PORT",
-        help="one of these storages that will not come back",
-    )
-    rebuild.add_argument("--cluster-key", type=UUID, help="as `cluster show` told it")
-    rebuild.add_argument("--partitions", type=int, help="how many there were")
-    rebuild.add_argument(
-        "--from-directory",
-        type=Path,
-        metavar="DIRECTORY",
-        help="a storage's directory that says both",
-    )
-    rebuild.add_argument("--replicas", type=int, help="of each partition; else one for each group")
-    rebuild.add_argument(
-        "--only-nodes",
-        action="store_true",
-        help="end when the nodes are made, before storages are started; give it again without",
-    )
-    add_common(rebuild)
-    rebuild.set_defaults(verb=lambda arguments: run(arguments, _rebuild), creates=True)
-
-
 # --- accept-replicas
 
 
@@ -138,10 +92,17 @@ class _Heard:
             link.close()
 
 
-async def _accept(command: Command) -> Result:
-    coordinator, arguments = command.coordinator, command.arguments
+@verb
+@options.argument("partition", "PARTITION", "a partition without a trusted quorum", type=int)
+@click.option("--replica", metavar="HOST:PORT", help="the replica [default: the one with most]")
+@click.option("--yes", is_flag=True, help="do it; otherwise only show what may be lost")
+@changes()
+async def accept_replicas(
+    command: Command, *, partition: int, replica: str | None, yes: bool
+) -> Result:
+    coordinator = command.coordinator
     cluster = await coordinator.read_cluster()
-    partition_id = PartitionId(arguments.partition)
+    partition_id = PartitionId(partition)
     if not 0 <= partition_id < cluster.params.partition_count:
         raise BadConfig(
             f"there is no partition {partition_id}: the cluster has "
@@ -154,7 +115,7 @@ async def _accept(command: Command) -> Result:
         try:
             heard = await _hear(coordinator, partition_id, facts, newest)
             try:
-                return await _decide(command, partition_id, heard)
+                return await _decide(command, partition_id, heard, (replica, yes))
             finally:
                 heard.close()
         except SessionFenced as fenced:
@@ -205,9 +166,14 @@ def _check_not_fenced(address: ReplicaId, answer: Nack, session_id: SessionId) -
         raise SessionFenced(f"{address}: {answer.message}", answer.promised)
 
 
-async def _decide(command: Command, partition_id: PartitionId, heard: _Heard) -> Result:
-    logs = heard.logs
-    chosen = _chosen(command.arguments.replica, partition_id, logs)
+async def _decide(
+    command: Command,
+    partition_id: PartitionId,
+    heard: _Heard,
+    asked: tuple[str | None, bool],
+) -> Result:
+    logs, (replica, is_accepted) = heard.logs, asked
+    chosen = _chosen(replica, partition_id, logs)
     lost = rebuilding.losses(logs[chosen], logs)
     lost += [f"{each} was not heard: {reason}" for each, reason in heard.unheard.items()]
     shown: dict[str, object] = {
@@ -216,13 +182,13 @@ async def _decide(command: Command, partition_id: PartitionId, heard: _Heard) ->
         "replicas": {each: log._asdict() for each, log in logs.items()},
         "unheard": heard.unheard,
         "may_be_lost": lost,
-        "accepted": command.arguments.yes,
+        "accepted": is_accepted,
     }
-    if not command.arguments.json:
+    if not command.as_json:
         _show_replicas(logs, heard.unheard)
     for each in lost:
         command.note(each)
-    if not command.arguments.yes:
+    if not is_accepted:
         return {
             **shown,
             "summary": f"nothing was changed; with --yes the log of {chosen} is the log of "
@@ -355,17 +321,63 @@ async def _assign(coordinator: Coordinator, verdicts: Sequence[RebuildDecision])
 # --- rebuild-metadata
 
 
-async def _rebuild(command: Command) -> Result:
-    new, missing = (
-        _new_cluster(command.arguments),
-        [ReplicaId(each) for each in command.arguments.missing],
-    )
-    replica_count = command.arguments.replicas or len(set(new.groups.values()))
+class RebuildOptions(NamedTuple):
+    """Which cluster there was."""
+
+    name: str
+    storage: tuple[str, ...]
+    missing: tuple[str, ...]
+    cluster_key: UUID | None
+    partitions: int | None
+    from_directory: Path | None
+    replicas: int | None
+    only_nodes: bool
+
+
+@verb
+@click.option("--name", default="waltz", help="the cluster's name [default: waltz]")
+@click.option(
+    "--storage",
+    multiple=True,
+    required=True,
+    metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
+    help="every storage that there was, also one that is lost; as for `cluster create`",
+)
+@click.option(
+    "--missing",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="one of these storages that is lost for good",
+)
+@click.option("--cluster-key", type=click.UUID, help="the key that `cluster show` printed")
+@click.option("--partitions", type=int, help="the partition count that there was")
+@click.option(
+    "--from-directory",
+    type=options.PATH,
+    metavar="DIRECTORY",
+    help="a storage's directory, which has key and partition count",
+)
+@click.option(
+    "--replicas", type=int, help="number for each partition [default: one for each group]"
+)
+@click.option(
+    "--only-nodes",
+    is_flag=True,
+    help="end when the nodes are made, before storages are started; give it again without",
+)
+@changes(creates=True)
+async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: ANN401
+    return await _rebuild(command, RebuildOptions(**words))
+
+
+async def _rebuild(command: Command, chosen: RebuildOptions) -> Result:
+    new, missing = _new_cluster(chosen), [ReplicaId(each) for each in chosen.missing]
+    replica_count = chosen.replicas or len(set(new.groups.values()))
     for each in missing:
         if each not in new.groups:
             raise BadConfig(f"--missing {each}: name it with --storage, too")
     await _make_nodes(command, new)
-    if command.arguments.only_nodes:
+    if chosen.only_nodes:
         key = str(new.cluster_key)
         return {"cluster_key": key, "summary": "start the storages, then the servers, and go on"}
     facts = ExpectedCluster(new.cluster_key.bytes, new.partition_count)
@@ -431,16 +443,16 @@ def _choose_all(
     return verdicts, failures
 
 
-def _new_cluster(arguments: argparse.Namespace) -> NewCluster:
+def _new_cluster(chosen: RebuildOptions) -> NewCluster:
     from waltz_core.storage.files.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
     from waltz_core.storage.files.format import (  # noqa: PLC0415 - as above
         CONTROL_HEADER_BYTES,
         ControlHeader,
     )
 
-    key, count = arguments.cluster_key, arguments.partitions
-    if arguments.from_directory is not None:
-        path = arguments.from_directory / CONTROL_NAME
+    key, count = chosen.cluster_key, chosen.partitions
+    if chosen.from_directory is not None:
+        path = chosen.from_directory / CONTROL_NAME
         try:
             header = ControlHeader.decode(path.read_bytes()[:CONTROL_HEADER_BYTES])
         except OSError as error:
@@ -451,8 +463,8 @@ def _new_cluster(arguments: argparse.Namespace) -> NewCluster:
             "expected --cluster-key and --partitions, or --from-directory with the directory of "
             "one of the storages, which says both"
         )
-    storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(arguments.storage))
-    return NewCluster(arguments.name, count, key, storages)
+    storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(chosen.storage))
+    return NewCluster(chosen.name, count, key, storages)
 
 
 async def _make_nodes(command: Command, new: NewCluster) -> None:
@@ -572,7 +584,7 @@ async def _open_all(
     await _assign(command.coordinator, verdicts)
     groups = {each: group for each, group in new.groups.items() if each not in missing}
     members = {each.partition_id: each.members for each in verdicts}
-    wanted = changes.filled(members, groups, min(replica_count, len(groups)))
+    wanted = filled(members, groups, min(replica_count, len(groups)))
     layout = await command.coordinator.storages.read()
     await command.carry_out(Plan.to(wanted, layout.assignment))
     return {

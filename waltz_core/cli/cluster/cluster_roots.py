@@ -1,15 +1,16 @@
 """`waltz-core cluster list | show-key | delete`: which clusters there are, and the end of one."""
 
-import argparse
 import asyncio
 
+import click
+
+from waltz_core.cli import options
 from waltz_core.cli.asking import answers
-from waltz_core.cli.changing import Command, Result, add_common, add_place, connected, place_of, run
+from waltz_core.cli.changing import Command, Result, changes, connected, placed
 from waltz_core.cli.output import say, show, show_json, show_table
-from waltz_core.cli.parsing import Verbs
+from waltz_core.cli.verbs import verb
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
-from waltz_core.transport import net
 from waltz_core.wire.messages import Surface
 
 # A session has a root; where only hosts are named, it is one that no cluster has.
@@ -17,41 +18,16 @@ NO_ROOT = "/zookeeper"
 DETAILS = ("servers", "storages", "key")
 
 
-def add(verbs: Verbs) -> None:
-    """Declare the verbs."""
-    listed = verbs.add_parser("list", help="list the clusters of a ZooKeeper, or below a root")
-    add_place(listed)
-    listed.add_argument("--json", action="store_true", help="one JSON value on standard output")
-    listed.set_defaults(verb=lambda arguments: net.run(_list(arguments)))
-    key = verbs.add_parser(
-        "show-key",
-        aliases=["show-cluster-key"],
-        help="print the cluster key, which every storage carries",
-    )
-    add_place(key)
-    key.add_argument("--json", action="store_true", help="one JSON value on standard output")
-    key.set_defaults(verb=lambda arguments: net.run(_show_key(arguments)))
-    deleted = verbs.add_parser(
-        "delete",
-        help="delete a cluster's nodes from ZooKeeper; the records stay on the storages",
-    )
-    deleted.add_argument("name", help="the cluster's name, as `cluster show` tells it")
-    deleted.add_argument(
-        "--force",
-        action="store_true",
-        help="also while servers or storages run, and what remains of a cluster half deleted",
-    )
-    add_common(deleted)
-    deleted.set_defaults(verb=_run_delete)
-
-
 # --- list, show-key
 
 
-async def _list(arguments: argparse.Namespace) -> int:
-    connect, below = _place(place_of(arguments))
+@verb
+@placed
+@options.as_json
+async def list_clusters(*, connect: str, as_json: bool) -> int:
+    place, below = _place(connect)
     rows: list[dict[str, object]] = []
-    async with connected(connect) as session:
+    async with connected(place) as session:
         for root, params in await session.find_clusters(below):
             row: dict[str, object] = {
                 "root": root,
@@ -63,7 +39,7 @@ async def _list(arguments: argparse.Namespace) -> int:
             except WaltzError as error:  # One that is half deleted hides no other.
                 rows.append({**row, **dict.fromkeys(DETAILS)})
                 say(f"{root}: {error}")
-    if arguments.json:
+    if as_json:
         show_json(rows)
     elif rows:
         shown = [["-" if cell is None else cell for cell in row.values()] for row in rows]
@@ -90,10 +66,13 @@ def _place(text: str) -> tuple[str, str]:
     return f"{hosts}{NO_ROOT}{question}{query}", "/"
 
 
-async def _show_key(arguments: argparse.Namespace) -> int:
-    async with connected(place_of(arguments)) as coordinator:
+@verb
+@placed
+@options.as_json
+async def show_key(*, connect: str, as_json: bool) -> int:
+    async with connected(connect) as coordinator:
         key = str((await coordinator.read_cluster()).store.cluster_key)
-    if arguments.json:
+    if as_json:
         show_json({"cluster_key": key})
     else:
         show(key)
@@ -103,29 +82,31 @@ async def _show_key(arguments: argparse.Namespace) -> int:
 # --- delete
 
 
-def _run_delete(arguments: argparse.Namespace) -> int:
-    # By force it may be the remains of a cluster, which cannot hold a record.
-    arguments.creates = arguments.force
-    return run(arguments, _delete)
-
-
-async def _delete(command: Command) -> Result:
-    coordinator, arguments = command.coordinator, command.arguments
+@verb
+@options.argument("name", "NAME", "the cluster's name, as `cluster show` prints it")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="also while servers or storages run, and what remains of a cluster half deleted",
+)
+@changes()
+async def delete(command: Command, *, name: str, force: bool) -> Result:
+    coordinator = command.coordinator
     key = None
     try:
         view = await coordinator.read_cluster()
     except BadConfig:
-        if not arguments.force:
+        if not force:
             raise
         command.note(f"no whole cluster at {coordinator.where}: only remains of one are deleted")
     else:
         key = str(view.store.cluster_key)
-        if view.params.name != arguments.name:
+        if view.params.name != name:
             raise BadRequest(
                 f"expected the name of the cluster at {coordinator.where}, which is "
-                f"{view.params.name}, found {arguments.name}"
+                f"{view.params.name}, found {name}"
             )
-        if not arguments.force:
+        if not force:
             await _expect_nobody(command)
 
     def tell(done_count: int, count: int) -> None:
@@ -134,9 +115,9 @@ async def _delete(command: Command) -> Result:
     count = await coordinator.delete_cluster(tell)
     if not count:
         raise BadRequest(f"there is nothing at {coordinator.where} to delete")
-    what = f"{arguments.name}, key {key}" if key else "what remained of a cluster"
+    what = f"{name}, key {key}" if key else "what remained of a cluster"
     return {
-        "name": arguments.name,
+        "name": name,
         "cluster_key": key,
         "nodes": count,
         "summary": f"deleted {count} nodes: {what}. The storages' directories are as they were",

@@ -1,13 +1,13 @@
 """`waltz-core disk dump-control-file`: both structures and both slots, whichever of them counts."""
 
-import argparse
 from pathlib import Path
 
-from waltz_core.cli.disk.disk_text import (
-    uuid,
-    when,
-)
+import click
+
+from waltz_core.cli import options
+from waltz_core.cli.disk.disk_text import uuid, when
 from waltz_core.cli.output import show, show_json, show_table
+from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadRequest
 from waltz_core.offline.files import is_storage, partitions_in, read_all
 from waltz_core.offline.layout import (
@@ -38,55 +38,31 @@ _SLOT_FLAGS = {
 }
 
 
-def dump(arguments: argparse.Namespace) -> int:
-    """Run the verb."""
-    path: Path = arguments.path
-    if path.is_file() and path.name == SLOTS_NAME:
-        _show(None, None, {_number(path.absolute().parent): path}, arguments)
-    elif path.is_file() and path.name == CONTROL_NAME:
-        _show(read_control(path), None, {}, arguments)
-    elif path.is_dir() and is_storage(path):
-        held = {one: path / str(one) / SLOTS_NAME for one in partitions_in(path)}
-        _show(read_control(path / CONTROL_NAME), path / ID_NAME, held, arguments)
-    elif path.is_dir() and (path / SLOTS_NAME).exists():
-        _show(None, None, {_number(path.absolute()): path / SLOTS_NAME}, arguments)
-    else:
-        raise BadRequest(f"{path}: expected a directory with {CONTROL_NAME} or {SLOTS_NAME}")
-    return 0
-
-
-def _number(directory: Path) -> int:
-    if not directory.name.isdecimal():
-        raise BadRequest(f"{directory}: expected a directory that is named by its partition")
-    return int(directory.name)
-
-
-def _show(
-    control: Control | None,
-    id_path: Path | None,
-    slot_paths: dict[int, Path],
-    arguments: argparse.Namespace,
-) -> None:
-    wanted = set(arguments.partition or []) or None
+@verb
+@click.option("-a", "--assigned", is_flag=True, help="only partitions that are held here")
+@options.files("a storage directory, a partition's, waltz-storage.ctl or waltz-x.ctl")
+def dump_control_file(
+    *, path: Path, partitions: list[int] | None, assigned: bool, as_json: bool
+) -> int:
+    control, identity, slot_paths = _found_at(path)
     entries = dict(enumerate(control.entries)) if control is not None else {}
     numbers = sorted({*entries, *slot_paths})
-    shown = [one for one in numbers if wanted is None or one in wanted]
-    missing = (wanted or set()) - set(numbers)
+    missing = set(partitions or ()) - set(numbers)
     if missing:
         found = f"{numbers[0]}..{numbers[-1]}" if numbers else "none"
-        raise BadRequest(f"{arguments.path}: expected partition {min(missing)}, found {found}")
-    if arguments.assigned:
+        raise BadRequest(f"{path}: expected partition {min(missing)}, found {found}")
+    shown = [one for one in numbers if partitions is None or one in partitions]
+    if assigned:
         shown = [one for one in shown if is_assigned(entries.get(one))]
     slots = {one: read_slots(path) for one, path in slot_paths.items() if one in shown}
-    identity = read_all(id_path) if id_path is not None else None
-    if arguments.json:
+    if as_json:
         value = {
             "control_file": None if control is None else _header_json(control),
             "storage_id": None if identity is None else _id_json(identity),
             "partitions": [_partition_json(one, entries.get(one), slots.get(one)) for one in shown],
         }
         show_json(value)
-        return
+        return 0
     if control is not None:
         _print_control(control, {one: entries[one] for one in shown if one in entries})
         show("")
@@ -97,6 +73,27 @@ def _show(
     for number, pair in slots.items():
         if pair is not None:
             _print_slots(number, pair)
+    return 0
+
+
+def _found_at(path: Path) -> tuple[Control | None, bytes | None, dict[int, Path]]:
+    """Return the control file of a place, its storage's id, and the slots by partition."""
+    if path.is_file() and path.name == SLOTS_NAME:
+        return None, None, {_number(path.absolute().parent): path}
+    if path.is_file() and path.name == CONTROL_NAME:
+        return read_control(path), None, {}
+    if path.is_dir() and is_storage(path):
+        held = {one: path / str(one) / SLOTS_NAME for one in partitions_in(path)}
+        return read_control(path / CONTROL_NAME), read_all(path / ID_NAME), held
+    if path.is_dir() and (path / SLOTS_NAME).exists():
+        return None, None, {_number(path.absolute()): path / SLOTS_NAME}
+    raise BadRequest(f"{path}: expected a directory with {CONTROL_NAME} or {SLOTS_NAME}")
+
+
+def _number(directory: Path) -> int:
+    if not directory.name.isdecimal():
+        raise BadRequest(f"{directory}: expected a directory that is named by its partition")
+    return int(directory.name)
 
 
 def _wrong_text(wrong: tuple[str, ...]) -> str:

@@ -6,11 +6,13 @@ Rules:
     3. What is broken is shown as it stands there, and the dump goes on behind it.
 """
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import click
+
+from waltz_core.cli import options
 from waltz_core.cli.disk.disk_text import (
     Deserializer,
     named_deserializer,
@@ -20,6 +22,7 @@ from waltz_core.cli.disk.disk_text import (
     when,
 )
 from waltz_core.cli.output import show, show_json
+from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadConfig
 from waltz_core.offline.file_findings import records_text
 from waltz_core.offline.files import OpenFile, segment_path, segments_at
@@ -48,40 +51,73 @@ class _Wanted(NamedTuple):
     json: bool
 
 
-def dump(arguments: argparse.Namespace) -> int:
-    """Run the verb."""
-    wanted = _wanted(arguments)
-    paths = segments_at(arguments.path, arguments.partition)
-    for path, behind in zip(paths, [*paths[1:], None], strict=True):
-        is_next = behind is not None and behind.parent == path.parent
+class SegmentOptions(NamedTuple):
+    """What the command asked for."""
+
+    as_json: bool
+    metadata: bool
+    record: bool
+    batches: bool
+    transaction: int | None
+    first: int | None
+    last: int | None
+    data: bool
+    deserializer: str | None
+
+
+@verb
+@click.option("-m", "--metadata", is_flag=True, help="print the segment's header")
+@click.option(
+    "-r",
+    "--record",
+    is_flag=True,
+    help="print records; without -m, -r and --batches: all",
+)
+@click.option("--batches", is_flag=True, help="print the batches of .chn too")
+@click.option("-t", "--transaction", type=int, metavar="ID", help="print this record only")
+@click.option("--first", type=int, metavar="ID", help="first id")
+@click.option("--last", type=int, metavar="ID", help="last id")
+@click.option("--data", is_flag=True, help="print the data of records, too")
+@click.option(
+    "-d",
+    "--deserializer",
+    metavar="NAME",
+    help="deserializer of the data: bytes, msgpack, json, or module:name for a function of bytes "
+    "or a serializer of yours; implies --data [default: bytes]",
+)
+@options.files("a .seg file, a partition's directory or a storage directory")
+@options.gathered(SegmentOptions)
+def dump_segment(chosen: SegmentOptions, *, path: Path, partitions: list[int] | None) -> int:
+    wanted = _wanted(chosen)
+    paths = segments_at(path, partitions)
+    for each, behind in zip(paths, [*paths[1:], None], strict=True):
+        is_next = behind is not None and behind.parent == each.parent
         ends_before = is_next and behind is not None and int(behind.stem) <= wanted.first
-        begins_after = wanted.last is not None and int(path.stem) > wanted.last
+        begins_after = wanted.last is not None and int(each.stem) > wanted.last
         if not ends_before and not begins_after:
-            _dump_segment(path, wanted)
+            _dump_segment(each, wanted)
     return 0
 
 
-def _wanted(arguments: argparse.Namespace) -> _Wanted:
-    first, last = arguments.first, arguments.last
-    if arguments.transaction is not None:
+def _wanted(chosen: SegmentOptions) -> _Wanted:
+    first, last = chosen.first, chosen.last
+    if chosen.transaction is not None:
         if first is not None or last is not None:
             raise BadConfig("--transaction: expected without --first and --last")
-        first = last = arguments.transaction
+        first = last = chosen.transaction
     for option, value in (("--first", first), ("--last", last)):
         if value is not None and value < 0:
             raise BadConfig(f"{option}: expected an id from 0, found {value}")
-    chosen = arguments.metadata or arguments.record or arguments.batches
-    name: str | None = arguments.deserializer
-    if name is None and arguments.data:
-        name = "bytes"
+    is_part = chosen.metadata or chosen.record or chosen.batches
+    name = chosen.deserializer or ("bytes" if chosen.data else None)
     return _Wanted(
-        header=arguments.metadata or not chosen,
-        records=arguments.record or not chosen,
-        batches=arguments.batches,
+        header=chosen.metadata or not is_part,
+        records=chosen.record or not is_part,
+        batches=chosen.batches,
         first=first or 0,
         last=last,
         read=None if name is None else named_deserializer(name),
-        json=arguments.json,
+        json=chosen.as_json,
     )
 
 
@@ -259,10 +295,11 @@ def _show_batch(batch: BatchEntry, wanted: _Wanted) -> None:
 # statistics
 
 
-def statistic(arguments: argparse.Namespace) -> int:
-    """Run the verb."""
-    found = (statistic_of(path) for path in segments_at(arguments.path, arguments.partition))
-    if arguments.json:
+@verb
+@options.files("a .seg file, a partition's directory or a storage directory")
+def segment_statistic(*, path: Path, partitions: list[int] | None, as_json: bool) -> int:
+    found = (statistic_of(path) for path in segments_at(path, partitions))
+    if as_json:
         show_json([_statistic_json(one) for one in found])
         return 0
     for one in found:

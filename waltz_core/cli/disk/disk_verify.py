@@ -1,10 +1,13 @@
 """`waltz-core disk verify | repair-index`: judge a directory, and mend what is only a cache."""
 
-import argparse
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import click
+
+from waltz_core.cli import options
 from waltz_core.cli.output import say, show, show_json, show_table
+from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.offline.file_findings import FileFinding
 from waltz_core.offline.files import kept_still, segments_at
@@ -15,13 +18,23 @@ from waltz_core.offline.verify import verify as verify_at
 from waltz_core.offline.verify_segment import LogSeen
 from waltz_core.storage.disk.file_system import RealDisk
 
+FINDINGS_LIMIT = 1000
 
-def verify(arguments: argparse.Namespace) -> int:
-    """Run the verb; 1 when anything is wrong."""
-    if arguments.limit < 0:
-        raise BadConfig(f"--limit: expected a number from 0, found {arguments.limit}")
-    found = verify_at(arguments.path, arguments.partition, arguments.limit)
-    if arguments.json:
+
+@verb
+@click.option(
+    "--limit",
+    type=int,
+    default=FINDINGS_LIMIT,
+    metavar="N",
+    help=f"number of findings to show; the others are counted [default: {FINDINGS_LIMIT}]",
+)
+@options.files("a storage directory, a partition's, or a .seg file")
+def verify(*, path: Path, partitions: list[int] | None, limit: int, as_json: bool) -> int:
+    if limit < 0:
+        raise BadConfig(f"--limit: expected a number from 0, found {limit}")
+    found = verify_at(path, partitions, limit)
+    if as_json:
         show_json(_verified_json(found))
     else:
         _print_verified(found)
@@ -109,23 +122,25 @@ def _row(number: int, seen: LogSeen) -> tuple[object, ...]:
 # the index
 
 
-def repair_index(arguments: argparse.Namespace) -> int:
-    """Run the verb; 1 when a segment's header keeps its index from being made."""
+@verb
+@click.option("--dry-run", is_flag=True, help="only show what would be done")
+@options.files("a .seg file, a partition's directory or a storage directory")
+def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_json: bool) -> int:
     disk = RealDisk()
-    segments = segments_at(arguments.path, arguments.partition)
+    segments = segments_at(path, partitions)
     repaired: list[Repaired] = []
     refused: list[str] = []
-    with _held(disk, arguments.path, dry_run=arguments.dry_run):
+    with _held(disk, path, dry_run=dry_run):
         for segment in segments:
             try:
-                repaired.append(make_anew(disk, segment, dry_run=arguments.dry_run))
+                repaired.append(make_anew(disk, segment, dry_run=dry_run))
             except BadFormat as error:  # The others can be mended all the same.
                 refused.append(str(error))
-    if arguments.json:
-        show_json([_repaired_json(one, dry_run=arguments.dry_run) for one in repaired])
+    if as_json:
+        show_json([_repaired_json(one, dry_run=dry_run) for one in repaired])
     else:
         for one in repaired:
-            show(_repaired_text(one, dry_run=arguments.dry_run))
+            show(_repaired_text(one, dry_run=dry_run))
     for message in refused:
         say(f"waltz-core: {message}")
     return 1 if refused else 0

@@ -10,18 +10,16 @@ Rules:
     3. Exit code 0: nothing is wrong, 1: something is, or nobody could be asked.
 """
 
-import argparse
 import asyncio
-import os
 from pathlib import Path
 from typing import Final
 
-from waltz_core.cli import own_transport
-from waltz_core.cli.doctor.doctor_probes import (
-    gather,
-    local_cluster,
-)
+import click
+
+from waltz_core.cli import options, own_transport
+from waltz_core.cli.doctor.doctor_probes import gather, local_cluster
 from waltz_core.cli.output import show, show_json
+from waltz_core.cli.verbs import verb
 from waltz_core.config.declarations import LocalConfig
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
@@ -38,7 +36,6 @@ from waltz_core.ops.findings import (
     Finding,
 )
 from waltz_core.records.record import PartitionId
-from waltz_core.transport import net
 
 TIMEOUT_S: Final = 3.0
 # Long enough for a session to open or a partition to move, where nothing is in the way.
@@ -51,69 +48,68 @@ NOT_MEASURED: Final = (
 )
 
 
-def add(command: argparse.ArgumentParser) -> None:
-    """Declare the command; it has no verbs."""
-    command.description = (
-        f"{command.description} It changes nothing. What lasts for {LOOK_AGAIN_S:g} s is told: a "
-        "sentence, and below it the command, where words in capitals are for you to fill in. Exit "
-        "code 0: nothing is wrong; 1: something is, or nobody could be asked. docs/doctor.md has "
-        "all sentences."
-    )
-    command.add_argument(
-        "--connect",
-        default=os.environ.get("WALTZ_CONNECT"),
-        help="zk1:2181,zk2:2181/waltz/payments (default $WALTZ_CONNECT, else the cluster that "
-        "`waltz-core local up` has made here)",
-    )
-    command.add_argument(
-        "--directory",
-        type=Path,
-        default=Path(os.environ.get("WALTZ_LOCAL_DIRECTORY", LocalConfig().directory)),
-        help=f"of a cluster on this machine (default {LocalConfig().directory}, or "
-        "$WALTZ_LOCAL_DIRECTORY): its processes are looked at, too",
-    )
-    command.add_argument(
-        "--timeout-s",
-        type=float,
-        default=TIMEOUT_S,
-        metavar="S",
-        help=f"how long an answer may take (default {TIMEOUT_S:g})",
-    )
-    command.add_argument("--json", action="store_true", help="one JSON value on standard output")
-    command.set_defaults(verb=lambda arguments: net.run(_doctor(arguments)))
-
-
-async def _doctor(arguments: argparse.Namespace) -> int:
-    if arguments.timeout_s <= 0:
-        raise BadConfig(f"--timeout-s: expected more than 0, found {arguments.timeout_s:g}")
-    connect, local = _cluster_of(arguments)
+@verb
+@click.option(
+    "--connect",
+    envvar=options.CONNECT_VARIABLE,
+    metavar="CONNECT",
+    help=f"the cluster, {options.PLACE} [default: ${options.CONNECT_VARIABLE}, otherwise the "
+    "cluster that `waltz-core local up` has made here]",
+)
+@click.option(
+    "--directory",
+    type=options.PATH,
+    envvar="WALTZ_LOCAL_DIRECTORY",
+    default=LocalConfig().directory,
+    help="directory of a cluster on this machine, whose processes are checked, too "
+    f"[default: $WALTZ_LOCAL_DIRECTORY, otherwise {LocalConfig().directory}]",
+)
+@click.option(
+    "--timeout-s",
+    type=float,
+    default=TIMEOUT_S,
+    metavar="S",
+    help=f"seconds to wait for an answer [default: {TIMEOUT_S:g}]",
+)
+@options.as_json
+async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_json: bool) -> int:
+    if timeout_s <= 0:
+        raise BadConfig(f"--timeout-s: expected more than 0, found {timeout_s:g}")
+    connect, local = _cluster_of(connect, directory)
     own_transport.speak_as(connect)
     own_transport.ssl()  # raises BadConfig for the files that ?tls= names, before it asks anything
-    facts = await gather(connect, timeout_s=arguments.timeout_s, local=local)
+    facts = await gather(connect, timeout_s=timeout_s, local=local)
     found = diagnose(facts)
     if found:
         await asyncio.sleep(LOOK_AGAIN_S)
-        facts = await gather(connect, timeout_s=arguments.timeout_s, local=local)
+        facts = await gather(connect, timeout_s=timeout_s, local=local)
         found = lasting(found, diagnose(facts))
-    if arguments.json:
-        show_json(as_json(facts, found))
+    if as_json:
+        show_json(value_of(facts, found))
     else:
         for line in as_text(facts, found):
             show(line)
     return 1 if found else 0
 
 
-def _cluster_of(arguments: argparse.Namespace) -> tuple[str, LocalCluster | None]:
+doctor.details = (
+    f"It changes nothing. It reports what lasts for {LOOK_AGAIN_S:g} s: a sentence, and below it "
+    "the command, where words in capitals are for you to fill in. Exit code 0: nothing is wrong; "
+    "1: something is, or no process could be asked. docs/doctor.md has all sentences."
+)
+
+
+def _cluster_of(connect: str | None, directory: Path) -> tuple[str, LocalCluster | None]:
     """Return which cluster is meant, and what of it belongs to this machine."""
-    local = local_cluster(arguments.directory)
-    if arguments.connect is None:
+    local = local_cluster(directory)
+    if connect is None:
         if local is None:
             raise BadConfig(
                 "expected --connect zk1:2181,zk2:2181/waltz/payments, or a cluster on this machine "
-                f"in {arguments.directory}; found neither"
+                f"in {directory}; found neither"
             )
         return local.connect, local
-    return arguments.connect, local if local and local.connect == arguments.connect else None
+    return connect, local if local and local.connect == connect else None
 
 
 def lasting(before: list[Finding], after: list[Finding]) -> list[Finding]:
@@ -146,7 +142,7 @@ def _clocks(facts: Facts) -> str:
     )
 
 
-def as_json(facts: Facts, found: list[Finding]) -> dict[str, object]:
+def value_of(facts: Facts, found: list[Finding]) -> dict[str, object]:
     """Return the one value for scripts."""
     return {
         "connect": facts.connect,

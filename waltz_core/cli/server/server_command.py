@@ -1,18 +1,15 @@
-"""`waltz-core server`: run a server daemon, list servers, choose what they own."""
+"""`waltz-core server list`: the servers of a cluster, what each owns and its state."""
 
-import argparse
 import asyncio
 from typing import NamedTuple
 
-from waltz_core.cli import http_pages
+from waltz_core.cli import options
 from waltz_core.cli.asking import ask
-from waltz_core.cli.changing import add_common, connected
-from waltz_core.cli.cluster import cluster_checks
+from waltz_core.cli.changing import connected
 from waltz_core.cli.output import ranges_of, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.server import server_run
+from waltz_core.cli.verbs import verb
 from waltz_core.errors import WaltzError
-from waltz_core.transport import net
 from waltz_core.wire.messages import PartitionsHealthRequest, PartitionsHealthResponse
 
 WELL = "well"
@@ -28,21 +25,11 @@ class ServerRow(NamedTuple):
     preferred: list[int]
 
 
-def add(command: argparse.ArgumentParser) -> None:
-    """Declare the verbs."""
-    verbs = command.add_subparsers(title="verbs", metavar="VERB", required=True)
-    server_run.add(verbs)
-    listed = verbs.add_parser(
-        "list", help="list the servers of a cluster, what each owns, and whether it can serve it"
-    )
-    add_common(listed, changes=False)
-    listed.set_defaults(verb=lambda arguments: net.run(_list(arguments)))
-    http_pages.add_metrics(verbs.add_parser("metrics", help="show the numbers of one server"))
-    cluster_checks.add_preferring(verbs, "add-preferred-partition", "remove-preferred-partition")
-
-
-async def _list(arguments: argparse.Namespace) -> int:
-    async with connected(arguments.connect) as coordinator:
+@verb
+@options.connect
+@options.as_json
+async def list_servers(*, connect: str, as_json: bool) -> int:
+    async with connected(connect) as coordinator:
         await coordinator.read_cluster()
         view = await coordinator.read_servers()
     with ProgressLine() as line:
@@ -62,7 +49,7 @@ async def _list(arguments: argparse.Namespace) -> int:
         )
         for key, its in view.servers.items()
     ]
-    if arguments.json:
+    if as_json:
         told = [each._asdict() for each in rows]
         show_json({"is_settled": view.is_settled, "servers": told})
     else:

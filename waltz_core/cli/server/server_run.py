@@ -3,26 +3,16 @@
 As `storage_run.py`.
 """
 
-import argparse
+from collections.abc import Callable
 
-from waltz_core.cli.daemon_command import (
-    add_run,
-    run_daemon,
-    spare_threads,
-)
-from waltz_core.cli.parsing import Verbs
+from waltz_core.cli.daemon_command import daemon
+from waltz_core.cli.verbs import verb
 from waltz_core.config.declarations import ServerConfig
 
 
-def add(verbs: Verbs) -> None:
-    """Declare the verb."""
-    run = verbs.add_parser("run", help="run a server (conf/server.toml is a sample)")
-    add_run(run, ServerConfig)
-    run.set_defaults(verb=_run)
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    spare_threads()
+@verb
+@daemon(ServerConfig)
+def run_server() -> Callable[[ServerConfig], None]:
     from waltz_core.server.process.server_daemon import run  # noqa: PLC0415 - only a server needs it
 
-    return run_daemon(arguments, ServerConfig, run)
+    return run

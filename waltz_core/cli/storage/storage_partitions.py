@@ -6,21 +6,25 @@ Rules:
     3. What is changed is on the cluster's record, where a cluster was named.
 """
 
-import argparse
 from collections.abc import Awaitable, Callable
 
-from waltz_core.cli import own_transport
+import click
+
+from waltz_core.cli import options, own_transport
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
+    StorageOptions,
     Target,
-    add_partitions,
-    add_target,
+    numbers_of,
     on_record,
-    partitions_of,
+    partitions,
     read_facts,
+    storages_of,
     target_of,
+    targeted,
 )
+from waltz_core.cli.verbs import verb
 from waltz_core.client.links.storage_admin import (
     COPY_BYTES_MAX,
     StorageAdmin,
@@ -42,75 +46,11 @@ from waltz_core.wire.admin_messages import (
     SetAvailable,
 )
 
-FORCE = "insist, though the last session counts on this replica: read what is said without it first"
-
-
-def add_add(verb: argparse.ArgumentParser) -> None:
-    """Declare `add-partition`."""
-    add_partitions(verb)
-    add_target(verb, _add)
-
-
-def add_remove(verb: argparse.ArgumentParser) -> None:
-    """Declare `remove-partition`."""
-    add_partitions(verb)
-    verb.add_argument("--delete-files", action="store_true", help="else they stay where they are")
-    verb.add_argument("--force", action="store_true", help=FORCE)
-    add_target(verb, _remove)
-
-
-def add_availability(verb: argparse.ArgumentParser) -> None:
-    """Declare `availability`."""
-    add_partitions(verb)
-    verb.add_argument(
-        "--online", choices=("true", "false"), required=True, help="false: no server may use them"
-    )
-    add_target(verb, _availability)
-
-
-def add_mark_suspect(verb: argparse.ArgumentParser) -> None:
-    """Declare `mark-suspect`."""
-    add_partitions(verb)
-    verb.add_argument("--force", action="store_true", help=FORCE)
-    add_target(verb, _mark_suspect)
-
-
-def add_re_seed(verb: argparse.ArgumentParser) -> None:
-    """Declare `re-seed`."""
-    add_partitions(verb)
-    verb.add_argument("--force", action="store_true", help=FORCE)
-    add_target(verb, _re_seed)
-
-
-def add_recover(verb: argparse.ArgumentParser) -> None:
-    """Declare `recover-partition`."""
-    add_partitions(verb)
-    source = verb.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--from",
-        dest="source",
-        metavar="HOST:PORT",
-        help="the storage to copy from; needs --connect",
-    )
-    source.add_argument(
-        "--from-admin",
-        dest="source_admin",
-        metavar="HOST:ADMIN_PORT",
-        help="the same by its admin port",
-    )
-    verb.add_argument(
-        "--batch-bytes",
-        type=int,
-        default=COPY_BYTES_MAX,
-        metavar="BYTES",
-        help=f"bytes that are copied at once (default {COPY_BYTES_MAX})",
-    )
-    add_target(verb, _recover)
-
-
-def add_sync(verb: argparse.ArgumentParser) -> None:
-    """Declare `sync-partitions`."""
-    add_target(verb, _sync, is_cluster=True)
+_force = click.option(
+    "--force",
+    is_flag=True,
+    help="insist, though the last session counts on this replica; read the refusal first",
+)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -118,27 +58,28 @@ def add_sync(verb: argparse.ArgumentParser) -> None:
 
 
 async def _each(
-    arguments: argparse.Namespace,
-    verb: str,
+    where: StorageOptions,
+    partitions: str,
+    what: str,
     one: Callable[[StorageAdmin, int], Awaitable[object]],
 ) -> int:
     """Do something with each partition of a storage, and tell (rule 1)."""
-    partitions = partitions_of(arguments)
-    target = await target_of(arguments)
+    chosen = numbers_of(partitions)
+    target = await target_of(where)
     done: list[int] = []
     try:
         async with (
-            on_record(arguments),
+            on_record(where),
             administered(target.admin, ssl=own_transport.ssl()) as admin,
         ):
-            for partition in partitions:
+            for partition in chosen:
                 await one(admin, partition)
                 done.append(partition)
     finally:
-        if arguments.json:
-            show_json({"storage": str(target), "verb": verb, "done": done})
+        if where.as_json:
+            show_json({"storage": str(target), "verb": what, "done": done})
         elif done:
-            say(f"{target}: {verb}, done for partitions {_ranges(done)}")
+            say(f"{target}: {what}, done for partitions {_ranges(done)}")
     return 0
 
 
@@ -146,86 +87,137 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-async def _add(arguments: argparse.Namespace) -> int:
+@verb
+@partitions
+@targeted()
+async def add_partition(where: StorageOptions, *, partitions: str) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
         await admin.ask(Done, SetAssigned, (partition,), True, False)  # noqa: FBT003 - the wire's
 
-    return await _each(arguments, "add-partition", one)
+    return await _each(where, partitions, "add-partition", one)
 
 
-async def _remove(arguments: argparse.Namespace) -> int:
+@verb
+@partitions
+@click.option("--delete-files", is_flag=True, help="delete the files, too")
+@_force
+@targeted()
+async def remove_partition(
+    where: StorageOptions, *, partitions: str, delete_files: bool, force: bool
+) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
         if admin.is_ours:
-            fields = (arguments.delete_files, arguments.force)
-            await admin.ask(Done, RemovePartition, partition, *fields)
+            await admin.ask(Done, RemovePartition, partition, delete_files, force)
         else:
-            await admin.ask(Done, SetAssigned, (partition,), False, arguments.delete_files)  # noqa: FBT003 - the wire's
+            await admin.ask(Done, SetAssigned, (partition,), False, delete_files)  # noqa: FBT003 - the wire's
 
-    return await _each(arguments, "remove-partition", one)
+    return await _each(where, partitions, "remove-partition", one)
 
 
-async def _availability(arguments: argparse.Namespace) -> int:
+@verb
+@partitions
+@click.option(
+    "--online",
+    type=options.OneOf(("true", "false")),
+    required=True,
+    help="false: no server may use them",
+)
+@targeted()
+async def availability(where: StorageOptions, *, partitions: str, online: str) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
-        await admin.ask(Done, SetAvailable, (partition,), arguments.online == "true")
+        await admin.ask(Done, SetAvailable, (partition,), online == "true")
 
-    return await _each(arguments, f"availability {arguments.online}", one)
+    return await _each(where, partitions, f"availability {online}", one)
 
 
-async def _mark_suspect(arguments: argparse.Namespace) -> int:
+@verb
+@partitions
+@_force
+@targeted()
+async def mark_suspect(where: StorageOptions, *, partitions: str, force: bool) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
-        await admin.ask(Done, MarkSuspect, partition, arguments.force)
+        await admin.ask(Done, MarkSuspect, partition, force)
 
-    return await _each(arguments, "mark-suspect", one)
+    return await _each(where, partitions, "mark-suspect", one)
 
 
-async def _re_seed(arguments: argparse.Namespace) -> int:
+@verb
+@partitions
+@_force
+@targeted()
+async def re_seed(where: StorageOptions, *, partitions: str, force: bool) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
-        await admin.ask(Done, ReSeed, partition, arguments.force)
+        await admin.ask(Done, ReSeed, partition, force)
 
-    return await _each(arguments, "re-seed", one)
+    return await _each(where, partitions, "re-seed", one)
 
 
 # ---------------------------------------------------------------------------------------------
 # recover-partition
 
 
-async def _recover(arguments: argparse.Namespace) -> int:
-    partitions = partitions_of(arguments)
-    target = await target_of(arguments)
-    source = await _source_of(arguments)
-    if source.admin == target.admin:
+@verb
+@partitions
+@click.option(
+    "--from", "source", metavar="HOST:PORT", help="the storage to copy from; needs --connect"
+)
+@click.option("--from-admin", metavar="HOST:ADMIN_PORT", help="the same by its admin port")
+@click.option(
+    "--batch-bytes",
+    type=int,
+    default=COPY_BYTES_MAX,
+    metavar="BYTES",
+    help=f"bytes that are copied at once [default: {COPY_BYTES_MAX}]",
+)
+@targeted()
+async def recover_partition(
+    where: StorageOptions,
+    *,
+    partitions: str,
+    source: str | None,
+    from_admin: str | None,
+    batch_bytes: int,
+) -> int:
+    if (source is None) == (from_admin is None):
+        raise click.UsageError(
+            "expected either --from or --from-admin", click.get_current_context()
+        )
+    chosen = numbers_of(partitions)
+    target = await target_of(where)
+    giver_at = await _source_of(where, source, from_admin)
+    if giver_at.admin == target.admin:
         raise BadConfig(f"expected another storage to copy from, found {target} itself")
-    if arguments.batch_bytes < 1:
-        raise BadConfig(f"--batch-bytes: expected at least 1, found {arguments.batch_bytes}")
+    if batch_bytes < 1:
+        raise BadConfig(f"--batch-bytes: expected at least 1, found {batch_bytes}")
     results: list[tuple[int, int, int]] = []
     async with (
-        on_record(arguments),
-        administered(source.admin, ssl=own_transport.ssl()) as giver,
+        on_record(where),
+        administered(giver_at.admin, ssl=own_transport.ssl()) as giver,
         administered(target.admin, ssl=own_transport.ssl()) as taker,
     ):
         with ProgressLine() as line:
-            for partition in partitions:
-                line.show(len(results), len(partitions), f"copying partition {partition}")
+            for partition in chosen:
+                line.show(len(results), len(chosen), f"copying partition {partition}")
                 before = await _last_of(taker, target, partition)
                 after = await copy_partition(
-                    giver, taker, partition, before + 1, bytes_max=arguments.batch_bytes
+                    giver, taker, partition, before + 1, bytes_max=batch_bytes
                 )
                 results.append((partition, before, after))
     titles = ("partition", "last before", "last after")
-    if arguments.json:
+    if where.as_json:
         show_json([dict(zip(titles, row, strict=True)) for row in results])
     else:
         show_table(titles, results)
     return 0
 
 
-async def _source_of(arguments: argparse.Namespace) -> Target:
-    if arguments.source_admin is not None:
-        return Target(arguments.source_admin, None)
-    if arguments.connect is None:
+async def _source_of(where: StorageOptions, source: str | None, from_admin: str | None) -> Target:
+    if from_admin is not None:
+        return Target(from_admin, None)
+    if where.cluster is None or source is None:
         raise BadConfig("--from needs --connect; or give --from-admin HOST:ADMIN_PORT")
-    facts = await read_facts(arguments)
-    return Target(facts.admin_address(arguments.source), arguments.source)
+    facts = await read_facts(where)
+    return Target(facts.admin_address(source), source)
 
 
 async def _last_of(admin: StorageAdmin, target: Target, partition: int) -> int:
@@ -246,33 +238,32 @@ async def _last_of(admin: StorageAdmin, target: Target, partition: int) -> int:
 # sync-partitions
 
 
-async def _sync(arguments: argparse.Namespace) -> int:
-    facts = await read_facts(arguments)
-    names = facts.admin_ports if arguments.storage is None else (arguments.storage,)
+@verb
+@targeted(is_cluster=True)
+async def sync_partitions(where: StorageOptions) -> int:
+    facts = await read_facts(where)
+    targets = storages_of(facts, where)
     rows: list[tuple[str, str, object, str]] = []
-    async with on_record(arguments):
+    async with on_record(where):
         with ProgressLine() as line:
-            for at, name in enumerate(names):
-                target = Target(facts.admin_address(name), str(name))
-                line.show(at, len(names), f"storage {target}")
-                wanted = facts.assignments.partitions.get(ReplicaId(name), ())
+            for at, target in enumerate(targets):
+                line.show(at, len(targets), f"storage {target}")
+                wanted = facts.assignments.partitions.get(ReplicaId(str(target)), ())
                 try:
                     async with administered(target.admin, ssl=own_transport.ssl()) as admin:
                         rows += await _synced(admin, target, [int(each) for each in wanted])
                 except WaltzError as error:
                     rows.append((str(target), "reach", "-", str(error)))
         failed_count = sum(outcome != "done" for *_, outcome in rows)
-        _tell_synced(arguments, rows, is_done=not failed_count)
+        _tell_synced(rows, is_done=not failed_count, as_json=where.as_json)
         if failed_count:
             raise WaltzError(f"{failed_count} of {len(rows)} steps have failed, see their outcome")
     return 0
 
 
-def _tell_synced(
-    arguments: argparse.Namespace, rows: list[tuple[str, str, object, str]], *, is_done: bool
-) -> None:
+def _tell_synced(rows: list[tuple[str, str, object, str]], *, is_done: bool, as_json: bool) -> None:
     titles = ("storage", "step", "partition", "outcome")
-    if arguments.json:
+    if as_json:
         show_json({"is_done": is_done, "steps": [dict(zip(titles, r, strict=True)) for r in rows]})
     elif rows:
         show_table(titles, rows)

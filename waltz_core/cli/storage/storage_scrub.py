@@ -4,21 +4,24 @@ It is the one verb that takes as long as a disk takes. The pass is the storage's
 the command has waited long enough.
 """
 
-import argparse
 import asyncio
 from typing import Final
 
-from waltz_core.cli import own_transport
-from waltz_core.cli.changing import add_timeout, in_time
+import click
+
+from waltz_core.cli import options, own_transport
+from waltz_core.cli.changing import in_time
 from waltz_core.cli.output import say, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
-    add_partitions,
-    add_target,
-    partitions_of,
+    StorageOptions,
+    numbers_of,
+    partitions,
     target_of,
+    targeted,
 )
 from waltz_core.cli.storage.storage_views import damaged_count
+from waltz_core.cli.verbs import verb
 from waltz_core.client.links.storage_admin import (
     StorageAdmin,
     administered,
@@ -36,23 +39,18 @@ _GOES_ON: Final = "The storage goes on with the pass that was begun; --status te
 _TITLES: Final = ("partition", "next id", "last id", "passes", "damaged", "error")
 
 
-def add_scrub(verb: argparse.ArgumentParser) -> None:
-    """Declare `scrub`."""
-    add_partitions(verb)
-    verb.add_argument(
-        "--status", action="store_true", help="only tell how far the scrub is; begin nothing"
-    )
-    add_timeout(verb)
-    add_target(verb, _scrub, has_timeout=True)
-
-
-async def _scrub(arguments: argparse.Namespace) -> int:
-    partitions = partitions_of(arguments)
-    target = await target_of(arguments)
+@verb
+@partitions
+@click.option("--status", is_flag=True, help="only show the progress of the scrub; begin nothing")
+@options.timeout_s()
+@targeted(has_timeout=True)
+async def scrub(where: StorageOptions, *, partitions: str, status: bool, timeout_s: float) -> int:
+    chosen = numbers_of(partitions)
+    target = await target_of(where)
     with ProgressLine() as line:
-        line.show(0, len(partitions), f"waiting for {target} to answer")
+        line.show(0, len(chosen), f"waiting for {target} to answer")
         async with (
-            in_time(arguments.timeout_s, lambda: line.awaited, afterwards=_GOES_ON),
+            in_time(timeout_s, lambda: line.awaited, afterwards=_GOES_ON),
             administered(target.admin, ssl=own_transport.ssl()) as admin,
         ):
             if not admin.is_ours:
@@ -60,10 +58,10 @@ async def _scrub(arguments: argparse.Namespace) -> int:
                     f"{target}: expected a storage that scrubs, found one of the original"
                 )
             found = [
-                await _looked_at(admin, partition, line, is_asked=not arguments.status)
-                for partition in partitions
+                await _looked_at(admin, partition, line, is_asked=not status)
+                for partition in chosen
             ]
-    if arguments.json:
+    if where.as_json:
         show_json({"storage": str(target), "partitions": found})
     else:
         show_table(

@@ -4,18 +4,18 @@ A storage has two names, the address of its admin port and, within a cluster, th
 servers know it by. Both are understood wherever one is asked for.
 """
 
-import argparse
-import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
-from waltz_core.cli.changing import CONNECT_WAIT_S, add_wait, recorded
-from waltz_core.cli.own_transport import add_tls
+import click
+
+from waltz_core.cli import options
+from waltz_core.cli.changing import connected, recorded
+from waltz_core.cli.verbs import VerbFunction
 from waltz_core.cluster.coordinator import ClusterView
 from waltz_core.cluster.nodes.model import ReplicaAssignments
-from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig
 from waltz_core.records.record import ReplicaId
@@ -52,73 +52,75 @@ class Target(NamedTuple):
         return self.name or self.admin
 
 
-Verb: TypeAlias = Callable[[argparse.Namespace], Awaitable[int]]
+class StorageOptions(NamedTuple):
+    """The options by which a verb finds its storages."""
+
+    connect: str | None
+    storage: str | None
+    as_json: bool
+    wait_s: float = options.CONNECT_WAIT_S
+    admin: str | None = None
+    tls: str | None = None  # for `own_transport`
+
+    @property
+    def cluster(self) -> str | None:
+        """Return the connect string; without `--admin`, $WALTZ_CONNECT has it, too."""
+        if self.connect is None and self.admin is None:
+            return os.environ.get(options.CONNECT_VARIABLE)
+        return self.connect
 
 
-def add_target(
-    verb: argparse.ArgumentParser,
-    call: Verb,
-    *,
-    is_cluster: bool = False,
-    has_timeout: bool = False,
-) -> None:
-    """Declare how a verb is told its storage; `is_cluster`: it needs a cluster, and means all."""
-    if not is_cluster:
-        verb.add_argument("--admin", metavar="HOST:ADMIN_PORT", help="the storage's admin port")
-        add_tls(verb)
-    verb.add_argument(
-        "--connect",
-        metavar="CONNECT",
-        default=os.environ.get("WALTZ_CONNECT") if is_cluster else None,
-        required=is_cluster and "WALTZ_CONNECT" not in os.environ,
-        help="the cluster, zk1:2181,zk2:2181/waltz/payments "
-        + ("(default $WALTZ_CONNECT)" if is_cluster else "(without --admin $WALTZ_CONNECT)"),
-    )
-    verb.add_argument(
-        "--storage", metavar="HOST:PORT", help="the storage, by the name that its cluster has"
-    )
-    if has_timeout:
-        # Of a command that waits for more, ZooKeeper's share; an option of earlier versions.
-        verb.add_argument("--wait-s", type=float, default=CONNECT_WAIT_S, help=argparse.SUPPRESS)
-    else:
-        add_wait(verb)
-    verb.add_argument("--json", action="store_true", help="one JSON value on standard output")
-    verb.set_defaults(verb=lambda arguments: asyncio.run(_awaited(call, arguments)))
+_connect = click.option(
+    "--connect",
+    metavar="CONNECT",
+    help=f"the cluster, {options.PLACE} [default, without --admin: ${options.CONNECT_VARIABLE}]",
+)
+_storage = click.option(
+    "--storage", metavar="HOST:PORT", help="the storage, by the address that its cluster has"
+)
+_admin = click.option("--admin", metavar="HOST:ADMIN_PORT", help="the storage's admin port")
+# Of a verb that waits for more, ZooKeeper's share; an option of earlier versions.
+_hidden_wait_s = click.option("--wait-s", type=float, default=options.CONNECT_WAIT_S, hidden=True)
+partitions = click.option(
+    "--partition",
+    "--partitions",
+    "partitions",
+    required=True,
+    metavar="PARTITIONS",
+    help="such as 3 or 0-6,9",
+)
 
 
-async def _awaited(call: Verb, arguments: argparse.Namespace) -> int:
-    if arguments.connect is None and getattr(arguments, "admin", None) is None:
-        arguments.connect = os.environ.get("WALTZ_CONNECT")
-    return await call(arguments)
+def targeted(
+    *, is_cluster: bool = False, has_timeout: bool = False
+) -> Callable[[VerbFunction], VerbFunction]:
+    """Hand a verb its `StorageOptions`; `is_cluster`: it needs a cluster, and means all."""
+    wait_s = _hidden_wait_s if has_timeout else options.wait_s
+    declared = [options.gathered(StorageOptions), options.as_json, wait_s, _storage]
+    declared += [options.connect] if is_cluster else [_connect, options.tls, _admin]
+
+    def decorate(function: VerbFunction) -> VerbFunction:
+        for declare in declared:
+            function = declare(function)
+        return function
+
+    return decorate
 
 
 @asynccontextmanager
-async def on_record(arguments: argparse.Namespace) -> AsyncIterator[None]:
+async def on_record(where: StorageOptions) -> AsyncIterator[None]:
     """Have the block on record in the cluster; who names only an admin port names no cluster."""
-    if arguments.connect is None:
+    if where.cluster is None:
         yield
         return
-    timeout_ms = round(arguments.wait_s * 1000)
-    connected = zookeeper_session.connected(arguments.connect, connect_timeout_ms=timeout_ms)
-    async with connected as coordinator, recorded(coordinator):
+    async with connected(where.cluster, where.wait_s) as coordinator, recorded(coordinator):
         yield
 
 
-def add_partitions(verb: argparse.ArgumentParser) -> None:
-    """Declare how a verb is told its partitions."""
-    verb.add_argument(
-        "--partition",
-        "--partitions",
-        required=True,
-        metavar="PARTITIONS",
-        help="like 3 or 0-6,9",
-    )
-
-
-def partitions_of(arguments: argparse.Namespace) -> tuple[int, ...]:
+def numbers_of(text: str) -> tuple[int, ...]:
     """Return the partitions of `--partition`, each once, in their order; raises BadConfig."""
     found: list[int] = []
-    for part in arguments.partition.split(","):
+    for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         last = last if dash else first
         if not (first.isascii() and first.isdecimal() and last.isascii() and last.isdecimal()):
@@ -129,12 +131,9 @@ def partitions_of(arguments: argparse.Namespace) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-async def read_facts(arguments: argparse.Namespace) -> ClusterStorages:
+async def read_facts(where: StorageOptions) -> ClusterStorages:
     """Ask ZooKeeper about a cluster's storages; raises CoordinatorUnavailable, BadConfig."""
-    timeout_ms = round(arguments.wait_s * 1000)
-    async with zookeeper_session.connected(
-        arguments.connect, connect_timeout_ms=timeout_ms
-    ) as found:
+    async with connected(where.cluster or "", where.wait_s) as found:
         ids = {address: one.bytes for address, one in (await found.read_storage_ids()).items()}
         return ClusterStorages(
             await found.read_cluster(),
@@ -144,24 +143,27 @@ async def read_facts(arguments: argparse.Namespace) -> ClusterStorages:
         )
 
 
-async def targets_of(arguments: argparse.Namespace) -> tuple[Target, ...]:
+async def targets_of(where: StorageOptions) -> tuple[Target, ...]:
     """Return the storage that is meant, or all of a cluster; raises BadConfig for neither."""
-    admin, connect, storage = arguments.admin, arguments.connect, arguments.storage
-    if admin is not None and (connect is not None or storage is not None):
+    if where.admin is not None and (where.connect is not None or where.storage is not None):
         raise BadConfig("expected either --admin or --connect with --storage, found both")
-    if admin is not None:
-        split_address(admin)
-        return (Target(admin, None),)
-    if connect is None:
+    if where.admin is not None:
+        split_address(where.admin)
+        return (Target(where.admin, None),)
+    if where.cluster is None:
         raise BadConfig("expected --admin HOST:ADMIN_PORT, or --connect with --storage HOST:PORT")
-    facts = await read_facts(arguments)
-    names = facts.admin_ports if storage is None else (storage,)
+    return storages_of(await read_facts(where), where)
+
+
+def storages_of(facts: ClusterStorages, where: StorageOptions) -> tuple[Target, ...]:
+    """Return the storage of a cluster that is meant, or all."""
+    names = facts.admin_ports if where.storage is None else (where.storage,)
     return tuple(Target(facts.admin_address(name), str(name)) for name in names)
 
 
-async def target_of(arguments: argparse.Namespace) -> Target:
+async def target_of(where: StorageOptions) -> Target:
     """Return the one storage that is meant; raises BadConfig where it is not one."""
-    if arguments.admin is None and arguments.connect is not None and arguments.storage is None:
+    if where.admin is None and where.cluster is not None and where.storage is None:
         raise BadConfig("expected --storage HOST:PORT beside --connect: this is for one storage")
-    (target,) = await targets_of(arguments)
+    (target,) = await targets_of(where)
     return target

@@ -1,20 +1,22 @@
 """`waltz-core storage list | validate | max-transaction-id`: how storages and replicas stand."""
 
-import argparse
 from typing import NamedTuple
 
 from waltz_core.cli import own_transport
 from waltz_core.cli.output import say, show_json, show_table
 from waltz_core.cli.storage.storage_target import (
     ClusterStorages,
+    StorageOptions,
     Target,
-    add_partitions,
-    add_target,
-    partitions_of,
+    numbers_of,
+    partitions,
     read_facts,
+    storages_of,
     target_of,
+    targeted,
     targets_of,
 )
+from waltz_core.cli.verbs import verb
 from waltz_core.client.links.storage_admin import (
     StorageAdmin,
     administered,
@@ -49,30 +51,16 @@ class ReplicaRow(NamedTuple):
     damaged: int | None = None
 
 
-def add_list(verb: argparse.ArgumentParser) -> None:
-    """Declare `list`."""
-    add_target(verb, _list)
-
-
-def add_validate(verb: argparse.ArgumentParser) -> None:
-    """Declare `validate`."""
-    add_target(verb, _validate, is_cluster=True)
-
-
-def add_max_id(verb: argparse.ArgumentParser) -> None:
-    """Declare `max-transaction-id`."""
-    add_partitions(verb)
-    add_target(verb, _max_id)
-
-
 # ---------------------------------------------------------------------------------------------
 # list
 
 
-async def _list(arguments: argparse.Namespace) -> int:
+@verb
+@targeted()
+async def list_replicas(where: StorageOptions) -> int:
     rows: list[ReplicaRow] = []
     unreached: dict[str, str] = {}
-    for target in await targets_of(arguments):
+    for target in await targets_of(where):
         try:
             async with administered(target.admin, ssl=own_transport.ssl()) as admin:
                 rows += await _rows(admin, str(target))
@@ -80,7 +68,7 @@ async def _list(arguments: argparse.Namespace) -> int:
             if target.name is None:
                 raise
             unreached[str(target)] = str(error)
-    if arguments.json:
+    if where.as_json:
         show_json({"replicas": [row._asdict() for row in rows], "unreached": unreached})
     else:
         titles = [name.replace("_", " ") for name in ReplicaRow._fields]
@@ -142,18 +130,19 @@ def damaged_count(replica: ReplicaResponse) -> int:
 # validate
 
 
-async def _validate(arguments: argparse.Namespace) -> int:
-    facts = await read_facts(arguments)
-    names = facts.admin_ports if arguments.storage is None else (arguments.storage,)
-    results = {}
-    for name in names:
-        target = Target(facts.admin_address(name), str(name))
-        results[str(target)] = {
-            "data_port": await _wrong_with_data_port(str(name)),
+@verb
+@targeted(is_cluster=True)
+async def validate(where: StorageOptions) -> int:
+    facts = await read_facts(where)
+    results = {
+        str(target): {
+            "data_port": await _wrong_with_data_port(str(target)),
             "admin_port": await _wrong_with_admin_port(facts, target),
         }
+        for target in storages_of(facts, where)
+    }
     is_well = all(wrong is None for ports in results.values() for wrong in ports.values())
-    if arguments.json:
+    if where.as_json:
         show_json({"is_well": is_well, "storages": results})
     else:
         rows = [
@@ -199,18 +188,21 @@ async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str 
 # max-transaction-id
 
 
-async def _max_id(arguments: argparse.Namespace) -> int:
-    partitions = partitions_of(arguments)
-    target = await target_of(arguments)
+@verb
+@partitions
+@targeted()
+async def max_transaction_id(where: StorageOptions, *, partitions: str) -> int:
+    chosen = numbers_of(partitions)
+    target = await target_of(where)
     found: dict[int, int] = {}
     async with administered(target.admin, ssl=own_transport.ssl()) as admin:
-        for partition in partitions:
+        for partition in chosen:
             replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
             if not replica.is_held or replica.why_not:
                 why = replica.why_not if replica.is_held else "it is not held there"
                 raise WaltzError(f"{target}: partition {partition} cannot be asked: {why}")
             found[partition] = replica.synced_max
-    if arguments.json:
+    if where.as_json:
         show_json(found)
     else:
         show_table(("partition", "max transaction id"), list(found.items()))

@@ -1,0 +1,48 @@
+"""The commands as click knows them, for tests that look at all of them and run none."""
+
+import inspect
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import click
+
+from waltz_core.cli.main import NAME, NOUNS, program
+from waltz_core.cli.verbs import LazyVerb, Noun, Verb
+
+
+def verbs_of(noun: str) -> dict[str, Verb]:
+    """Return a noun's verbs, aliases among them; of one that is a verb itself, that one."""
+    found = program.commands[noun]
+    stubs = found.commands if isinstance(found, Noun) else {noun: found}
+    return {name: stub.load() for name, stub in stubs.items() if isinstance(stub, LazyVerb)}
+
+
+def is_verb(noun: str) -> bool:
+    """Whether a noun has no verbs, as it is one."""
+    return "" in NOUNS[noun].verbs
+
+
+def parsed(words: list[str]) -> dict[str, object]:
+    """Return what a command's verb would be called with; raises UsageError."""
+    with (
+        patch.object(Verb, "invoke", lambda _verb, context: context.params),
+        program.make_context(NAME, list(words)) as context,
+    ):
+        return program.invoke(context)
+
+
+def work_of(verb: Verb) -> object:
+    """Return the function of a verb below the decorators that declare its options."""
+    return inspect.unwrap(verb.callback)
+
+
+def option_names(command: click.Command) -> set[str]:
+    """Return every option that a command takes, hidden ones and older names among them."""
+    return {"--help", *(name for each in command.params for name in each.opts if name[0] == "-")}
+
+
+def shown_options(command: click.Command) -> Iterator[str]:
+    """Yield each option of a command that its help shows."""
+    for each in command.params:
+        if isinstance(each, click.Option) and not each.hidden:
+            yield from getattr(each, "shown", each.opts)

@@ -1,0 +1,145 @@
+"""The options and arguments that several verbs have, each declared once.
+
+Rules:
+    1. A name of an earlier version is understood and not shown (`older`).
+    2. `@gathered(Kind)` hands a verb the values of several options as one `Kind`.
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from click.decorators import FC
+
+from waltz_core.cli.verbs import VerbFunction
+from waltz_core.config.settings import nearest
+
+PLACE: Final = "zk1:2181,zk2:2181/waltz/payments"
+CONNECT_VARIABLE: Final = "WALTZ_CONNECT"
+TIMEOUT_S: Final = 600.0
+CONNECT_WAIT_S: Final = 10.0
+PATH: Final = click.Path(path_type=Path)
+
+
+class ExplainedArgument(click.Argument):
+    """An argument that the help of its verb explains."""
+
+    def __init__(self, names: list[str], *, help: str, **rest: Any) -> None:  # noqa: A002, ANN401
+        super().__init__(names, **rest)
+        self.help = help
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        """Return what the help says."""
+        return self.make_metavar(ctx), self.help or ""
+
+
+class RenamedOption(click.Option):
+    """An option with names of earlier versions (rule 1)."""
+
+    def __init__(self, names: list[str], *, older: str, **rest: Any) -> None:  # noqa: ANN401
+        super().__init__([*names, older], **rest)
+        self.shown = [each for each in self.opts if each != older]
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return what the help says, without the older name."""
+        every, self.opts = self.opts, self.shown
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.opts = every
+
+
+class OneOf(click.Choice[str]):
+    """One of some words; the error names the nearest."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:  # noqa: ANN401
+        """Return what is wrong."""
+        return f"there is no {value!r}{nearest(str(value), list(self.choices))}"
+
+
+def argument(name: str, metavar: str, text: str, **rest: Any) -> Callable[[FC], FC]:  # noqa: ANN401
+    """Declare an argument."""
+    return click.argument(name, cls=ExplainedArgument, metavar=metavar, help=text, **rest)
+
+
+def timeout_s(
+    what: str = "seconds after which it stops waiting",
+    *,
+    default_s: float = TIMEOUT_S,
+    older: str = "--timeout",
+    name: str = "timeout_s",
+) -> Callable[[FC], FC]:
+    """Declare for how long a verb may wait."""
+    return click.option(
+        "--timeout-s",
+        name,
+        cls=RenamedOption,
+        older=older,
+        type=float,
+        default=default_s,
+        metavar="S",
+        help=f"{what} [default: {default_s:g}]",
+    )
+
+
+def wait_s(function: FC) -> FC:
+    """Declare for how long a verb may wait that waits for ZooKeeper only."""
+    what = "seconds to wait for ZooKeeper"
+    return timeout_s(what, default_s=CONNECT_WAIT_S, older="--wait-s", name="wait_s")(function)
+
+
+as_json = click.option(
+    "--json", "as_json", is_flag=True, help="one JSON value on standard output, and nothing else"
+)
+connect = click.option(
+    "--connect",
+    envvar=CONNECT_VARIABLE,
+    required=True,
+    metavar="CONNECT",
+    help=f"the cluster, {PLACE} [default: ${CONNECT_VARIABLE}]",
+)
+config_file = click.option("--config", type=PATH, help="a TOML file; options win over it")
+exit_with_parent = click.option("--exit-with-parent", is_flag=True, hidden=True)
+partition = click.option(
+    "--partition", type=int, default=0, metavar="P", help="the partition [default: 0]"
+)
+partitions = argument("partitions", "PARTITIONS", "such as 3 or 0-6,9 or all")
+server = argument("server", "HOST:PORT", "the server, as `server list` shows it")
+storage_address = argument("address", "HOST:PORT", "the address at which servers reach the storage")
+tls = click.option(
+    "--tls",
+    metavar="FILE",
+    help="TLS, as ?tls=FILE of a connect string has it (docs/operations.md)",
+)
+
+
+def gathered(kind: type[Any]) -> Callable[[VerbFunction], VerbFunction]:
+    """Hand the options that `kind` has fields for to the verb as one value, its first argument."""
+
+    def decorate(function: VerbFunction) -> VerbFunction:
+        @functools.wraps(function)
+        def run(**words: Any) -> object:  # noqa: ANN401 - what click has parsed
+            given = {name: words.pop(name) for name in kind.__annotations__ if name in words}
+            return function(kind(**given), **words)
+
+        return run
+
+    return decorate
+
+
+def files(what: str) -> Callable[[FC], FC]:
+    """Declare the files that a verb of `disk` works on, and `--json`."""
+    path = argument("path", "PATH", what, type=PATH)
+    chosen = click.option(
+        "-p",
+        "--partition",
+        "partitions",
+        type=int,
+        multiple=True,
+        metavar="P",
+        callback=lambda _ctx, _parameter, value: list(value) or None,
+        help="only this one of a storage directory; give it once for each",
+    )
+    return lambda function: path(chosen(as_json(function)))

@@ -1,0 +1,186 @@
+"""What nouns and verbs are to click, and the one sentence for a command that was not understood.
+
+Click answers with a usage line and its own words, and knows neither the nearest verb nor where a
+connect string comes from.
+
+Rules:
+    1. A verb is imported when it is called; a help or a completion of its noun imports nothing.
+    2. A verb is a function or a coroutine, takes its options as keywords and returns the exit code.
+"""
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, TypeAlias
+
+import click
+
+from waltz_core.config.settings import nearest
+
+NOT_UNDERSTOOD = 2
+HELP_WIDTH_MAX = 100
+WHICH_CLUSTER = (
+    "which cluster? Give --connect zk1:2181,zk2:2181/waltz/payments or set $WALTZ_CONNECT "
+    "(`waltz-core local up` starts one on this machine and prints what to give)"
+)
+
+VerbFunction: TypeAlias = Callable[..., Any]
+
+
+class Verb(click.Command):
+    """A verb as its module declares it (rule 2); its help is in the table of `main.py`."""
+
+    allow_extra_args = True  # to report them in our words
+    details = ""  # what its help says after that line
+    examples: Sequence[str] = ()
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        _write_examples(self.examples, formatter)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; raises UsageError."""
+        words = list(args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.MissingParameter:
+            raise click.UsageError(self._missing(words), ctx) from None
+        if rest and not ctx.resilient_parsing:
+            ctx.fail(f"there is no {rest[0]!r} here")
+        return rest
+
+    def _missing(self, words: list[str]) -> str:
+        """Return the sentence about everything that is missing; click names the first only."""
+        lenient = click.Context(self, resilient_parsing=True)
+        super().parse_args(lenient, words)
+        missing = [
+            name_of(each)
+            for each in self.params
+            if each.required and lenient.params.get(each.name or "") in (None, ())
+        ]
+        others = [each for each in missing if each != "--connect"]
+        sentences = [f"the following arguments are required: {', '.join(others)}"] if others else []
+        if "--connect" in missing:
+            sentences.append(WHICH_CLUSTER)
+        return "; and ".join(sentences)
+
+    def invoke(self, ctx: click.Context) -> int:
+        """Run the verb; return the exit code."""
+        from waltz_core.cli import own_transport  # noqa: PLC0415 - help needs no sockets
+        from waltz_core.transport import net  # noqa: PLC0415 - as above
+
+        own_transport.begin(tls=ctx.params.get("tls"), connect=ctx.params.get("connect"))
+        result = super().invoke(ctx)
+        if inspect.iscoroutine(result):
+            result = net.run(result)
+        assert isinstance(result, int)
+        return result
+
+
+def verb(function: VerbFunction) -> Verb:
+    """Declare a verb; the decorators below it declare its options."""
+    return click.command(cls=Verb, help="")(function)
+
+
+class LazyVerb(click.Command):
+    """The name of a verb, its help, and where it is: "module:function" (rule 1)."""
+
+    def __init__(
+        self,
+        name: str,
+        where: str,
+        text: str,
+        *,
+        examples: Sequence[str] = (),
+        hidden: bool = False,
+    ) -> None:
+        super().__init__(name, short_help=text, hidden=hidden)
+        self._where, self._text, self._examples = where, text, examples
+
+    def load(self) -> Verb:
+        """Import the verb."""
+        module, _, function = self._where.partition(":")
+        found = getattr(import_module(f"waltz_core.cli.{module}"), function)
+        assert isinstance(found, Verb)
+        found.help = f"{sentence(self._text)} {found.details}"
+        found.examples = self._examples
+        return found
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,  # noqa: ANN401 - click's
+    ) -> click.Context:
+        """Parse as the verb itself."""
+        return self.load().make_context(info_name, args, parent, **extra)
+
+
+class Noun(click.Group):
+    """A noun: verbs and examples."""
+
+    examples: Sequence[str] = ()
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of the table."""
+        return list(self.commands)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; a noun alone shows its help."""
+        return super().parse_args(ctx, args or ["--help"])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a verb; raises UsageError with the nearest one."""
+        if args[0] not in self.commands and not ctx.resilient_parsing:
+            ctx.fail(f"there is no {args[0]!r}{nearest(args[0], list(self.commands))}")
+        return super().resolve_command(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the examples."""
+        _write_examples(self.examples, formatter)
+
+
+def _write_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> None:
+    if examples:
+        with formatter.section("Examples"):
+            for each in examples:
+                formatter.write(f"  waltz-core {each}\n")
+
+
+def sentence(text: str) -> str:
+    """Return a line of a table as a sentence."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def name_of(parameter: click.Parameter) -> str:
+    """Return what the usage line calls an option or argument."""
+    if isinstance(parameter, click.Argument):
+        return parameter.human_readable_name.strip("[].")
+    return parameter.opts[0]
+
+
+def explained(error: click.UsageError) -> str:
+    """Return where a command was not understood, why, and what may have been meant."""
+    where = error.ctx.command_path if error.ctx is not None else "waltz-core"
+    why = error.format_message().rstrip(".")
+    match error:
+        case click.NoSuchOption(option_name=name, ctx=click.Context() as ctx):
+            why = f"there is no {name!r} here{_close_option(name, ctx.command)}"
+        case click.BadParameter(param=click.Parameter() as parameter):
+            why = f"{name_of(parameter)}: {error.message.rstrip('.')}"
+        case _:
+            pass
+    return f"{where}: {why}\n`{where} --help` has the rest"
+
+
+def _close_option(name: str, command: click.Command) -> str:
+    if not re.match(r"--?[^\d-]", name):
+        return ""
+    options = {each.lstrip("-"): each for one in command.params for each in one.opts}
+    found = difflib.get_close_matches(name.lstrip("-"), options, n=1)
+    return f"; did you mean {options[found[0]]!r}?" if found else ""
