@@ -19,7 +19,7 @@ def verbs_of(noun: str) -> dict[str, Verb]:
 
 def is_verb(noun: str) -> bool:
     """Whether a noun has no verbs, as it is one."""
-    return "" in NOUNS[noun].verbs
+    return isinstance(NOUNS[noun].verbs, str)
 
 
 def parsed(words: list[str]) -> dict[str, object]:

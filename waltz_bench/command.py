@@ -11,7 +11,7 @@ import click
 
 import waltz_core.local
 from waltz_bench.measuring import BenchLoad, BenchReport, Meter, Workload, make_report
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import say, show, show_json
 from waltz_core.cli.verbs import VerbFunction, verb
 from waltz_core.errors import BadConfig

@@ -66,6 +66,7 @@ ONE_DOOR = {
     "prometheus_client": ("waltz_core/metrics.py",),
     "psutil": ("waltz_core/local/local_cluster.py",),
     "py4j": ("waltz_spark/unwrapping.py",),
+    "rich": ("waltz_core/cli/output.py", "waltz_core/cli/progress.py"),
     "sqlalchemy": ("waltz_core/client/api/sql.py", "waltz_bench/sql_view.py"),
 }
 # pyarrow is what Spark and the core exchange, so waltz_spark may name it anywhere.

@@ -24,7 +24,8 @@ from typing import Any, TypeAlias
 
 import click
 
-from waltz_core.cli import options, own_transport
+from waltz_core.cli import own_transport
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import say, show, show_json
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import WHICH_CLUSTER, VerbFunction

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import show_json, show_table
 from waltz_core.cli.verbs import verb
 from waltz_core.config.declarations import KINDS
@@ -14,7 +14,7 @@ from waltz_core.config.settings import load
 @options.argument("kind", "KIND", "whose settings", type=options.OneOf(sorted(KINDS)))
 @options.config_file
 @options.as_json
-def show_settings(*, kind: str, config: Path | None, as_json: bool) -> int:
+def show_command(*, kind: str, config: Path | None, as_json: bool) -> int:
     loaded = load(KINDS[kind], path=config, environment=os.environ)
     rows = [(each.name, each.value, each.origin) for each in loaded.shown()]
     if as_json:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.verbs import VerbFunction
 from waltz_core.config.settings import Config, load
 from waltz_core.errors import BadConfig

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import show_json, show_table
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadConfig, RemoteProtocolError, Unreachable

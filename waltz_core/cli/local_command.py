@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.cli.verbs import VerbFunction, verb
 from waltz_core.config.declarations import LocalConfig

@@ -26,7 +26,7 @@ class NounEntry(NamedTuple):
     """A noun: its line of help, its verbs with theirs, and examples a person may copy."""
 
     text: str
-    verbs: Mapping[str, tuple[str, str]]  # verb -> (module:function, one line of help)
+    verbs: Mapping[str, Mapping[str, str]] | str  # module -> verb -> text; or its module alone
     examples: Sequence[str] = ()
     aliases: Mapping[str, str] = {}  # name in Waltz 0.13 -> verb
 
@@ -35,12 +35,11 @@ NOUNS: Mapping[str, NounEntry] = {
     "local": NounEntry(
         "run a whole cluster on this machine: up, status, down",
         {
-            "up": (
-                "local_command:up",
-                "start the cluster; a process that runs already is left alone",
-            ),
-            "status": ("local_command:status", "show what runs"),
-            "down": ("local_command:down", "stop what `up` started; the data stays"),
+            "local_command": {
+                "up": "start the cluster; a process that runs already is left alone",
+                "status": "show what runs",
+                "down": "stop what `up` started; the data stays",
+            },
         },
         (
             "local up",
@@ -52,88 +51,42 @@ NOUNS: Mapping[str, NounEntry] = {
     "cluster": NounEntry(
         "create, show, check and change a cluster: its storages, replicas, preferences",
         {
-            "create": ("cluster.cluster_command:create", "make a cluster's nodes in ZooKeeper"),
-            "show": ("cluster.cluster_command:show_cluster", "show servers, storages, partitions"),
-            "protect": (
-                "cluster.cluster_command:protect",
-                "let only the user of the connect string's auth file at the nodes",
-            ),
-            "list": (
-                "cluster.cluster_roots:list_clusters",
-                "list the clusters of a ZooKeeper, or below a root",
-            ),
-            "show-key": (
-                "cluster.cluster_roots:show_key",
-                "print the cluster key, which every storage carries",
-            ),
-            "delete": (
-                "cluster.cluster_roots:delete",
-                "delete a cluster's nodes from ZooKeeper; the records stay on the storages",
-            ),
-            "verify": (
-                "cluster.cluster_verify:verify",
-                "check every partition, from ZooKeeper to storages",
-            ),
-            "check-connectivity": (
-                "cluster.cluster_reach:check_connectivity",
-                "check connections: from here to each server, from it to each storage",
-            ),
-            "add-storage": (
-                "cluster.cluster_changes:add_storage",
-                "make a storage part of the cluster, empty",
-            ),
-            "remove-storage": (
-                "cluster.cluster_changes:remove_storage",
-                "move a storage's replicas away, then take it out of the cluster",
-            ),
-            "set-admin-port": (
-                "cluster.cluster_changes:set_admin_port",
-                "set the port at which a storage is administered",
-            ),
-            "replace-storage": (
-                "cluster.cluster_changes:replace_storage",
-                "give what a storage held to another one, or to its empty successor",
-            ),
-            "add-replica": (
-                "cluster.cluster_changes:add_replica",
-                "give a storage a replica of some partitions",
-            ),
-            "remove-replica": (
-                "cluster.cluster_changes:remove_replica",
-                "take the replica of some partitions from a storage",
-            ),
-            "move-replica": (
-                "cluster.cluster_changes:move_replica",
-                "move a replica from one storage to another",
-            ),
-            "auto-assign": (
-                "cluster.cluster_changes:auto_assign",
-                "spread all replicas evenly over groups and storages",
-            ),
-            "remove-server": (
-                "cluster.cluster_changes:remove_server",
-                "delete the node of a dead server",
-            ),
-            "prefer": (
-                "cluster.cluster_checks:prefer",
-                "make a server the preferred owner of some partitions",
-            ),
-            "unprefer": (
-                "cluster.cluster_checks:unprefer",
-                "end a server's preference for some partitions",
-            ),
-            "audit": (
-                "cluster.cluster_checks:audit",
-                "show who has changed the cluster, when and how",
-            ),
-            "accept-replicas": (
-                "cluster.cluster_rescue:accept_replicas",
-                "take one replica's log for the log when no quorum is trusted",
-            ),
-            "rebuild-metadata": (
-                "cluster.cluster_rescue:rebuild_metadata",
-                "rebuild ZooKeeper's nodes from what the storages have",
-            ),
+            "cluster.cluster_command": {
+                "create": "make a cluster's nodes in ZooKeeper",
+                "show": "show servers, storages, partitions",
+                "protect": "let only the user of the connect string's auth file at the nodes",
+            },
+            "cluster.cluster_roots": {
+                "list": "list the clusters of a ZooKeeper, or below a root",
+                "show-key": "print the cluster key, which every storage carries",
+                "delete": "delete a cluster's nodes from ZooKeeper; the records stay on the storages",
+            },
+            "cluster.cluster_verify": {
+                "verify": "check every partition, from ZooKeeper to storages",
+            },
+            "cluster.cluster_reach": {
+                "check-connectivity": "check connections: from here to each server, from it to each storage",
+            },
+            "cluster.cluster_changes": {
+                "add-storage": "make a storage part of the cluster, empty",
+                "remove-storage": "move a storage's replicas away, then take it out of the cluster",
+                "set-admin-port": "set the port at which a storage is administered",
+                "replace-storage": "give what a storage held to another one, or to its empty successor",
+                "add-replica": "give a storage a replica of some partitions",
+                "remove-replica": "take the replica of some partitions from a storage",
+                "move-replica": "move a replica from one storage to another",
+                "auto-assign": "spread all replicas evenly over groups and storages",
+                "remove-server": "delete the node of a dead server",
+            },
+            "cluster.cluster_checks": {
+                "prefer": "make a server the preferred owner of some partitions",
+                "unprefer": "end a server's preference for some partitions",
+                "audit": "show who has changed the cluster, when and how",
+            },
+            "cluster.cluster_rescue": {
+                "accept-replicas": "take one replica's log for the log when no quorum is trusted",
+                "rebuild-metadata": "rebuild ZooKeeper's nodes from what the storages have",
+            },
         },
         (
             "cluster create zk1:2181/waltz/payments --partitions 16 --storage s1:15280:15281",
@@ -148,52 +101,38 @@ NOUNS: Mapping[str, NounEntry] = {
     ),
     "doctor": NounEntry(
         "report what is wrong with a cluster, and which command repairs it",
-        {"": ("doctor.doctor_command:doctor", "")},
-        ("doctor --connect zk1:2181/waltz/payments", "doctor --json --timeout-s 10"),
+        "doctor.doctor_command",
+        (
+            "doctor --connect zk1:2181/waltz/payments",
+            "doctor --json --timeout-s 10",
+        ),
     ),
     "storage": NounEntry(
         "run a storage daemon, administer storages",
         {
-            "run": ("storage.storage_run:run_storage", "run a storage (sample: conf/storage.toml)"),
-            "list": (
-                "storage.storage_views:list_replicas",
-                "show which partitions storages hold, and their state",
-            ),
-            "validate": (
-                "storage.storage_views:validate",
-                "connect to every storage of a cluster at both ports",
-            ),
-            "metrics": ("http_pages:metrics", "show the metrics of one storage"),
-            "max-transaction-id": (
-                "storage.storage_views:max_transaction_id",
-                "show the last id that is on disk",
-            ),
-            "add-partition": ("storage.storage_partitions:add_partition", "hold partitions"),
-            "remove-partition": (
-                "storage.storage_partitions:remove_partition",
-                "hold partitions no longer",
-            ),
-            "availability": (
-                "storage.storage_partitions:availability",
-                "take partitions offline, or online",
-            ),
-            "sync-partitions": (
-                "storage.storage_partitions:sync_partitions",
-                "make storages hold what ZooKeeper assigns to them",
-            ),
-            "recover-partition": (
-                "storage.storage_partitions:recover_partition",
-                "copy what is settled from another storage to a partition that is offline",
-            ),
-            "scrub": ("storage.storage_scrub:scrub", "read records again now, and show progress"),
-            "mark-suspect": (
-                "storage.storage_partitions:mark_suspect",
-                "trust replicas no longer, as after a restore from a backup",
-            ),
-            "re-seed": (
-                "storage.storage_partitions:re_seed",
-                "delete replicas' logs and have them copied from the others",
-            ),
+            "storage.storage_run": {
+                "run": "run a storage (sample: conf/storage.toml)",
+            },
+            "storage.storage_views": {
+                "list": "show which partitions storages hold, and their state",
+                "validate": "connect to every storage of a cluster at both ports",
+                "max-transaction-id": "show the last id that is on disk",
+            },
+            "http_pages": {
+                "metrics": "show the metrics of one storage",
+            },
+            "storage.storage_partitions": {
+                "add-partition": "hold partitions",
+                "remove-partition": "hold partitions no longer",
+                "availability": "take partitions offline, or online",
+                "sync-partitions": "make storages hold what ZooKeeper assigns to them",
+                "recover-partition": "copy what is settled from another storage to a partition that is offline",
+                "mark-suspect": "trust replicas no longer, as after a restore from a backup",
+                "re-seed": "delete replicas' logs and have them copied from the others",
+            },
+            "storage.storage_scrub": {
+                "scrub": "read records again now, and show progress",
+            },
         },
         (
             "storage run --config conf/storage.toml",
@@ -204,20 +143,19 @@ NOUNS: Mapping[str, NounEntry] = {
     "server": NounEntry(
         "run a server daemon, list servers, choose what they own",
         {
-            "run": ("server.server_run:run_server", "run a server (sample: conf/server.toml)"),
-            "list": (
-                "server.server_command:list_servers",
-                "list the servers of a cluster, what each owns, and whether it can serve it",
-            ),
-            "metrics": ("http_pages:metrics", "show the metrics of one server"),
-            "add-preferred-partition": (
-                "cluster.cluster_checks:prefer",
-                "make a server the preferred owner of some partitions",
-            ),
-            "remove-preferred-partition": (
-                "cluster.cluster_checks:unprefer",
-                "end a server's preference for some partitions",
-            ),
+            "server.server_run": {
+                "run": "run a server (sample: conf/server.toml)",
+            },
+            "server.server_command": {
+                "list": "list the servers of a cluster, what each owns, and whether it can serve it",
+            },
+            "http_pages": {
+                "metrics": "show the metrics of one server",
+            },
+            "cluster.cluster_checks": {
+                "add-preferred-partition": "make a server the preferred owner of some partitions",
+                "remove-preferred-partition": "end a server's preference for some partitions",
+            },
         },
         (
             "server run --config conf/server.toml",
@@ -228,63 +166,45 @@ NOUNS: Mapping[str, NounEntry] = {
     "disk": NounEntry(
         "show a storage's files, verify them, repair an index",
         {
-            "dump-control-file": (
-                "disk.disk_control:dump_control_file",
-                "show what the control files contain, broken or not",
-            ),
-            "dump-segment": (
-                "disk.disk_segment:dump_segment",
-                "print the records of segments, one a line",
-            ),
-            "segment-statistic": (
-                "disk.disk_segment:segment_statistic",
-                "count sizes, ids, batches and sessions of segments",
-            ),
-            "verify": (
-                "disk.disk_verify:verify",
-                "compute every checksum and every chain again; exit code 1 if anything is wrong",
-            ),
-            "repair-index": (
-                "disk.disk_verify:repair_index",
-                "rebuild .idx files from their .seg files, where they are not right",
-            ),
+            "disk.disk_control": {
+                "dump-control-file": "show what the control files contain, broken or not",
+            },
+            "disk.disk_segment": {
+                "dump-segment": "print the records of segments, one a line",
+                "segment-statistic": "count sizes, ids, batches and sessions of segments",
+            },
+            "disk.disk_verify": {
+                "verify": "compute every checksum and every chain again; exit code 1 if anything is wrong",
+                "repair-index": "rebuild .idx files from their .seg files, where they are not right",
+            },
         },
-        ("disk verify /var/lib/waltz", "disk dump-segment /var/lib/waltz -p 0 --first 41"),
+        (
+            "disk verify /var/lib/waltz",
+            "disk dump-segment /var/lib/waltz -p 0 --first 41",
+        ),
     ),
     "zookeeper": NounEntry(
         "run the ZooKeeper that comes with PySpark",
         {
-            "run": (
-                "zookeeper_command:run_zookeeper",
-                "run one node with a zoo.cfg (sample: conf/zoo.cfg) and the SERVER_JVMFLAGS",
-            ),
+            "zookeeper_command": {
+                "run": "run one node with a zoo.cfg (sample: conf/zoo.cfg) and the SERVER_JVMFLAGS",
+            },
         },
     ),
     "client": NounEntry(
         "append, read and watch from the shell, check the guarantees of the log",
         {
-            "append": (
-                "client.client_command:append",
-                "append transactions, one for each line or argument",
-            ),
-            "read": ("client.client_command:read", "print transactions of a partition"),
-            "watch": (
-                "client.client_command:watch",
-                "print transactions as they are committed, until interrupted",
-            ),
-            "high-water-mark": (
-                "client.client_command:high_water_mark",
-                "print the id of the last transaction",
-            ),
-            "validate": (
-                "client.client_check:validate",
-                "have clients write under one lock and check that all see the same log",
-            ),
-            "produce": ("client.client_check:produce", "run one producer of `validate` by itself"),
-            "consume": (
-                "client.client_check:consume",
-                "check what producers write, as `validate` does",
-            ),
+            "client.client_command": {
+                "append": "append transactions, one for each line or argument",
+                "read": "print transactions of a partition",
+                "watch": "print transactions as they are committed, until interrupted",
+                "high-water-mark": "print the id of the last transaction",
+            },
+            "client.client_check": {
+                "validate": "have clients write under one lock and check that all see the same log",
+                "produce": "run one producer of `validate` by itself",
+                "consume": "check what producers write, as `validate` does",
+            },
         },
         (
             "client append --connect zk1:2181/waltz/payments --write-lock account:7 hello",
@@ -295,11 +215,15 @@ NOUNS: Mapping[str, NounEntry] = {
     ),
     "config": NounEntry(
         "show every setting and where it came from",
-        {"show": ("config_command:show_settings", "show settings: defaults, file, environment")},
+        {
+            "config_command": {
+                "show": "show settings: defaults, file, environment",
+            },
+        },
     ),
     "bench": NounEntry(
         "load a cluster and print one JSON line of figures",
-        {"": ("bench_command:bench", "")},
+        "bench_command",
         (
             "bench append-batch --seconds 5",
             "bench test-producers --connect zk1:2181/waltz/payments --writers 8 --lock-pool 100",
@@ -374,13 +298,16 @@ def program(logging_path: Path | None) -> None:
 
 
 def _command(name: str, entry: NounEntry) -> click.Command:
-    if "" in entry.verbs:
-        return LazyVerb(name, entry.verbs[""][0], entry.text, examples=entry.examples)
-    verbs: list[click.Command] = [LazyVerb(verb, *told) for verb, told in entry.verbs.items()]
-    for alias, verb in entry.aliases.items():
-        verbs.append(LazyVerb(alias, *entry.verbs[verb], hidden=True))
-    noun = Noun(name, verbs, help=sentence(entry.text), short_help=entry.text)
+    if isinstance(entry.verbs, str):
+        return LazyVerb(name, entry.verbs, entry.text, examples=entry.examples)
+    noun = Noun(name, help=sentence(entry.text), short_help=entry.text)
     noun.examples = entry.examples
+    older = {verb: alias for alias, verb in entry.aliases.items()}
+    for module, verbs in entry.verbs.items():
+        for verb, text in verbs.items():
+            noun.add_command(LazyVerb(verb, module, text))
+            if verb in older:
+                noun.add_command(LazyVerb(older[verb], module, text, verb=verb, hidden=True))
     return noun
 
 

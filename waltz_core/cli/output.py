@@ -1,13 +1,22 @@
-"""What commands print: aligned tables for people, JSON for programs.
+"""What commands print: tables for people, JSON for programs.
 
 Rules:
     1. Results go to standard output, everything else to standard error.
     2. `--json` prints one JSON value and nothing else on standard output.
+    3. A terminal gets tables from rich, with states in colour unless $NO_COLOR is set; what is not
+       a terminal gets the same rows as aligned text, and rich is not imported.
 """
 
 import json
 import sys
 from collections.abc import Sequence
+
+# What a cell says -> its style on a terminal.
+_STYLES = {
+    **dict.fromkeys(("ok", "well", "up", "online", "reached", "done", "right", "yes"), "green"),
+    **dict.fromkeys(("FAILED", "NOT REACHED", "down", "no", "NO", "not heard", "damaged"), "red"),
+    **dict.fromkeys(("offline", "suspect", "not served", "not held"), "yellow"),
+}
 
 
 def say(text: str) -> None:
@@ -26,14 +35,17 @@ def show_json(value: object) -> None:
 
 
 def show_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows under titles; numbers to the right, text to the left."""
+    """Print rows under titles; numbers to the right, text to the left (rule 3)."""
     texts = [[str(cell) for cell in row] for row in rows]
-    widths = [
-        max([len(title), *(len(row[index]) for row in texts)]) for index, title in enumerate(titles)
-    ]
     right = [
         bool(rows) and all(isinstance(row[index], int | float) for row in rows)
         for index in range(len(titles))
+    ]
+    if sys.stdout.isatty():
+        _draw_table(titles, texts, right)
+        return
+    widths = [
+        max([len(title), *(len(row[index]) for row in texts)]) for index, title in enumerate(titles)
     ]
     for cells in [list(titles), *texts]:
         padded = [
@@ -41,6 +53,21 @@ def show_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
             for cell, width, to_right in zip(cells, widths, right, strict=True)
         ]
         show("  ".join(padded).rstrip())
+
+
+def _draw_table(
+    titles: Sequence[str], texts: Sequence[Sequence[str]], right: Sequence[bool]
+) -> None:
+    from rich.console import Console  # noqa: PLC0415 - for terminals only
+    from rich.table import Table  # noqa: PLC0415 - as above
+    from rich.text import Text  # noqa: PLC0415 - as above
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title, to_right in zip(titles, right, strict=True):
+        table.add_column(Text(title), justify="right" if to_right else "left", overflow="fold")
+    for row in texts:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    Console().print(table)
 
 
 def ranges_of(numbers: list[int]) -> str:

@@ -1,34 +1,34 @@
-"""One line that says how far a command has come, for people who watch it.
-
-A line that is written over must never reach a file or another program.
+"""A progress bar for people who watch a command.
 
 Rules:
     1. Nothing is shown unless standard error is a terminal, nor before a second has passed.
-    2. The line is gone when the command ends.
+    2. The bar is gone when the command ends.
+    3. It is drawn when progress is reported, by no thread.
 """
 
 import asyncio
-import shutil
 import sys
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 FIRST_SHOWN_S = 1.0
 BAR_CHARACTERS = 20
 
 
 class ProgressLine:
-    """The line; usable as a context manager."""
+    """The bar; usable as a context manager."""
 
     def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._text = ""
         self.awaited = ""  # what was waited for last, terminal or not
-        self._is_shown = False
+        self._progress: tuple[int, int, str] = (0, 1, "")
+        self._bar: Progress | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
-        if self._is_terminal:
+        if sys.stderr.isatty():
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(FIRST_SHOWN_S, self._begin)
         return self
@@ -41,24 +41,37 @@ class ProgressLine:
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._is_shown:
-            self._write("")
-            self._is_shown = False
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def show(self, done_count: int, count: int, what: str) -> None:
-        """Say how much of it is done, and what happens or is waited for."""
+        """Report how much of it is done, and what happens or is waited for."""
         self.awaited = what.removeprefix("waiting for ")
-        filled = BAR_CHARACTERS * done_count // max(count, 1)
-        bar = "#" * filled + "." * (BAR_CHARACTERS - filled)
-        self._text = f"[{bar}] {done_count} of {count}  {what}"
-        if self._is_shown:
-            self._write(self._text)
+        self._progress = (done_count, count, what)
+        self._draw()
 
     def _begin(self) -> None:
-        self._is_shown = True
-        self._write(self._text)
+        from rich.console import Console  # noqa: PLC0415 - for terminals only
+        from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415 - as above
+        from rich.table import Column  # noqa: PLC0415 - as above
 
-    def _write(self, text: str) -> None:
-        width = shutil.get_terminal_size().columns - 1
-        sys.stderr.write(f"\r\x1b[2K{text[:width]}")
-        sys.stderr.flush()
+        self._bar = Progress(
+            BarColumn(BAR_CHARACTERS),
+            TextColumn("{task.completed:g} of {task.total:g}"),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+            console=Console(stderr=True),
+            transient=True,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),  # or results would go to standard error
+        )
+        self._bar.add_task("")
+        self._bar.start()
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._bar is not None:
+            done_count, count, what = self._progress
+            for task in self._bar.task_ids:
+                self._bar.update(task, description=what, completed=done_count, total=count)
+            self._bar.refresh()

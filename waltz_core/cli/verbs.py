@@ -20,7 +20,6 @@ import click
 from waltz_core.config.settings import nearest
 
 NOT_UNDERSTOOD = 2
-HELP_WIDTH_MAX = 100
 WHICH_CLUSTER = (
     "which cluster? Give --connect zk1:2181,zk2:2181/waltz/payments or set $WALTZ_CONNECT "
     "(`waltz-core local up` starts one on this machine and prints what to give)"
@@ -85,24 +84,20 @@ def verb(function: VerbFunction) -> Verb:
 
 
 class LazyVerb(click.Command):
-    """The name of a verb, its help, and where it is: "module:function" (rule 1)."""
+    """The name of a verb, its help, and its module, where its function has its name (rule 1).
 
-    def __init__(
-        self,
-        name: str,
-        where: str,
-        text: str,
-        *,
-        examples: Sequence[str] = (),
-        hidden: bool = False,
-    ) -> None:
-        super().__init__(name, short_help=text, hidden=hidden)
-        self._where, self._text, self._examples = where, text, examples
+    A function that would hide another one of its name is called like `list_command`.
+    """
+
+    def __init__(self, name: str, module: str, text: str, *, verb: str = "", **rest: Any) -> None:  # noqa: ANN401
+        self._examples = rest.pop("examples", ())
+        super().__init__(name, short_help=text, **rest)
+        self._module, self._text, self._verb = module, text, verb or name
 
     def load(self) -> Verb:
         """Import the verb."""
-        module, _, function = self._where.partition(":")
-        found = getattr(import_module(f"waltz_core.cli.{module}"), function)
+        module, name = import_module(f"waltz_core.cli.{self._module}"), self._verb.replace("-", "_")
+        found = getattr(module, f"{name}_command", None) or getattr(module, name)
         assert isinstance(found, Verb)
         found.help = f"{sentence(self._text)} {found.details}"
         found.examples = self._examples

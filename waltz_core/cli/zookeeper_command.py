@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadConfig
 from waltz_core.local import zookeeper_process
@@ -13,7 +13,7 @@ from waltz_core.local import zookeeper_process
 @verb
 @click.option("--config", type=options.PATH, required=True, help="a zoo.cfg")
 @options.exit_with_parent
-def run_zookeeper(*, config: Path, exit_with_parent: bool) -> int:
+def run_command(*, config: Path, exit_with_parent: bool) -> int:
     if not config.is_file():
         raise BadConfig(f"no such file: {config} (conf/zoo.cfg is a sample)")
     return zookeeper_process.run(config, exit_with_parent=exit_with_parent)

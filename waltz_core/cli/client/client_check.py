@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import say, show, show_json
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import VerbFunction, verb
@@ -39,7 +39,7 @@ LOCK_NAME = "client validate"
 WRONG_SHOWN_MAX = 10
 
 
-class CheckOptions(NamedTuple):
+class CheckLoad(NamedTuple):
     """The options of a check, of which each verb has some."""
 
     connect: str
@@ -64,7 +64,7 @@ _interval_ms = click.option(
 def _checks(function: VerbFunction) -> VerbFunction:
     """Declare what all three verbs take."""
     for declare in (
-        options.gathered(CheckOptions),
+        options.gathered(CheckLoad),
         options.as_json,
         options.connect,
         options.timeout_s("seconds until it fails"),
@@ -87,7 +87,7 @@ def _checks(function: VerbFunction) -> VerbFunction:
     return function
 
 
-def _partitions_of(chosen: CheckOptions, client: AsyncWaltzClient) -> list[int]:
+def _partitions_of(chosen: CheckLoad, client: AsyncWaltzClient) -> list[int]:
     """Return the partitions that are meant; raises BadConfig for numbers that make no sense."""
     for name in ("transactions", "partitions", "clients"):
         if getattr(chosen, name) < 1:
@@ -153,7 +153,7 @@ class CheckResult:
 
 async def _write(
     client: AsyncWaltzClient,
-    chosen: CheckOptions,
+    chosen: CheckLoad,
     first: int,
     written: CheckResult,
     line: ProgressLine,
@@ -242,7 +242,7 @@ def faults_of(partition: int, last: int, transaction_id: int, data: bytes) -> li
 @click.option("--clients", type=int, default=2, metavar="N", help="number of clients [default: 2]")
 @_interval_ms
 @_checks
-async def validate(chosen: CheckOptions) -> int:
+async def validate(chosen: CheckLoad) -> int:
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(AsyncWaltzClient.connect(chosen.connect))
         partitions, clients = _partitions_of(chosen, first), [first]
@@ -278,7 +278,7 @@ async def validate(chosen: CheckOptions) -> int:
 @verb
 @_interval_ms
 @_checks
-async def produce(chosen: CheckOptions) -> int:
+async def produce(chosen: CheckLoad) -> int:
     async with AsyncWaltzClient.connect(chosen.connect) as client:
         partitions = _partitions_of(chosen, client)
         starts = {each: await client.high_water_mark(each) for each in partitions}
@@ -295,7 +295,7 @@ async def produce(chosen: CheckOptions) -> int:
 @verb
 @click.option("--first", type=int, metavar="ID", help="first id [default: the next transaction]")
 @_checks
-async def consume(chosen: CheckOptions) -> int:
+async def consume(chosen: CheckLoad) -> int:
     async with AsyncWaltzClient.connect(chosen.connect) as client:
         partitions = _partitions_of(chosen, client)
         first: int | None = chosen.first
@@ -327,7 +327,7 @@ def mark_before(first: int) -> int:
 
 
 async def _write_all(
-    clients: list[AsyncWaltzClient], chosen: CheckOptions, written: CheckResult
+    clients: list[AsyncWaltzClient], chosen: CheckLoad, written: CheckResult
 ) -> None:
     """Have all clients write at once; raises the first of their errors when all have ended."""
     failures: list[WaltzError] = []
@@ -347,7 +347,7 @@ async def _write_all(
 
 
 async def _in_time(
-    chosen: CheckOptions, work: Coroutine[Any, Any, None], how_far: Callable[[], str]
+    chosen: CheckLoad, work: Coroutine[Any, Any, None], how_far: Callable[[], str]
 ) -> None:
     try:
         async with asyncio.timeout(chosen.timeout_s):
@@ -368,7 +368,7 @@ def _spans(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list
     return {each: [starts[each] + 1, end] for each, end in ends.items() if end > starts[each]}
 
 
-def _tell(chosen: CheckOptions, wrong: Sequence[str] | None, told: Mapping[str, object]) -> int:
+def _tell(chosen: CheckLoad, wrong: Sequence[str] | None, told: Mapping[str, object]) -> int:
     if chosen.as_json:
         verdict = {} if wrong is None else {"is_valid": not wrong, "wrong": wrong[:WRONG_SHOWN_MAX]}
         show_json({**verdict, **told})

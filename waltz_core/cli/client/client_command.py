@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.client import client_check
 from waltz_core.cli.output import show, show_json, show_table
 from waltz_core.cli.verbs import verb

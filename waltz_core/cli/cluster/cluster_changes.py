@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 import click
 
-from waltz_core.cli import options, own_transport
+from waltz_core.cli import own_transport
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.asking import answers, name_at
 from waltz_core.cli.changing import Command, Result, changes
 from waltz_core.cli.output import ranges_of

@@ -4,7 +4,7 @@ import asyncio
 import datetime
 from collections.abc import Sequence
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.asking import ask
 from waltz_core.cli.changing import Command, Result, changes, connected
 from waltz_core.cli.output import show_json, show_table
@@ -46,6 +46,9 @@ async def unprefer(command: Command, *, partitions: str, server: str) -> Result:
     return await _change_preference(
         command, partitions, server, (RemovePreferredRequest, RemovePreferredResponse)
     )
+
+
+add_preferred_partition, remove_preferred_partition = prefer, unprefer
 
 
 async def _change_preference(

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import connected, placed, recorded
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.cli.verbs import verb
@@ -92,7 +92,7 @@ async def protect(*, connect: str, wait_s: float) -> int:
 @options.as_json
 @placed
 @options.wait_s
-async def show_cluster(*, as_json: bool, connect: str, wait_s: float) -> int:
+async def show_command(*, as_json: bool, connect: str, wait_s: float) -> int:
     async with connected(connect, wait_s) as found:
         cluster = await found.read_cluster()
         servers = await found.read_servers()

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.asking import ask
 from waltz_core.cli.changing import connected
 from waltz_core.cli.output import show_json, show_table

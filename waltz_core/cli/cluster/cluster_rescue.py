@@ -15,7 +15,7 @@ from uuid import UUID
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import Command, Result, changes
 from waltz_core.cli.output import show_table
 from waltz_core.cli.storage.owner_requests import (
@@ -321,7 +321,7 @@ async def _assign(coordinator: Coordinator, verdicts: Sequence[RebuildDecision])
 # --- rebuild-metadata
 
 
-class RebuildOptions(NamedTuple):
+class LostCluster(NamedTuple):
     """Which cluster there was."""
 
     name: str
@@ -367,10 +367,10 @@ class RebuildOptions(NamedTuple):
 )
 @changes(creates=True)
 async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: ANN401
-    return await _rebuild(command, RebuildOptions(**words))
+    return await _rebuild(command, LostCluster(**words))
 
 
-async def _rebuild(command: Command, chosen: RebuildOptions) -> Result:
+async def _rebuild(command: Command, chosen: LostCluster) -> Result:
     new, missing = _new_cluster(chosen), [ReplicaId(each) for each in chosen.missing]
     replica_count = chosen.replicas or len(set(new.groups.values()))
     for each in missing:
@@ -443,7 +443,7 @@ def _choose_all(
     return verdicts, failures
 
 
-def _new_cluster(chosen: RebuildOptions) -> NewCluster:
+def _new_cluster(chosen: LostCluster) -> NewCluster:
     from waltz_core.storage.files.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
     from waltz_core.storage.files.format import (  # noqa: PLC0415 - as above
         CONTROL_HEADER_BYTES,

@@ -4,7 +4,7 @@ import asyncio
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.asking import answers
 from waltz_core.cli.changing import Command, Result, changes, connected, placed
 from waltz_core.cli.output import say, show, show_json, show_table
@@ -24,7 +24,7 @@ DETAILS = ("servers", "storages", "key")
 @verb
 @placed
 @options.as_json
-async def list_clusters(*, connect: str, as_json: bool) -> int:
+async def list_command(*, connect: str, as_json: bool) -> int:
     place, below = _place(connect)
     rows: list[dict[str, object]] = []
     async with connected(place) as session:

@@ -9,7 +9,7 @@ from typing import Final
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import connected
 from waltz_core.cli.output import show, show_json, show_table
 from waltz_core.cli.progress import ProgressLine

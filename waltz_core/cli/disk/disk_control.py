@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.disk.disk_text import uuid, when
 from waltz_core.cli.output import show, show_json, show_table
 from waltz_core.cli.verbs import verb

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.disk.disk_text import (
     Deserializer,
     named_deserializer,
@@ -51,7 +51,7 @@ class _Wanted(NamedTuple):
     json: bool
 
 
-class SegmentOptions(NamedTuple):
+class SegmentChoice(NamedTuple):
     """What the command asked for."""
 
     as_json: bool
@@ -86,8 +86,8 @@ class SegmentOptions(NamedTuple):
     "or a serializer of yours; implies --data [default: bytes]",
 )
 @options.files("a .seg file, a partition's directory or a storage directory")
-@options.gathered(SegmentOptions)
-def dump_segment(chosen: SegmentOptions, *, path: Path, partitions: list[int] | None) -> int:
+@options.gathered(SegmentChoice)
+def dump_segment(chosen: SegmentChoice, *, path: Path, partitions: list[int] | None) -> int:
     wanted = _wanted(chosen)
     paths = segments_at(path, partitions)
     for each, behind in zip(paths, [*paths[1:], None], strict=True):
@@ -99,7 +99,7 @@ def dump_segment(chosen: SegmentOptions, *, path: Path, partitions: list[int] | 
     return 0
 
 
-def _wanted(chosen: SegmentOptions) -> _Wanted:
+def _wanted(chosen: SegmentChoice) -> _Wanted:
     first, last = chosen.first, chosen.last
     if chosen.transaction is not None:
         if first is not None or last is not None:

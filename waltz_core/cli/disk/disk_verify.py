@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadConfig, BadFormat

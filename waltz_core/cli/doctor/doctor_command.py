@@ -16,7 +16,8 @@ from typing import Final
 
 import click
 
-from waltz_core.cli import options, own_transport
+from waltz_core.cli import own_transport
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.doctor.doctor_probes import gather, local_cluster
 from waltz_core.cli.output import show, show_json
 from waltz_core.cli.verbs import verb

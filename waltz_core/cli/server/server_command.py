@@ -3,7 +3,7 @@
 import asyncio
 from typing import NamedTuple
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.asking import ask
 from waltz_core.cli.changing import connected
 from waltz_core.cli.output import ranges_of, show_json, show_table
@@ -28,7 +28,7 @@ class ServerRow(NamedTuple):
 @verb
 @options.connect
 @options.as_json
-async def list_servers(*, connect: str, as_json: bool) -> int:
+async def list_command(*, connect: str, as_json: bool) -> int:
     async with connected(connect) as coordinator:
         await coordinator.read_cluster()
         view = await coordinator.read_servers()

@@ -12,7 +12,7 @@ from waltz_core.config.declarations import ServerConfig
 
 @verb
 @daemon(ServerConfig)
-def run_server() -> Callable[[ServerConfig], None]:
+def run_command() -> Callable[[ServerConfig], None]:
     from waltz_core.server.process.server_daemon import run  # noqa: PLC0415 - only a server needs it
 
     return run

@@ -10,11 +10,12 @@ from collections.abc import Awaitable, Callable
 
 import click
 
-from waltz_core.cli import options, own_transport
+from waltz_core.cli import own_transport
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
-    StorageOptions,
+    StorageChoice,
     Target,
     numbers_of,
     on_record,
@@ -58,7 +59,7 @@ _force = click.option(
 
 
 async def _each(
-    where: StorageOptions,
+    where: StorageChoice,
     partitions: str,
     what: str,
     one: Callable[[StorageAdmin, int], Awaitable[object]],
@@ -90,7 +91,7 @@ def _ranges(numbers: list[int]) -> str:
 @verb
 @partitions
 @targeted()
-async def add_partition(where: StorageOptions, *, partitions: str) -> int:
+async def add_partition(where: StorageChoice, *, partitions: str) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
         await admin.ask(Done, SetAssigned, (partition,), True, False)  # noqa: FBT003 - the wire's
 
@@ -103,7 +104,7 @@ async def add_partition(where: StorageOptions, *, partitions: str) -> int:
 @_force
 @targeted()
 async def remove_partition(
-    where: StorageOptions, *, partitions: str, delete_files: bool, force: bool
+    where: StorageChoice, *, partitions: str, delete_files: bool, force: bool
 ) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
         if admin.is_ours:
@@ -123,7 +124,7 @@ async def remove_partition(
     help="false: no server may use them",
 )
 @targeted()
-async def availability(where: StorageOptions, *, partitions: str, online: str) -> int:
+async def availability(where: StorageChoice, *, partitions: str, online: str) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
         await admin.ask(Done, SetAvailable, (partition,), online == "true")
 
@@ -134,7 +135,7 @@ async def availability(where: StorageOptions, *, partitions: str, online: str) -
 @partitions
 @_force
 @targeted()
-async def mark_suspect(where: StorageOptions, *, partitions: str, force: bool) -> int:
+async def mark_suspect(where: StorageChoice, *, partitions: str, force: bool) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
         await admin.ask(Done, MarkSuspect, partition, force)
 
@@ -145,7 +146,7 @@ async def mark_suspect(where: StorageOptions, *, partitions: str, force: bool) -
 @partitions
 @_force
 @targeted()
-async def re_seed(where: StorageOptions, *, partitions: str, force: bool) -> int:
+async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
         await admin.ask(Done, ReSeed, partition, force)
 
@@ -171,7 +172,7 @@ async def re_seed(where: StorageOptions, *, partitions: str, force: bool) -> int
 )
 @targeted()
 async def recover_partition(
-    where: StorageOptions,
+    where: StorageChoice,
     *,
     partitions: str,
     source: str | None,
@@ -211,7 +212,7 @@ async def recover_partition(
     return 0
 
 
-async def _source_of(where: StorageOptions, source: str | None, from_admin: str | None) -> Target:
+async def _source_of(where: StorageChoice, source: str | None, from_admin: str | None) -> Target:
     if from_admin is not None:
         return Target(from_admin, None)
     if where.cluster is None or source is None:
@@ -240,7 +241,7 @@ async def _last_of(admin: StorageAdmin, target: Target, partition: int) -> int:
 
 @verb
 @targeted(is_cluster=True)
-async def sync_partitions(where: StorageOptions) -> int:
+async def sync_partitions(where: StorageChoice) -> int:
     facts = await read_facts(where)
     targets = storages_of(facts, where)
     rows: list[tuple[str, str, object, str]] = []

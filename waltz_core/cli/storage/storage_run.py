@@ -13,7 +13,7 @@ from waltz_core.config.declarations import StorageConfig
 
 @verb
 @daemon(StorageConfig)
-def run_storage() -> Callable[[StorageConfig], None]:
+def run_command() -> Callable[[StorageConfig], None]:
     from waltz_core.storage.process.storage_daemon import run  # noqa: PLC0415 - only a storage needs it
 
     return run

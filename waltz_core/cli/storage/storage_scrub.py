@@ -9,12 +9,13 @@ from typing import Final
 
 import click
 
-from waltz_core.cli import options, own_transport
+from waltz_core.cli import own_transport
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import in_time
 from waltz_core.cli.output import say, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
-    StorageOptions,
+    StorageChoice,
     numbers_of,
     partitions,
     target_of,
@@ -44,7 +45,7 @@ _TITLES: Final = ("partition", "next id", "last id", "passes", "damaged", "error
 @click.option("--status", is_flag=True, help="only show the progress of the scrub; begin nothing")
 @options.timeout_s()
 @targeted(has_timeout=True)
-async def scrub(where: StorageOptions, *, partitions: str, status: bool, timeout_s: float) -> int:
+async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_s: float) -> int:
     chosen = numbers_of(partitions)
     target = await target_of(where)
     with ProgressLine() as line:

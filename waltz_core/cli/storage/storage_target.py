@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import click
 
-from waltz_core.cli import options
+from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import connected, recorded
 from waltz_core.cli.verbs import VerbFunction
 from waltz_core.cluster.coordinator import ClusterView
@@ -52,7 +52,7 @@ class Target(NamedTuple):
         return self.name or self.admin
 
 
-class StorageOptions(NamedTuple):
+class StorageChoice(NamedTuple):
     """The options by which a verb finds its storages."""
 
     connect: str | None
@@ -70,17 +70,6 @@ class StorageOptions(NamedTuple):
         return self.connect
 
 
-_connect = click.option(
-    "--connect",
-    metavar="CONNECT",
-    help=f"the cluster, {options.PLACE} [default, without --admin: ${options.CONNECT_VARIABLE}]",
-)
-_storage = click.option(
-    "--storage", metavar="HOST:PORT", help="the storage, by the address that its cluster has"
-)
-_admin = click.option("--admin", metavar="HOST:ADMIN_PORT", help="the storage's admin port")
-# Of a verb that waits for more, ZooKeeper's share; an option of earlier versions.
-_hidden_wait_s = click.option("--wait-s", type=float, default=options.CONNECT_WAIT_S, hidden=True)
 partitions = click.option(
     "--partition",
     "--partitions",
@@ -94,10 +83,21 @@ partitions = click.option(
 def targeted(
     *, is_cluster: bool = False, has_timeout: bool = False
 ) -> Callable[[VerbFunction], VerbFunction]:
-    """Hand a verb its `StorageOptions`; `is_cluster`: it needs a cluster, and means all."""
-    wait_s = _hidden_wait_s if has_timeout else options.wait_s
-    declared = [options.gathered(StorageOptions), options.as_json, wait_s, _storage]
-    declared += [options.connect] if is_cluster else [_connect, options.tls, _admin]
+    """Hand a verb its `StorageChoice`; `is_cluster`: it needs a cluster, and means all."""
+    connect = click.option(
+        "--connect",
+        metavar="CONNECT",
+        help=f"the cluster, {options.PLACE} [default without --admin: ${options.CONNECT_VARIABLE}]",
+    )
+    storage = click.option(
+        "--storage", metavar="HOST:PORT", help="the storage, by the address that its cluster has"
+    )
+    admin = click.option("--admin", metavar="HOST:ADMIN_PORT", help="the storage's admin port")
+    # Of a verb that waits for more, ZooKeeper's share; an option of earlier versions.
+    hidden = click.option("--wait-s", type=float, default=options.CONNECT_WAIT_S, hidden=True)
+    wait_s = hidden if has_timeout else options.wait_s
+    declared = [options.gathered(StorageChoice), options.as_json, wait_s, storage]
+    declared += [options.connect] if is_cluster else [connect, options.tls, admin]
 
     def decorate(function: VerbFunction) -> VerbFunction:
         for declare in declared:
@@ -108,7 +108,7 @@ def targeted(
 
 
 @asynccontextmanager
-async def on_record(where: StorageOptions) -> AsyncIterator[None]:
+async def on_record(where: StorageChoice) -> AsyncIterator[None]:
     """Have the block on record in the cluster; who names only an admin port names no cluster."""
     if where.cluster is None:
         yield
@@ -131,7 +131,7 @@ def numbers_of(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-async def read_facts(where: StorageOptions) -> ClusterStorages:
+async def read_facts(where: StorageChoice) -> ClusterStorages:
     """Ask ZooKeeper about a cluster's storages; raises CoordinatorUnavailable, BadConfig."""
     async with connected(where.cluster or "", where.wait_s) as found:
         ids = {address: one.bytes for address, one in (await found.read_storage_ids()).items()}
@@ -143,7 +143,7 @@ async def read_facts(where: StorageOptions) -> ClusterStorages:
         )
 
 
-async def targets_of(where: StorageOptions) -> tuple[Target, ...]:
+async def targets_of(where: StorageChoice) -> tuple[Target, ...]:
     """Return the storage that is meant, or all of a cluster; raises BadConfig for neither."""
     if where.admin is not None and (where.connect is not None or where.storage is not None):
         raise BadConfig("expected either --admin or --connect with --storage, found both")
@@ -155,13 +155,13 @@ async def targets_of(where: StorageOptions) -> tuple[Target, ...]:
     return storages_of(await read_facts(where), where)
 
 
-def storages_of(facts: ClusterStorages, where: StorageOptions) -> tuple[Target, ...]:
+def storages_of(facts: ClusterStorages, where: StorageChoice) -> tuple[Target, ...]:
     """Return the storage of a cluster that is meant, or all."""
     names = facts.admin_ports if where.storage is None else (where.storage,)
     return tuple(Target(facts.admin_address(name), str(name)) for name in names)
 
 
-async def target_of(where: StorageOptions) -> Target:
+async def target_of(where: StorageChoice) -> Target:
     """Return the one storage that is meant; raises BadConfig where it is not one."""
     if where.admin is None and where.cluster is not None and where.storage is None:
         raise BadConfig("expected --storage HOST:PORT beside --connect: this is for one storage")

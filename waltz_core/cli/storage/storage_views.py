@@ -6,7 +6,7 @@ from waltz_core.cli import own_transport
 from waltz_core.cli.output import say, show_json, show_table
 from waltz_core.cli.storage.storage_target import (
     ClusterStorages,
-    StorageOptions,
+    StorageChoice,
     Target,
     numbers_of,
     partitions,
@@ -57,7 +57,7 @@ class ReplicaRow(NamedTuple):
 
 @verb
 @targeted()
-async def list_replicas(where: StorageOptions) -> int:
+async def list_command(where: StorageChoice) -> int:
     rows: list[ReplicaRow] = []
     unreached: dict[str, str] = {}
     for target in await targets_of(where):
@@ -132,7 +132,7 @@ def damaged_count(replica: ReplicaResponse) -> int:
 
 @verb
 @targeted(is_cluster=True)
-async def validate(where: StorageOptions) -> int:
+async def validate(where: StorageChoice) -> int:
     facts = await read_facts(where)
     results = {
         str(target): {
@@ -191,7 +191,7 @@ async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str 
 @verb
 @partitions
 @targeted()
-async def max_transaction_id(where: StorageOptions, *, partitions: str) -> int:
+async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:
     chosen = numbers_of(partitions)
     target = await target_of(where)
     found: dict[int, int] = {}

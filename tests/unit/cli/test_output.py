@@ -1,0 +1,92 @@
+"""Tables and progress: colour and a bar on a terminal, plain text or nothing otherwise."""
+
+import asyncio
+import io
+import subprocess
+import sys
+
+import pytest
+
+from waltz_core.cli import progress
+from waltz_core.cli.output import show_table
+from waltz_core.cli.progress import ProgressLine
+
+TABLE = (("partition", "state"), [(0, "ok"), (12, "FAILED"), (3, "[red]?")])
+
+
+class Terminal(io.StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    return Terminal()
+
+
+def test_a_table_for_a_program_is_plain_text(capsys):
+    show_table(*TABLE)
+    assert capsys.readouterr().out == (
+        "partition  state\n        0  ok\n       12  FAILED\n        3  [red]?\n"
+    )
+
+
+def test_a_table_on_a_terminal_has_states_in_colour(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal)
+    show_table(*TABLE)
+    shown = terminal.getvalue()
+    assert "\x1b[32mok" in shown
+    assert "\x1b[31mFAILED" in shown
+    assert "[red]?" in shown
+
+
+def test_no_colour_is_shown_where_none_is_wanted(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("NO_COLOR", "1")
+    show_table(*TABLE)
+    assert "FAILED" in terminal.getvalue()
+    assert "\x1b[3" not in terminal.getvalue()
+
+
+def test_plain_output_does_not_import_rich():
+    code = (
+        "import sys; from waltz_core.cli.output import show_table; import waltz_core.cli.progress;"
+        "show_table(['a'], [[1]]); assert 'rich' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("first_shown_s", [0.0, 60.0])
+def test_progress_is_shown_on_a_terminal_after_a_while_and_then_gone(
+    terminal, monkeypatch, first_shown_s
+):
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(progress, "FIRST_SHOWN_S", first_shown_s)
+
+    async def work():
+        with ProgressLine() as line:
+            line.show(1, 4, "waiting for a storage")
+            await asyncio.sleep(0)
+            while not first_shown_s and "1 of 4" not in terminal.getvalue():
+                await asyncio.sleep(0)
+        return line.awaited
+
+    assert asyncio.run(work()) == "a storage"
+    shown = terminal.getvalue()
+    assert ("1 of 4 waiting for a storage" in shown) == (not first_shown_s)
+    assert not shown or shown.endswith("\x1b[2K")
+
+
+def test_progress_in_a_file_is_nothing(capsys):
+    async def work():
+        with ProgressLine() as line:
+            line.show(1, 4, "waiting")
+
+    asyncio.run(work())
+    assert capsys.readouterr() == ("", "")
