@@ -323,8 +323,8 @@ def mark_told_without_proof() -> Patches:
     def is_fresh(self, now_ms):
         return True
 
-    def _tell_mark(self, event, out, *, always=False):
-        out.append(self._with_mark(event))
+    def _tell_mark(self, event, *, always=False):
+        self._out.append(self._with_mark(event))
 
     yield instead(Proofs, "is_fresh", is_fresh)
     yield instead(Partition, "_tell_mark", _tell_mark)
