@@ -17,9 +17,14 @@ ResultT = TypeVar("ResultT")
 class _NoWaiting(selectors.DefaultSelector):
     """Waits for no time to pass: what there is to wait for is added to the loop's clock."""
 
-    now_s = 0.0
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.thread_count = 0  # of calls on other threads, which take real time
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self.thread_count:
+            return super().select(LOOK_S)
         found = super().select(0)
         if not found:
             assert timeout is not None, "nothing is planned: the story waits for ever"
@@ -35,9 +40,18 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._clock.now_s
 
+    def run_in_executor(self, executor, func, *args):  # type: ignore[no-untyped-def,override]
+        self._clock.thread_count += 1
+        future = super().run_in_executor(executor, func, *args)
+        future.add_done_callback(self._thread_is_done)
+        return future
+
+    def _thread_is_done(self, _future: object) -> None:
+        self._clock.thread_count -= 1
+
 
 def in_virtual_time(story: Coroutine[object, object, ResultT]) -> ResultT:
-    """Run a coroutine that only waits for timers and tasks, however long, at once.
+    """Run a coroutine that only waits for timers, tasks and `asyncio.to_thread`, at once.
 
     Time passes while everything waits, and at no other moment: so a busy machine changes nothing.
     """

@@ -9,6 +9,7 @@ from waltz_core.cluster.zookeeper.watchdog import Watchdog
 from waltz_core.records.batches import LockColumn
 from waltz_core.records.lock_blocks import Blocks
 from waltz_core.server.append import pipeline
+from waltz_core.server.append.admission import Admission
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import Reached
 from waltz_core.server.append.pipeline import AppendPipeline
@@ -200,7 +201,7 @@ def mount_does_not_wait() -> Patches:
 @switch
 def connection_checked_on_arrival_only() -> Patches:
     """Whether an append may enter is looked at when it comes, not when its turn comes."""
-    receive, stale = AppendPipeline.receive, AppendPipeline._stale
+    receive, stale = AppendPipeline.receive, Admission.stale
     passed = {}
 
     def receive_checked(self, connection, message, *, cost_bytes, now_ms):
@@ -208,7 +209,7 @@ def connection_checked_on_arrival_only() -> Patches:
             passed[(connection, message.req_id)] = True
         return receive(self, connection, message, cost_bytes=cost_bytes, now_ms=now_ms)
 
-    def _stale(self, ticket):
+    def still_fresh(self, ticket):
         if passed.pop((ticket.connection, ticket.req_id), False):
             return None
         return stale(self, ticket)
@@ -217,7 +218,7 @@ def connection_checked_on_arrival_only() -> Patches:
         return []
 
     yield instead(AppendPipeline, "receive", receive_checked)
-    yield instead(AppendPipeline, "_stale", _stale)
+    yield instead(Admission, "stale", still_fresh)
     yield instead(AppendPipeline, "close", drop_nothing)
 
 
@@ -323,8 +324,8 @@ def mark_told_without_proof() -> Patches:
     def is_fresh(self, now_ms):
         return True
 
-    def _tell_mark(self, event, out, *, always=False):
-        out.append(self._with_mark(event))
+    def _tell_mark(self, event, *, always=False):
+        self._out.append(self._with_mark(event))
 
     yield instead(Proofs, "is_fresh", is_fresh)
     yield instead(Partition, "_tell_mark", _tell_mark)

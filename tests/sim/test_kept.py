@@ -117,3 +117,10 @@ def test_what_a_hanging_disk_makes_an_owner_ask_twice_is_no_rival(monkeypatch):
 
     monkeypatch.setattr(service.StorageService, "_admit_prepare", admit_as_the_latest)
     assert run(schedule).rule == "Converged"
+
+
+@pytest.mark.parametrize("seed", [77000331, 77000490])
+def test_an_operator_finishes_what_a_command_that_died_has_decided(seed):
+    """Or finds that ZooKeeper was put back to before the first session, which needs no command."""
+    schedule = Schedule.from_json((KEPT / f"{seed}.json").read_text(encoding="utf-8"))
+    assert run(schedule).is_good

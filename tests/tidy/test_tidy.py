@@ -42,8 +42,8 @@ ORDINARY_WORDS = frozenset(
         """
         admin check client cluster config connection consumer copy data directory end entry error
         failed file info keeper limits link log mark memory message mismatch node open protocol read
-        reader request response result run server session set state storage store task view waltz
-        write zoo
+        reader request response result run server session set state storage store task view waiting
+        waltz write zoo
         """,
     )
 )

@@ -129,7 +129,8 @@ class Rescue:
         self._session_id = SessionId(max(known, newest) + 1)
         if self._accepted is None:
             return
-        if metadata is None or coordinator.marker is None or coordinator.is_away:
+        is_known = metadata is not None and metadata.states and coordinator.marker is not None
+        if not is_known or coordinator.is_away:
             raise Died("ZooKeeper knows no replica, or does not answer")
         self._nonce = self._peer.rng.randbytes(16)
         coordinator.claim(self._peer.name, self._session_id, self._nonce)
@@ -238,7 +239,8 @@ class Rescue:
         """Whether the accepted log has all that was acknowledged (rule 3).
 
         A quorum was heard that has lost nothing: no older session acknowledges anything any more,
-        and one of them has what any has acknowledged.
+        and one of them has what any has acknowledged. A command that is run again has made sure of
+        that before, and ZooKeeper names only the accepted replica since.
         """
         cluster, accepted = self._cluster, self._accepted
         metadata = cluster.coordinator.metadata
@@ -255,7 +257,10 @@ class Rescue:
         engaged = [each for each in sound if cluster.budget.is_engaged(cluster.storages[each])]
         is_whole = accepted in sound or not cluster.budget.has_rot(cluster.storages[accepted])
         has_most = all(log.rank <= logs[accepted].rank for log in logs.values())
-        return is_whole and has_most and len(engaged) >= quorum_size(len(metadata.states))
+        if not (is_whole and has_most):
+            return False
+        is_run_again = cluster.unfinished_rescue == accepted
+        return is_run_again or len(engaged) >= quorum_size(len(metadata.states))
 
 
 class _Hands:

@@ -27,7 +27,7 @@ SERVER_POINTS: Final = (
     "WriteMetadata",
     "MetadataWritten",
     "Prepared",
-    "ReplicaState",
+    "ReplicaEnd",
     "Appended",
 )
 STORAGE_POINTS: Final = ("Prepare", "SetLowWaterMark", "Truncate", "AppendRaw", "Engage")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.certificates import make
-from tests.unit.cluster.test_diagnosis import ONE, A, B, healthy
+from tests.unit.ops.test_diagnosis import ONE, A, B, healthy
 from waltz_core.cli.doctor import doctor_command
 from waltz_core.cli.doctor.doctor_probes import (
     _Asked,

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.loops import in_virtual_time
 from tests.patience import HANG_S
 from tests.unit.client.stories import PARTITION
 from waltz_core import errors
@@ -72,7 +73,7 @@ def test_what_is_held_back_ends_when_nothing_more_is_heard():
         assert author.window.is_empty
         assert not author.appends.has_pending
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 def test_what_waits_for_a_parcel_is_not_sent_when_that_is_given_up(monkeypatch):
@@ -88,7 +89,7 @@ def test_what_waits_for_a_parcel_is_not_sent_when_that_is_given_up(monkeypatch):
         assert told(futures) == [errors.Unreachable] * 2
         assert not author.appends.has_pending
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 @pytest.mark.parametrize("token", [1, 2])
@@ -104,7 +105,7 @@ def test_what_is_held_back_goes_again_in_its_place(monkeypatch, token):
         await until(lambda: len(author.sent) == 4)
         assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 class LateLoop:
@@ -132,7 +133,7 @@ def test_what_is_held_back_twice_goes_again_also_when_the_loop_is_late():
         await until(lambda: len(author.sent) == 4)
         assert [each.content.data for each in author.sent] == [b"one", b"two"] * 2
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 SEEN = FollowedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
@@ -162,7 +163,7 @@ def test_what_may_have_become_stale_is_not_sent_again(monkeypatch, fields, reaso
         else:
             assert future.exception() is not None
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 def test_a_batch_waits_behind_what_is_held_back(monkeypatch):
@@ -178,7 +179,7 @@ def test_a_batch_waits_behind_what_is_held_back(monkeypatch):
         await until(lambda: len(author.sent) == 4)
         assert [each.row_count for each in author.sent] == [1, 1, 2, 1]
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 def test_a_batch_that_waits_ends_when_nothing_more_is_heard_or_its_order_is_lost(monkeypatch):
@@ -197,7 +198,7 @@ def test_a_batch_that_waits_ends_when_nothing_more_is_heard_or_its_order_is_lost
         assert told([refused]) == [errors.Unreachable]
         assert author.window.is_empty
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 def test_a_batch_that_waited_is_lost_when_one_of_its_order_before_it_was(monkeypatch):
@@ -221,7 +222,7 @@ def test_a_batch_that_waited_is_lost_when_one_of_its_order_before_it_was(monkeyp
         author.append_batch(order)
         assert author.sent[-1].row_count == 2
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 def test_rows_that_go_together_are_each_judged_by_their_own_mark():
@@ -234,7 +235,7 @@ def test_rows_that_go_together_are_each_judged_by_their_own_mark():
         assert rows.marks.tolist() == [7, 3, 7, 9, 7, 7, 7, 7, 7]
         assert rows.write_locks.values.tolist() == rows.marks.tolist()
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 def test_what_is_too_large_for_the_server_goes_in_two_parts_in_order():
@@ -250,7 +251,7 @@ def test_what_is_too_large_for_the_server_goes_in_two_parts_in_order():
         data = [part.data.to_pylist() for part in parts]
         assert data == [[b"0", b"1", b"2", b"3"], [b"4", b"5", b"6", b"7", b"8"]]
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 @pytest.mark.parametrize("rows", [1, 9])
@@ -262,7 +263,7 @@ def test_attempts_keep_no_order_and_all_others_do(rows):
                 author.append(is_attempt=is_attempt)
             assert [each.keeps_order for each in author.sent] == [not is_attempt]
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 def test_who_follows_is_sent_with_no_mark_above_what_he_has_seen():
@@ -272,7 +273,7 @@ def test_who_follows_is_sent_with_no_mark_above_what_he_has_seen():
             row.follow(FollowedState(SessionId(3), PARTITION, 1, 5, 8, (), frozenset()), mark)
             assert (row.mark, row.follows.session_id) == (sent, session_id)
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 def test_room_is_given_first_come_first_served_and_back_when_nobody_wants_it():
@@ -291,4 +292,4 @@ def test_room_is_given_first_come_first_served_and_back_when_nobody_wants_it():
         window.give(1, 1)
         assert window.is_empty
 
-    asyncio.run(story())
+    in_virtual_time(story())

@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tests.loops import in_virtual_time
 from tests.patience import HANG_S
 from tests.unit.client.memory_cluster import (
     CONNECT,
@@ -47,7 +48,7 @@ def told(story):
             async with asyncio.timeout(HANG_S):
                 await story(*args)
 
-        asyncio.run(within())
+        in_virtual_time(within())
 
     test.__name__ = story.__name__
     test.__doc__ = story.__doc__

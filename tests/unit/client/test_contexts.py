@@ -2,6 +2,7 @@
 
 import asyncio
 
+from tests.loops import in_virtual_time
 from tests.patience import HANG_S
 from tests.unit.client.memory_cluster import two_clients
 from waltz_core.client import AsyncCallbacks, TransactionContext, lock
@@ -77,4 +78,4 @@ def test_the_mark_of_a_context_is_from_before_it_computes():
             assert context.refusals == 1
             assert [data for _, _, data in cluster.logs[0].rows()] == [bytes([10]), bytes([11])]
 
-    asyncio.run(story())
+    in_virtual_time(story())

@@ -6,6 +6,7 @@ from uuid import UUID
 
 import pytest
 
+from tests.loops import in_virtual_time
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient
@@ -39,7 +40,7 @@ def test_a_task_is_told_of_its_own_partition_only():
 def test_what_later_tasks_are_told_is_learned_without_asking():
     directory = FixedDirectory(LAYOUT.of(0), connect_timeout_ms=1)
     directory.learn(LAYOUT.of(2))
-    assert asyncio.run(directory.owner(2, after_failure=False)) == Owner("b:2", 4)
+    assert in_virtual_time(directory.owner(2, after_failure=False)) == Owner("b:2", 4)
 
 
 def test_what_is_known_is_not_unlearned():
@@ -52,7 +53,7 @@ def test_what_is_known_is_not_unlearned():
 def test_what_is_newer_is_learned_and_passed_on():
     directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
     told = []
-    asyncio.run(directory.open(lambda owners: told.append(dict(owners))))
+    in_virtual_time(directory.open(lambda owners: told.append(dict(owners))))
     directory.learn(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("new:9", 2), 2: ("b:2", 4)}))
     assert directory.owners == {0: Owner("new:9", 2), 2: Owner("b:2", 4)}
     assert told == [{0: Owner("new:9", 2)}]
@@ -103,19 +104,19 @@ OWNER = Owner("a:1", 3)
 
 def test_who_shares_a_question_and_is_cancelled_cancels_nobody_else():
     zookeeper = Asked()
-    assert asyncio.run(share(zookeeper, 3, cancelled=1)) == [OWNER, None, OWNER]
+    assert in_virtual_time(share(zookeeper, 3, cancelled=1)) == [OWNER, None, OWNER]
     assert zookeeper.count == 1
 
 
 def test_when_the_one_that_asks_is_cancelled_another_one_asks_again_for_all():
     zookeeper = Asked()
-    assert asyncio.run(share(zookeeper, 3, cancelled=0)) == [None, OWNER, OWNER]
+    assert in_virtual_time(share(zookeeper, 3, cancelled=0)) == [None, OWNER, OWNER]
     assert zookeeper.count == 2
 
 
 def test_no_answer_is_told_to_all_who_share_the_question():
     zookeeper = Asked(errors.CoordinatorUnavailable("gone"))
-    assert asyncio.run(share(zookeeper, 3)) == [zookeeper.error] * 3
+    assert in_virtual_time(share(zookeeper, 3)) == [zookeeper.error] * 3
     assert zookeeper.count == 1
 
 
@@ -140,9 +141,9 @@ def test_who_is_an_owner_only_in_a_view_that_is_not_settled_is_none():
     zookeeper = Told(view(is_settled=False), view())
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
     with pytest.raises(errors.NotOwned):
-        asyncio.run(directory.owner(0, after_failure=True))
+        in_virtual_time(directory.owner(0, after_failure=True))
     assert directory.owners == {}
-    assert asyncio.run(directory.owner(0, after_failure=True)) == OWNER
+    assert in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
 
 
 def test_who_owns_it_now_is_asked_behind_all_that_was_written_and_only_a_settled_view_answers():
@@ -164,7 +165,7 @@ def test_who_owns_it_now_is_asked_behind_all_that_was_written_and_only_a_settled
             await directory.owner_now(0)
         return await directory.owner_now(0)
 
-    assert asyncio.run(story()) == Owner("b:1", 3)
+    assert in_virtual_time(story()) == Owner("b:1", 3)
     assert not directory.owners  # it is an answer, and changes nothing
 
 
@@ -176,7 +177,7 @@ def test_zookeeper_is_asked_again_when_what_was_told_has_failed_and_only_then():
         (False, OWNER, 1),
         (True, Owner("b:1", 3), 2),
     ):
-        assert asyncio.run(directory.owner(0, after_failure=after_failure)) == owner
+        assert in_virtual_time(directory.owner(0, after_failure=after_failure)) == owner
         assert zookeeper.count == count
 
 
@@ -222,7 +223,7 @@ def test_another_cluster_at_the_same_place_answers_nobody(monkeypatch):
 
     told = []
     monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
-    asyncio.run(ask_twice())
+    in_virtual_time(ask_twice())
     assert Elsewhere.open_count == 0
     assert told == []
 
@@ -249,7 +250,7 @@ def test_what_zookeeper_tells_late_replaces_nothing_newer(monkeypatch):
 
     told = []
     monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
-    assert asyncio.run(ask()) == Owner("b:2", 4)
+    assert in_virtual_time(ask()) == Owner("b:2", 4)
     assert told == [{0: Owner("z:1", 3), 1: Owner("z:1", 3)}]
 
 
@@ -275,7 +276,7 @@ def test_who_asks_while_the_directory_is_closed_leaves_no_session_behind(monkeyp
 
     may_connect = asyncio.Event()
     monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
-    asyncio.run(ask_and_close())
+    in_virtual_time(ask_and_close())
     assert Elsewhere.open_count == 0
 
 
@@ -307,11 +308,11 @@ def test_groups_are_read_once_and_again_for_a_storage_that_is_in_none():
         return await directory.groups(storages)
 
     for _ in range(3):
-        assert asyncio.run(ask("s1:1", "s2:1")) == {"s1:1": 1, "s2:1": 2}
+        assert in_virtual_time(ask("s1:1", "s2:1")) == {"s1:1": 1, "s2:1": 2}
     assert zookeeper.count == 1
     zookeeper.groups[ReplicaId("s3:1")] = 2
-    assert asyncio.run(ask("s2:1", "s3:1"))["s3:1"] == 2
-    assert asyncio.run(ask("s1:1", "s3:1"))["s1:1"] == 1
+    assert in_virtual_time(ask("s2:1", "s3:1"))["s3:1"] == 2
+    assert in_virtual_time(ask("s1:1", "s3:1"))["s1:1"] == 1
     assert zookeeper.count == 2
 
 
@@ -323,7 +324,7 @@ def test_who_asks_a_directory_that_was_closed_is_told_so():
         await directory.owner(0, after_failure=True)
 
     with pytest.raises(errors.UsageError, match="the client is closed"):
-        asyncio.run(close_and_ask())
+        in_virtual_time(close_and_ask())
 
 
 class Unsettled(Behind):
@@ -348,7 +349,7 @@ def test_what_a_session_has_told_is_not_told_by_the_next(monkeypatch):
 
     sessions, seen = [Behind, Unsettled], []
     monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
-    asyncio.run(open_twice())
+    in_virtual_time(open_twice())
     assert seen == [3, 0]
 
 
@@ -381,7 +382,7 @@ def test_who_gives_up_before_zookeeper_is_there_does_not_have_it_begin_anew(monk
 
     slow = Slow()
     monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", slow)
-    asyncio.run(ask())
+    in_virtual_time(ask())
     assert slow.count == 1
     assert Elsewhere.open_count == 0
 
@@ -405,7 +406,7 @@ def test_that_no_zookeeper_answers_is_told_to_all_who_wait_for_it(monkeypatch):
 
     slow = Slow(errors.CoordinatorUnavailable("refused"))
     monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", slow)
-    asyncio.run(ask())
+    in_virtual_time(ask())
     assert slow.count == 1
 
 
@@ -427,7 +428,7 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
 
     slow = Slow()
     monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", slow)
-    asyncio.run(ask_and_close())
+    in_virtual_time(ask_and_close())
 
 
 def test_a_client_that_is_told_where_everything_is_opens_zookeeper_by_its_settings(monkeypatch):
@@ -448,7 +449,7 @@ def test_a_client_that_is_told_where_everything_is_opens_zookeeper_by_its_settin
 
     asked = []
     monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
-    asyncio.run(ask())
+    in_virtual_time(ask())
     assert asked == [{"connect_timeout_ms": 7_000, "session_timeout_ms": 9_000}]
     assert Elsewhere.open_count == 0
 
@@ -494,14 +495,14 @@ def missing(zookeeper):
         zookeeper.is_missing = False
         return directory
 
-    return asyncio.run(meet())
+    return in_virtual_time(meet())
 
 
 def test_a_cluster_that_is_rebuilt_under_its_key_is_used_again():
     zookeeper = Rebuilt()
     directory = missing(zookeeper)
-    assert asyncio.run(directory.owner(0, after_failure=True)) == OWNER
-    asyncio.run(directory.run())
+    assert in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
+    in_virtual_time(directory.run())
     assert directory.owners == {0: Owner("followed:1", 3)}
 
 
@@ -511,7 +512,7 @@ def test_another_cluster_in_the_place_of_a_missing_one_is_refused():
     zookeeper.key = UUID(int=8)
     for ask in (lambda: directory.owner(0, after_failure=True), directory.run):
         with pytest.raises(errors.ClusterKeyMismatch, match=f"key {UUID(int=7).hex}"):
-            asyncio.run(ask())
+            in_virtual_time(ask())
 
 
 def test_a_directory_that_opens_where_no_cluster_is_does_not_wait_for_one():
@@ -524,4 +525,4 @@ def test_a_directory_that_opens_where_no_cluster_is_does_not_wait_for_one():
 
     zookeeper.close = close
     with pytest.raises(errors.NoCluster):
-        asyncio.run(directory.open(lambda _owners: None))
+        in_virtual_time(directory.open(lambda _owners: None))

@@ -8,6 +8,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
+from tests.loops import in_virtual_time
 from tests.unit.client.stories import headers, req
 from waltz_core import errors
 from waltz_core.client.read.ranges import (
@@ -130,7 +131,7 @@ class Storage:
 
 def from_replica(count: int) -> RangeChunk:
     """Ask a storage for 10..13; it answers with so many transactions from 10 on."""
-    return asyncio.run(
+    return in_virtual_time(
         ReaderConnection(Storage(count)).fetch(
             P,
             replace(QUERY, last=TransactionId(13)),
@@ -147,7 +148,7 @@ def test_a_replica_s_answer_to_another_question_is_an_error_of_the_protocol(chan
     storage.answer = replace(storage.answer, **changes)
     link, query = ReaderConnection(storage), replace(QUERY, last=TransactionId(13))
     with pytest.raises(errors.RemoteProtocolError, match="found form"):
-        asyncio.run(
+        in_virtual_time(
             link.fetch(
                 P,
                 query,
@@ -166,7 +167,7 @@ def test_places_with_lengths_that_are_no_array_of_as_many_are_an_error_of_the_pr
     )
     link, query = ReaderConnection(storage), replace(QUERY, last=TransactionId(13))
     with pytest.raises(errors.RemoteProtocolError, match="lengths with a count of 4"):
-        asyncio.run(link.places(P, query, session_id=SessionId(1), timeout_s=5))
+        in_virtual_time(link.places(P, query, session_id=SessionId(1), timeout_s=5))
 
 
 def test_what_a_replica_adds_beyond_the_last_id_asked_for_is_not_believed():
@@ -181,7 +182,7 @@ def headers_from_replica(records: bytes, records_crc: int) -> RangeChunk:
     fields = {"form": RangeForm.HEADERS, "lengths": b"", "records": records}
     storage.answer = replace(storage.answer, records_crc=records_crc, **fields)
     query = replace(QUERY, last=TransactionId(13), form=RangeForm.HEADERS)
-    return asyncio.run(
+    return in_virtual_time(
         ReaderConnection(storage).fetch(
             P,
             query,
@@ -257,7 +258,7 @@ def test_chunks_follow_one_another_to_the_last():
     async def read() -> list[RangeChunk]:
         return [chunk async for chunk in read_chunks(P, QUERY, fetch)]
 
-    assert [chunk.first for chunk in asyncio.run(read())] == [10, 12, 14]
+    assert [chunk.first for chunk in in_virtual_time(read())] == [10, 12, 14]
     assert asked == [(10, 14), (12, 14), (14, 14)]
 
 
@@ -270,7 +271,7 @@ def test_a_log_that_ends_too_early_is_a_loss():
             pass
 
     with pytest.raises(errors.DataLoss, match=r"expected transactions 10\.\.14.*ends at 20"):
-        asyncio.run(read())
+        in_virtual_time(read())
 
 
 REPLICAS = ("s1:1", "s2:1", "s3:1", "s4:1")
@@ -317,7 +318,7 @@ def asked_for_a_range(
             assert (await reader.fetch(QUERY)).next == 15
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
-    asyncio.run(read())
+    in_virtual_time(read())
     return asked
 
 
@@ -388,7 +389,7 @@ def test_a_storage_that_does_not_greet_is_left_soon_for_another_one_and_the_last
         assert (await reader.fetch(QUERY)).next == 15
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
-    asyncio.run(read())
+    in_virtual_time(read())
     *soon_s, last_s = waited_s.values()
     assert len(soon_s) == len(REPLICAS) - 1
     assert max(soon_s) < 1.9

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 
+from tests.loops import in_virtual_time
 from waltz_core.client.links.outage import AGAIN_S
 from waltz_core.client.links.silence import Silences
 
@@ -32,7 +33,7 @@ class Story:
             asyncio.get_running_loop().time = lambda: now_s
             call(*args, **named)
 
-        asyncio.run(run())
+        in_virtual_time(run())
         return [(each.levelname, each.getMessage()) for each in self._caplog.records]
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.cluster_contract import KEY, Inbox, descriptor, running
+from tests.loops import in_virtual_time
 from tests.patience import HANG_S
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.membership.balance import Balancer
@@ -76,7 +77,7 @@ def test_the_lead_leaves_a_hot_partition_alone_on_its_server():
             assert owners(inbox.all[-1]) == {0: 1, 1: 2, 2: 2, 3: 2}
             assert [owner.generation for owner in inbox.all[-1].owners.values()] == [1, 2, 1, 1]
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 def test_nothing_moves_to_a_server_that_tells_nothing():
@@ -89,7 +90,7 @@ def test_nothing_moves_to_a_server_that_tells_nothing():
             assert owners(inbox.all[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
             assert f"{ROOT}/x/load/1" in zookeeper.dump()
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 def test_a_damaged_load_is_ignored_and_logged(caplog):
@@ -106,7 +107,7 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
             await some_rounds(looks)
         assert f"balance.load_ignored error={nodes.paths.load(2)}: loads: expected" in caplog.text
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 def test_nothing_moves_to_a_server_that_is_idle_as_it_cannot_serve():
@@ -124,7 +125,7 @@ def test_nothing_moves_to_a_server_that_is_idle_as_it_cannot_serve():
             sick.add(2)
             await looks.until(lambda _: f"{ROOT}/x/load/2" not in zookeeper.dump())
 
-    asyncio.run(story())
+    in_virtual_time(story())
 
 
 class Scripted:
@@ -164,5 +165,5 @@ def test_nothing_has_lasted_when_servers_have_come_or_gone_or_another_one_led(mo
             await balancing._look()
             now_ms += PACE.window_ms
 
-    asyncio.run(story())
+    in_virtual_time(story())
     assert called == ["away", "plan", "away"]

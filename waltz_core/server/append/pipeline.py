@@ -32,21 +32,19 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
 from collections.abc import Iterable
 from typing import TypeGuard
 
-from waltz_core.errors import WaltzError
 from waltz_core.machine import earliest
 from waltz_core.records.lock_blocks import LogEnd
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
-    TRANSACTION_BYTES_MAX,
     Chain,
-    Generation,
     PartitionId,
     TransactionId,
 )
 from waltz_core.replication.session_events import (
     SessionOpened,
 )
+from waltz_core.server.append.admission import Admission
 from waltz_core.server.append.endings import Endings
 from waltz_core.server.append.flights import (
     Draft,
@@ -66,10 +64,8 @@ from waltz_core.server.locking.following import Followers
 from waltz_core.server.locking.judging import (
     JudgedPiece,
     LogPlace,
-    decode,
     judge_rows,
     judge_singles,
-    verify,
 )
 from waltz_core.server.locking.lock_queues import LockQueues, is_contender
 from waltz_core.server.locking.lock_table import LockTable
@@ -101,13 +97,13 @@ class AppendPipeline:
         self._following = Followers()
         self.figures = AppendFigures()
         self._endings = Endings(mounts, self.figures)
+        self._admission = Admission(limits, mounts, self._endings)
         self._flights = Flights(pace)
         self._table: LockTable | None = None
         self._is_open = False
         self._loss = Reason.LOST
         self._is_held = False
         self._session_id = NO_SESSION
-        self._generation = Generation(-1)
         self._high_water_mark = BEFORE_FIRST
         self.refill = Refill(partition_id, limits)
         self.proved_ms: int | None = None
@@ -176,7 +172,7 @@ class AppendPipeline:
         assert last <= opened.high_water_mark
         out: list[AppendOutcome] = []
         self._high_water_mark = opened.high_water_mark
-        self._session_id, self._generation = opened.session_id, opened.generation
+        self._session_id, self._admission.generation = opened.session_id, opened.generation
         self._endings.session_id = opened.session_id
         self._endings.high_water_mark = opened.high_water_mark
         for flight in self._flights.pop_settled(last):
@@ -284,7 +280,7 @@ class AppendPipeline:
             ticket = BatchTicket(connection, cost_bytes, message, req_id, epoch, now_ms, mount)
         if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
             out: list[AppendOutcome] = []
-            self._refuse(ticket, Reason.OVERLOADED, out)
+            self._admission.refuse(ticket, Reason.OVERLOADED, out)
             return out
         self._lanes.push(ticket)
         return []
@@ -373,7 +369,7 @@ class AppendPipeline:
     ) -> list[SingleTicket]:
         """Take a single append from its lane; return the group that is judged together next."""
         self._lanes.take(with_large=ticket.is_large)
-        if not self._may_enter(ticket, draft.out):
+        if not self._admission.admits(ticket, draft.out):
             return group
         ticket.session_id = self._session_id
         if not ticket.follows:
@@ -421,11 +417,11 @@ class AppendPipeline:
         Only a large one is cut: a small one goes whole, with what else waits.
         """
         piece_bytes = self._pace.piece_bytes(now_ms) if ticket.is_large else None
-        if not self._open_rows(ticket, draft.out):
+        if not self._admission.opens(ticket, draft.out):
             self._lanes.take(with_large=ticket.is_large)
             return 0
         start, stop = ticket.judged_count, ticket.stop_within(piece_bytes)
-        if reason := self._stale(ticket):
+        if reason := self._admission.stale(ticket):
             self._lanes.take(with_large=ticket.is_large)
             ticket.refuse(reason)
             self._endings.finish_if_final(ticket, draft.out)
@@ -492,46 +488,6 @@ class AppendPipeline:
             self._endings.finish_if_final(ticket, draft.out)
 
     # -----------------------------------------------------------------------------------------
-    # checks
-
-    def _stale(self, ticket: Ticket) -> Reason | None:
-        """Rule 1; a reason, or None for an append that may enter."""
-        req_id = ticket.req_id
-        if not self._mounts.is_ready(req_id.client_id, ticket.connection):
-            return Reason.NOT_MOUNTED
-        if ticket.mount != self._mounts.number(req_id.client_id, ticket.connection):
-            return Reason.NOT_MOUNTED
-        if req_id.generation != self._generation:
-            return Reason.GENERATION
-        return None
-
-    def _may_enter(self, ticket: SingleTicket, out: list[AppendOutcome]) -> bool:
-        message = ticket.message
-        reason = self._stale(ticket)
-        if reason is None and len(message.data) > TRANSACTION_BYTES_MAX:
-            reason = Reason.TOO_LARGE
-        if reason is not None:
-            self._refuse(ticket, reason, out)
-            return False
-        try:
-            verify(message)
-        except WaltzError as error:
-            self._endings.fail(ticket, error, out)
-            return False
-        return True
-
-    def _open_rows(self, ticket: BatchTicket, out: list[AppendOutcome]) -> bool:
-        """Decode a batch that is not decoded yet; refuse it, and return False, if that fails."""
-        if ticket.message is not None:
-            try:
-                ticket.open(decode(ticket.message, self._limits))
-            except WaltzError as error:
-                ticket.message = None
-                self._endings.fail(ticket, error, out)
-                return False
-        return True
-
-    # -----------------------------------------------------------------------------------------
     # endings
 
     def _land(
@@ -565,10 +521,3 @@ class AppendPipeline:
         if isinstance(ticket, BatchTicket):
             ticket.flight_count -= 1
         self._endings.finish_if_final(ticket, out)
-
-    def _refuse(self, ticket: Ticket, reason: Reason, out: list[AppendOutcome]) -> None:
-        """Refuse all rows of a request that was not judged."""
-        if isinstance(ticket, BatchTicket) and not self._open_rows(ticket, out):
-            return
-        ticket.refuse(reason)
-        self._endings.finish(ticket, out)

@@ -1,4 +1,5 @@
 """One partition as a server runs it; `served_partition.py` combines the parts.
 
-`proofs.py` answers requests that must not be stale.
+`waiting_requests.py` keeps requests until they can be answered, and `proofs.py` answers those that
+must not be stale.
 """

@@ -16,10 +16,7 @@ Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
        that fails, it is told to try again (`proofs.py`, rule 3).
 """
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import count
 from typing import assert_never
 
 from waltz_core import errors
@@ -48,6 +45,7 @@ from waltz_core.server.partition.proofs import (
     Proofs,
     claim_of,
 )
+from waltz_core.server.partition.waiting_requests import WaitingMount, WaitingRequests
 from waltz_core.server.partition_events import (
     Answer,
     Closed,
@@ -73,14 +71,6 @@ from waltz_core.server.read.cache import (
 from waltz_core.server.read.feeds import Feed
 from waltz_core.server.read.reads import Reads
 from waltz_core.wire import messages
-
-
-@dataclass(slots=True)
-class _Mounting:
-    """A mount that waits for what is in flight, and then for its feed."""
-
-    question: Received
-    wants_feed: bool
 
 
 class Partition:
@@ -114,10 +104,7 @@ class Partition:
         self._written_ms = 0  # when ZooKeeper was last asked to write this partition's state
         self._opened_mark = BEFORE_FIRST
         self._is_checkpoint_due = False
-        self._until_open: deque[tuple[int, Received]] = deque()
-        self._mounting: dict[int, _Mounting] = {}
-        self._flushing: dict[int, Received] = {}
-        self._tokens = count(1)
+        self._waiting = WaitingRequests(limits.open_wait_ms)
         self._now_ms = 0
         self._wall_ms = 0
         self._out: list[Effect] = []  # the effects of the present step
@@ -172,7 +159,7 @@ class Partition:
             return self._now_ms
         wanted_ms = earliest(self.pipeline.turn_at_ms(self._now_ms), self._store.wake_at_ms)
         wanted_ms = earliest(wanted_ms, self.reads.wake_at_ms)
-        return earliest(wanted_ms, self._until_open[0][0]) if self._until_open else wanted_ms
+        return earliest(wanted_ms, self._waiting.due_ms)
 
     # -----------------------------------------------------------------------------------------
     # the only way in
@@ -208,8 +195,7 @@ class Partition:
         store_at_ms = self._store.wake_at_ms
         if store_at_ms is not None and store_at_ms <= self._now_ms:
             self._drive(Wakeup())
-        while self._until_open and self._until_open[0][0] <= self._now_ms:
-            _, question = self._until_open.popleft()
+        for question in self._waiting.overdue(self._now_ms):
             error = errors.Unavailable(
                 f"{self._place} has no store session for {self._limits.open_wait_ms} ms"
             )
@@ -241,16 +227,14 @@ class Partition:
             )
             self._route(received)
         elif isinstance(message, messages.FlushRequest):
-            token = next(self._tokens)
-            self._flushing[token] = event
-            self._route(self.pipeline.flush(token))
+            self._route(self.pipeline.flush(self._waiting.begin_flush(event)))
         elif self._is_open:
             self._answer(event)
         else:
             self._wait_for_session(event)
 
     def _wait_for_session(self, event: Received) -> None:
-        self._until_open.append((self._now_ms + self._limits.open_wait_ms, event))
+        self._waiting.wait_for_session(event, self._now_ms)
 
     def _answer(self, event: Received, *, is_proved: bool = False) -> None:
         assert self._is_open
@@ -278,11 +262,7 @@ class Partition:
     def _close(self, connection: ConnectionId) -> None:
         self._mounts.close(connection)
         self.feed.close(connection)
-        self._until_open = deque(
-            (at_ms, question)
-            for at_ms, question in self._until_open
-            if question.connection != connection
-        )
+        self._waiting.drop(connection)
         # Appends go on, unanswered: a flush on another connection may wait for them.
         self._proofs.drop(lambda each: isinstance(each, Received) and each.connection == connection)
         self._route(self.pipeline.close(connection))
@@ -300,26 +280,21 @@ class Partition:
             return
         # Of this client nothing older goes on, not even a mount on the same connection.
         older = self.feed.drop_client(req_id.client_id)
-        for token, mounting in list(self._mounting.items()):
-            if mounting.question.message.req_id.client_id == req_id.client_id:
-                older.append(self._mounting.pop(token).question)
+        older += self._waiting.supersede(req_id.client_id)
         self._out.extend(answers.superseded(question) for question in older)
         self._mounts.begin(req_id.client_id, connection, message.connection_sequence)
-        token = next(self._tokens)
         wants_feed = not isinstance(message, messages.MountWriter) or message.wants_feed
-        self._mounting[token] = _Mounting(event, wants_feed)
-        self._route(self.pipeline.barrier(token))
+        self._route(self.pipeline.barrier(self._waiting.begin_mount(event, wants_feed=wants_feed)))
 
-    def _drained(self, token: int) -> None:
+    def _drained(self, mount: WaitingMount) -> None:
         """Everything older is final (rule 3 b)."""
-        mounting = self._mounting.pop(token)
-        event = mounting.question
+        event = mount.question
         message = event.message
         assert isinstance(message, messages.MountRequest | messages.MountWriter)
         if self._is_outdated(event):
             return
         mark = mark_of(message)
-        if not mounting.wants_feed:
+        if not mount.wants_feed:
             self._mounted(event)
             return
         self.feed.mount(
@@ -457,8 +432,7 @@ class Partition:
         self._out.append(
             Report("session_opened", (("session", opened.session_id), ("high_water_mark", mark)))
         )
-        waiting, self._until_open = self._until_open, deque()
-        for _, question in waiting:
+        for question in self._waiting.session_opened():
             self._receive(question)
 
     def _committed(self, event: replication.Committed) -> None:
@@ -548,15 +522,10 @@ class Partition:
         unknown = errors.OutcomeUnknown(f"{where}; the append may or may not be in the log")
         self._out.extend(answers.refuse_ticket(ticket, gone) for ticket in queued)
         self._out.extend(answers.refuse_ticket(ticket, unknown) for ticket in in_flight)
-        waiting = [question for _, question in self._until_open]
-        waiting += self._flushing.values()
-        waiting += (mounting.question for mounting in self._mounting.values())
+        waiting = self._waiting.abandon()
         waiting += self._unproved(self._proofs.reset())
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
-        self._until_open.clear()
-        self._flushing.clear()
-        self._mounting.clear()
         self._mounts.end()
         self._out.extend(answers.refuse(question, gone) for question in waiting)
         assert all(isinstance(outcome, outcomes.Reached) for outcome in reached)
@@ -601,17 +570,14 @@ class Partition:
                 self._out.append(outcome)
 
     def _reached(self, token: int) -> None:
-        if token in self._mounting:
-            if self._is_open:
-                self._drained(token)
-            else:
-                # The session is gone since; the mount starts over with the next one.
-                self._wait_for_session(self._mounting.pop(token).question)
-            return
-        event = self._flushing.pop(token, None)
-        if event is None:
+        found = self._waiting.end(token)
+        if found is None:
             return  # A mount that was replaced by a later one.
-        if self._is_open:
-            self._tell_mark(event)
+        question = found.question if isinstance(found, WaitingMount) else found
+        if not self._is_open:
+            # The session is gone since; the mount starts over with the next one.
+            self._wait_for_session(question)
+        elif isinstance(found, WaitingMount):
+            self._drained(found)
         else:
-            self._wait_for_session(event)
+            self._tell_mark(question)

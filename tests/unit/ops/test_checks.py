@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.cluster.test_diagnosis import ENGAGED, ONE, TWO, A, B, C, Case
+from tests.unit.ops.test_diagnosis import ENGAGED, ONE, TWO, A, B, C, Case
 from waltz_core.cluster.membership.registration import Ownership
 from waltz_core.cluster.nodes.model import (
     PartitionMetadata,

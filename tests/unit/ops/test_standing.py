@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.cluster.test_diagnosis import ENGAGED, ONE, SPARE, A, B, C, Case
+from tests.unit.ops.test_diagnosis import ENGAGED, ONE, SPARE, A, B, C, Case
 from waltz_core.cluster.nodes.model import (
     PartitionMetadata,
     ReplicaState,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.cluster.printed_commands import check_understood
+from tests.unit.ops.printed_commands import check_understood
 from waltz_core.cluster.coordinator import Ownership
 from waltz_core.cluster.nodes.model import (
     UNRESOLVED,

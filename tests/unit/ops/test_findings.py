@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.unit.cluster.printed_commands import check_understood
+from tests.unit.ops.printed_commands import check_understood
 from waltz_core.ops.findings import (
     KINDS,
     fields_of,

@@ -57,7 +57,7 @@ def test_a_task_that_reads_imports_no_pandas():
     code = """if True:
         import sys
         import numpy as np
-        from tests.unit.test_raw_records import run_of
+        from tests.unit.records.test_raw_records import run_of
         from waltz_core.records.batches import READ_SCHEMA, range_to_arrow
         records, lengths = run_of([b"", b"data"])
         made = range_to_arrow(records, lengths, [(0, 0, 5)], READ_SCHEMA.names, partition_id=0)

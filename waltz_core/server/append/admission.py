@@ -1,0 +1,70 @@
+"""The checks of an append when it leaves its lane: mount, generation, size, checksum, format.
+
+They come before the judgement of its locks. Rules 1 and 4 of `pipeline.py` are kept here: what an
+older mount left behind is refused from the moment a newer one is there.
+"""
+
+from waltz_core.errors import WaltzError
+from waltz_core.records.record import TRANSACTION_BYTES_MAX, Generation
+from waltz_core.server.append.endings import Endings
+from waltz_core.server.append.mounts import Mounts
+from waltz_core.server.append.outcomes import AppendOutcome
+from waltz_core.server.locking.judging import decode, verify
+from waltz_core.server.locking.tickets import BatchTicket, SingleTicket, Ticket
+from waltz_core.server.partition_events import PartitionLimits
+from waltz_core.wire.messages import Reason
+
+
+class Admission:
+    """Lets appends in, or answers why it does not."""
+
+    def __init__(self, limits: PartitionLimits, mounts: Mounts, endings: Endings) -> None:
+        self._limits = limits
+        self._mounts = mounts
+        self._endings = endings
+        self.generation = Generation(-1)  # of the session that takes appends
+
+    def stale(self, ticket: Ticket) -> Reason | None:
+        """Return why the mount or the generation of an append is over; None if it is not."""
+        req_id = ticket.req_id
+        if not self._mounts.is_ready(req_id.client_id, ticket.connection):
+            return Reason.NOT_MOUNTED
+        if ticket.mount != self._mounts.number(req_id.client_id, ticket.connection):
+            return Reason.NOT_MOUNTED
+        if req_id.generation != self.generation:
+            return Reason.GENERATION
+        return None
+
+    def admits(self, ticket: SingleTicket, out: list[AppendOutcome]) -> bool:
+        """Return whether a single append may be judged; if not, it is answered."""
+        message = ticket.message
+        reason = self.stale(ticket)
+        if reason is None and len(message.data) > TRANSACTION_BYTES_MAX:
+            reason = Reason.TOO_LARGE
+        if reason is not None:
+            self.refuse(ticket, reason, out)
+            return False
+        try:
+            verify(message)
+        except WaltzError as error:
+            self._endings.fail(ticket, error, out)
+            return False
+        return True
+
+    def opens(self, ticket: BatchTicket, out: list[AppendOutcome]) -> bool:
+        """Decode a batch that is not decoded yet; answer it, and return False, if that fails."""
+        if ticket.message is not None:
+            try:
+                ticket.open(decode(ticket.message, self._limits))
+            except WaltzError as error:
+                ticket.message = None
+                self._endings.fail(ticket, error, out)
+                return False
+        return True
+
+    def refuse(self, ticket: Ticket, reason: Reason, out: list[AppendOutcome]) -> None:
+        """Refuse all rows of an append that was not judged."""
+        if isinstance(ticket, BatchTicket) and not self.opens(ticket, out):
+            return
+        ticket.refuse(reason)
+        self._endings.finish(ticket, out)

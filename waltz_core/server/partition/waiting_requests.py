@@ -1,0 +1,97 @@
+"""The requests of one partition that wait: for a store session, or for older appends to be final.
+
+Rules:
+    1. A request that needs a session waits for it for `open_wait_ms`, and is then refused.
+    2. Mounts and flushes wait for a token that the append pipeline returns (`Reached`). Of one
+       client only the latest mount waits.
+"""
+
+from collections import deque
+from itertools import count
+from typing import NamedTuple
+
+from waltz_core.records.record import ClientId
+from waltz_core.server.partition_events import ConnectionId, Received
+
+
+class WaitingMount(NamedTuple):
+    """A mount that waits for older appends of its client, and then for its feed."""
+
+    question: Received
+    wants_feed: bool
+
+
+class WaitingRequests:
+    """See the module's rules."""
+
+    def __init__(self, open_wait_ms: int) -> None:
+        self._open_wait_ms = open_wait_ms
+        self._until_open: deque[tuple[int, Received]] = deque()
+        self._mounts: dict[int, WaitingMount] = {}
+        self._flushes: dict[int, Received] = {}
+        self._tokens = count(1)
+
+    # ---- for a session
+
+    @property
+    def due_ms(self) -> int | None:
+        """When the next request has waited for too long."""
+        return self._until_open[0][0] if self._until_open else None
+
+    def wait_for_session(self, question: Received, now_ms: int) -> None:
+        """Keep a request until there is a session (rule 1)."""
+        self._until_open.append((now_ms + self._open_wait_ms, question))
+
+    def overdue(self, now_ms: int) -> list[Received]:
+        """Remove and return the requests that have waited for too long."""
+        found: list[Received] = []
+        while self._until_open and self._until_open[0][0] <= now_ms:
+            found.append(self._until_open.popleft()[1])
+        return found
+
+    def session_opened(self) -> list[Received]:
+        """Remove and return the requests that waited for this."""
+        waiting, self._until_open = self._until_open, deque()
+        return [question for _, question in waiting]
+
+    def drop(self, connection: ConnectionId) -> None:
+        """Forget what a closed connection asked for that needs a session."""
+        self._until_open = deque(
+            each for each in self._until_open if each[1].connection != connection
+        )
+
+    # ---- for a token (rule 2)
+
+    def begin_mount(self, question: Received, *, wants_feed: bool) -> int:
+        """Keep a mount; return its token."""
+        token = next(self._tokens)
+        self._mounts[token] = WaitingMount(question, wants_feed)
+        return token
+
+    def supersede(self, client_id: ClientId) -> list[Received]:
+        """Remove and return the older mounts of a client."""
+        older = [
+            token
+            for token, mount in self._mounts.items()
+            if mount.question.message.req_id.client_id == client_id
+        ]
+        return [self._mounts.pop(token).question for token in older]
+
+    def begin_flush(self, question: Received) -> int:
+        """Keep a flush; return its token."""
+        token = next(self._tokens)
+        self._flushes[token] = question
+        return token
+
+    def end(self, token: int) -> WaitingMount | Received | None:
+        """Remove and return the mount or flush of a token; None for a mount that was superseded."""
+        return self._mounts.pop(token, None) or self._flushes.pop(token, None)
+
+    def abandon(self) -> list[Received]:
+        """Remove and return everything."""
+        waiting = self.session_opened()
+        waiting += self._flushes.values()
+        waiting += (mount.question for mount in self._mounts.values())
+        self._flushes.clear()
+        self._mounts.clear()
+        return waiting
