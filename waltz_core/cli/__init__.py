@@ -1,6 +1,7 @@
-"""The command `waltz-core`: one file for each noun, each with its verbs.
+"""The command `waltz-core`: `main.py` has the table of commands, the other files their verbs.
 
-A file of a noun has `add(commands)`, which declares its verbs to argparse, and one function for
-each verb that takes the parsed arguments and returns the exit code. Exit codes: 0 done, 1 an error
-that the command explains in one sentence, 2 wrong usage, 130 interrupted.
+A verb is a function or a coroutine under `@verb`. The decorators below it declare its options with
+click, those of several verbs in `shared_options.py`; it gets them as keywords and returns the exit
+code. Exit codes: 0 done, 1 an error that the command explains in one sentence, 2 wrong usage,
+130 interrupted.
 """

@@ -59,19 +59,25 @@ NOUNS: Mapping[str, NounEntry] = {
             "cluster.cluster_roots": {
                 "list": "list the clusters of a ZooKeeper, or below a root",
                 "show-key": "print the cluster key, which every storage carries",
-                "delete": "delete a cluster's nodes from ZooKeeper; the records stay on the storages",
+                "delete": (
+                    "delete a cluster's nodes from ZooKeeper; the records stay on the storages"
+                ),
             },
             "cluster.cluster_verify": {
                 "verify": "check every partition, from ZooKeeper to storages",
             },
             "cluster.cluster_reach": {
-                "check-connectivity": "check connections: from here to each server, from it to each storage",
+                "check-connectivity": (
+                    "check connections: from here to each server, from it to each storage"
+                ),
             },
             "cluster.cluster_changes": {
                 "add-storage": "make a storage part of the cluster, empty",
                 "remove-storage": "move a storage's replicas away, then take it out of the cluster",
                 "set-admin-port": "set the port at which a storage is administered",
-                "replace-storage": "give what a storage held to another one, or to its empty successor",
+                "replace-storage": (
+                    "give what a storage held to another one, or to its empty successor"
+                ),
                 "add-replica": "give a storage a replica of some partitions",
                 "remove-replica": "take the replica of some partitions from a storage",
                 "move-replica": "move a replica from one storage to another",
@@ -126,7 +132,9 @@ NOUNS: Mapping[str, NounEntry] = {
                 "remove-partition": "hold partitions no longer",
                 "availability": "take partitions offline, or online",
                 "sync-partitions": "make storages hold what ZooKeeper assigns to them",
-                "recover-partition": "copy what is settled from another storage to a partition that is offline",
+                "recover-partition": (
+                    "copy what is settled from another storage to a partition that is offline"
+                ),
                 "mark-suspect": "trust replicas no longer, as after a restore from a backup",
                 "re-seed": "delete replicas' logs and have them copied from the others",
             },
@@ -147,7 +155,9 @@ NOUNS: Mapping[str, NounEntry] = {
                 "run": "run a server (sample: conf/server.toml)",
             },
             "server.server_command": {
-                "list": "list the servers of a cluster, what each owns, and whether it can serve it",
+                "list": (
+                    "list the servers of a cluster, what each owns, and whether it can serve it"
+                ),
             },
             "http_pages": {
                 "metrics": "show the metrics of one server",
@@ -174,8 +184,12 @@ NOUNS: Mapping[str, NounEntry] = {
                 "segment-statistic": "count sizes, ids, batches and sessions of segments",
             },
             "disk.disk_verify": {
-                "verify": "compute every checksum and every chain again; exit code 1 if anything is wrong",
-                "repair-index": "rebuild .idx files from their .seg files, where they are not right",
+                "verify": (
+                    "compute every checksum and every chain again; exit code 1 if anything is wrong"
+                ),
+                "repair-index": (
+                    "rebuild .idx files from their .seg files, where they are not right"
+                ),
             },
         },
         (

@@ -171,7 +171,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
             wait_for=lambda *_: None,
             carry_out=lambda _: asyncio.sleep(0),
         )
-        chosen = cluster_rescue.LostCluster(
+        chosen = cluster_rescue.FormerCluster(
             name="w",
             storage=(f"{address}:5281",),
             missing=(),

@@ -57,9 +57,10 @@ def test_no_colour_is_shown_where_none_is_wanted(terminal, monkeypatch):
 def test_plain_output_does_not_import_rich():
     code = (
         "import sys; from waltz_core.cli.output import show_table; import waltz_core.cli.progress;"
-        "show_table(['a'], [[1]]); assert 'rich' not in sys.modules"
+        "show_table(['a'], [[1]]); print('rich' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize("first_shown_s", [0.0, 60.0])
@@ -72,8 +73,7 @@ def test_progress_is_shown_on_a_terminal_after_a_while_and_then_gone(
     async def work():
         with ProgressLine() as line:
             line.show(1, 4, "waiting for a storage")
-            await asyncio.sleep(0)
-            while not first_shown_s and "1 of 4" not in terminal.getvalue():
+            for _ in range(10):  # turns of the loop, in which a timer that is due runs
                 await asyncio.sleep(0)
         return line.awaited
 

@@ -321,7 +321,7 @@ async def _assign(coordinator: Coordinator, verdicts: Sequence[RebuildDecision])
 # --- rebuild-metadata
 
 
-class LostCluster(NamedTuple):
+class FormerCluster(NamedTuple):
     """Which cluster there was."""
 
     name: str
@@ -367,10 +367,10 @@ class LostCluster(NamedTuple):
 )
 @changes(creates=True)
 async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: ANN401
-    return await _rebuild(command, LostCluster(**words))
+    return await _rebuild(command, FormerCluster(**words))
 
 
-async def _rebuild(command: Command, chosen: LostCluster) -> Result:
+async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
     new, missing = _new_cluster(chosen), [ReplicaId(each) for each in chosen.missing]
     replica_count = chosen.replicas or len(set(new.groups.values()))
     for each in missing:
@@ -443,7 +443,7 @@ def _choose_all(
     return verdicts, failures
 
 
-def _new_cluster(chosen: LostCluster) -> NewCluster:
+def _new_cluster(chosen: FormerCluster) -> NewCluster:
     from waltz_core.storage.files.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
     from waltz_core.storage.files.format import (  # noqa: PLC0415 - as above
         CONTROL_HEADER_BYTES,
