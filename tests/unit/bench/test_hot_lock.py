@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.loops import on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster
 from waltz_bench import hot_lock
 from waltz_bench.hot_lock import Seen
