@@ -10,12 +10,13 @@ from tests.patience import HANG_S
 from waltz_core.transport import net
 
 LOOK_S = 0.002
+TURN_S = 0.001  # what a turn of a loop in virtual time takes: what never waits ends, too
 
 ResultT = TypeVar("ResultT")
 
 
 class _NoWaiting(selectors.DefaultSelector):
-    """Waits for no time to pass: what there is to wait for is added to the loop's clock."""
+    """Adds the time until the next timer to the loop's clock instead of waiting for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,6 +30,7 @@ class _NoWaiting(selectors.DefaultSelector):
         if not found:
             assert timeout is not None, "nothing is planned: the story waits for ever"
             self.now_s += timeout
+        self.now_s += TURN_S
         return found
 
 
@@ -53,7 +55,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 def in_virtual_time(story: Coroutine[object, object, ResultT]) -> ResultT:
     """Run a coroutine that only waits for timers, tasks and `asyncio.to_thread`, at once.
 
-    Time passes while everything waits, and at no other moment: so a busy machine changes nothing.
+    Time passes while everything waits, and by `TURN_S` at each turn, however busy the machine is.
     """
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(story)
@@ -69,6 +71,20 @@ def on_loop(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
                 await story(*fixtures, **named_fixtures)
 
         net.run(bounded())
+
+    return run
+
+
+def on_virtual_loop(story: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
+    """Run a coroutine function as a test, in virtual time, within `HANG_S` of it."""
+
+    @wraps(story)
+    def run(*fixtures: object, **named_fixtures: object) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(HANG_S):
+                await story(*fixtures, **named_fixtures)
+
+        in_virtual_time(bounded())
 
     return run
 

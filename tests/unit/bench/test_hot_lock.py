@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.loops import on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster
-from tests.unit.client.test_async_client import told
 from waltz_bench import hot_lock
 from waltz_bench.hot_lock import Seen
 
@@ -29,7 +29,7 @@ async def written(client, counts) -> dict[int, int]:
     ],
 )
 def test_the_log_has_to_be_a_chain(counts, wrong):
-    @told
+    @on_virtual_loop
     async def story():
         async with memory_cluster() as cluster, cluster.client().opened() as client:
             await (await client.append(b"of somebody else", partition=0))
@@ -44,7 +44,7 @@ def test_the_log_has_to_be_a_chain(counts, wrong):
 
 
 def test_an_author_who_is_behind_reads_what_he_has_not_seen():
-    @told
+    @on_virtual_loop
     async def story():
         async with memory_cluster() as cluster, cluster.client().opened() as client:
             await written(client, [(1, -1), (2, 0)])

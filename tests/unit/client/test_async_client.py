@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tests.loops import in_virtual_time
+from tests.loops import on_virtual_loop
 from tests.patience import HANG_S
 from tests.unit.client.memory_cluster import (
     CONNECT,
@@ -40,21 +40,6 @@ from waltz_core.records.batches import encode_append
 from waltz_core.server.partition_events import PartitionLimits
 
 
-def told(story):
-    """Run a story to its end, within a time."""
-
-    def test(*args):
-        async def within():
-            async with asyncio.timeout(HANG_S):
-                await story(*args)
-
-        in_virtual_time(within())
-
-    test.__name__ = story.__name__
-    test.__doc__ = story.__doc__
-    return test
-
-
 async def until(condition):
     while not condition():  # noqa: ASYNC110 - conditions of all kinds
         await asyncio.sleep(0.005)
@@ -75,7 +60,7 @@ def batch_of(*rows: bytes, write_locks=None, header: int = 0) -> bytes:
 # the cluster
 
 
-@told
+@on_virtual_loop
 async def test_what_a_cluster_is():
     async with memory_cluster(partition_count=3) as cluster, cluster.client().opened() as client:
         assert client.cluster() == ("test", KEY.bytes, 3)
@@ -86,7 +71,7 @@ async def test_what_a_cluster_is():
         assert client.client_id == 1
 
 
-@told
+@on_virtual_loop
 async def test_what_is_wrong_is_told_in_a_sentence():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         with pytest.raises(errors.UnknownPartition, match=r"partition 2.*partitions 0\.\.1"):
@@ -103,13 +88,13 @@ async def test_what_is_wrong_is_told_in_a_sentence():
             await client.append_batch(0, b"", 0, client_high_water_mark=-1)
 
 
-@told
+@on_virtual_loop
 async def test_a_connect_string_that_is_none():
     with pytest.raises(errors.BadConfig, match="no cluster root"):
         AsyncWaltzClient.connect("zk1:2181")
 
 
-@told
+@on_virtual_loop
 async def test_a_root_without_a_cluster_names_the_command():
     async with memory_cluster() as cluster:
         client = cluster.client(root="/elsewhere")
@@ -117,7 +102,7 @@ async def test_a_root_without_a_cluster_names_the_command():
             await client.open()
 
 
-@told
+@on_virtual_loop
 async def test_a_closed_client_says_so():
     async with memory_cluster() as cluster:
         client = cluster.client()
@@ -128,7 +113,7 @@ async def test_a_closed_client_says_so():
         await client.close()
 
 
-@told
+@on_virtual_loop
 async def test_a_fork_of_a_client_says_so():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         reader, writer = os.pipe()
@@ -149,7 +134,7 @@ async def test_a_fork_of_a_client_says_so():
 # appends
 
 
-@told
+@on_virtual_loop
 async def test_appends_get_their_ids():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         futures = [await client.append(b"%d" % i, partition=1, header=i) for i in range(100)]
@@ -161,7 +146,7 @@ async def test_appends_get_their_ids():
         assert not client.has_pending
 
 
-@told
+@on_virtual_loop
 async def test_many_appends_share_a_frame_and_a_few_go_alone():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])
@@ -176,7 +161,7 @@ async def test_many_appends_share_a_frame_and_a_few_go_alone():
         assert Counter(server.received) == {"AppendRequest": 3}
 
 
-@told
+@on_virtual_loop
 async def test_rows_are_gathered_while_others_are_under_way():
     with mock.patch.object(appends, "GATHERING_S_MAX", 60.0):
         async with memory_cluster() as cluster, cluster.client().opened() as client:
@@ -197,7 +182,7 @@ async def test_rows_are_gathered_while_others_are_under_way():
             assert server.received == ["AppendBatch"]
 
 
-@told
+@on_virtual_loop
 async def test_rows_do_not_wait_long_for_an_answer_that_takes_its_time():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])
@@ -213,7 +198,7 @@ async def test_rows_do_not_wait_long_for_an_answer_that_takes_its_time():
         assert [await first, await second] == [0, 1]
 
 
-@told
+@on_virtual_loop
 async def test_the_partition_follows_the_first_lock_or_goes_round():
     async with memory_cluster(partition_count=4) as cluster, cluster.client().opened() as client:
         name = lock("account", 7)
@@ -224,7 +209,7 @@ async def test_the_partition_follows_the_first_lock_or_goes_round():
         assert [len(log.rows()) >= 1 for log in cluster.logs] == [True] * 4
 
 
-@told
+@on_virtual_loop
 async def test_a_lock_that_was_written_since_refuses_and_says_from_where_to_compute():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         name = lock("account", 1)
@@ -239,7 +224,7 @@ async def test_a_lock_that_was_written_since_refuses_and_says_from_where_to_comp
         assert await retry == 1
 
 
-@told
+@on_virtual_loop
 async def test_a_mark_above_the_log_is_the_callers_error():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await (await client.append(b"a", partition=0))
@@ -249,7 +234,7 @@ async def test_a_mark_above_the_log_is_the_callers_error():
             await future
 
 
-@told
+@on_virtual_loop
 async def test_a_mark_that_is_none_is_told_at_the_call():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         told = r"expected a transaction id, or -1 for none, found \[0\] \(list\)"
@@ -270,7 +255,7 @@ async def test_a_mark_that_is_none_is_told_at_the_call():
             await (await client.submit(context))
 
 
-@told
+@on_virtual_loop
 async def test_a_batch_tells_every_row():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         payload = batch_of(b"a", b"b", b"c", write_locks=[[1], [1], [2]])
@@ -282,7 +267,7 @@ async def test_a_batch_tells_every_row():
             await (await client.append_batch(0, b"nonsense", 1, client_high_water_mark=-1))
 
 
-@told
+@on_virtual_loop
 async def test_a_full_window_waits_and_drops_nothing():
     config = QUICK.__class__(**{**QUICK.__dict__, "in_flight_count_max": 10})
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
@@ -299,7 +284,7 @@ async def test_a_full_window_waits_and_drops_nothing():
         assert [await future for future in futures] == list(range(10))
 
 
-@told
+@on_virtual_loop
 async def test_a_server_that_takes_less_in_a_frame_gets_less():
     limits = PartitionLimits(lock_slot_count=10_007, lock_refill_count_max=0, batch_rows_max=30)
     async with (
@@ -314,7 +299,7 @@ async def test_a_server_that_takes_less_in_a_frame_gets_less():
 # faults
 
 
-@told
+@on_virtual_loop
 async def test_rows_lost_with_a_session_are_sent_again():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])
@@ -330,7 +315,7 @@ async def test_rows_lost_with_a_session_are_sent_again():
         )
 
 
-@told
+@on_virtual_loop
 async def test_a_batch_lost_with_a_session_is_told_and_not_sent_again():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])
@@ -348,7 +333,7 @@ async def test_a_batch_lost_with_a_session_is_told_and_not_sent_again():
 def test_the_log_is_read_when_a_connection_breaks(committed):
     """Committed or not: what is told is what the log says, and nothing is in it twice."""
 
-    @told
+    @on_virtual_loop
     async def story():
         async with memory_cluster() as cluster, cluster.client().opened() as client:
             await client.mount([0])
@@ -370,7 +355,7 @@ def test_the_log_is_read_when_a_connection_breaks(committed):
     story()
 
 
-@told
+@on_virtual_loop
 async def test_a_partition_that_moves_is_followed():
     async with (
         memory_cluster(server_count=2) as cluster,
@@ -391,7 +376,7 @@ async def test_a_partition_that_moves_is_followed():
         assert await client.high_water_marks() == {0: 99, 1: -1}
 
 
-@told
+@on_virtual_loop
 async def test_without_a_server_an_append_fails_definitely():
     config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 1_000})
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
@@ -405,7 +390,7 @@ async def test_without_a_server_an_append_fails_definitely():
             await client.high_water_mark(0)
 
 
-@told
+@on_virtual_loop
 async def test_a_question_ends_in_time_where_zookeeper_does_not_say_whom_to_ask():
     config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 300})
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
@@ -422,7 +407,7 @@ async def test_a_question_ends_in_time_where_zookeeper_does_not_say_whom_to_ask(
                 await client.high_water_mark(0)
 
 
-@told
+@on_virtual_loop
 async def test_a_stream_that_has_failed_waits_for_no_server():
     """Else its server passes for silent, and ZooKeeper is watched for nothing."""
     async with memory_cluster() as cluster, cluster.client().opened() as client:
@@ -450,7 +435,7 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
         assert not client.has_pending
 
 
-@told
+@on_virtual_loop
 async def test_closing_says_what_nobody_knows():
     config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 1_000})
     async with memory_cluster() as cluster:
@@ -462,7 +447,7 @@ async def test_closing_says_what_nobody_knows():
             await future
 
 
-@told
+@on_virtual_loop
 async def test_closing_waits_for_what_is_under_way():
     async with memory_cluster() as cluster:
         async with cluster.client().opened() as client:
@@ -536,7 +521,7 @@ class Applying(AsyncCallbacks):
         return self.policy
 
 
-@told
+@on_virtual_loop
 async def test_contexts_that_race_count_every_one():
     async with two_clients() as (cluster, one, two):
         contexts = []
@@ -554,7 +539,7 @@ async def test_contexts_that_race_count_every_one():
         assert all(c.heard[-2] == "completed True" for _, c in contexts)
 
 
-@told
+@on_virtual_loop
 async def test_a_context_may_give_itself_up():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         context = Counting({"value": 0})
@@ -564,7 +549,7 @@ async def test_a_context_may_give_itself_up():
         assert cluster.logs[0].rows() == []
 
 
-@told
+@on_virtual_loop
 async def test_what_execute_raises_ends_the_context():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         context = Counting({})
@@ -577,7 +562,7 @@ async def test_what_execute_raises_ends_the_context():
             await (await client.submit(without_data))
 
 
-@told
+@on_virtual_loop
 async def test_retries_end_with_their_limit():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await (await client.append(b"x", partition=0, write_locks=[lock("counter")]))
@@ -597,7 +582,7 @@ async def test_retries_end_with_their_limit():
         assert marks == [0, 0, 0]
 
 
-@told
+@on_virtual_loop
 async def test_a_context_waits_no_longer_than_it_wants():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Applying()
@@ -616,7 +601,7 @@ async def test_a_context_waits_no_longer_than_it_wants():
 # the feed
 
 
-@told
+@on_virtual_loop
 async def test_the_feed_starts_after_the_mark_and_goes_on():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         for i in range(20):
@@ -632,7 +617,7 @@ async def test_the_feed_starts_after_the_mark_and_goes_on():
             await client.subscribe(callbacks, [0])
 
 
-@told
+@on_virtual_loop
 async def test_the_feed_goes_on_over_broken_connections():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Applying()
@@ -645,7 +630,7 @@ async def test_the_feed_goes_on_over_broken_connections():
         assert callbacks.seen == list(range(30))
 
 
-@told
+@on_virtual_loop
 async def test_the_feed_from_the_end_shows_only_what_comes():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await (await client.append(b"old", partition=0))
@@ -658,7 +643,7 @@ async def test_the_feed_from_the_end_shows_only_what_comes():
         assert callbacks.seen == [1]
 
 
-@told
+@on_virtual_loop
 async def test_data_comes_with_its_neighbours():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         payload = batch_of(*(b"%d" % i for i in range(300)))
@@ -685,7 +670,7 @@ async def test_data_comes_with_its_neighbours():
     ],
 )
 def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
-    @told
+    @on_virtual_loop
     async def story():
         async with memory_cluster() as cluster, cluster.client().opened() as client:
             await (
@@ -702,7 +687,7 @@ def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
     story()
 
 
-@told
+@on_virtual_loop
 async def test_an_application_ahead_of_the_log_is_told_loudly():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await (await client.append(b"x", partition=0))
@@ -716,7 +701,7 @@ async def test_an_application_ahead_of_the_log_is_told_loudly():
         assert "mark 70 is above the log's 0" in str(error)
 
 
-@told
+@on_virtual_loop
 async def test_an_application_far_behind_fetches_before_it_is_fed():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         rows = 10_000
@@ -734,7 +719,7 @@ async def test_an_application_far_behind_fetches_before_it_is_fed():
         assert catch_up.CatchUp.__module__ == "waltz_core.client.read.catch_up"
 
 
-@told
+@on_virtual_loop
 async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
     config = QUICK.__class__(**{**QUICK.__dict__, "feed_ahead_count_max": 1_000})
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
@@ -807,7 +792,7 @@ def told_of_outages():
         log.setLevel(level)
 
 
-@told
+@on_virtual_loop
 async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
     async with two_clients(BRIEF) as (cluster, writer, client):
         await (await writer.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1))
@@ -827,7 +812,7 @@ async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
         assert logged.index(waits) < logged.index("feed.goes_on partition=0 with=data")
 
 
-@told
+@on_virtual_loop
 async def test_catching_up_goes_on_after_an_outage():
     async with two_clients(BRIEF) as (cluster, writer, client):
         rows = 10_000
@@ -846,7 +831,7 @@ async def test_catching_up_goes_on_after_an_outage():
         assert callbacks.seen == list(range(5 * rows))
 
 
-@told
+@on_virtual_loop
 async def test_a_feed_from_the_end_waits_for_a_server_that_knows_it():
     async with two_clients(BRIEF) as (cluster, writer, client):
         await (await writer.append(b"old", partition=0))
@@ -864,7 +849,7 @@ async def test_a_feed_from_the_end_waits_for_a_server_that_knows_it():
         assert callbacks.seen == [1]
 
 
-@told
+@on_virtual_loop
 async def test_an_application_may_end_its_feed_in_an_outage():
     class Strict(Plain):
         async def uncaught_exception(self, partition, transaction_id, error):
@@ -886,7 +871,7 @@ async def test_an_application_may_end_its_feed_in_an_outage():
 # ranges
 
 
-@told
+@on_virtual_loop
 async def test_ranges_are_dense_whole_and_in_chunks():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         for i in range(10):
@@ -906,7 +891,7 @@ async def test_ranges_are_dense_whole_and_in_chunks():
         assert datas == [b"%d-%d" % (i // 100, i % 100) for i in range(250, 750)]
 
 
-@told
+@on_virtual_loop
 async def test_headers_alone_and_some_headers_only():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         for i in range(30):
@@ -919,7 +904,7 @@ async def test_headers_alone_and_some_headers_only():
         assert filtered[0].stamps[0][2] == 1_700_000_000_000
 
 
-@told
+@on_virtual_loop
 async def test_a_range_past_the_end_of_the_log_is_loud():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await (await client.append(b"x", partition=0))
@@ -932,7 +917,7 @@ async def test_a_range_past_the_end_of_the_log_is_loud():
         assert [c async for c in client.read_range(0, 0, -1)] == []
 
 
-@told
+@on_virtual_loop
 async def test_replicas_that_are_not_there_are_done_without():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await (await client.append(b"x", partition=0))
@@ -943,7 +928,7 @@ async def test_replicas_that_are_not_there_are_done_without():
         assert [c.count for c in chunks] == [1]
 
 
-@told
+@on_virtual_loop
 async def test_replicas_of_the_own_group_are_nearby():
     async def groups(storages):
         return dict.fromkeys(storages, 7)
@@ -961,7 +946,7 @@ async def test_replicas_of_the_own_group_are_nearby():
                 assert (found.replicas, found.nearby) == ((replica,), ())
 
 
-@told
+@on_virtual_loop
 async def test_who_is_in_no_group_asks_for_none():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         with mock.patch.object(client.directory, "groups") as asked:
@@ -973,7 +958,7 @@ async def test_who_is_in_no_group_asks_for_none():
 # told where everything is
 
 
-@told
+@on_virtual_loop
 async def test_a_client_that_was_told_asks_no_zookeeper():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount()
@@ -989,7 +974,7 @@ async def test_a_client_that_was_told_asks_no_zookeeper():
         assert cluster.logs[1].rows()[0][0][0] == 5  # the client id in the request id
 
 
-@told
+@on_virtual_loop
 async def test_a_reader_that_stops_early_or_meets_the_end_of_the_client():
     async with memory_cluster() as cluster:
         async with cluster.client().opened() as client:
@@ -1007,7 +992,7 @@ async def test_a_reader_that_stops_early_or_meets_the_end_of_the_client():
                 pass
 
 
-@told
+@on_virtual_loop
 async def test_connections_are_shared_and_so_is_the_wait_for_one():
     async with memory_cluster(partition_count=8) as cluster, cluster.client().opened() as client:
         await client.mount()
@@ -1019,7 +1004,7 @@ async def test_connections_are_shared_and_so_is_the_wait_for_one():
         await until(lambda: len(cluster.servers[0].links) == 1)
 
 
-@told
+@on_virtual_loop
 async def test_what_is_large_has_a_connection_of_its_own():
     async with memory_cluster(partition_count=8) as cluster:
         (server,) = cluster.servers
@@ -1056,7 +1041,7 @@ async def test_what_is_large_has_a_connection_of_its_own():
                 assert len(server.links) == 1  # none for appends where nothing is appended
 
 
-@told
+@on_virtual_loop
 async def test_of_two_writers_with_one_id_the_later_attempt_wins():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount()
@@ -1089,7 +1074,7 @@ class Computing(Counting):
         return True
 
 
-@told
+@on_virtual_loop
 async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes_ends():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])

@@ -3,8 +3,9 @@
 import asyncio
 from collections import defaultdict
 
+from tests.loops import on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster
-from tests.unit.client.test_async_client import batch_of, told, until
+from tests.unit.client.test_async_client import batch_of, until
 from waltz_core.client import AsyncCallbacks
 from waltz_core.client.read.data_cache import DataBudget
 from waltz_core.records.record import TransactionId
@@ -46,7 +47,7 @@ async def read_all(client, partitions):
     return callbacks
 
 
-@told
+@on_virtual_loop
 async def test_all_partitions_share_one_budget_while_they_catch_up():
     bytes_max = 100_000
     async with memory_cluster(partition_count=8) as cluster, cluster.client().opened() as client:
@@ -57,7 +58,7 @@ async def test_all_partitions_share_one_budget_while_they_catch_up():
         assert SIZE < max(callbacks.kept_bytes) <= bytes_max
 
 
-@told
+@on_virtual_loop
 async def test_nothing_is_kept_of_what_was_applied():
     async with memory_cluster(partition_count=2) as cluster, cluster.client().opened() as client:
         for partition in range(2):
@@ -71,7 +72,7 @@ async def test_nothing_is_kept_of_what_was_applied():
         assert await callbacks.held[1].data() == b"0" + bytes(SIZE)
 
 
-@told
+@on_virtual_loop
 async def test_a_feed_that_ends_releases_what_it_had_fetched_ahead():
     async with memory_cluster(partition_count=1) as cluster, cluster.client().opened() as client:
         await write(client, 0)

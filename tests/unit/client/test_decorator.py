@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.loops import on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster
-from tests.unit.client.test_async_client import told
 from waltz_core import errors
 from waltz_core.client import MSGPACK, TransactionBuilder, lock, partition_of, transactional
 from waltz_core.records.record import (
@@ -62,7 +62,7 @@ def test_a_partition_is_chosen_by_a_lock_and_by_nothing_else():
         anywhere().partition_id(4)
 
 
-@told
+@on_virtual_loop
 async def test_submitted_functions_are_in_the_log():
     @transactional(partition=1)
     async def say(builder: TransactionBuilder, word: str) -> bool:

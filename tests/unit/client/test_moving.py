@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from tests.loops import on_virtual_loop
 from tests.unit.client.memory_cluster import (
     QUICK,
     ROOT,
@@ -21,7 +22,7 @@ from tests.unit.client.memory_cluster import (
     OpenedClient,
     memory_cluster,
 )
-from tests.unit.client.test_async_client import Applying, batch_of, told, until
+from tests.unit.client.test_async_client import Applying, batch_of, until
 from waltz_core.client import Reason
 from waltz_core.client.links import silence
 from waltz_core.client.stream import appends
@@ -156,7 +157,7 @@ async def make_moves(cluster: MemoryCluster, there: list[Way], count: int) -> No
 
 @MOVES
 def test_what_is_late_on_an_old_connection_does_not_get_in(moves: int) -> None:
-    @told
+    @on_virtual_loop
     async def story() -> None:
         async with two_servers() as (cluster, there, client):
             await client.mount([0])
@@ -189,7 +190,7 @@ def test_what_is_late_on_an_old_connection_does_not_get_in(moves: int) -> None:
 
 @MOVES
 def test_an_answer_that_is_late_is_not_missed_and_nothing_is_written_twice(moves: int) -> None:
-    @told
+    @on_virtual_loop
     async def story() -> None:
         async with two_servers() as (cluster, there, client):
             await client.mount([0])
@@ -213,7 +214,7 @@ def test_an_answer_that_is_late_is_not_missed_and_nothing_is_written_twice(moves
     story()
 
 
-@told
+@on_virtual_loop
 async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
     async with two_servers() as (cluster, there, client):
         seen = Applying()
@@ -248,7 +249,7 @@ async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
         assert seen.seen == list(range(len(data)))
 
 
-@told
+@on_virtual_loop
 async def test_what_is_sent_again_keeps_its_place() -> None:
     async with two_servers() as (cluster, there, client):
         await client.mount([0])
@@ -295,7 +296,7 @@ def test_who_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
 ) -> None:
     config = replace(QUICK, request_timeout_ms=60_000, dial_timeout_ms=60_000)
 
-    @told
+    @on_virtual_loop
     @mock.patch.object(net, "HELLO_S_MAX", 60.0)
     @mock.patch.object(silence, "SILENT_S", 0.05)
     async def story() -> None:

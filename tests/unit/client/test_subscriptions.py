@@ -6,8 +6,9 @@ from collections import defaultdict
 
 import pytest
 
+from tests.loops import on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster, two_clients
-from tests.unit.client.test_async_client import Counting, batch_of, told, until
+from tests.unit.client.test_async_client import Counting, batch_of, until
 from waltz_core import errors
 from waltz_core.client import (
     LATEST,
@@ -69,7 +70,7 @@ async def write(client, partition, count):
     await (await client.append_batch(partition, payload, count, client_high_water_mark=-1))
 
 
-@told
+@on_virtual_loop
 async def test_partitions_are_laid_down_and_taken_up_from_their_mark():
     async with memory_cluster(partition_count=3) as cluster, cluster.client().opened() as client:
         callbacks = Shared()
@@ -93,7 +94,7 @@ async def test_partitions_are_laid_down_and_taken_up_from_their_mark():
         assert client.partitions == ()
 
 
-@told
+@on_virtual_loop
 async def test_from_the_moment_of_subscribing_the_mark_is_the_applications():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write(client, 0, 5)
@@ -104,7 +105,7 @@ async def test_from_the_moment_of_subscribing_the_mark_is_the_applications():
         assert client._partitions[0].mark == 2
 
 
-@told
+@on_virtual_loop
 async def test_who_starts_at_the_latest_has_seen_what_it_was_given():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write(client, 0, 5)
@@ -123,7 +124,7 @@ async def test_who_starts_at_the_latest_has_seen_what_it_was_given():
         assert partition.mark == 9
 
 
-@told
+@on_virtual_loop
 async def test_what_slow_callbacks_have_applied_counts_before_the_rest_of_their_run():
     at_second = asyncio.Event()
 
@@ -147,7 +148,7 @@ async def test_what_slow_callbacks_have_applied_counts_before_the_rest_of_their_
         callbacks.may_go_on.set()
 
 
-@told
+@on_virtual_loop
 async def test_a_feed_ends_after_what_is_being_applied():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Shared()
@@ -164,7 +165,7 @@ async def test_a_feed_ends_after_what_is_being_applied():
         assert callbacks.seen[0] == [0]
 
 
-@told
+@on_virtual_loop
 async def test_the_server_feeds_no_longer_who_has_laid_a_partition_down():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.subscribe(Shared(), [0])
@@ -176,7 +177,7 @@ async def test_the_server_feeds_no_longer_who_has_laid_a_partition_down():
         assert hosted.partition.feed.count == 0
 
 
-@told
+@on_virtual_loop
 async def test_a_feed_that_a_transaction_has_stopped_is_started_anew():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Shared()
@@ -191,7 +192,7 @@ async def test_a_feed_that_a_transaction_has_stopped_is_started_anew():
         assert callbacks.seen[0] == list(range(5))
 
 
-@told
+@on_virtual_loop
 async def test_a_transaction_that_is_tried_again_and_again_does_not_hold_a_feed():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Shared()
@@ -204,7 +205,7 @@ async def test_a_transaction_that_is_tried_again_and_again_does_not_hold_a_feed(
         assert callbacks.seen[0] == []
 
 
-@told
+@on_virtual_loop
 async def test_contexts_go_on_while_partitions_come_and_go():
     async with two_clients() as (_, one, two):
         callbacks = Shared()
@@ -221,7 +222,7 @@ async def test_contexts_go_on_while_partitions_come_and_go():
         assert callbacks.seen[0] == list(range(40))
 
 
-@told
+@on_virtual_loop
 async def test_a_context_waits_while_its_partition_is_laid_down():
     """It computes from what was applied, so without a feed it would write over what it missed."""
     async with two_clients() as (_, one, two):
@@ -249,7 +250,7 @@ async def test_a_context_waits_while_its_partition_is_laid_down():
         assert context.attempts == 2, "none in between, for nothing had changed for it"
 
 
-@told
+@on_virtual_loop
 async def test_a_context_whose_partition_stays_laid_down_expires():
     async with two_clients() as (_, one, two):
         callbacks = Shared()
@@ -269,7 +270,7 @@ async def test_a_context_whose_partition_stays_laid_down_expires():
         assert context.attempts == 1
 
 
-@told
+@on_virtual_loop
 async def test_what_cannot_be_set_is_told():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         with pytest.raises(errors.UsageError, match="subscribe first"):
@@ -283,7 +284,7 @@ async def test_what_cannot_be_set_is_told():
         assert client.partitions == (0,)
 
 
-@told
+@on_virtual_loop
 async def test_a_callback_cannot_wait_for_itself():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
 
@@ -331,7 +332,7 @@ class Picking(Shared):
         self.seen[transaction.partition_id].append(transaction.transaction_id)
 
 
-@told
+@on_virtual_loop
 async def test_a_filtered_feed_brings_what_passes_and_the_mark_goes_on():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write_headers(client, 0, 7, 8, 9, 8, 8)
@@ -349,7 +350,7 @@ async def test_a_filtered_feed_brings_what_passes_and_the_mark_goes_on():
         assert callbacks.seen[0] == [0, 2, 7, 10]
 
 
-@told
+@on_virtual_loop
 async def test_a_filtered_feed_starts_from_the_end_of_the_log():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write_headers(client, 0, 7, 7)
@@ -361,7 +362,7 @@ async def test_a_filtered_feed_starts_from_the_end_of_the_log():
         assert callbacks.seen[0] == [3]
 
 
-@told
+@on_virtual_loop
 async def test_a_filtered_feed_catches_up_in_filtered_ranges():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         rows = 10_000
@@ -376,7 +377,7 @@ async def test_a_filtered_feed_catches_up_in_filtered_ranges():
         assert callbacks.datas == [b"x" * 20] * len(expected)
 
 
-@told
+@on_virtual_loop
 async def test_a_context_is_computed_anew_after_a_conflict_that_its_feed_does_not_bring():
     async with two_clients() as (_, one, two):
         callbacks = Picking()
@@ -401,7 +402,7 @@ async def test_a_context_is_computed_anew_after_a_conflict_that_its_feed_does_no
         assert callbacks.seen[0] == []
 
 
-@told
+@on_virtual_loop
 async def test_a_filter_that_makes_no_sense_is_told():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         for headers, message in (
@@ -435,7 +436,7 @@ class Withdraw(TransactionContext):
         return True
 
 
-@told
+@on_virtual_loop
 async def test_a_view_that_is_not_fed_claims_no_more_than_it_has_applied():
     """A new context, and an append without a mark, after its partition was unsubscribed."""
     account = [lock("account")]
@@ -464,7 +465,7 @@ async def test_a_view_that_is_not_fed_claims_no_more_than_it_has_applied():
         assert await (await two.append(b"6", partition=0, write_locks=account)) == 3
 
 
-@told
+@on_virtual_loop
 async def test_a_deadline_ends_an_execute_that_waits():
     async with two_clients() as (_, one, _two):
         context = Withdraw(asyncio.Event().wait)
@@ -472,7 +473,7 @@ async def test_a_deadline_ends_an_execute_that_waits():
             await (await one.submit(context))
 
 
-@told
+@on_virtual_loop
 async def test_a_deadline_ends_attempts_that_never_wait():
     """Another client writes the lock at each attempt, and what conflicts is known at once."""
     async with two_clients() as (_, one, two):
@@ -486,7 +487,7 @@ async def test_a_deadline_ends_attempts_that_never_wait():
         assert context.marks
 
 
-@told
+@on_virtual_loop
 async def test_a_cancellation_that_a_callback_raises_follows_its_policy():
     class Cancelling(Shared):
         async def apply_transaction(self, transaction):
@@ -503,7 +504,7 @@ async def test_a_cancellation_that_a_callback_raises_follows_its_policy():
             await applier.reached(1)
 
 
-@told
+@on_virtual_loop
 async def test_a_close_that_is_cancelled_goes_on_and_the_next_one_waits_for_it():
     async with memory_cluster() as cluster:
         client = cluster.client()
@@ -526,7 +527,7 @@ async def test_a_close_that_is_cancelled_goes_on_and_the_next_one_waits_for_it()
         assert not client._tasks
 
 
-@told
+@on_virtual_loop
 async def test_a_context_that_waits_for_a_feed_ends_with_its_client():
     """It waits in the caller's task, which nobody cancels."""
     async with memory_cluster() as cluster:
@@ -564,7 +565,7 @@ class Hooked(Withdraw):
         self.ended.append(type(error))
 
 
-@told
+@on_virtual_loop
 async def test_a_cancellation_that_a_context_raises_is_its_error():
     """Nobody has cancelled whoever has submitted it, nor closed the client."""
     async with two_clients() as (_, one, two):
@@ -588,7 +589,7 @@ async def test_a_cancellation_that_a_context_raises_is_its_error():
         assert later.ended == [RuntimeError]
 
 
-@told
+@on_virtual_loop
 async def test_whoever_cancels_a_submit_is_told_so():
     async with two_clients() as (_, one, _two):
         submitting = asyncio.get_running_loop().create_task(
@@ -600,7 +601,7 @@ async def test_whoever_cancels_a_submit_is_told_so():
             await submitting
 
 
-@told
+@on_virtual_loop
 async def test_a_feed_that_cannot_go_on_tells_those_who_wait_for_it():
     """What fails is not the application's: here, no thread to apply on."""
     async with memory_cluster() as cluster, cluster.client().opened() as client:
@@ -619,7 +620,7 @@ async def test_a_feed_that_cannot_go_on_tells_those_who_wait_for_it():
         assert callbacks.errors == [(0, 0)]
 
 
-@told
+@on_virtual_loop
 async def test_a_deadline_ends_a_context_whose_partition_cannot_be_mounted():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
 
@@ -634,7 +635,7 @@ async def test_a_deadline_ends_a_context_whose_partition_cannot_be_mounted():
         assert context.ended == ["expired"]
 
 
-@told
+@on_virtual_loop
 async def test_a_deadline_ends_a_context_that_waits_for_its_window():
     async with two_clients() as (_, one, _two):
         await (await one.append(b"", partition=0))
@@ -663,7 +664,7 @@ class WithoutMark:
         raise AssertionError
 
 
-@told
+@on_virtual_loop
 async def test_callbacks_that_lack_a_method_are_refused_with_its_name():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         text = (
@@ -688,7 +689,7 @@ class AskedForLong(Shared):
         return await super().client_high_water_mark(partition)
 
 
-@told
+@on_virtual_loop
 async def test_a_partition_that_is_laid_down_while_its_feed_starts_is_not_applied():
     async with memory_cluster(partition_count=2) as cluster, cluster.client().opened() as client:
         await write(client, 0, 3)
@@ -706,7 +707,7 @@ async def test_a_partition_that_is_laid_down_while_its_feed_starts_is_not_applie
         assert client.partitions == (0,)
 
 
-@told
+@on_virtual_loop
 async def test_a_partition_that_is_taken_up_again_while_its_feed_starts_is_applied_once():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write(client, 0, 3)
@@ -727,7 +728,7 @@ async def test_a_partition_that_is_taken_up_again_while_its_feed_starts_is_appli
 
 @pytest.mark.parametrize("is_context", [True, False])
 def test_what_is_computed_before_the_mark_is_known_claims_nothing(is_context):
-    @told
+    @on_virtual_loop
     async def story():
         async with two_clients() as (_, client, other):
             locks = [lock("counter")]
@@ -757,7 +758,7 @@ def test_what_is_computed_before_the_mark_is_known_claims_nothing(is_context):
     story()
 
 
-@told
+@on_virtual_loop
 async def test_a_context_goes_on_where_the_feed_could_not_start():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
 

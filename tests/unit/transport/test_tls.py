@@ -249,7 +249,7 @@ def test_a_key_with_a_password_asks_nobody(files, tmp_path):
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
 def test_the_commands_of_the_page_make_files_that_fit(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
     script = page.partition("## TLS")[2].split("```")[1]
     environment = os.environ | {"HOST": "storage1.example"}
     subprocess.run(
