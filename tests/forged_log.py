@@ -29,10 +29,7 @@ from waltz_core.records.record import (
     ReqId,
     next_chain,
 )
-from waltz_core.storage.disk.file_system import (
-    RealDisk,
-    RealFile,
-)
+from waltz_core.storage.disk.file_system import RealDisk, RealFile
 from waltz_core.storage.files.control_file import SlotFile
 from waltz_core.storage.files.format import (
     OFFSET_BYTES,

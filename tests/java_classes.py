@@ -14,10 +14,7 @@ from typing import Final
 
 from tests.ports import free_port
 from waltz_core import local
-from waltz_core.local.zookeeper_process import (
-    JAVA_OPTIONS_VARIABLE,
-    find_java,
-)
+from waltz_core.local.zookeeper_process import JAVA_OPTIONS_VARIABLE, find_java
 
 SPARK_OPTIONS_VARIABLE: Final = "SPARK_SUBMIT_OPTS"
 # Most of Spark's time here is its start, when the second compiler costs more than it gives back.

@@ -19,15 +19,8 @@ from typing import Any, Self
 from zlib import crc32
 
 from tests.patience import HANG_S
-from waltz_core.client.links.directory import (
-    Changed,
-    ClusterInfo,
-    Owner,
-)
-from waltz_core.records.record import (
-    Generation,
-    PartitionId,
-)
+from waltz_core.client.links.directory import Changed, ClusterInfo, Owner
+from waltz_core.records.record import Generation, PartitionId
 
 HELLO = struct.Struct(">Bhi")
 REQ_ID_BYTES = 16

@@ -16,10 +16,7 @@ from random import Random
 import uvloop
 
 from waltz_bench.measuring import BenchLoad, Measured, Meter
-from waltz_bench.single_appends import (
-    check_ids,
-    measured,
-)
+from waltz_bench.single_appends import check_ids, measured
 from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, lock
 from waltz_core.records.record import TransactionId

@@ -23,18 +23,9 @@ import uvloop
 from waltz_bench.batch_appends import fill
 from waltz_bench.measuring import BenchLoad, Measured, Meter, percentile_ms
 from waltz_core import errors
-from waltz_core.client import (
-    AsyncCallbacks,
-    AsyncTransaction,
-    AsyncWaltzClient,
-    RangeForm,
-    lock,
-)
+from waltz_core.client import AsyncCallbacks, AsyncTransaction, AsyncWaltzClient, RangeForm, lock
 from waltz_core.records import raw_records
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, TransactionId
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -26,10 +26,7 @@ import numpy.typing as npt
 from waltz_bench.measuring import BenchLoad, Measured, Meter
 from waltz_core.cli.output import say
 from waltz_core.records import raw_records
-from waltz_core.records.checksum import (
-    combine_many,
-    crc32_of_each,
-)
+from waltz_core.records.checksum import combine_many, crc32_of_each
 from waltz_core.records.record import (
     RECORD_OVERHEAD_BYTES,
     Chain,

@@ -32,28 +32,12 @@ from waltz_core import errors
 from waltz_core.client.api.async_client import AsyncWaltzClient
 from waltz_core.client.api.opening import Opening
 from waltz_core.client.api.sync_client import WaltzClient
-from waltz_core.client.links.directory import (
-    Changed,
-    ClusterInfo,
-    Owner,
-)
-from waltz_core.client.read.feed_delivery import (
-    Consumer,
-    DeliveryProgress,
-    DeliveryRun,
-)
+from waltz_core.client.links.directory import Changed, ClusterInfo, Owner
+from waltz_core.client.read.feed_delivery import Consumer, DeliveryProgress, DeliveryRun
 from waltz_core.client.stream.verdicts import reason_of
 from waltz_core.config.declarations import ClientConfig
-from waltz_core.records.record import (
-    PartitionId,
-    TransactionId,
-)
-from waltz_core.server.process.in_process import (
-    GENERATION,
-    Failures,
-    Faults,
-    MemoryServer,
-)
+from waltz_core.records.record import PartitionId, TransactionId
+from waltz_core.server.process.in_process import GENERATION, Failures, Faults, MemoryServer
 from waltz_core.server.process.log_in_memory import StoredTransaction
 from waltz_core.transport import net
 

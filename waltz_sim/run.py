@@ -9,10 +9,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Final
 
-from waltz_sim.cluster.simulated_cluster import (
-    MS,
-    SimCluster,
-)
+from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.faults import kinds as faults
 from waltz_sim.faults.kinds import WEIGHTS
 from waltz_sim.promises.history import Violation

@@ -19,12 +19,7 @@ from waltz_core.client.stream import stream_events as client_events
 from waltz_core.cluster.change.rebuilding import RebuildDecision
 from waltz_core.cluster.nodes.model import PartitionMetadata
 from waltz_core.errors import BadFormat
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-    RECORD_PREFIX,
-    ReplicaId,
-)
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, RECORD_PREFIX, ReplicaId
 from waltz_core.replication import session_events
 from waltz_core.replication.session_recovery import NO_STORAGE_ID
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
@@ -40,18 +35,11 @@ from waltz_sim.cluster.administration import Operator
 from waltz_sim.cluster.peer import PeerAnswers, SimPeer
 from waltz_sim.cluster.rescue import Rescue
 from waltz_sim.cluster.servers import SimServer
-from waltz_sim.cluster.simulated_cluster import (
-    MS,
-    SimCluster,
-)
+from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.cluster.simulated_storages import SimStorage
 from waltz_sim.schedule import Schedule, Setup
 from waltz_sim.telling import Telling
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    SimDisk,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import DiskFault, SimDisk, Survival
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.workload import Locks

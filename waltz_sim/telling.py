@@ -28,10 +28,7 @@ from waltz_core.cluster.nodes.model import (
 )
 from waltz_core.errors import OutcomeUnknown, WaltzError
 from waltz_core.machine import Report
-from waltz_core.records.record import (
-    NO_SESSION,
-    ReplicaId,
-)
+from waltz_core.records.record import NO_SESSION, ReplicaId
 from waltz_core.replication import session_events
 from waltz_core.wire.messages import (
     AppendRaw,
@@ -48,10 +45,7 @@ from waltz_sim.world.network import NEAR
 if TYPE_CHECKING:
     from waltz_core.replication.partition_store import PartitionStore
     from waltz_core.server.partition_events import Answer
-    from waltz_core.storage.service.work import (
-        Work,
-        WorkResult,
-    )
+    from waltz_core.storage.service.work import Work, WorkResult
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.cluster.simulated_cluster import SimCluster

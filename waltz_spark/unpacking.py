@@ -32,10 +32,7 @@ import pyarrow.compute as pc
 from pyspark import TaskContext
 
 from waltz_core.errors import BadFormat
-from waltz_core.records.strict_json import (
-    exact_from_json,
-    from_json,
-)
+from waltz_core.records.strict_json import exact_from_json, from_json
 from waltz_spark.options import columns_meant
 from waltz_spark.rows import is_binary, plain_type
 

@@ -29,11 +29,7 @@ from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig, render_toml
 from waltz_core.config.connect_string import ConnectString
 from waltz_core.errors import WaltzError
-from waltz_core.local.zookeeper_process import (
-    EnsemblePeer,
-    write_node_number,
-    zookeeper_config,
-)
+from waltz_core.local.zookeeper_process import EnsemblePeer, write_node_number, zookeeper_config
 
 CLIENT_PORTS = {"zookeeper": 2181, "storage": 15280, "server": 15180}
 ADMIN_PORT, HTTP_PORT, QUORUM_PORT, ELECTION_PORT = 15281, 15480, 2888, 3888

@@ -23,11 +23,7 @@ from tests.crash.stories import (
 )
 from waltz_core.errors import ChecksumMismatch, WaltzError
 from waltz_core.storage.files.control_file import SLOTS_NAME
-from waltz_core.storage.files.format import (
-    SLOT_BLOCK_BYTES,
-    SLOT_BYTES,
-    Slot,
-)
+from waltz_core.storage.files.format import SLOT_BLOCK_BYTES, SLOT_BYTES, Slot
 from waltz_core.storage.log.removal import WIPE_NAME
 from waltz_sim.world.crash import AnyOf, Keep, Platter, RecordingDisk, Remark, survivals
 from waltz_sim.world.simulated_disk import Contents

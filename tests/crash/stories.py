@@ -20,11 +20,7 @@ import numpy as np
 import waltz_core.storage
 from tests.property.storage_model import batches
 from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-    next_chain,
-)
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.crash import RecordingDisk, Remark, Sync, Write

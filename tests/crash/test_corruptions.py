@@ -13,15 +13,9 @@ import pytest
 
 from tests.crash.stories import Story, open_engine, settings
 from waltz_core.errors import ChecksumMismatch, Damaged, DataLoss, WaltzError
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-)
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_sim.world.crash import Everything, Platter
-from waltz_sim.world.simulated_disk import (
-    Contents,
-    SimDisk,
-)
+from waltz_sim.world.simulated_disk import Contents, SimDisk
 
 SEEDS = 600 + int(os.environ.get("WALTZ_CORRUPTIONS", "0"))
 SEEDS_OF_A_TEST = 50

@@ -32,10 +32,7 @@ from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 from waltz_sim.world.crash import AnyOf, Everything, Keep, Platter, RecordingDisk
-from waltz_sim.world.simulated_disk import (
-    Contents,
-    SimDisk,
-)
+from waltz_sim.world.simulated_disk import Contents, SimDisk
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "disk"
 # Where nothing has failed, what is durable is a directory as the original leaves it, too.

@@ -20,14 +20,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.fault.changing import address, change_layout, does, replicas
-from tests.fault.doctor import (
-    Patient,
-    await_findings,
-    doctor,
-    here,
-    mend,
-    sick_cluster,
-)
+from tests.fault.doctor import Patient, await_findings, doctor, here, mend, sick_cluster
 from tests.fault.load import command, wait_until
 from tests.fault.threads import let_threads_go, stop_threads
 from tests.patience import HANG_S
@@ -36,10 +29,7 @@ from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.cluster.nodes.model import PartitionMetadata
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-)
+from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.storage.files.format import SLOT_BYTES
 
 pytestmark = pytest.mark.fault

@@ -18,10 +18,7 @@ from waltz_core.client import BYTES, AsyncCallbacks, AsyncWaltzClient, lock, tra
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster, running
-from waltz_core.records.raw_records import (
-    HEADER_DTYPE,
-    headers_of,
-)
+from waltz_core.records.raw_records import HEADER_DTYPE, headers_of
 from waltz_core.transport import net
 
 NAMES = ("a", "b", "c")

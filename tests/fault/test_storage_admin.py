@@ -14,10 +14,7 @@ from waltz_core.client import WaltzClient
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.local import LocalCluster, running
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-)
+from waltz_core.records.record import PartitionId, ReplicaId
 
 pytestmark = pytest.mark.fault
 

@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from waltz_core.records.record import (
-    Record,
-    ReqId,
-)
+from waltz_core.records.record import Record, ReqId
 from waltz_core.wire import codec
 from waltz_core.wire.admin_messages import (
     AdminFailure,

@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 
 from waltz_core.records.checksum import crc32
-from waltz_core.records.raw_records import (
-    first_bad_record,
-    record_crcs,
-)
+from waltz_core.records.raw_records import first_bad_record, record_crcs
 from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,

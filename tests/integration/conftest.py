@@ -11,10 +11,7 @@ import pytest
 
 from tests.patience import HANG_S
 from tests.ports import free_port
-from waltz_core.local.zookeeper_process import (
-    command,
-    zookeeper_config,
-)
+from waltz_core.local.zookeeper_process import command, zookeeper_config
 
 
 class ZooKeeperProcess:

@@ -10,13 +10,7 @@ from tests.ports import free_port
 from waltz_core import errors
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
-from waltz_core.records.record import (
-    GENESIS_CHAIN,
-    Chain,
-    LineageEntry,
-    TransactionId,
-    next_chain,
-)
+from waltz_core.records.record import GENESIS_CHAIN, Chain, LineageEntry, TransactionId, next_chain
 from waltz_core.transport import net
 from waltz_core.wire import messages
 from waltz_core.wire.messages import Message, RangeForm, StorageMessage, Surface

@@ -6,10 +6,7 @@ from uuid import UUID
 from waltz_core.config import StorageConfig
 from waltz_core.errors import WaltzError
 from waltz_core.records.record import PartitionId
-from waltz_core.storage.process.storage_daemon import (
-    StaticCluster,
-    serve,
-)
+from waltz_core.storage.process.storage_daemon import StaticCluster, serve
 from waltz_core.transport import net
 
 KEY = UUID(int=0x0E6BFD32BDC64CE187FB950915C99D24)

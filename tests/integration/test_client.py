@@ -25,17 +25,11 @@ from waltz_core.client import (
     WaltzClient,
     lock,
 )
-from waltz_core.client.read.ranges import (
-    ReaderConnection,
-    ReplicaSet,
-)
+from waltz_core.client.read.ranges import ReaderConnection, ReplicaSet
 from waltz_core.config import ClientConfig
 from waltz_core.local import LocalCluster, running
 from waltz_core.records.batches import encode_append
-from waltz_core.records.raw_records import (
-    HEADER_DTYPE,
-    headers_of,
-)
+from waltz_core.records.raw_records import HEADER_DTYPE, headers_of
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,7 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core.client import AsyncCallbacks, AsyncTransaction, AsyncWaltzClient, WaltzClient
-from waltz_core.client.links.directory import (
-    ClusterLayout,
-    Owner,
-)
+from waltz_core.client.links.directory import ClusterLayout, Owner
 from waltz_core.local import LocalCluster, running
 from waltz_core.records.batches import encode_append
 from waltz_core.records.record import Generation

@@ -11,15 +11,8 @@ from tests.integration.test_storage_daemon import config_for, on_loop, serving, 
 from tests.storage_owner import records_of
 from waltz_core import errors
 from waltz_core.client.read import ranges
-from waltz_core.client.read.ranges import (
-    RangeQuery,
-    ReplicaReader,
-    ReplicaSet,
-)
-from waltz_core.storage.files.format import (
-    SEGMENT_HEADER_BYTES,
-    segment_name,
-)
+from waltz_core.client.read.ranges import RangeQuery, ReplicaReader, ReplicaSet
+from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES, segment_name
 from waltz_core.transport import handover
 from waltz_core.wire.messages import DamageFound, RangeForm
 

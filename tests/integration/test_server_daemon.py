@@ -18,24 +18,12 @@ from tests.integration.memory_storage import MemoryStorage
 from tests.loops import until
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.cluster.change.creation import (
-    NewCluster,
-    NewStorage,
-)
+from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.nodes.znodes import Delete
-from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
-    SESSION_TIMEOUT_MS,
-    MemoryZooKeeper,
-)
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import SESSION_TIMEOUT_MS, MemoryZooKeeper
 from waltz_core.config import ServerConfig
 from waltz_core.records.batches import encode_append
-from waltz_core.records.record import (
-    ClientId,
-    Generation,
-    PartitionId,
-    ReplicaId,
-    ReqId,
-)
+from waltz_core.records.record import ClientId, Generation, PartitionId, ReplicaId, ReqId
 from waltz_core.server.process import server_daemon
 from waltz_core.server.process.server_daemon import Server
 from waltz_core.transport import net

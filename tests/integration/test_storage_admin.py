@@ -22,16 +22,9 @@ from tests.integration.test_storage_daemon import (
 from tests.ports import free_port
 from waltz_core import errors
 from waltz_core.cli.storage.storage_views import damaged_count
-from waltz_core.client.links.storage_admin import (
-    administered,
-    copy_partition,
-)
+from waltz_core.client.links.storage_admin import administered, copy_partition
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    PartitionId,
-    ReplicaId,
-)
+from waltz_core.records.record import BEFORE_FIRST, PartitionId, ReplicaId
 from waltz_core.storage.process.storage_daemon import StaticCluster
 from waltz_core.wire import codec
 from waltz_core.wire.admin_messages import (

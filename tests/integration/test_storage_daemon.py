@@ -21,29 +21,16 @@ from tests.patience import HANG_S
 from tests.ports import free_port
 from tests.storage_owner import Owner, records_of
 from waltz_core import errors
-from waltz_core.cluster.change.creation import (
-    NewCluster,
-    NewStorage,
-)
+from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.config import StorageConfig
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    Generation,
-    PartitionId,
-    ReplicaId,
-    SessionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, Generation, PartitionId, ReplicaId, SessionId
 from waltz_core.storage.process import serving as serving_module
 from waltz_core.storage.process import storage_daemon
-from waltz_core.storage.process.storage_daemon import (
-    StaticCluster,
-    StorageDaemon,
-    serve,
-)
+from waltz_core.storage.process.storage_daemon import StaticCluster, StorageDaemon, serve
 from waltz_core.storage.service import upkeep
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.work import Work

@@ -4,13 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.notebooks.notebooks import (
-    NAMES,
-    PROCESSES_OF_A_CLUSTER,
-    Notebook,
-    committed,
-    execute,
-)
+from tests.notebooks.notebooks import NAMES, PROCESSES_OF_A_CLUSTER, Notebook, committed, execute
 
 # Each starts a cluster and a Spark; on a busy machine that alone takes a while.
 pytestmark = pytest.mark.notebook

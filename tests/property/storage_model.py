@@ -18,12 +18,7 @@ from waltz_core.records.record import (
 from waltz_core.storage.files.control_file import ControlFile
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    PowerLoss,
-    SimDisk,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimDisk, Survival
 
 KEY = bytes(range(16))
 ROOT = Path("/storage")

@@ -12,21 +12,12 @@ import pytest
 from tests.crash import layout
 from tests.property.storage_model import KEY, PARTITION, ROOT, SURVIVALS
 from waltz_core.records import raw_records
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-    LineageEntry,
-    next_chain,
-)
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, LineageEntry, next_chain
 from waltz_core.storage.files.control_file import ControlFile
 from waltz_core.storage.log import log_recovery
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    PowerLoss,
-    SimDisk,
-)
+from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimDisk
 
 BATCH_IDS = 8
 SEGMENT_IDS = 14  # of a segment that 0.13 has written

@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.records import batches
 from waltz_core.records.checksum import crc32
-from waltz_core.records.record import (
-    ClientId,
-    Generation,
-    PartitionId,
-    ReqId,
-    TransactionId,
-)
+from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId, TransactionId
 
 REQ_ID = ReqId(ClientId(1), Generation(1), PartitionId(0), 1)
 

@@ -26,27 +26,13 @@ from waltz_core.records.record import (
     TransactionId,
     next_chain,
 )
-from waltz_core.replication.session_events import (
-    Batch,
-    SessionOpened,
-)
+from waltz_core.replication.session_events import Batch, SessionOpened
 from waltz_core.server.append.mounts import Mounts
-from waltz_core.server.append.outcomes import (
-    Ahead,
-    AppendOutcome,
-    Reached,
-    SubmitBatch,
-)
-from waltz_core.server.append.pace import (
-    Pace,
-)
+from waltz_core.server.append.outcomes import Ahead, AppendOutcome, Reached, SubmitBatch
+from waltz_core.server.append.pace import Pace
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.tickets import LARGE_BYTES, Ticket
-from waltz_core.server.partition_events import (
-    Answer,
-    ConnectionId,
-    PartitionLimits,
-)
+from waltz_core.server.partition_events import Answer, ConnectionId, PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
 
 SEEDS = range(150)

@@ -7,12 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
-from waltz_core.records.record import (
-    LineageEntry,
-    Record,
-    RecordHeader,
-    ReqId,
-)
+from waltz_core.records.record import LineageEntry, Record, RecordHeader, ReqId
 from waltz_core.wire import codec, fields
 from waltz_core.wire.connection import Connection, HelloReceived, ProtocolFailed
 from waltz_core.wire.messages import FieldKind, Hello, Surface

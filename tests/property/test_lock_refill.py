@@ -9,23 +9,12 @@ from random import Random
 
 import pytest
 
-from waltz_core.records.lock_blocks import (
-    LogEnd,
-    encode,
-)
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.records.lock_blocks import LogEnd, encode
+from waltz_core.records.record import PartitionId, ReplicaId, SessionId, TransactionId
 from waltz_core.server.locking import refill as module
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.refill import Refill
-from waltz_core.server.partition_events import (
-    Fetch,
-    PartitionLimits,
-)
+from waltz_core.server.partition_events import Fetch, PartitionLimits
 from waltz_core.wire.messages import LockBlocks
 
 SEEDS = range(300)

@@ -6,12 +6,7 @@ from hypothesis import strategies as st
 
 from waltz_core.records.batches import LockColumn
 from waltz_core.records.record import TransactionId
-from waltz_core.server.locking.lock_table import (
-    AHEAD,
-    PASSED,
-    LockRequests,
-    LockTable,
-)
+from waltz_core.server.locking.lock_table import AHEAD, PASSED, LockRequests, LockTable
 
 Row = tuple[list[int], list[int], list[int], int, bool]  # write, read, append, mark lag, eligible
 LOCKS = st.sampled_from([0, 1, 2, 3, -1, -7, 2**31 - 1, -(2**31)])

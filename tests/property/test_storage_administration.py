@@ -13,20 +13,11 @@ import pytest
 
 from tests.property.storage_model import batches
 from waltz_core.errors import DiskFailed, NoSpace, UnknownPartition
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-    NO_SESSION,
-)
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
 from waltz_core.storage.files.format import Mark
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    PowerLoss,
-    SimDisk,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimDisk, Survival
 
 ROOT = Path("/storage")
 SETTINGS = LogSettings(bytes(range(16)), 900, lambda: 7)

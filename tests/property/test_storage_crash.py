@@ -19,11 +19,7 @@ from tests.property.storage_model import (
 )
 from waltz_core.errors import DiskFailed, NoSpace
 from waltz_core.records.record import GENESIS_CHAIN
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    PowerLoss,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
 
 SEEDS = range(25 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))
 

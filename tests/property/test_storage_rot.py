@@ -19,12 +19,7 @@ from tests.property.storage_model import (
 )
 from waltz_core.errors import ChecksumMismatch, Damaged, DiskFailed
 from waltz_core.offline.layout import BATCH_BYTES, CHAIN_HEADER_BYTES, batch, chain_header
-from waltz_sim.world.simulated_disk import (
-    Contents,
-    DiskFault,
-    SimDisk,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import Contents, DiskFault, SimDisk, Survival
 
 SEEDS = range(25 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))
 

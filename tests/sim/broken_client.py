@@ -1,10 +1,7 @@
 """Rules of the client, each broken alone."""
 
 from tests.sim.switches import Patches, instead, nothing, switch
-from waltz_core.client.stream import (
-    partition_stream,
-    verdicts,
-)
+from waltz_core.client.stream import partition_stream, verdicts
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.client.stream.monitor import Monitor
 from waltz_core.client.stream.outbox import WaitingParcel

@@ -2,10 +2,7 @@
 
 from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.cluster.change import rebuilding
-from waltz_core.cluster.nodes.model import (
-    UNRESOLVED,
-    ReplicaState,
-)
+from waltz_core.cluster.nodes.model import UNRESOLVED, ReplicaState
 from waltz_core.replication import (
     partition_store,
     repair,
@@ -19,10 +16,7 @@ from waltz_core.replication.repair import ReplicaRepair, SetMark
 from waltz_core.replication.repairs import Repairs
 from waltz_core.replication.replica_session import NO_TICKET, ReplicaSession, ReplicaStage
 from waltz_core.replication.session_events import Committed
-from waltz_core.replication.session_recovery import (
-    Origin,
-    Recovery,
-)
+from waltz_core.replication.session_recovery import Origin, Recovery
 from waltz_core.replication.settling import Settling
 from waltz_core.replication.store_session import StoreSession
 from waltz_core.storage.log.partition_log import PartitionLog

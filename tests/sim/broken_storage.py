@@ -5,27 +5,16 @@ from dataclasses import replace
 from tests.sim.switches import Patches, instead, nothing, switch
 from waltz_core.errors import DiskFailed
 from waltz_core.records.record import BEFORE_FIRST
-from waltz_core.storage.files import (
-    record_search,
-    segments,
-)
+from waltz_core.storage.files import record_search, segments
 from waltz_core.storage.files.format import Marker
 from waltz_core.storage.files.index import LineageFile
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.files.segments import Segments
-from waltz_core.storage.log import (
-    damage,
-    partition_log,
-    reading,
-    truncation,
-)
+from waltz_core.storage.log import damage, partition_log, reading, truncation
 from waltz_core.storage.log.log_files import LogFiles
 from waltz_core.storage.log.log_recovery import _Opening
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_core.storage.service import (
-    service,
-    work,
-)
+from waltz_core.storage.service import service, work
 from waltz_core.storage.service.service import StorageService
 from waltz_core.wire.messages import AppendRaw, SetLowWaterMark
 

@@ -20,10 +20,7 @@ from waltz_core.wire.admin_messages import (
     SetAvailable,
 )
 from waltz_sim.cluster.administration import Operator
-from waltz_sim.cluster.simulated_cluster import (
-    MS,
-    SimCluster,
-)
+from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.faults import kinds as faults
 from waltz_sim.faults.zookeeper_faults import change_replicas
 from waltz_sim.promises.history import Violation

@@ -8,36 +8,15 @@ import pytest
 
 from waltz_core.client.stream import stream_events as client_events
 from waltz_core.client.stream.monitor import BatchOutcome
-from waltz_core.cluster.nodes.model import (
-    UNRESOLVED,
-    MarkerState,
-    PartitionMarker,
-    ReplicaState,
-)
+from waltz_core.cluster.nodes.model import UNRESOLVED, MarkerState, PartitionMarker, ReplicaState
 from waltz_core.errors import ClientAhead, DataLoss, DiskFailed, LockFailed, Unreachable
-from waltz_core.records.record import (
-    GENESIS_CHAIN,
-    NO_SESSION,
-    LineageEntry,
-    ReplicaId,
-    ReqId,
-)
+from waltz_core.records.record import GENESIS_CHAIN, NO_SESSION, LineageEntry, ReplicaId, ReqId
 from waltz_core.replication import session_events
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.partition_events import (
-    Answer,
-    refusal,
-)
-from waltz_core.storage.service.work import (
-    LaneRequest,
-    Work,
-    WorkResult,
-)
+from waltz_core.server.partition_events import Answer, refusal
+from waltz_core.storage.service.work import LaneRequest, Work, WorkResult
 from waltz_core.wire import messages as m
-from waltz_sim.cluster.simulated_cluster import (
-    MS,
-    SimCluster,
-)
+from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.promises.bounds import CLAIMS_MAX, DIALS_MAX
 from waltz_sim.promises.history import BatchNode, HistoryRow, Violation, data_in, data_of
 from waltz_sim.promises.ledger import Deal, Ledger, RowKind

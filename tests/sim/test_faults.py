@@ -7,10 +7,7 @@ import pytest
 from waltz_core.replication import session_events
 from waltz_core.storage.files.control_file import SLOTS_NAME
 from waltz_core.storage.service.service import NO_STORAGE_ID
-from waltz_sim.cluster.simulated_cluster import (
-    MS,
-    SimCluster,
-)
+from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.faults import disk_faults, network_faults, process_faults, zookeeper_faults
 from waltz_sim.faults import kinds as faults
 from waltz_sim.promises.budget import is_sound, read_whole

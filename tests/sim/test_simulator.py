@@ -10,10 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.patience import HANG_S
-from waltz_core.records.record import (
-    PartitionId,
-    ReqId,
-)
+from waltz_core.records.record import PartitionId, ReqId
 from waltz_core.wire.messages import FlushRequest
 from waltz_sim.faults.kinds import WEIGHTS
 from waltz_sim.run import run, run_seed

@@ -11,10 +11,7 @@ import pytest
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import RangeRaw, Reason
 from waltz_sim.cluster.checkers import Checks
-from waltz_sim.cluster.simulated_cluster import (
-    MS,
-    SimCluster,
-)
+from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.schedule import Schedule, Setup
 
 DURATION_MS = 2_000

@@ -21,14 +21,7 @@ from waltz_core.client import WaltzClient, begin_write, end_write, forget_writes
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadRequest, ConnectionSuperseded
 from waltz_spark.options import parse_write
-from waltz_spark.writer.batch_write import (
-    DAY_MS,
-    Named,
-    WaltzBatchWriter,
-    finish,
-    forget,
-    new_job,
-)
+from waltz_spark.writer.batch_write import DAY_MS, Named, WaltzBatchWriter, finish, forget, new_job
 from waltz_spark.writer.task import Job, TaskResult
 
 pytestmark = pytest.mark.spark

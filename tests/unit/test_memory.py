@@ -12,13 +12,7 @@ import pytest
 from tests.client_contract import Ledger, Told
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.client import (
-    AsyncCallbacks,
-    Callbacks,
-    PoisonPolicy,
-    lock,
-    transactional,
-)
+from waltz_core.client import AsyncCallbacks, Callbacks, PoisonPolicy, lock, transactional
 from waltz_core.client.stream import appends
 from waltz_core.config import ClientConfig
 from waltz_core.memory import MemoryWaltz

@@ -29,10 +29,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import say, show, show_json
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import WHICH_CLUSTER, VerbFunction
-from waltz_core.cluster.change.audit import (
-    DONE,
-    AuditEntry,
-)
+from waltz_core.cluster.change.audit import DONE, AuditEntry
 from waltz_core.cluster.change.changes import Plan
 from waltz_core.cluster.change.storages import Progress
 from waltz_core.cluster.coordinator import Coordinator

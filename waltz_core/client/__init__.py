@@ -15,27 +15,12 @@ original). `compression` is a serializer for large payloads.
 
 from waltz_core.client.api.async_client import AsyncWaltzClient
 from waltz_core.client.api.sync_client import WaltzClient
-from waltz_core.client.links.directory import (
-    ClusterInfo,
-    ClusterLayout,
-)
-from waltz_core.client.model.callbacks import (
-    AsyncCallbacks,
-    Callbacks,
-    PoisonPolicy,
-)
+from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
+from waltz_core.client.model.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
 from waltz_core.client.model.compression import Zstd
 from waltz_core.client.model.decorator import transactional
-from waltz_core.client.model.predecessors import (
-    FollowedState,
-    Predecessor,
-)
-from waltz_core.client.model.serializers import (
-    BYTES,
-    JSON,
-    MSGPACK,
-    Serializer,
-)
+from waltz_core.client.model.predecessors import FollowedState, Predecessor
+from waltz_core.client.model.serializers import BYTES, JSON, MSGPACK, Serializer
 from waltz_core.client.model.transaction import (
     AsyncTransaction,
     Transaction,
@@ -45,11 +30,7 @@ from waltz_core.client.model.transaction import (
     partition_of,
 )
 from waltz_core.client.read.feed_delivery import LATEST
-from waltz_core.client.read.ranges import (
-    RangeChunk,
-    RangeRow,
-    ReplicaSet,
-)
+from waltz_core.client.read.ranges import RangeChunk, RangeRow, ReplicaSet
 from waltz_core.client.stream.appends import BatchOrder
 from waltz_core.client.stream.monitor import BatchOutcome
 from waltz_core.client.stream.write_claim import (

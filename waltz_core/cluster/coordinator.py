@@ -22,31 +22,16 @@ from uuid import UUID
 
 from waltz_core import errors
 from waltz_core.cluster.change.audit import AuditLog
-from waltz_core.cluster.change.creation import (
-    NewCluster,
-    NewStorage,
-    creation_steps,
-)
+from waltz_core.cluster.change.creation import NewCluster, NewStorage, creation_steps
 from waltz_core.cluster.change.rebuilding import rebuilding_steps
 from waltz_core.cluster.change.storages import Storages
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.membership.loads import LoadBoard
 from waltz_core.cluster.membership.reachability import ReachBoard
-from waltz_core.cluster.membership.registration import (
-    Membership,
-    Ownership,
-    ServersView,
-)
+from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
 from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.node_access import (
-    ClusterNodes,
-    decode_node,
-)
-from waltz_core.cluster.nodes.tree import (
-    FoundCluster,
-    delete_tree,
-    find_clusters,
-)
+from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node
+from waltz_core.cluster.nodes.tree import FoundCluster, delete_tree, find_clusters
 from waltz_core.cluster.nodes.znodes import (
     NO_NODE,
     CreateNode,
@@ -59,13 +44,7 @@ from waltz_core.cluster.nodes.znodes import (
     Znodes,
 )
 from waltz_core.cluster.writes import WriteRegistry
-from waltz_core.records.record import (
-    ClientId,
-    Generation,
-    PartitionId,
-    ReplicaId,
-    ServerId,
-)
+from waltz_core.records.record import ClientId, Generation, PartitionId, ReplicaId, ServerId
 
 __all__ = [
     "ClusterView",

@@ -17,12 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from waltz_core.config.host_names import check_host
-from waltz_core.config.settings import (
-    Config,
-    nearest,
-    render,
-    setting,
-)
+from waltz_core.config.settings import Config, nearest, render, setting
 from waltz_core.errors import BadConfig
 
 KIB = 1024

@@ -11,10 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from waltz_core.records.raw_records import (
-    FEED_HEADER_BYTES,
-    FEED_HEADER_DTYPE,
-)
+from waltz_core.records.raw_records import FEED_HEADER_BYTES, FEED_HEADER_DTYPE
 from waltz_core.wire.messages import Buffer, FeedData, Surface
 
 _FRAME: Final = np.dtype(

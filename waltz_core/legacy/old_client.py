@@ -22,11 +22,7 @@ from typing import Final, TypeAlias
 
 from waltz_core import errors
 from waltz_core.legacy.feed_frames import feed_frames
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    PartitionId,
-    ReqId,
-)
+from waltz_core.records.record import BEFORE_FIRST, PartitionId, ReqId
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     AddPreferredRequest,

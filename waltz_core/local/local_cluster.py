@@ -37,11 +37,7 @@ from waltz_core.config.connect_string import ConnectString
 from waltz_core.config.declarations import render_toml
 from waltz_core.errors import BadConfig, Unreachable, WaltzError
 from waltz_core.local import ports
-from waltz_core.local.zookeeper_process import (
-    EnsemblePeer,
-    write_node_number,
-    zookeeper_config,
-)
+from waltz_core.local.zookeeper_process import EnsemblePeer, write_node_number, zookeeper_config
 
 if TYPE_CHECKING:
     import socket

@@ -32,11 +32,7 @@ from waltz_core.offline.layout import (
     file_header,
 )
 from waltz_core.offline.records import Gap, walk
-from waltz_core.storage.disk.file_system import (
-    TEMPORARY_SUFFIX,
-    Disk,
-    File,
-)
+from waltz_core.storage.disk.file_system import TEMPORARY_SUFFIX, Disk, File
 
 I64 = npt.NDArray[np.int64]
 

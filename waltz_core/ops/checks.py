@@ -12,16 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from waltz_core.cluster.change import changes
-from waltz_core.ops.facts import (
-    ClusterFacts,
-    ServerFacts,
-    StorageFacts,
-)
-from waltz_core.ops.standing import (
-    Lack,
-    PartitionStanding,
-    lack_of,
-)
+from waltz_core.ops.facts import ClusterFacts, ServerFacts, StorageFacts
+from waltz_core.ops.standing import Lack, PartitionStanding, lack_of
 from waltz_core.records.record import PartitionId
 
 # check -> what it looks at, in the order of the original's `verify`

@@ -19,14 +19,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final
 
-from waltz_core.cluster.change import (
-    changes,
-    rebuilding,
-)
-from waltz_core.config.connect_string import (
-    parse_connect_string,
-    split_address,
-)
+from waltz_core.cluster.change import changes, rebuilding
+from waltz_core.config.connect_string import parse_connect_string, split_address
 from waltz_core.ops.facts import (
     ClusterFacts,
     Facts,
@@ -38,20 +32,9 @@ from waltz_core.ops.facts import (
     ServerFacts,
     StorageFacts,
 )
-from waltz_core.ops.findings import (
-    KINDS,
-    Finding,
-    finding,
-)
-from waltz_core.ops.standing import (
-    Lack,
-    PartitionStanding,
-    lack_of,
-)
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-)
+from waltz_core.ops.findings import KINDS, Finding, finding
+from waltz_core.ops.standing import Lack, PartitionStanding, lack_of
+from waltz_core.records.record import PartitionId, ReplicaId
 
 MIB: Final = 1024 * 1024
 # Two machines whose clocks are set by NTP differ by less; nothing is decided by clocks.

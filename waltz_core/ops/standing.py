@@ -12,11 +12,7 @@ Rules:
 from enum import Enum, auto
 
 from waltz_core.cluster.change.changes import PartitionReplicas
-from waltz_core.cluster.nodes.model import (
-    UNRESOLVED,
-    MarkerState,
-    ReplicaState,
-)
+from waltz_core.cluster.nodes.model import UNRESOLVED, MarkerState, ReplicaState
 from waltz_core.ops.facts import (
     ClusterFacts,
     PartitionFacts,
@@ -24,10 +20,7 @@ from waltz_core.ops.facts import (
     ServerFacts,
     StorageFacts,
 )
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-)
+from waltz_core.records.record import PartitionId, ReplicaId
 
 
 class Lack(Enum):

@@ -11,10 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from waltz_core.records import raw_records
-from waltz_core.records.raw_records import (
-    I64,
-    Buffer,
-)
+from waltz_core.records.raw_records import I64, Buffer
 
 
 def rows_of_one_width(rows: npt.NDArray[Any], width: int) -> pa.BinaryArray:

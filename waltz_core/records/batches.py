@@ -26,17 +26,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from waltz_core.errors import BadRequest, TooLarge
-from waltz_core.records import (
-    arrow_buffers,
-    checksum,
-    raw_records,
-)
-from waltz_core.records.raw_records import (
-    I32,
-    I64,
-    U32,
-    Buffer,
-)
+from waltz_core.records import arrow_buffers, checksum, raw_records
+from waltz_core.records.raw_records import I32, I64, U32, Buffer
 from waltz_core.records.record import (
     BEFORE_FIRST,
     RECORD_OVERHEAD_BYTES,

@@ -25,10 +25,7 @@ from typing import Final, NamedTuple
 
 from waltz_core.records.byte_layout import ByteLayout, Field
 from waltz_core.records.checksum import crc32
-from waltz_core.records.record import (
-    Chain,
-    TransactionId,
-)
+from waltz_core.records.record import Chain, TransactionId
 
 Buffer = bytes | memoryview
 

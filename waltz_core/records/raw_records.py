@@ -22,11 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core.errors import BadFormat
-from waltz_core.records.checksum import (
-    crc32,
-    crc32_of_rows,
-    crc32_of_run,
-)
+from waltz_core.records.checksum import crc32, crc32_of_rows, crc32_of_run
 from waltz_core.records.record import (
     RECORD_HEADER,
     RECORD_OVERHEAD_BYTES,

@@ -11,18 +11,11 @@ Rules:
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from waltz_core.records.record import (
-    ReplicaId,
-    TransactionId,
-)
+from waltz_core.records.record import ReplicaId, TransactionId
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.quorum import Tally, VoteResult
 from waltz_core.replication.replica_session import ReplicaSession
-from waltz_core.replication.session_events import (
-    Effect,
-    MarkProved,
-    MarkUnproved,
-)
+from waltz_core.replication.session_events import Effect, MarkProved, MarkUnproved
 from waltz_core.wire import messages
 
 

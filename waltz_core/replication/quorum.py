@@ -12,10 +12,7 @@ Invariants:
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
-from waltz_core.records.record import (
-    ReplicaId,
-    TransactionId,
-)
+from waltz_core.records.record import ReplicaId, TransactionId
 
 
 def quorum_size(replica_count: int) -> int:

@@ -50,10 +50,7 @@ from waltz_core.replication.repair import (
 )
 from waltz_core.replication.replica_session import MARKED, NO_TICKET, ReplicaSession, ReplicaStage
 from waltz_core.replication.session_events import Effect
-from waltz_core.replication.session_recovery import (
-    Origin,
-    Recovery,
-)
+from waltz_core.replication.session_recovery import Origin, Recovery
 from waltz_core.wire import messages
 from waltz_core.wire.messages import RangeForm, StorageMessage
 

@@ -29,12 +29,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication.limits import SessionLimits
-from waltz_core.replication.session_events import (
-    CloseReplica,
-    Effect,
-    OpenReplica,
-    SendToReplica,
-)
+from waltz_core.replication.session_events import CloseReplica, Effect, OpenReplica, SendToReplica
 from waltz_core.replication.window import WindowBatch
 from waltz_core.wire import messages
 from waltz_core.wire.messages import StorageMessage

@@ -21,18 +21,9 @@ from waltz_core.cluster.nodes.model import (
     PartitionMetadata,
     ReplicaState,
 )
-from waltz_core.records.record import (
-    Generation,
-    ReplicaId,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.records.record import Generation, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.quorum import quorum_size
-from waltz_core.replication.session_recovery import (
-    Origin,
-    origin_of,
-    states_to_claim,
-)
+from waltz_core.replication.session_recovery import Origin, origin_of, states_to_claim
 
 
 class View(NamedTuple):

@@ -25,13 +25,7 @@ from waltz_core.cluster.nodes.model import (
     PartitionMetadata,
     ReplicaState,
 )
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    NO_SESSION,
-    ReplicaId,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.quorum import quorum_mark, quorum_size
 from waltz_core.wire.messages import Prepared
 

@@ -16,12 +16,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from waltz_core.errors import RemoteProtocolError
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    MADE_UP,
-    LineageEntry,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, MADE_UP, LineageEntry, TransactionId
 from waltz_core.replication.replica_session import ReplicaSession
 from waltz_core.replication.session_claim import Claim
 from waltz_core.replication.session_events import Settled

@@ -20,10 +20,7 @@ from enum import Enum, auto
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from waltz_core.cluster.nodes.model import (
-    UNRESOLVED,
-    ReplicaState,
-)
+from waltz_core.cluster.nodes.model import UNRESOLVED, ReplicaState
 from waltz_core.errors import (
     Damaged,
     RemoteProtocolError,
@@ -33,12 +30,7 @@ from waltz_core.errors import (
     from_code,
 )
 from waltz_core.machine import Report
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.records.record import PartitionId, ReplicaId, SessionId, TransactionId
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.proving import Proving
 from waltz_core.replication.quorum import quorum_mark, quorum_size
@@ -51,16 +43,8 @@ from waltz_core.replication.replica_session import (
     SessionRequest,
 )
 from waltz_core.replication.session_claim import Claim
-from waltz_core.replication.session_events import (
-    Batch,
-    Committed,
-    Effect,
-    SessionOpened,
-)
-from waltz_core.replication.session_recovery import (
-    NO_STORAGE_ID,
-    Recovery,
-)
+from waltz_core.replication.session_events import Batch, Committed, Effect, SessionOpened
+from waltz_core.replication.session_recovery import NO_STORAGE_ID, Recovery
 from waltz_core.replication.settling import SETTLING, Settling
 from waltz_core.replication.window import SessionWindow
 from waltz_core.wire import messages

@@ -12,10 +12,7 @@ Invariants:
 from collections import deque
 from typing import NamedTuple
 
-from waltz_core.records.lock_blocks import (
-    LogEnd,
-    encode,
-)
+from waltz_core.records.lock_blocks import LogEnd, encode
 from waltz_core.records.record import (
     RECORD_OVERHEAD_BYTES,
     Chain,

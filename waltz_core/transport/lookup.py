@@ -18,10 +18,7 @@ import threading
 from concurrent.futures import Future
 from typing import TypeAlias
 
-from waltz_core.config.host_names import (
-    check_host,
-    is_numeric,
-)
+from waltz_core.config.host_names import check_host, is_numeric
 
 Addresses: TypeAlias = list[str]
 

@@ -28,22 +28,9 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import uvloop
 
-from waltz_core.errors import (
-    BadConfig,
-    RemoteProtocolError,
-    TlsMismatch,
-    Unreachable,
-    WaltzError,
-)
-from waltz_core.transport import (
-    lookup,
-    tcp,
-    tls,
-)
-from waltz_core.transport.tls_port import (
-    BACKLOG,
-    TlsPort,
-)
+from waltz_core.errors import BadConfig, RemoteProtocolError, TlsMismatch, Unreachable, WaltzError
+from waltz_core.transport import lookup, tcp, tls
+from waltz_core.transport.tls_port import BACKLOG, TlsPort
 from waltz_core.wire.connection import (
     FOUND_TLS,
     Connection,

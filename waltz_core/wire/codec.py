@@ -22,10 +22,7 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias, get_type_hints
 
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
-from waltz_core.wire import (
-    admin_messages,
-    messages,
-)
+from waltz_core.wire import admin_messages, messages
 from waltz_core.wire.fields import EMPTY, FIXED, VARIABLE, FieldReader, Out, read_count, read_text
 from waltz_core.wire.messages import Buffer, FieldKind, Hello, Message, Surface
 

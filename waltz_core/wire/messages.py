@@ -18,12 +18,7 @@ from dataclasses import field
 from enum import Enum, IntEnum
 from typing import Annotated, ClassVar, TypeAlias
 
-from waltz_core.records.record import (
-    NO_SESSION,
-    LineageEntry,
-    Record,
-    ReqId,
-)
+from waltz_core.records.record import NO_SESSION, LineageEntry, Record, ReqId
 from waltz_core.values import value
 
 Buffer: TypeAlias = bytes | memoryview

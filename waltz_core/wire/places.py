@@ -16,10 +16,7 @@ from struct import Struct
 from typing import Final, NamedTuple
 
 from waltz_core.errors import BadFormat
-from waltz_core.records.record import (
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.records.record import PartitionId, TransactionId
 from waltz_core.wire.messages import Buffer
 
 # The form of the request and the answer, beside those of `RangeForm`, which are for everybody.

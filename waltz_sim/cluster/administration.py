@@ -11,10 +11,7 @@ from waltz_core.cluster.nodes.model import UNRESOLVED
 from waltz_core.errors import BadRequest, CoordinatorUnavailable, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION
-from waltz_core.storage.service import (
-    errands,
-    upkeep,
-)
+from waltz_core.storage.service import errands, upkeep
 from waltz_core.storage.service.admin import (
     AdminAnswer,
     AdminRequest,
@@ -23,10 +20,7 @@ from waltz_core.storage.service.admin import (
     ErrandOutcome,
     RunErrand,
 )
-from waltz_core.storage.service.errands import (
-    Errand,
-    ZooKeeperView,
-)
+from waltz_core.storage.service.errands import Errand, ZooKeeperView
 from waltz_core.storage.service.service import StorageIdentity
 from waltz_core.storage.service.work import ConnectionId
 from waltz_core.wire.admin_messages import AdminMessage, Done

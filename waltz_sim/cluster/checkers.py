@@ -11,33 +11,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from waltz_core.client.stream import stream_events as client_events
-from waltz_core.cluster.nodes.model import (
-    UNRESOLVED,
-    PartitionMarker,
-    PartitionMetadata,
-)
+from waltz_core.cluster.nodes.model import UNRESOLVED, PartitionMarker, PartitionMetadata
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
-from waltz_core.records.record import (
-    Chain,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.records.record import Chain, SessionId, TransactionId
 from waltz_core.replication import session_events
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_core.storage.service.work import (
-    Work,
-    WorkResult,
-)
+from waltz_core.storage.service.work import Work, WorkResult
 from waltz_sim.promises.answer_promises import AnswerPromises
 from waltz_sim.promises.bounds import Bounds
 from waltz_sim.promises.ledger import Ledger
 from waltz_sim.promises.locking import Locking
 from waltz_sim.promises.outcome_promises import Outcomes
-from waltz_sim.promises.replica_promises import (
-    Before,
-    ReplicaPromises,
-)
+from waltz_sim.promises.replica_promises import Before, ReplicaPromises
 from waltz_sim.promises.sessions import Sessions
 from waltz_sim.promises.sometimes import REPORTED
 from waltz_sim.promises.witness import Witness

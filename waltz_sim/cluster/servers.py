@@ -16,16 +16,11 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.errors import NotOwned
 from waltz_core.machine import Report, Wakeup
-from waltz_core.records.record import (
-    ReplicaId,
-    SessionId,
-)
+from waltz_core.records.record import ReplicaId, SessionId
 from waltz_core.replication import session_events
 from waltz_core.replication.invariants import check
 from waltz_core.replication.partition_store import PartitionStore
-from waltz_core.server.append.pace import (
-    Pace,
-)
+from waltz_core.server.append.pace import Pace
 from waltz_core.server.locking.tickets import LARGE_BYTES
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
@@ -43,11 +38,7 @@ from waltz_core.server.partition_events import (
     Received,
     refusal,
 )
-from waltz_core.server.read.cache import (
-    CacheBudget,
-    FeedCache,
-    TransactionCache,
-)
+from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendRequest,

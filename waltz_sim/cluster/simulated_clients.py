@@ -27,11 +27,7 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
 )
-from waltz_core.wire.messages import (
-    ClientMessage,
-    ErrorResponse,
-    Message,
-)
+from waltz_core.wire.messages import ClientMessage, ErrorResponse, Message
 from waltz_sim.cluster.servers import message_in_words
 from waltz_sim.cluster.simulated_coordinator import Assignment
 from waltz_sim.world.network import NEAR, Handlers, SimLink

@@ -24,10 +24,7 @@ from waltz_core.errors import (
     StorageIdMismatch,
     WaltzError,
 )
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-)
+from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.replication import session_events
 from waltz_core.replication.replica_session import ReplicaStage
 from waltz_sim.cluster.checkers import Checks
@@ -36,10 +33,7 @@ from waltz_sim.cluster.servers import SimServer
 from waltz_sim.cluster.simulated_clients import SimClient
 from waltz_sim.cluster.simulated_contexts import ContextClient
 from waltz_sim.cluster.simulated_coordinator import SimCoordinator
-from waltz_sim.cluster.simulated_storages import (
-    RESTART_MS,
-    SimStorage,
-)
+from waltz_sim.cluster.simulated_storages import RESTART_MS, SimStorage
 from waltz_sim.cluster.workload import Workload
 from waltz_sim.promises.budget import Budget, read_whole
 from waltz_sim.schedule import Schedule

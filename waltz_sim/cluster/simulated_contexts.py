@@ -20,11 +20,7 @@ from waltz_core import errors
 from waltz_core.client.api.async_client import AsyncWaltzClient
 from waltz_core.client.api.subscriptions import Subscriptions
 from waltz_core.client.links.connections import ServerLinks
-from waltz_core.client.links.directory import (
-    Changed,
-    ClusterInfo,
-    Owner,
-)
+from waltz_core.client.links.directory import Changed, ClusterInfo, Owner
 from waltz_core.client.model.callbacks import AsyncCallbacks
 from waltz_core.client.model.transaction import (
     AsyncTransaction,
@@ -33,11 +29,7 @@ from waltz_core.client.model.transaction import (
 )
 from waltz_core.client.read.requests import OwnerRequests
 from waltz_core.config.declarations import KIB, ClientConfig
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
 from waltz_core.wire.messages import AppendRequest, ClientMessage, Message
 from waltz_sim.promises.history import Operation, Violation
 from waltz_sim.world.event_loop import loop_of

@@ -21,39 +21,19 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.errors import CoordinatorUnavailable, NoSpace, StorageIdMismatch, WaltzError
 from waltz_core.machine import Report, Wakeup
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-    SessionId,
-)
+from waltz_core.records.record import PartitionId, ReplicaId, SessionId
 from waltz_core.storage.files.room import Room
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub
-from waltz_core.storage.service import (
-    service,
-    service_effects,
-)
+from waltz_core.storage.service import service, service_effects
 from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.service.service import (
-    StorageIdentity,
-    StorageService,
-)
-from waltz_core.storage.service.work import (
-    ConnectionId,
-    LaneRequest,
-    Work,
-    WorkResult,
-)
+from waltz_core.storage.service.service import StorageIdentity, StorageService
+from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkResult
 from waltz_core.wire.messages import Message, StorageMessage
 from waltz_sim.world.network import FAR, Handlers, SimLink
 from waltz_sim.world.process import Process
-from waltz_sim.world.simulated_disk import (
-    Contents,
-    PowerLoss,
-    SimDisk,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import Contents, PowerLoss, SimDisk, Survival
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,11 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.errors import ConnectionSuperseded, GenerationMismatch
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    ClientId,
-    ReqId,
-)
+from waltz_core.records.record import BEFORE_FIRST, ClientId, ReqId
 from waltz_core.wire.messages import (
     LATEST_MARK,
     AppendRequest,

@@ -17,20 +17,11 @@ Rules:
 import zlib
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.client.model.predecessors import (
-    FOLLOW,
-    FollowedState,
-)
+from waltz_core.client.model.predecessors import FOLLOW, FollowedState
 from waltz_core.client.stream import stream_events
-from waltz_core.client.stream.monitor import (
-    Parcel,
-    Single,
-)
+from waltz_core.client.stream.monitor import Parcel, Single
 from waltz_core.records.batches import encode_append
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, TransactionId
 from waltz_core.wire.messages import (
     FlushRequest,
     HighWaterMarkRequest,

@@ -9,40 +9,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.records.lock_blocks import (
-    LogEnd,
-    encode,
-)
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    Chain,
-    TransactionId,
-)
-from waltz_core.storage.files.control_file import (
-    CONTROL_NAME,
-    SLOTS_NAME,
-)
+from waltz_core.records.lock_blocks import LogEnd, encode
+from waltz_core.records.record import BEFORE_FIRST, Chain, TransactionId
+from waltz_core.storage.files.control_file import CONTROL_NAME, SLOTS_NAME
 from waltz_core.storage.files.format import SLOT_BLOCK_BYTES
 from waltz_core.storage.files.lock_file import LOCKS_NAME
 from waltz_core.storage.service.engine import STORAGE_ID_NAME
-from waltz_sim.cluster.simulated_cluster import (
-    MS,
-    SimCluster,
-)
-from waltz_sim.cluster.simulated_storages import (
-    HOME,
-    NO_CONTENTS,
-    DiskBackup,
-    SimStorage,
-)
+from waltz_sim.cluster.simulated_cluster import MS, SimCluster
+from waltz_sim.cluster.simulated_storages import HOME, NO_CONTENTS, DiskBackup, SimStorage
 from waltz_sim.faults.striking import any_storage, counted, keep_down, trust_again_later
 from waltz_sim.world.inode import SECTOR_BYTES
-from waltz_sim.world.simulated_disk import (
-    Contents,
-    DiskFault,
-    SimDisk,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import Contents, DiskFault, SimDisk, Survival
 
 if TYPE_CHECKING:
     from random import Random

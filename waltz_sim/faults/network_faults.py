@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_sim.cluster.servers import SimServer
 from waltz_sim.cluster.simulated_clients import SimClient
-from waltz_sim.cluster.simulated_cluster import (
-    MS,
-    SimCluster,
-)
+from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.faults.striking import counted
 from waltz_sim.world.network import FAR, NEAR, Handlers, SimLink
 

@@ -11,10 +11,7 @@ Rules:
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from waltz_sim.cluster.simulated_cluster import (
-    MS,
-    SimCluster,
-)
+from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.cluster.simulated_storages import SimStorage
 from waltz_sim.world.process import Process
 

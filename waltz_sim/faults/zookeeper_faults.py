@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING
 from waltz_core.cluster.change.rebuilding import RebuildDecision
 from waltz_core.replication import session_events
 from waltz_sim.cluster.rescue import BEST, STEPS, Rescue
-from waltz_sim.cluster.simulated_cluster import (
-    MS,
-    SimCluster,
-)
+from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.faults.striking import keep_down, pause_ms, trust_again_later
 from waltz_sim.world.simulated_disk import Survival
 

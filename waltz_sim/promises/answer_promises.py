@@ -15,13 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.errors import ClientAhead, LockFailed
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    NO_SESSION,
-    RECORD_HEADER,
-    ReqId,
-    SessionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, RECORD_HEADER, ReqId, SessionId
 from waltz_core.replication import session_events
 from waltz_core.wire.messages import (
     AppendBatch,

@@ -12,10 +12,7 @@ Rules:
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, TransactionId
 from waltz_core.replication import session_events
 
 if TYPE_CHECKING:

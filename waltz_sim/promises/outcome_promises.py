@@ -16,12 +16,7 @@ import numpy as np
 
 from waltz_core.client.stream import stream_events
 from waltz_core.errors import OutcomeUnknown, WaltzError
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    NO_SESSION,
-    Chain,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, TransactionId
 from waltz_core.wire.messages import Reason
 from waltz_sim.promises.history import Operation, data_in
 

@@ -41,11 +41,7 @@ from waltz_sim.promises.history import NUMBER_BYTES
 
 if TYPE_CHECKING:
     from waltz_core.storage.log.partition_log import PartitionLog
-    from waltz_core.storage.service.work import (
-        Work,
-        WorkOutcome,
-        WorkResult,
-    )
+    from waltz_core.storage.service.work import Work, WorkOutcome, WorkResult
     from waltz_sim.cluster.simulated_storages import SimStorage
     from waltz_sim.promises.sessions import Sessions
     from waltz_sim.promises.witness import Witness

@@ -25,18 +25,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from waltz_core.errors import DiskFailed, NoSpace
 from waltz_core.storage.disk.file_system import make_with_parents
 from waltz_sim.world.inode import SECTOR_BYTES
-from waltz_sim.world.simulated_disk import (
-    Contents,
-    SimDisk,
-)
+from waltz_sim.world.simulated_disk import Contents, SimDisk
 
 if TYPE_CHECKING:
     from random import Random
 
-    from waltz_core.storage.disk.file_system import (
-        Buffer,
-        File,
-    )
+    from waltz_core.storage.disk.file_system import Buffer, File
 
 FileId = int
 UNITS_MAX: Final = 24  # that are kept or lost alone, at one point

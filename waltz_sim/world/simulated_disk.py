@@ -32,10 +32,7 @@ from waltz_sim.world.inode import SECTOR_BYTES, Inode
 if TYPE_CHECKING:
     from random import Random
 
-    from waltz_core.storage.disk.file_system import (
-        Buffer,
-        File,
-    )
+    from waltz_core.storage.disk.file_system import Buffer, File
 
 FREE_BYTES: Final = 1 << 40  # of a disk without limit
 _FOLIO_BYTES: Final = 4 * SECTOR_BYTES  # what is forgotten together; `page_cache.py`, rule 4

@@ -18,10 +18,7 @@ from waltz_spark.datasource.fetch import Shape, fetch
 from waltz_spark.datasource.starts import starts
 from waltz_spark.failures import plainly, plainly_each
 from waltz_spark.options import ReadOptions
-from waltz_spark.shared_clients import (
-    client_at,
-    sources_of,
-)
+from waltz_spark.shared_clients import client_at, sources_of
 
 
 @dataclass

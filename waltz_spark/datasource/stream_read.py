@@ -31,18 +31,12 @@ from waltz_core.client import ReplicaSet, WaltzClient
 from waltz_core.errors import BadConfig, DataLoss, WaltzError
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark import planning
-from waltz_spark.datasource.batch_read import (
-    read_task,
-    tasks_of,
-)
+from waltz_spark.datasource.batch_read import read_task, tasks_of
 from waltz_spark.datasource.starts import starts
 from waltz_spark.failures import plainly, plainly_each
 from waltz_spark.offsets import Offset, Position, decode, encode
 from waltz_spark.options import Marks, ReadOptions
-from waltz_spark.shared_clients import (
-    client_of,
-    sources_of,
-)
+from waltz_spark.shared_clients import client_of, sources_of
 from waltz_spark.spark_version import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 _log = logging.getLogger("waltz")

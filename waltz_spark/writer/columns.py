@@ -30,11 +30,7 @@ from pyspark.sql.types import (
 
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.records.batches import data_crcs
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    LOCKS_MAX,
-    TRANSACTION_BYTES_MAX,
-)
+from waltz_core.records.record import BEFORE_FIRST, LOCKS_MAX, TRANSACTION_BYTES_MAX
 from waltz_spark.options import WriteOptions
 from waltz_spark.rows import check_packed_type, pack
 

@@ -26,14 +26,7 @@ from waltz_core.errors import BadConfig
 from waltz_spark.failures import plainly
 from waltz_spark.options import WriteOptions
 from waltz_spark.spark_version import DataSourceStreamArrowWriter
-from waltz_spark.writer.batch_write import (
-    DAY_MS,
-    UNDONE_DAYS,
-    Named,
-    finish,
-    forget,
-    new_job,
-)
+from waltz_spark.writer.batch_write import DAY_MS, UNDONE_DAYS, Named, finish, forget, new_job
 from waltz_spark.writer.task import Job, TaskResult, place_of_task
 
 _log = logging.getLogger("waltz")

@@ -24,10 +24,7 @@ from pyspark.sql.datasource import WriterCommitMessage
 from waltz_core.client import ClusterLayout, Reason, TaskClaim, WaltzClient
 from waltz_core.errors import LockFailed
 from waltz_spark.options import OnLockFailure, WriteOptions
-from waltz_spark.shared_clients import (
-    client_at,
-    settle,
-)
+from waltz_spark.shared_clients import client_at, settle
 from waltz_spark.writer.appender import Answered, Appender
 from waltz_spark.writer.columns import Shaped, Shaper
 from waltz_spark.writer.once import Already, read_back

@@ -7,10 +7,7 @@ import pytest
 from tests.cluster_contract import KEY
 from waltz_core import errors
 from waltz_core.cli.changing import BROKEN_OFF, in_time, recorded
-from waltz_core.cluster.change.audit import (
-    BEGUN,
-    DONE,
-)
+from waltz_core.cluster.change.audit import BEGUN, DONE
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 

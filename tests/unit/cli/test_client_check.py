@@ -8,11 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.cli.client import client_check
-from waltz_core.cli.client.client_check import (
-    Numbered,
-    faults_of,
-    text_of,
-)
+from waltz_core.cli.client.client_check import Numbered, faults_of, text_of
 from waltz_core.cli.main import main
 from waltz_core.memory import MemoryWaltz
 

@@ -1,9 +1,6 @@
 """What `check-connectivity` and `server list` make of what they are told."""
 
-from waltz_core.cli.cluster.cluster_reach import (
-    HERE,
-    reached_by,
-)
+from waltz_core.cli.cluster.cluster_reach import HERE, reached_by
 from waltz_core.cli.output import ranges_of
 
 A, B, C = "a:1", "b:1", "c:1"

@@ -9,12 +9,7 @@ import pytest
 
 from waltz_core.cli.cluster import cluster_rescue
 from waltz_core.cli.cluster.cluster_rescue import _chosen
-from waltz_core.cluster.change.rebuilding import (
-    IDS_EPOCH_S,
-    NO_IDS,
-    Ids,
-    Log,
-)
+from waltz_core.cluster.change.rebuilding import IDS_EPOCH_S, NO_IDS, Ids, Log
 from waltz_core.cluster.membership.assignment import assign_partitions
 from waltz_core.cluster.nodes.model import (
     UNRESOLVED,
@@ -28,10 +23,7 @@ from waltz_core.cluster.nodes.model import (
 from waltz_core.cluster.nodes.znodes import Set
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadConfig, BadRequest, ReadFailed, Unavailable
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    NO_SESSION,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION
 from waltz_core.wire.messages import Prepared
 
 A, B, C = "10.0.0.1:5280", "10.0.0.2:5280", "10.0.0.3:5280"

@@ -12,11 +12,7 @@ import pytest
 from tests.offline_storage import flip, segments, some_storage, spill
 from tests.property.storage_model import World, record
 from waltz_core.cli.main import main
-from waltz_core.records.record import (
-    GENESIS_CHAIN,
-    LineageEntry,
-    next_chain,
-)
+from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, next_chain
 
 VALUES = [{"id": 0, "name": "Ada"}, {"id": 1, "tags": [1, 2]}, "three", None]
 

@@ -11,11 +11,7 @@ import pytest
 from tests.certificates import make
 from tests.unit.ops.test_diagnosis import ONE, A, B, healthy
 from waltz_core.cli.doctor import doctor_command
-from waltz_core.cli.doctor.doctor_probes import (
-    _Asked,
-    gather,
-    mode_of,
-)
+from waltz_core.cli.doctor.doctor_probes import _Asked, gather, mode_of
 from waltz_core.cli.main import main
 from waltz_core.ops.diagnosis import diagnose
 from waltz_core.ops.facts import Facts

@@ -5,21 +5,10 @@ import struct
 
 import pytest
 
-from waltz_core.cli.storage.owner_requests import (
-    ExpectedCluster,
-    OwnerConnection,
-    Session,
-    log_of,
-)
-from waltz_core.cluster.change.rebuilding import (
-    NO_IDS,
-    Ids,
-)
+from waltz_core.cli.storage.owner_requests import ExpectedCluster, OwnerConnection, Session, log_of
+from waltz_core.cluster.change.rebuilding import NO_IDS, Ids
 from waltz_core.errors import RemoteProtocolError, SessionFenced
-from waltz_core.records.record import (
-    RECORD_HEADER,
-    REQ_ID,
-)
+from waltz_core.records.record import RECORD_HEADER, REQ_ID
 from waltz_core.wire.messages import (
     DamageFound,
     Nack,

@@ -4,11 +4,7 @@ import struct
 
 import pytest
 
-from waltz_core.cli.storage.storage_views import (
-    _row,
-    damaged_count,
-    state_of,
-)
+from waltz_core.cli.storage.storage_views import _row, damaged_count, state_of
 from waltz_core.wire.admin_messages import ReplicaResponse
 
 LONG = 1 << 40  # more than an int32 has room for

@@ -23,10 +23,7 @@ from waltz_core.errors import NotOwned
 from waltz_core.records.record import PartitionId
 from waltz_core.replication import session_events as replication
 from waltz_core.server.append.pace import Pace
-from waltz_core.server.partition.served_partition import (
-    Partition,
-    PartitionIdentity,
-)
+from waltz_core.server.partition.served_partition import Partition, PartitionIdentity
 from waltz_core.server.partition_events import (
     Answer,
     Closed,
@@ -37,16 +34,8 @@ from waltz_core.server.partition_events import (
     Received,
     refusal,
 )
-from waltz_core.server.process.log_in_memory import (
-    REPLICA,
-    MemoryLog,
-    MemoryStore,
-)
-from waltz_core.server.read.cache import (
-    CacheBudget,
-    FeedCache,
-    TransactionCache,
-)
+from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
+from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net
 from waltz_core.wire.messages import Surface
 

@@ -13,23 +13,11 @@ import numpy as np
 
 from waltz_core import errors
 from waltz_core.client.stream import stream_events
-from waltz_core.client.stream.monitor import (
-    Parcel,
-    Single,
-)
+from waltz_core.client.stream.monitor import Parcel, Single
 from waltz_core.client.stream.partition_stream import PartitionStream
-from waltz_core.client.stream.stream_events import (
-    Phase,
-    StreamSettings,
-)
+from waltz_core.client.stream.stream_events import Phase, StreamSettings
 from waltz_core.machine import Report, Wakeup
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    RECORD_HEADER,
-    PartitionId,
-    ReqId,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, RECORD_HEADER, PartitionId, ReqId, TransactionId
 from waltz_core.server.read.feeds import pick
 from waltz_core.wire import messages as m
 

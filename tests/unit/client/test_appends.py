@@ -9,12 +9,7 @@ from tests.patience import HANG_S
 from tests.unit.client.stories import PARTITION
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FollowedState
-from waltz_core.client.stream.appends import (
-    Appends,
-    AppendWindow,
-    BatchOrder,
-    PendingRow,
-)
+from waltz_core.client.stream.appends import Appends, AppendWindow, BatchOrder, PendingRow
 from waltz_core.client.stream.monitor import BatchOutcome
 from waltz_core.records.batches import decode_append
 from waltz_core.records.record import SessionId

@@ -6,10 +6,7 @@ from tests.loops import on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster
 from waltz_core import errors
 from waltz_core.client import MSGPACK, TransactionBuilder, lock, partition_of, transactional
-from waltz_core.records.record import (
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.records.record import PartitionId, TransactionId
 
 
 @transactional(partition_by=lambda account, amount=0: lock("account", account), retries_max=3)

@@ -17,14 +17,8 @@ from waltz_core.client.links.directory import (
     Owner,
     ZooKeeperDirectory,
 )
-from waltz_core.cluster.membership.registration import (
-    Ownership,
-    ServersView,
-)
-from waltz_core.cluster.nodes.model import (
-    GroupDescriptor,
-    ServerDescriptor,
-)
+from waltz_core.cluster.membership.registration import Ownership, ServersView
+from waltz_core.cluster.nodes.model import GroupDescriptor, ServerDescriptor
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import ReplicaId
 

@@ -9,12 +9,7 @@ from waltz_core.client import MSGPACK
 from waltz_core.client.model import predecessors
 from waltz_core.client.model.predecessors import FOLLOW
 from waltz_core.records.checksum import crc32
-from waltz_core.records.record import (
-    NO_SESSION,
-    RECORD_PREFIX,
-    PartitionId,
-    ReqId,
-)
+from waltz_core.records.record import NO_SESSION, RECORD_PREFIX, PartitionId, ReqId
 from waltz_core.wire.messages import Predecessors
 
 SESSION, MOUNT = 4, 2

@@ -19,16 +19,9 @@ from tests.unit.client.stories import (
 )
 from waltz_core import errors
 from waltz_core.client.stream import monitor as client_monitor
-from waltz_core.client.stream.monitor import (
-    BatchOutcome,
-    Monitor,
-    Pending,
-)
+from waltz_core.client.stream.monitor import BatchOutcome, Monitor, Pending
 from waltz_core.records.raw_records import FEW
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, TransactionId
 from waltz_core.wire.messages import Reason
 
 

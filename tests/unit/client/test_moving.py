@@ -30,10 +30,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config import ClientConfig
-from waltz_core.records.record import (
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.records.record import PartitionId, TransactionId
 from waltz_core.transport import net
 
 

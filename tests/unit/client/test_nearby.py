@@ -13,10 +13,7 @@ from tests.patience import HANG_S
 from tests.storage_owner import records_of
 from waltz_core import errors
 from waltz_core.client.read import nearby as nearby_module
-from waltz_core.client.read.nearby import (
-    Nearby,
-    ReadGrant,
-)
+from waltz_core.client.read.nearby import Nearby, ReadGrant
 from waltz_core.records.record import LineageEntry
 from waltz_core.wire.places import FilePlace, decode_segment
 

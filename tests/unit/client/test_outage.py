@@ -6,15 +6,8 @@ import logging
 import pytest
 
 from waltz_core import errors
-from waltz_core.client.links.outage import (
-    AGAIN_S,
-    Outage,
-)
-from waltz_core.client.model.callbacks import (
-    AsyncCallbacks,
-    Callbacks,
-    PoisonPolicy,
-)
+from waltz_core.client.links.outage import AGAIN_S, Outage
+from waltz_core.client.model.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
 from waltz_core.records.record import PartitionId
 
 

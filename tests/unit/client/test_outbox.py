@@ -7,15 +7,8 @@ import pytest
 from tests.unit.client.stories import PARTITION, parcel
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FOLLOW
-from waltz_core.client.stream.monitor import (
-    BatchOutcome,
-    Parcel,
-    Single,
-)
-from waltz_core.client.stream.outbox import (
-    MountLimits,
-    Outbox,
-)
+from waltz_core.client.stream.monitor import BatchOutcome, Parcel, Single
+from waltz_core.client.stream.outbox import MountLimits, Outbox
 from waltz_core.wire.messages import Reason
 
 

@@ -20,18 +20,9 @@ from waltz_core.client.read.ranges import (
     chunk_of_server,
     read_chunks,
 )
-from waltz_core.records.batches import (
-    decode_append,
-    encode_append,
-    encode_records,
-)
+from waltz_core.records.batches import decode_append, encode_append, encode_records
 from waltz_core.records.checksum import crc32
-from waltz_core.records.record import (
-    LineageEntry,
-    PartitionId,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.records.record import LineageEntry, PartitionId, SessionId, TransactionId
 from waltz_core.wire.messages import RangeBytes, RangeData, RangeForm, RangeRaw
 from waltz_core.wire.places import PLACES
 

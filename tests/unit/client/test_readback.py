@@ -5,11 +5,7 @@ import pytest
 from tests.unit.client.stories import CLIENT, PARTITION, range_data, req
 from waltz_core.client.stream.monitor import Monitor
 from waltz_core.client.stream.readback import ReadBack
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    MADE_UP,
-    LineageEntry,
-)
+from waltz_core.records.record import BEFORE_FIRST, MADE_UP, LineageEntry
 from waltz_core.wire.messages import RangeForm
 
 A, B = b"a" * 16, b"b" * 16

@@ -2,11 +2,7 @@
 
 import pytest
 
-from waltz_core.client.model.serializers import (
-    BYTES,
-    JSON,
-    MSGPACK,
-)
+from waltz_core.client.model.serializers import BYTES, JSON, MSGPACK
 
 
 @pytest.mark.parametrize("serializer", [MSGPACK, JSON])

@@ -12,18 +12,11 @@ import pytest
 import sqlalchemy as sa
 
 from tests.patience import HANG_S
-from waltz_core.client import (
-    PoisonPolicy,
-    Transaction,
-    TransactionBuilder,
-)
+from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder
 from waltz_core.client.api import sql
 from waltz_core.client.api.sql import SqlCallbacks
 from waltz_core.errors import BadConfig, BadRequest, ClusterKeyMismatch, DataLoss, Unreachable
-from waltz_core.records.record import (
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.records.record import PartitionId, TransactionId
 
 METADATA = sa.MetaData()
 TOTALS = sa.Table(

@@ -11,13 +11,7 @@ import sqlalchemy as sa
 
 from tests.patience import HANG_S
 from waltz_core import errors, memory
-from waltz_core.client import (
-    PoisonPolicy,
-    Transaction,
-    TransactionBuilder,
-    lock,
-    transactional,
-)
+from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder, lock, transactional
 from waltz_core.client.api import sql
 from waltz_core.client.api.sql import SqlCallbacks
 from waltz_core.memory import MemoryWaltz

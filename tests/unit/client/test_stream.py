@@ -17,16 +17,9 @@ from tests.unit.client.stories import (
     result,
 )
 from waltz_core import errors
-from waltz_core.client.stream import (
-    partition_stream,
-    stream_events,
-)
+from waltz_core.client.stream import partition_stream, stream_events
 from waltz_core.client.stream.stream_events import Phase
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-    LineageEntry,
-)
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, LineageEntry
 from waltz_core.wire import messages as m
 
 

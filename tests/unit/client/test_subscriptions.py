@@ -10,13 +10,7 @@ from tests.loops import on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster, two_clients
 from tests.unit.client.test_async_client import Counting, batch_of, until
 from waltz_core import errors
-from waltz_core.client import (
-    LATEST,
-    AsyncCallbacks,
-    PoisonPolicy,
-    TransactionContext,
-    lock,
-)
+from waltz_core.client import LATEST, AsyncCallbacks, PoisonPolicy, TransactionContext, lock
 from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
 
 

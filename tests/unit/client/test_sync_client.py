@@ -13,22 +13,11 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.client import (
-    Callbacks,
-    TransactionContext,
-    WaltzClient,
-    lock,
-)
+from waltz_core.client import Callbacks, TransactionContext, WaltzClient, lock
 from waltz_core.client.api.sync_client import WORKERS_MAX
-from waltz_core.client.links.directory import (
-    ClusterInfo,
-    ClusterLayout,
-)
+from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
 from waltz_core.client.read import data_cache
-from waltz_core.client.read.data_cache import (
-    DataBudget,
-    DataCache,
-)
+from waltz_core.client.read.data_cache import DataBudget, DataCache
 from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
 from waltz_core.memory import MemoryWaltz
 

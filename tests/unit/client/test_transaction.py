@@ -11,19 +11,9 @@ import pytest
 from waltz_core import errors
 from waltz_core.client import BYTES, JSON, MSGPACK, TransactionBuilder, lock, partition_of
 from waltz_core.client.model.predecessors import FOLLOW
-from waltz_core.client.model.transaction import (
-    check_data,
-    check_mark,
-    check_partition,
-    check_range,
-)
+from waltz_core.client.model.transaction import check_data, check_mark, check_partition, check_range
 from waltz_core.records.checksum import crc32
-from waltz_core.records.record import (
-    LOCKS_MAX,
-    TRANSACTION_BYTES_MAX,
-    lock_hash,
-    spread,
-)
+from waltz_core.records.record import LOCKS_MAX, TRANSACTION_BYTES_MAX, lock_hash, spread
 from waltz_core.wire.messages import ENTRIES_MAX
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "locks.json"

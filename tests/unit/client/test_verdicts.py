@@ -8,10 +8,7 @@ import pytest
 from tests.unit.client.stories import parcel, req
 from waltz_core import errors
 from waltz_core.client.stream import verdicts
-from waltz_core.client.stream.monitor import (
-    BatchOutcome,
-    Pending,
-)
+from waltz_core.client.stream.monitor import BatchOutcome, Pending
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import Reason
 

@@ -13,11 +13,7 @@ from waltz_core.cluster.membership.assignment import (
     is_in_force,
     move_partitions,
 )
-from waltz_core.cluster.nodes.model import (
-    PartitionAssignment,
-    ReplicaAssignments,
-    ServerDescriptor,
-)
+from waltz_core.cluster.nodes.model import PartitionAssignment, ReplicaAssignments, ServerDescriptor
 
 
 def live(*server_ids, preferred=None):

@@ -13,10 +13,7 @@ from waltz_core import errors
 from waltz_core.cluster.change import audit
 from waltz_core.cluster.change.audit import AuditEntry
 from waltz_core.cluster.change.creation import NewCluster
-from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
-    MemoryZooKeeper,
-    WriteFault,
-)
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 ROOT = "/w"
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)

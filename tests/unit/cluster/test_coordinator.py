@@ -4,16 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.cluster_contract import (
-    KEY,
-    STORIES,
-    Inbox,
-    created,
-    descriptor,
-    member,
-    owned,
-    running,
-)
+from tests.cluster_contract import KEY, STORIES, Inbox, created, descriptor, member, owned, running
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator

@@ -11,11 +11,7 @@ from waltz_core.cluster.change.creation import (
     creation_steps,
 )
 from waltz_core.cluster.nodes.paths import ClusterPaths
-from waltz_core.cluster.nodes.znodes import (
-    NO_NODE,
-    CreateNode,
-    Set,
-)
+from waltz_core.cluster.nodes.znodes import NO_NODE, CreateNode, Set
 from waltz_core.errors import BadConfig
 
 KEY = UUID(int=1)

@@ -4,11 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.cluster.zookeeper.credentials import (
-    Credentials,
-    NodePermission,
-    parse_credentials,
-)
+from waltz_core.cluster.zookeeper.credentials import Credentials, NodePermission, parse_credentials
 from waltz_core.errors import BadConfig
 
 WORD = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).filter(

@@ -10,22 +10,11 @@ from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.membership.reachability import (
-    ReachBoard,
-    ReachReport,
-)
-from waltz_core.cluster.membership.registration import (
-    Membership,
-    Ownership,
-    ServersView,
-)
+from waltz_core.cluster.membership.reachability import ReachBoard, ReachReport
+from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.node_access import ClusterNodes
-from waltz_core.cluster.nodes.znodes import (
-    CreateNode,
-    SessionState,
-    Set,
-)
+from waltz_core.cluster.nodes.znodes import CreateNode, SessionState, Set
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
     SESSION_TIMEOUT_MS,
     MemoryZooKeeper,

@@ -7,20 +7,9 @@ import pytest
 from tests.cluster_contract import Inbox, running
 from waltz_core import errors
 from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.node_access import (
-    ClusterNodes,
-    decode_node,
-)
-from waltz_core.cluster.nodes.znodes import (
-    CreateNode,
-    Node,
-    NodeStat,
-    Set,
-)
-from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
-    MemoryZooKeeper,
-    WriteFault,
-)
+from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node
+from waltz_core.cluster.nodes.znodes import CreateNode, Node, NodeStat, Set
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 ROOT = "/w"
 

@@ -9,27 +9,14 @@ from hypothesis import strategies as st
 
 from waltz_core import errors
 from waltz_core.cluster.change import rebuilding
-from waltz_core.cluster.change.creation import (
-    NewCluster,
-    NewStorage,
-)
-from waltz_core.cluster.change.rebuilding import (
-    Log,
-    choose,
-)
+from waltz_core.cluster.change.creation import NewCluster, NewStorage
+from waltz_core.cluster.change.rebuilding import Log, choose
 from waltz_core.cluster.membership.assignment import assign_partitions
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    NO_SESSION,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION
 from waltz_core.replication.quorum import quorum_size
-from waltz_core.replication.session_recovery import (
-    Origin,
-    Recovery,
-    origin_of,
-)
+from waltz_core.replication.session_recovery import Origin, Recovery, origin_of
 
 GROUPS = {"A": 0, "B": 1, "C": 2, "D": 0}
 

@@ -10,20 +10,11 @@ from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.change.changes import Plan
-from waltz_core.cluster.change.creation import (
-    NewCluster,
-    NewStorage,
-)
-from waltz_core.cluster.change.storages import (
-    PARTITIONS_AT_ONCE,
-    StorageLayout,
-)
+from waltz_core.cluster.change.creation import NewCluster, NewStorage
+from waltz_core.cluster.change.storages import PARTITIONS_AT_ONCE, StorageLayout
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.znodes import (
-    NO_NODE,
-    Set,
-)
+from waltz_core.cluster.nodes.znodes import NO_NODE, Set
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 ROOT = "/w"

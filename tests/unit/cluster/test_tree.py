@@ -10,10 +10,7 @@ from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.nodes import tree
 from waltz_core.cluster.nodes.paths import ClusterPaths
 from waltz_core.cluster.nodes.znodes import CreateNode
-from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
-    MemoryZooKeeper,
-    WriteFault,
-)
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 
 class Story:

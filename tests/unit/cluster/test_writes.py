@@ -12,15 +12,9 @@ from tests.writes_contract import MARKS, STORIES
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.node_access import ClusterNodes
-from waltz_core.cluster.nodes.znodes import (
-    CreateNode,
-    Delete,
-)
+from waltz_core.cluster.nodes.znodes import CreateNode, Delete
 from waltz_core.cluster.writes import TaskState, WriteRegistry, WriteState, check_name
-from waltz_core.cluster.zookeeper.zookeeper_in_memory import (
-    MemoryZooKeeper,
-    WriteFault,
-)
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper, WriteFault
 
 ROOT = "/waltz/writes"
 FAULTS = pytest.mark.parametrize("fault", WriteFault)

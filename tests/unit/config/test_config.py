@@ -13,16 +13,9 @@ from waltz_core.config import (
     StorageConfig,
     render_toml,
 )
-from waltz_core.config.settings import (
-    load,
-    sample_toml,
-)
+from waltz_core.config.settings import load, sample_toml
 from waltz_core.errors import BadConfig
-from waltz_core.records.record import (
-    FRAME_BYTES_MAX,
-    RECORD_OVERHEAD_BYTES,
-    TRANSACTION_BYTES_MAX,
-)
+from waltz_core.records.record import FRAME_BYTES_MAX, RECORD_OVERHEAD_BYTES, TRANSACTION_BYTES_MAX
 
 CONNECT = "127.0.0.1:2181/waltz/test"
 UNITS = (

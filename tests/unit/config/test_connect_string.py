@@ -2,11 +2,7 @@
 
 import pytest
 
-from waltz_core.config.connect_string import (
-    ConnectString,
-    parse_connect_string,
-    split_address,
-)
+from waltz_core.config.connect_string import ConnectString, parse_connect_string, split_address
 from waltz_core.errors import BadConfig
 
 

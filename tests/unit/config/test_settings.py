@@ -6,15 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from waltz_core.config.settings import (
-    Config,
-    Shown,
-    load,
-    nearest,
-    render,
-    sample_toml,
-    setting,
-)
+from waltz_core.config.settings import Config, Shown, load, nearest, render, sample_toml, setting
 from waltz_core.errors import BadConfig
 
 

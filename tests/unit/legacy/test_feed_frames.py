@@ -4,16 +4,8 @@ import struct
 
 import pytest
 
-from waltz_core.legacy.feed_frames import (
-    FEED_FRAME_BYTES,
-    feed_frames,
-)
-from waltz_core.records.record import (
-    ClientId,
-    Generation,
-    PartitionId,
-    ReqId,
-)
+from waltz_core.legacy.feed_frames import FEED_FRAME_BYTES, feed_frames
+from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.wire import codec
 from waltz_core.wire.messages import FeedData
 

@@ -15,16 +15,8 @@ from waltz_core.legacy.old_client import (
     Original,
     Unheard,
 )
-from waltz_core.records.record import (
-    ClientId,
-    Generation,
-    PartitionId,
-    ReqId,
-)
-from waltz_core.server.partition_events import (
-    ConnectionId,
-    refusal,
-)
+from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
+from waltz_core.server.partition_events import ConnectionId, refusal
 from waltz_core.wire import codec, messages
 from waltz_core.wire.messages import ClientMessage, MountResponse, Reason
 

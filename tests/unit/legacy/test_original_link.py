@@ -6,12 +6,7 @@ from waltz_core.legacy.old_server_link import (
     ReceivedFromOld,
     SendToOld,
 )
-from waltz_core.legacy.old_server_stream import (
-    FLUSH_AFTER_MS,
-    Prove,
-    ToServer,
-    ToStream,
-)
+from waltz_core.legacy.old_server_stream import FLUSH_AFTER_MS, Prove, ToServer, ToStream
 from waltz_core.machine import Wakeup
 from waltz_core.records.record import ReqId
 from waltz_core.wire import messages as m

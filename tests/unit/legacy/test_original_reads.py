@@ -8,10 +8,7 @@ import pytest
 from tests.original_server_for_clients import OriginalCluster
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.client import (
-    AsyncWaltzClient,
-    RangeForm,
-)
+from waltz_core.client import AsyncWaltzClient, RangeForm
 from waltz_core.client.api.opening import Opening
 from waltz_core.config import ClientConfig
 from waltz_core.legacy import old_server_reads

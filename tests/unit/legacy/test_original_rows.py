@@ -5,12 +5,7 @@ import struct
 import pytest
 
 from waltz_core import errors
-from waltz_core.legacy.old_server_rows import (
-    FeedRun,
-    OldRow,
-    ParcelRows,
-    rows_of,
-)
+from waltz_core.legacy.old_server_rows import FeedRun, OldRow, ParcelRows, rows_of
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import ReqId
 from waltz_core.wire.messages import AppendBatch, AppendRequest, FeedData, MountWriter, Reason

@@ -12,12 +12,7 @@ import pytest
 from tests.original_server_for_clients import HELLO, OriginalCluster
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.client import (
-    AsyncCallbacks,
-    AsyncWaltzClient,
-    RangeForm,
-    lock,
-)
+from waltz_core.client import AsyncCallbacks, AsyncWaltzClient, RangeForm, lock
 from waltz_core.client.api.opening import Opening
 from waltz_core.client.read import requests
 from waltz_core.config import ClientConfig
@@ -293,7 +288,7 @@ def test_who_writes_with_a_claim_is_told_that_it_cannot_be():
             async with client_of(cluster) as client:
                 client.claim = Claim()
                 future = await client.append(b"", partition=0)
-                with pytest.raises(errors.UsageError, match="Waltz 0.13 server"):
+                with pytest.raises(errors.UsageError, match=r"Waltz 0\.13 server"):
                     await future
                 client.claim = None
 

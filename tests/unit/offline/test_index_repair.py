@@ -9,11 +9,7 @@ from tests.property.storage_model import ROOT
 from waltz_core.errors import BadFormat, DiskFailed
 from waltz_core.offline.index_repair import held_alone, repair_index
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    PowerLoss,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
 
 SEGMENT = ROOT / str(PARTITION) / "0000000000000000011.seg"
 INDEX = SEGMENT.with_suffix(".idx")

@@ -23,17 +23,8 @@ from waltz_core.offline.files import OpenFile, kept_still
 from waltz_core.offline.layout import UNBATCHED, crc32
 from waltz_core.offline.lineage import batches_of, header_of
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.format import (
-    IdRange,
-    Mark,
-    Marker,
-    Slot,
-)
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    PowerLoss,
-    Survival,
-)
+from waltz_core.storage.files.format import IdRange, Mark, Marker, Slot
+from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
 
 ONE, TWO, THREE = "2/0000000000000000000", "2/0000000000000000011", "2/0000000000000000024"
 SLOTS = "2/waltz-x.ctl"

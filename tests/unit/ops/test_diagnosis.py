@@ -14,10 +14,7 @@ from waltz_core.cluster.nodes.model import (
     ReplicaState,
 )
 from waltz_core.ops import diagnosis
-from waltz_core.ops.diagnosis import (
-    LAG_MAX,
-    summary,
-)
+from waltz_core.ops.diagnosis import LAG_MAX, summary
 from waltz_core.ops.facts import (
     ClusterFacts,
     Facts,
@@ -31,10 +28,7 @@ from waltz_core.ops.facts import (
     StorageFacts,
 )
 from waltz_core.ops.findings import KINDS
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    NO_SESSION,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION
 
 A, B, C, SPARE = "10.0.0.1:5280", "10.0.0.2:5280", "10.0.0.3:5280", "10.0.0.4:5280"
 ONE, TWO = "10.0.1.1:5180", "10.0.1.2:5180"

@@ -5,11 +5,7 @@ import re
 import pytest
 
 from tests.unit.ops.printed_commands import check_understood
-from waltz_core.ops.findings import (
-    KINDS,
-    fields_of,
-    finding,
-)
+from waltz_core.ops.findings import KINDS, fields_of, finding
 
 
 def test_each_finding_has_a_sentence_of_its_own():

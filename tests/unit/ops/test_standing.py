@@ -5,16 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.ops.test_diagnosis import ENGAGED, ONE, SPARE, A, B, C, Case
-from waltz_core.cluster.nodes.model import (
-    PartitionMetadata,
-    ReplicaState,
-)
+from waltz_core.cluster.nodes.model import PartitionMetadata, ReplicaState
 from waltz_core.ops.facts import ReplicaFacts
-from waltz_core.ops.standing import (
-    Lack,
-    PartitionStanding,
-    lack_of,
-)
+from waltz_core.ops.standing import Lack, PartitionStanding, lack_of
 
 
 @pytest.fixture

@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 
 from tests.call_counting import counted_calls
 from waltz_core.errors import BadRequest, TooLarge
-from waltz_core.records import (
-    batches,
-    checksum,
-    raw_records,
-)
+from waltz_core.records import batches, checksum, raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     RECORD_PREFIX,

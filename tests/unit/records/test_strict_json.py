@@ -5,10 +5,7 @@ import math
 
 import pytest
 
-from waltz_core.records.strict_json import (
-    from_json,
-    to_json,
-)
+from waltz_core.records.strict_json import from_json, to_json
 
 
 def test_what_json_has_comes_back() -> None:

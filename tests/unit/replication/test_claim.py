@@ -10,13 +10,7 @@ from waltz_core.cluster.nodes.model import (
     PartitionMetadata,
     ReplicaState,
 )
-from waltz_core.replication.session_claim import (
-    View,
-    claim_over,
-    is_newer,
-    refusal,
-    states_over,
-)
+from waltz_core.replication.session_claim import View, claim_over, is_newer, refusal, states_over
 
 A, B, C, D, E = (f"storage{n}:1" for n in range(5))
 NONCE = b"n" * 16

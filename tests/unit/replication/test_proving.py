@@ -2,10 +2,7 @@
 
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.proving import Proving
-from waltz_core.replication.session_events import (
-    MarkProved,
-    MarkUnproved,
-)
+from waltz_core.replication.session_events import MarkProved, MarkUnproved
 from waltz_core.wire import messages
 
 NAMES = ("a:1", "b:1", "c:1")

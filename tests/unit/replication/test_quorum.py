@@ -3,10 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.records.record import (
-    ReplicaId,
-    TransactionId,
-)
+from waltz_core.records.record import ReplicaId, TransactionId
 from waltz_core.replication.quorum import Tally, VoteResult, quorum_mark, quorum_size
 
 REPLICAS = [ReplicaId(f"storage-{n}:1") for n in range(5)]

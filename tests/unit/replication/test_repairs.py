@@ -7,10 +7,7 @@ import pytest
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
 from tests.unit.replication.model_storage import Entry, crcs_of, make_record
 from waltz_core.errors import BadRequest
-from waltz_core.records.record import (
-    GENESIS_CHAIN,
-    next_chain,
-)
+from waltz_core.records.record import GENESIS_CHAIN, next_chain
 from waltz_core.replication import session_events
 
 

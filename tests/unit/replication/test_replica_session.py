@@ -9,11 +9,7 @@ from waltz_core.errors import RemoteProtocolError
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaSession, ReplicaStage
-from waltz_core.replication.session_events import (
-    CloseReplica,
-    OpenReplica,
-    SendToReplica,
-)
+from waltz_core.replication.session_events import CloseReplica, OpenReplica, SendToReplica
 from waltz_core.replication.window import SessionWindow
 from waltz_core.wire import messages as wire
 

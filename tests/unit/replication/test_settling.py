@@ -5,11 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from waltz_core import errors
-from waltz_core.records.record import (
-    GENESIS_CHAIN,
-    MADE_UP,
-    LineageEntry,
-)
+from waltz_core.records.record import GENESIS_CHAIN, MADE_UP, LineageEntry
 from waltz_core.replication.session_claim import InDoubt
 from waltz_core.replication.session_events import Settled
 from waltz_core.replication.settling import SETTLING, Settling

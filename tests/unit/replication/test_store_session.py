@@ -6,17 +6,10 @@ import pytest
 
 from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import (
-    UNRESOLVED,
-    ReplicaState,
-)
+from waltz_core.cluster.nodes.model import UNRESOLVED, ReplicaState
 from waltz_core.replication import session_events
 from waltz_core.replication.replica_session import ReplicaStage
-from waltz_core.replication.session_events import (
-    Committed,
-    SessionClosed,
-    SessionOpened,
-)
+from waltz_core.replication.session_events import Committed, SessionClosed, SessionOpened
 from waltz_core.replication.store_session import SLOW_REPORT_MS
 from waltz_core.wire.messages import Prepared
 

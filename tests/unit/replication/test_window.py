@@ -3,14 +3,8 @@
 import pytest
 
 from tests.unit.replication.model_storage import make_batch
-from waltz_core.records.lock_blocks import (
-    Blocks,
-    LogEnd,
-)
-from waltz_core.records.record import (
-    GENESIS_CHAIN,
-    next_chain,
-)
+from waltz_core.records.lock_blocks import Blocks, LogEnd
+from waltz_core.records.record import GENESIS_CHAIN, next_chain
 from waltz_core.replication.window import SessionWindow
 
 

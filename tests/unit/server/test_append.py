@@ -11,10 +11,7 @@ from tests.call_counting import counted_calls
 from waltz_core import errors
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
-from waltz_core.records.lock_blocks import (
-    LogEnd,
-    encode,
-)
+from waltz_core.records.lock_blocks import LogEnd, encode
 from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -27,10 +24,7 @@ from waltz_core.records.record import (
     TransactionId,
     next_chain,
 )
-from waltz_core.replication.session_events import (
-    Batch,
-    SessionOpened,
-)
+from waltz_core.replication.session_events import Batch, SessionOpened
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import (
     Ahead,
@@ -39,21 +33,11 @@ from waltz_core.server.append.outcomes import (
     Reached,
     SubmitBatch,
 )
-from waltz_core.server.append.pace import (
-    PAUSE_MS_MAX,
-    PIECE_BYTES,
-    SHARED_MS,
-    Pace,
-)
+from waltz_core.server.append.pace import PAUSE_MS_MAX, PIECE_BYTES, SHARED_MS, Pace
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.refill import HELD_MS_MAX
 from waltz_core.server.locking.tickets import LARGE_BYTES
-from waltz_core.server.partition_events import (
-    Answer,
-    ConnectionId,
-    Fetch,
-    PartitionLimits,
-)
+from waltz_core.server.partition_events import Answer, ConnectionId, Fetch, PartitionLimits
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendRequest,

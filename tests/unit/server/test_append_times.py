@@ -1,11 +1,7 @@
 """How long storages take to answer appends."""
 
 from waltz_core.records.record import ReplicaId
-from waltz_core.server.process.append_times import (
-    WINDOW_S,
-    AppendTime,
-    AppendTimes,
-)
+from waltz_core.server.process.append_times import WINDOW_S, AppendTime, AppendTimes
 
 SLOW, FAST = ReplicaId("10.0.0.1:5280"), ReplicaId("10.0.0.2:5280")
 

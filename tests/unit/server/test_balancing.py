@@ -11,10 +11,7 @@ from tests.patience import HANG_S
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.membership.balance import Balancer
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
-from waltz_core.server.process.balancing import (
-    BalanceTimes,
-    Balancing,
-)
+from waltz_core.server.process.balancing import BalanceTimes, Balancing
 
 ROOT = "/w"
 RATES = {0: 10_000.0, 1: 1_000.0, 2: 1_000.0, 3: 1_000.0}

@@ -8,23 +8,11 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import (
-    ReplicaAssignments,
-    ServerDescriptor,
-)
+from waltz_core.cluster.nodes.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.config import ServerConfig
-from waltz_core.records.record import (
-    FRAME_BYTES_MAX,
-    Generation,
-    PartitionId,
-    ReplicaId,
-)
+from waltz_core.records.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId
 from waltz_core.server.process import server_daemon
-from waltz_core.server.process.server_daemon import (
-    Server,
-    limits_of,
-    store_limits_of,
-)
+from waltz_core.server.process.server_daemon import Server, limits_of, store_limits_of
 
 MIB = 1024 * 1024
 STORAGES = [ReplicaId(f"10.0.0.{number}:5280") for number in (1, 2, 3)]

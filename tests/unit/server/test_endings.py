@@ -5,10 +5,7 @@ from types import SimpleNamespace
 from tests.unit.server.test_append import ALICE, A, World, results
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.server.append.endings import Endings
-from waltz_core.server.append.outcomes import (
-    Ahead,
-    Reached,
-)
+from waltz_core.server.append.outcomes import Ahead, Reached
 from waltz_core.server.locking.tickets import AppendFigures
 from waltz_core.wire.messages import ErrorResponse, Reason
 

@@ -23,12 +23,7 @@ from waltz_core.server.partition_events import (
     PartitionLimits,
     Received,
 )
-from waltz_core.server.read.feeds import (
-    FRAMES_PER_TURN_MAX,
-    Feed,
-    FetchHeaders,
-    MountReached,
-)
+from waltz_core.server.read.feeds import FRAMES_PER_TURN_MAX, Feed, FetchHeaders, MountReached
 from waltz_core.wire.messages import (
     FeedBatch,
     FeedRequest,

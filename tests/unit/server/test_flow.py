@@ -1,17 +1,8 @@
 """Who is read from and who waits: counts, bytes, slow takers of answers, and the memory limit."""
 
-from waltz_core.records.record import (
-    ClientId,
-    Generation,
-    PartitionId,
-    ReqId,
-)
+from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.partition_events import ConnectionId
-from waltz_core.server.process.flow import (
-    REQUEST_OVERHEAD_BYTES,
-    Flow,
-    FlowLimits,
-)
+from waltz_core.server.process.flow import REQUEST_OVERHEAD_BYTES, Flow, FlowLimits
 from waltz_core.wire.messages import AppendBatch, FlushRequest, RangeForm, RangeRequest
 
 A, B, C = ConnectionId(1), ConnectionId(2), ConnectionId(3)

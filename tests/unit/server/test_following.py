@@ -17,25 +17,12 @@ from tests.unit.server.test_append import (
     results,
 )
 from waltz_core.client.model.predecessors import FOLLOW
-from waltz_core.records.record import (
-    NO_SESSION,
-    PartitionId,
-    ReqId,
-)
-from waltz_core.server.append.outcomes import (
-    Ahead,
-    Reached,
-)
+from waltz_core.records.record import NO_SESSION, PartitionId, ReqId
+from waltz_core.server.append.outcomes import Ahead, Reached
 from waltz_core.server.locking import following
 from waltz_core.server.locking.following import GATHER_MS
-from waltz_core.server.locking.lock_queues import (
-    HELD_MS_MAX,
-    PATIENCE_MS_MIN,
-)
-from waltz_core.server.partition_events import (
-    Answer,
-    PartitionLimits,
-)
+from waltz_core.server.locking.lock_queues import HELD_MS_MAX, PATIENCE_MS_MIN
+from waltz_core.server.partition_events import Answer, PartitionLimits
 from waltz_core.wire.messages import AppendFollowing, Predecessors
 
 HOT, COLD = 5, 6

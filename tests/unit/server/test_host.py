@@ -2,15 +2,9 @@
 
 from tests.unit.server.test_partition import ALICE, A, World
 from waltz_core.metrics import Metrics
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-)
+from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.server.partition_events import Congested
-from waltz_core.server.process.host import (
-    Waits,
-    _Told,
-)
+from waltz_core.server.process.host import Waits, _Told
 
 A_REPLICA = ReplicaId("10.0.0.1:5280")
 

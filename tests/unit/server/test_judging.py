@@ -7,10 +7,7 @@ import pytest
 
 from waltz_core import errors
 from waltz_core.records import raw_records
-from waltz_core.records.batches import (
-    EncodedBatch,
-    encode_append,
-)
+from waltz_core.records.batches import EncodedBatch, encode_append
 from waltz_core.records.lock_blocks import TOLD_APART_MAX
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -21,23 +18,10 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.server.locking import judging
-from waltz_core.server.locking.judging import (
-    LogPlace,
-    decode,
-    judge_rows,
-    judge_singles,
-    verify,
-)
+from waltz_core.server.locking.judging import LogPlace, decode, judge_rows, judge_singles, verify
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.locking.tickets import (
-    BatchTicket,
-    Epoch,
-    SingleTicket,
-)
-from waltz_core.server.partition_events import (
-    ConnectionId,
-    PartitionLimits,
-)
+from waltz_core.server.locking.tickets import BatchTicket, Epoch, SingleTicket
+from waltz_core.server.partition_events import ConnectionId, PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
 LIMITS = PartitionLimits(lock_slot_count=1009, batch_rows_max=6)

@@ -1,21 +1,9 @@
 """A hot lock: those who were refused are told in turn, and nobody waits for long."""
 
-from tests.unit.server.test_append import (
-    ALICE,
-    BOB,
-    COMMITTED,
-    LOCK,
-    B,
-    World,
-    results,
-)
+from tests.unit.server.test_append import ALICE, BOB, COMMITTED, LOCK, B, World, results
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.server.append.outcomes import Reached
-from waltz_core.server.locking.lock_queues import (
-    HELD_MS_MAX,
-    PATIENCE,
-    PATIENCE_MS_MIN,
-)
+from waltz_core.server.locking.lock_queues import HELD_MS_MAX, PATIENCE, PATIENCE_MS_MIN
 
 HOT, COLD = 5, 6
 

@@ -2,11 +2,7 @@
 
 import numpy as np
 
-from waltz_core.records.batches import (
-    decode_append,
-    encode_append,
-    encode_records,
-)
+from waltz_core.records.batches import decode_append, encode_append, encode_records
 from waltz_core.records.record import (
     BEFORE_FIRST,
     ClientId,
@@ -17,11 +13,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication import session_events as replication
-from waltz_core.server.process.log_in_memory import (
-    REPLICA,
-    MemoryLog,
-    MemoryStore,
-)
+from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
 from waltz_core.wire.messages import RangeForm, RangeRaw
 
 REQ_ID = ReqId(ClientId(7), Generation(1), PartitionId(0), 5)

@@ -1,17 +1,8 @@
 """Which connection may write for a client: the latest one, and no other ever again."""
 
 from waltz_core.errors import WaltzError
-from waltz_core.records.record import (
-    ClientId,
-    Generation,
-    PartitionId,
-    ReqId,
-    TransactionId,
-)
-from waltz_core.server.append.mounts import (
-    Mounts,
-    PartitionPlace,
-)
+from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId, TransactionId
+from waltz_core.server.append.mounts import Mounts, PartitionPlace
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import LATEST_MARK, MountWriter
 

@@ -14,10 +14,7 @@ from waltz_core.cluster.membership.reachability import ReachReport
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.nodes.model import ServerDescriptor
 from waltz_core.errors import CoordinatorUnavailable
-from waltz_core.records.record import (
-    PartitionId,
-    ServerId,
-)
+from waltz_core.records.record import PartitionId, ServerId
 from waltz_core.server.process import neighbours
 from waltz_core.server.process.neighbours import Neighbours
 from waltz_core.transport import net

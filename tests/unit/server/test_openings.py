@@ -6,11 +6,7 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core.server.process import openings as openings_module
-from waltz_core.server.process.openings import (
-    TURNS_MAX,
-    Openings,
-    Turn,
-)
+from waltz_core.server.process.openings import TURNS_MAX, Openings, Turn
 
 
 def test_so_many_have_a_turn_and_the_others_wait(monkeypatch: pytest.MonkeyPatch):

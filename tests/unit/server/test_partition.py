@@ -8,18 +8,11 @@ from typing import Any, TypeVar
 import pytest
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.model import (
-    MarkerState,
-    PartitionMarker,
-    PartitionMetadata,
-)
+from waltz_core.cluster.nodes.model import MarkerState, PartitionMarker, PartitionMetadata
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
-from waltz_core.records.lock_blocks import (
-    LogEnd,
-    encode,
-)
+from waltz_core.records.lock_blocks import LogEnd, encode
 from waltz_core.records.record import (
     GENESIS_CHAIN,
     ClientId,
@@ -49,11 +42,7 @@ from waltz_core.server.partition_events import (
     PartitionLimits,
     Received,
 )
-from waltz_core.server.read.cache import (
-    CacheBudget,
-    FeedCache,
-    TransactionCache,
-)
+from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.wire import messages
 from waltz_core.wire.messages import LATEST_MARK, ClientMessage, RangeForm, Reason
 

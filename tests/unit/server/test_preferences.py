@@ -1,10 +1,7 @@
 """What a server prefers, while it is well and while it is sick."""
 
 from waltz_core.cluster.nodes.model import ReplicaAssignments
-from waltz_core.server.process.preferences import (
-    Preferences,
-    within_reach,
-)
+from waltz_core.server.process.preferences import Preferences, within_reach
 
 
 def preferring(*partitions):

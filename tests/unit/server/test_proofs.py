@@ -1,17 +1,8 @@
 """Proofs of the high-water mark: who shares one, and for how long it is fresh."""
 
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    ClientId,
-    Generation,
-    PartitionId,
-    ReqId,
-)
+from waltz_core.records.record import BEFORE_FIRST, ClientId, Generation, PartitionId, ReqId
 from waltz_core.replication.session_events import ProveMark
-from waltz_core.server.partition.proofs import (
-    Proofs,
-    claim_of,
-)
+from waltz_core.server.partition.proofs import Proofs, claim_of
 from waltz_core.wire import messages
 
 

@@ -5,11 +5,7 @@ import pytest
 from tests.unit.storage.logs import make_run
 from waltz_core.records.record import TransactionId
 from waltz_core.server.read.cache import CacheBudget
-from waltz_core.server.read.read_ahead import (
-    NEAR_COUNT,
-    STRETCHES_MAX,
-    ReadAhead,
-)
+from waltz_core.server.read.read_ahead import NEAR_COUNT, STRETCHES_MAX, ReadAhead
 
 
 def keep(ahead: ReadAhead, first: int, count: int, *, size: int = 100) -> None:

@@ -9,21 +9,11 @@ import pytest
 
 from tests.loops import on_loop, until
 from waltz_core.errors import ClusterKeyMismatch, Unreachable
-from waltz_core.records.record import (
-    GENESIS_CHAIN,
-    ReplicaId,
-)
+from waltz_core.records.record import GENESIS_CHAIN, ReplicaId
 from waltz_core.server.process import storage_links
 from waltz_core.server.process.storage_links import ReadLinks
 from waltz_core.transport import net
-from waltz_core.wire.messages import (
-    Nack,
-    OpenRequest,
-    RangeBytes,
-    RangeForm,
-    RangeRaw,
-    Surface,
-)
+from waltz_core.wire.messages import Nack, OpenRequest, RangeBytes, RangeForm, RangeRaw, Surface
 
 KEY = bytes(16)
 

@@ -30,15 +30,8 @@ from waltz_core.server.partition_events import (
     PartitionLimits,
     Received,
 )
-from waltz_core.server.read.cache import (
-    CacheBudget,
-    FeedCache,
-    TransactionCache,
-)
-from waltz_core.server.read.read_ahead import (
-    AHEAD_BYTES,
-    AHEAD_COUNT,
-)
+from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
+from waltz_core.server.read.read_ahead import AHEAD_BYTES, AHEAD_COUNT
 from waltz_core.server.read.reads import (
     RETRY_FIRST_MS,
     ROUNDS_MAX,

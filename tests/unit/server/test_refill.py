@@ -5,28 +5,12 @@ import struct
 import pytest
 
 from waltz_core.machine import Report
-from waltz_core.records.lock_blocks import (
-    LogEnd,
-    encode,
-)
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.records.lock_blocks import LogEnd, encode
+from waltz_core.records.record import PartitionId, ReplicaId, SessionId, TransactionId
 from waltz_core.server.locking import refill as module
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.locking.refill import (
-    HELD_MS_MAX,
-    RETRY_MS,
-    UNDER_WAY_MAX,
-    Refill,
-)
-from waltz_core.server.partition_events import (
-    Fetch,
-    PartitionLimits,
-)
+from waltz_core.server.locking.refill import HELD_MS_MAX, RETRY_MS, UNDER_WAY_MAX, Refill
+from waltz_core.server.partition_events import Fetch, PartitionLimits
 from waltz_core.wire.messages import LockBlocks, LockBlocksRequest
 
 MARK = 9

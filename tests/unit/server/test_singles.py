@@ -2,27 +2,10 @@
 
 import zlib
 
-from waltz_core.records.batches import (
-    decode_append,
-    encode_append,
-    encode_records,
-)
-from waltz_core.records.record import (
-    ClientId,
-    Generation,
-    PartitionId,
-    ReqId,
-    TransactionId,
-)
-from waltz_core.server.locking.single_records import (
-    encode_singles,
-    joined,
-    lock_column,
-)
-from waltz_core.server.locking.tickets import (
-    Epoch,
-    SingleTicket,
-)
+from waltz_core.records.batches import decode_append, encode_append, encode_records
+from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId, TransactionId
+from waltz_core.server.locking.single_records import encode_singles, joined, lock_column
+from waltz_core.server.locking.tickets import Epoch, SingleTicket
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import AppendRequest
 

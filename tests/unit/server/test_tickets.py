@@ -2,10 +2,7 @@
 
 import numpy as np
 
-from waltz_core.records.batches import (
-    decode_append,
-    encode_append,
-)
+from waltz_core.records.batches import decode_append, encode_append
 from waltz_core.records.record import (
     RECORD_OVERHEAD_BYTES,
     ClientId,
@@ -14,15 +11,8 @@ from waltz_core.records.record import (
     ReqId,
     TransactionId,
 )
-from waltz_core.server.locking.tickets import (
-    BatchTicket,
-    Epoch,
-    SingleTicket,
-)
-from waltz_core.server.partition_events import (
-    MIB,
-    ConnectionId,
-)
+from waltz_core.server.locking.tickets import BatchTicket, Epoch, SingleTicket
+from waltz_core.server.partition_events import MIB, ConnectionId
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, Reason
 
 REQ = ReqId(ClientId(1), Generation(0), PartitionId(0), 7)

@@ -8,12 +8,7 @@ import pytest
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 from waltz_core.storage.disk.file_system import create_durably
 from waltz_sim.world.inode import SECTOR_BYTES
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    PowerLoss,
-    SimDisk,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimDisk, Survival
 
 ROOT = Path("/s")
 PATH = ROOT / "f"

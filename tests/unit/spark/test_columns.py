@@ -8,11 +8,7 @@ from pyspark.sql.types import ArrayType, IntegerType, LongType, StructField, Str
 
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.records.checksum import crc32
-from waltz_core.records.record import (
-    LOCKS_MAX,
-    lock_hash,
-    spread,
-)
+from waltz_core.records.record import LOCKS_MAX, lock_hash, spread
 from waltz_spark.options import OnLockFailure, WriteOptions, parse_write
 from waltz_spark.writer.columns import LOCK_COLUMNS, Shaper, check_schema
 from waltz_spark.writer.once import Spool

@@ -8,10 +8,7 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_spark import shared_clients
-from waltz_spark.shared_clients import (
-    client_of,
-    close_clients,
-)
+from waltz_spark.shared_clients import client_of, close_clients
 
 
 class Client:

@@ -5,12 +5,7 @@ import logging
 import pytest
 from pyspark.sql.types import StructType
 
-from tests.unit.spark.test_stream_reader import (  # noqa: F401 - a fixture
-    Cluster,
-    cluster,
-    read,
-    reader_of,
-)
+from tests.unit.spark.test_stream_reader import Cluster, cluster, read, reader_of  # noqa: F401 - a fixture
 from waltz_core.errors import DataLoss
 from waltz_spark import spark_version
 from waltz_spark.datasource.stream_read import WaltzStreamReader

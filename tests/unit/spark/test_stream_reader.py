@@ -8,10 +8,7 @@ import pytest
 from pyspark.sql.types import StructType
 
 from waltz_core.client import ReplicaSet
-from waltz_core.client.links.directory import (
-    ClusterInfo,
-    ClusterLayout,
-)
+from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
 from waltz_core.errors import DataLoss
 from waltz_spark import lag_of
 from waltz_spark.datasource import stream_read

@@ -9,17 +9,8 @@ from tests.storage_owner import records_of
 from waltz_core import errors
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed, from_code
 from waltz_core.machine import Report, Wakeup
-from waltz_core.records.record import (
-    GENESIS_CHAIN,
-    LineageEntry,
-    ReqId,
-)
-from waltz_core.storage.files.format import (
-    FLAG_ASSIGNED,
-    FLAG_AVAILABLE,
-    IdRange,
-    PartitionInfo,
-)
+from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId
+from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE, IdRange, PartitionInfo
 from waltz_core.storage.service.admin import (
     WAITING_MAX,
     AdminAnswer,

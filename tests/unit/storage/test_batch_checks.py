@@ -4,11 +4,7 @@ import pytest
 
 from tests.unit.storage.logs import KEY, ROOT, make_batches, make_segments, new_disk
 from waltz_core.errors import BadRequest, ChecksumMismatch
-from waltz_core.records.record import (
-    GENESIS_CHAIN,
-    MADE_UP,
-    next_chain,
-)
+from waltz_core.records.record import GENESIS_CHAIN, MADE_UP, next_chain
 from waltz_core.storage.files.batch_checks import (
     check_batches,
     check_chain,

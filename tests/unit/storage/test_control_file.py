@@ -14,12 +14,7 @@ from tests.unit.storage.logs import KEY, ROOT, new_disk
 from waltz_core.errors import BadFormat, ClusterKeyMismatch, DiskFailed, ReadFailed
 from waltz_core.records.record import NO_SESSION
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.control_file import (
-    CONTROL_NAME,
-    SLOTS_NAME,
-    ControlFile,
-    SlotFile,
-)
+from waltz_core.storage.files.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.files.format import (
     SLOT_BLOCK_BYTES,
     SLOT_BYTES,
@@ -28,12 +23,7 @@ from waltz_core.storage.files.format import (
     partition_entry_offset,
     partition_info_offset,
 )
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    PowerLoss,
-    SimFile,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimFile, Survival
 
 PATH = ROOT / CONTROL_NAME
 SLOTS = ROOT / SLOTS_NAME

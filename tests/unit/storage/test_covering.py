@@ -11,23 +11,9 @@ from tests.property.test_adopted_crash import other_batches
 from tests.unit.storage.test_service import KEY, MoodyDisk
 from waltz_core.errors import BadRequest, DataLoss, DiskFailed, NoSpace
 from waltz_core.records import raw_records
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-    NO_SESSION,
-    next_chain,
-)
-from waltz_core.storage.files.control_file import (
-    ControlFile,
-    SlotFile,
-)
-from waltz_core.storage.files.format import (
-    NO_NONCE,
-    UNBATCHED,
-    Mark,
-    Marker,
-    Slot,
-)
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION, next_chain
+from waltz_core.storage.files.control_file import ControlFile, SlotFile
+from waltz_core.storage.files.format import NO_NONCE, UNBATCHED, Mark, Marker, Slot
 from waltz_core.storage.log import truncation
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog

@@ -17,17 +17,10 @@ from tests.patience import HANG_S
 from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 from waltz_core.storage.disk import file_system as disk_module
-from waltz_core.storage.disk.file_system import (
-    RealDisk,
-    create_durably,
-    remove_temporary,
-)
+from waltz_core.storage.disk.file_system import RealDisk, create_durably, remove_temporary
 from waltz_core.storage.disk.page_cache import STEP_BYTES
 from waltz_sim.world.crash import Platter, RecordingDisk, survivals
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    SimDisk,
-)
+from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
 
 @pytest.fixture(params=["real", "twin"])

@@ -24,11 +24,7 @@ from waltz_core.errors import (
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    SimDisk,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import DiskFault, SimDisk, Survival
 
 KEY = bytes(range(16))
 SETTINGS = LogSettings(KEY, 10_000, lambda: 5)

@@ -5,11 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.storage.files.format import (
-    DAMAGED_MAX,
-    IdRange,
-    Slot,
-)
+from waltz_core.storage.files.format import DAMAGED_MAX, IdRange, Slot
 from waltz_core.storage.files.id_ranges import (
     count_of,
     damage_until,

@@ -15,24 +15,15 @@ from tests.unit.storage.logs import (
     new_segment,
 )
 from waltz_core.errors import ChecksumMismatch
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-)
-from waltz_core.storage.disk.file_system import (
-    RealDisk,
-    create_durably,
-)
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
+from waltz_core.storage.disk.file_system import RealDisk, create_durably
 from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     LineageHeader,
 )
-from waltz_core.storage.files.index import (
-    LineageFile,
-    OffsetIndex,
-)
+from waltz_core.storage.files.index import LineageFile, OffsetIndex
 from waltz_sim.world.simulated_disk import Survival
 
 IDX, CHN = ROOT / "i.idx", ROOT / "c.chn"

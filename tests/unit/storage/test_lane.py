@@ -8,10 +8,7 @@ from tests.storage_owner import Owner
 from waltz_core.storage.files.format import Promise
 from waltz_core.storage.log.scrub import ScrubPiece
 from waltz_core.storage.service import lane as lanes
-from waltz_core.storage.service.lane import (
-    Lane,
-    queue_bytes,
-)
+from waltz_core.storage.service.lane import Lane, queue_bytes
 from waltz_core.storage.service.work import LaneRequest
 from waltz_core.wire.messages import Engage, Heartbeat, RangeForm, RangeRaw, Repair
 

@@ -2,11 +2,7 @@
 
 from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.lock_file import (
-    LOCKS_NAME,
-    OLDER_LOCKS_NAME,
-    LockFile,
-)
+from waltz_core.storage.files.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME, LockFile
 from waltz_sim.world.simulated_disk import DiskFault
 
 

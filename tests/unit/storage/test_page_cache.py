@@ -3,12 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.storage.disk.page_cache import (
-    FOLIO_BYTES_MAX,
-    STEP_BYTES,
-    Tail,
-    blocks_begun,
-)
+from waltz_core.storage.disk.page_cache import FOLIO_BYTES_MAX, STEP_BYTES, Tail, blocks_begun
 
 MIB = 1024 * 1024
 KEPT = 4 * MIB

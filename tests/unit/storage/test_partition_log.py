@@ -16,10 +16,7 @@ from waltz_core.errors import (
     SessionFenced,
 )
 from waltz_core.records.checksum import crc32
-from waltz_core.records.raw_records import (
-    headers_of,
-    record_crcs,
-)
+from waltz_core.records.raw_records import headers_of, record_crcs
 from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -29,15 +26,9 @@ from waltz_core.records.record import (
     LineageEntry,
     next_chain,
 )
-from waltz_core.storage.disk.file_system import (
-    RealDisk,
-    RealFile,
-)
+from waltz_core.storage.disk.file_system import RealDisk, RealFile
 from waltz_core.storage.files.control_file import ControlFile
-from waltz_core.storage.files.format import (
-    SEGMENT_HEADER_BYTES,
-    IdRange,
-)
+from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES, IdRange
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
 

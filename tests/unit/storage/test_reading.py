@@ -5,17 +5,9 @@ import pytest
 from tests.unit.storage.logs import ROOT, make_segments, new_disk
 from waltz_core.errors import BadRequest, ChecksumMismatch, DiskFailed
 from waltz_core.records.raw_records import headers_of
-from waltz_core.records.record import (
-    GENESIS_CHAIN,
-    MADE_UP,
-)
+from waltz_core.records.record import GENESIS_CHAIN, MADE_UP
 from waltz_core.storage.files.control_file import SlotFile
-from waltz_core.storage.files.format import (
-    SEGMENT_HEADER_BYTES,
-    IdRange,
-    Slot,
-    segment_name,
-)
+from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES, IdRange, Slot, segment_name
 from waltz_core.storage.log import reading
 from waltz_core.storage.log.reading import LogReader
 from waltz_sim.world.simulated_disk import SimFile

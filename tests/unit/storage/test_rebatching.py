@@ -1,11 +1,7 @@
 """Batches go and come; the records stay."""
 
 from tests.unit.storage.test_recovery import content, make_segments, new_disk, path_of
-from waltz_core.records.record import (
-    GENESIS_CHAIN,
-    LineageEntry,
-    next_chain,
-)
+from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, next_chain
 from waltz_core.storage.log import rebatching
 
 

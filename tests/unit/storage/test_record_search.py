@@ -8,15 +8,9 @@ import pytest
 
 from tests.unit.storage.logs import BLANK, ROOT, fill_segment, make_run, new_disk, new_segment
 from waltz_core.errors import ReadFailed
-from waltz_core.records.record import (
-    GENESIS_CHAIN,
-    RECORD_PREFIX,
-)
+from waltz_core.records.record import GENESIS_CHAIN, RECORD_PREFIX
 from waltz_core.storage.files import record_search
-from waltz_core.storage.files.format import (
-    SEGMENT_HEADER_BYTES,
-    segment_name,
-)
+from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES, segment_name
 from waltz_core.storage.files.index import OffsetIndex
 from waltz_core.storage.files.record_search import (
     HoleSearch,

@@ -17,27 +17,10 @@ from tests.unit.storage.logs import (
     new_disk,
     open_segment,
 )
-from waltz_core.errors import (
-    BadFormat,
-    DiskFailed,
-    MissingSegment,
-    ReadFailed,
-)
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-    MADE_UP,
-    NO_SESSION,
-    LineageEntry,
-)
-from waltz_core.storage.files.batch_checks import (
-    check_chain,
-    check_repaired,
-)
-from waltz_core.storage.files.control_file import (
-    SLOTS_NAME,
-    SlotFile,
-)
+from waltz_core.errors import BadFormat, DiskFailed, MissingSegment, ReadFailed
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, MADE_UP, NO_SESSION, LineageEntry
+from waltz_core.storage.files.batch_checks import check_chain, check_repaired
+from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
@@ -56,12 +39,7 @@ from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.log import log_recovery
 from waltz_core.storage.log.log_recovery import open_log
 from waltz_core.storage.log.truncation import cut_of
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    PowerLoss,
-    SimDisk,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimDisk, Survival
 
 RECORD_BYTES = 60
 INFO = NEW_PARTITION_INFOS[1]

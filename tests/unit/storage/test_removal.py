@@ -6,35 +6,14 @@ from pathlib import Path
 import pytest
 
 from waltz_core.errors import BadFormat, ChecksumMismatch, NoSpace
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    NO_SESSION,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION
 from waltz_core.storage.disk.file_system import create_durably
-from waltz_core.storage.files.control_file import (
-    SLOTS_NAME,
-    ControlFile,
-    SlotFile,
-)
-from waltz_core.storage.files.format import (
-    FLAG_ASSIGNED,
-    FLAG_AVAILABLE,
-    Slot,
-    with_crc,
-)
-from waltz_core.storage.files.lock_file import (
-    LOCKS_NAME,
-    OLDER_LOCKS_NAME,
-)
+from waltz_core.storage.files.control_file import SLOTS_NAME, ControlFile, SlotFile
+from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE, Slot, with_crc
+from waltz_core.storage.files.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME
 from waltz_core.storage.log import removal
-from waltz_core.storage.log.removal import (
-    WIPE_NAME,
-    Wipe,
-)
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    SimDisk,
-)
+from waltz_core.storage.log.removal import WIPE_NAME, Wipe
+from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
 ROOT = Path("/storage")
 HOME = ROOT / "2"

@@ -7,16 +7,8 @@ import pytest
 
 from waltz_core.errors import NoSpace
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.room import (
-    RESERVE_NAME,
-    SPARE_BYTES_MAX,
-    Room,
-    append_bytes,
-)
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    SimDisk,
-)
+from waltz_core.storage.files.room import RESERVE_NAME, SPARE_BYTES_MAX, Room, append_bytes
+from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
 ROOT = Path("/waltz")
 RESERVE = ROOT / RESERVE_NAME

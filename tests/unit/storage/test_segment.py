@@ -19,17 +19,9 @@ from tests.unit.storage.logs import (
 from waltz_core.errors import BadFormat, ChecksumMismatch, DiskFailed
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.storage.disk.file_system import remove_temporary
-from waltz_core.storage.files.format import (
-    SEGMENT_HEADER_BYTES,
-    IdRange,
-    segment_name,
-)
+from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES, IdRange, segment_name
 from waltz_core.storage.files.segment import Segment
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    PowerLoss,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
 
 SEG, IDX, CHN = (ROOT / segment_name(0, suffix) for suffix in (".seg", ".idx", ".chn"))
 RECORD_BYTES = 60  # of a record as `fill_segment` makes them

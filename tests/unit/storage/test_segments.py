@@ -16,10 +16,7 @@ from tests.unit.storage.logs import (
     open_segment,
 )
 from waltz_core.errors import BadFormat, ChecksumMismatch
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-)
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,
@@ -28,10 +25,7 @@ from waltz_core.storage.files.format import (
     encode_entry,
     segment_name,
 )
-from waltz_core.storage.files.segments import (
-    Segments,
-    first_wrong,
-)
+from waltz_core.storage.files.segments import Segments, first_wrong
 from waltz_sim.world.simulated_disk import Survival
 
 RECORD_BYTES = 60

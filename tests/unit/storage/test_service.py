@@ -14,24 +14,14 @@ from tests.storage_owner import Owner, records_of
 from waltz_core import errors
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, UnknownPartition, from_code
 from waltz_core.machine import Report, Wakeup
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-    next_chain,
-)
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.files.format import Slot
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub
-from waltz_core.storage.service import (
-    service,
-    service_effects,
-)
+from waltz_core.storage.service import service, service_effects
 from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.service.service import (
-    StorageIdentity,
-    StorageService,
-)
+from waltz_core.storage.service.service import StorageIdentity, StorageService
 from waltz_core.storage.service.work import LaneRequest
 from waltz_core.wire.messages import (
     Appended,

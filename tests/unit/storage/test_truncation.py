@@ -6,10 +6,7 @@ import pytest
 
 from tests.unit.storage.logs import ROOT, make_segments, new_disk
 from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-)
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_core.storage.files.batch_checks import check_chain
 from waltz_core.storage.files.format import (
     IdRange,
@@ -21,10 +18,7 @@ from waltz_core.storage.files.format import (
 )
 from waltz_core.storage.log import truncation
 from waltz_core.storage.log.truncation import cut_of
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    Survival,
-)
+from waltz_sim.world.simulated_disk import DiskFault, Survival
 
 RECORD_BYTES = 60
 

@@ -15,28 +15,13 @@ from waltz_core.errors import (
     UnknownPartition,
 )
 from waltz_core.records import raw_records
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-    NO_SESSION,
-)
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.service import (
-    errands,
-    upkeep,
-)
+from waltz_core.storage.service import errands, upkeep
 from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.service.upkeep import (
-    carry_out,
-    facts_of,
-    held_by,
-    room_of,
-)
+from waltz_core.storage.service.upkeep import carry_out, facts_of, held_by, room_of
 from waltz_core.wire.admin_messages import Copy
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    SimDisk,
-)
+from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
 NONCE = b"a nonce of owner"
 

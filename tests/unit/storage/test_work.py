@@ -10,28 +10,14 @@ from tests.call_counting import counted_calls
 from tests.storage_owner import Owner, records_of
 from waltz_core.errors import BadRequest, ChecksumMismatch, NoSpace, ReadFailed
 from waltz_core.records import raw_records
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    GENESIS_CHAIN,
-)
-from waltz_core.storage.disk.file_system import (
-    RealDisk,
-    RealFile,
-)
+from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
+from waltz_core.storage.disk.file_system import RealDisk, RealFile
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.log.scrub import (
-    Scrubbed,
-    ScrubPiece,
-)
+from waltz_core.storage.log.scrub import Scrubbed, ScrubPiece
 from waltz_core.storage.service import work
 from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.service.work import (
-    BATCHES_BYTES_MAX,
-    RANGE_BYTES_MAX,
-    LaneRequest,
-    Work,
-)
+from waltz_core.storage.service.work import BATCHES_BYTES_MAX, RANGE_BYTES_MAX, LaneRequest, Work
 from waltz_core.wire.messages import (
     ENTRIES_MAX,
     Appended,
@@ -47,10 +33,7 @@ from waltz_core.wire.messages import (
     Truncate,
 )
 from waltz_core.wire.places import PLACES, FilePlace, decode_places
-from waltz_sim.world.simulated_disk import (
-    DiskFault,
-    SimDisk,
-)
+from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
 STORAGE_ID = b"the storage's id"
 

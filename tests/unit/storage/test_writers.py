@@ -10,14 +10,8 @@ from typing import cast
 import pytest
 
 from tests.loops import on_loop, until
-from waltz_core.storage.service.work import (
-    Work,
-    WorkResult,
-)
-from waltz_core.storage.service.writers import (
-    WriteOutcome,
-    Writers,
-)
+from waltz_core.storage.service.work import Work, WorkResult
+from waltz_core.storage.service.writers import WriteOutcome, Writers
 from waltz_core.transport import net
 
 WAIT_S = 30

@@ -13,10 +13,7 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core import errors
-from waltz_core.transport import (
-    handover,
-    net,
-)
+from waltz_core.transport import handover, net
 
 pytestmark = pytest.mark.skipif(not handover.IS_POSSIBLE, reason="abstract names are Linux's")
 

@@ -9,10 +9,7 @@ import pytest
 from tests.loops import until
 from waltz_core.config.host_names import check_host
 from waltz_core.errors import Unreachable
-from waltz_core.transport import (
-    lookup,
-    net,
-)
+from waltz_core.transport import lookup, net
 from waltz_core.wire.messages import Surface
 
 

@@ -12,10 +12,7 @@ from tests.loops import on_loop, until
 from tests.patience import HANG_S
 from waltz_core.config import StorageConfig
 from waltz_core.errors import BadConfig, LocalProtocolError, RemoteProtocolError, Unreachable
-from waltz_core.transport import (
-    net,
-    tls,
-)
+from waltz_core.transport import net, tls
 from waltz_core.wire import codec
 from waltz_core.wire.connection import Connection
 from waltz_core.wire.messages import Appended, AppendRaw, FlushRequest, Hello, Surface

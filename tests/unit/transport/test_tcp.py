@@ -7,10 +7,7 @@ import time
 
 import pytest
 
-from waltz_core.transport import (
-    net,
-    tcp,
-)
+from waltz_core.transport import net, tcp
 
 # Of `tcp_info`: how often the interval between probes has doubled.
 BACKOFF = 4

@@ -15,11 +15,7 @@ from tests.certificates import make
 from tests.loops import on_loop, until
 from waltz_core.config import ClientConfig, StorageConfig
 from waltz_core.errors import BadConfig, RemoteProtocolError, TlsMismatch, Unreachable
-from waltz_core.transport import (
-    net,
-    tls,
-    tls_port,
-)
+from waltz_core.transport import net, tls, tls_port
 from waltz_core.wire.messages import Appended, AppendRaw, Surface
 
 ANY = "127.0.0.1"

@@ -6,10 +6,7 @@ import struct
 import pytest
 
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
-from waltz_core.records.record import (
-    LineageEntry,
-    ReqId,
-)
+from waltz_core.records.record import LineageEntry, ReqId
 from waltz_core.wire import codec, fields, messages
 from waltz_core.wire.messages import (
     ENTRIES_MAX,

@@ -5,12 +5,7 @@ import pytest
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
 from waltz_core.records.record import ReqId
 from waltz_core.wire import codec
-from waltz_core.wire.connection import (
-    HELLO_BYTES_MAX,
-    Connection,
-    HelloReceived,
-    ProtocolFailed,
-)
+from waltz_core.wire.connection import HELLO_BYTES_MAX, Connection, HelloReceived, ProtocolFailed
 from waltz_core.wire.messages import (
     Appended,
     AppendRaw,

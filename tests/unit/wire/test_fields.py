@@ -6,12 +6,7 @@ import zlib
 import pytest
 
 from waltz_core.errors import LocalProtocolError, RemoteProtocolError
-from waltz_core.records.record import (
-    LineageEntry,
-    Record,
-    RecordHeader,
-    ReqId,
-)
+from waltz_core.records.record import LineageEntry, Record, RecordHeader, ReqId
 from waltz_core.wire.fields import EMPTY, FIXED, VARIABLE, Out, read_count, read_text
 from waltz_core.wire.messages import ENTRIES_MAX, TEXT_BYTES_MAX, FieldKind
 

@@ -21,10 +21,7 @@ from waltz_core.cluster.change.changes import Placement, Plan
 from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig, BadRequest, Unreachable, WaltzError
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-)
+from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.wire.admin_messages import Done, RemovePartition
 from waltz_core.wire.messages import Surface
 

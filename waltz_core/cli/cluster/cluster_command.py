@@ -9,20 +9,12 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import connected, placed, recorded
 from waltz_core.cli.output import say, show, show_json, show_table
 from waltz_core.cli.verbs import verb
-from waltz_core.cluster.change.creation import (
-    NewCluster,
-    NewStorage,
-)
+from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.model import (
-    UNRESOLVED,
-    PartitionMetadata,
-)
+from waltz_core.cluster.nodes.model import UNRESOLVED, PartitionMetadata
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadConfig
-from waltz_core.records.record import (
-    PartitionId,
-)
+from waltz_core.records.record import PartitionId
 
 
 @verb

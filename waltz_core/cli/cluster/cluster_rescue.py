@@ -28,16 +28,8 @@ from waltz_core.cli.storage.owner_requests import (
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.changes import Plan, filled
-from waltz_core.cluster.change.creation import (
-    NewCluster,
-    NewStorage,
-)
-from waltz_core.cluster.change.rebuilding import (
-    NO_IDS,
-    Ids,
-    Log,
-    RebuildDecision,
-)
+from waltz_core.cluster.change.creation import NewCluster, NewStorage
+from waltz_core.cluster.change.rebuilding import NO_IDS, Ids, Log, RebuildDecision
 from waltz_core.cluster.coordinator import Coordinator, PartitionView
 from waltz_core.cluster.nodes.model import (
     MarkerState,
@@ -445,10 +437,7 @@ def _choose_all(
 
 def _new_cluster(chosen: FormerCluster) -> NewCluster:
     from waltz_core.storage.files.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
-    from waltz_core.storage.files.format import (  # noqa: PLC0415 - as above
-        CONTROL_HEADER_BYTES,
-        ControlHeader,
-    )
+    from waltz_core.storage.files.format import CONTROL_HEADER_BYTES, ControlHeader  # noqa: PLC0415 - as above
 
     key, count = chosen.cluster_key, chosen.partitions
     if chosen.from_directory is not None:

@@ -15,11 +15,7 @@ from waltz_core.cli.output import show, show_json, show_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change import changes
-from waltz_core.ops.checks import (
-    CHECKS,
-    check,
-    failed_checks,
-)
+from waltz_core.ops.checks import CHECKS, check, failed_checks
 
 # How long an answer may take.
 ANSWER_S: Final = 10.0

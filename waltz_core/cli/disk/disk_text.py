@@ -40,10 +40,7 @@ def named_deserializer(name: str) -> Deserializer:
     if name == "bytes":
         return bytes
     if name in {"msgpack", "json"}:
-        from waltz_core.client.model.serializers import (  # noqa: PLC0415 - only then needed
-            JSON,
-            MSGPACK,
-        )
+        from waltz_core.client.model.serializers import JSON, MSGPACK  # noqa: PLC0415 - only then needed
 
         return (MSGPACK if name == "msgpack" else JSON).deserialize
     module, colon, path = name.partition(":")

@@ -24,18 +24,9 @@ from waltz_core.cli.verbs import verb
 from waltz_core.config.declarations import LocalConfig
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
-from waltz_core.ops.diagnosis import (
-    diagnose,
-    summary,
-)
-from waltz_core.ops.facts import (
-    Facts,
-    ServerFacts,
-)
-from waltz_core.ops.findings import (
-    KINDS,
-    Finding,
-)
+from waltz_core.ops.diagnosis import diagnose, summary
+from waltz_core.ops.facts import Facts, ServerFacts
+from waltz_core.ops.findings import KINDS, Finding
 from waltz_core.records.record import PartitionId
 
 TIMEOUT_S: Final = 3.0

@@ -19,31 +19,15 @@ from typing import Final, TypeAlias, TypedDict, TypeVar
 
 from waltz_core.cli import own_transport
 from waltz_core.cli.storage.storage_views import damaged_count
-from waltz_core.client.links.connections import (
-    ServerLink,
-    ServerLinks,
-)
-from waltz_core.client.links.storage_admin import (
-    StorageAdmin,
-    administered,
-)
+from waltz_core.client.links.connections import ServerLink, ServerLinks
+from waltz_core.client.links.storage_admin import StorageAdmin, administered
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.cluster.coordinator import ClusterView, Coordinator, PartitionView, ServersView
 from waltz_core.cluster.membership.reachability import ReachReport
 from waltz_core.cluster.zookeeper import zookeeper_session
-from waltz_core.config.connect_string import (
-    ConnectString,
-    parse_connect_string,
-    split_address,
-)
-from waltz_core.errors import (
-    ClusterKeyMismatch,
-    NoCluster,
-    TlsMismatch,
-    Unavailable,
-    WaltzError,
-)
+from waltz_core.config.connect_string import ConnectString, parse_connect_string, split_address
+from waltz_core.errors import ClusterKeyMismatch, NoCluster, TlsMismatch, Unavailable, WaltzError
 from waltz_core.local import LocalCluster
 from waltz_core.ops.facts import (
     ClusterFacts,

@@ -14,11 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from waltz_core.cli import own_transport
-from waltz_core.cluster.change.rebuilding import (
-    NO_IDS,
-    Ids,
-    Log,
-)
+from waltz_core.cluster.change.rebuilding import NO_IDS, Ids, Log
 from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
 from waltz_core.records.record import (
     RECORD_HEADER,

@@ -23,10 +23,7 @@ from waltz_core.cli.storage.storage_target import (
 )
 from waltz_core.cli.storage.storage_views import damaged_count
 from waltz_core.cli.verbs import verb
-from waltz_core.client.links.storage_admin import (
-    StorageAdmin,
-    administered,
-)
+from waltz_core.client.links.storage_admin import StorageAdmin, administered
 from waltz_core.errors import BadRequest
 from waltz_core.wire.admin_messages import (
     ReplicaRequest,

@@ -17,10 +17,7 @@ from waltz_core.cli.storage.storage_target import (
     targets_of,
 )
 from waltz_core.cli.verbs import verb
-from waltz_core.client.links.storage_admin import (
-    StorageAdmin,
-    administered,
-)
+from waltz_core.client.links.storage_admin import StorageAdmin, administered
 from waltz_core.errors import StorageIdMismatch, WaltzError
 from waltz_core.records.record import ReplicaId
 from waltz_core.wire.admin_messages import (

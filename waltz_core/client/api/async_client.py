@@ -20,16 +20,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from waltz_core import errors
-from waltz_core.client.api.contexts import (
-    ContextRun,
-    LoopContext,
-    RunnableContext,
-)
-from waltz_core.client.api.opening import (
-    OpenedByConnect,
-    Opening,
-    settings_of,
-)
+from waltz_core.client.api.contexts import ContextRun, LoopContext, RunnableContext
+from waltz_core.client.api.opening import OpenedByConnect, Opening, settings_of
 from waltz_core.client.api.subscriptions import Subscriptions
 from waltz_core.client.links.connections import ServerLinks
 from waltz_core.client.links.directory import (
@@ -40,15 +32,8 @@ from waltz_core.client.links.directory import (
     Owner,
     ZooKeeperDirectory,
 )
-from waltz_core.client.model.callbacks import (
-    AsyncCallbacks,
-    check_callbacks,
-    check_headers,
-)
-from waltz_core.client.model.predecessors import (
-    FOLLOW,
-    FollowedState,
-)
+from waltz_core.client.model.callbacks import AsyncCallbacks, check_callbacks, check_headers
+from waltz_core.client.model.predecessors import FOLLOW, FollowedState
 from waltz_core.client.model.transaction import (
     TransactionContext,
     check_data,
@@ -61,10 +46,7 @@ from waltz_core.client.model.transaction import (
     partition_of,
 )
 from waltz_core.client.read.catch_up import Recipient
-from waltz_core.client.read.feed_delivery import (
-    Consumer,
-    LoopConsumer,
-)
+from waltz_core.client.read.feed_delivery import Consumer, LoopConsumer
 from waltz_core.client.read.ranges import (
     NO_REPLICAS,
     RangeChunk,
@@ -73,21 +55,12 @@ from waltz_core.client.read.ranges import (
     ReplicaSet,
     read_chunks,
 )
-from waltz_core.client.read.requests import (
-    OwnerRequests,
-    by_partition,
-)
-from waltz_core.client.stream.appends import (
-    BatchOrder,
-    PendingRow,
-)
+from waltz_core.client.read.requests import OwnerRequests, by_partition
+from waltz_core.client.stream.appends import BatchOrder, PendingRow
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
-from waltz_core.records.record import (
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.records.record import PartitionId, TransactionId
 from waltz_core.transport import tls
 from waltz_core.wire.messages import RangeForm
 

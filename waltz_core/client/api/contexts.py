@@ -34,11 +34,7 @@ from waltz_core.client.model.transaction import (
     check_context,
 )
 from waltz_core.client.read.feed_delivery import own_cancellation
-from waltz_core.client.stream.appends import (
-    PendingRow,
-    RowOutcome,
-    error_of,
-)
+from waltz_core.client.stream.appends import PendingRow, RowOutcome, error_of
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.records.record import TransactionId
 from waltz_core.wire.messages import Reason

@@ -34,20 +34,11 @@ from random import Random
 from typing import Any, NoReturn, TypeVar
 
 from waltz_core import errors
-from waltz_core.client.model.callbacks import (
-    BatchCallbacks,
-    PoisonPolicy,
-)
-from waltz_core.client.model.transaction import (
-    Transaction,
-    TransactionBuilder,
-)
+from waltz_core.client.model.callbacks import BatchCallbacks, PoisonPolicy
+from waltz_core.client.model.transaction import Transaction, TransactionBuilder
 from waltz_core.client.read.feed_delivery import BATCH_MAX
 from waltz_core.client.stream.backoff import Backoff
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, TransactionId
 
 try:
     import sqlalchemy as sa

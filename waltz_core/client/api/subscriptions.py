@@ -15,22 +15,12 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from waltz_core import errors
-from waltz_core.client.read.catch_up import (
-    CatchUp,
-    Recipient,
-)
-from waltz_core.client.read.data_cache import (
-    DATA_BYTES_MAX,
-    DataBudget,
-    DataCache,
-)
+from waltz_core.client.read.catch_up import CatchUp, Recipient
+from waltz_core.client.read.data_cache import DATA_BYTES_MAX, DataBudget, DataCache
 from waltz_core.client.read.requests import OwnerRequests
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.config.declarations import ClientConfig
-from waltz_core.records.record import (
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.records.record import PartitionId, TransactionId
 
 FindPartition = Callable[[PartitionId], Coroutine[Any, Any, ClientPartition]]
 Spawn = Callable[[Coroutine[Any, Any, None], str], None]

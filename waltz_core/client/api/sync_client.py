@@ -36,16 +36,9 @@ import uvloop
 
 from waltz_core import errors
 from waltz_core.client.api.async_client import AsyncWaltzClient
-from waltz_core.client.api.opening import (
-    NOT_SENT,
-    Opening,
-)
+from waltz_core.client.api.opening import NOT_SENT, Opening
 from waltz_core.client.api.subscriptions import waits_for_itself
-from waltz_core.client.links.directory import (
-    ClusterInfo,
-    ClusterLayout,
-    FixedDirectory,
-)
+from waltz_core.client.links.directory import ClusterInfo, ClusterLayout, FixedDirectory
 from waltz_core.client.model.callbacks import (
     BatchCallbacks,
     Callbacks,
@@ -66,16 +59,10 @@ from waltz_core.client.read.feed_delivery import (
     DeliveryRun,
     mark_of,
 )
-from waltz_core.client.read.ranges import (
-    RangeChunk,
-    ReplicaSet,
-)
+from waltz_core.client.read.ranges import RangeChunk, ReplicaSet
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
-from waltz_core.records.record import (
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.records.record import PartitionId, TransactionId
 from waltz_core.wire.messages import RangeForm
 
 if TYPE_CHECKING:

@@ -31,10 +31,7 @@ from waltz_core.client.links.old_server import OldServer
 from waltz_core.client.links.pending_requests import AnswerT, PendingRequests
 from waltz_core.client.links.silence import Silences, SilenceWatch
 from waltz_core.legacy import old_server_stream
-from waltz_core.records.record import (
-    PartitionId,
-    ReqId,
-)
+from waltz_core.records.record import PartitionId, ReqId
 from waltz_core.transport import net
 from waltz_core.wire.messages import AppendFollowing, ClientMessage, Message, Surface
 

@@ -32,10 +32,7 @@ from waltz_core.cluster.nodes.sharing import Shared
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.config.declarations import ClientConfig
-from waltz_core.records.record import (
-    Generation,
-    PartitionId,
-)
+from waltz_core.records.record import Generation, PartitionId
 
 T = TypeVar("T")
 

@@ -5,13 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from waltz_core import errors
-from waltz_core.records.record import (
-    CONTROL_SEQUENCE_MIN,
-    ClientId,
-    Generation,
-    PartitionId,
-    ReqId,
-)
+from waltz_core.records.record import CONTROL_SEQUENCE_MIN, ClientId, Generation, PartitionId, ReqId
 from waltz_core.transport import net
 from waltz_core.wire.messages import ClientMessage, ErrorResponse
 

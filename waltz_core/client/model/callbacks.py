@@ -20,12 +20,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from waltz_core import errors
-from waltz_core.client.model.transaction import (
-    AsyncTransaction,
-    Transaction,
-    check_header,
-    each_of,
-)
+from waltz_core.client.model.transaction import AsyncTransaction, Transaction, check_header, each_of
 from waltz_core.records.record import BEFORE_FIRST
 
 # Header values of one filter.

@@ -17,11 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Concatenate, ParamSpec, SupportsIndex, TypeAlias, cast
 
 from waltz_core import errors
-from waltz_core.client.model.transaction import (
-    TransactionBuilder,
-    TransactionContext,
-    partition_of,
-)
+from waltz_core.client.model.transaction import TransactionBuilder, TransactionContext, partition_of
 
 ArgumentsT = ParamSpec("ArgumentsT")
 # Fills in the builder; False means that there is nothing to do.

@@ -21,10 +21,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeVar, overload
 
 from waltz_core import errors
-from waltz_core.client.model.serializers import (
-    MSGPACK,
-    Serializer,
-)
+from waltz_core.client.model.serializers import MSGPACK, Serializer
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     BEFORE_FIRST,

@@ -18,14 +18,8 @@ from collections.abc import Iterable
 from typing import Any, Protocol, SupportsIndex, TypeVar, cast, overload
 
 from waltz_core import errors
-from waltz_core.client.model.predecessors import (
-    FollowedState,
-    Predecessor,
-)
-from waltz_core.client.model.serializers import (
-    MSGPACK,
-    Serializer,
-)
+from waltz_core.client.model.predecessors import FollowedState, Predecessor
+from waltz_core.client.model.serializers import MSGPACK, Serializer
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     BEFORE_FIRST,

@@ -19,18 +19,12 @@ import numpy as np
 from waltz_core import errors
 from waltz_core.client.links.outage import Outage
 from waltz_core.client.read.data_cache import DataCache
-from waltz_core.client.read.feed_delivery import (
-    Applier,
-    Consumer,
-)
+from waltz_core.client.read.feed_delivery import Applier, Consumer
 from waltz_core.client.read.ranges import RangeQuery
 from waltz_core.client.read.requests import OwnerRequests
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.config.declarations import ClientConfig
-from waltz_core.records.raw_records import (
-    FEED_HEADER_DTYPE,
-    HEADER_DTYPE,
-)
+from waltz_core.records.raw_records import FEED_HEADER_DTYPE, HEADER_DTYPE
 from waltz_core.records.record import TransactionId
 from waltz_core.wire.messages import RangeForm
 

@@ -19,16 +19,9 @@ from concurrent.futures import CancelledError
 from typing import Final, NamedTuple
 
 from waltz_core import errors
-from waltz_core.client.read.ranges import (
-    RangeChunk,
-    RangeQuery,
-)
+from waltz_core.client.read.ranges import RangeChunk, RangeQuery
 from waltz_core.records import raw_records
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    RECORD_PREFIX,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, RECORD_PREFIX, TransactionId
 
 DATA_BYTES_MAX: Final = 64 * 1024 * 1024
 CHUNKS_KEPT_MAX: Final = 4

@@ -23,22 +23,10 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from waltz_core import errors
 from waltz_core.client.links.outage import Outage
-from waltz_core.client.model.callbacks import (
-    AsyncCallbacks,
-    PoisonPolicy,
-    policy_of,
-)
-from waltz_core.client.model.transaction import (
-    AsyncTransaction,
-    DataSource,
-    check_mark,
-)
+from waltz_core.client.model.callbacks import AsyncCallbacks, PoisonPolicy, policy_of
+from waltz_core.client.model.transaction import AsyncTransaction, DataSource, check_mark
 from waltz_core.records import raw_records
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
 from waltz_core.wire.messages import Buffer
 
 _log = logging.getLogger(__name__)

@@ -35,11 +35,7 @@ import numpy.typing as npt
 from waltz_core import errors
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
-from waltz_core.records.record import (
-    LineageEntry,
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.records.record import LineageEntry, PartitionId, TransactionId
 from waltz_core.transport import handover
 from waltz_core.wire.places import FilePlace, encode_segment
 

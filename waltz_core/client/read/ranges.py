@@ -33,11 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core import errors
-from waltz_core.client.read.nearby import (
-    GRANT_BYTES,
-    Nearby,
-    ReadGrant,
-)
+from waltz_core.client.read.nearby import GRANT_BYTES, Nearby, ReadGrant
 from waltz_core.legacy.interfaces import OldRecords
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
@@ -52,10 +48,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.transport import (
-    handover,
-    net,
-)
+from waltz_core.transport import handover, net
 from waltz_core.wire import messages
 from waltz_core.wire.messages import Buffer, RangeForm, Surface
 from waltz_core.wire.places import PLACES, decode_places, door_of

@@ -27,14 +27,8 @@ from random import Random
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from waltz_core import errors
-from waltz_core.client.links.connections import (
-    ServerLink,
-    ServerLinks,
-)
-from waltz_core.client.links.directory import (
-    Directory,
-    Owner,
-)
+from waltz_core.client.links.connections import ServerLink, ServerLinks
+from waltz_core.client.links.directory import Directory, Owner
 from waltz_core.client.read.ranges import (
     RangeChunk,
     RangeQuery,
@@ -45,13 +39,7 @@ from waltz_core.client.read.ranges import (
 )
 from waltz_core.config.declarations import NO_GROUP, ClientConfig
 from waltz_core.legacy.old_server_reads import OriginalReads
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    NO_SESSION,
-    PartitionId,
-    ReqId,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, PartitionId, ReqId, TransactionId
 from waltz_core.wire import messages
 from waltz_core.wire.messages import ClientMessage
 

@@ -20,39 +20,20 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
 from waltz_core import errors
-from waltz_core.client.links.connections import (
-    ServerLink,
-    ServerLinks,
-)
-from waltz_core.client.links.directory import (
-    Directory,
-    Owner,
-)
-from waltz_core.client.links.outage import (
-    QUIET_S,
-    Outage,
-)
+from waltz_core.client.links.connections import ServerLink, ServerLinks
+from waltz_core.client.links.directory import Directory, Owner
+from waltz_core.client.links.outage import QUIET_S, Outage
 from waltz_core.client.stream import stream_events
-from waltz_core.client.stream.appends import (
-    Appends,
-    AppendWindow,
-)
+from waltz_core.client.stream.appends import Appends, AppendWindow
 from waltz_core.client.stream.monitor import Parcel
 from waltz_core.client.stream.partition_stream import PartitionStream
-from waltz_core.client.stream.stream_events import (
-    Phase,
-    StreamSettings,
-)
+from waltz_core.client.stream.stream_events import Phase, StreamSettings
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.driver import Driver
 from waltz_core.legacy import old_server_stream
 from waltz_core.machine import Report
-from waltz_core.records.record import (
-    Generation,
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.records.record import Generation, PartitionId, TransactionId
 from waltz_core.wire.messages import ClientMessage
 
 if TYPE_CHECKING:

@@ -15,15 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from waltz_core.client.stream.stream_events import Fed
-from waltz_core.records.raw_records import (
-    FEED_HEADER_BYTES,
-    FEED_HEADER_DTYPE,
-)
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    Chain,
-    TransactionId,
-)
+from waltz_core.records.raw_records import FEED_HEADER_BYTES, FEED_HEADER_DTYPE
+from waltz_core.records.record import BEFORE_FIRST, Chain, TransactionId
 from waltz_core.wire.messages import FeedBatch
 
 

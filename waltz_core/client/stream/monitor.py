@@ -26,18 +26,8 @@ import numpy.typing as npt
 
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FollowedState
-from waltz_core.records.raw_records import (
-    FEED_HEADER_DTYPE,
-    FEW,
-    HEADER_DTYPE,
-    REQ_ID_DTYPE,
-)
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    PartitionId,
-    ReqId,
-    TransactionId,
-)
+from waltz_core.records.raw_records import FEED_HEADER_DTYPE, FEW, HEADER_DTYPE, REQ_ID_DTYPE
+from waltz_core.records.record import BEFORE_FIRST, PartitionId, ReqId, TransactionId
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     AppendBatch,

@@ -13,10 +13,7 @@ from collections import deque
 
 from waltz_core import errors
 from waltz_core.client.stream import verdicts
-from waltz_core.client.stream.monitor import (
-    BatchOutcome,
-    Parcel,
-)
+from waltz_core.client.stream.monitor import BatchOutcome, Parcel
 from waltz_core.records.record import PartitionId
 from waltz_core.values import value
 from waltz_core.wire.messages import Mounted, Reason

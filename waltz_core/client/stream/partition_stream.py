@@ -28,23 +28,11 @@ Invariants:
 from typing import TYPE_CHECKING, assert_never
 
 from waltz_core import errors
-from waltz_core.client.stream import (
-    stream_events,
-    verdicts,
-)
+from waltz_core.client.stream import stream_events, verdicts
 from waltz_core.client.stream.backoff import Backoff
 from waltz_core.client.stream.cursor import FeedCursor
-from waltz_core.client.stream.monitor import (
-    AppendAnswer,
-    BatchOutcome,
-    Monitor,
-    Parcel,
-    Pending,
-)
-from waltz_core.client.stream.outbox import (
-    MountLimits,
-    Outbox,
-)
+from waltz_core.client.stream.monitor import AppendAnswer, BatchOutcome, Monitor, Parcel, Pending
+from waltz_core.client.stream.outbox import MountLimits, Outbox
 from waltz_core.client.stream.readback import ReadBack
 from waltz_core.client.stream.stream_events import (
     Effect,

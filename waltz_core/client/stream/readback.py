@@ -11,13 +11,7 @@ Rules:
 
 from waltz_core.client.stream.monitor import Monitor
 from waltz_core.errors import DataLoss
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    MADE_UP,
-    Chain,
-    ReqId,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, MADE_UP, Chain, ReqId, TransactionId
 from waltz_core.wire.messages import RangeData, RangeForm, RangeRequest
 
 

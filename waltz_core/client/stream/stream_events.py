@@ -16,16 +16,10 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import TypeAlias
 
-from waltz_core.client.stream.monitor import (
-    BatchOutcome,
-    Parcel,
-)
+from waltz_core.client.stream.monitor import BatchOutcome, Parcel
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report, Wakeup
-from waltz_core.records.record import (
-    Generation,
-    TransactionId,
-)
+from waltz_core.records.record import Generation, TransactionId
 from waltz_core.values import value
 from waltz_core.wire.messages import Buffer, ClientMessage
 

@@ -10,11 +10,7 @@ Rules:
 """
 
 from waltz_core import errors
-from waltz_core.client.stream.monitor import (
-    BatchOutcome,
-    Parcel,
-    Pending,
-)
+from waltz_core.client.stream.monitor import BatchOutcome, Parcel, Pending
 from waltz_core.records.record import PartitionId
 from waltz_core.wire.messages import Reason
 

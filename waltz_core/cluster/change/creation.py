@@ -18,17 +18,9 @@ from waltz_core import errors
 from waltz_core.cluster.membership.assignment import assign_replicas
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.paths import ClusterPaths
-from waltz_core.cluster.nodes.znodes import (
-    NO_NODE,
-    CreateNode,
-    Operation,
-    Set,
-)
+from waltz_core.cluster.nodes.znodes import NO_NODE, CreateNode, Operation, Set
 from waltz_core.config.connect_string import check_address
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-)
+from waltz_core.records.record import PartitionId, ReplicaId
 
 # A create of a marker takes about 100 bytes and its path; a request may have 1 MiB.
 STEP_OPERATIONS_MAX = 1000

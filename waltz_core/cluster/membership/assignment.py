@@ -23,12 +23,7 @@ from waltz_core.cluster.nodes.model import (
     ReplicaAssignments,
     ServerDescriptor,
 )
-from waltz_core.records.record import (
-    Generation,
-    PartitionId,
-    ReplicaId,
-    ServerId,
-)
+from waltz_core.records.record import Generation, PartitionId, ReplicaId, ServerId
 
 FIRST_GENERATION = Generation(0)
 

@@ -24,10 +24,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from waltz_core.records.record import (
-    PartitionId,
-    ServerId,
-)
+from waltz_core.records.record import PartitionId, ServerId
 
 # A load of 1 is about one KiB of appended data a second (server/process/load.py); ten are as good
 # as none.

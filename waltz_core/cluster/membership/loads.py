@@ -20,16 +20,9 @@ from math import exp
 from typing import Final, NamedTuple
 
 from waltz_core import errors
-from waltz_core.cluster.nodes.node_access import (
-    ClusterNodes,
-    decode_node,
-    is_number,
-)
+from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node, is_number
 from waltz_core.records import strict_json
-from waltz_core.records.record import (
-    PartitionId,
-    ServerId,
-)
+from waltz_core.records.record import PartitionId, ServerId
 
 _FORMAT: Final = 1
 _FIGURE_LIMIT: Final = 1 << 63

@@ -32,29 +32,12 @@ from waltz_core.cluster.membership.assignment import (
     move_partitions,
     with_generations,
 )
-from waltz_core.cluster.membership.reachability import (
-    ReachBoard,
-    eligible,
-)
+from waltz_core.cluster.membership.reachability import ReachBoard, eligible
 from waltz_core.cluster.nodes import model
-from waltz_core.cluster.nodes.node_access import (
-    ClusterNodes,
-    decode_node,
-)
+from waltz_core.cluster.nodes.node_access import ClusterNodes, decode_node
 from waltz_core.cluster.nodes.paths import DESCRIPTOR_PREFIX
-from waltz_core.cluster.nodes.znodes import (
-    CreateNode,
-    Delete,
-    NodeStat,
-    Operation,
-    Set,
-    Signal,
-)
-from waltz_core.records.record import (
-    Generation,
-    PartitionId,
-    ServerId,
-)
+from waltz_core.cluster.nodes.znodes import CreateNode, Delete, NodeStat, Operation, Set, Signal
+from waltz_core.records.record import Generation, PartitionId, ServerId
 
 READ_ATTEMPTS_MAX = 20
 WRITE_ATTEMPTS_MAX = 20

@@ -9,10 +9,7 @@ Rules:
     2. The first connection of a process is no return: nothing that is missing was seen before.
 """
 
-from waltz_core.cluster.nodes.znodes import (
-    SessionState,
-    Znodes,
-)
+from waltz_core.cluster.nodes.znodes import SessionState, Znodes
 
 ABSENCE_MS_MIN = 500
 

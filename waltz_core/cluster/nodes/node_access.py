@@ -12,15 +12,7 @@ from typing import Final, Never, TypeVar
 from waltz_core import errors
 from waltz_core.cluster.nodes.contact import Contact
 from waltz_core.cluster.nodes.paths import ClusterPaths
-from waltz_core.cluster.nodes.znodes import (
-    CreateNode,
-    Delete,
-    Node,
-    Operation,
-    Set,
-    Signal,
-    Znodes,
-)
+from waltz_core.cluster.nodes.znodes import CreateNode, Delete, Node, Operation, Set, Signal, Znodes
 
 T = TypeVar("T")
 

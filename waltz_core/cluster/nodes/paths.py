@@ -11,11 +11,7 @@ Rules:
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-    ServerId,
-)
+from waltz_core.records.record import PartitionId, ReplicaId, ServerId
 
 DESCRIPTOR_PREFIX = "s_"
 

@@ -17,11 +17,7 @@ from typing import Final, NamedTuple
 
 from waltz_core import errors
 from waltz_core.cluster.nodes.model import ClusterParams
-from waltz_core.cluster.nodes.znodes import (
-    Delete,
-    Set,
-    Znodes,
-)
+from waltz_core.cluster.nodes.znodes import Delete, Set, Znodes
 
 # ZooKeeper's own nodes.
 ITS_OWN: Final = "/zookeeper"

@@ -65,16 +65,9 @@ from waltz_core.cluster.zookeeper.credentials import (
     NodePermission,
     parse_credentials,
 )
-from waltz_core.cluster.zookeeper.kazoo_connection import (
-    Handler,
-    Hooks,
-    clock_ms,
-)
+from waltz_core.cluster.zookeeper.kazoo_connection import Handler, Hooks, clock_ms
 from waltz_core.cluster.zookeeper.watchdog import BEATS
-from waltz_core.config.connect_string import (
-    ConnectString,
-    parse_connect_string,
-)
+from waltz_core.config.connect_string import ConnectString, parse_connect_string
 
 CONNECT_TIMEOUT_MS = 10_000
 SESSION_TIMEOUT_MS = 10_000

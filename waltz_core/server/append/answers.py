@@ -6,11 +6,7 @@
 from collections.abc import Sequence
 
 from waltz_core import errors
-from waltz_core.records.record import (
-    ReplicaId,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.records.record import ReplicaId, SessionId, TransactionId
 from waltz_core.server.append.mounts import PartitionPlace
 from waltz_core.server.locking.tickets import Ticket
 from waltz_core.server.partition_events import (

@@ -15,25 +15,12 @@ from collections.abc import Iterable
 import numpy as np
 
 from waltz_core.errors import TooLarge, WaltzError
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    NO_SESSION,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, TransactionId
 from waltz_core.server.append.answers import refuse_ticket
 from waltz_core.server.append.mounts import Mounts
-from waltz_core.server.append.outcomes import (
-    Ahead,
-    AppendOutcome,
-    Reached,
-)
+from waltz_core.server.append.outcomes import Ahead, AppendOutcome, Reached
 from waltz_core.server.locking.following import Followers
-from waltz_core.server.locking.tickets import (
-    AppendFigures,
-    Epoch,
-    SingleTicket,
-    Ticket,
-)
+from waltz_core.server.locking.tickets import AppendFigures, Epoch, SingleTicket, Ticket
 from waltz_core.server.partition_events import Answer
 from waltz_core.wire.messages import Reason
 

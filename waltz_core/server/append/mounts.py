@@ -30,12 +30,7 @@ from waltz_core.errors import (
     NotOwned,
     WaltzError,
 )
-from waltz_core.records.record import (
-    ClientId,
-    Generation,
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.records.record import ClientId, Generation, PartitionId, TransactionId
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import LATEST_MARK, MountRequest, MountWriter
 

@@ -34,52 +34,22 @@ from typing import TypeGuard
 
 from waltz_core.machine import earliest
 from waltz_core.records.lock_blocks import LogEnd
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    NO_SESSION,
-    Chain,
-    PartitionId,
-    TransactionId,
-)
-from waltz_core.replication.session_events import (
-    SessionOpened,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, PartitionId, TransactionId
+from waltz_core.replication.session_events import SessionOpened
 from waltz_core.server.append.admission import Admission
 from waltz_core.server.append.endings import Endings
-from waltz_core.server.append.flights import (
-    Draft,
-    Flight,
-    Flights,
-)
+from waltz_core.server.append.flights import Draft, Flight, Flights
 from waltz_core.server.append.lanes import Lanes
 from waltz_core.server.append.mounts import Mounts
-from waltz_core.server.append.outcomes import (
-    AppendOutcome,
-    BatchCommitted,
-    Reached,
-    SubmitBatch,
-)
+from waltz_core.server.append.outcomes import AppendOutcome, BatchCommitted, Reached, SubmitBatch
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.locking.following import Followers
-from waltz_core.server.locking.judging import (
-    JudgedPiece,
-    LogPlace,
-    judge_rows,
-    judge_singles,
-)
+from waltz_core.server.locking.judging import JudgedPiece, LogPlace, judge_rows, judge_singles
 from waltz_core.server.locking.lock_queues import LockQueues, is_contender
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.refill import Refill
-from waltz_core.server.locking.tickets import (
-    AppendFigures,
-    BatchTicket,
-    SingleTicket,
-    Ticket,
-)
-from waltz_core.server.partition_events import (
-    ConnectionId,
-    PartitionLimits,
-)
+from waltz_core.server.locking.tickets import AppendFigures, BatchTicket, SingleTicket, Ticket
+from waltz_core.server.partition_events import ConnectionId, PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendFollowing, AppendRequest, Reason
 
 

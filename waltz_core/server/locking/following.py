@@ -20,18 +20,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from waltz_core.records.record import (
-    NO_SESSION,
-    RECORD_OVERHEAD_BYTES,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.records.record import NO_SESSION, RECORD_OVERHEAD_BYTES, SessionId, TransactionId
 from waltz_core.server.locking.judging import JudgedPiece
 from waltz_core.server.locking.lock_queues import LockQueues
 from waltz_core.server.locking.tickets import SingleTicket
-from waltz_core.server.partition_events import (
-    Answer,
-)
+from waltz_core.server.partition_events import Answer
 from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
 
 # So much is remembered of what was admitted, and so much of it is told to one author.

@@ -15,19 +15,10 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from waltz_core.errors import BadRequest, ChecksumMismatch
-from waltz_core.records.batches import (
-    AppendRows,
-    EncodedBatch,
-    decode_append,
-    encode_records,
-)
+from waltz_core.records.batches import AppendRows, EncodedBatch, decode_append, encode_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.lock_blocks import TOLD_APART_MAX
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    TRANSACTION_BYTES_MAX,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, TRANSACTION_BYTES_MAX, TransactionId
 from waltz_core.server.locking.lock_table import (
     AHEAD,
     NO_CONFLICT,
@@ -37,15 +28,8 @@ from waltz_core.server.locking.lock_table import (
     LockTable,
     Mask,
 )
-from waltz_core.server.locking.single_records import (
-    encode_singles,
-    lock_column,
-)
-from waltz_core.server.locking.tickets import (
-    BatchTicket,
-    SingleTicket,
-    Ticket,
-)
+from waltz_core.server.locking.single_records import encode_singles, lock_column
+from waltz_core.server.locking.tickets import BatchTicket, SingleTicket, Ticket
 from waltz_core.server.partition_events import PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 

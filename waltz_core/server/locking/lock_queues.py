@@ -20,10 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeGuard
 
 from waltz_core.server.locking.lock_table import REFUSED
-from waltz_core.server.locking.tickets import (
-    SingleTicket,
-    Ticket,
-)
+from waltz_core.server.locking.tickets import SingleTicket, Ticket
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import Reason
 

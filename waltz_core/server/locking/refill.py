@@ -27,12 +27,7 @@ from typing import Final
 import numpy as np
 
 from waltz_core.machine import Report, earliest
-from waltz_core.records.lock_blocks import (
-    HASH_BYTES,
-    Block,
-    Blocks,
-    LogEnd,
-)
+from waltz_core.records.lock_blocks import HASH_BYTES, Block, Blocks, LogEnd
 from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -42,14 +37,8 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.locking.lock_table import (
-    I64,
-    LockTable,
-)
-from waltz_core.server.partition_events import (
-    Fetch,
-    PartitionLimits,
-)
+from waltz_core.server.locking.lock_table import I64, LockTable
+from waltz_core.server.partition_events import Fetch, PartitionLimits
 from waltz_core.wire.messages import LockBlocks, LockBlocksRequest
 
 HELD_MS_MAX: Final = 150

@@ -10,14 +10,8 @@ from itertools import chain
 
 import numpy as np
 
-from waltz_core.records.batches import (
-    EncodedBatch,
-    LockColumn,
-)
-from waltz_core.records.checksum import (
-    combine,
-    crc32,
-)
+from waltz_core.records.batches import EncodedBatch, LockColumn
+from waltz_core.records.checksum import combine, crc32
 from waltz_core.records.raw_records import encode_record
 from waltz_core.records.record import TransactionId
 from waltz_core.server.locking.tickets import SingleTicket

@@ -33,14 +33,8 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.locking.lock_table import (
-    NO_CONFLICT,
-    REFUSED,
-)
-from waltz_core.server.partition_events import (
-    Answer,
-    ConnectionId,
-)
+from waltz_core.server.locking.lock_table import NO_CONFLICT, REFUSED
+from waltz_core.server.partition_events import Answer, ConnectionId
 from waltz_core.wire.messages import (
     AppendBatch,
     AppendFollowing,

@@ -21,30 +21,14 @@ from typing import assert_never
 
 from waltz_core import errors
 from waltz_core.machine import Report, Wakeup, earliest
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    NO_SESSION,
-    Generation,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Generation, SessionId, TransactionId
 from waltz_core.replication import session_events as replication
-from waltz_core.server.append import (
-    answers,
-    outcomes,
-)
-from waltz_core.server.append.mounts import (
-    Mounts,
-    PartitionPlace,
-    mark_of,
-)
+from waltz_core.server.append import answers, outcomes
+from waltz_core.server.append.mounts import Mounts, PartitionPlace, mark_of
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.tickets import Ticket
-from waltz_core.server.partition.proofs import (
-    Proofs,
-    claim_of,
-)
+from waltz_core.server.partition.proofs import Proofs, claim_of
 from waltz_core.server.partition.waiting_requests import WaitingMount, WaitingRequests
 from waltz_core.server.partition_events import (
     Answer,
@@ -64,10 +48,7 @@ from waltz_core.server.partition_events import (
     Store,
 )
 from waltz_core.server.read import feeds
-from waltz_core.server.read.cache import (
-    FeedCache,
-    TransactionCache,
-)
+from waltz_core.server.read.cache import FeedCache, TransactionCache
 from waltz_core.server.read.feeds import Feed
 from waltz_core.server.read.reads import Reads
 from waltz_core.wire import messages

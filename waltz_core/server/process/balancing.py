@@ -18,21 +18,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.membership.balance import (
-    BalanceLimits,
-    Balancer,
-)
-from waltz_core.cluster.membership.loads import (
-    LoadBook,
-    LoadMeter,
-)
+from waltz_core.cluster.membership.balance import BalanceLimits, Balancer
+from waltz_core.cluster.membership.loads import LoadBook, LoadMeter
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.driver import loop_clock_ms
 from waltz_core.errors import WaltzError
-from waltz_core.records.record import (
-    PartitionId,
-    ServerId,
-)
+from waltz_core.records.record import PartitionId, ServerId
 
 _log = logging.getLogger(__name__)
 

@@ -40,11 +40,7 @@ from waltz_core.server.partition_events import (
     refusal,
 )
 from waltz_core.server.process.append_times import AppendTime
-from waltz_core.server.process.flow import (
-    AdmittedRequest,
-    Flow,
-    FlowLimits,
-)
+from waltz_core.server.process.flow import AdmittedRequest, Flow, FlowLimits
 from waltz_core.server.process.storage_links import Tasks
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import (

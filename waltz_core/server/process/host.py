@@ -47,15 +47,8 @@ from waltz_core.server.partition_events import (
 )
 from waltz_core.server.process.append_times import AppendTimes
 from waltz_core.server.process.load import cost_of
-from waltz_core.server.process.openings import (
-    Openings,
-    Turn,
-)
-from waltz_core.server.process.storage_links import (
-    ReadLinks,
-    SessionLinks,
-    Tasks,
-)
+from waltz_core.server.process.openings import Openings, Turn
+from waltz_core.server.process.storage_links import ReadLinks, SessionLinks, Tasks
 from waltz_core.wire.messages import ClientMessage, LockBlocks, RangeData, Reason
 
 _log = logging.getLogger(__name__)

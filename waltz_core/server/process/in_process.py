@@ -22,12 +22,7 @@ from waltz_core import errors
 from waltz_core.config.declarations import MIB
 from waltz_core.driver import Driver
 from waltz_core.metrics import Metrics
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    Generation,
-    PartitionId,
-    ReqId,
-)
+from waltz_core.records.record import BEFORE_FIRST, Generation, PartitionId, ReqId
 from waltz_core.replication.session_events import Own
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.partition.served_partition import Partition
@@ -46,17 +41,9 @@ from waltz_core.server.partition_events import (
 from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
-from waltz_core.server.process.log_in_memory import (
-    REPLICA,
-    MemoryLog,
-    MemoryStore,
-)
+from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
 from waltz_core.server.process.storage_links import Tasks
-from waltz_core.server.read.cache import (
-    CacheBudget,
-    FeedCache,
-    TransactionCache,
-)
+from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net
 from waltz_core.wire.messages import (
     AppendBatch,

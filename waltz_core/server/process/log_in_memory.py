@@ -35,10 +35,7 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.replication import session_events as replication
-from waltz_core.server.read.cache import (
-    CacheBudget,
-    TransactionCache,
-)
+from waltz_core.server.read.cache import CacheBudget, TransactionCache
 from waltz_core.wire.messages import RangeBytes, RangeForm, RangeRaw
 
 REPLICA: Final = ReplicaId("memory:1")

@@ -28,10 +28,7 @@ from collections.abc import Awaitable, Callable
 from ssl import SSLContext
 from typing import Final
 
-from waltz_core.cluster.membership.reachability import (
-    Reachability,
-    ReachBoard,
-)
+from waltz_core.cluster.membership.reachability import Reachability, ReachBoard
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.nodes.model import ServerDescriptor
 from waltz_core.driver import loop_clock_ms

@@ -12,10 +12,7 @@ Rules:
 
 from collections.abc import Callable, Collection, Mapping
 
-from waltz_core.records.record import (
-    PartitionId,
-    ReplicaId,
-)
+from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.replication.quorum import quorum_size
 
 

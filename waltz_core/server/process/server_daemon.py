@@ -25,66 +25,30 @@ from typing import Final
 from waltz_core import errors
 from waltz_core.cluster.coordinator import ClusterView, Coordinator
 from waltz_core.cluster.membership.registration import ServersView
-from waltz_core.cluster.nodes.model import (
-    ReplicaAssignments,
-    ServerDescriptor,
-)
+from waltz_core.cluster.nodes.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.cluster.nodes.sharing import Shared
-from waltz_core.cluster.zookeeper.starting import (
-    connected,
-    patiently,
-)
+from waltz_core.cluster.zookeeper.starting import connected, patiently
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Health, Metrics, serve_pages
-from waltz_core.records.record import (
-    FRAME_BYTES_MAX,
-    Generation,
-    PartitionId,
-    ReplicaId,
-    ServerId,
-)
+from waltz_core.records.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId, ServerId
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.locking.lock_table import slot_count_within
 from waltz_core.server.partition.served_partition import Partition
-from waltz_core.server.partition_events import (
-    KIB,
-    MIB,
-    PartitionIdentity,
-    PartitionLimits,
-)
-from waltz_core.server.process.append_times import (
-    AppendTime,
-    AppendTimes,
-)
+from waltz_core.server.partition_events import KIB, MIB, PartitionIdentity, PartitionLimits
+from waltz_core.server.process.append_times import AppendTime, AppendTimes
 from waltz_core.server.process.balancing import BalanceTimes, Balancing
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
-from waltz_core.server.process.host import (
-    Host,
-    ServerServices,
-)
+from waltz_core.server.process.host import Host, ServerServices
 from waltz_core.server.process.neighbours import Neighbours
 from waltz_core.server.process.openings import Openings
-from waltz_core.server.process.preferences import (
-    Preferences,
-    within_reach,
-)
-from waltz_core.server.process.storage_links import (
-    ReadLinks,
-    is_reachable,
-)
-from waltz_core.server.read.cache import (
-    CacheBudget,
-    FeedCache,
-    TransactionCache,
-)
-from waltz_core.transport import (
-    net,
-    tls,
-)
+from waltz_core.server.process.preferences import Preferences, within_reach
+from waltz_core.server.process.storage_links import ReadLinks, is_reachable
+from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
+from waltz_core.transport import net, tls
 from waltz_core.wire.messages import Surface
 
 _log = logging.getLogger(__name__)

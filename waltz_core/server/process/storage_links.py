@@ -20,15 +20,9 @@ from ssl import SSLContext
 from typing import Any, Final, Protocol, TypeAlias
 
 from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
-from waltz_core.records.record import (
-    ReplicaId,
-    SessionId,
-)
+from waltz_core.records.record import ReplicaId, SessionId
 from waltz_core.replication import session_events as replication
-from waltz_core.transport.net import (
-    Link,
-    dial,
-)
+from waltz_core.transport.net import Link, dial
 from waltz_core.wire.messages import (
     LockBlocks,
     LockBlocksRequest,

@@ -26,10 +26,7 @@ import numpy.typing as npt
 
 from waltz_core.records import raw_records
 from waltz_core.records.raw_records import Buffer
-from waltz_core.records.record import (
-    LineageEntry,
-    TransactionId,
-)
+from waltz_core.records.record import LineageEntry, TransactionId
 
 I64 = npt.NDArray[np.int64]
 

@@ -20,11 +20,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from waltz_core.errors import BadRequest, ClientAhead, NotMounted, WaltzError
-from waltz_core.records.raw_records import (
-    FEED_HEADER_BYTES,
-    FEED_HEADER_DTYPE,
-    Buffer,
-)
+from waltz_core.records.raw_records import FEED_HEADER_BYTES, FEED_HEADER_DTYPE, Buffer
 from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,

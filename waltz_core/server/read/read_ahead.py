@@ -18,15 +18,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.records.raw_records import (
-    Buffer,
-    offsets_of,
-)
+from waltz_core.records.raw_records import Buffer, offsets_of
 from waltz_core.records.record import TransactionId
-from waltz_core.server.read.cache import (
-    BATCH_OVERHEAD_BYTES,
-    CacheBudget,
-)
+from waltz_core.server.read.cache import BATCH_OVERHEAD_BYTES, CacheBudget
 
 I64 = npt.NDArray[np.int64]
 

@@ -45,22 +45,9 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication.session_events import Batch
 from waltz_core.server.append.answers import refuse
-from waltz_core.server.partition_events import (
-    Answer,
-    FeedHeaders,
-    Fetch,
-    PartitionLimits,
-    Received,
-)
-from waltz_core.server.read.cache import (
-    FeedCache,
-    TransactionCache,
-)
-from waltz_core.server.read.read_ahead import (
-    AHEAD_BYTES,
-    AHEAD_COUNT,
-    ReadAhead,
-)
+from waltz_core.server.partition_events import Answer, FeedHeaders, Fetch, PartitionLimits, Received
+from waltz_core.server.read.cache import FeedCache, TransactionCache
+from waltz_core.server.read.read_ahead import AHEAD_BYTES, AHEAD_COUNT, ReadAhead
 from waltz_core.wire.messages import (
     Buffer,
     RangeBytes,

@@ -41,11 +41,7 @@ from typing import Final, Protocol
 
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, WaltzError
 from waltz_core.storage.disk.descriptors import Descriptors
-from waltz_core.storage.disk.page_cache import (
-    KEPT_BYTES,
-    Tail,
-    blocks_begun,
-)
+from waltz_core.storage.disk.page_cache import KEPT_BYTES, Tail, blocks_begun
 
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"

@@ -35,17 +35,8 @@ from waltz_core.errors import (
     DiskFailed,
     WaltzError,
 )
-from waltz_core.records.record import (
-    PartitionId,
-    SessionId,
-    TransactionId,
-)
-from waltz_core.storage.disk.file_system import (
-    Disk,
-    File,
-    create_durably,
-    write_over,
-)
+from waltz_core.records.record import PartitionId, SessionId, TransactionId
+from waltz_core.storage.disk.file_system import Disk, File, create_durably, write_over
 from waltz_core.storage.files.format import (
     CONTROL_HEADER_BYTES,
     NEW_PARTITION_INFOS,

@@ -6,10 +6,7 @@ It is arithmetic, and of files it knows only how many ranges fit into a slot.
 from itertools import pairwise
 
 from waltz_core.records.record import TransactionId
-from waltz_core.storage.files.format import (
-    DAMAGED_MAX,
-    IdRange,
-)
+from waltz_core.storage.files.format import DAMAGED_MAX, IdRange
 
 
 def with_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, ...]:

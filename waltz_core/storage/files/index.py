@@ -21,17 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, ChecksumMismatch, ReadFailed
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    Chain,
-    LineageEntry,
-    TransactionId,
-)
-from waltz_core.storage.disk.file_system import (
-    Disk,
-    File,
-    write_over,
-)
+from waltz_core.records.record import BEFORE_FIRST, Chain, LineageEntry, TransactionId
+from waltz_core.storage.disk.file_system import Disk, File, write_over
 from waltz_core.storage.files.format import (
     LINEAGE_ENTRY_BYTES,
     LINEAGE_HEADER_BYTES,

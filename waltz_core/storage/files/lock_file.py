@@ -17,10 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from waltz_core.errors import DiskFailed, NoSpace
-from waltz_core.storage.disk.file_system import (
-    Disk,
-    File,
-)
+from waltz_core.storage.disk.file_system import Disk, File
 
 Buffer = bytes | memoryview
 

@@ -20,16 +20,8 @@ import numpy.typing as npt
 
 from waltz_core.errors import ReadFailed
 from waltz_core.records.checksum import crc32
-from waltz_core.records.raw_records import (
-    RECORD_BYTES_MAX,
-    first_bad_record,
-    offsets_of,
-)
-from waltz_core.records.record import (
-    RECORD_OVERHEAD_BYTES,
-    RECORD_PREFIX,
-    TransactionId,
-)
+from waltz_core.records.raw_records import RECORD_BYTES_MAX, first_bad_record, offsets_of
+from waltz_core.records.record import RECORD_OVERHEAD_BYTES, RECORD_PREFIX, TransactionId
 from waltz_core.storage.disk.file_system import File
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
 from waltz_core.storage.files.index import OffsetIndex

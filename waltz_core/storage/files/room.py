@@ -25,10 +25,7 @@ from typing import Final, TypeVar
 
 from waltz_core.errors import DiskFailed, NoSpace
 from waltz_core.storage.disk.file_system import Disk
-from waltz_core.storage.files.format import (
-    LINEAGE_ENTRY_BYTES,
-    OFFSET_BYTES,
-)
+from waltz_core.storage.files.format import LINEAGE_ENTRY_BYTES, OFFSET_BYTES
 
 RESERVE_NAME: Final = "waltz-x.reserve"
 SPARE_BYTES_MAX: Final = 1024 * 1024

@@ -23,23 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, ChecksumMismatch, ReadFailed
-from waltz_core.records.raw_records import (
-    FEW,
-    lengths_between,
-    offsets_of,
-)
-from waltz_core.records.record import (
-    Chain,
-    LineageEntry,
-    PartitionId,
-    TransactionId,
-)
-from waltz_core.storage.disk.file_system import (
-    Disk,
-    File,
-    create_durably,
-    write_over,
-)
+from waltz_core.records.raw_records import FEW, lengths_between, offsets_of
+from waltz_core.records.record import Chain, LineageEntry, PartitionId, TransactionId
+from waltz_core.storage.disk.file_system import Disk, File, create_durably, write_over
 from waltz_core.storage.files.format import (
     SEGMENT_HEADER_BYTES,
     IdRange,
@@ -48,10 +34,7 @@ from waltz_core.storage.files.format import (
     of_file,
     segment_name,
 )
-from waltz_core.storage.files.index import (
-    LineageFile,
-    OffsetIndex,
-)
+from waltz_core.storage.files.index import LineageFile, OffsetIndex
 from waltz_core.storage.files.record_search import (
     SCAN_BYTES,
     HoleSearch,

@@ -33,11 +33,7 @@ from waltz_core.records.record import (
     next_chain,
 )
 from waltz_core.storage.disk.file_system import Disk
-from waltz_core.storage.files.format import (
-    IdRange,
-    SegmentHeader,
-    first_of_name,
-)
+from waltz_core.storage.files.format import IdRange, SegmentHeader, first_of_name
 from waltz_core.storage.files.lock_file import LockFile
 from waltz_core.storage.files.segment import Segment
 from waltz_core.wire.places import FilePlace

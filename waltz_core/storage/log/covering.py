@@ -31,13 +31,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.errors import (
-    BadFormat,
-    ChecksumMismatch,
-    DataLoss,
-    DiskFailed,
-    WaltzError,
-)
+from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, DiskFailed, WaltzError
 from waltz_core.records.record import NO_SESSION, LineageEntry, TransactionId
 from waltz_core.storage.files.control_file import SlotFile
 from waltz_core.storage.files.format import UNBATCHED, Marker

@@ -23,18 +23,9 @@ import numpy.typing as npt
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
 from waltz_core.records.record import TransactionId
 from waltz_core.storage.files.batch_checks import check_repaired
-from waltz_core.storage.files.format import (
-    IdRange,
-    Slot,
-)
-from waltz_core.storage.files.id_ranges import (
-    with_damage,
-    without_damage,
-)
-from waltz_core.storage.files.segments import (
-    Segments,
-    first_wrong,
-)
+from waltz_core.storage.files.format import IdRange, Slot
+from waltz_core.storage.files.id_ranges import with_damage, without_damage
+from waltz_core.storage.files.segments import Segments, first_wrong
 
 I64 = npt.NDArray[np.int64]
 

@@ -26,18 +26,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from waltz_core.errors import (
-    DiskFailed,
-    MissingSegment,
-    NoSpace,
-    WaltzError,
-)
-from waltz_core.records.record import (
-    Chain,
-    LineageEntry,
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.errors import DiskFailed, MissingSegment, NoSpace, WaltzError
+from waltz_core.records.record import Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.files.format import UNBATCHED, Marker, Slot
 from waltz_core.storage.files.segments import Segments

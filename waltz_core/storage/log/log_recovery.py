@@ -55,19 +55,9 @@ from waltz_core.records.record import (
     TransactionId,
     next_chain,
 )
-from waltz_core.storage.disk.file_system import (
-    Disk,
-    create_durably,
-    remove_temporary,
-)
-from waltz_core.storage.files.batch_checks import (
-    check_chain,
-    entry_before,
-)
-from waltz_core.storage.files.control_file import (
-    SLOTS_NAME,
-    SlotFile,
-)
+from waltz_core.storage.disk.file_system import Disk, create_durably, remove_temporary
+from waltz_core.storage.files.batch_checks import check_chain, entry_before
+from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.files.format import (
     NO_NONCE,
     LineageHeader,
@@ -79,18 +69,11 @@ from waltz_core.storage.files.format import (
     first_of_name,
     segment_name,
 )
-from waltz_core.storage.files.id_ranges import (
-    damage_until,
-    with_damage,
-)
+from waltz_core.storage.files.id_ranges import damage_until, with_damage
 from waltz_core.storage.files.index import LineageFile
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.files.segments import Segments
-from waltz_core.storage.log.rebatching import (
-    chain_before,
-    drop_batches,
-    relink,
-)
+from waltz_core.storage.log.rebatching import chain_before, drop_batches, relink
 
 ADOPTED_BATCH_IDS: Final = 1024
 

@@ -41,29 +41,14 @@ from waltz_core.records.record import (
 )
 from waltz_core.storage.disk.file_system import Disk
 from waltz_core.storage.files.batch_checks import check_batches
-from waltz_core.storage.files.control_file import (
-    ControlFile,
-    SlotFile,
-)
-from waltz_core.storage.files.format import (
-    IdRange,
-    Mark,
-    Marker,
-    Promise,
-    SegmentHeader,
-    Slot,
-)
+from waltz_core.storage.files.control_file import ControlFile, SlotFile
+from waltz_core.storage.files.format import IdRange, Mark, Marker, Promise, SegmentHeader, Slot
 from waltz_core.storage.files.lock_file import LockFile
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import damage, log_recovery
 from waltz_core.storage.log.covering import Cover
 from waltz_core.storage.log.log_files import LogFiles, LogSettings
-from waltz_core.storage.log.reading import (
-    READ_BYTES,
-    HeadersRead,
-    LogReader,
-    RangeRead,
-)
+from waltz_core.storage.log.reading import READ_BYTES, HeadersRead, LogReader, RangeRead
 
 I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview

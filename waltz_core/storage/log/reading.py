@@ -25,23 +25,11 @@ import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, DiskFailed, ReadFailed
 from waltz_core.records import raw_records
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    Chain,
-    LineageEntry,
-    PartitionId,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.files.control_file import SlotFile
-from waltz_core.storage.files.format import (
-    IdRange,
-    Slot,
-)
+from waltz_core.storage.files.format import IdRange, Slot
 from waltz_core.storage.files.id_ranges import with_damage
-from waltz_core.storage.files.segments import (
-    Segments,
-    first_wrong,
-)
+from waltz_core.storage.files.segments import Segments, first_wrong
 from waltz_core.wire.places import FilePlace
 
 I64 = npt.NDArray[np.int64]

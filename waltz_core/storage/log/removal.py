@@ -21,21 +21,9 @@ from typing import Final, NamedTuple
 
 from waltz_core.errors import BadFormat
 from waltz_core.records.byte_layout import ByteLayout, Field
-from waltz_core.records.record import (
-    NO_SESSION,
-    PartitionId,
-    SessionId,
-)
-from waltz_core.storage.disk.file_system import (
-    TEMPORARY_SUFFIX,
-    Disk,
-    create_durably,
-)
-from waltz_core.storage.files.control_file import (
-    SLOTS_NAME,
-    ControlFile,
-    SlotFile,
-)
+from waltz_core.records.record import NO_SESSION, PartitionId, SessionId
+from waltz_core.storage.disk.file_system import TEMPORARY_SUFFIX, Disk, create_durably
+from waltz_core.storage.files.control_file import SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.files.format import (
     FLAG_ASSIGNED,
     FLAG_AVAILABLE,
@@ -46,10 +34,7 @@ from waltz_core.storage.files.format import (
     checked_body,
     with_crc,
 )
-from waltz_core.storage.files.lock_file import (
-    LOCKS_NAME,
-    OLDER_LOCKS_NAME,
-)
+from waltz_core.storage.files.lock_file import LOCKS_NAME, OLDER_LOCKS_NAME
 
 WIPE_NAME: Final = "waltz-x.wipe"
 _LOG_SUFFIXES: Final = (".seg", ".idx", ".chn", LOCKS_NAME, OLDER_LOCKS_NAME, TEMPORARY_SUFFIX)

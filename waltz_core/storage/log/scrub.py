@@ -19,15 +19,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from waltz_core.records.checksum import crc32
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    PartitionId,
-    TransactionId,
-)
-from waltz_core.storage.disk.file_system import (
-    Disk,
-    create_durably,
-)
+from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
+from waltz_core.storage.disk.file_system import Disk, create_durably
 
 MIB: Final = 1024 * 1024
 # While a piece is read its partition does nothing else.

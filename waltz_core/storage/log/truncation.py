@@ -14,19 +14,8 @@ Rules:
 from dataclasses import replace
 
 from waltz_core.errors import ChecksumMismatch
-from waltz_core.records.record import (
-    GENESIS_CHAIN,
-    Chain,
-    LineageEntry,
-    TransactionId,
-    next_chain,
-)
-from waltz_core.storage.files.format import (
-    UNBATCHED,
-    Marker,
-    Slot,
-    TruncateIntent,
-)
+from waltz_core.records.record import GENESIS_CHAIN, Chain, LineageEntry, TransactionId, next_chain
+from waltz_core.storage.files.format import UNBATCHED, Marker, Slot, TruncateIntent
 from waltz_core.storage.files.id_ranges import damage_until
 from waltz_core.storage.files.segments import Segments
 

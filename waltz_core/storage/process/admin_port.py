@@ -21,20 +21,10 @@ from typing import Final, assert_never
 from waltz_core import errors
 from waltz_core.driver import Driver
 from waltz_core.machine import Report
-from waltz_core.records.record import (
-    NO_SESSION,
-    PartitionId,
-)
+from waltz_core.records.record import NO_SESSION, PartitionId
 from waltz_core.storage.log.scrub import ScrubState
-from waltz_core.storage.process.serving import (
-    InThread,
-    Serving,
-)
-from waltz_core.storage.service import (
-    errands,
-    service,
-    upkeep,
-)
+from waltz_core.storage.process.serving import InThread, Serving
+from waltz_core.storage.service import errands, service, upkeep
 from waltz_core.storage.service.admin import (
     AdminAnswer,
     AdminRequest,
@@ -46,20 +36,10 @@ from waltz_core.storage.service.admin import (
 )
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.errands import Errand
-from waltz_core.storage.service.service import (
-    ADMINISTRATION,
-    StorageIdentity,
-)
-from waltz_core.storage.service.work import (
-    ConnectionId,
-    LaneRequest,
-    Work,
-)
+from waltz_core.storage.service.service import ADMINISTRATION, StorageIdentity
+from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
 from waltz_core.transport import net
-from waltz_core.transport.net import (
-    Link,
-    Listener,
-)
+from waltz_core.transport.net import Link, Listener
 from waltz_core.wire.admin_messages import AdminMessage, AdminRefused
 from waltz_core.wire.messages import Message, Nack, RangeForm, RangeRaw, StorageMessage, Surface
 

@@ -18,10 +18,7 @@ from waltz_core.storage.files.id_ranges import count_of
 from waltz_core.storage.files.room import Room
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.service import StorageService
-from waltz_core.storage.service.work import (
-    Work,
-    WorkResult,
-)
+from waltz_core.storage.service.work import Work, WorkResult
 
 if TYPE_CHECKING:
     from waltz_core.metrics import Metrics

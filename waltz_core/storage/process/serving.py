@@ -31,16 +31,9 @@ from typing import Final, Protocol, TypeVar
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.nodes.model import (
-    UNRESOLVED,
-    ReplicaAssignments,
-)
+from waltz_core.cluster.nodes.model import UNRESOLVED, ReplicaAssignments
 from waltz_core.machine import Report
-from waltz_core.records.record import (
-    NO_SESSION,
-    PartitionId,
-    ReplicaId,
-)
+from waltz_core.records.record import NO_SESSION, PartitionId, ReplicaId
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import service
 from waltz_core.storage.service.engine import Engine

@@ -33,64 +33,26 @@ from uuid import UUID
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ReplicaAssignments
-from waltz_core.cluster.zookeeper.starting import (
-    connected,
-    patiently,
-)
+from waltz_core.cluster.zookeeper.starting import connected, patiently
 from waltz_core.config.declarations import StorageConfig
 from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
-from waltz_core.records.record import (
-    FRAME_BYTES_MAX,
-    PartitionId,
-    ReplicaId,
-    TransactionId,
-)
-from waltz_core.storage.disk.file_system import (
-    RealDisk,
-    open_for_another,
-)
+from waltz_core.records.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
+from waltz_core.storage.disk.file_system import RealDisk, open_for_another
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.log.scrub import (
-    Scrub,
-    ScrubState,
-    read_places,
-    write_places,
-)
+from waltz_core.storage.log.scrub import Scrub, ScrubState, read_places, write_places
 from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.figures import StorageFigures
-from waltz_core.storage.process.serving import (
-    Serving,
-    side_by_side,
-)
-from waltz_core.storage.service import (
-    service,
-    service_effects,
-    upkeep,
-)
+from waltz_core.storage.process.serving import Serving, side_by_side
+from waltz_core.storage.service import service, service_effects, upkeep
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.errands import DiskRoom
-from waltz_core.storage.service.service import (
-    Event,
-    StorageIdentity,
-    StorageService,
-)
+from waltz_core.storage.service.service import Event, StorageIdentity, StorageService
 from waltz_core.storage.service.service_effects import Effect
-from waltz_core.storage.service.work import (
-    ConnectionId,
-    LaneRequest,
-    Work,
-)
-from waltz_core.storage.service.writers import (
-    WriteOutcome,
-    Writers,
-)
-from waltz_core.transport import (
-    handover,
-    net,
-    tls,
-)
+from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
+from waltz_core.storage.service.writers import WriteOutcome, Writers
+from waltz_core.transport import handover, net, tls
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
 from waltz_core.wire.places import SEGMENT_QUESTION_BYTES, decode_segment, door_of

@@ -62,14 +62,8 @@ from waltz_core.storage.service.errands import (
     Unassign,
     ZooKeeperView,
 )
-from waltz_core.storage.service.service import (
-    REFUSAL_CHARACTERS_MAX,
-    StorageIdentity,
-)
-from waltz_core.storage.service.work import (
-    RANGE_BYTES_MAX,
-    ConnectionId,
-)
+from waltz_core.storage.service.service import REFUSAL_CHARACTERS_MAX, StorageIdentity
+from waltz_core.storage.service.work import RANGE_BYTES_MAX, ConnectionId
 from waltz_core.values import value
 from waltz_core.wire import admin_messages as wire
 from waltz_core.wire.admin_messages import AdminMessage

@@ -42,23 +42,9 @@ from waltz_core.errors import (
 )
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
-from waltz_core.records.record import (
-    NO_SESSION,
-    Chain,
-    PartitionId,
-    TransactionId,
-)
-from waltz_core.storage.disk.file_system import (
-    Disk,
-    File,
-    create_durably,
-)
-from waltz_core.storage.files.control_file import (
-    CONTROL_NAME,
-    SLOTS_NAME,
-    ControlFile,
-    SlotFile,
-)
+from waltz_core.records.record import NO_SESSION, Chain, PartitionId, TransactionId
+from waltz_core.storage.disk.file_system import Disk, File, create_durably
+from waltz_core.storage.files.control_file import CONTROL_NAME, SLOTS_NAME, ControlFile, SlotFile
 from waltz_core.storage.files.format import (
     FLAG_ASSIGNED,
     FLAG_AVAILABLE,
@@ -72,10 +58,7 @@ from waltz_core.storage.files.format import (
     of_file,
     segment_name,
 )
-from waltz_core.storage.files.room import (
-    Room,
-    append_bytes,
-)
+from waltz_core.storage.files.room import Room, append_bytes
 from waltz_core.storage.log import removal
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog

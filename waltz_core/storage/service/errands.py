@@ -15,10 +15,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.storage.files.format import (
-    IdRange,
-    PartitionInfo,
-)
+from waltz_core.storage.files.format import IdRange, PartitionInfo
 from waltz_core.values import value
 from waltz_core.wire.admin_messages import Copy
 

@@ -14,20 +14,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    NO_SESSION,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, SessionId, TransactionId
 from waltz_core.storage.files.format import Promise
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import ScrubPiece
-from waltz_core.storage.service.work import (
-    ConnectionId,
-    LaneRequest,
-    Work,
-)
+from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
 from waltz_core.wire.messages import AppendRaw, LockBlocksRequest, RangeRaw, Repair, StorageMessage
 
 # A hostile or broken peer must not use up the numbers (docs/design/correctness.md 2.4, row 37).

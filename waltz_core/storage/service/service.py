@@ -48,28 +48,14 @@ from waltz_core.errors import (
     WaltzError,
 )
 from waltz_core.machine import Report, Wakeup
-from waltz_core.records.record import (
-    NO_SESSION,
-    PartitionId,
-    SessionId,
-    TransactionId,
-)
+from waltz_core.records.record import NO_SESSION, PartitionId, SessionId, TransactionId
 from waltz_core.storage.files.format import Promise
 from waltz_core.storage.files.id_ranges import in_words
 from waltz_core.storage.files.room import Room
 from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_core.storage.log.scrub import (
-    Scrub,
-    ScrubPiece,
-    ScrubState,
-    earlier,
-)
-from waltz_core.storage.service.lane import (
-    SESSION_JUMP_MAX,
-    Lane,
-    queue_bytes,
-)
+from waltz_core.storage.log.scrub import Scrub, ScrubPiece, ScrubState, earlier
+from waltz_core.storage.service.lane import SESSION_JUMP_MAX, Lane, queue_bytes
 from waltz_core.storage.service.service_effects import (
     CloseConnection,
     DropPartition,
@@ -82,12 +68,7 @@ from waltz_core.storage.service.service_effects import (
     RunWork,
     StorageAnswer,
 )
-from waltz_core.storage.service.work import (
-    ConnectionId,
-    LaneRequest,
-    Work,
-    WorkResult,
-)
+from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work, WorkResult
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     AppendRaw,

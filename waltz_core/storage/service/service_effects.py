@@ -10,10 +10,7 @@ from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
 from waltz_core.storage.files.room import Room
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_core.storage.service.work import (
-    ConnectionId,
-    Work,
-)
+from waltz_core.storage.service.work import ConnectionId, Work
 from waltz_core.values import value
 from waltz_core.wire.messages import StorageMessage
 

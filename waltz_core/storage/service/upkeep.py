@@ -9,14 +9,8 @@ from functools import partial
 from typing import assert_never
 
 from waltz_core.errors import WaltzError
-from waltz_core.records.record import (
-    BEFORE_FIRST,
-    PartitionId,
-)
-from waltz_core.storage.files.format import (
-    FLAG_ASSIGNED,
-    FLAG_AVAILABLE,
-)
+from waltz_core.records.record import BEFORE_FIRST, PartitionId
+from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import errands
 from waltz_core.storage.service.engine import Engine

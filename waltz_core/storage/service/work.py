@@ -42,16 +42,10 @@ from waltz_core.records.record import (
 )
 from waltz_core.storage.files.format import IdRange
 from waltz_core.storage.files.id_ranges import without_damage
-from waltz_core.storage.files.room import (
-    Room,
-    append_bytes,
-)
+from waltz_core.storage.files.room import Room, append_bytes
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.reading import PlacesRead
-from waltz_core.storage.log.scrub import (
-    Scrubbed,
-    ScrubPiece,
-)
+from waltz_core.storage.log.scrub import Scrubbed, ScrubPiece
 from waltz_core.values import value
 from waltz_core.wire.messages import (
     ENTRIES_MAX,

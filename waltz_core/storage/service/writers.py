@@ -18,10 +18,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TypeAlias
 
-from waltz_core.storage.service.work import (
-    Work,
-    WorkResult,
-)
+from waltz_core.storage.service.work import Work, WorkResult
 
 WriteOutcome: TypeAlias = WorkResult | BaseException
 DoneCallback: TypeAlias = Callable[[Work, WriteOutcome], None]
