@@ -61,9 +61,9 @@ class OriginalLink:
         """Take one event in; raises LocalProtocolError for what 0.13 has no request for."""
         match event:
             case SendToOld():
-                return self._say(event.message, now_ms)
+                return self._send(event.message, now_ms)
             case ReceivedFromOld():
-                return self._hear(event.messages, now_ms)
+                return self._receive(event.messages, now_ms)
             case OwnershipProven():
                 partition = self._partitions[event.partition_id]
                 effects = partition.proven(event.number, is_owner=event.is_owner, now_ms=now_ms)
@@ -72,7 +72,7 @@ class OriginalLink:
             case Wakeup():
                 return self._wake(now_ms)
 
-    def _say(self, message: ClientMessage, now_ms: int) -> list[Effect]:
+    def _send(self, message: ClientMessage, now_ms: int) -> list[Effect]:
         if self._connection_sequence is None and isinstance(message, MountWriter):
             self._connection_sequence = message.connection_sequence
         assert self._connection_sequence is not None, "a stream mounts first"
@@ -80,11 +80,11 @@ class OriginalLink:
         partition = self._partitions.get(partition_id)
         if partition is None:
             partition = self._partitions[partition_id] = OriginalPartition(partition_id)
-        effects = partition.say(message, self._connection_sequence, now_ms)
+        effects = partition.send(message, self._connection_sequence, now_ms)
         self._note(partition)
         return effects
 
-    def _hear(self, received: Sequence[ClientMessage], now_ms: int) -> list[Effect]:
+    def _receive(self, received: Sequence[ClientMessage], now_ms: int) -> list[Effect]:
         by_partition: dict[int, list[ClientMessage]] = {}
         for message in received:
             by_partition.setdefault(message.req_id.partition_id, []).append(message)
@@ -93,7 +93,7 @@ class OriginalLink:
             partition = self._partitions.get(partition_id)
             if partition is not None:
                 assert self._connection_sequence is not None
-                effects += partition.hear(each, self._connection_sequence, now_ms)
+                effects += partition.receive(each, self._connection_sequence, now_ms)
                 self._note(partition)
         return effects
 

@@ -1,30 +1,23 @@
-"""Our stream at an original server: what it says, in L 3 or 4, and what it hears, out of them.
+"""One partition at a 0.13 server: translates between our stream and protocol version 3 or 4.
 
-An original acknowledges nothing and answers some requests never; what became of an append has to be
-concluded from the feed. All of these conclusions stand here, and neither the stream nor the monitor
-knows of them (docs/design/wire-format.md 2, decision 022).
+A 0.13 server acknowledges nothing and never answers some requests. The outcome of an append has to
+be concluded from the feed. All of these conclusions are here and in `old_server_appends.py`; the
+stream and the monitor do not know of them (docs/design/wire-format.md 2, decision 022).
 
-Rules:
-    1. A row is COMMITTED because its request id was seen in the feed, and for no other reason.
-    2. It is LOST because a later row of this connection was seen there: the server takes appends in
-       the order in which they come, and gives ids in that order.
-    3. It is LOCK because the server has said so, and is told when the feed has passed the estimate.
-    4. Whatever else is not in the log is concluded from a mark of the server: a flush, or a mount
-       and a flush, which the feed has reached. A server that has lost the partition and does not
-       know it may name a mark that is too old, so ZooKeeper is asked afterwards, and only if that
-       server is the owner still is the conclusion drawn (`Prove`).
-    5. All mounts of one connection have one connection sequence, that of its first: a server goes
-       by that one for good. A mount that was never answered was dropped, and so will be all others
-       of this connection: it is given up.
+Rules (1 to 3 and 7: `old_server_appends.py`):
+    4. What else is not in the log is concluded from a mark of the server that the feed has reached:
+       of a flush, or of a mount and a flush. A server that has lost the partition and does not know
+       it may name a mark that is too old. So ZooKeeper is asked afterwards, and the conclusion is
+       drawn only if the server is still the owner (`Prove`).
+    5. All mounts of one connection have one connection sequence, that of its first: the server
+       keeps that one as long as the connection lasts. A mount that was never answered was dropped,
+       and all others of this connection will be: it is closed.
     6. A row whose mark lies above everything that was seen is sent once the server's mark has
-       reached it, and refused if that lies below: an original does not compare them.
-    7. So many rows are under way that the storages always have a batch to write and another one
-       gathers behind it, and no more: beyond 300 an original stops reading the connection, which
-       other partitions share.
-    8. The server's feed goes on while anything is under way, and else as far as the stream asks.
+       reached it, and refused if that lies below: 0.13 does not compare them.
+    8. The server's feed continues while anything is in flight, and otherwise as far as the stream
+       asks.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -32,11 +25,8 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from waltz_core import errors
-from waltz_core.legacy.old_server_rows import (
-    FeedRun,
-    OldRow,
-    rows_of,
-)
+from waltz_core.legacy.old_server_appends import OldAppends
+from waltz_core.legacy.old_server_rows import FeedRun, OldRow, ParcelRows, rows_of
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
@@ -49,16 +39,13 @@ from waltz_core.values import value
 from waltz_core.wire import messages
 from waltz_core.wire.messages import LATEST_MARK, ClientMessage, MountState, RangeForm, Reason
 
-# The last version in which an original speaks.
-VERSION_MAX: Final = 4
-# Rule 7: twice what an original's server puts into one batch for its storages.
-IN_FLIGHT_MAX: Final = 200
-# After so long without an outcome the original's own client asks for a flush, too.
+VERSION_MAX: Final = 4  # of the client protocol at 0.13
+# The client of 0.13, too, asks for a flush after so long without an outcome.
 FLUSH_AFTER_MS: Final = 5_000
-# A server that does not own a partition (yet) does not answer what its mark is.
+# A server that does not own a partition (yet) does not answer a request for its mark.
 ASK_AGAIN_MS: Final = 500
-# What our stream is told that the partition takes; an original tells no limits. What is under way
-# is little, so that the rest waits where giving it up is a definite no (`outbox.py`).
+# The limits that our stream keeps; 0.13 names none. Little is in flight, so that the rest waits
+# where an append can still be withdrawn (`outbox.py`).
 BATCH_ROWS_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 8 * 1024 * 1024
 IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024
@@ -73,7 +60,7 @@ class ToServer:
 
 @value(frozen=True, slots=True)
 class ToStream:
-    """Hand this to the partition's stream."""
+    """Hand this message to the partition's stream."""
 
     message: ClientMessage
 
@@ -88,7 +75,7 @@ class Prove:
 
 @value(frozen=True, slots=True)
 class CloseLink:
-    """Close the connection: nothing will come of it any more."""
+    """Close the connection: the server drops all that it sends."""
 
     reason: str
 
@@ -117,16 +104,16 @@ class _Reading:
 
 @dataclass(slots=True)
 class _Flush:
-    """A flush of rows that have been under way for too long."""
+    """A flush for rows that have been in flight for too long."""
 
     req_id: ReqId
     number: int  # of the last row that was sent before it
-    mark: TransactionId | None = None  # once it was answered
+    mark: TransactionId | None = None  # once the server has answered
     is_proving: bool = False
 
 
 class OriginalPartition:
-    """One partition on one connection to an original; see the module's docstring."""
+    """One partition on one connection to a 0.13 server; see the module's docstring."""
 
     def __init__(self, partition_id: PartitionId) -> None:
         self._partition_id = partition_id
@@ -137,19 +124,16 @@ class OriginalPartition:
         self._feed_id: ReqId | None = None
         self._mark = BEFORE_FIRST  # the last transaction of the feed
         self._asked_ms = 0
-        self._known = BEFORE_FIRST  # what the server has said of its own mark
+        self._known = BEFORE_FIRST  # the server's own mark, when it last answered
         self._flush_mark: TransactionId | None = None  # of the mount's flush
         self._proof = 0
-        # What is done when ZooKeeper has answered, by the number of the question (rule 4).
+        # What to do when ZooKeeper has answered, by the number of the question (rule 4).
         self._proofs: dict[int, Callable[[bool], None]] = {}
         self._is_suspended = False  # the server has sent what was asked for
         self._is_granted = False  # the stream has asked for more
         self._reading: _Reading | None = None
-        self._waiting: deque[OldRow] = deque()
-        self._in_flight: dict[ReqId, OldRow] = {}  # in the order in which they were sent
-        self._refused: list[OldRow] = []  # of those: by a lock (rule 3)
-        self._sent_count = 0
-        # The row that the server was asked for its mark for, and the one that is above it (rule 6).
+        self._appends = OldAppends()
+        # The row for which the server was asked for its mark, and the one above it (rule 6).
         self._asked_for: ReqId | None = None
         self._ahead: OldRow | None = None
         self._flush: _Flush | None = None
@@ -171,17 +155,17 @@ class OriginalPartition:
 
     @property
     def _flush_at_ms(self) -> int | None:
-        if self._flush is not None or not self._in_flight:
+        oldest_ms = self._appends.oldest_ms
+        if self._flush is not None or oldest_ms is None:
             return None
-        oldest = next(iter(self._in_flight.values()))
-        return max(oldest.sent_ms, self._flushed_ms) + FLUSH_AFTER_MS
+        return max(oldest_ms, self._flushed_ms) + FLUSH_AFTER_MS
 
     # --- what comes in
 
-    def say(self, message: ClientMessage, connection_sequence: int, now_ms: int) -> list[Effect]:
-        """Say what the stream says; the sequence is that of the connection (rule 5).
+    def send(self, message: ClientMessage, connection_sequence: int, now_ms: int) -> list[Effect]:
+        """Send what the stream sends; the sequence is that of the connection (rule 5).
 
-        Raises LocalProtocolError for what cannot be said to an original.
+        Raises LocalProtocolError for what 0.13 has no request for.
         """
         match message:
             case messages.MountWriter():
@@ -195,19 +179,20 @@ class OriginalPartition:
                 self._append(message, now_ms)
             case _:
                 name = type(message).__name__
-                raise errors.LocalProtocolError(f"{name}: there is no such request at an original")
+                raise errors.LocalProtocolError(f"{name}: Waltz 0.13 has no such request")
         return self._taken()
 
-    def hear(
+    def receive(
         self, received: Iterable[ClientMessage], connection_sequence: int, now_ms: int
     ) -> list[Effect]:
-        """Take in what the server has sent for this partition."""
+        """Take what the server has sent for this partition."""
         for message in received:
             match message:
                 case messages.FeedData():
                     self._fed(message)
                 case messages.LockFailure():
-                    self._lock_failed(message)
+                    estimate = TransactionId(message.transaction_id)
+                    self._appends.lock_failed(message.req_id, estimate)
                 case messages.FeedSuspended():
                     self._suspended(message.req_id)
                 case messages.MountResponse():
@@ -215,15 +200,15 @@ class OriginalPartition:
                 case messages.FlushResponse():
                     self._flushed(message, now_ms)
                 case messages.HighWaterMarkResponse():
-                    self._mark_told(message, connection_sequence)
+                    self._mark_answered(message, connection_sequence)
                 case _:
-                    pass  # a late answer, to a question that nobody waits for any more
+                    pass  # a late answer to a question that no longer matters
         self._conclude()
         self._send_waiting(now_ms)
         return self._taken()
 
     def proven(self, number: int, *, is_owner: bool, now_ms: int) -> list[Effect]:
-        """ZooKeeper has said whether the server owns the partition, after what it has told."""
+        """Continue with ZooKeeper's answer whether the server is still the owner (rule 4)."""
         then = self._proofs.pop(number, None)
         if then is not None:
             self._flushed_ms = now_ms
@@ -232,13 +217,13 @@ class OriginalPartition:
         return self._taken()
 
     def wake(self, now_ms: int) -> list[Effect]:
-        """Ask again for the mark, or for a flush when something was under way for too long."""
+        """Ask again for the mark, or for a flush when something was in flight for too long."""
         again_at_ms, flush_at_ms = self._ask_again_at_ms, self._flush_at_ms
         if again_at_ms is not None and again_at_ms <= now_ms:
             self._ask_mark(now_ms)
         if flush_at_ms is not None and flush_at_ms <= now_ms:
-            req_id = next(reversed(self._in_flight))
-            self._flush = _Flush(req_id, self._sent_count)
+            req_id = self._appends.newest
+            self._flush = _Flush(req_id, self._appends.sent_count)
             self._to_server(messages.FlushRequest(req_id))
         return self._taken()
 
@@ -253,11 +238,9 @@ class OriginalPartition:
                 )
             )
             return
-        # Nothing is under way on a connection that is mounted again (partition_stream.py, invariant
+        # Nothing is in flight on a connection that is mounted again (partition_stream.py, invariant
         # 4).
-        self._waiting.clear()
-        self._in_flight.clear()
-        self._refused.clear()
+        self._appends.clear()
         self._proofs.clear()
         self._flush = self._reading = self._asked_for = self._ahead = self._flush_mark = None
         self._is_granted = False
@@ -274,7 +257,9 @@ class OriginalPartition:
         self._asked_ms = now_ms
         self._to_server(messages.HighWaterMarkRequest(req_id))
 
-    def _mark_told(self, message: messages.HighWaterMarkResponse, connection_sequence: int) -> None:
+    def _mark_answered(
+        self, message: messages.HighWaterMarkResponse, connection_sequence: int
+    ) -> None:
         mark = TransactionId(message.high_water_mark)
         mount = self._mount
         if mount is not None and self._phase is _Phase.ASKING and message.req_id == mount.req_id:
@@ -289,8 +274,8 @@ class OriginalPartition:
         elif message.req_id == self._asked_for:
             self._asked_for = None
             self._known = max(self._known, mark)
-            if self._waiting[0].mark > max(self._known, self._mark):  # rule 6
-                self._ahead = self._waiting.popleft()
+            if self._appends.waiting[0].mark > max(self._known, self._mark):  # rule 6
+                self._ahead = self._appends.waiting.popleft()
                 self._prove(partial(self._ahead_proven, mark))
 
     def _send_mount(self, req_id: ReqId, mark: int, connection_sequence: int) -> None:
@@ -344,7 +329,7 @@ class OriginalPartition:
         self._send_mount(request.req_id, request.first - 1, connection_sequence)
 
     def _read(self, *, is_ready: bool) -> None:
-        """All that the log holds was fed once more."""
+        """Answer the stream: the server has sent all that the log holds once more."""
         reading, self._reading = self._reading, None
         assert reading is not None
         request = reading.request
@@ -384,15 +369,14 @@ class OriginalPartition:
         self._mark = transaction_id
         if self._run is not None:
             self._run.add(message)
-        row = self._in_flight.get(message.req_id)
-        if row is not None:
-            self._committed(row)
+        self._answer(self._appends.committed(message.req_id, transaction_id))
 
     def _suspended(self, req_id: ReqId) -> None:
         if req_id != self._feed_id:
             return
         self._is_suspended = True
-        if self._run is None or self._in_flight or self._phase is not _Phase.MOUNTED:  # rule 8
+        # Rule 8.
+        if self._run is None or self._appends.in_flight or self._phase is not _Phase.MOUNTED:
             self._ask_feed()
         if self._is_granted:
             assert self._mount is not None
@@ -408,45 +392,27 @@ class OriginalPartition:
 
     def _append(self, message: messages.AppendRequest | messages.AppendBatch, now_ms: int) -> None:
         try:
-            self._waiting += rows_of(message)
+            self._appends.waiting += rows_of(message)
         except errors.UsageError as error:  # as a server of ours refuses it
             self._refuse(message.req_id, str(error), type(error))
         self._send_waiting(now_ms)
 
     def _send_waiting(self, now_ms: int) -> None:
+        appends = self._appends
         while (
-            self._waiting
+            appends.may_send
             and self._phase is _Phase.MOUNTED
             and self._asked_for is None
             and self._ahead is None
-            and len(self._in_flight) < IN_FLIGHT_MAX
         ):
-            row = self._waiting[0]
-            req_id = row.request.req_id
+            row = appends.waiting[0]
             if row.mark > max(self._mark, self._known):
-                self._asked_for = req_id
+                self._asked_for = row.request.req_id
                 self._ask_mark(now_ms)
                 break
-            self._waiting.popleft()
-            self._sent_count += 1
-            row.number, row.sent_ms = self._sent_count, now_ms
-            self._in_flight[req_id] = row
-            self._to_server(row.request)
-        if self._in_flight:
+            self._to_server(appends.send(now_ms))
+        if appends.in_flight:
             self._ask_feed()
-
-    def _committed(self, row: OldRow) -> None:
-        """The feed has brought it: with that all that was sent before it is final (rules 1, 2)."""
-        self._end_up_to(row.number - 1, Reason.LOST)
-        del self._in_flight[row.request.req_id]
-        if row.committed(self._mark):
-            self._to_stream(row.parcel.result(self._mark))
-
-    def _lock_failed(self, message: messages.LockFailure) -> None:
-        row = self._in_flight.get(message.req_id)
-        if row is not None and row.estimate is None:
-            row.estimate = TransactionId(message.transaction_id)
-            self._refused.append(row)
 
     def _flushed(self, message: messages.FlushResponse, now_ms: int) -> None:
         mark = TransactionId(message.high_water_mark)
@@ -466,29 +432,20 @@ class OriginalPartition:
         flush, self._flush = self._flush, None
         assert flush is not None
         if is_owner:
-            # Dropped, or lost with a store session: a new mount tells whether it may write at all.
-            self._end_up_to(flush.number, Reason.NOT_MOUNTED)
+            # Dropped, or lost with a store session: a new mount shows whether it may write at all.
+            self._answer(self._appends.end_up_to(flush.number, Reason.NOT_MOUNTED))
 
     def _ahead_proven(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
         row, self._ahead = self._ahead, None
         assert row is not None
-        # One that has lost the partition knows less than there is, one without a session nothing.
+        # A server that has lost the partition knows a lower mark, one without a session none.
         is_known = is_owner and mark >= BEFORE_FIRST
-        self._end(row, Reason.AHEAD if is_known else Reason.NOT_MOUNTED)
+        if row.refused(Reason.AHEAD if is_known else Reason.NOT_MOUNTED):
+            self._answer([row.parcel])
 
     def _conclude(self) -> None:
-        """See what can be told, now that the feed stands where it does (rules 3 and 4)."""
-        if self._refused:
-            refused, self._refused = self._refused, []
-            for row in refused:
-                assert row.estimate is not None
-                if row.request.req_id not in self._in_flight:
-                    continue  # a later row was committed meanwhile
-                if row.estimate > self._mark:
-                    self._refused.append(row)
-                else:
-                    del self._in_flight[row.request.req_id]
-                    self._end(row, Reason.LOCK)
+        """Draw the conclusions that the feed's position permits (rules 3 and 4)."""
+        self._answer(self._appends.end_refused(self._mark))
         if self._phase is _Phase.FLUSHING and _is_reached(self._flush_mark, self._mark):
             self._phase = _Phase.PROVING
             self._prove(self._mount_proven)
@@ -502,32 +459,23 @@ class OriginalPartition:
         self._proofs[self._proof] = then
         self._out.append(Prove(self._partition_id, self._proof))
 
-    def _end_up_to(self, number: int, reason: Reason) -> None:
-        """What was sent up to this one is not in the log."""
-        while self._in_flight:
-            req_id, row = next(iter(self._in_flight.items()))
-            if row.number > number:
-                return
-            del self._in_flight[req_id]
-            self._end(row, reason)
-
-    def _end(self, row: OldRow, reason: Reason) -> None:
-        if row.refused(reason):
+    def _answer(self, parcels: Iterable[ParcelRows]) -> None:
+        for each in parcels:
             # An estimate is of a transaction that is in the log, whether it was fed here or not.
-            mark = max(self._mark, *row.parcel.conflicting)
-            self._to_stream(row.parcel.result(TransactionId(mark)))
+            mark = max(self._mark, *each.conflicting)
+            self._to_stream(each.result(TransactionId(mark)))
 
     # --- out
 
     def _to_server(self, message: ClientMessage) -> None:
         last = self._out[-1] if self._out else None
-        if isinstance(last, ToServer):  # they go by one call of the system
+        if isinstance(last, ToServer):  # one call of the system sends them
             last.messages.append(message)
         else:
             self._out.append(ToServer([message]))
 
     def _to_stream(self, message: ClientMessage) -> None:
-        """Hand it on, behind what was fed before it."""
+        """Hand it to the stream, behind what was fed before it."""
         self._end_run()
         self._out.append(ToStream(message))
 
@@ -543,10 +491,10 @@ class OriginalPartition:
 
 
 def no_claims(address: str) -> errors.UsageError:
-    """Return the error of a write that is to enter the log once, at an original."""
+    """Return the error of an exactly-once write at a 0.13 server."""
     return errors.UsageError(
-        f"{address} is an original Waltz server: it forgets who has written when a connection "
-        "ends, so a write cannot be kept from entering the log twice there"
+        f"{address} is a Waltz 0.13 server: it forgets the writers when a connection ends, so a "
+        "write cannot be kept from entering the log twice there"
     )
 
 

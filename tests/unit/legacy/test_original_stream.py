@@ -6,10 +6,10 @@ import pytest
 
 from waltz_core import errors
 from waltz_core.legacy import old_server_stream
+from waltz_core.legacy.old_server_appends import IN_FLIGHT_MAX
 from waltz_core.legacy.old_server_stream import (
     ASK_AGAIN_MS,
     FLUSH_AFTER_MS,
-    IN_FLIGHT_MAX,
     CloseLink,
     OriginalPartition,
     Prove,
@@ -63,13 +63,13 @@ class Table:
 
     def say(self, message):
         self.sent.clear()
-        self.do(self.partition.say(message, 40, self.now_ms))
+        self.do(self.partition.send(message, 40, self.now_ms))
         return list(self.sent)
 
     def hear(self, *received):
         self.sent.clear()
         self.told.clear()
-        self.do(self.partition.hear(received, 40, self.now_ms))
+        self.do(self.partition.receive(received, 40, self.now_ms))
         return list(self.told)
 
     def prove(self, *, is_owner=True):

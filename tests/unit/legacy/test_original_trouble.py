@@ -293,7 +293,7 @@ def test_who_writes_with_a_claim_is_told_that_it_cannot_be():
             async with client_of(cluster) as client:
                 client.claim = Claim()
                 future = await client.append(b"", partition=0)
-                with pytest.raises(errors.UsageError, match="original Waltz server"):
+                with pytest.raises(errors.UsageError, match=r"Waltz 0\.13 server"):
                     await future
                 client.claim = None
 

@@ -1,0 +1,106 @@
+"""The rows that a stream appends at a 0.13 server: waiting, in flight, refused by a lock.
+
+Rules (4 to 6 and 8: `old_server_stream.py`):
+    1. A row is COMMITTED because its request ID was seen in the feed, and for no other reason.
+    2. It is LOST because a later row of this connection was seen there: the server takes appends in
+       the order in which they arrive, and assigns IDs in that order.
+    3. It is LOCK because the server has answered so. The stream gets this answer when the feed has
+       passed the estimate.
+    7. So many rows are in flight that the storages always have a batch to write and the next one
+       gathers behind it, and no more: beyond 300 a 0.13 server stops reading the connection, which
+       other partitions share.
+"""
+
+from collections import deque
+from typing import Final
+
+from waltz_core.legacy.old_server_rows import OldRow, ParcelRows
+from waltz_core.records.record import ReqId, TransactionId
+from waltz_core.wire.messages import AppendRequest, Reason
+
+# Rule 7: twice what a 0.13 server puts into one batch for its storages.
+IN_FLIGHT_MAX: Final = 200
+
+
+class OldAppends:
+    """The rows of one partition on one connection; methods return parcels that can be answered."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[OldRow] = deque()
+        self.in_flight: dict[ReqId, OldRow] = {}  # in the order in which they were sent
+        self._refused: list[OldRow] = []  # of those: by a lock (rule 3)
+        self.sent_count = 0
+
+    @property
+    def oldest_ms(self) -> int | None:
+        """When the row that has been in flight for the longest time was sent."""
+        oldest = next(iter(self.in_flight.values()), None)
+        return None if oldest is None else oldest.sent_ms
+
+    @property
+    def newest(self) -> ReqId:
+        """The row in flight that was sent last; there is one."""
+        return next(reversed(self.in_flight))
+
+    @property
+    def may_send(self) -> bool:
+        """Whether a row waits and another one may be in flight (rule 7)."""
+        return bool(self.waiting) and len(self.in_flight) < IN_FLIGHT_MAX
+
+    def clear(self) -> None:
+        """Forget all rows: their connection is mounted again."""
+        self.waiting.clear()
+        self.in_flight.clear()
+        self._refused.clear()
+
+    def send(self, now_ms: int) -> AppendRequest:
+        """Return the request of the next row, which is in flight from now on."""
+        row = self.waiting.popleft()
+        self.sent_count += 1
+        row.number, row.sent_ms = self.sent_count, now_ms
+        self.in_flight[row.request.req_id] = row
+        return row.request
+
+    def committed(self, req_id: ReqId, transaction_id: TransactionId) -> list[ParcelRows]:
+        """The feed has brought a row: all that was sent before it is final, too (rules 1, 2)."""
+        row = self.in_flight.get(req_id)
+        if row is None:
+            return []
+        ended = self.end_up_to(row.number - 1, Reason.LOST)
+        del self.in_flight[req_id]
+        return [*ended, row.parcel] if row.committed(transaction_id) else ended
+
+    def lock_failed(self, req_id: ReqId, estimate: TransactionId) -> None:
+        """The server has refused a row for the transaction `estimate`, or an earlier one."""
+        row = self.in_flight.get(req_id)
+        if row is not None and row.estimate is None:
+            row.estimate = estimate
+            self._refused.append(row)
+
+    def end_refused(self, mark: TransactionId) -> list[ParcelRows]:
+        """End what locks have refused, up to the feed's mark (rule 3)."""
+        ended = []
+        refused, self._refused = self._refused, []
+        for row in refused:
+            assert row.estimate is not None
+            if row.request.req_id not in self.in_flight:
+                continue  # a later row was committed meanwhile
+            if row.estimate > mark:
+                self._refused.append(row)
+                continue
+            del self.in_flight[row.request.req_id]
+            if row.refused(Reason.LOCK):
+                ended.append(row.parcel)
+        return ended
+
+    def end_up_to(self, number: int, reason: Reason) -> list[ParcelRows]:
+        """End all rows up to the one that was sent as `number`: they are not in the log."""
+        ended = []
+        while self.in_flight:
+            req_id, row = next(iter(self.in_flight.items()))
+            if row.number > number:
+                break
+            del self.in_flight[req_id]
+            if row.refused(reason):
+                ended.append(row.parcel)
+        return ended
