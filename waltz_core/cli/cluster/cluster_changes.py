@@ -192,7 +192,8 @@ def _port_of(asked: int | None, address: str) -> int:
 async def add_replica(command: Command, *, partitions: str, addresses: tuple[str, ...]) -> Result:
     """Add to each partition one storage after the other."""
     layout, now = await _look(command)
-    chosen, added = await _chosen(command, partitions), map(ReplicaId, addresses)
+    chosen = await _chosen(command, partitions)
+    added = [ReplicaId(each) for each in addresses]
     wanted = {each: tuple(dict.fromkeys([*now[each], *added])) for each in chosen}
     return await _go(command, layout, wanted)
 
