@@ -27,7 +27,7 @@ from pyspark.sql import functions as F
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.failures import error_of
 from waltz_spark.option_table import BY_KEY
-from waltz_spark.shared_clients import client_of
+from waltz_spark.shared_clients import with_client
 from waltz_spark.unwrapping import is_connect, unwrap
 from waltz_spark.writer.columns import RESULT_COLUMNS
 from waltz_spark.writer.results import (
@@ -323,8 +323,8 @@ def snapshot(spark: SparkSession, connect: str) -> Snapshot:
     Raises:
         Unavailable: the cluster does not answer.
     """
-    marks = {int(p): int(mark) for p, mark in client_of(connect).high_water_marks().items()}
-    return Snapshot(spark, connect, marks)
+    found = with_client(connect, lambda client: client.high_water_marks())
+    return Snapshot(spark, connect, {int(p): int(mark) for p, mark in found.items()})
 
 
 def register(spark: SparkSession) -> None:

@@ -5,8 +5,10 @@ before it imports this module, and a process that inherits a client by another f
 own. An idle client is closed when its process ends.
 
 Rules:
-    1. Who wants a cluster waits for whoever connects to it already, and for no other cluster: a
-       ZooKeeper that does not answer stops nobody else.
+    1. A caller waits for another one that already connects to the same cluster, and for no other
+       cluster: a ZooKeeper that does not answer blocks nothing else.
+    2. A session of Spark may outlive a cluster. If another one takes its place at the same connect
+       string, the client of the first is closed and the next use connects to the new one.
 """
 
 import atexit
@@ -15,8 +17,12 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from waltz_core.client import ClusterLayout, ReplicaSet, WaltzClient
+from waltz_core.errors import ClusterKeyMismatch
+
+ResultT = TypeVar("ResultT")
 
 # Keyed by process and cluster; a process that was forked finds none of its own. What is done with
 # them is one operation of a dictionary each time, and so needs no lock.
@@ -64,6 +70,20 @@ def settle(_work: str) -> None:
     gc.freeze()
 
 
+def with_client(connect: str, use: Callable[[WaltzClient], ResultT]) -> ResultT:
+    """Call `use` with this process's client, and again with a new one (rule 2).
+
+    Raises:
+        BadConfig, CoordinatorUnavailable: as `client_of`.
+        What `use` raises.
+    """
+    try:
+        return use(client_of(connect))
+    except ClusterKeyMismatch:
+        close_client(connect)
+        return use(client_of(connect))
+
+
 def sources_of(
     connect: str,
     choose: Callable[[int], Sequence[int]],
@@ -71,26 +91,24 @@ def sources_of(
     linearizable: bool,
     group: int | None = None,
 ) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
-    """Return the client, and marks and replicas of the partitions that are chosen of so many.
+    """Return the client, and marks and replicas of the partitions that `choose` picks of N.
 
-    They are asked for at once; replicas of the group are nearby. A client that knows another
-    cluster, one that was there before, is replaced.
+    They are requested concurrently; replicas of the group are nearby.
 
     Raises:
         BadConfig, CoordinatorUnavailable: as `client_of`.
         Unavailable: a partition does not answer.
     """
-    client = client_of(connect)
-    sources = client.replica_sets(
-        choose(client.partition_count), linearizable=linearizable, group=group
-    )
-    if any(each.cluster_key != client.cluster().key for each in sources.values()):
-        close_client(connect)
-        client = client_of(connect)
+
+    def look(client: WaltzClient) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
         sources = client.replica_sets(
             choose(client.partition_count), linearizable=linearizable, group=group
         )
-    return client, sources
+        if any(each.cluster_key != client.cluster().key for each in sources.values()):
+            raise ClusterKeyMismatch(f"the servers of {connect} serve another cluster by now")
+        return client, sources
+
+    return with_client(connect, look)
 
 
 def close_client(connect: str) -> None:

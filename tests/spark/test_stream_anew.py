@@ -102,6 +102,13 @@ def test_a_running_stream_tells_that_the_log_is_another_one(
     assert isinstance(waltz_spark.error_of(failed.value), DataLoss)
     assert "Traceback" not in str(waltz_spark.error_of(failed.value))
     assert set(reader.seen) == old
+    # The same session reads and writes the new log.
+    snapshot = waltz_spark.snapshot(spark, cluster.connect)
+    assert snapshot.read().count() == later
+    spark.createDataFrame([(b"one",)], "data binary").write.format("waltz").mode("append").save(
+        cluster.connect
+    )
+    assert waltz_spark.snapshot(spark, cluster.connect).read().count() == later + 1
 
 
 @pytest.mark.parametrize("later", [2, 40])

@@ -30,6 +30,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from waltz_core.client import (
+    WaltzClient,
     begin_write,
     end_write,
     forget_writes,
@@ -39,7 +40,7 @@ from waltz_core.client import (
 from waltz_core.errors import BadConfig, BadRequest, ConnectionSuperseded, WaltzError
 from waltz_spark.failures import plainly
 from waltz_spark.options import WriteOptions
-from waltz_spark.shared_clients import client_of
+from waltz_spark.shared_clients import with_client
 from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import check_schema
 from waltz_spark.writer.recompute import load_function
@@ -85,7 +86,10 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
                 "waltz: recompute without identityColumns: a task that is run again after rows "
                 "were computed anew fails, as it cannot find them in the log"
             )
-    client = client_of(options.connect)
+    return with_client(options.connect, lambda client: _job_at(client, options, write))
+
+
+def _job_at(client: WaltzClient, options: WriteOptions, write: str | None) -> Job:
     if options.exactly_once and client.has_original():
         raise BadConfig(
             "option 'exactlyOnce': partitions of this cluster are at an original Waltz server, "

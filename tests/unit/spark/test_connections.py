@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.patience import HANG_S
+from waltz_core.errors import ClusterKeyMismatch
 from waltz_spark import shared_clients
-from waltz_spark.shared_clients import client_of, close_clients
+from waltz_spark.shared_clients import client_of, close_clients, with_client
 
 
 class Client:
@@ -70,3 +71,25 @@ def test_what_stays_is_left_out_of_the_search_for_garbage_once_for_each_kind_of_
     for work in ("this test's", "this test's", "another of it"):
         shared_clients.settle(work)
     assert done == ["collect", "freeze"] * 2
+
+
+def test_the_client_of_a_cluster_that_was_replaced_is_replaced() -> None:
+    first = client_of("live:2181/x")
+
+    def use(client: object) -> object:
+        if client is first:
+            raise ClusterKeyMismatch("expected the cluster with key 1, found 2")
+        return client
+
+    second = with_client("live:2181/x", use)
+    assert second is client_of("live:2181/x")
+    assert Client.made == ["live:2181/x"] * 2
+
+
+def test_a_cluster_that_cannot_be_connected_to_is_an_error_after_one_more_attempt() -> None:
+    def use(_client: object) -> None:
+        raise ClusterKeyMismatch("expected the cluster with key 1, found 2")
+
+    with pytest.raises(ClusterKeyMismatch, match="key 1"):
+        with_client("live:2181/x", use)
+    assert Client.made == ["live:2181/x"] * 2
