@@ -3,7 +3,7 @@
 from pathlib import Path
 from random import Random
 
-from tests.property.storage_model import ROOT, World
+from tests.storage_model import ROOT, World
 from waltz_core.offline.verify import Verified, verify
 from waltz_core.storage.files.format import encode_storage_id
 from waltz_sim.world.simulated_disk import SimDisk

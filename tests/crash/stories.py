@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 import waltz_core.storage
-from tests.property.storage_model import batches
+from tests.storage_model import batches
 from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
 from waltz_core.storage.log.log_files import LogSettings
@@ -722,5 +722,5 @@ STORIES = (
     repair,
 )
 # What administration does to a partition. No mutant is asked of these: what a sync of theirs is for
-# shows only when a partition that went is held again (tests/property/test_storage_administration).
+# shows only when a partition that went is held again (tests/crash/test_storage_administration).
 ADMINISTRATION = (removal, given_up, re_seed)

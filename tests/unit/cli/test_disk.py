@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.offline_storage import flip, segments, some_storage, spill
-from tests.property.storage_model import World, record
+from tests.storage_model import World, record
 from waltz_core.cli.main import main
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, next_chain
 

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from tests.offline_storage import PARTITION, some_world
-from tests.property.storage_model import ROOT
+from tests.storage_model import ROOT
 from waltz_core.errors import BadFormat, DiskFailed
 from waltz_core.offline.index_repair import held_alone, repair_index
 from waltz_core.storage.disk.file_system import RealDisk

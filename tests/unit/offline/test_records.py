@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from tests.property.storage_model import record
+from tests.storage_model import record
 from waltz_core.offline import records
 from waltz_core.offline.records import Gap, RecordRun, fields, is_right, walk
 

@@ -16,8 +16,8 @@ from tests.offline_storage import (
     spill,
     verified,
 )
-from tests.property.storage_model import ROOT
-from tests.property.storage_model import record as make_record
+from tests.storage_model import ROOT
+from tests.storage_model import record as make_record
 from waltz_core.errors import BadRequest, DiskFailed
 from waltz_core.offline.files import OpenFile, kept_still
 from waltz_core.offline.layout import UNBATCHED, crc32

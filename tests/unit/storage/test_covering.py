@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.crash import layout
-from tests.property.test_adopted_crash import other_batches
+from tests.crash.test_adopted_crash import other_batches
 from tests.unit.storage.test_service import KEY, MoodyDisk
 from waltz_core.errors import BadRequest, DataLoss, DiskFailed, NoSpace
 from waltz_core.records import raw_records

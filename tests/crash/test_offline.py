@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.crash.test_storage_crash import check_after_error, first_error
 from tests.offline_storage import PARTITION, flip, found, segments, spill
-from tests.property.storage_model import SURVIVALS, random_world, run_until_power_loss
-from tests.property.test_storage_crash import check_after_error, first_error
 from tests.property.test_storage_format import B16, INT64, SLOTS, entries
+from tests.storage_model import SURVIVALS, random_world, run_until_power_loss
 from waltz_core.errors import DiskFailed
 from waltz_core.offline import layout
 from waltz_core.offline.layout import GENESIS, BatchEntry

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from tests.crash import layout
-from tests.property.storage_model import KEY, PARTITION, ROOT, SURVIVALS
+from tests.storage_model import KEY, PARTITION, ROOT, SURVIVALS
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, LineageEntry, next_chain
 from waltz_core.storage.files.control_file import ControlFile

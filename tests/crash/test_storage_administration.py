@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tests.property.storage_model import batches
+from tests.storage_model import batches
 from waltz_core.errors import DiskFailed, NoSpace, UnknownPartition
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
 from waltz_core.storage.files.format import Mark

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from tests.property.storage_model import (
+from tests.storage_model import (
     SURVIVALS,
     World,
     check_after_error,
