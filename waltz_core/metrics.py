@@ -96,7 +96,7 @@ def _table() -> dict[str, Metric]:
         ("storage_read_bytes_total", counter, one, "bytes of records given to readers and servers"),
         ("storage_last_transaction", gauge, one, "id of the last transaction synced here"),
         ("storage_low_water_mark", gauge, one, "below it nothing is ever cut"),
-        ("storage_suspect_replicas", gauge, (), "replicas that cannot vouch for their log"),
+        ("storage_suspect_replicas", gauge, (), "replicas whose log is not trusted"),
         ("storage_failed_writes_total", counter, (), "writes and syncs that failed"),
         ("storage_failed_reads_total", counter, one, "reads that the disk refused"),
         ("storage_damaged_transactions", gauge, one, "known here, and not to be read"),
@@ -110,8 +110,8 @@ def _table() -> dict[str, Metric]:
         ("storage_free_bytes", gauge, (), "free on the disk of the directory"),
         ("storage_connections", gauge, (), "servers and readers connected now"),
         ("client_events_total", counter, ("event",), "reports of streams"),
-        ("client_appended_transactions_total", counter, (), "told as committed"),
-        ("client_refused_transactions_total", counter, ("reason",), "told as not committed"),
+        ("client_appended_transactions_total", counter, (), "reported as committed"),
+        ("client_refused_transactions_total", counter, ("reason",), "reported as failed"),
     ]
     table = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in rows}
     assert len(table) == len(rows), "a name stands twice in the table"

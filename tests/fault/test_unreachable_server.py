@@ -72,7 +72,7 @@ def test_a_server_whose_certificate_nobody_trusts_gets_no_partitions(tmp_path: P
                     "the doctor says why",
                     lambda: "the peer's certificate is not accepted" in doctor(cluster),
                 )
-                assert f"server 127.0.0.1:{port} is given no partitions" in doctor(cluster)
+                assert f"server 127.0.0.1:{port} is assigned no partitions" in doctor(cluster)
                 assert owners(cluster) == before
                 load.goes_on()
         finally:

@@ -336,7 +336,7 @@ def test_a_cluster_of_its_own_user(tmp_path: Path, auth_file: Path, cluster_of: 
         assert "a long password" not in " ".join(process.cmdline())
     # Nobody, and somebody else.
     nobody = said("cluster", "show", place)
-    assert "asks who we are at /waltz/local" in nobody
+    assert "requires authentication at /waltz/local" in nobody
     assert "?auth=FILE" in nobody
     wrong = tmp_path / "wrong.auth"
     wrong.write_text("digest:waltz:another password\n")
@@ -344,7 +344,7 @@ def test_a_cluster_of_its_own_user(tmp_path: Path, auth_file: Path, cluster_of: 
     assert "does not let us at /waltz/local" in other
     assert "user 'waltz'" in other
     assert "another password\n" not in other.replace("with another password", "")
-    with pytest.raises(BadConfig, match="asks who we are"):
+    with pytest.raises(BadConfig, match="requires authentication"):
         WaltzClient(place)
     missing = said("cluster", "show", f"{place}?auth={tmp_path}/none")
     assert "cannot be read: No such file" in missing
@@ -377,7 +377,7 @@ def test_a_cluster_is_protected_later(tmp_path: Path, auth_file: Path, cluster_o
         timeout=HANG_S,
     )
     assert "protected " in done.stderr
-    assert "asks who we are" in said("cluster", "show", place)
+    assert "requires authentication" in said("cluster", "show", place)
     with WaltzClient(connect) as client:
         client.append(b"closed", partition=0).result(HANG_S)
         assert client.high_water_marks() == {0: 1}

@@ -87,7 +87,7 @@ NOUNS: Mapping[str, NounEntry] = {
             "cluster.cluster_checks": {
                 "prefer": "make a server the preferred owner of some partitions",
                 "unprefer": "end a server's preference for some partitions",
-                "audit": "show who has changed the cluster, when and how",
+                "audit": "show the changes of the cluster: user, time and outcome",
             },
             "cluster.cluster_rescue": {
                 "accept-replicas": "take one replica's log for the log when no quorum is trusted",

@@ -23,7 +23,7 @@ The nodes, below the cluster's root R:
     R/x/storage/HOST:PORT             ours: the id of the storage that belongs at this address
     R/x/writes/W, R/x/writes/W/T      ours: a write that must enter the log once, and its tasks
     R/x/reach/ID                      ours: which servers server ID can and cannot connect to
-    R/x/audit/e_N                     ours: who has changed the cluster by command, and how
+    R/x/audit/e_N                     ours: changes of the cluster by commands: user, outcome
 
 Everything but R/x is the original's, byte for byte, so that an original server or client can work
 on the same root; what is below R/x it neither reads nor minds.

@@ -4,8 +4,8 @@ It is the one thing every user types, in Spark, in a shell and in a configuratio
 wrong with it is told here, in one sentence, and nowhere else.
 
     zk1:2181,zk2:2181/waltz/payments        hosts with their ports, then the cluster's root
-    zk1:2181/waltz/payments?auth=/etc/zk    and, where ZooKeeper asks who we are, the auth file
-    zk1:2181/waltz/payments?tls=/etc/ca.pem and, where the cluster speaks TLS, what is believed
+    zk1:2181/waltz/payments?auth=/etc/zk    and, if ZooKeeper requires authentication, an auth file
+    zk1:2181/waltz/payments?tls=/etc/ca.pem and, if the cluster uses TLS, the trusted CAs
 
 Rules:
     1. Each host has a port; an IPv6 address stands in brackets: [::1]:2181.

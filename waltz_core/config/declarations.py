@@ -71,43 +71,45 @@ class ZooKeeperConfig(Config):
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(10_000)
     zookeeper_session_timeout_ms: int = _ms(
         4_000,
-        "After how much silence ZooKeeper takes this process for dead. Too short: a pause of the "
-        "machine moves partitions. Too long: a dead server's partitions wait that long.",
+        "Silence after which ZooKeeper ends this process's session. Too short: a pause of the "
+        "machine moves partitions. Too long: the partitions of a dead server wait that long "
+        "for a new owner.",
         least=500,
     )
     zookeeper_request_timeout_ms: int = _ms(
-        10_000, "How long one request to ZooKeeper may take before it counts as unavailable."
+        10_000,
+        "Time that one request to ZooKeeper may take before ZooKeeper counts as unavailable.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TlsConfig(Config):
-    """TLS: what a process shows of itself, and asks of whom it dials; part of every other kind."""
+    """TLS: the certificate of a process, and how it verifies peers; part of every other kind."""
 
     kind: ClassVar[str] = "tls"
 
     tls: str = setting(
         "",
-        'Whether connections are wrapped in TLS, 1.2 or 1.3: "on" or "off". Empty: as `connect` '
-        "says behind ?tls=, else off. All processes of a cluster do the same.",
+        'Whether connections use TLS 1.2 or 1.3: "on" or "off". Empty: as ?tls= of `connect` '
+        "states, otherwise off. All processes of a cluster use the same value.",
     )
     tls_certificate: str = setting(
         "",
-        "A PEM file: this process's certificate, then those that lead to an authority. A daemon "
-        "must have one; who dials shows it where it is asked for.",
+        "A PEM file: this process's certificate, followed by its chain. A daemon must have "
+        "one; a client presents it if the peer requests it.",
     )
     tls_key: str = setting(
         "", "A PEM file: the certificate's private key. Empty: it is in `tls_certificate`."
     )
     tls_authorities: str = setting(
         "",
-        "A PEM file: the authorities whose certificates are believed. Empty: those of the system.",
+        "A PEM file: the trusted certificate authorities. Empty: those of the system.",
     )
     tls_verify: str = setting(
         "",
-        'What is checked of whom we dial: "name", that an authority has signed his certificate for '
-        'the host that was dialled; "chain", any that it has signed; "nothing". Empty: as ?tls= '
-        "says, else the name; also where ?tls=unverified meets `tls_authorities`.",
+        'How the peer\'s certificate is verified: "name" (CA and host name), "chain" (CA only) '
+        'or "nothing". Empty: as ?tls= states, otherwise "name"; also "name" if '
+        "?tls=unverified meets `tls_authorities`.",
     )
 
     def validate(self) -> None:
@@ -116,14 +118,14 @@ class TlsConfig(Config):
         if self.tls_verify:
             self._among("tls_verify", TLS_CHECKS)
         if self.tls_key and not self.tls_certificate:
-            raise BadConfig("tls_key: expected tls_certificate beside it, found none")
+            raise BadConfig("tls_key: expected tls_certificate as well, found none")
         super().validate()
 
 
 def _tls_require_certificate(*, default: bool) -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         default,
-        "Under TLS, whether only those are let in who show a certificate that one of "
+        "Under TLS, whether the daemon accepts only peers whose certificate one of "
         "`tls_authorities` has signed.",
     )
 
@@ -158,85 +160,88 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
     directory: str = setting(
         "",
-        "Where the log lies. One directory belongs to one storage of one cluster, for ever.",
+        "The directory of the log. It belongs to one storage of one cluster, permanently.",
         example="data/storage",
     )
     listen_host: str = setting(
         "127.0.0.1",
-        'The address to listen at; "0.0.0.0" for every one, which needs `advertised_host`.',
+        'The address to listen at; "0.0.0.0" for all, which requires `advertised_host`.',
     )
-    port: int = _port(15_280, "For servers and readers. 0: any free one.")
+    port: int = _port(15_280, "Port for servers and readers. 0: any free one.")
     advertised_host: str = setting(
-        "", "The host under which servers reach it, part of its identity. Empty: `listen_host`."
+        "",
+        "The host under which servers connect to the storage, part of its identity. Empty: "
+        "`listen_host`.",
     )
-    admin_port: int = _port(15_281, "For administration. 0: any free one.")
-    http_port: int = _port(0, "For /metrics, /health and /ping. 0: none.")
+    admin_port: int = _port(15_281, "Port for administration. 0: any free one.")
+    http_port: int = _port(0, "Port for /metrics, /health and /ping. 0: none.")
     segment_bytes_max: int = _bytes(
         1_000_000_000,
-        "When a segment file is full and the next begins. Too small: many files and indexes. "
-        "Too large: slow to check at a start and to copy.",
+        "Size at which a segment file is full and the next one begins. Too small: many files "
+        "and indexes. Too large: slow to check at a start and to copy.",
         least=4 * KIB,
         most=2_000_000_000,
     )
     open_files_max: int = setting(
         64,
-        "Files held open over all partitions; a segment has three. Too few: files are opened again "
-        "for appends and reads that go round many partitions. Too many: the limit of the process "
-        "on open files, which connections need too. Those with writes that are not synced stay "
-        "open beyond it, at most three for each partition.",
+        "Files held open over all partitions; a segment has three. Too few: files are reopened "
+        "for appends and reads that alternate between many partitions. Too many: the process "
+        "reaches its limit on open files, which connections need, too. Files with unsynced "
+        "writes stay open beyond it, at most three for each partition.",
         least=8,
         most=65_536,
     )
     cached_bytes_max: int = _bytes(
         16 * MIB,
-        "Of each file, how much of what was appended last the system's memory keeps once it is "
-        "synced; older bytes are given back. Too small: whoever is a little behind reads from the "
-        "disk. Too large: memory fills with what nobody reads, at the cost of new pages.",
+        "Recently appended bytes of each file that stay in the page cache after a sync; the "
+        "storage releases older pages. Too small: readers that lag a little read from the "
+        "disk. Too large: memory fills with pages that are not read, at the cost of new ones.",
         least=0,
     )
     reserve_bytes: int = _bytes(
         64 * MIB,
-        "Space set aside, given back when the disk is full, so that repair and marks still work. "
-        "Too small: a full disk also stops repair.",
+        "Space that is reserved, and released when the disk is full, so that repair and marks "
+        "still work. Too small: a full disk also stops repair.",
         least=0,
         most=64 * GIB,
     )
     scrub_bytes_per_s: int = _bytes(
         4 * MIB,
-        "How fast old records are read again, over all partitions, so that rot is found while "
-        "other replicas can mend it. 0: not at all. Too slow: a terabyte takes weeks. Too fast: "
-        "reads and syncs wait for it.",
+        "Rate at which old records are read again, over all partitions, so that the storage "
+        "finds rot while other replicas can repair it. 0: no scrub. Too slow: a terabyte takes "
+        "weeks. Too fast: reads and syncs wait for it.",
         least=0,
         most=4 * GIB,
     )
     scrub_interval_ms: int = _ms(
         MS_MAX,
-        "A log is read again no sooner than so long after the last time has begun. Too short: a "
-        "small log is read all day for nothing.",
+        "Minimum time between the starts of two scrubs of one log. Too short: a small log is "
+        "read all day without need.",
         least=0,
     )
     trust_fsync: bool = setting(
         True,  # noqa: FBT003 - it stands for itself, beside its name
-        "Whether the disk keeps what it says it has synced. False: after every restart of the "
-        "machine a replica counts as suspect until it was repaired.",
+        "Whether the disk keeps what it reports as synced. False: after every restart of the "
+        "machine a replica is suspect until it is repaired.",
     )
     writer_threads_count: int = setting(
         4,
-        "Threads that write and sync, one call at a time for a partition. Too few: partitions wait "
-        "for one another's syncs. Too many: they only contend for the disk.",
+        "Threads that write and sync, one call at a time for a partition. Too few: partitions "
+        "wait for each other's syncs. Too many: they contend for the disk.",
         least=1,
         most=64,
     )
     queue_bytes_max: int = _bytes(
         64 * MIB,
-        "Appends that wait for a writer, over all partitions. Full: connections are not read. "
-        "Too small: a sync has little to do. Too large: memory and latency.",
+        "Appends that wait for a writer, over all partitions. When it is full, the storage "
+        "does not read from connections. Too small: a sync has little to do. Too large: memory "
+        "and latency.",
         least=32 * MIB,
     )
     connections_max: int = setting(
         10_000,
-        "Connections at one time; more are refused. Servers have one for each partition, and a "
-        "second one while it moves.",
+        "Concurrent connections; the storage refuses more. Servers have one for each "
+        "partition, and a second one while it moves.",
         least=4,
         most=100_000,
     )
@@ -260,29 +265,32 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
     listen_host: str = setting(
         "127.0.0.1",
-        'The address to listen at; "0.0.0.0" for every one, which needs `advertised_host`.',
+        'The address to listen at; "0.0.0.0" for all, which requires `advertised_host`.',
     )
-    port: int = _port(15_180, "For clients. 0: any free one.")
-    advertised_host: str = setting("", "The host that clients are told. Empty: `listen_host`.")
-    advertised_port: int = _port(0, "The port that clients are told. 0: `port`.")
-    http_port: int = _port(0, "For /metrics, /health and /ping. 0: none.")
+    port: int = _port(15_180, "Port for clients. 0: any free one.")
+    advertised_host: str = setting(
+        "", "The host under which clients connect. Empty: `listen_host`."
+    )
+    advertised_port: int = _port(0, "The port under which clients connect. 0: `port`.")
+    http_port: int = _port(0, "Port for /metrics, /health and /ping. 0: none.")
     lock_slot_count: int = setting(
         1_048_573,
-        "Slots of a partition's lock table, 8 bytes each; best a prime. Too few: clients that lag "
-        "are refused without a conflict. Too many: memory, and time when a partition moves.",
+        "Slots of a partition's lock table, 8 bytes each; best a prime. Too few: the server "
+        "rejects appends of clients that lag without a real conflict. Too many: memory, and "
+        "time when a partition moves.",
         least=101,
         most=134_217_689,
     )
     lock_table_bytes_max: int = _bytes(
         256 * MIB,
-        "Lock tables of all partitions together. Over it, all tables are made smaller.",
+        "Lock tables of all partitions together. Over the limit, the server shrinks all tables.",
         least=MIB,
     )
     lock_refill_count_max: int = setting(
         1_000_000,
-        "Of so many of the last transactions a new owner learns the locks from the storages, 8 MiB "
-        "of them at most. Too few: after a move clients that lag more are refused without a "
-        "conflict. Too many: work when a partition moves. 0: none.",
+        "Number of recent transactions whose locks a new owner loads from the storages, at "
+        "most 8 MiB of them. Too few: after a move the server rejects appends of clients that "
+        "lag more, without a real conflict. Too many: work when a partition moves. 0: none.",
         least=0,
         most=100_000_000,
     )
@@ -300,52 +308,55 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     memory_bytes_max: int = _bytes(
         GIB,
-        "All of this server's buffers, caches and tables. Over it, appends are refused as "
-        "overloaded and connections are not read.",
+        "All buffers, caches and tables of this server. Over the limit, the server rejects "
+        "appends as overloaded and does not read from connections.",
         least=64 * MIB,
     )
     connections_max: int = setting(
-        10_000, "Connections at one time; more are refused.", least=4, most=100_000
+        10_000, "Concurrent connections; the server refuses more.", least=4, most=100_000
     )
     connection_in_flight_bytes_max: int = _bytes(
         64 * MIB,
-        "Requests of one connection that are not answered yet. Over it, it is not read.",
+        "Unanswered requests of one connection. Over the limit, the server does not read from it.",
         least=16 * MIB,
     )
     connection_in_flight_max: int = setting(
         1_024,
-        "Appends and batches of one connection that are not answered yet. Over it, it is not read.",
+        "Unanswered appends and batches of one connection. Over the limit, the server does not "
+        "read from it.",
         least=1,
         most=1_000_000,
     )
     write_buffer_bytes_max: int = _bytes(
         MIB,
-        "Answers that one client has not taken yet. Over it, it is fed and read no more until it "
-        "has taken some.",
+        "Answers that one client has not read yet. Over the limit, the server pauses its feed "
+        "and its requests until it has read some.",
         least=64 * KIB,
     )
     partition_queue_bytes_max: int = _bytes(
         32 * MIB,
-        "Appends that wait to be judged. Full: they are refused as overloaded.",
+        "Appends that wait for their lock check. When it is full, the server rejects more as "
+        "overloaded.",
         least=16 * MIB,
     )
     partition_in_flight_bytes_max: int = _bytes(
         4 * MIB,
-        "Records sent to replicas and not on a quorum of disks yet. Too small: the disks idle "
+        "Records sent to replicas and not yet on a quorum of disks. Too small: the disks idle "
         "between syncs. Too large: latency, and memory for each replica.",
         least=64 * KIB,
     )
     partition_in_flight_batches_max: int = setting(
-        64, "Batches sent to replicas and not on a quorum of disks yet.", least=1, most=65_536
+        64, "Batches sent to replicas and not yet on a quorum of disks.", least=1, most=65_536
     )
     small_requests_first: bool = setting(
         True,  # noqa: FBT003 - as above
-        "While small requests come too, large batches go in pieces with pauses, so that others "
-        "wait for at most twice as long as alone. Off: whoever sends most gets most.",
+        "While small requests arrive too, the server splits large batches and pauses between "
+        "the pieces, so that small ones wait at most twice as long as alone. Off: the client "
+        "that sends most gets most.",
     )
     batch_rows_max: int = setting(
         16_384,
-        "Rows of one append batch of a client. Too many: other clients' appends wait for it.",
+        "Rows of one append batch of a client. Too many: appends of other clients wait for it.",
         least=1,
         most=1_000_000,
     )
@@ -354,14 +365,15 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     replica_lag_bytes_max: int = _bytes(
         16 * MIB,
-        "How far a replica may fall behind before it is fed from the others' logs instead of from "
-        "memory. Too small: a short pause costs reads. Too large: memory for each replica.",
+        "How far a replica may lag before the server catches it up from the logs of the others "
+        "instead of from memory. Too small: a short pause costs reads. Too large: memory for "
+        "each replica.",
         least=MIB,
     )
     checkpoint_interval_count: int = setting(
         250_000,
-        "After how many transactions low-water marks are raised. Too many: a recovery compares "
-        "more. Too few: a new session, and a short pause, more often.",
+        "Number of transactions after which low-water marks are raised. Too many: a recovery "
+        "compares more. Too few: a new session, and a short pause, more often.",
         least=100,
         most=1_000_000_000,
     )
@@ -370,7 +382,8 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     feed_grant_count_min: int = setting(
         10_000,
-        "The least that a client may ask to be fed ahead. Too small: a round trip too often.",
+        "Minimum number of transactions that a client may request to be fed ahead. Too small: "
+        "frequent round trips.",
         least=1,
         most=10_000_000,
     )
@@ -378,28 +391,29 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         4 * MIB, "Records of one answer to a reader.", least=64 * KIB, most=8 * MIB
     )
     group: int = _group(
-        "The group of storages that this server is in. What it reads from a storage it reads from "
-        "one of these where it can. -1: from all of them in turn."
+        "The group of storages that this server is in. It reads from storages of this group "
+        "where possible. -1: from all of them in turn."
     )
     partition_fetches_max: int = setting(
-        8, "Reads from storages at one time for one partition.", least=1, most=1_024
+        8, "Concurrent reads from storages for one partition.", least=1, most=1_024
     )
     fences_count_max: int = setting(
         262_144,
-        "Clients whose latest connection is remembered after they left, for one partition.",
+        "Clients of one partition whose latest connection is remembered after they disconnected.",
         least=1_024,
         most=100_000_000,
     )
     retry_interval_ms_min: int = _ms(
-        50, "The first pause before a replica is tried again. Too short: busy for nothing."
+        50, "The first pause before a replica is tried again. Too short: wasted work."
     )
     retry_interval_ms_max: int = _ms(
-        2_000, "The longest such pause. Too long: a storage that is back waits to be used."
+        2_000, "The longest such pause. Too long: a storage that has returned stays unused."
     )
     quorum_timeout_ms: int = _ms(
         12_000,
-        "How long a partition may be without a quorum before it is given to another server. Too "
-        "short: slow disks move partitions. Too long: a server that reaches no storage keeps them.",
+        "Time without a quorum after which a partition is assigned to another server. Too "
+        "short: slow disks move partitions. Too long: a server that cannot connect to storages "
+        "keeps them.",
         least=100,
     )
     slow_append_ms: int = _ms(
@@ -410,34 +424,35 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     )
     session_timer_ms: int = _ms(
         2_000,
-        "For how long after a quorum has answered marks are told without asking it again. Too "
-        "long: a server that has lost its partitions tells old marks.",
+        "Time after an answer of a quorum for which the server returns marks without asking it "
+        "again. Too long: a server that has lost its partitions returns old marks.",
     )
     balance: str = setting(
         "count",
-        'What partitions are spread by: "count", or "load", what they cost their server. The same '
-        "for all servers.",
+        'How partitions are spread over servers: by "count", or by "load", the cost that they '
+        "cause. The same for all servers.",
     )
     balance_interval_ms: int = _ms(
         5_000,
-        'How often loads are told, and moves considered, where `balance` is "load". Too short: '
+        'How often servers report loads and consider moves, if `balance` is "load". Too short: '
         "work for ZooKeeper.",
         least=50,
     )
     balance_window_ms: int = _ms(
         30_000,
-        "Loads are means over about so long. Too short: peaks move partitions. Too long: a lasting "
-        "change is answered late.",
+        "Loads are means over about this time. Too short: peaks move partitions. Too long: a "
+        "slow response to a lasting change.",
         least=50,
     )
     balance_rest_ms: int = _ms(
         600_000,
-        "A partition that was moved for its load stays at least so long. Too short: partitions "
-        "whose loads come and go move to and fro.",
+        "Minimum time for which a partition that was moved for its load stays. Too short: "
+        "partitions with varying loads move to and fro.",
         least=50,
     )
     open_wait_ms: int = _ms(
-        5_000, "How long a read or mount waits for a store session before it is refused."
+        5_000,
+        "Time for which a read or mount waits for a store session before the server rejects it.",
     )
 
     tls_require_certificate: bool = _tls_require_certificate(default=False)
@@ -466,22 +481,22 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
 
     kind: ClassVar[str] = "client"
 
-    dial_timeout_ms: int = _ms(5_000, "How long making one connection to a server may take.")
+    dial_timeout_ms: int = _ms(5_000, "Time that connecting to a server may take.")
     request_timeout_ms: int = _ms(
         30_000,
-        "How long an append may take before its outcome is unknown. Too short: unknown outcomes "
-        "while a partition moves. Too long: an application learns late.",
+        "Time that an append may take before its outcome is unknown. Too short: unknown "
+        "outcomes while a partition moves. Too long: an application learns of a fault late.",
         least=100,
     )
-    mount_timeout_ms: int = _ms(10_000, "How long one try to mount a partition may take.")
+    mount_timeout_ms: int = _ms(10_000, "Time that one attempt to mount a partition may take.")
     retry_interval_ms_min: int = _ms(50, "The first pause before a server is tried again.")
     retry_interval_ms_max: int = _ms(
-        2_000, "The longest such pause. Too long: idle after a server is back."
+        2_000, "The longest such pause. Too long: idle time after a server has returned."
     )
     in_flight_count_max: int = setting(
         20_000,
-        "Transactions of one partition that wait for their outcome; more make `submit` wait. Too "
-        "few: throughput is bound by latency. Too many: memory, and stale locks.",
+        "Transactions of one partition that wait for their outcome; beyond that, `submit` "
+        "waits. Too few: latency limits throughput. Too many: memory, and stale locks.",
         least=1,
         most=10_000_000,
     )
@@ -499,16 +514,16 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         most=15 * MIB,
     )
     range_bytes_max: int = _bytes(
-        4 * MIB, "Records asked for at once when reading.", least=64 * KIB, most=8 * MIB
+        4 * MIB, "Records requested at once when reading.", least=64 * KIB, most=8 * MIB
     )
     group: int = _group(
-        "The group of storages that this client is in: ranges that are read from replicas come "
-        "from these where they can. -1: from any."
+        "The group of storages that this client is in: reads of ranges from replicas use this "
+        "group where possible. -1: any."
     )
     feed_ahead_count_max: int = setting(
         100_000,
-        "Transactions fed and not applied yet, beyond which no more is asked for. Too few: a round "
-        "trip too often. Too many: memory.",
+        "Transactions fed and not applied yet, beyond which the client requests no more. Too "
+        "few: frequent round trips. Too many: memory.",
         least=100,
         most=100_000_000,
     )
@@ -526,9 +541,9 @@ class LocalConfig(Config):
 
     kind: ClassVar[str] = "local"
 
-    directory: str = setting(".waltz", "Where data, configuration and logs lie.")
+    directory: str = setting(".waltz", "The directory of data, configuration and logs.")
     zookeeper_count: int = setting(
-        1, "Nodes of ZooKeeper. Three bear the loss of one.", least=1, most=7
+        1, "Nodes of ZooKeeper. Three tolerate the loss of one.", least=1, most=7
     )
     storage_count: int = setting(
         3, "Storages. Every partition has a replica on each.", least=1, most=9
@@ -545,7 +560,9 @@ class LocalConfig(Config):
         least=0,
         most=65_000,
     )
-    ready_timeout_ms: int = _ms(300_000, "How long `up` waits until every partition takes appends.")
+    ready_timeout_ms: int = _ms(
+        300_000, "How long `up` waits until every partition accepts appends."
+    )
 
 
 KINDS: dict[str, type[Config]] = {

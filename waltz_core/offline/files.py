@@ -203,8 +203,8 @@ def _lock_shared(file: OpenFile, directory: Path, *, is_original: bool) -> None:
             fcntl.flock(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         raise DiskFailed(
-            f"{directory}: a storage runs on this directory, and its files change under whoever "
-            "looks; stop it first, or look at a copy"
+            f"{directory}: a storage runs on this directory and changes its files. Hint: stop it "
+            "first, or use a copy of the directory."
         ) from error
     except OSError as error:
         raise DiskFailed(f"locking {file.path}: {error.strerror}") from error

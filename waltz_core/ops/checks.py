@@ -100,14 +100,17 @@ def _of_server(server: ServerFacts, standings: Sequence[PartitionStanding]) -> I
 def _of_storage(storage: StorageFacts, standings: Sequence[PartitionStanding]) -> Iterator[Failed]:
     address, its = storage.address, [each for each in standings if storage.address in each.assigned]
     wanted = tuple(each.partition_id for each in its)
-    # An original registers nothing, and does not say who it is.
+    # A 0.13 storage registers nothing and does not state its identity.
     if storage.registered_id is None and (storage.trouble or storage.storage_id is not None):
-        text = f"storage {address} has never started, or is an original: nothing is registered"
+        text = (
+            f"storage {address} has never started, or is a Waltz 0.13 storage: its identity is "
+            "not registered"
+        )
         yield Failed("storage", text, wanted)
     if storage.trouble:
         yield Failed("storage", f"storage {address} does not answer: {storage.trouble}", wanted)
     elif not storage.is_of_cluster:
-        yield Failed("storage", f"at {address} answers a storage of another cluster", wanted)
+        yield Failed("storage", f"the storage at {address} belongs to another cluster", wanted)
     elif storage.admin_trouble:
         text = f"storage {address} does not answer at its admin port: {storage.admin_trouble}"
         yield Failed("storage", text, wanted)

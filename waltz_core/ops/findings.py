@@ -71,7 +71,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
     Area.ZOOKEEPER: (
         _row(
             "zookeeper-away",
-            "ZooKeeper cannot be asked, and so nothing of the cluster can be seen: {why}",
+            "ZooKeeper does not answer, so the state of the cluster is unknown: {why}",
             _START,
         ),
         _row(
@@ -81,12 +81,12 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "zookeeper-node-alone",
-            "node {node} of ZooKeeper answers, and serves nobody: it finds no quorum of the others",
+            "node {node} of ZooKeeper answers, but is not part of a quorum and serves no client",
             _START,
         ),
         _row(
             "zookeeper-refuses",
-            "ZooKeeper does not show us the cluster: {why}",
+            "ZooKeeper denies access to the cluster's nodes: {why}",
             "waltz-core doctor --connect '{hosts}?auth=FILE'",
         ),
         _row(
@@ -98,15 +98,15 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "cluster-lost",
-            "there is no cluster at {connect} any more; the one in {directory} was there, and its "
-            "storages know enough to make ZooKeeper's nodes anew",
+            "the cluster at {connect} no longer exists in ZooKeeper; the one in {directory} did, "
+            "and its storages know enough to rebuild ZooKeeper's nodes",
             "{rebuild}",
         ),
     ),
     Area.PROCESSES: (
         _row(
             "process-down",
-            "{member} of the cluster in {directory} does not run",
+            "{member} of the cluster in {directory} is not running",
             "waltz-core local up --directory {directory}",
         ),
         _row(
@@ -118,104 +118,106 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
     Area.SERVERS: (
         _row(
             "no-server",
-            "no server is registered: nobody takes appends",
+            "no server is registered: the cluster accepts no appends",
             _START,
         ),
         _row(
             "server-away",
-            "server {server} is registered, and nobody answers there: {why}",
+            "server {server} is registered, but nothing listens at its address: {why}",
             "waltz-core cluster remove-server {server} --connect {connect}",
         ),
         _row(
             "server-silent",
-            "server {server} takes connections and does not answer ({why}): end its process and "
+            "server {server} accepts connections but does not answer ({why}): stop its process and "
             "start it again",
             _START,
         ),
         _row(
             "server-shut",
-            "server {server} is there, and TLS does not fit ({why}): say behind ?tls= how this "
-            "cluster is spoken to, or see to its certificate",
+            "the TLS handshake with server {server} fails ({why}): name the cluster's TLS settings "
+            "in the connect string (?tls=), or check the server's certificate",
             _SPEAK,
         ),
         _row(
             "server-unreachable",
-            "server {server} is given no partitions: other servers cannot connect to it ({why}). "
-            "Look at its advertised_host and advertised_port, at its certificate, and at the "
+            "server {server} is assigned no partitions, because other servers cannot connect to it "
+            "({why}). Check its advertised_host and advertised_port, its certificate, and the "
             "network between the servers",
             _LOOK_AGAIN,
         ),
         _row(
             "assignment-stale",
-            "which server owns which partition was not decided for the servers that live now: the "
-            "lead server {server} has to, and does not; end its process and start it again",
+            "partitions are not assigned to the servers that run now: this is the duty of the lead "
+            "server {server}, which does not fulfil it; stop its process and start it again",
             _START,
         ),
         _row(
             "preference-not-granted",
-            "partition {partition}: server {server} is to own it before all others, and {owner} is "
-            "so, too, and has it",
+            "partition {partition}: {server} and {owner} are both preferred owners; {owner} owns "
+            "it",
             "waltz-core cluster unprefer {partition} {server} --connect {connect}",
         ),
         _row(
             "storage-out-of-reach",
-            "server {server} cannot reach storage {storage}, which answers from here: look at the "
-            "network between them (this command says the same of the machine that it runs on)",
+            "server {server} cannot connect to storage {storage}, which answers from here: check "
+            "the network between them (the command checks the same from the machine on which it "
+            "runs)",
             "waltz-core storage validate --connect {connect} --storage {storage}",
         ),
     ),
     Area.STORAGES: (
         _row(
             "storage-away",
-            "storage {storage} does not answer: {why}; where its process runs, it is reading its "
-            "files after a crash, and to be waited for",
+            "storage {storage} does not answer: {why}; if its process runs, it may be reading its "
+            "files after a crash: wait for it",
             _START,
         ),
         _row(
             "storage-silent",
-            "storage {storage} takes connections and does not answer ({why}): end its process and "
-            "start it again",
+            "storage {storage} accepts connections but does not answer ({why}): stop its process "
+            "and start it again",
             _START,
         ),
         _row(
             "storage-shut",
-            "storage {storage} is there, and TLS does not fit ({why}): say behind ?tls= how this "
-            "cluster is spoken to, or see to its certificate",
+            "the TLS handshake with storage {storage} fails ({why}): name the cluster's TLS "
+            "settings in the connect string (?tls=), or check the storage's certificate",
             _SPEAK,
         ),
         _row(
             "storage-hangs",
-            "storage {storage} takes questions, and its threads do not come to their end ({why}), "
-            "as when a disk does not answer: look at the disk, end its process and start it again",
+            "storage {storage} accepts requests, but its threads do not complete them ({why}), as "
+            "when a disk hangs: check the disk, stop the process and start it again",
             _START,
         ),
         _row(
             "storage-starting",
             "storage {storage} is starting: it reads its files, which may take minutes after a "
-            "crash, and has no port before; wait, and do not end it",
+            "crash, and opens its port afterwards; wait, and do not stop it",
             _LOOK_AGAIN,
         ),
         _row(
             "storage-never-started",
-            "storage {storage} has never started, or is an original: nothing is registered for it",
+            "storage {storage} has never started, or is a Waltz 0.13 storage: its identity is not "
+            "registered",
             _START,
         ),
         _row(
             "admin-port-wrong",
-            "storage {storage} answers, and its administration does not at {admin}, where "
-            "ZooKeeper has it: {why}",
+            "storage {storage} answers, but its administration does not answer at {admin}, the "
+            "address in ZooKeeper: {why}",
             "waltz-core cluster set-admin-port {storage} {port} --connect {connect}",
         ),
         _row(
             "storage-of-another-cluster",
-            "at {storage} answers a storage of another cluster: end it, and start the one whose "
-            "directory is of this cluster",
+            "the storage at {storage} belongs to another cluster: stop it, and start the one whose "
+            "directory belongs to this cluster",
             _START,
         ),
         _row(
             "another-storage",
-            "at {storage} answers storage {found}, and {expected} is registered: end it, and start "
-            "the right one, or let an empty one take its place",
+            "storage {found} answers at {storage}, but {expected} is registered there: stop it and "
+            "start the registered one, or let an empty one take its place",
             "waltz-core cluster replace-storage {storage} {storage} --connect {connect}",
         ),
         _row(
@@ -249,7 +251,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "replica-not-held",
-            "partition {partition}: it is assigned to {storage}, which does not hold it",
+            "partition {partition} is assigned to {storage}, which does not hold it",
             f"waltz-core storage add-partition {_AT}",
         ),
         _row(
@@ -261,8 +263,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "replica-stuck",
-            "partition {partition}: {storage} answers, but nothing that needs its log, as when a "
-            "disk does not answer: look at the disk, end its process and start it again",
+            "partition {partition}: {storage} answers, but requests for this log do not complete, "
+            "as when a disk hangs: check the disk, stop the process and start it again",
             _START,
         ),
         _row(
@@ -278,19 +280,19 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "replica-damaged",
             "partition {partition}: {count} transactions of {storage} are damaged, and no other "
-            "replica has mended them yet",
+            "replica has repaired them yet",
             f"waltz-core storage scrub {_AT}",
         ),
         _row(
             "replica-suspect",
-            "partition {partition}: the replica of {storage} cannot vouch for its log, and counts "
-            "for nothing until a new session has repaired it",
+            "partition {partition}: the log of the replica on {storage} is not trusted and does "
+            "not count towards a quorum until a new session has repaired it",
             _DROP_AND_TAKE,
         ),
         _row(
             "replica-not-engaged",
-            "partition {partition}: the replica of {storage} answers, and its session does not "
-            "count on it; it ends at {last}",
+            "partition {partition}: the replica of {storage} answers, but the session does not "
+            "count it towards a quorum; it ends at {last}",
             _DROP_AND_TAKE,
         ),
         _row(
@@ -303,15 +305,14 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
     Area.PARTITIONS: (
         _row(
             "no-quorum",
-            "partition {partition}: of its {count} replicas {answering} answer, and {quorum} are "
-            "needed: nothing can be appended",
+            "partition {partition}: only {answering} of {count} replicas answer, {quorum} are "
+            "required: nothing can be appended",
             _START,
         ),
         _row(
             "nobody-can-vouch",
-            "partition {partition}: of its {count} replicas {able} can vouch for what was "
-            "acknowledged, and {quorum} are needed; the command says what may be lost, and with "
-            "--yes decides",
+            "partition {partition}: only {able} of {count} replicas have a trusted log, {quorum} "
+            "are required. The command lists what could be lost; add --yes to accept the loss",
             "waltz-core cluster accept-replicas {partition} --connect {connect}",
         ),
         _row(
@@ -326,24 +327,24 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "groups-crowded",
-            "partition {partition}: its replicas are in fewer groups than they could be, so that "
-            "one place may take too many of them with it",
+            "partition {partition}: its replicas are in fewer groups than possible, so the loss of "
+            "one place could take too many of them",
             "{spread}",
         ),
         _row(
             "partition-without-server",
-            "partition {partition} belongs to no server",
+            "partition {partition} has no owner",
             _START,
         ),
         _row(
             "partition-not-served",
-            "partition {partition}: server {server} owns it, and does not serve it",
+            "partition {partition}: server {server} owns it but does not serve it",
             _MOVE,
         ),
         _row(
             "partition-served-by-another",
-            "partition {partition}: server {server} serves it, and {owner} owns it; end its "
-            "process and start it again",
+            "partition {partition}: server {server} serves it, but {owner} owns it; stop the "
+            "process of {server} and start it again",
             _START,
         ),
         _row(
@@ -354,38 +355,39 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "session-of-other-replicas",
-            "partition {partition}: its replicas are {assigned}, and the session of server "
-            "{server} is with {replicas}",
+            "partition {partition}: its replicas are {assigned}, but the session of server "
+            "{server} uses {replicas}",
             _MOVE,
         ),
         _row(
             "mark-not-told",
-            "partition {partition}: server {server} has a session, and tells no mark: {why}",
+            "partition {partition}: server {server} has an open session, but returns no high-water "
+            "mark: {why}",
             _MOVE,
         ),
         _row(
             "clock-of-server",
-            "partition {partition}: its last commit time lies {seconds} s in the future: the clock "
+            "partition {partition}: its last commit time is {seconds} s in the future: the clock "
             "of server {server}, or of this machine, is wrong",
             _SYNC_CLOCK,
         ),
         _row(
             "never-opened",
-            "partition {partition} was never opened, though it has a server and a quorum",
+            "partition {partition} has never been opened, although it has a server and a quorum",
             _MOVE,
         ),
         _row(
             "metadata-lost",
-            "partition {partition} has a history, and ZooKeeper has lost what it knew of it. All "
-            "of the cluster's nodes have to be made anew, which takes the word of all storages: "
-            "stop all servers and storages, have the old nodes deleted, and start the storages, "
-            "then the servers, while the last command waits for them",
+            "partition {partition} has a history, but ZooKeeper has lost its state. All of the "
+            "cluster's nodes must be rebuilt, for which all storages must answer: stop all servers "
+            "and storages, delete the old nodes, then start the storages and afterwards the "
+            "servers while the last command waits for them",
             "{rebuild}",
         ),
         _row(
             "rebuilding-unfinished",
-            "partition {partition} waits since ZooKeeper's nodes were made anew: the command was "
-            "broken off",
+            "partition {partition} waits for the end of `rebuild-metadata`: the command was "
+            "interrupted",
             "{rebuild}",
         ),
     ),

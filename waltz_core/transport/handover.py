@@ -102,7 +102,7 @@ def take(name: str, question: bytes, *, timeout_s: float) -> int:
             made.connect(_abstract(name))
             user = _user_of(made)  # who listens
             if user not in _trusted():
-                raise Unreachable(f"{name}: user {user} has that name, who is not trusted here")
+                raise Unreachable(f"{name}: user {user} has bound that name and is not trusted")
             made.sendall(question)
             answer, descriptors, _, _ = socket.recv_fds(made, len(_HERE), 1)
         except OSError as error:
@@ -121,7 +121,7 @@ async def _answer(caller: socket.socket, question_bytes: int, open_asked: Open) 
     with closing(caller):
         user = _user_of(caller)
         if user not in _trusted():
-            _log.info("handover.refused error=user %d is not who runs this", user)
+            _log.info("handover.refused error=user %d is not the one that runs this process", user)
             return
         try:
             async with asyncio.timeout(QUESTION_S_MAX):

@@ -118,8 +118,9 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
             raise BadConfig('tls: expected "on" beside tls_require_certificate = true')
         if not is_meant and not _is_loopback(config.listen_host):
             _log.warning(
-                "tls.off host=%s: whoever reaches it may read along, and is asked for nothing; "
-                'expected tls = "on" with tls_certificate, or tls = "off" in a private network',
+                "tls.off host=%s: every host that can connect may read and write, without "
+                'authentication; expected tls = "on" with tls_certificate, or tls = "off" in a '
+                "private network",
                 config.listen_host,
             )
         return None

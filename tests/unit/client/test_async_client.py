@@ -399,7 +399,7 @@ async def test_a_question_ends_in_time_where_zookeeper_does_not_say_whom_to_ask(
             await asyncio.Event().wait()
 
         in_time = pytest.raises(
-            errors.CoordinatorUnavailable, match="within 300 ms: ZooKeeper has not said who owns it"
+            errors.CoordinatorUnavailable, match="within 300 ms: ZooKeeper names no owner"
         )
         with pytest.MonkeyPatch.context() as patched, in_time:
             patched.setattr(client.directory, "owner", silent)

@@ -155,7 +155,7 @@ def test_who_owns_it_now_is_asked_behind_all_that_was_written_and_only_a_settled
     )
 
     async def story():
-        with pytest.raises(errors.NotOwned, match="settled to own partition 0"):
+        with pytest.raises(errors.NotOwned, match="has no settled owner"):
             await directory.owner_now(0)
         return await directory.owner_now(0)
 

@@ -161,7 +161,7 @@ def test_when_time_is_up_at_zookeeper_what_had_failed_before_is_told():
 
     cluster = Away()
     cluster.requests._config = ClientConfig(retry_interval_ms_min=1, request_timeout_ms=500)
-    told = r"not said who owns it; before that: no ZooKeeper answered at zk1: refused$"
+    told = r"names no owner; before that: no ZooKeeper answered at zk1: refused$"
     with pytest.raises(errors.CoordinatorUnavailable, match=told):
         in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False))
 

@@ -69,7 +69,9 @@ def test_a_server_that_does_not_answer_or_serve(case):
 
 
 def test_a_storage_that_does_not_answer_for_itself(case):
-    never = f"storage {A} has never started, or is an original: nothing is registered"
+    never = (
+        f"storage {A} has never started, or is a Waltz 0.13 storage: its identity is not registered"
+    )
     case.storage(A, registered_id=None, storage_id="aa")
     assert text(case) == never
     case.storage(A, storage_id=None)

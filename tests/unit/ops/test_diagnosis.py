@@ -146,7 +146,7 @@ def test_nothing_is_wrong_with_a_healthy_cluster(case):
 def test_without_zookeeper_only_that_is_told(case):
     case.facts = Facts(CONNECT, zookeeper_trouble="no answer")
     found = case.the_only("zookeeper-away")
-    assert found.sentence.endswith("can be seen: no answer")
+    assert found.sentence.endswith("of the cluster is unknown: no answer")
     assert found.command == "waltz-core zookeeper run --config zoo.cfg"
     case.facts = Facts(CONNECT, refusal="who are you")
     assert case.the_only("zookeeper-refuses").command.endswith(f"--connect '{CONNECT}?auth=FILE'")
@@ -160,14 +160,14 @@ def test_a_node_of_zookeeper(case):
         "node zk1:2181 of ZooKeeper does not answer: refused"
     )
     case.node(trouble="", mode="")
-    assert "finds no quorum" in case.the_only("zookeeper-node-alone").sentence
+    assert "is not part of a quorum" in case.the_only("zookeeper-node-alone").sentence
 
 
 def test_a_process_that_does_not_run_is_told_once_and_by_name(case):
     case.local(MemberFacts("storage-1", A, "down"), MemberFacts("server-2", TWO, "up", 77))
     case.storage(A, trouble="refused", replicas={})
     found = case.the_only("process-down")
-    assert found.sentence == "storage-1 of the cluster in here/.waltz does not run"
+    assert found.sentence == "storage-1 of the cluster in here/.waltz is not running"
     assert found.command == "waltz-core local up --directory here/.waltz"
     case.local(MemberFacts("storage-1", A, "stopped", 78))
     found = case.the_only("process-stopped")
@@ -233,7 +233,7 @@ def test_an_assignment_that_is_not_in_force(case):
     assert f"the lead server {ONE}" in case.the_only("assignment-stale").sentence
     case.cluster(is_settled=True, owners={1: Ownership(2, 4)})
     case.server(1, served={})
-    assert case.the_only("partition-without-server").sentence == "partition 0 belongs to no server"
+    assert case.the_only("partition-without-server").sentence == "partition 0 has no owner"
 
 
 def test_a_preference_that_cannot_be_granted(case):
@@ -241,7 +241,7 @@ def test_a_preference_that_cannot_be_granted(case):
     assert case.found() == []
     case.server(2, preferred=(0, 1))
     found = case.the_only("preference-not-granted")
-    assert f"server {TWO} is to own it before all others, and {ONE} is so, too" in found.sentence
+    assert f"{TWO} and {ONE} are both preferred owners; {ONE} owns it" in found.sentence
     assert found.command == f"waltz-core cluster unprefer 0 {TWO} --connect {CONNECT}"
 
 
@@ -270,7 +270,7 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
     case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
     case.storage(A, trouble="refused", replicas={})
     found = case.the_only("storage-starting")
-    assert "wait, and do not end it" in found.sentence
+    assert "wait, and do not stop it" in found.sentence
     assert found.command == again
     # Nor is it ended for the sake of a quorum.
     case.storage(B, trouble="refused", replicas={})
@@ -281,14 +281,14 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
     # From elsewhere nobody knows: to start it a second time does no harm.
     case.facts = replace(case.facts, local=None)
     assert {each.name for each in diagnose(case.facts)} == {"storage-away", "no-quorum"}
-    assert "to be waited for" in diagnose(case.facts)[0].sentence
+    assert "wait for it" in diagnose(case.facts)[0].sentence
 
 
 def test_a_storage_that_hangs_is_ended_and_a_port_that_is_right_is_left(case):
     case.local(MemberFacts("storage-1", A, "up", 79))
     case.storage(A, admin_trouble="no answer within 3 s", other_admin=5281, is_hanging=True)
     found = case.the_only("storage-hangs")
-    assert "(no answer within 3 s), as when a disk does not answer" in found.sentence
+    assert "(no answer within 3 s), as when a disk hangs" in found.sentence
     assert found.command == "kill -9 79; waltz-core local up --directory here/.waltz"
     case.storage(A, admin_trouble="", is_hanging=False)
     case.replica(A, is_stuck=True)
@@ -307,7 +307,7 @@ def test_a_log_that_is_being_opened_is_not_thrown_away(case):
 def test_a_storage_that_is_another_one(case):
     case.storage(A, storage_id="bb")
     found = case.the_only("another-storage")
-    assert "storage bb, and aa is registered" in found.sentence
+    assert "but aa is registered there" in found.sentence
     assert found.command == f"waltz-core cluster replace-storage {A} {A} --connect {CONNECT}"
     case.storage(A, is_of_cluster=False)
     assert case.the_only("storage-of-another-cluster").about == A
@@ -434,7 +434,7 @@ def test_one_suspect_is_repaired_and_a_quorum_of_them_has_to_be_decided(case):
     case.replica(B, is_suspect=True)
     case.server(1, served={0: False})
     found = case.the_only("nobody-can-vouch")
-    assert "of its 3 replicas 1 can vouch" in found.sentence
+    assert "only 1 of 3 replicas have a trusted log" in found.sentence
     assert found.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
@@ -461,7 +461,7 @@ def test_a_quorum_that_is_lost_is_told_whatever_the_cause(case):
         ("no-quorum", "1"),
     ]
     found = diagnose(case.facts)[2]
-    assert "of its 3 replicas 1 answer, and 2 are needed" in found.sentence
+    assert "only 1 of 3 replicas answer, 2 are required" in found.sentence
     assert found.command == "waltz-core storage run --config storage.toml"
 
 
@@ -506,7 +506,7 @@ def test_a_partition_in_the_wrong_hands(case):
     case.server(1, served={0: True})
     case.server(2, served={0: True, 1: True})
     found = case.the_only("partition-served-by-another")
-    assert f"server {TWO} serves it, and {ONE} owns it" in found.sentence
+    assert f"server {TWO} serves it, but {ONE} owns it" in found.sentence
 
 
 def test_a_session_with_other_replicas_and_a_mark_that_is_not_told(case):
@@ -556,7 +556,7 @@ def test_metadata_that_is_lost(case):
     # What is left of the old nodes has to go first: over it nothing is rebuilt.
     delete = f"waltz-core cluster delete pay --connect {CONNECT}"
     assert found.command == f"{delete} && {REBUILD}"
-    for step in ("stop all servers and storages", "have the old nodes deleted", "waits for them"):
+    for step in ("stop all servers and storages", "delete the old nodes", "waits for them"):
         assert step in found.sentence
     # Of a cluster on this machine all steps are known.
     case.local(MemberFacts("storage-1", A, "up", 79, 5281))

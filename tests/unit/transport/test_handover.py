@@ -152,7 +152,7 @@ def test_what_another_user_hands_over_under_the_name_is_not_taken(name):
         try:
             assert other.stdout.readline() == b"listening\n"
             assert not handover.is_offered(name)
-            with pytest.raises(errors.Unreachable, match="user 65534 has that name"):
+            with pytest.raises(errors.Unreachable, match="user 65534 has bound that name"):
                 handover.take(name, b"this", timeout_s=30)
         finally:
             other.kill()

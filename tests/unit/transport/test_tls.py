@@ -280,7 +280,7 @@ def test_the_commands_of_the_page_make_files_that_fit(tmp_path):
     [
         ({"tls": "yes"}, "tls: expected one of nothing, on, off, found 'yes'"),
         ({"tls_verify": "host"}, "tls_verify: expected one of name, chain, nothing, found 'host'"),
-        ({"tls": "on", "tls_key": "k"}, "tls_key: expected tls_certificate beside it"),
+        ({"tls": "on", "tls_key": "k"}, "tls_key: expected tls_certificate as well"),
     ],
 )
 def test_bad_words(settings, said):

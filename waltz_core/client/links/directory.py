@@ -213,7 +213,7 @@ class ZooKeeperDirectory:
         found = _owners_in(servers).get(partition_id) if servers.is_settled else None
         if found is None:
             raise errors.NotOwned(
-                f"nobody is settled to own partition {partition_id} of {self.coordinator.where}"
+                f"partition {partition_id} of {self.coordinator.where} has no settled owner"
             )
         return found
 

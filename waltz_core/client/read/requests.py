@@ -181,9 +181,7 @@ class OwnerRequests:
                 return await self._directory.owner(partition_id, after_failure=before is not None)
         except TimeoutError as error:  # ZooKeeper's own time is a longer one
             reason = "" if before is None else f"; before that: {before}"
-            raise errors.CoordinatorUnavailable(
-                f"ZooKeeper has not said who owns it{reason}"
-            ) from error
+            raise errors.CoordinatorUnavailable(f"ZooKeeper names no owner{reason}") from error
 
     async def _link(self, owner: Owner, *, is_bulk: bool) -> ServerLink:
         try:

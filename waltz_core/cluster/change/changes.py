@@ -131,7 +131,7 @@ def apply(changes: Iterable[Change], old: ReplicaAssignments) -> ReplicaAssignme
         if set(found) != set(before):
             raise errors.CoordinatorConflict(
                 f"partition {partition_id} has the replicas {_names(found)}, "
-                f"expected {_names(before)}: somebody else has changed it"
+                f"expected {_names(before)}: another command has changed it"
             )
         for name in before:
             if name not in after:

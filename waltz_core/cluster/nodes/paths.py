@@ -45,7 +45,9 @@ ZNODES = (
     Znode("R/x/storage", "persistent", "nothing", "cluster create, or the first storage"),
     Znode("R/x/storage/HOST:PORT", "persistent", "StorageRegistration", "its storage, once"),
     Znode("R/x/writes", "persistent", "nothing", "the first write, and each that ends"),
-    Znode("R/x/writes/W", "persistent", "WriteState (JSON)", "who begins and who ends write W"),
+    Znode(
+        "R/x/writes/W", "persistent", "WriteState (JSON)", "the tasks that begin and end write W"
+    ),
     Znode("R/x/writes/W/T", "persistent", "TaskState (JSON)", "each attempt of task T"),
     Znode("R/x/load", "persistent", "nothing", "the first server that balances by load"),
     Znode("R/x/load/ID", "ephemeral", "loads (JSON)", "server ID, every few seconds"),

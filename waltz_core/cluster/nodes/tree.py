@@ -93,7 +93,8 @@ async def delete_tree(
         except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
             continue  # rule 2
     raise errors.CoordinatorConflict(
-        f"{root} of ZooKeeper {znodes.where} is written to while it is deleted: stop who does that"
+        f"{root} of ZooKeeper {znodes.where} is written to while it is deleted: stop the "
+        "processes that write"
     )
 
 
@@ -113,7 +114,7 @@ async def _check_ours(znodes: Znodes, root: str) -> None:
     if _params(node.data) is not None:
         return
     if node.data or strange:
-        what = f"a node {strange[0]}" if strange else f"{len(node.data)} bytes of somebody else's"
+        what = f"a node {strange[0]}" if strange else f"{len(node.data)} bytes of another program"
         raise errors.BadRequest(
             f"{root} of ZooKeeper {znodes.where}: expected a cluster or its remains, found {what}"
         )

@@ -497,8 +497,8 @@ class ZooKeeperSession:
     def _not_permitted(self, path: str) -> str:
         if self._credentials is None:
             return (
-                f"ZooKeeper {self._hosts} asks who we are at {path}: expected a connect string "
-                "that ends in ?auth=FILE, found none"
+                f"ZooKeeper {self._hosts} requires authentication at {path}: expected a connect "
+                "string that ends in ?auth=FILE, found none"
             )
         return (
             f"ZooKeeper {self._hosts} does not let us at {path}: expected the user and the "

@@ -388,7 +388,9 @@ class Partition:
         assert opened.session_id == event.session_id
         mark = opened.high_water_mark
         if mark < self._high_water_mark:
-            self._lose(f"the log ends at {mark}, told was {self._high_water_mark}")
+            self._lose(
+                f"the log ends at {mark}, but {self._high_water_mark} was reported as committed"
+            )
             return
         unbroken = opened.unbroken and opened.generation == self._settled_generation
         self._settled_generation = opened.generation

@@ -199,7 +199,7 @@ class _Watch:
             _log.warning("neighbours.not_taken_out server=%s error=%s", dead.server_id, error)
             return False
         _log.warning(
-            "neighbours.taken_out server=%s address=%s: nobody listens there any more",
+            "neighbours.taken_out server=%s address=%s: nothing listens at this address",
             dead.server_id,
             dead.address,
         )
