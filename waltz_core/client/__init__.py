@@ -1,16 +1,12 @@
-"""The library that applications use: `AsyncWaltzClient`, `WaltzClient`, and their words.
+"""The library that applications use: `AsyncWaltzClient`, `WaltzClient`, and their types.
 
     with WaltzClient("zk1:2181/waltz/payments") as client:
         transaction_id = client.append(b"...", write_locks=[lock("account", 7)]).result()
 
-It is the public API; what is not named here may change from release to release. From the top:
-`async_client` and `sync_client` (the faces), `contexts` (retries), `decorator` (a context made of a
-function), `subscriptions`, `feed`, `data_cache`, `catch_up`, `outage` (the log on its way to the
-application), `partition` (one partition's shell), `appends` (gathering and windows), `stream` over
-`monitor`, `cursor`, `outbox` (the pure protocol), `requests` and `ranges` (reading), `claim` (a
-task of a write that must enter the log once), `connections` and `directory` (where to go),
-`originals`, `original_rows`, `original_link` and `original_reads` (the same at a server of the
-original). `compression` is a serializer for large payloads.
+This is the public API; other names may change from release to release. The packages, from the top:
+`api` (the clients, contexts, subscriptions and SQL views), `read` (feeds, ranges and their cache),
+`stream` (appends and mounts of one partition, a pure protocol), `links` (connections, and the
+directory of owners), and `model` (transactions, callbacks, serializers).
 """
 
 from waltz_core.client.api.async_client import AsyncWaltzClient
