@@ -61,7 +61,7 @@ class Driver(Generic[EventT, EffectT]):
         """Whether the machine takes no more events."""
         return self._is_stopped
 
-    def post(self, event: EventT) -> None:
+    def post(self, event: EventT | Wakeup) -> None:
         """Give the machine an event, and perform the effects before returning (but see rule 1).
 
         A stopped driver drops it. Never raises what the machine raises: see `on_failure`.
@@ -109,7 +109,7 @@ class Driver(Generic[EventT, EffectT]):
             self._on_failure(error)
 
     def _set_timer(self) -> None:
-        """Arm the timer; one that is too early is left alone and looks again when it fires."""
+        """Arm the timer; leave one that is too early, as an early wake-up does no harm."""
         wake_at_ms = self._machine.wake_at_ms
         if wake_at_ms is None:
             return
@@ -123,15 +123,7 @@ class Driver(Generic[EventT, EffectT]):
 
     def _timer_fired(self) -> None:
         self._timer = None
-        if self._is_stopped:
-            return
-        wake_at_ms = self._machine.wake_at_ms
-        if wake_at_ms is not None and wake_at_ms <= self._clock():
-            self._inbox.append(Wakeup())
-            if not self._is_stepping:
-                self._run()
-            return
-        self._set_timer()
+        self.post(Wakeup())
 
     def _log_report(self, report: Report) -> None:
         fields = " ".join(f"{name}={value}" for name, value in report.fields)

@@ -252,13 +252,8 @@ class SimServer(Process):
 
     def ring(self) -> None:
         """See `Process.ring`."""
-        if self.partition is None:
-            return
-        wake_at_ms = self.partition.wake_at_ms
-        if wake_at_ms is not None and wake_at_ms <= self.now_ms:
+        if self.partition is not None:
             self.step(Wakeup())
-        else:
-            self.set_timer(wake_at_ms)
 
     def _perform(self, effect: Effect) -> None:  # noqa: C901 - a case for each effect
         match effect:

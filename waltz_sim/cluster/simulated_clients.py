@@ -160,13 +160,8 @@ class SimClient(Process):
 
     def ring(self) -> None:
         """See `Process.ring`."""
-        if self.stream is None:
-            return
-        wake_at_ms = self.stream.wake_at_ms
-        if wake_at_ms is not None and wake_at_ms <= self.now_ms:
+        if self.stream is not None:
             self.step(Wakeup())
-        else:
-            self.set_timer(wake_at_ms)
 
     def _perform(self, effect: stream_events.Effect) -> None:  # noqa: C901 - one case for each
         checks = self.cluster.checks

@@ -328,12 +328,7 @@ class SimStorage(Process):
 
     def ring(self) -> None:
         """See `Process.ring`."""
-        assert self.service is not None
-        wake_at_ms = self.service.wake_at_ms
-        if wake_at_ms is not None and wake_at_ms <= self.now_ms:
-            self._step(Wakeup())
-        else:
-            self.set_timer(wake_at_ms)
+        self._step(Wakeup())
 
     def _step(self, event: service.Event) -> None:
         machine = self.service

@@ -141,7 +141,8 @@ class World:
 
     @property
     def wants_turn(self) -> bool:
-        return self.pipeline.wants_turn(self.now_ms)
+        at_ms = self.pipeline.turn_at_ms(self.now_ms)
+        return at_ms is not None and at_ms <= self.now_ms
 
     def turn(self, wall_ms: int = 1_000) -> list[AppendOutcome]:
         out = self.pipeline.turn(now_ms=self.now_ms, wall_ms=wall_ms)

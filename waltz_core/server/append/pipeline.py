@@ -115,11 +115,6 @@ class AppendPipeline:
             return None
         return now_ms if self._is_held else self._following.gathers_until_ms(flights.submitted_ms)
 
-    def wants_turn(self, now_ms: int) -> bool:
-        """Whether `turn` would do something now."""
-        at_ms = self.turn_at_ms(now_ms)
-        return at_ms is not None and at_ms <= now_ms
-
     @property
     def locks(self) -> LockTable | None:
         """The lock table; None before the first session."""

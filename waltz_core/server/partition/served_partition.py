@@ -182,8 +182,7 @@ class Partition:
             )
             self._out.append(answers.refuse(question, error))
         self._route_reads(self.reads.wake(self._now_ms))
-        if self.pipeline.wants_turn(self._now_ms):
-            self._route(self.pipeline.turn(now_ms=self._now_ms, wall_ms=self._wall_ms))
+        self._route(self.pipeline.turn(now_ms=self._now_ms, wall_ms=self._wall_ms))
         self._feed_turn()
 
     def _fetched(self, event: Fetched | FetchFailed) -> None:
