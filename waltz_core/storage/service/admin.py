@@ -453,7 +453,7 @@ def _removal(
     if standing.is_assigned:
         raise BadRequest(
             f"partition {partition_id}: expected that ZooKeeper does not assign it to this "
-            "storage, found it assigned; this storage would hold it again at once. Unassign it first, or "
+            "storage, found it assigned, so it would be held again at once. Unassign it first, or "
             "use re-seed to start this replica again, empty"
         )
     if standing.is_engaged and not is_forced:
