@@ -18,7 +18,7 @@ from waltz_core.records.record import PartitionId
 from waltz_core.storage.files import format as disk_format
 from waltz_sim.world.simulated_disk import DiskFault
 
-NOT_ASSIGNED = f"{PARTITION}: partition {PARTITION} is here and not assigned"
+NOT_ASSIGNED = f"{PARTITION}: partition {PARTITION} is here but not assigned"
 
 
 @pytest.mark.parametrize("seed", range(25))

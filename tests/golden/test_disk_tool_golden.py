@@ -12,7 +12,7 @@ from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.engine import Engine
 
 NAME = "0" * 19
-ONLY_THE_ORIGINAL = "0/waltz-x.ctl: is missing: only an original has written here"
+ONLY_THE_ORIGINAL = "0/waltz-x.ctl: is missing: only Waltz 0.13 has written here"
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_when_ours_has_taken_it_over_nothing_is_wrong(storage):
     engine.close()
     # An original makes a partition's directory before it has a session: where there is none, it was
     # lost. So the three without one are begun anew, and do not vouch for what was in them.
-    lost = "suspect: this replica does not vouch for its log until it was repaired"
+    lost = "suspect: the log is not trusted until it is repaired"
     notes = []
     for one in (1, 2, 3):
         anew = f"waltz-storage.ctl: partition {one}: expected session -1, as in the slot, found 0"

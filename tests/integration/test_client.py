@@ -159,7 +159,7 @@ def test_a_fork_gets_a_sentence_and_may_open_its_own(client: WaltzClient, cluste
     os.waitpid(child, 0)
     said = os.read(reader, 1_000).decode()
     os.close(reader)
-    assert "a fork of it" in said
+    assert "is used in its fork" in said
     assert said.endswith("own sees 4")
 
 

@@ -80,7 +80,7 @@ def test_a_payload_that_would_unpack_to_gigabytes_allocates_nothing():
     tracemalloc.start()
     try:
         for claimed in (64 * 1024 * 1024, 2**32 - 1, TRANSACTION_BYTES_MAX + 1, 0):
-            with pytest.raises(errors.BadFormat, match="said to be compressed"):
+            with pytest.raises(errors.BadFormat, match="uncompressed size"):
                 Zstd(BYTES).deserialize(b"\xc1\x01" + struct.pack(">I", claimed) + bomb)
         assert tracemalloc.get_traced_memory()[1] < 1024 * 1024
         with pytest.raises(errors.BadFormat):
@@ -93,7 +93,7 @@ def test_a_payload_that_would_unpack_to_gigabytes_allocates_nothing():
 def test_limits_are_told():
     with pytest.raises(errors.BadRequest, match="1 to 22, found 23"):
         Zstd(BYTES, level=23)
-    with pytest.raises(errors.TooLarge, match="before they are compressed"):
+    with pytest.raises(errors.TooLarge, match="before compression"):
         Zstd(BYTES).serialize(bytes(TRANSACTION_BYTES_MAX + 1))
     largest = bytes(TRANSACTION_BYTES_MAX)
     assert Zstd(BYTES).deserialize(Zstd(BYTES).serialize(largest)) == largest

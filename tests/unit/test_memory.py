@@ -127,9 +127,9 @@ def test_what_is_no_context_is_told(waltz_memory):
 
     with waltz_memory.client() as client:
         for wrong in (None, never_called):
-            with pytest.raises(errors.UsageError, match="returns when it is called; found "):
+            with pytest.raises(errors.UsageError, match="decorated with @transactional; found "):
                 client.submit(wrong)
-            with pytest.raises(errors.UsageError, match="returns when it is called; found "):
+            with pytest.raises(errors.UsageError, match="decorated with @transactional; found "):
                 asyncio.run(submit(wrong))
 
 
@@ -173,7 +173,7 @@ def test_callbacks_of_the_other_client_are_refused(waltz_memory):
         for wrong in (None, Late):
             with pytest.raises(errors.UsageError, match="expected callbacks, an object of Callbac"):
                 client.subscribe(wrong)
-    with pytest.raises(errors.UsageError, match="Plain is made of plain functions: use WaltzClien"):
+    with pytest.raises(errors.UsageError, match="Plain has plain functions: use WaltzClien"):
         asyncio.run(subscribe_plain())
 
 

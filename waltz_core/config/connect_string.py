@@ -1,17 +1,17 @@
-"""The connect string: ZooKeeper's hosts and the root of one cluster, in one piece of text.
+"""The connect string: ZooKeeper's hosts and the root of one cluster in one text.
 
-It is the one thing every user types, in Spark, in a shell and in a configuration file, so what is
-wrong with it is told here, in one sentence, and nowhere else.
+Every user types it, in Spark, in a shell and in configuration files, so all its errors are reported
+here, in one sentence each.
 
     zk1:2181,zk2:2181/waltz/payments        hosts with their ports, then the cluster's root
     zk1:2181/waltz/payments?auth=/etc/zk    and, if ZooKeeper requires authentication, an auth file
     zk1:2181/waltz/payments?tls=/etc/ca.pem and, if the cluster uses TLS, the trusted CAs
 
 Rules:
-    1. Each host has a port; an IPv6 address stands in brackets: [::1]:2181.
+    1. Each host has a port; an IPv6 address is in brackets: [::1]:2181.
     2. The root is never "/": a cluster does not share ZooKeeper's own root.
     3. It holds no secret: files are named, and read where the connection is made.
-    4. An option goes on until "&" and the name of another: a file's name may have a "&".
+    4. An option extends to "&" and the name of another: a file's name may have a "&".
 """
 
 import re
@@ -28,10 +28,10 @@ _NEXT_OPTION = re.compile("&(?=auth=|tls=)")
 
 @dataclass(frozen=True, slots=True)
 class ConnectString:
-    """Where a cluster is: ZooKeeper's hosts, each "host:port", and the cluster's root.
+    """The address of a cluster: ZooKeeper's hosts, each "host:port", and the cluster's root.
 
-    `tls` is how its servers and storages are spoken to, as `waltz_core.transport.tls` reads it;
-    empty: it does not say.
+    `tls` has the TLS settings of its servers and storages, as `waltz_core.transport.tls` reads
+    them; empty: not specified.
     """
 
     hosts: tuple[str, ...]
@@ -46,9 +46,9 @@ class ConnectString:
 
 
 def parse_connect_string(text: str) -> ConnectString:
-    """Return the parts of a connect string; raises BadConfig that says what would be right."""
+    """Return the parts of a connect string; raises BadConfig with the expected form."""
     if not isinstance(text, str):
-        raise errors.BadConfig(f"the connect string {text!r} is no text: {EXPECTED}")
+        raise errors.BadConfig(f"the connect string {text!r} is not a text: {EXPECTED}")
     place, question, query = text.strip().partition("?")
     options = _options(query) if question else {}
     if options is None:
@@ -94,7 +94,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_address(address: str) -> None:
-    """Raise BadConfig for an address that `split_address` refuses, or whose host cannot exist."""
+    """Raise BadConfig for an address that `split_address` rejects, or whose host cannot exist."""
     host, _ = split_address(address)
     try:
         check_host(host[1:-1] if host.startswith("[") else host)
@@ -106,7 +106,7 @@ def check_address(address: str) -> None:
 
 
 def _options(query: str) -> dict[str, str] | None:
-    """Return what stands behind the question mark by name; None where something is wrong."""
+    """Return the options after the question mark by name; None if one is invalid."""
     found: dict[str, str] = {}
     for option in _NEXT_OPTION.split(query):
         name, _, value = option.partition("=")

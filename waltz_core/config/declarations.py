@@ -1,15 +1,14 @@
 """Every setting of every process: default, unit, bounds, and what too little or too much costs.
 
-No other module has settings of its own, so this file is the whole list. A machine is given the few
-numbers it needs, never a config object. How settings are declared, loaded and written is
-`settings.py`.
+No other module has settings of its own, so this file is the whole list. A machine gets the few
+numbers it needs, never a config object. `settings.py` declares, loads and writes settings.
 
 Rules:
     1. A name ends with its unit; a port 0 means "any free one", an `http_port` 0 means "none".
-    2. Sizes that formats rest on are no settings; they stand beside the format.
-    3. What a field costs when it is too small and too large stands in its sentence.
+    2. Sizes that are part of a format are no settings; they are declared with the format.
+    3. The sentence of a setting states the cost of too small and too large values.
 
-The samples in `conf/` are written from here by `make docs`; a test compares them.
+The samples in `conf/` are generated from here by `make docs`; a test compares them.
 """
 
 from collections.abc import Mapping
@@ -65,7 +64,7 @@ def _zookeeper_connect_timeout_ms(default: int) -> Any:  # noqa: ANN401 - see `s
 
 @dataclass(frozen=True, kw_only=True)
 class ZooKeeperConfig(Config):
-    """How a process deals with ZooKeeper; part of every other kind."""
+    """The use of ZooKeeper by a process; part of every other kind."""
 
     connect: str = _connect()
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(10_000)
@@ -131,7 +130,7 @@ def _tls_require_certificate(*, default: bool) -> Any:  # noqa: ANN401 - see `se
 
 
 def _check_hosts(listen_host: str, advertised_host: str) -> None:
-    """Raise BadConfig for an impossible host, or where the process would publish none."""
+    """Raise BadConfig for an impossible host, or if the process would publish none."""
     bare = advertised_host.removeprefix("[").removesuffix("]")  # an IPv6 address may have them
     for name, host in (("listen_host", listen_host), ("advertised_host", bare)):
         if not host:
@@ -145,7 +144,7 @@ def _check_hosts(listen_host: str, advertised_host: str) -> None:
             ) from error
     if listen_host in ("", "0.0.0.0", "::") and not advertised_host:  # noqa: S104
         raise BadConfig(
-            f"advertised_host: listen_host is {listen_host!r}, which is no address that others can "
+            f"advertised_host: listen_host is {listen_host!r}, which other machines cannot "
             "connect to; set advertised_host to this machine's name or address"
         )
 
@@ -156,7 +155,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
 
     kind: ClassVar[str] = "storage"
 
-    # A daemon waits longer than a client: no person waits for it, and its log says what it awaits.
+    # A daemon waits longer than a client: no user waits for it, and its log names what it awaits.
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
     directory: str = setting(
         "",
@@ -261,7 +260,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
 
     kind: ClassVar[str] = "server"
 
-    # A daemon waits longer than a client: no person waits for it, and its log says what it awaits.
+    # A daemon waits longer than a client: no user waits for it, and its log names what it awaits.
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
     listen_host: str = setting(
         "127.0.0.1",

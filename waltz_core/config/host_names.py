@@ -1,7 +1,7 @@
-"""Which texts can be the host of an address.
+"""Validation of the host of an address.
 
-Settings and connect strings, too, refuse a host that cannot exist, and the simulator reads
-settings: it may not import `lookup.py`, which has threads.
+Settings and connect strings reject impossible hosts, and the simulator reads settings: it must not
+import `lookup.py`, which has threads.
 """
 
 import ipaddress
@@ -12,7 +12,7 @@ _NOT_IN_NAMES: Final = frozenset(" /:,[]")
 
 
 def check_host(host: str) -> None:
-    """Raise ValueError with the reason for what is neither an address nor can be a name."""
+    """Raise ValueError with the reason if a text is neither an address nor a possible name."""
     if is_numeric(host):
         return
     if not host or not host.isprintable() or _NOT_IN_NAMES.intersection(host):
@@ -22,7 +22,7 @@ def check_host(host: str) -> None:
 
 
 def is_numeric(host: str) -> bool:
-    """Whether it is an IPv4 or an IPv6 address."""
+    """Return whether it is an IPv4 or an IPv6 address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

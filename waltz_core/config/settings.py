@@ -1,15 +1,15 @@
-"""How settings are declared, put together from their sources, shown, and written.
+"""Declaring settings, loading them from their sources, showing them, and writing them.
 
-`declarations.py` is then a list that a person can read. Nothing here knows a setting by name, but
-for `connect`, which everything has.
+`declarations.py` has the list. Nothing here knows a setting by name except `connect`, which all
+kinds have.
 
 Rules:
-    1. A value comes from the first that has it: flag, environment, file, default.
-    2. The environment's name of `port` of a storage is `WALTZ_STORAGE_PORT`. `WALTZ_CONNECT` serves
-       every kind that has a `connect`, where its file has none: what is set for commands in a shell
-       must not send a daemon to another cluster.
-    3. An unknown name is an error with the nearest right one, in a file and in the environment.
-    4. What is wrong with a value is told with its source: expected, found, where.
+    1. A value comes from the first source that has it: flag, environment, file, default.
+    2. The environment's name of `port` of a storage is `WALTZ_STORAGE_PORT`. `WALTZ_CONNECT`
+       applies to every kind with a `connect` that its file does not set: a value for commands in a
+       shell must not send a daemon to another cluster.
+    3. An unknown name is an error with the nearest valid one, in a file and in the environment.
+    4. Errors about values name the source: expected, found, where.
 """
 
 import difflib
@@ -40,7 +40,7 @@ def setting(
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What all kinds have in common: bounds are checked when one is made."""
+    """The base of all kinds: bounds are checked when one is created."""
 
     kind: ClassVar[str]
 
@@ -53,7 +53,7 @@ class Config:
         """Check relations between fields; raises BadConfig."""
 
     def _differ(self, *names: str) -> None:
-        """Hold that ports given by number are not given twice."""
+        """Check that ports given by number are not given twice."""
         seen: dict[int, str] = {}
         for name in names:
             port: int = getattr(self, name)
@@ -64,14 +64,14 @@ class Config:
             seen[port] = name
 
     def _among(self, name: str, words: Collection[str]) -> None:
-        """Hold that a setting is one of some words."""
+        """Check that a setting is one of some words."""
         found = getattr(self, name)
         if found not in words:
             known = ", ".join(each or "nothing" for each in words)
             raise BadConfig(f"{name}: expected one of {known}, found {found!r}")
 
     def _not_above(self, smaller: str, greater: str) -> None:
-        """Hold that one setting does not exceed another."""
+        """Check that one setting does not exceed another."""
         low, high = getattr(self, smaller), getattr(self, greater)
         if low > high:
             raise BadConfig(f"{smaller}: expected at most {greater} ({high}), found {low}")
@@ -84,7 +84,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 class Shown(NamedTuple):
-    """A setting as `waltz-core config show` prints it."""
+    """A setting as printed by `waltz-core config show`."""
 
     name: str
     value: Value
@@ -93,7 +93,7 @@ class Shown(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded(Generic[ConfigT]):
-    """A configuration, and for each setting that is no default where it came from."""
+    """A configuration, and the origin of each setting that is not the default."""
 
     config: ConfigT
     origins: Mapping[str, str]
@@ -115,11 +115,11 @@ def load(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Value | None] | None = None,
 ) -> Loaded[ConfigT]:
-    """Put a configuration together (rule 1). A flag that is None was not given.
+    """Load a configuration (rule 1). A flag that is None was not given.
 
     Raises:
-        BadConfig: a file that cannot be read, a name that is unknown, a value out of bounds, or a
-            setting that is required and absent; says where.
+        BadConfig: a file that cannot be read, an unknown name, a value out of bounds, or a
+            required setting that is absent; the message has the source.
     """
     values: dict[str, Value] = {}
     origins: dict[str, str] = {}
@@ -201,7 +201,7 @@ def _missing(config_type: type[Config], name: str) -> str:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return the end of a sentence about an unknown name: the one that was probably meant."""
+    """Return the end of a sentence about an unknown name: the name that was probably meant."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(known)}"
 

@@ -1,17 +1,18 @@
 """A whole cluster on this machine: a real ZooKeeper, storages and servers, each its own process.
 
-The command `waltz-core local`, the notebooks, the tests and the demo all want the same small but
-real cluster, and only one place may know how processes are started, found again after a crash, and
-ended.
+The command `waltz-core local`, the notebooks, the tests and the demo all use this class. Only here
+it is known how the processes are started, found again after a crash, and ended.
 
 Rules:
-    1. Every part is real: sockets, disks, fdatasync, ZooKeeper out of PySpark's own jars.
-    2. Nothing is ended that was not started here: a process counts as ours only while its pid AND
-       its start time are those that were noted.
-    3. Ports are chosen once for a directory and noted in it. Each is held until its daemon listens.
-       A port that another program has by the next start is replaced, except where others know the
-       process by it: a storage's address is its identity. Ports of a port base are not replaced.
-    4. All that is needed to start again lies in the directory, so killing everything loses nothing.
+    1. Every part is real: sockets, disks, fdatasync, ZooKeeper from PySpark's own jars.
+    2. Only processes that were started here are ended: a process counts as one only while its pid
+       AND its start time are the recorded ones.
+    3. Ports are chosen once for a directory and recorded in it. Each is held until its daemon
+       listens. If another program has a port at the next start, it is replaced, except where other
+       processes know this one by it: a storage's address is its identity. Ports of a port base are
+       not replaced.
+    4. Everything that is needed to start again is in the directory, so killing all processes loses
+       nothing.
 """
 
 import asyncio
@@ -52,8 +53,8 @@ USUAL_ELECTION_PORT = 3888
 USUAL_STORAGE_PORT = 15280
 USUAL_SERVER_PORT = 15180
 STOP_TIMEOUT_S = 10.0
-# How long a start may take. A process that ends meanwhile is noticed at once; a busy machine takes
-# minutes for what an idle one does in seconds.
+# Timeout of a start. A process that ends meanwhile is noticed at once; a busy machine takes
+# minutes where an idle one takes seconds.
 READY_S = 300.0
 SAY_EVERY_S = 5.0
 ShowLine: TypeAlias = Callable[[str], None]
@@ -65,22 +66,22 @@ def _say_nothing(_line: str) -> None:
 
 
 def start_of(process: psutil.Process) -> float:
-    """Return when a process was started, in seconds; a step of the clock does not change it.
+    """Return the start time of a process, in seconds; clock changes do not affect it.
 
-    Linux counts it from the machine's start, and psutil adds when that was by today's clock.
+    Linux counts it from boot, and psutil adds the boot time by the current clock.
     """
     return float(process.create_time() - (psutil.boot_time() if psutil.LINUX else 0))
 
 
 @dataclass(slots=True)
 class Member:
-    """One process of the cluster: its role name, its ports, and which process it is now."""
+    """One process of the cluster: its role name, its ports, and its current process."""
 
     name: str  # "zookeeper" (or "zookeeper-1", ...), "storage-1", "server-1", ...
     port: int
     admin_port: int = 0
     http_port: int = 0
-    # Of a node of an ensemble of ZooKeepers, for the others.
+    # Of a node of a ZooKeeper ensemble: the ports for the other nodes.
     quorum_port: int = 0
     election_port: int = 0
     pid: int = 0
@@ -135,22 +136,22 @@ class State:
 
 
 class LocalCluster:
-    """The processes of one local cluster and the directory they live in.
+    """The processes of one local cluster and their directory.
 
     Args:
-        directory: where data, configuration, logs and the state file lie; made when absent.
-        zookeeper_count: 1, or the nodes of an ensemble (an odd number; three bear the loss of one).
+        directory: of data, configuration, logs and the state file; created if absent.
+        zookeeper_count: 1, or nodes of an ensemble (an odd number; 3 tolerate the loss of one).
         storage_count: storages; every partition has a replica on each.
         server_count: servers.
         partition_count: partitions; fixed for the life of the directory.
-        usual_ports: try the well-known ports first; else free ones are taken at once.
+        usual_ports: try the well-known ports first; otherwise free ones are taken at once.
         port_base: the first of the consecutive ports of all processes; 0: no such ports.
         bound: the processes end with this one, however it ends.
-        host: the address of this machine at which all of them listen and are known; other machines
-            reach them there; without `tls` no client is authenticated. Fixed for the life of the
-            directory.
-        auth_file: with what ZooKeeper is told who we are (docs/zookeeper.md); none: it is not told.
-        tls: settings of kind "tls" that all of them have (docs/operations.md); none: no TLS.
+        host: the address of this machine at which all processes listen, and under which other
+            machines connect to them; without `tls` no client is authenticated. Fixed for the life
+            of the directory.
+        auth_file: the credentials for ZooKeeper (docs/zookeeper.md); none: no authentication.
+        tls: settings of kind "tls" for all processes (docs/operations.md); none: no TLS.
         settings: extra settings by kind of daemon, e.g. ``{"storage": {"segment_bytes_max": 1}}``.
     """
 
@@ -185,7 +186,7 @@ class LocalCluster:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._held: list[socket.socket] = []
 
-    # -- what it is -------------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------
 
     @property
     def connect(self) -> str:
@@ -238,12 +239,12 @@ class LocalCluster:
         """Tell whether the directory holds a cluster."""
         return (self.directory / STATE_FILE).exists()
 
-    # -- what it does -----------------------------------------------------------------------
+    # -- commands ---------------------------------------------------------------------------
 
     def up(self, timeout_s: float = READY_S, say: ShowLine = _say_nothing) -> str:
-        """Start whatever does not run, wait until all servers are there and all partitions open.
+        """Start all processes that do not run; wait for all servers and for open partitions.
 
-        Returns the connect string. `say` gets a line now and then that names what is waited for.
+        Returns the connect string. `say` gets a line now and then that names what `up` waits for.
 
         Raises:
             Unreachable: the cluster was not ready in time; the message shows the end of the log.
@@ -277,16 +278,16 @@ class LocalCluster:
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._exclusive():
             self._load_or_create()
-            for member in self.members:  # before ports are written down for others
+            for member in self.members:  # before other members' configurations name the ports
                 self._settle_ports(member)
             for member in self.zookeepers:
                 self.start(member.name)
             self._create_cluster(deadline, say)
 
     def add_storage(self) -> Member:
-        """Make one more storage, which is started like any member and belongs to nothing yet.
+        """Add a storage process, which is not part of the cluster yet.
 
-        `waltz-core cluster add-storage` makes it part of the cluster.
+        `waltz-core cluster add-storage` adds it to the cluster.
         """
         state = self._loaded()
         number = sum(each.kind == "storage" for each in state.members) + 1
@@ -320,9 +321,9 @@ class LocalCluster:
             self._await_end(member, STOP_TIMEOUT_S)
 
     def down(self, *, keep_zookeeper: bool = False) -> list[str]:
-        """End what was started here, servers first and ZooKeeper last; return whose that was.
+        """End the members, servers first and ZooKeeper last; return the names of those that ran.
 
-        `keep_zookeeper`: ZooKeeper goes on, as its nodes are to be changed while nobody else runs.
+        With `keep_zookeeper` ZooKeeper keeps running, so that its nodes can be changed.
         """
         ended: list[str] = []
         self._loaded()
@@ -338,7 +339,7 @@ class LocalCluster:
                         self._await_end(member, STOP_TIMEOUT_S)
                     ended.append(member.name)
                     member.pid = 0
-            for name in list(self._children):  # these have ended by themselves
+            for name in list(self._children):  # these ended by themselves
                 if keep_zookeeper and self.member(name).kind == "zookeeper":
                     continue
                 self._await_end(self.member(name), STOP_TIMEOUT_S)
@@ -363,7 +364,7 @@ class LocalCluster:
         return spent
 
     def processes(self) -> dict[str, psutil.Process]:
-        """Return the members' living processes by name, and what they have started ("NAME-1")."""
+        """Return the members' running processes by name, and their children ("NAME-1")."""
         found: dict[str, psutil.Process] = {}
         for member in self.members:
             process = member.process()
@@ -401,7 +402,7 @@ class LocalCluster:
                     f"no local cluster in {self.directory}: start one with `waltz-core local up`"
                 ) from None
             except (ValueError, KeyError, TypeError) as error:
-                raise BadConfig(f"{path} is no cluster state file: {error}") from None
+                raise BadConfig(f"{path}: expected a cluster state file: {error}") from None
         return self._state
 
     def _load_or_create(self) -> None:
@@ -441,11 +442,11 @@ class LocalCluster:
         self._save()
 
     def _named(self, port: int) -> int:
-        """Return a port that was named by the port base, and hold it."""
+        """Return the next port of the port base, and hold it."""
         held = ports.hold(port, self._host)
         if held is not None:
             self._held.append(held)
-        elif not ports.is_free(port, self._host):  # else old connections linger there
+        elif not ports.is_free(port, self._host):  # otherwise old connections linger there
             raise BadConfig(
                 f"--port-base {self._port_base}: port {port} is taken by another program. "
                 "Hint: give another port base, or none."
@@ -453,7 +454,7 @@ class LocalCluster:
         return port
 
     def _usual(self, usual: int | None) -> int:
-        """Return the usual port where it is free, another one where it is not, and hold it."""
+        """Return the usual port if it is free, otherwise another one, and hold it."""
         if self._usual_ports and usual is not None:
             held = ports.hold(usual, self._host)
             if held is not None:
@@ -469,7 +470,7 @@ class LocalCluster:
         return port
 
     def _let_ports_go(self) -> None:
-        """Hold no ports any more: their daemons listen, or nothing is started."""
+        """Release all held ports: their daemons listen, or nothing is started."""
         while self._held:
             self._held.pop().close()
 
@@ -482,7 +483,7 @@ class LocalCluster:
         draft.replace(path)
 
     def _settle_ports(self, member: Member) -> None:
-        """Give a member that does not run other ports for those that are taken (rule 3)."""
+        """Replace the taken ports of a member that does not run (rule 3)."""
         if member.process() is not None:
             return
         state = self._loaded()
@@ -499,7 +500,7 @@ class LocalCluster:
             self._save()
 
     def _why_fixed(self, member: Member, name: str) -> str:
-        """Return why a port of a member cannot be replaced; empty when it can."""
+        """Return why a port of a member cannot be replaced; empty if it can."""
         if base := self._loaded().port_base:
             return f"the cluster was made with --port-base {base}"
         if name in {"quorum_port", "election_port"}:
@@ -561,7 +562,7 @@ class LocalCluster:
 
     @property
     def _created(self) -> Path:
-        """The file that is there once ZooKeeper has the cluster."""
+        """The file that exists once ZooKeeper has the cluster."""
         return self.directory / "created"
 
     def _create_cluster(self, deadline: float, say: ShowLine) -> None:
@@ -578,10 +579,10 @@ class LocalCluster:
         with subprocess.Popen(  # noqa: S603 - our own program and our own arguments
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         ) as creating:
-            told = self._await_creation(creating, say, deadline=time.monotonic() + left + 10)
+            output = self._await_creation(creating, say, deadline=time.monotonic() + left + 10)
         if creating.returncode != 0:
             raise Unreachable(
-                f"the cluster could not be created: {told.strip()}\n"
+                f"the cluster could not be created: {output.strip()}\n"
                 f"{self._tail(self.zookeepers[0].name)}"
             )
         self._created.touch()
@@ -589,17 +590,17 @@ class LocalCluster:
     def _await_creation(
         self, creating: subprocess.Popen[str], say: ShowLine, *, deadline: float
     ) -> str:
-        """Return what it has said; raises Unreachable as soon as no ZooKeeper can answer it."""
+        """Return its output; raises Unreachable as soon as no ZooKeeper can answer it."""
         next_line = time.monotonic() + SAY_EVERY_S
         try:
             while time.monotonic() < deadline:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return creating.communicate(timeout=0.1)[1]
                 if time.monotonic() > next_line:
-                    say("waiting for ZooKeeper, where the cluster is created")
+                    say("waiting for ZooKeeper to create the cluster")
                     next_line += SAY_EVERY_S
                 self._check_alive(self.zookeepers)
-            raise Unreachable(f"creating the cluster in {self.directory} does not end")
+            raise Unreachable(f"creating the cluster in {self.directory} timed out")
         finally:
             creating.kill()
 
@@ -610,7 +611,7 @@ class LocalCluster:
         while time.monotonic() < deadline:
             self._check_alive(self.members)
             try:
-                # A server that came later would take partitions over that are in use by then.
+                # A server that registers later would take over partitions that are in use by then.
                 if missing := self._unregistered():
                     last = f"not registered: {', '.join(sorted(missing))}"
                 else:
@@ -630,9 +631,9 @@ class LocalCluster:
         )
 
     def _await_storages(self, started: list[Member], deadline: float, say: ShowLine) -> None:
-        """Wait for storages that were started: the cluster is ready without one that ends at once.
+        """Wait for started storages, so that one that ends at once is noticed.
 
-        One that still reads its files at the deadline is left to it. Raises Unreachable.
+        A storage that still reads its files at the deadline is not an error. Raises Unreachable.
         """
         host = self._loaded().host
         waiting = [each for each in started if each.kind == "storage"]
@@ -658,7 +659,7 @@ class LocalCluster:
 
         servers = [self._values(member) for member in self.members if member.kind == "server"]
         ports = [values.get("advertised_port") or values["port"] for values in servers]
-        with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a loop that runs
+        with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop
             found = thread.submit(asyncio.run, registered()).result()
         pairs = zip(servers, ports, strict=True)
         return {f"{values['advertised_host']}:{port}" for values, port in pairs} - found
@@ -672,12 +673,12 @@ class LocalCluster:
                 )
 
     def _await_end(self, member: Member, timeout_s: float) -> bool:
-        """Wait for a member's end and reap it; False when it still runs after that time."""
+        """Wait for a member's end and reap it; False if it still runs after that time."""
         deadline = time.monotonic() + timeout_s
         child = self._children.get(member.name)
         if child is not None and child.stdin is not None:
             child.stdin.close()
-        # A zombie has ended, whoever is to reap it and however late.
+        # A zombie has ended, even if another process has to reap it.
         while member.process() is not None:
             if time.monotonic() > deadline:
                 return False
@@ -703,9 +704,9 @@ _CONFIG_SUFFIX = {"server": "toml", "storage": "toml", "zookeeper": "cfg"}
 
 @contextlib.contextmanager
 def running(directory: Path | None = None, **options: object) -> Iterator[LocalCluster]:
-    """Run a cluster for the length of a `with`; the processes end with it, or with this process.
+    """Run a cluster for the duration of a `with`; its processes end with it or with this process.
 
-    Without a directory a temporary one is made and removed. Options are those of `LocalCluster`.
+    Without a directory a temporary one is created and removed. Options are those of `LocalCluster`.
     """
     where = directory or Path(tempfile.mkdtemp(prefix="waltz-"))
     cluster_ = LocalCluster(where, bound=True, **options)  # type: ignore[arg-type]
@@ -721,7 +722,7 @@ def running(directory: Path | None = None, **options: object) -> Iterator[LocalC
 
 @contextlib.contextmanager
 def cluster(directory: Path | None = None, **options: object) -> Iterator[str]:
-    """Run a cluster for the length of a `with`; gives the connect string.
+    """Run a cluster for the duration of a `with`; yields the connect string.
 
     ``with waltz_core.local.cluster() as connect: spark.read.format("waltz").load(connect)``
     """

@@ -1,10 +1,9 @@
-"""Ports of this machine for daemons: which are free, and how one is held until a daemon listens.
+"""Ports of this machine for daemons: finding free ones, and holding them until a daemon listens.
 
-A cluster draws all its ports before any daemon listens at one, and keeps them while daemons come
-and go.
+A cluster draws all its ports before any daemon listens, and keeps them while daemons start and end.
 
 A port is held by a socket that is bound to it and does not listen. No other program can bind to it
-as `hold` does; a daemon can listen at it, because both sockets have SO_REUSEADDR by then (Linux).
+like `hold`; a daemon can listen at it, because both sockets then have SO_REUSEADDR (Linux).
 """
 
 import random
@@ -14,14 +13,14 @@ import time
 
 from waltz_core.errors import Unreachable
 
-# Below the range from which the kernel draws ports for outgoing connections, so that none of
-# those can sit on a daemon's port while the daemon is away.
+# Below the range from which the kernel draws ports for outgoing connections, so that none of those
+# takes a daemon's port while the daemon does not run.
 FIRST, LAST = 10240, 32000
 SOON_S = 2.0
 
 
 def is_free(port: int, host: str) -> bool:
-    """Tell whether a daemon could listen at a port."""
+    """Return whether a daemon could listen at a port."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -32,7 +31,7 @@ def is_free(port: int, host: str) -> bool:
 
 
 def is_free_soon(port: int, host: str) -> bool:
-    """Tell whether a port is free, or becomes so: of a process just killed it is held a moment."""
+    """Return whether a port is free, at once or soon: a killed process holds it for a moment."""
     deadline = time.monotonic() + SOON_S
     while not is_free(port, host):
         if time.monotonic() > deadline:
@@ -42,14 +41,14 @@ def is_free_soon(port: int, host: str) -> bool:
 
 
 def hold(port: int, host: str) -> socket.socket | None:
-    """Return a socket that holds a port, or None when another program has it.
+    """Return a socket that holds a port, or None if another program has it.
 
-    A port that is held so is still free for a daemon (`is_free`). Where the system is not Linux the
-    socket is closed: a daemon could not listen beside it.
+    A held port is still free for a daemon (`is_free`). On other systems than Linux the socket is
+    closed: a daemon could not listen at the same port.
     """
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        held.bind((host, port))  # without SO_REUSEADDR: one of two that do so gets it
+        held.bind((host, port))  # without SO_REUSEADDR: only one of two such binds succeeds
     except OSError:
         held.close()
         return None
@@ -60,9 +59,9 @@ def hold(port: int, host: str) -> socket.socket | None:
 
 
 def draw(taken: set[int], host: str) -> tuple[int, socket.socket]:
-    """Return a free port that is none of these, and what holds it.
+    """Return a free port that is none of these, and the socket that holds it.
 
-    Raises Unreachable when none is found.
+    Raises Unreachable if none is found.
     """
     chooser = random.SystemRandom()
     for _ in range(1000):

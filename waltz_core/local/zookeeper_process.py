@@ -1,7 +1,7 @@
-"""The ZooKeeper that comes with PySpark: where its jars and a Java are, and how it is started.
+"""The ZooKeeper that comes with PySpark: finding its jars and a Java, and starting it.
 
-It is the one place that knows that a Java program belongs to a local cluster. Nothing here speaks
-ZooKeeper's protocol; that is `cluster/zookeeper/zookeeper_session.py`.
+Only this file knows that a Java program belongs to a local cluster. Nothing here uses ZooKeeper's
+protocol; that is `cluster/zookeeper/zookeeper_session.py`.
 """
 
 import importlib.util
@@ -23,12 +23,12 @@ from waltz_core.local import ports
 MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 # One collector thread, and no second compiler: it starts with 0.85 s of CPU instead of 1.4.
 JAVA_OPTIONS = ("-Xmx192m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-# As ZooKeeper's own scripts call it: what stands there comes last, so it wins.
+# The name in ZooKeeper's own scripts: these flags come last, so they win.
 JAVA_OPTIONS_VARIABLE = "SERVER_JVMFLAGS"
 
 
 class EnsemblePeer(NamedTuple):
-    """Where one node of an ensemble listens for the others; node N is the N-th, from 1 on."""
+    """The ports of one node of an ensemble for the others; node N is the N-th, from 1 on."""
 
     host: str
     quorum_port: int
@@ -44,7 +44,7 @@ def zookeeper_config(
 ) -> str:
     """Return the text of a zoo.cfg for one node that listens at one address.
 
-    Without an ensemble it stands alone; else `write_node_number` says which node of it this is.
+    Without an ensemble it is a standalone node; otherwise `write_node_number` sets its number.
     Raises BadConfig for a directory that Java has no name for.
     """
     text = (
@@ -60,7 +60,7 @@ def zookeeper_config(
         "4lw.commands.whitelist=ruok,srvr,mntr\n"
     )
     if ensemble:
-        # In ticks: how long a node may take to follow the leader, and to fall behind it.
+        # In ticks: how long a node may take to follow the leader, and how far it may lag.
         text += "initLimit=20\nsyncLimit=4\n"
     for number, peer in enumerate(ensemble, start=1):
         text += f"server.{number}={peer.host}:{peer.quorum_port}:{peer.election_port}\n"
@@ -68,13 +68,13 @@ def zookeeper_config(
 
 
 def _as_property(path: Path) -> str:
-    """Return a path as Java reads it from a file of properties, which it takes for Latin-1."""
+    """Return a path in the format of a Java properties file, which is Latin-1."""
     try:
         units = str(path).encode("utf-16-be")
     except UnicodeEncodeError:
         raise BadConfig(
             f"{str(path)!a}: expected a directory with a name in UTF-8; "
-            "ZooKeeper, a Java program, can name no other"
+            "ZooKeeper, a Java program, cannot open others"
         ) from None
     numbers = [int.from_bytes(units[at : at + 2], "big") for at in range(0, len(units), 2)]
     plain = range(ord(" "), 127)
@@ -82,7 +82,7 @@ def _as_property(path: Path) -> str:
 
 
 def write_node_number(data_directory: Path, number: int) -> None:
-    """Tell a node of an ensemble which one it is."""
+    """Write the number of a node of an ensemble."""
     data_directory.mkdir(parents=True, exist_ok=True)
     (data_directory / "myid").write_text(f"{number}\n", encoding="ascii")
 
@@ -91,7 +91,7 @@ def find_java() -> str:
     """Return a Java that can run ZooKeeper.
 
     Raises:
-        BadConfig: there is none; the hint has the ways to get one.
+        BadConfig: there is none; the hint lists the ways to get one.
     """
     home = os.environ.get("JAVA_HOME")
     if home and (Path(home) / "bin" / "java").exists():
@@ -136,9 +136,9 @@ def command(config: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment for Java: it goes by the locale, and Python does not where that is C.
+    """Return the environment for Java, whose file names depend on the locale, unlike Python's.
 
-    They must name files alike, or ZooKeeper does not find its zoo.cfg in a directory like /tmp/ü.
+    Otherwise Java does not find its zoo.cfg in a directory like /tmp/ü if the locale is C.
     """
     of_locale = locale.nl_langinfo(locale.CODESET)
     if sys.getfilesystemencoding() == "utf-8" and of_locale != "UTF-8":
@@ -147,7 +147,7 @@ def environment() -> dict[str, str]:
 
 
 def check_port(config: Path) -> None:
-    """Raise BadConfig when another program has the port of a zoo.cfg."""
+    """Raise BadConfig if another program has the port of a zoo.cfg."""
     lines = config.read_text(encoding="latin-1").splitlines()
     values = dict(each.partition("=")[::2] for each in lines if not each.startswith("#"))
     port, host = values.get("clientPort", ""), values.get("clientPortAddress", "")
@@ -156,12 +156,12 @@ def check_port(config: Path) -> None:
 
 
 def run(config: Path, *, exit_with_parent: bool) -> int:
-    """Become ZooKeeper, or run it as a child that ends when standard input does.
+    """Replace this process by ZooKeeper, or run it as a child that ends with standard input.
 
     Returns the exit code (only when it runs as a child).
 
     Raises:
-        BadConfig: another program has its port, where Java would print a stack without it.
+        BadConfig: another program has its port (Java would print a stack trace without the port).
     """
     line = command(config)
     check_port(config)
@@ -186,14 +186,14 @@ def run(config: Path, *, exit_with_parent: bool) -> int:
 
 
 def _end_with_input(child: subprocess.Popen[bytes]) -> None:
-    """End ZooKeeper when standard input ends: whoever has started us is gone."""
+    """End ZooKeeper when standard input ends: the parent process is gone."""
     while os.read(0, 4096):
         pass
     child.terminate()
 
 
 def _die_with_parent() -> None:
-    """Ask Linux to kill this child should its parent die without a word."""
+    """Have Linux kill this child if its parent dies."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes  # noqa: PLC0415 - runs in the child only

@@ -1,10 +1,10 @@
-"""What a verification has to say: one sentence for each thing, with its file and its offset.
+"""The findings of a verification: one sentence for each, with its file and its offset.
 
-Whoever finds something should not care how much was found before, in which order, or who prints it.
+A check only adds findings; this class counts, orders and limits them.
 
 Rules:
-    1. `wrong` is what no storage would leave behind. `note` is what a person may want to know and
-       a storage copes with by itself: what a stop without a close has left, or work that waits.
+    1. `wrong` is something that no storage would leave. `note` is something of interest that a
+       storage handles by itself: the traces of a stop without a close, or pending work.
     2. At most `limit` findings are kept, the first ones; the others are counted.
 """
 
@@ -17,7 +17,7 @@ def records_text(first: int, last: int) -> str:
 
 
 class FileFinding(NamedTuple):
-    """One thing that was found; `path` is relative to what was looked at."""
+    """One finding; `path` is relative to the verified directory."""
 
     is_wrong: bool
     path: str
@@ -26,7 +26,7 @@ class FileFinding(NamedTuple):
 
 
 class Findings:
-    """All of them."""
+    """All findings of a verification."""
 
     def __init__(self, limit: int) -> None:
         self.kept: list[FileFinding] = []
@@ -36,11 +36,11 @@ class Findings:
 
     @property
     def unkept(self) -> int:
-        """How many were counted and not kept (rule 2)."""
+        """Return how many were counted and not kept (rule 2)."""
         return self.wrong + self.notes - len(self.kept)
 
     def add(self, path: str, offset: int | None, what: str, *, is_wrong: bool) -> None:
-        """Take one."""
+        """Add a finding."""
         if is_wrong:
             self.wrong += 1
         else:
@@ -49,25 +49,25 @@ class Findings:
             self.kept.append(FileFinding(is_wrong, path, offset, what))
 
     def in_file(self, path: str) -> "InFile":
-        """Return what takes the findings of one file."""
+        """Return a collector for the findings of one file."""
         return InFile(self, path)
 
 
 class InFile:
-    """Takes the findings of one file."""
+    """Collects the findings of one file."""
 
     def __init__(self, findings: Findings, path: str) -> None:
         self._findings = findings
         self._path = path
 
     def wrong(self, offset: int | None, what: str) -> None:
-        """Take something that should not be."""
+        """Add an error."""
         self._findings.add(self._path, offset, what, is_wrong=True)
 
     def note(self, offset: int | None, what: str) -> None:
-        """Take something to know."""
+        """Add a note."""
         self._findings.add(self._path, offset, what, is_wrong=False)
 
     def found(self, offset: int | None, what: str, *, is_wrong: bool) -> None:
-        """Take either."""
+        """Add an error or a note."""
         self._findings.add(self._path, offset, what, is_wrong=is_wrong)

@@ -1,13 +1,13 @@
-"""The door to files that are only read: opening, listing, and keeping a storage from starting.
+"""The door to files that are only read: opening, listing, and locking out a storage.
 
-The storage's own door opens every file for writing, which a look at a backup on a read-only disk
-must not need. Nothing here can change a byte.
+The storage's own door opens every file for writing, which must not be necessary to inspect a backup
+on a read-only disk. Nothing here can change a byte.
 
 Rules:
     1. Files are opened read-only; an error of the operating system becomes one sentence.
-    2. While a directory is verified, no storage may run on it: what is read in one moment would
-       not fit what is read in the next. The locks taken here are shared ones. So several may
-       look at once, none may while a storage runs, and no storage starts while one looks.
+    2. While a directory is verified, no storage may run on it, as files that are read at different
+       moments would not fit together. The locks taken here are shared ones: several commands may
+       read at once, none while a storage runs, and no storage starts while one reads.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ _NAME_DIGITS: Final = 19
 
 
 class ReadableFile(Protocol):
-    """What the walks through files need of one."""
+    """A file as the walks through it need it."""
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
@@ -94,11 +94,11 @@ def names_in(directory: Path) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------
-# which files
+# finding files
 
 
 def first_of(name: str) -> int | None:
-    """Return the first id that a `.seg` file is named for, or None for any other name."""
+    """Return the first ID that a `.seg` file is named for, or None for any other name."""
     stem, suffix = os.path.splitext(name)
     is_number = len(stem) == _NAME_DIGITS and stem.isascii() and stem.isdigit()
     return int(stem) if suffix == SEGMENT_SUFFIX and is_number else None
@@ -110,28 +110,28 @@ def segment_path(directory: Path, first: int, suffix: str) -> Path:
 
 
 def firsts_in(directory: Path) -> list[int]:
-    """Return the first ids of a partition's segments, in order."""
+    """Return the first IDs of a partition's segments, in order."""
     return [first for name in names_in(directory) if (first := first_of(name)) is not None]
 
 
 def partitions_in(directory: Path) -> list[int]:
-    """Return the partitions that a storage directory has directories of."""
+    """Return the partitions that have a directory in a storage directory."""
     names = [name for name in names_in(directory) if name.isascii() and name.isdecimal()]
     return sorted(int(name) for name in names if (directory / name).is_dir())
 
 
 def is_storage(directory: Path) -> bool:
-    """Tell if a directory is a storage's, and not a partition's."""
+    """Return whether a directory is a storage's, and not a partition's."""
     return (directory / CONTROL_NAME).exists() or (directory / ID_NAME).exists()
 
 
 def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
-    """Return the `.seg` files that a person means by a file or a directory.
+    """Return the `.seg` files that a path on the command line stands for.
 
     A storage directory stands for all its partitions, or for the chosen ones.
 
     Raises:
-        BadRequest: there is nothing of that name, or no segment in it.
+        BadRequest: the path does not exist, or has no segment.
     """
     if path.is_file():
         if first_of(path.name) is None:
@@ -140,7 +140,7 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
             )
         return [path]
     if not path.is_dir():
-        raise BadRequest(f"{path}: expected a segment or a directory, found nothing of that name")
+        raise BadRequest(f"{path}: expected a segment or a directory, found nothing")
     directories = [path]
     if is_storage(path) or not firsts_in(path):
         directories = [path / str(one) for one in chosen(path, partitions)]
@@ -153,7 +153,7 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
 
 
 def chosen(directory: Path, partitions: list[int] | None) -> list[int]:
-    """Return the partitions of a storage directory, or the chosen ones, which must be there."""
+    """Return the partitions of a storage directory, or the chosen ones, which must exist."""
     here = partitions_in(directory)
     missing = [one for one in partitions or [] if one not in here]
     if missing:
@@ -165,7 +165,7 @@ def chosen(directory: Path, partitions: list[int] | None) -> list[int]:
 
 
 def storage_of(path: Path) -> Path | None:
-    """Return the storage directory that a file or a directory is part of, if it is of one."""
+    """Return the storage directory that contains a file or a directory, if any."""
     path = path.absolute()
     return next((one for one in (path, *path.parents[:2]) if is_storage(one)), None)
 
@@ -178,7 +178,7 @@ def storage_of(path: Path) -> Path | None:
 def kept_still(path: Path) -> Iterator[None]:
     """Hold shared locks on the storage directory of a path, so that no storage runs on it.
 
-    A file without a storage directory around it, as in a copy, is nobody's and needs none.
+    A file outside a storage directory, such as a copy, needs no lock.
 
     Raises:
         DiskFailed: a storage runs on it.
@@ -194,8 +194,8 @@ def kept_still(path: Path) -> Iterator[None]:
 
 
 def _lock_shared(file: OpenFile, directory: Path, *, is_original: bool) -> None:
-    # NB: a POSIX lock goes as soon as this process closes any descriptor of the file, so that
-    # whoever reads the control file under it does not hold it any more. The other one stays.
+    # NB: a POSIX lock is released as soon as this process closes any descriptor of the file,
+    # also after reading the control file under it. The BSD lock stays.
     try:
         if is_original:
             fcntl.lockf(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB, CONTROL_HEADER_BYTES)

@@ -1,16 +1,15 @@
-"""Making the index of a segment anew from its records.
+"""Rebuilding the index of a segment from its records.
 
-It is the only thing here that writes, so that what is written, and when it counts, can be seen in
-one place. It goes through the storage's door to the disk, whose test twin loses power at every
-step.
+Only this file of the package writes. It goes through the storage's door to the disk, whose test
+twin loses power at every step.
 
 Rules:
     1. The new index is written whole under another name, synced, and renamed over the old one; the
        directory is synced last. A crash leaves the old index or the new one.
-    2. Nothing is written where the index is right already, nor where the segment's header is not
-       what its name says: somebody has to look first.
-    3. An entry of a record that cannot be read is kept as it was, if it can be true: it may be all
-       that is known of where the record was. Without one, it says where the damage begins.
+    2. Nothing is written where the index is already right, nor where the segment's header does not
+       fit its name: an operator has to look first.
+    3. An entry of an unreadable record is kept as it was, if it is plausible: it may be the only
+       information about where the record was. Without one, it has the beginning of the damage.
 """
 
 from collections.abc import Iterator
@@ -38,11 +37,10 @@ I64 = npt.NDArray[np.int64]
 
 
 class Repaired(NamedTuple):
-    """What was found, and done if something had to be.
+    """The result of a repair.
 
-    `entries` are those of the new index, `wrong` the places at which the old one differs, its
-    header and its size among them, `kept`
-    the entries of records that cannot be read.
+    `entries` are those of the new index, `wrong` the places at which the old one differs, including
+    its header and its size, and `kept` the entries of records that cannot be read.
     """
 
     path: Path
@@ -53,12 +51,12 @@ class Repaired(NamedTuple):
 
     @property
     def is_right(self) -> bool:
-        """Was there nothing to do?"""
+        """Whether there was nothing to do."""
         return self.wrong == 0
 
 
 def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> Repaired:
-    """Make the index of a `.seg` file anew, durably; with `dry_run` only say what would be done.
+    """Rebuild the index of a `.seg` file, durably; with `dry_run` only report what would be done.
 
     Raises:
         BadFormat: the segment's header is wrong (rule 2).
@@ -86,10 +84,10 @@ def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> Repaired:
 def held_alone(disk: Disk, path: Path) -> Iterator[None]:
     """Hold the locks of a storage on the directory around a path, as a running storage does.
 
-    A file without a storage directory around it, as in a copy, is nobody's and needs none.
+    A file outside a storage directory, such as a copy, needs no lock.
 
     Raises:
-        DiskFailed: a storage runs on it, or somebody looks at it.
+        DiskFailed: a storage runs on it, or another command reads it.
     """
     directory = storage_of(path)
     with ExitStack() as held:
@@ -108,7 +106,7 @@ def held_alone(disk: Disk, path: Path) -> Iterator[None]:
 
 
 class _OldIndex:
-    """The index that is there, if one is; offsets are read as they are asked for."""
+    """The existing index, if any; its offsets are read on demand."""
 
     def __init__(self, file: File | None = None) -> None:
         self._file = file
@@ -133,7 +131,7 @@ def _good_header(file: File, path: Path, first: int) -> bytes:
     if header.first != first:
         wrong.append(f"expected first id {first}, found {header.first}")
     if wrong:
-        raise BadFormat(f"{path}: header: {wrong[0]}; no index is made of such a segment")
+        raise BadFormat(f"{path}: header: {wrong[0]}; no index is built for such a segment")
     return data
 
 
@@ -167,7 +165,7 @@ def _entries(file: File, first: int, old: _OldIndex) -> Iterator[_Part]:
 
 
 def _can_be_true(entries: I64, gap: Gap) -> bool:
-    """Tell if entries may be those of the records in a gap."""
+    """Return whether entries may be those of the records in a gap."""
     return bool(
         entries[0] == gap.offset and (np.diff(entries) >= 0).all() and entries[-1] < gap.end
     )
@@ -184,14 +182,14 @@ def _compare(path: Path, header: bytes, parts: Iterator[_Part], old: _OldIndex) 
     if not old.is_there:
         return Repaired(path, count, None, max(1, wrong), kept)
     wrong += max(0, old.count - count) + (1 if old.spare_bytes else 0)
-    # But for the creation time, which differs in the original's two files.
+    # Except for the creation time, which differs in the two files of Waltz 0.13.
     if old.header[:4] + old.header[12:] != header[:4] + header[12:]:
         wrong += 1
     return Repaired(path, count, old.count, wrong, kept)
 
 
 def _write(disk: Disk, path: Path, header: bytes, parts: Iterator[_Part]) -> None:
-    """Write an index in place of the old one, durably (rule 1)."""
+    """Replace the old index by a new one, durably (rule 1)."""
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     file = disk.open(temporary, create=True)
     try:

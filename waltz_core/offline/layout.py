@@ -1,14 +1,14 @@
 """The bytes of a storage's files, read a second time: by other code, and with another CRC-32.
 
-`storage/files/format.py` reads what it has written itself, so that a mistake in it agrees with
-itself. This file was written from the description of the bytes, imports none of the storage's code,
-and has crcmod for its checksums. A property test holds the two against each other.
+`storage/files/format.py` reads what it has written itself, so a mistake in it would go unnoticed.
+This file was written from the description of the bytes, imports none of the storage's code, and
+uses crcmod for its checksums. A property test compares the two.
 
 Rules:
-    1. Any bytes decode: a value says in `wrong` what is wrong with it, and keeps its fields, which
-       may be nonsense then. Whoever looks at a broken file wants to see what stands in it.
-    2. Bytes that are missing are decoded as zeros, and `wrong` says how many there are.
-    3. A CRC is over all that is before it in its structure, and none is taken on trust.
+    1. Any bytes decode: a value lists its errors in `wrong`, and keeps its fields, which may be
+       nonsense then. The user of a broken file wants to see its content.
+    2. Missing bytes are decoded as zeros, and `wrong` has their number.
+    3. A CRC is over all preceding bytes of its structure, and is always checked.
 """
 
 import struct
@@ -42,14 +42,14 @@ GENESIS: Final = bytes(16)
 
 AVAILABLE, ASSIGNED = 1, 4
 DIRTY, SUSPECT, PROVISIONAL, TRUNCATE, CUT = 1, 2, 4, 8, 16
-# In place of a chain: records may have no batches.
+# Instead of a chain: records may have no batches.
 UNBATCHED: Final = b"\xff" * 16
-MADE_UP: Final = -2  # the session of a batch that stands for others which could not be read
+MADE_UP: Final = -2  # the session of a batch that replaces unreadable ones
 _DAMAGED_MAX: Final = 21
 
 
 def _filled(data: Bytes, size: int) -> tuple[bytes, list[str]]:
-    """Return exactly `size` bytes, and what is wrong about how many there were (rule 2)."""
+    """Return exactly `size` bytes, and the error if there were more or fewer (rule 2)."""
     wrong = [] if len(data) == size else [f"expected {size} bytes, found {len(data)}"]
     return bytes(data[:size]).ljust(size, b"\0"), wrong
 
@@ -64,7 +64,7 @@ def _expect_crc(wrong: list[str], body: bytes, stated: int, before: int = 0) -> 
 
 
 def _expect_zero(wrong: list[str], reserved: bytes, offset: int) -> None:
-    """Note bytes that are reserved and not zero; `offset` is theirs in the structure."""
+    """Note reserved bytes that are not zero; `offset` is their offset in the structure."""
     for place, value in enumerate(reserved):
         if value:
             wrong.append(f"expected zero in reserved byte {offset + place}, found {value:#04x}")
@@ -76,7 +76,7 @@ def _expect_zero(wrong: list[str], reserved: bytes, offset: int) -> None:
 
 
 class ControlFileHeader(NamedTuple):
-    """The first 128 bytes: of which cluster, and with how many partitions."""
+    """The first 128 bytes: the cluster, and its number of partitions."""
 
     version: int
     created_ms: int
@@ -86,7 +86,7 @@ class ControlFileHeader(NamedTuple):
 
 
 class Info(NamedTuple):
-    """One of the two structures that the original keeps of each partition."""
+    """One of the two structures that Waltz 0.13 keeps of each partition."""
 
     session: int
     low_water_mark: int
@@ -97,7 +97,7 @@ class Info(NamedTuple):
 
 
 class ControlEntry(NamedTuple):
-    """What the control file has of one partition; `current` is 0, 1, or None when none counts."""
+    """The control file's entry of one partition; `current` is 0, 1, or None if none counts."""
 
     number: int
     infos: tuple[Info, Info]
@@ -122,16 +122,16 @@ def control_header(data: Bytes) -> ControlFileHeader:
 
 
 def control_entry(data: Bytes, place: int) -> ControlEntry:
-    """Decode the 76 bytes that belong to the partition of this place."""
+    """Decode the 76 bytes of the partition at this place."""
     body, wrong = _filled(data, CONTROL_ENTRY_BYTES)
     number = int.from_bytes(body[:4], "big", signed=True)
     _expect(wrong, "partition", place, number)
     infos = _info(body[4:40]), _info(body[40:76])
     good = [one for one in (0, 1) if not infos[one].wrong]
     if not good:
-        wrong.append("both structures are wrong, so that none counts")
+        wrong.append("both structures are wrong, so none counts")
     elif len(good) == 2 and infos[0].sequence == infos[1].sequence:
-        wrong.append(f"both structures have sequence {infos[0].sequence}, so that none counts")
+        wrong.append(f"both structures have sequence {infos[0].sequence}, so none counts")
         good = []
     current = max(good, key=lambda one: infos[one].sequence, default=None)
     return ControlEntry(number, infos, current, tuple(wrong))
@@ -150,7 +150,7 @@ def _info(data: bytes) -> Info:
 
 
 def storage_id(data: Bytes) -> tuple[bytes, tuple[str, ...]]:
-    """Decode `waltz-x.id`: the id, and what is wrong."""
+    """Decode `waltz-x.id`: the ID, and what is wrong."""
     body, wrong = _filled(data, ID_BYTES)
     version, uuid, stated = struct.unpack(">i16sI", body)
     _expect_crc(wrong, body[:-4], stated)
@@ -195,7 +195,7 @@ class ControlSlot(NamedTuple):
         return bool(self.flags & SUSPECT)
 
     def lists(self, first: int, last: int) -> bool:
-        """Tell if all of these ids are listed as damaged."""
+        """Tell if all of these IDs are listed as damaged."""
         return any(low <= first and last <= high for low, high in self.damaged)
 
 
@@ -273,7 +273,7 @@ def current_slot(slots: tuple[ControlSlot, ControlSlot], partition: int) -> Cont
 
 
 class FileHeader(NamedTuple):
-    """The 128 bytes at the beginning of `.seg` and `.idx`, also told of in that of `.chn`."""
+    """The 128 bytes at the beginning of `.seg` and `.idx`, which `.chn` refers to."""
 
     version: int
     created_ms: int
@@ -326,7 +326,7 @@ def chain_header(data: Bytes) -> ChainHeader:
     _expect(wrong, "version", 0, version)
     _expect_zero(wrong, reserved, 56)
     header = FileHeader(version, created_ms, key, partition, first, tuple(wrong))
-    # The entries are bound to the segment's header as `.seg` has it, with its 88 zero bytes.
+    # The entries' CRCs cover the segment's header as in `.seg`, with its 88 zero bytes.
     return ChainHeader(header, chain, crc32(body[:40] + bytes(88)))
 
 

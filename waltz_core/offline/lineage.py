@@ -1,15 +1,15 @@
-"""The batches of a partition, and their chain computed anew from the records.
+"""Checks the batches of a partition against the chain computed from its records.
 
-Records and batches lie in different files and cross the borders of segments at different places.
-Here the two meet: records come in as they are walked through, entries are read as they are due.
+Records and batches are in different files and cross the borders of segments at different places.
+`ChainCheck` takes the records as they are walked through, and reads the entries as it needs them.
 
 Rules:
-    1. The chain after a batch is blake2b-16 over the chain before it, its first id, last id and
+    1. The chain after a batch is blake2b-16 over the chain before it, its first ID, last ID and
        session, and the CRCs of its records. Nothing else is in it; the stamp is not.
-    2. What cannot be computed is not guessed: a batch with a record that cannot be read is
-       counted as unchecked, and the next one goes on from the chain that its entry states.
-    3. A batch of the session `MADE_UP` stands for others that were lost. Neither its chain nor
-       that of the next one is made of what can be read.
+    2. A chain that cannot be computed is not guessed: a batch with an unreadable record counts as
+       unchecked, and the next one continues from the chain that its entry states.
+    3. A batch of the session `MADE_UP` replaces others that were lost. Neither its chain nor that
+       of the next one can be computed.
 """
 
 import hashlib
@@ -34,11 +34,11 @@ from waltz_core.offline.layout import (
 _BLOCK_BATCHES: Final = 4096
 _CHAIN_INPUT: Final = struct.Struct(">16sqqq")
 _CRC_BYTES: Final = 4
-_SPARE: Final = 1 << 63  # above any id: a fault by which none is lost
+_SPARE: Final = 1 << 63  # above any ID: a fault that loses no record
 
 
 class Placed(NamedTuple):
-    """An entry and where it stands."""
+    """An entry and its position."""
 
     place: int
     offset: int
@@ -51,7 +51,7 @@ def header_of(file: ReadableFile) -> ChainHeader:
 
 
 def batches_of(file: ReadableFile, segment_crc: int, place: int = 0) -> Iterator[Placed]:
-    """Return the entries of a `.chn` file from a place on; an incomplete one at its end too."""
+    """Return the entries of a `.chn` file from a place on, also an incomplete last one."""
     size = file.size()
     offset = CHAIN_HEADER_BYTES + BATCH_BYTES * place
     while offset < size:
@@ -63,17 +63,17 @@ def batches_of(file: ReadableFile, segment_crc: int, place: int = 0) -> Iterator
 
 
 class BatchesEnd(NamedTuple):
-    """Where the batches of a log end."""
+    """The end of the batches of a log."""
 
     last: int
     chain: bytes
 
 
 class ChainCheck:
-    """Takes the records of a partition in order, and holds them against its batches.
+    """Takes the records of a partition in order, and compares them with its batches.
 
-    `is_wrong` tells of an id if a fault there is wrong, and not what a stop may leave. `ends` are
-    ids at which a batch should end; `chains` gets the chains there.
+    `is_wrong` returns for an ID whether a fault there is an error, and not the trace of a stop.
+    `ends` are IDs at which a batch should end; `chains` receives the chains there.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class ChainCheck:
         self._chain_is_sure = True
         self._segment = 0
         self._entries = self._all_entries()
-        self._current: tuple[Placed, int] | None = None  # and the first id of its segment
+        self._current: tuple[Placed, int] | None = None  # with the first ID of its segment
         self._digest = hashlib.blake2b(digest_size=16)
-        self._due = 0  # the id that the current batch goes on with
+        self._due = 0  # the next ID of the current batch
         self._is_whole = True
 
     # ---- records
@@ -113,13 +113,11 @@ class ChainCheck:
             assert self._current is not None
             entry = self._current[0].batch
             if entry.last < at:
-                self._is_whole = (
-                    False  # it begins before the one behind it has ended; that was said
-                )
+                self._is_whole = False  # it overlaps the preceding one, which was reported
                 self._finish()
                 continue
             if entry.first > at:
-                at = entry.first  # what is in no batch was said when this one was read
+                at = entry.first  # IDs without a batch were reported with this entry
                 continue
             self._is_whole = self._is_whole and at == self._due
             stop = min(entry.last, last)
@@ -134,12 +132,12 @@ class ChainCheck:
                 self._finish()
 
     def finish(self, last: int) -> None:
-        """Look at the batches behind the last record."""
+        """Check the batches after the last record."""
         while self._current is not None or self._begin():
             assert self._current is not None
             (_, offset, entry), segment = self._current
             missing = records_text(max(entry.first, last + 1), entry.last)
-            self._say(
+            self._add(
                 segment,
                 offset,
                 f"batch {entry.first}..{entry.last}: the log ends at {last}, without {missing}",
@@ -148,7 +146,7 @@ class ChainCheck:
             self._is_whole = False
             self._finish()
         if self.count and self.end.last < last:
-            self._say(
+            self._add(
                 self._firsts[-1],
                 None,
                 f"the batches end without {records_text(self.end.last + 1, last)}",
@@ -167,7 +165,7 @@ class ChainCheck:
             digest_size=16,
         )
         self._due = entry.first
-        # Where batches are missing before this one its chain goes on from one that is not known.
+        # If batches are missing before this one, its chain continues one that is not known.
         self._is_whole = self._chain_is_sure and entry.session != MADE_UP
         return True
 
@@ -178,7 +176,7 @@ class ChainCheck:
         if not self._is_whole:
             self.unchecked += 1
         elif found != entry.chain:
-            self._say(
+            self._add(
                 segment,
                 offset,
                 f"batch {entry.first}..{entry.last}: expected chain {found.hex()} for these "
@@ -193,14 +191,14 @@ class ChainCheck:
         self._current = None
 
     def _all_entries(self) -> Iterator[tuple[Placed, int]]:
-        """Return the good entries of all `.chn` files; say what is wrong on the way."""
+        """Return the valid entries of all `.chn` files; report the errors on the way."""
         before = -1
         unreadable: list[tuple[Placed, int]] = []
         for place, first in enumerate(self._firsts):
             path = segment_path(self._directory, first, ".chn")
             if not path.exists():
                 lost = "is missing: its batches are lost"
-                self._say(first, None, lost, is_wrong=self._is_wrong(-1))
+                self._add(first, None, lost, is_wrong=self._is_wrong(-1))
                 self._chain_is_sure = False
                 continue
             next_first = self._firsts[place + 1] if place + 1 < len(self._firsts) else None
@@ -222,12 +220,12 @@ class ChainCheck:
         self._check_unreadable(unreadable, before, None)
 
     def _check_header(self, first: int, header: ChainHeader, *, is_sure: bool) -> None:
-        """The rest of the header is compared with that of `.seg`, by whoever reads that one."""
+        """Check errors and chain; `SegmentCheck` compares the header with that of `.seg`."""
         for one in header.wrong:
-            what = f"header: {one}; its batches cannot be told"
-            self._say(first, 0, what, is_wrong=self._is_wrong(-1))
+            what = f"header: {one}; its batches are unknown"
+            self._add(first, 0, what, is_wrong=self._is_wrong(-1))
         if not header.wrong and is_sure and header.chain_before != self.end.chain:
-            self._say(
+            self._add(
                 first,
                 40,
                 f"header: expected chain {self.end.chain.hex()} before the first batch, "
@@ -238,26 +236,26 @@ class ChainCheck:
     def _check_unreadable(
         self, unreadable: list[tuple[Placed, int]], before: int, next_first: int | None
     ) -> None:
-        """Say of entries that they cannot be read; `next_first` begins the next one that can."""
+        """Report unreadable entries; `next_first` begins the next readable one."""
         for placed, segment in unreadable:
-            # Where none is missing it stood for nothing: a stop in the middle of a write left it.
+            # If no batch is missing, a stop in the middle of a write left it.
             lost = before + 1 if next_first != before + 1 else _SPARE
-            self._say(
+            self._add(
                 segment,
                 placed.offset,
-                f"entry {placed.place}, behind batch {before}: {'; '.join(placed.batch.wrong)}",
+                f"entry {placed.place}, after batch {before}: {'; '.join(placed.batch.wrong)}",
                 is_wrong=self._is_wrong(lost),
             )
             self._chain_is_sure = self._chain_is_sure and lost == _SPARE
         unreadable.clear()
 
     def _is_in_place(self, placed: Placed, first: int, next_first: int | None) -> bool:
-        """Tell if an entry is in the segment of its last record; say so if not."""
+        """Return whether an entry is in the segment of its last record; report it if not."""
         entry = placed.batch
         if first <= entry.last and (next_first is None or entry.last < next_first):
             return True
-        # A file that a failed write has ended may have its tail back: that cut is not synced.
-        self._say(
+        # The tail of a file that a failed write has ended may be back: that cut is not synced.
+        self._add(
             first,
             placed.offset,
             f"batch {entry.first}..{entry.last}: expected in the segment that holds its last "
@@ -269,9 +267,9 @@ class ChainCheck:
     def _check_order(self, placed: Placed, first: int, before: int) -> None:
         entry = placed.batch
         if entry.first != before + 1:
-            # After an entry that cannot be read this is what it looks like; that one was told.
+            # This follows from an unreadable entry, which was reported.
             if self._chain_is_sure:
-                self._say(
+                self._add(
                     first,
                     placed.offset,
                     f"batch {entry.first}..{entry.last}: expected it to begin at {before + 1}",
@@ -279,6 +277,6 @@ class ChainCheck:
                 )
             self._chain_is_sure = False
 
-    def _say(self, segment: int, offset: int | None, what: str, *, is_wrong: bool) -> None:
+    def _add(self, segment: int, offset: int | None, what: str, *, is_wrong: bool) -> None:
         path = segment_path(Path(self._directory.name), segment, ".chn")
         self._findings.add(str(path), offset, what, is_wrong=is_wrong)

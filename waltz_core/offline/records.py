@@ -1,13 +1,13 @@
-"""A walk through the records of a `.seg` file, over damage too.
+"""A walk through the records of a `.seg` file, across damage.
 
-Dumping, counting, verifying and mending all need to know where the records are, and a walk that
-stops at the first wrong byte would tell of one fault only.
+Dumping, counting, verifying and repairing all need the positions of the records. A walk that
+stopped at the first wrong byte would find only one fault.
 
 Rules:
-    1. A `RecordRun` holds records that have the ids that are due and follow one another. Whether
-       their checksums fit is for the caller to see, as not every caller wants to pay for it.
-    2. Between two runs there may be a `Gap`: bytes that are no record, or one whose CRC is wrong
-       and which does not lead to the next. It ends at the next record that has a right CRC.
+    1. A `RecordRun` holds consecutive records with the expected IDs. The caller checks their
+       checksums, as not every caller needs that.
+    2. Between two runs there may be a `Gap`: bytes that are no record, or a record whose CRC is
+       wrong and which does not lead to the next. It ends at the next record with a right CRC.
     3. At most a few blocks of a file are in memory at any time.
 """
 
@@ -20,12 +20,12 @@ from waltz_core.offline.files import ReadableFile
 from waltz_core.offline.layout import FILE_HEADER_BYTES, RECORD, RECORD_FRAME_BYTES, crc32
 
 BLOCK_BYTES: Final = 8 * 1024 * 1024
-# No storage takes a record of this size; a length above it is wrong, whatever it leads to.
+# No storage accepts a record of this size: a greater length is always wrong.
 RECORD_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
 class RecordRun(NamedTuple):
-    """Records back to back; record i is `data[bounds[i] : bounds[i + 1]]`, with the id first + i.
+    """Records back to back; record i is `data[bounds[i] : bounds[i + 1]]`, with the ID first + i.
 
     `offset` is that of the data in the file.
     """
@@ -41,17 +41,17 @@ class RecordRun(NamedTuple):
         return len(self.bounds) - 1
 
     def starting_at(self, transaction_id: int) -> "RecordRun":
-        """Return the records from an id on."""
+        """Return the records from an ID on."""
         skip = min(max(0, transaction_id - self.first), self.length)
         return self._replace(first=self.first + skip, bounds=self.bounds[skip:])
 
     def up_to(self, transaction_id: int) -> "RecordRun":
-        """Return the records up to an id."""
+        """Return the records up to an ID."""
         return self._replace(bounds=self.bounds[: max(0, transaction_id - self.first + 1) + 1])
 
 
 class Gap(NamedTuple):
-    """Bytes offset..end-1, in which no records first..next_id-1 are found; None: nor any other."""
+    """Bytes offset..end-1 without records first..next_id-1; None: no record follows."""
 
     first: int
     next_id: int | None
@@ -61,7 +61,7 @@ class Gap(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """What stands in a record, but for its data."""
+    """The fields of a record, without its data."""
 
     transaction_id: int
     client: int
@@ -74,24 +74,24 @@ class Fields(NamedTuple):
 
 
 def fields(record: bytes | memoryview) -> Fields:
-    """Return what stands in a record."""
+    """Return the fields of a record."""
     return Fields._make(RECORD.unpack_from(record))
 
 
 def is_right(record: bytes | memoryview) -> bool:
-    """Tell if the CRC behind a record fits it."""
+    """Return whether the CRC at the end of a record fits."""
     return crc32(record[:-4]) == int.from_bytes(record[-4:], "big")
 
 
 def begins_at(file: ReadableFile, transaction_id: int, offset: int) -> bool:
-    """Tell if the record of an id may begin at an offset."""
+    """Return whether the record of an ID may begin at an offset."""
     return offset >= FILE_HEADER_BYTES and not _why_not(file, transaction_id, offset, file.size())
 
 
 def walk(
     file: ReadableFile, first: int, offset: int = FILE_HEADER_BYTES
 ) -> Iterator[RecordRun | Gap]:
-    """Return all records from the one with id `first` at `offset` on, and what is between them."""
+    """Return all records from the one with ID `first` at `offset` on, and the gaps between them."""
     size = file.size()
     due = first
     while offset < size:
@@ -115,15 +115,15 @@ def _run(file: ReadableFile, due: int, offset: int, size: int) -> RecordRun:
     if len(bounds) > 1:
         end = offset + bounds[-1]
         leads_on = end == size or _end_of(file, due + len(bounds) - 1, end, size)
-        # Where it does not, the next record is broken, or the last one here has a wrong length and
-        # leads to the wrong place; then its CRC is wrong too.
+        # If it does not, the next record is broken, or the last one here has a wrong length and
+        # leads to the wrong place; then its CRC is wrong, too.
         if not leads_on and not is_right(memoryview(data)[bounds[-2] : bounds[-1]]):
             bounds.pop()
     return RecordRun(due, offset, data, bounds)
 
 
 def _bounds(data: bytes, due: int) -> list[int]:
-    """Return where the records begin that are whole in these bytes, and where the last ends."""
+    """Return where the whole records in these bytes begin, and where the last ends."""
     unpack = RECORD.unpack_from
     bounds = [0]
     at, last_start = 0, len(data) - RECORD_FRAME_BYTES
@@ -139,7 +139,7 @@ def _bounds(data: bytes, due: int) -> list[int]:
 
 
 def _end_of(file: ReadableFile, due: int, offset: int, size: int) -> int:
-    """Return where the record at an offset ends, or 0 when it cannot be the one that is due."""
+    """Return where the record at an offset ends, or 0 if it cannot be the expected one."""
     return 0 if _why_not(file, due, offset, size) else offset + _length(file, offset)
 
 
@@ -148,7 +148,7 @@ def _length(file: ReadableFile, offset: int) -> int:
 
 
 def _why_not(file: ReadableFile, due: int, offset: int, size: int) -> str:
-    """Return why the bytes at an offset cannot be the record that is due; empty if they can."""
+    """Return why the bytes at an offset cannot be the expected record; empty if they can."""
     room = size - offset - RECORD_FRAME_BYTES
     if room < 0:
         return f"expected at least {RECORD_FRAME_BYTES} bytes, found {size - offset}"
@@ -166,15 +166,15 @@ def _gap(file: ReadableFile, due: int, offset: int, size: int) -> Gap:
     if not why:
         record = file.pread(_length(file, offset), offset)
         found = int.from_bytes(record[-4:], "big")
-        why = f"expected CRC {crc32(record[:-4]):08x}, found {found:08x}, and no record behind it"
+        why = f"expected CRC {crc32(record[:-4]):08x}, found {found:08x}, and no record after it"
     behind = _find(file, offset + 1, due, size)
     next_id, end = behind if behind is not None else (None, size)
     return Gap(due, next_id, offset, end, why)
 
 
 def _find(file: ReadableFile, offset: int, after: int, size: int) -> tuple[int, int] | None:
-    """Return the first record with a right CRC and an id above `after`: its id and its offset."""
-    # Each id takes 40 bytes at least, so that none can be far above the one that is due.
+    """Return the first record with a right CRC and an ID above `after`: its ID and its offset."""
+    # Each ID takes 40 bytes at least, so none can be far above the expected one.
     id_max = after + (size - offset) // RECORD_FRAME_BYTES + 1
     while offset + RECORD_FRAME_BYTES <= size:
         data = file.pread(BLOCK_BYTES, offset)
@@ -190,7 +190,7 @@ def _find(file: ReadableFile, offset: int, after: int, size: int) -> tuple[int, 
 
 
 def _candidates(data: bytes, after: int, id_max: int, room: int) -> list[int]:
-    """Return the places at which id and length look possible; `room` is from the first on."""
+    """Return the places at which ID and length look possible; `room` is from the first on."""
     count = len(data) - RECORD.size + 1
     if count <= 0:
         return []

@@ -1,11 +1,11 @@
-"""Counting one segment: sizes, ids, batches, sessions, times, and how much of it is indexed.
+"""Counting one segment: sizes, IDs, batches, sessions, times, and how much of it is indexed.
 
-It looks at the shape of records and not at their bytes, so that it is as fast as the disk; whether
-they are right is for `verify` to say.
+It reads the frames of records and not their data, so it is as fast as the disk. `verify`
+checks whether they are right.
 
 Rules:
-    1. What is held in memory grows with the number of different sizes, clients and sessions, and
-       not with that of the records.
+    1. Memory use grows with the number of different sizes, clients and sessions, not with the
+       number of records.
     2. Percentiles are of the data of records, by nearest rank: a size that some record has.
 """
 
@@ -42,7 +42,7 @@ class SessionSeen:
 
 @dataclass(slots=True)
 class Statistic:
-    """What was counted in a segment."""
+    """The counts of a segment."""
 
     path: Path
     header: FileHeader
@@ -62,12 +62,12 @@ class Statistic:
 
     @property
     def data_bytes(self) -> int:
-        """The bytes of all records' data."""
+        """Return the bytes of all records' data."""
         return sum(size * count for size, count in self.sizes.items())
 
     @property
     def index_density(self) -> float | None:
-        """Index entries for each record; 1 where the index is whole."""
+        """Return index entries per record; 1 if the index is complete."""
         if self.index_entries is None:
             return None
         return self.index_entries / self.records if self.records else 1.0

@@ -1,6 +1,6 @@
-"""Verifying a storage directory, or one partition or segment that somebody has copied.
+"""Verifying a storage directory, or a copy of one partition or segment.
 
-It is the list of what is looked at, in which order, and what comes out.
+This file has the order of the checks, and collects their results.
 """
 
 import time
@@ -32,7 +32,7 @@ from waltz_core.offline.verify_segment import LogSeen
 
 
 class Verified(NamedTuple):
-    """What was looked at, by partition, and what was found."""
+    """The verified logs, by partition, and the findings."""
 
     path: Path
     logs: dict[int, LogSeen]
@@ -44,7 +44,7 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verified:
     """Verify a storage directory, a partition's directory, or a `.seg` file.
 
     Raises:
-        BadRequest: there is no such thing.
+        BadRequest: it is none of these.
         DiskFailed: a storage runs on it, or a file cannot be read.
     """
     began = time.perf_counter()
@@ -87,19 +87,19 @@ def _check_assignment(control: Control, here: list[int], findings: Findings) -> 
             findings.in_file(str(number)).found(
                 None,
                 f"is missing: partition {number} is assigned, its last session is {session}",
-                is_wrong=session >= 0,  # before the first session there may be nothing yet
+                is_wrong=session >= 0,  # before the first session there may be no files yet
             )
     for number in here:
-        said = findings.in_file(str(number))
+        report = findings.in_file(str(number))
         count = control.header.partition_count
         if number >= count:
-            said.wrong(None, f"expected a partition below {count}, as the control file has it")
+            report.wrong(None, f"expected a partition below {count}, as the control file has it")
         elif number < len(control.entries) and not is_assigned(control.entries[number]):
-            said.note(None, f"partition {number} is here and not assigned")
+            report.note(None, f"partition {number} is here but not assigned")
 
 
 def _verify_partition(directory: Path, findings: Findings) -> dict[int, LogSeen]:
-    """Verify a partition's directory with what is known of its storage, if that is around it."""
+    """Verify a partition's directory, with its storage's control file if it is in a storage."""
     parent = directory.absolute().parent
     if not directory.absolute().name.isdecimal():
         raise BadRequest(f"{directory}: expected a directory that is named by its partition")

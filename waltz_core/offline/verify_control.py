@@ -1,16 +1,18 @@
-"""Verifying what stands beside the logs: the control file, a partition's slots, the storage's id.
+"""Verifying the files other than the logs: the control file, the slots, the storage ID.
 
-These files say what the logs must hold, so they are read before them, and compared with them after.
+These files state what the logs must hold, so they are read first, and compared with the logs after.
 
 Rules:
-    1. A structure that is wrong is told, and the other of its pair is what counts, as at a start.
-    2. Where our slot counts, the original's structure may be behind it, as it is written last, and
-       its marks above it, as a truncation does not lower them. Only a later session is an
-       original's, but where the slot has had none: that log was begun anew after it was written.
+    1. A wrong structure is reported, and the other one of its pair counts, as at a start.
+    2. Where a slot counts, the structure in the 0.13 control file may be older, as it is written
+       last, and its marks may be higher, as a truncation does not lower them. Only a later session
+       proves a write of 0.13, unless the slot has had none: that log was started again after it was
+       written.
     3. A clean stop leaves a marker at the end of the log. After another one the log may be longer.
-    4. Records may have no batches for a while: the marker has a word in place of its chain then.
-       An owner does that to records of Waltz 0.13, and an earlier version of the storage did it for
-       0.13 servers. The session of such a server has no nonce; its mark may be above the log.
+    4. Records may have no batches for a while: the marker has a special value instead of its chain
+       then. An owner does that to records of Waltz 0.13, and an earlier version of the storage did
+       it for 0.13 servers. The session of such a server has no nonce; its mark may be above the
+       log.
 """
 
 from pathlib import Path
@@ -68,7 +70,7 @@ def read_control(path: Path) -> Control | None:
 
 
 def read_slots(path: Path) -> tuple[ControlSlot, ControlSlot] | None:
-    """Return the two slots of a partition, or None where there is no such file."""
+    """Return the two slots of a partition, or None if there is no such file."""
     data = read_all(path)
     if data is None:
         return None
@@ -80,17 +82,17 @@ def read_slots(path: Path) -> tuple[ControlSlot, ControlSlot] | None:
 
 
 def check_control(control: Control | None, findings: Findings) -> None:
-    """Say what is wrong with the control file."""
-    said = findings.in_file(CONTROL_NAME)
+    """Report the errors of the control file."""
+    report = findings.in_file(CONTROL_NAME)
     if control is None:
-        said.wrong(None, "is missing; the storage will not start without it")
+        report.wrong(None, "is missing; the storage will not start without it")
         return
     header = control.header
     if header.wrong:
-        said.wrong(0, f"header: {'; '.join(header.wrong)}; the storage will not start")
+        report.wrong(0, f"header: {'; '.join(header.wrong)}; the storage will not start")
     expected = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * header.partition_count
     if header.partition_count >= 0 and control.size != expected:
-        said.wrong(
+        report.wrong(
             min(control.size, expected),
             f"expected {expected} bytes, for {header.partition_count} partitions, found "
             f"{control.size}",
@@ -98,25 +100,25 @@ def check_control(control: Control | None, findings: Findings) -> None:
     for place, entry in enumerate(control.entries):
         at = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * place
         for one in entry.wrong:
-            said.wrong(at, f"partition {place}: {one}")
+            report.wrong(at, f"partition {place}: {one}")
         for number, info in enumerate(entry.infos):
             if info.wrong:
                 offset = at + 4 + INFO_BYTES * number
                 what = "; ".join(info.wrong)
-                said.wrong(offset, f"partition {place}, structure {number + 1}: {what}")
+                report.wrong(offset, f"partition {place}, structure {number + 1}: {what}")
 
 
 def check_id(directory: Path, findings: Findings, *, is_ours: bool) -> None:
-    """Say what is wrong with `waltz-x.id`; an original has none."""
-    said = findings.in_file(ID_NAME)
+    """Report the errors of `waltz-x.id`; Waltz 0.13 has none."""
+    report = findings.in_file(ID_NAME)
     data = read_all(directory / ID_NAME)
     if data is None:
         if is_ours:
-            said.wrong(None, "is missing: this storage does not know which one it is")
+            report.wrong(None, "is missing: the storage ID is unknown")
         return
     wrong = storage_id(data)[1]
     if wrong:
-        said.wrong(0, f"{'; '.join(wrong)}; the storage will not start")
+        report.wrong(0, f"{'; '.join(wrong)}; the storage will not start")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -124,15 +126,15 @@ def check_id(directory: Path, findings: Findings, *, is_ours: bool) -> None:
 
 
 def belief_of(directory: Path, number: int, control: Control | None, findings: Findings) -> Belief:
-    """Return what the control files say of a partition; say what is wrong about them."""
-    said = findings.in_file(f"{number}/{SLOTS_NAME}")
+    """Return what the control files state of a partition; report their errors."""
+    report = findings.in_file(f"{number}/{SLOTS_NAME}")
     slots = read_slots(directory / str(number) / SLOTS_NAME)
-    _check_blocks(directory / str(number) / SLOTS_NAME, said)
+    _check_blocks(directory / str(number) / SLOTS_NAME, report)
     if slots is None and has_batches(directory / str(number)):
-        said.wrong(None, "is missing, and there are batches: what was promised is lost")
+        report.wrong(None, "is missing, and there are batches: the promise is lost")
     elif slots is None:
-        said.note(None, "is missing: only an original has written here")
-    current = None if slots is None else _check_slots(slots, number, said)
+        report.note(None, "is missing: only Waltz 0.13 has written here")
+    current = None if slots is None else _check_slots(slots, number, report)
     key = None
     info: Info | None = None
     if control is not None and not control.header.wrong:
@@ -141,7 +143,7 @@ def belief_of(directory: Path, number: int, control: Control | None, findings: F
     if current is None:
         vouched = -1 if info is None else info.local_low_water_mark
         return Belief(number, key, None, is_adopted=False, vouched=vouched)
-    # What a slot knows of may never have been written: then only a later session tells (rule 2).
+    # The structure that a slot names may be unwritten: only a later session counts (rule 2).
     is_overtaken = info is not None and (
         info.sequence > current.original_sequence or -1 < current.last_session < info.session
     )
@@ -156,39 +158,41 @@ def belief_of(directory: Path, number: int, control: Control | None, findings: F
     return Belief(number, key, current, is_adopted=is_adopted, vouched=vouched, ends=ends)
 
 
-def _check_blocks(path: Path, said: InFile) -> None:
-    """Say where bytes are that nobody writes: the rest of each slot's block, and behind them."""
+def _check_blocks(path: Path, report: InFile) -> None:
+    """Report bytes that no version writes: in the rest of each slot's block, and after them."""
     data = read_all(path)
     if data is None:
         return
     expected = 2 * SLOT_BLOCK_BYTES
     if len(data) != expected:
-        said.wrong(min(len(data), expected), f"expected {expected} bytes, found {len(data)}")
+        report.wrong(min(len(data), expected), f"expected {expected} bytes, found {len(data)}")
     for block in (0, SLOT_BLOCK_BYTES):
         rest = data[block + SLOT_BYTES : block + SLOT_BLOCK_BYTES]
         if any(rest):
             place = len(rest) - len(rest.lstrip(b"\0"))
             at = block + SLOT_BYTES + place
-            said.wrong(at, f"expected zero behind the slot, found {rest[place]:#04x}")
+            report.wrong(at, f"expected zero after the slot, found {rest[place]:#04x}")
 
 
 def _check_slots(
-    slots: tuple[ControlSlot, ControlSlot], number: int, said: InFile
+    slots: tuple[ControlSlot, ControlSlot], number: int, report: InFile
 ) -> ControlSlot | None:
     for place, one in enumerate(slots):
         offset = SLOT_BLOCK_BYTES * place
         if one.wrong:
-            said.wrong(offset, f"slot {place}: {'; '.join(one.wrong)}")
+            report.wrong(offset, f"slot {place}: {'; '.join(one.wrong)}")
         elif one.partition != number:
-            said.wrong(offset, f"slot {place}: expected partition {number}, found {one.partition}")
+            report.wrong(
+                offset, f"slot {place}: expected partition {number}, found {one.partition}"
+            )
     current = current_slot(slots, number)
     good = [one for one in slots if not one.wrong and one.partition == number]
     if current is None:
-        said.wrong(None, "no slot counts; the partition will not open")
+        report.wrong(None, "no slot is valid; the partition will not open")
     elif len(good) == 1:
-        said.wrong(None, "one slot counts only; a promise may be lost with the other")
+        report.wrong(None, "only one slot is valid; a promise may be lost with the other")
     elif abs(slots[0].sequence - slots[1].sequence) != 1:
-        said.wrong(
+        report.wrong(
             None,
             f"expected two sequences in a row, found {slots[0].sequence} and {slots[1].sequence}",
         )
@@ -196,11 +200,11 @@ def _check_slots(
 
 
 # ---------------------------------------------------------------------------------------------
-# a partition, when its log was read
+# a partition, after its log was read
 
 
 def compare(belief: Belief, entry: ControlEntry | None, seen: LogSeen, findings: Findings) -> None:
-    """Say where the log and what the control files say of it do not fit."""
+    """Report where the log contradicts the control files."""
     info = entry.info if entry is not None else None
     of_original = findings.in_file(CONTROL_NAME)
     is_unbatched = belief.slot is not None and _is_unbatched(belief.slot)
@@ -213,23 +217,23 @@ def compare(belief: Belief, entry: ControlEntry | None, seen: LogSeen, findings:
         )
     if belief.slot is None:
         return
-    said = findings.in_file(f"{belief.partition}/{SLOTS_NAME}")
+    report = findings.in_file(f"{belief.partition}/{SLOTS_NAME}")
     if is_unbatched:
-        said.note(None, "records have no batches; the next start makes them")
+        report.note(None, "records have no batches; the next start makes them")
     elif belief.is_adopted:
-        said.note(None, "an original has written here since; the next start adopts its records")
+        report.note(None, "Waltz 0.13 has written here since; the next start adopts its records")
     elif info is not None and info.session != belief.slot.last_session:
         of_original.note(
             None,
             f"partition {belief.partition}: expected session {belief.slot.last_session}, as in "
             f"the slot, found {info.session}",
         )
-    _compare_marks(belief, belief.slot, seen, said)
-    _compare_damage(belief.slot, seen, said)
-    _note_state(belief.slot, said)
+    _compare_marks(belief, belief.slot, seen, report)
+    _compare_damage(belief.slot, seen, report)
+    _note_state(belief.slot, report)
 
 
-def _compare_marks(belief: Belief, one: ControlSlot, seen: LogSeen, said: InFile) -> None:
+def _compare_marks(belief: Belief, one: ControlSlot, seen: LogSeen, report: InFile) -> None:
     marks = [("low-water mark", one.low_water_mark)]
     # Waltz 0.13 sets its mark before it has filled the log up (rule 4).
     if one.flags & PROVISIONAL and any(one.nonce) and one.provisional_session >= 0:
@@ -238,7 +242,7 @@ def _compare_marks(belief: Belief, one: ControlSlot, seen: LogSeen, said: InFile
         marks.append(("acked id", one.acked))
     for what, mark in marks:
         if mark > seen.last:
-            said.wrong(
+            report.wrong(
                 None, f"expected a log up to the {what} {mark}, found it to end at {seen.last}"
             )
     if belief.is_adopted or one.flags & TRUNCATE or one.acked > seen.last:
@@ -246,38 +250,42 @@ def _compare_marks(belief: Belief, one: ControlSlot, seen: LogSeen, said: InFile
     found = seen.chains_at.get(one.acked)
     if found != one.acked_chain:
         shown = found.hex() if found is not None else "no batch that ends there"
-        said.wrong(
+        report.wrong(
             None, f"acked id {one.acked}: expected chain {one.acked_chain.hex()}, found {shown}"
         )
     if not one.is_dirty and one.acked < seen.last:
-        said.wrong(
-            None, f"closed with the acked id {one.acked}, and the log goes on to {seen.last}"
+        report.wrong(
+            None, f"closed with the acked id {one.acked}, but the log continues to {seen.last}"
         )
 
 
 def _is_unbatched(one: ControlSlot) -> bool:
-    """Whether records may have no batches (rule 4)."""
+    """Return whether records may have no batches (rule 4)."""
     return one.acked_chain == UNBATCHED
 
 
-def _compare_damage(one: ControlSlot, seen: LogSeen, said: InFile) -> None:
+def _compare_damage(one: ControlSlot, seen: LogSeen, report: InFile) -> None:
     for first, last in one.damaged:
         if last > seen.last:
-            said.wrong(None, f"damaged {first}..{last}: the log ends at {seen.last}")
+            report.wrong(None, f"damaged {first}..{last}: the log ends at {seen.last}")
         elif not any(low <= last and first <= high for low, high in seen.bad):
-            said.note(None, f"damaged {first}..{last}: all of it can be read, and has right CRCs")
+            report.note(
+                None, f"damaged {first}..{last}: all records can be read and have valid CRCs"
+            )
 
 
-def _note_state(one: ControlSlot, said: InFile) -> None:
+def _note_state(one: ControlSlot, report: InFile) -> None:
     if one.is_dirty:
-        said.note(None, f"was not closed; known to be synced up to {one.acked}")
+        report.note(None, f"was not closed; known to be synced up to {one.acked}")
     if one.is_suspect:
-        said.note(None, "suspect: this replica does not vouch for its log until it was repaired")
+        report.note(None, "suspect: the log is not trusted until it is repaired")
     if one.flags & TRUNCATE:
-        said.note(None, f"a cut after {one.truncate_to} was begun; the next start ends it")
+        report.note(
+            None, f"truncation after {one.truncate_to} was begun; the next start finishes it"
+        )
 
 
 def is_assigned(entry: ControlEntry | None) -> bool:
-    """Tell if the control file says that the storage holds a partition."""
+    """Return whether the storage holds a partition, by the control file."""
     info = entry.info if entry is not None else None
     return info is not None and bool(info.flags & ASSIGNED)

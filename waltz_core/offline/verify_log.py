@@ -1,14 +1,14 @@
 """Verifying one partition: its segments in order, and its batches across them.
 
-It judges a log by its files and by what the control slot says of it, and knows nothing of the other
-partitions or of how control files are read.
+It judges a log by its files and by its control slot. It knows nothing of other partitions or of how
+control files are read.
 
 Rules:
-    1. Known to be synced is what the acked marker says, what a later batch's entry says, and all
-       segments but the last. Of the rest, a storage that was not closed may have left any part;
-       where no slot of ours is, nothing tells that from rot, and all of it is wrong.
-    2. Where an original has written since we did, our batches may be of a history that it has cut:
-       what is wrong about them is a note. The next start makes new ones.
+    1. Known to be synced are the IDs up to the acked marker, up to the ID that a later batch's
+       entry states, and all segments but the last. Of the rest, a storage that was not closed may
+       have left any part. Without a slot, a torn tail looks like rot, and all errors count.
+    2. Where Waltz 0.13 has written since this version did, the batches may be of a history that it
+       has cut: their errors are notes. The next start makes new ones.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ from waltz_core.offline.layout import SLOTS_NAME, TRUNCATE
 from waltz_core.offline.lineage import ChainCheck, batches_of, header_of
 from waltz_core.offline.verify_segment import Belief, LogSeen, SegmentCheck
 
-# Locks of the newest batches, which nothing vouches for: a new owner proves them by the chain.
+# Locks of the newest batches, unchecked here: a new owner verifies them by the chain.
 _LOCK_NAMES: Final = {"waltz-x.lck", "waltz-x.lck.old"}
 _SUFFIXES: Final = (".seg", ".idx", ".chn")
 
@@ -32,7 +32,7 @@ def verify_log(directory: Path, belief: Belief, findings: Findings) -> LogSeen:
 
 
 def verify_segment(path: Path, findings: Findings) -> LogSeen:
-    """Verify one segment, without its batches: their chain begins in the one before."""
+    """Verify one segment, without its batches: their chain begins in the preceding segment."""
     seen = LogSeen()
     SegmentCheck(
         path.parent,
@@ -49,7 +49,7 @@ def verify_segment(path: Path, findings: Findings) -> LogSeen:
 
 
 def has_batches(directory: Path) -> bool:
-    """Tell if there are batches of ours in a partition's directory."""
+    """Return whether a partition's directory has batches (Waltz 0.13 writes none)."""
     return any(name.endswith(".chn") for name in names_in(directory))
 
 
@@ -64,7 +64,7 @@ class _LogCheck:
         self._chain: ChainCheck | None = None
 
     def run(self) -> LogSeen:
-        """Verify all of it."""
+        """Verify the whole log."""
         self._check_names()
         if not self._firsts:
             return self._seen
@@ -73,7 +73,7 @@ class _LogCheck:
             self._vouched = max(self._vouched, by_entries, self._passed_batches())
             slot = self._belief.slot
             if slot is not None and slot.flags & TRUNCATE:
-                # What an entry above the cut says is true, and does not count any more.
+                # An entry above the cut is true, but does not count after the cut.
                 self._vouched = min(self._vouched, slot.truncate_to)
             self._chain = ChainCheck(
                 self._directory,
@@ -85,7 +85,7 @@ class _LogCheck:
         due = 0
         for first, next_first in zip(self._firsts, [*self._firsts[1:], None], strict=True):
             if first > due:
-                self._say_missing(due, first)
+                self._report_missing(due, first)
             due = SegmentCheck(
                 self._directory,
                 first,
@@ -112,19 +112,19 @@ class _LogCheck:
         return self._is_synced(transaction_id, segment, self._vouched)
 
     def _is_index_wrong(self, transaction_id: int, segment: int) -> bool:
-        # The index is synced when the marker moves; what an entry vouches for is of the records.
+        # The index is synced when the marker moves; entries only state that records were synced.
         return self._is_synced(transaction_id, segment, self._belief.vouched)
 
     def _is_synced(self, transaction_id: int, segment: int, vouched: int) -> bool:
-        """Tell if what a segment has of an id must have been synced."""
+        """Return whether a segment's bytes of an ID must have been synced."""
         behind = self._firsts[self._firsts.index(segment) + 1 :]
         if behind:
-            # A file that a failed write has ended may have its tail back: that cut is not synced.
+            # The tail of a file that a failed write has ended may be back: that cut is not synced.
             return not self._is_dirty or transaction_id < behind[0]
         return not self._is_dirty or transaction_id <= vouched
 
     def _is_wrong_batch(self, transaction_id: int) -> bool:
-        # An entry is judged by its ids alone: at a roll the last one may not have been written.
+        # An entry is judged by its IDs alone: at a roll the last one may not have been written.
         is_torn = self._is_dirty and transaction_id > self._vouched
         return not (self._belief.is_adopted or is_torn)
 
@@ -133,7 +133,7 @@ class _LogCheck:
         return self._belief.slot is not None and self._belief.slot.is_dirty
 
     def _vouched_by_entries(self, first: int) -> int:
-        """Return the last id that an entry of the last segment says was synced before it."""
+        """Return the last ID that the last segment's entries state as synced before them."""
         path = segment_path(self._directory, first, ".chn")
         if not path.exists():
             return -1
@@ -143,7 +143,7 @@ class _LogCheck:
             return max((one.synced for one in entries if not one.wrong), default=-1)
 
     def _passed_batches(self) -> int:
-        """Return the end of the last right batch in an older segment: all there was synced."""
+        """Return the end of the last valid batch in an older segment: all of it was synced."""
         for first, next_first in zip(self._firsts[-2::-1], self._firsts[:0:-1], strict=True):
             path = segment_path(self._directory, first, ".chn")
             if not path.exists():
@@ -157,7 +157,7 @@ class _LogCheck:
 
     # ---- names
 
-    def _say_missing(self, due: int, first: int) -> None:
+    def _report_missing(self, due: int, first: int) -> None:
         path = segment_path(Path(self._directory.name), first, ".seg")
         what = f"{records_text(due, first - 1)}: in no segment before this one"
         self._findings.in_file(str(path)).wrong(None, what)
@@ -178,6 +178,6 @@ class _LogCheck:
             if name.endswith(".tmp"):
                 file.note(None, "was never finished; the next start removes it")
             elif name.endswith((".idx", ".chn")):
-                file.note(None, "has no .seg beside it; the next start removes it")
+                file.note(None, "has no .seg file; the next start removes it")
             else:
-                file.note(None, "is no file of a storage")
+                file.note(None, "is not a file of a storage")

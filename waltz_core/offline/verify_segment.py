@@ -1,14 +1,15 @@
 """Verifying one segment: its headers, every record of `.seg`, every entry of `.idx`.
 
-One file after the other is judged here, with what is believed of the log handed in; the batches,
-which cross from file to file, are in `lineage`.
+It checks one file after the other against the `Belief` about the log. Batches, which cross from
+file to file, are checked in `lineage`.
 
 Rules:
-    1. Both CRCs of every record are computed: that of its data, and that of all of it.
-    2. Every entry of the index is compared with where the record was found. Those of records
-       that cannot be read are not: nobody knows where they begin.
-    3. What was not known to be synced when a storage stopped without a close may be torn: it was
-       never acknowledged, and the next start cuts it. That is a note. All else is wrong.
+    1. Both CRCs of every record are computed: that of its data, and that of the whole record.
+    2. Every entry of the index is compared with the position of its record, except for unreadable
+       records, whose position is unknown.
+    3. Bytes that were not known to be synced when a storage stopped without a close may be torn:
+       they were never acknowledged, and the next start cuts them. That is a note. Any other fault
+       is an error.
     4. The creation times have no checksum and no meaning. Where two files of a segment agree and
        a third does not, that is a note: a crash can leave it, too.
 """
@@ -35,14 +36,14 @@ from waltz_core.offline.layout import (
 from waltz_core.offline.lineage import BatchesEnd, ChainCheck
 from waltz_core.offline.records import Gap, RecordRun, fields, walk
 
-_CREATED_AT = 4  # where the creation time stands in a header
+_CREATED_AT = 4  # offset of the creation time in a header
 
 
 class Belief(NamedTuple):
-    """What is known of a log before it is read; `key` is None where nothing tells the cluster's.
+    """What is known of a log before it is read; `key` is None if the cluster's is unknown.
 
-    `vouched` is the last id that a slot says was synced. `ends` are ids at which the log should
-    have a batch's end.
+    `vouched` is the last ID that a slot states as synced. `ends` are IDs at which a batch of the
+    log should end.
     """
 
     partition: int | None
@@ -55,7 +56,7 @@ class Belief(NamedTuple):
 
 @dataclass(slots=True)
 class LogSeen:
-    """What was found in one partition's files."""
+    """The content of one partition's files."""
 
     segments: int = 0
     records: int = 0
@@ -66,10 +67,10 @@ class LogSeen:
     last: int = -1
     end: BatchesEnd | None = None
     chains_at: dict[int, bytes] = field(default_factory=dict)
-    bad: list[tuple[int, int]] = field(default_factory=list)  # ids that cannot be read
+    bad: list[tuple[int, int]] = field(default_factory=list)  # IDs that cannot be read
 
     def lose(self, first: int, last: int) -> None:
-        """Note ids that cannot be read."""
+        """Note IDs that cannot be read."""
         if self.bad and self.bad[-1][1] == first - 1:
             self.bad[-1] = (self.bad[-1][0], last)
         else:
@@ -77,12 +78,12 @@ class LogSeen:
 
 
 class SegmentCheck:
-    """One segment; `is_wrong` tells of an id if a fault there is wrong (rule 3).
+    """One segment; `is_wrong` returns for an ID whether a fault there is an error (rule 3).
 
-    `is_index_wrong` tells it of the index, which is synced more rarely.
+    `is_index_wrong` does so for the index, which is synced more rarely.
     """
 
-    def __init__(  # noqa: PLR0913 - what it looks at, what it knows, and whom it tells
+    def __init__(  # noqa: PLR0913 - files, knowledge, and collectors
         self,
         directory: Path,
         first: int,
@@ -105,30 +106,30 @@ class SegmentCheck:
         self._paths = {
             suffix: segment_path(directory, first, suffix) for suffix in (".seg", ".idx", ".chn")
         }
-        self._said = {
+        self._report = {
             suffix: findings.in_file(f"{directory.name}/{path.name}")
             for suffix, path in self._paths.items()
         }
 
     def run(self) -> int:
-        """Verify it; return the id that the next record has."""
+        """Verify the segment; return the next record's ID."""
         self._seen.segments += 1
         self._check_headers()
-        said = self._said[".seg"]
+        report = self._report[".seg"]
         index = _IndexCheck(
-            self._paths[".idx"], self._first, self._said[".idx"], self._is_index_wrong
+            self._paths[".idx"], self._first, self._report[".idx"], self._is_index_wrong
         )
         due = self._first
         with OpenFile(self._paths[".seg"]) as file:
             size = file.size()
             for part in walk(file, self._first):
                 if self._next_first is not None and part.first >= self._next_first:
-                    self._say_spare(part.offset)
+                    self._report_spare(part.offset)
                     break
                 due = self._gap(part) if isinstance(part, Gap) else self._run(part, index)
         if self._next_first is not None and due < self._next_first:
             what = f"ends with record {due - 1}, the next segment begins with {self._next_first}"
-            said.wrong(size, what)
+            report.wrong(size, what)
             self._lose(due, self._next_first - 1)
         self._seen.bytes_read += size
         index.finish(due, self._next_first)
@@ -145,7 +146,7 @@ class SegmentCheck:
                 if suffix == ".chn":
                     found = chain_header(file.pread(CHAIN_HEADER_BYTES, 0)).header
                     if found.wrong:
-                        continue  # said where its entries are read
+                        continue  # reported where its entries are read
                 else:
                     found = file_header(file.pread(FILE_HEADER_BYTES, 0))
             headers[suffix] = found
@@ -154,9 +155,9 @@ class SegmentCheck:
         self._check_created({suffix: found.created_ms for suffix, found in headers.items()})
 
     def _check_header(self, suffix: str, found: FileHeader, of_records: FileHeader) -> None:
-        said = self._said[suffix]
+        report = self._report[suffix]
         for one in found.wrong:
-            said.wrong(0, f"header: {one}")
+            report.wrong(0, f"header: {one}")
         key = of_records.cluster_key if self._belief.key is None else self._belief.key
         partition = self._belief.partition
         partition = of_records.partition if partition is None else partition
@@ -166,14 +167,14 @@ class SegmentCheck:
             (32, "first id", self._first, found.first),
         ):
             if value != expected:
-                said.wrong(offset, f"header: expected {what} {expected}, found {value}")
+                report.wrong(offset, f"header: expected {what} {expected}, found {value}")
 
     def _check_created(self, times: dict[str, int]) -> None:
         if len(times) < 3 or times[".seg"] == times[".idx"]:
             return
         for odd, one, other in ((".seg", ".idx", ".chn"), (".idx", ".seg", ".chn")):
             if times[one] == times[other]:
-                self._said[odd].note(
+                self._report[odd].note(
                     _CREATED_AT,
                     f"header: created at {times[odd]} ms, {one} and {other} at {times[one]}; "
                     "nothing depends on it",
@@ -184,7 +185,7 @@ class SegmentCheck:
     def _run(self, run: RecordRun, index: "_IndexCheck") -> int:
         next_first = self._next_first
         if next_first is not None and run.first + run.length > next_first:
-            self._say_spare(run.offset + run.bounds[next_first - run.first])
+            self._report_spare(run.offset + run.bounds[next_first - run.first])
             run = run.up_to(next_first - 1)
         crcs = bytearray()
         bad: list[int] = []
@@ -204,17 +205,17 @@ class SegmentCheck:
         return run.first + run.length
 
     def _pass_on(self, run: RecordRun, crcs: bytes, bad: list[int]) -> None:
-        """Give the records to the chain; those that are bad are lost to it."""
+        """Pass the records to the chain check; bad ones count as unreadable."""
         at = 0
         for place in [*bad, run.length]:
             if self._chain is not None and place > at:
                 self._chain.take(run.first + at, crcs[4 * at : 4 * place], place - at)
             if place < run.length:
-                self._say_bad(run, place)
+                self._report_bad(run, place)
                 self._lose(run.first + place, run.first + place)
             at = place + 1
 
-    def _say_bad(self, run: RecordRun, place: int) -> None:
+    def _report_bad(self, run: RecordRun, place: int) -> None:
         start, end = run.bounds[place], run.bounds[place + 1]
         record = run.data[start:end]
         number = run.first + place
@@ -225,20 +226,20 @@ class SegmentCheck:
         found, expected = fields(record).data_crc, crc32(record[36:-4])
         if found != expected:
             parts.append(f"expected CRC {expected:08x} of its data, found {found:08x}")
-        self._say_lost(run.offset + start, number, number, "; ".join(parts))
+        self._report_lost(run.offset + start, number, number, "; ".join(parts))
 
     def _gap(self, gap: Gap) -> int:
         reach, next_first = gap.next_id, self._next_first
         if reach is None or (next_first is not None and reach > next_first):
             reach = next_first
         if reach is not None:
-            self._say_lost(gap.offset, gap.first, reach - 1, gap.why)
+            self._report_lost(gap.offset, gap.first, reach - 1, gap.why)
             self._lose(gap.first, reach - 1)
             return reach
         is_wrong = self._is_wrong(gap.first)
         tail = "" if is_wrong else "; never acknowledged, the next start cuts it"
         what = f"bytes {gap.offset}..{gap.end - 1} hold no record from {gap.first} on: {gap.why}"
-        self._said[".seg"].found(gap.offset, what + tail, is_wrong=is_wrong)
+        self._report[".seg"].found(gap.offset, what + tail, is_wrong=is_wrong)
         return gap.first
 
     def _lose(self, first: int, last: int) -> None:
@@ -246,7 +247,7 @@ class SegmentCheck:
         if self._chain is not None:
             self._chain.take(first, None, last - first + 1)
 
-    def _say_lost(self, offset: int, first: int, last: int, why: str) -> None:
+    def _report_lost(self, offset: int, first: int, last: int, why: str) -> None:
         is_wrong = self._is_wrong(first)
         slot = self._belief.slot
         tail = ""
@@ -255,30 +256,30 @@ class SegmentCheck:
         elif slot is not None:
             tail = f"; {'' if slot.lists(first, last) else 'not '}listed as damaged"
         what = f"{records_text(first, last)}: {why}{tail}"
-        self._said[".seg"].found(offset, what, is_wrong=is_wrong)
+        self._report[".seg"].found(offset, what, is_wrong=is_wrong)
 
-    def _say_spare(self, offset: int) -> None:
+    def _report_spare(self, offset: int) -> None:
         assert self._next_first is not None
         slot = self._belief.slot
-        # A file that a failed write has ended may have its tail back: that cut is not synced.
+        # The tail of a file that a failed write has ended may be back: that cut is not synced.
         is_wrong = slot is None or not slot.is_dirty
-        what = f"goes on with record {self._next_first}, which the next segment begins with"
-        self._said[".seg"].found(offset, what, is_wrong=is_wrong)
+        what = f"continues with record {self._next_first}, with which the next segment begins"
+        self._report[".seg"].found(offset, what, is_wrong=is_wrong)
 
 
 class _IndexCheck:
-    """Compares the offsets in `.idx` with those of the records that come along (rule 2)."""
+    """Compares the offsets in `.idx` with the positions of the records (rule 2)."""
 
     def __init__(
-        self, path: Path, first: int, said: InFile, is_wrong: Callable[[int], bool]
+        self, path: Path, first: int, report: InFile, is_wrong: Callable[[int], bool]
     ) -> None:
         self._path = path
         self._first = first
-        self._said = said
+        self._report = report
         self._is_wrong = is_wrong
         self._is_there = path.exists()
         if not self._is_there:
-            said.wrong(None, "is missing; waltz-core disk repair-index makes it anew")
+            report.wrong(None, "is missing; waltz-core disk repair-index rebuilds it")
 
     def compare(self, run: RecordRun) -> None:
         """Compare the entries of a run."""
@@ -292,8 +293,8 @@ class _IndexCheck:
         differ = np.flatnonzero(found != expected)
         if differ.size:
             one = int(differ[0])
-            more = f", and {differ.size - 1} more behind it" if differ.size > 1 else ""
-            self._said.found(
+            more = f", and {differ.size - 1} more after it" if differ.size > 1 else ""
+            self._report.found(
                 FILE_HEADER_BYTES + OFFSET_BYTES * (place + one),
                 f"record {run.first + one}: expected offset {expected[one]}, found "
                 f"{found[one]}{more}",
@@ -301,7 +302,7 @@ class _IndexCheck:
             )
 
     def finish(self, due: int, next_first: int | None) -> None:
-        """Compare how many entries there are with how many records are there, or should be."""
+        """Compare the number of entries with that of the records that exist, or should."""
         if not self._is_there:
             return
         with OpenFile(self._path) as file:
@@ -313,7 +314,7 @@ class _IndexCheck:
         if size not in {expected, whole}:
             where = max(FILE_HEADER_BYTES, min(size, expected))
             odd = self._first + (where - FILE_HEADER_BYTES) // OFFSET_BYTES
-            self._said.found(
+            self._report.found(
                 where,
                 f"expected {expected} bytes, for {due - self._first} records, found {size}",
                 is_wrong=self._is_wrong(odd),

@@ -1,11 +1,11 @@
-"""Seven checks of every partition, from ZooKeeper to storages, as the original's `verify` has them.
+"""Seven checks of every partition, from ZooKeeper to storages, like `verify` of Waltz 0.13.
 
-`diagnosis.py` tells causes, once; a check fails whatever the cause, and for every partition that it
-is about. Both judge by `standing.py`.
+`diagnosis.py` reports causes, once; a check fails whatever the cause, and for every affected
+partition. Both judge by `standing.py`.
 
 Rules:
-    1. What has failed names its check and the partitions that it is about.
-    2. Whoever does not answer has failed a check, and the others are still looked at.
+    1. A failure names its check and its partitions.
+    2. A process that does not answer has failed a check, and the other processes are still checked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from waltz_core.ops.facts import ClusterFacts, ServerFacts, StorageFacts
 from waltz_core.ops.standing import Lack, PartitionStanding, lack_of
 from waltz_core.records.record import PartitionId
 
-# check -> what it looks at, in the order of the original's `verify`
+# check -> its condition, in the order of `verify` of Waltz 0.13
 CHECKS: Final = {
     "assignment": "ZooKeeper has a server and replicas for it, spread over groups",
     "server": "its server serves it",
@@ -29,7 +29,7 @@ CHECKS: Final = {
 
 
 class Failed(NamedTuple):
-    """Something that is not as it should be (rule 1)."""
+    """A failed check (rule 1)."""
 
     check: str
     text: str
@@ -37,12 +37,12 @@ class Failed(NamedTuple):
 
 
 def failed_checks(found: Sequence[Failed], partition_id: PartitionId) -> set[str]:
-    """Return the checks that a partition has not passed."""
+    """Return the checks that a partition has failed."""
     return {each.check for each in found if partition_id in each.partitions}
 
 
 def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed]:
-    """Return a sentence for everything that is not as it should be with some partitions."""
+    """Return a sentence for everything that is wrong with the chosen partitions."""
     standings = [PartitionStanding(cluster, each) for each in chosen]
     found = [*_of_assignment(cluster, standings)]
     for server in cluster.servers.values():
@@ -123,7 +123,7 @@ def _of_storage(storage: StorageFacts, standings: Sequence[PartitionStanding]) -
 
 
 def _lacks(now: PartitionStanding, storage: StorageFacts) -> str:
-    """Say what keeps a storage from serving a partition; empty when nothing does."""
+    """Return what keeps a storage from serving a partition; empty if nothing does."""
     held = now.held(storage.address)
     lack = None if held is None else lack_of(held)
     if held is None or lack is None:
@@ -135,13 +135,13 @@ def _lacks(now: PartitionStanding, storage: StorageFacts) -> str:
         f"{storage.address} --partition {now.partition_id} --online true`",
         Lack.OPENING: "is still opening its log",
         Lack.UNREADABLE: f"cannot open its log: {held.why_not}",
-        Lack.STUCK: "does not come to an answer about it",
+        Lack.STUCK: "does not complete requests for it",
     }
     return texts[lack]
 
 
 def _of_replicas(now: PartitionStanding) -> Iterator[Failed]:
-    """Say what the newest session says of replicas that are behind, or too few."""
+    """Report replicas that the newest session does not count, or that are too few."""
     name, its = f"partition {now.partition_id}", (now.partition_id,)
     if not now.assigned:
         text = f"{name} has no replicas: `waltz-core cluster auto-assign`"

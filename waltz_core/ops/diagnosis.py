@@ -1,16 +1,15 @@
-"""From what the doctor was told to what is wrong: facts in, findings out.
+"""Turns the facts that the doctor collected into findings.
 
-Whether something is wrong is a question of what was told, not of when and by whom, so each finding
-can be tried out without a cluster.
+It has no sockets and no clock, so that each finding can be tested without a cluster.
 
 Rules:
-    1. A cause is told, and what only follows from it is not: of a storage that does not answer
-       nobody needs to hear that servers cannot reach it, too.
-    2. What is not known is not wrong: of whoever could not be asked only that is told.
-    3. The loss of a quorum is told whatever the cause, since it is what stops appends.
-    4. Findings come in the order of the table, and then of what they are about.
-    5. That files may be deleted is told only of a log that all replicas of an open session reach:
-       where ZooKeeper is wrong about who they are, what it does not name may be all there is.
+    1. A cause is reported, and its mere consequences are not: if a storage does not answer, there
+       is no finding that servers cannot reach it.
+    2. Unknown is not wrong: of a process that could not be queried, only that is reported.
+    3. The loss of a quorum is reported whatever the cause, since it stops appends.
+    4. Findings are in the order of the table, and then of what they are about.
+    5. Deleting files is proposed only for a log of which all replicas are in an open session. If
+       ZooKeeper is wrong about the replicas, files that it does not name may be the only copy.
 """
 
 import shlex
@@ -37,15 +36,15 @@ from waltz_core.ops.standing import Lack, PartitionStanding, lack_of
 from waltz_core.records.record import PartitionId, ReplicaId
 
 MIB: Final = 1024 * 1024
-# Two machines whose clocks are set by NTP differ by less; nothing is decided by clocks.
+# Machines with NTP differ by less; no decision depends on clocks.
 CLOCK_MS_MAX: Final = 1_000
-# A disk is nearly full below a twentieth of its size: that is as much time on a large one as on a
+# A disk is nearly full below a twentieth of its size: as much time on a large one as on a
 # small one. The minimum is four times the default reserve; without it a small disk would be full,
-# and refuse appends, before it is nearly full.
+# and reject appends, before it is nearly full.
 NEARLY_FULL_PART: Final = 20
 NEARLY_FULL_BYTES_MIN: Final = 256 * MIB
-NEARLY_FULL_BYTES: Final = 1024 * MIB  # of an older storage, which does not tell its disk's size
-# More than a replica is behind that is fed from memory.
+NEARLY_FULL_BYTES: Final = 1024 * MIB  # for an older storage, which does not report its disk's size
+# More than the lag of a replica that is fed from memory.
 LAG_MAX: Final = 100_000
 # A storage is slow if it takes this many times as long to answer an append as the others, measured
 # over at least this many seconds with appends. Below the milliseconds no application notices it.
@@ -74,7 +73,7 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 
 def summary(facts: Facts) -> str:
-    """Return what there is, for when nothing is wrong."""
+    """Return a summary of the cluster, for when nothing is wrong."""
     cluster = facts.cluster
     assert cluster is not None
     replicas = sorted({len(each) for each in cluster.assigned.values()})
@@ -92,22 +91,22 @@ def _count(number: int, word: str) -> str:
 
 @dataclass(slots=True)
 class _Case:
-    """What was found so far, and how things are started where this cluster runs."""
+    """The findings so far, and the commands that start processes of this cluster."""
 
     facts: Facts
     found: list[Finding] = field(default_factory=list)
 
-    def tell(self, name: str, about: object, **fields: object) -> None:
+    def report(self, name: str, about: object, **fields: object) -> None:
         self.found.append(finding(name, about, connect=self.connect, **fields))
 
     @property
     def spoken(self) -> str:
-        """The connect string that says how the cluster is spoken to, but for the file's name."""
+        """The connect string with TLS as in the cluster, except for the file's name."""
         return shlex.quote(str(replace(parse_connect_string(self.facts.connect), tls="FILE")))
 
     @property
     def connect(self) -> str:
-        """The connect string as a shell takes it."""
+        """The connect string, quoted for a shell."""
         return shlex.quote(self.facts.connect)
 
     def member_at(self, address: str) -> MemberFacts | None:
@@ -115,13 +114,13 @@ class _Case:
         members = () if self.facts.local is None else self.facts.local.members
         return next((each for each in members if each.address == address), None)
 
-    def is_told(self, address: str) -> bool:
-        """Whether the process at an address is told as one that does not run (rule 1)."""
+    def is_reported_down(self, address: str) -> bool:
+        """Whether the process at an address is reported as not running (rule 1)."""
         member = self.member_at(address)
         return member is not None and member.state != "up"
 
     def start(self, kind: str, address: str = "") -> str:
-        """Return the command that starts a process, again where it lives and says nothing."""
+        """Return the command that starts a process, or restarts one that hangs."""
         local, member = self.facts.local, self.member_at(address)
         if local is None or (address and member is None):
             return f"waltz-core {kind} run --config {_CONFIGS[kind]}"
@@ -129,7 +128,7 @@ class _Case:
         return f"kill -9 {member.pid}; {up}" if member and member.state == "up" else up
 
     def rebuilding(self, rebuild: str, *before: str) -> str:
-        """Return the steps around `rebuild-metadata`: nobody may run before the nodes are there."""
+        """Return the steps around `rebuild-metadata`: no process may run before the nodes exist."""
         local = self.facts.local
         if local is None:
             return " && ".join([*before, rebuild])
@@ -138,15 +137,15 @@ class _Case:
         together = f"{{ {rebuild} & waltz-core local up {directory}; wait $!; }}"
         return " && ".join([*steps, f"{rebuild} --only-nodes", together])
 
-    def _tell_lost(self, local: LocalFacts) -> None:
-        """A cluster on this machine is not in ZooKeeper any more."""
+    def _report_lost(self, local: LocalFacts) -> None:
+        """Report that a cluster on this machine is missing in ZooKeeper."""
         storages = [each for each in local.members if each.name.startswith("storage")]
         directory = shlex.quote(local.directory)
         words = [f"--from-directory {directory}/{storages[0].name} --replicas COUNT"]
         words += [f"--storage {each.address}:{each.admin_port}" for each in storages]
         connect = f"--connect {self.connect}"
         rebuild = f"waltz-core cluster rebuild-metadata {connect} --name local {' '.join(words)}"
-        self.tell(
+        self.report(
             "cluster-lost",
             self.facts.connect,
             directory=directory,
@@ -157,22 +156,22 @@ class _Case:
         facts = self.facts
         start = self.start("zookeeper")
         if facts.zookeeper_trouble:
-            self.tell("zookeeper-away", facts.connect, why=facts.zookeeper_trouble, start=start)
+            self.report("zookeeper-away", facts.connect, why=facts.zookeeper_trouble, start=start)
         for node in facts.nodes:
             self._look_at_node(node)
         if facts.refusal:
             hosts = facts.connect.partition("?")[0]
-            self.tell("zookeeper-refuses", facts.connect, why=facts.refusal, hosts=hosts)
+            self.report("zookeeper-refuses", facts.connect, why=facts.refusal, hosts=hosts)
         if facts.is_no_cluster:
             if facts.local is None:
-                self.tell("no-cluster", facts.connect)
+                self.report("no-cluster", facts.connect)
             else:
-                self._tell_lost(facts.local)
+                self._report_lost(facts.local)
 
     def _look_at_node(self, node: NodeFacts) -> None:
         start = self.start("zookeeper", node.address)
-        if node.trouble and not self.is_told(node.address):
-            self.tell(
+        if node.trouble and not self.is_reported_down(node.address):
+            self.report(
                 "zookeeper-node-away",
                 node.address,
                 node=node.address,
@@ -180,7 +179,7 @@ class _Case:
                 start=start,
             )
         elif not node.trouble and not node.mode:
-            self.tell("zookeeper-node-alone", node.address, node=node.address, start=start)
+            self.report("zookeeper-node-alone", node.address, node=node.address, start=start)
 
     def look_at_processes(self) -> None:
         local = self.facts.local
@@ -192,7 +191,7 @@ class _Case:
             assert local is not None
             name = "process-down" if member.state == "down" else "process-stopped"
             where = shlex.quote(local.directory)
-            self.tell(name, member.name, member=member.name, pid=member.pid, directory=where)
+            self.report(name, member.name, member=member.name, pid=member.pid, directory=where)
 
 
 class _Cluster:
@@ -201,7 +200,7 @@ class _Cluster:
     def __init__(self, case: _Case, cluster: ClusterFacts) -> None:
         self._case = case
         self._cluster = cluster
-        self._tell = case.tell
+        self._report = case.report
         self.left_over: dict[ReplicaId, list[PartitionId]] = {}
 
     def look(self) -> None:
@@ -212,7 +211,7 @@ class _Cluster:
             self._look_at_storage(storage)
         storages = self._cluster.storages.values()
         if storages and all(each.is_shut for each in storages):
-            return  # rule 1: what they hold cannot be seen from here
+            return  # rule 1: their state cannot be seen from here
         self._look_at_speed()
         crowded = changes.crowded(self._cluster.assigned, self._cluster.groups)
         for number in range(self._cluster.partition_count):
@@ -220,10 +219,10 @@ class _Cluster:
             _Partition(self._case, self._cluster, self, partition_id).look()
             if partition_id in crowded:
                 spread = self._spread(partition_id)
-                self._tell("groups-crowded", partition_id, partition=partition_id, spread=spread)
+                self._report("groups-crowded", partition_id, partition=partition_id, spread=spread)
         for address, partitions in self.left_over.items():
             names = _ranges(partitions)
-            self._tell("replica-left-over", address, storage=address, partitions=names)
+            self._report("replica-left-over", address, storage=address, partitions=names)
 
     # --- servers
 
@@ -231,38 +230,38 @@ class _Cluster:
         address = server.address
         if server.is_left_out:
             why = "; ".join(server.unreachable) or "none has connected to it yet"
-            self._tell("server-unreachable", address, server=address, why=why)
+            self._report("server-unreachable", address, server=address, why=why)
         if server.trouble:
-            if not self._case.is_told(address):
+            if not self._case.is_reported_down(address):
                 name = "server-silent" if server.is_silent else "server-away"
                 if server.is_shut:
                     name = "server-shut"
                 start, spoken = self._case.start("server", address), self._case.spoken
                 why = server.trouble
-                self._tell(name, address, server=address, why=why, start=start, spoken=spoken)
+                self._report(name, address, server=address, why=why, start=start, spoken=spoken)
             return
         for storage in server.out_of_reach:
             known = self._cluster.storages.get(storage)
             if known is not None and not known.trouble and known.is_of_cluster:
                 about = f"{address} {storage}"
-                self._tell("storage-out-of-reach", about, server=address, storage=storage)
+                self._report("storage-out-of-reach", about, server=address, storage=storage)
 
     def _look_at_assignment(self) -> None:
         cluster = self._cluster
         if not cluster.servers:
-            self._tell("no-server", "servers", start=self._case.start("server"))
+            self._report("no-server", "servers", start=self._case.start("server"))
             return
         lead = cluster.servers[min(cluster.servers)].address
         if not cluster.is_settled:
             start = self._case.start("server", lead)
-            self._tell("assignment-stale", lead, server=lead, start=start)
+            self._report("assignment-stale", lead, server=lead, start=start)
             return
         for server in cluster.servers.values():
             for partition_id in server.preferred:
                 owner = PartitionStanding(cluster, partition_id).owner
                 if owner is None or owner is server or partition_id not in owner.preferred:
                     continue
-                self._tell(
+                self._report(
                     "preference-not-granted",
                     f"{partition_id} {server.address}",
                     partition=partition_id,
@@ -276,7 +275,7 @@ class _Cluster:
         address = storage.address
         start = self._case.start("storage", address)
         if storage.trouble:
-            if self._case.is_told(address):
+            if self._case.is_reported_down(address):
                 return
             name = "storage-silent" if storage.is_silent else "storage-away"
             if storage.registered_id is None:
@@ -286,11 +285,11 @@ class _Cluster:
             if storage.is_shut:
                 name = "storage-shut"
             why, spoken = storage.trouble, self._case.spoken
-            self._tell(name, address, storage=address, why=why, start=start, spoken=spoken)
+            self._report(name, address, storage=address, why=why, start=start, spoken=spoken)
         elif not storage.is_of_cluster:
-            self._tell("storage-of-another-cluster", address, storage=address, start=start)
+            self._report("storage-of-another-cluster", address, storage=address, start=start)
         elif storage.storage_id is not None and storage.storage_id != storage.registered_id:
-            self._tell(
+            self._report(
                 "another-storage",
                 address,
                 storage=address,
@@ -299,9 +298,9 @@ class _Cluster:
             )
         elif storage.is_hanging:
             why = storage.admin_trouble
-            self._tell("storage-hangs", address, storage=address, why=why, start=start)
+            self._report("storage-hangs", address, storage=address, why=why, start=start)
         elif storage.admin_trouble:
-            self._tell(
+            self._report(
                 "admin-port-wrong",
                 address,
                 storage=address,
@@ -313,7 +312,7 @@ class _Cluster:
             self._look_at_machine(storage)
 
     def is_starting(self, storage: StorageFacts) -> bool:
-        """Whether its process is there, and no port yet: nobody may be told to end it."""
+        """Whether its process runs without a port yet: no command may end it."""
         member = self._case.member_at(storage.address)
         is_running = member is not None and member.state == "up"
         return bool(storage.trouble) and is_running and not storage.is_silent
@@ -322,7 +321,7 @@ class _Cluster:
         held = [each for each, names in self._cluster.assigned.items() if storage.address in names]
         room = storage.room
         if room is not None and held and _is_nearly_full(room):
-            self._tell(
+            self._report(
                 "disk-full" if room.is_full else "disk-nearly-full",
                 storage.address,
                 storage=storage.address,
@@ -331,7 +330,7 @@ class _Cluster:
             )
         ahead = storage.clock_ahead_ms
         if ahead is not None and abs(ahead) > CLOCK_MS_MAX:
-            self._tell(
+            self._report(
                 "clock-of-storage",
                 storage.address,
                 storage=storage.address,
@@ -357,17 +356,17 @@ class _Cluster:
             times = time_ms / max(1.0, median(others))
             if times >= SLOW_TIMES_MIN:
                 fields = {"took": round(time_ms), "times": round(times)}
-                self._tell("storage-slow", address, storage=address, **fields)
+                self._report("storage-slow", address, storage=address, **fields)
 
     def _is_fit(self, storage: StorageFacts) -> bool:
-        """Whether more replicas may go there."""
+        """Whether it may get more replicas."""
         room = storage.room
         return not (
             storage.trouble or storage.admin_trouble or room is None or _is_nearly_full(room)
         )
 
     def _spread(self, partition_id: PartitionId) -> str:
-        """Return the command that spreads replicas, but not onto a disk that was just emptied."""
+        """Return the command that spreads replicas, but not onto a disk just relieved."""
         groups, connect = self._cluster.groups, self._case.connect
         taken = {groups.get(each) for each in self._cluster.assigned[partition_id]}
         others = [each for each in self._cluster.storages.values() if self._is_fit(each)]
@@ -377,7 +376,7 @@ class _Cluster:
         return f"waltz-core cluster add-storage HOST:PORT --group {group} --connect {connect}"
 
     def empty(self, address: ReplicaId, partitions: Collection[PartitionId]) -> str:
-        """Return the command that moves replicas away, to where there is room for most of them."""
+        """Return the command that moves replicas to the storage that can take most of them."""
 
         def movable(name: ReplicaId) -> list[PartitionId]:
             return [each for each in partitions if name not in self._cluster.assigned[each]]
@@ -396,7 +395,7 @@ class _Cluster:
         )
 
     def move(self, partition_id: PartitionId, owner: ServerFacts) -> str:
-        """Return the command that has another server own a partition, if there is one."""
+        """Return the command that moves a partition to another server, if there is one."""
         others = [
             each.address
             for each in self._cluster.servers.values()
@@ -409,9 +408,9 @@ class _Cluster:
         )
 
     def rebuild(self, count: int | None) -> str:
-        """Return what makes the nodes anew; `count` replicas, where it is known.
+        """Return the command that rebuilds the nodes; `count` replicas, where it is known.
 
-        Too small a count would have it believe too few.
+        With too small a count it would trust logs of too few replicas.
         """
         cluster, connect = self._cluster, self._case.connect
         words = [
@@ -424,7 +423,7 @@ class _Cluster:
             words[-1] += "" if group is None else f":{group}"
         rebuild = f"waltz-core cluster rebuild-metadata --connect {connect} {' '.join(words)}"
         if count is None:
-            return rebuild  # The nodes are there, and processes may run.
+            return rebuild  # The nodes exist, and processes may run.
         delete = f"waltz-core cluster delete {shlex.quote(cluster.name)} --connect {connect}"
         return self._case.rebuilding(rebuild, delete)
 
@@ -442,7 +441,7 @@ class _Partition:
         if self._look_at_metadata():
             return
         if not self._now.assigned:
-            self._tell("no-replicas")
+            self._report("no-replicas")
             return
         self._look_at_count()
         for storage in self._now.storages:
@@ -451,9 +450,9 @@ class _Partition:
         self._look_at_owner(has_votes=has_votes)
         self._look_for_leftovers()
 
-    def _tell(self, name: str, about: object = "", **fields: object) -> None:
+    def _report(self, name: str, about: object = "", **fields: object) -> None:
         about = f"{self._id} {about}".strip()
-        self._case.tell(name, about, partition=self._id, **fields)
+        self._case.report(name, about, partition=self._id, **fields)
 
     # --- replicas
 
@@ -474,17 +473,17 @@ class _Partition:
         usual = max(counts, key=lambda each: (counts.count(each), each))
         count = len(self._now.assigned)
         if count < usual:
-            self._tell("too-few-replicas", count=count, usual=usual)
+            self._report("too-few-replicas", count=count, usual=usual)
 
     def _look_at_metadata(self) -> bool:
-        """Tell what ZooKeeper has lost; whether it has."""
+        """Report metadata that ZooKeeper has lost; return whether it has."""
         if rebuilding.is_waiting(self._now.facts.metadata, self._now.facts.marker):
-            # What is assigned by now is what was decided so far, not what there was.
-            self._tell("rebuilding-unfinished", rebuild=self._whole.rebuild(None))
+            # The assignment has only the decisions so far, not the former replicas.
+            self._report("rebuilding-unfinished", rebuild=self._whole.rebuild(None))
             return True
         if self._now.is_lost:
             counts = map(len, self._cluster.assigned.values())
-            self._tell("metadata-lost", rebuild=self._whole.rebuild(max(counts, default=0)))
+            self._report("metadata-lost", rebuild=self._whole.rebuild(max(counts, default=0)))
             return True
         return False
 
@@ -497,38 +496,38 @@ class _Partition:
             self._look_at_log(storage, held)
         else:
             start = self._case.start("storage", address)
-            self._tell(LACKS[lack], address, storage=address, why=held.why_not, start=start)
+            self._report(LACKS[lack], address, storage=address, why=held.why_not, start=start)
 
     def _look_at_log(self, storage: StorageFacts, held: ReplicaFacts) -> None:
         now, address = self._now, storage.address
         if held.damaged_count:
-            self._tell("replica-damaged", address, storage=address, count=held.damaged_count)
+            self._report("replica-damaged", address, storage=address, count=held.damaged_count)
         if held.is_suspect:
             if not now.nobody_can_vouch:
-                self._tell("replica-suspect", address, storage=address)
+                self._report("replica-suspect", address, storage=address)
         elif now.is_open and address in now.behind:
             full = storage.room is not None and storage.room.is_full
             if not full and address in now.states:
-                self._tell("replica-not-engaged", address, storage=address, last=held.last)
+                self._report("replica-not-engaged", address, storage=address, last=held.last)
         elif now.is_open and now.newest - held.last > LAG_MAX:
             count = now.newest - held.last
             empty = self._whole.empty(address, [self._id])
-            self._tell("replica-lagging", address, storage=address, count=count, empty=empty)
+            self._report("replica-lagging", address, storage=address, count=count, empty=empty)
 
     # --- the quorum (rule 3)
 
     def _look_at_quorum(self) -> bool:
-        """Tell that there is none; whether a session could be open as far as replicas go."""
+        """Report a missing quorum; return whether the replicas allow an open session."""
         now, count = self._now, len(self._now.assigned)
         if len(now.answering) < now.quorum:
-            # Nobody who is well is ended: what is offline, or does not open, is told by itself.
+            # Healthy processes are not ended: offline and broken logs have their own findings.
             away = [
                 each.address
                 for each in now.storages
                 if each.trouble and not self._whole.is_starting(each)
             ]
             again = f"waltz-core doctor --connect {self._case.connect}"
-            self._tell(
+            self._report(
                 "no-quorum",
                 count=count,
                 answering=len(now.answering),
@@ -538,7 +537,7 @@ class _Partition:
             return False
         if now.nobody_can_vouch:
             able = count - len(now.suspects)
-            self._tell("nobody-can-vouch", count=count, able=able, quorum=now.quorum)
+            self._report("nobody-can-vouch", count=count, able=able, quorum=now.quorum)
             return False
         return len(now.unknown) < now.quorum
 
@@ -548,22 +547,22 @@ class _Partition:
         now, owner = self._now, self._now.owner
         if owner is None:
             if self._cluster.servers and self._cluster.is_settled:
-                self._tell("partition-without-server", start=self._case.start("server"))
+                self._report("partition-without-server", start=self._case.start("server"))
             return
         for other in self._cluster.servers.values():
             if other is not owner and self._id in other.served and self._cluster.is_settled:
                 start = self._case.start("server", other.address)
                 fields = {"server": other.address, "owner": owner.address, "start": start}
-                self._tell("partition-served-by-another", other.address, **fields)
+                self._report("partition-served-by-another", other.address, **fields)
         if owner.trouble or not self._cluster.is_settled:
             return
         fields = {"server": owner.address, "move": self._whole.move(self._id, owner)}
         if not now.is_served:
-            self._tell("partition-not-served", **fields)
+            self._report("partition-not-served", **fields)
         elif not now.is_open:
             if has_votes:
                 was_opened = now.replicas.was_opened
-                self._tell("session-not-open" if was_opened else "never-opened", **fields)
+                self._report("session-not-open" if was_opened else "never-opened", **fields)
         else:
             self._look_at_session(owner, fields)
 
@@ -571,16 +570,18 @@ class _Partition:
         facts = self._now.facts
         if self._now.is_of_other_replicas:
             assigned, replicas = ", ".join(self._now.assigned), ", ".join(self._now.states)
-            self._tell("session-of-other-replicas", assigned=assigned, replicas=replicas, **fields)
+            self._report(
+                "session-of-other-replicas", assigned=assigned, replicas=replicas, **fields
+            )
         if facts.mark_trouble:
-            self._tell("mark-not-told", why=facts.mark_trouble, **fields)
+            self._report("mark-not-told", why=facts.mark_trouble, **fields)
         if facts.stamp_ahead_ms is not None and facts.stamp_ahead_ms > CLOCK_MS_MAX:
             seconds = f"{facts.stamp_ahead_ms / 1000:.1f}"
-            self._tell("clock-of-server", owner.address, seconds=seconds, **fields)
+            self._report("clock-of-server", owner.address, seconds=seconds, **fields)
 
 
 def _is_nearly_full(room: RoomFacts) -> bool:
-    """Whether there is too little room, or none."""
+    """Return whether there is too little room, or none."""
     least = NEARLY_FULL_BYTES
     if room.size_bytes is not None:
         least = max(room.size_bytes // NEARLY_FULL_PART, NEARLY_FULL_BYTES_MIN)
@@ -588,7 +589,7 @@ def _is_nearly_full(room: RoomFacts) -> bool:
 
 
 def _ranges(partitions: Iterable[int]) -> str:
-    """Return partitions as commands take them: 0-6,9."""
+    """Return partitions in the format of commands: 0-6,9."""
     runs: list[list[int]] = []
     for each in sorted(partitions):
         if runs and runs[-1][1] == each - 1:

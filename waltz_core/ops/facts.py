@@ -1,13 +1,13 @@
-"""What the doctor was told, and by whom: the one thing that a diagnosis is made from.
+"""The facts about a cluster that the doctor collected: the only input of a diagnosis.
 
-Who asks knows sockets and timeouts, who judges knows none of them, and both meet here. Nothing is
-left out because it is as it should be: the doctor also says what there is.
+The probes know sockets and timeouts, the diagnosis knows neither. Healthy things are included: the
+doctor also prints a summary.
 
 Rules:
-    1. Whoever could not be asked stands here with the reason, in its `trouble`; it is empty for
-       those that have answered. What they would have said is then left at its default.
-    2. `is_silent` tells two kinds of trouble apart: a connection was taken, and nothing was said.
-       `is_shut` is a third one: somebody is there, and TLS does not fit.
+    1. A process that could not be queried is included with the reason, in its `trouble`, which is
+       empty for those that have answered. Its other fields then have their defaults.
+    2. `is_silent` distinguishes two kinds of trouble: a connection was accepted, but there was no
+       answer. `is_shut` is a third one: the process is there, and the TLS handshake failed.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from waltz_core.records.record import (
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """One node of ZooKeeper; `mode` is leader, follower, standalone, or empty: it serves nobody."""
+    """One node of ZooKeeper; `mode` is leader, follower, standalone, or empty (no service)."""
 
     address: str
     trouble: str = ""
@@ -38,7 +38,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """One server that is registered, and what it says of itself."""
+    """One registered server, and its own answers."""
 
     address: str
     preferred: tuple[PartitionId, ...] = ()
@@ -46,10 +46,10 @@ class ServerFacts:
     is_silent: bool = False
     is_shut: bool = False
     latency_ms: float = 0.0
-    # By partition that it serves: whether it has an open session with a quorum of replicas.
+    # By served partition: whether it has an open session with a quorum of replicas.
     served: Mapping[PartitionId, bool] = field(default_factory=dict)
     out_of_reach: tuple[ReplicaId, ...] = ()
-    # It owns nothing because no other server can connect to it; what those say of that.
+    # It owns nothing because no other server can connect to it; the errors of those.
     is_left_out: bool = False
     unreachable: tuple[str, ...] = ()
     # By storage: the seconds of the last minute in which it answered appends, and the median of
@@ -59,10 +59,10 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """One partition of one storage; `why_not` says why its log does not open.
+    """One partition of one storage; `why_not` is the reason why its log does not open.
 
-    `is_opening`: nothing is known against its log, which is being read, or about to be.
-    `is_stuck`: whoever reads from it gets no answer, though its storage answers.
+    `is_opening`: no fault of its log is known; it is being opened, or about to be.
+    `is_stuck`: reads from it get no answer, though its storage answers.
     """
 
     is_held: bool = True
@@ -79,7 +79,7 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True)
 class RoomFacts:
-    """The disk of a storage; `size_bytes` is None where an older storage does not tell."""
+    """The disk of a storage; `size_bytes` is None if an older storage does not report it."""
 
     free_bytes: int
     is_full: bool
@@ -88,11 +88,11 @@ class RoomFacts:
 
 @dataclass(frozen=True, slots=True)
 class StorageFacts:
-    """One storage of the assignment: both its ports, who it is, what it holds.
+    """One storage of the assignment: both its ports, its identity, its partitions.
 
-    `is_hanging`: its administration knows who it is, and does not come to its disk.
+    `is_hanging`: its administration port answers, but its requests to the disk do not complete.
     `other_admin` is where its administration was found instead of at the port that ZooKeeper has;
-    `clock_ahead_ms` is against the clock of whoever asked, and None where it does not tell.
+    `clock_ahead_ms` is relative to this machine's clock, None if the storage does not report it.
     """
 
     address: ReplicaId
@@ -114,9 +114,9 @@ class StorageFacts:
 
 @dataclass(frozen=True, slots=True)
 class PartitionFacts:
-    """One partition: what ZooKeeper has of it, and what a client is told by its owner.
+    """One partition: its state in ZooKeeper, and the answers of its owner to a client.
 
-    `stamp_ahead_ms` is how far the commit stamp of its last transaction lies in the future.
+    `stamp_ahead_ms` is how far the commit stamp of its last transaction is in the future.
     """
 
     metadata: PartitionMetadata | None = None
@@ -147,7 +147,7 @@ class LocalFacts:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """What ZooKeeper says of a cluster, and what its processes say of themselves."""
+    """The state of a cluster in ZooKeeper, and the answers of its processes."""
 
     partition_count: int
     is_settled: bool
@@ -163,7 +163,7 @@ class ClusterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything; without `cluster`, one of the three troubles says why there is nothing of it."""
+    """All facts; without `cluster`, one of the three troubles is the reason."""
 
     connect: str
     nodes: tuple[NodeFacts, ...] = ()

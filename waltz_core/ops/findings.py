@@ -1,12 +1,11 @@
-"""Everything that the doctor can find: a sentence for each, and the command that mends it.
+"""All findings of the doctor: a sentence for each, and the command that repairs it.
 
-The sentences are what people search for and the commands what scripts run, so all of them stand in
-one table; docs/doctor.md is written from it.
+Users search for the sentences and scripts run the commands, so all are in one table, from which
+docs/doctor.md is generated.
 
 Rules:
-    1. A finding has a sentence of its own, and a command that can be given as it is printed. Words
-       in capitals in it are for whoever gives it: nobody here can know them. What may lose data
-       is not decided by a command as it is printed.
+    1. A finding has a sentence of its own, and a command that can be run as it is printed. Words
+       in capitals in it are for the user to fill in. No command loses data as it is printed.
     2. A name never changes its meaning: scripts look for it.
 """
 
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 
 class Area(Enum):
-    """What a finding is about."""
+    """The part of a cluster that a finding is about."""
 
     ZOOKEEPER = "ZooKeeper"
     PROCESSES = "processes of a cluster on this machine"
@@ -38,7 +37,7 @@ class FindingKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong; `about` is what it is wrong with."""
+    """One thing that is wrong; `about` is the object."""
 
     name: str
     about: str
@@ -48,7 +47,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What stays the same when it is found again, with other figures."""
+        """The identity of the finding, without its figures."""
         return self.name, self.about
 
 
@@ -222,7 +221,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "disk-full",
-            "the disk of storage {storage} is full: it refuses appends, with {free} MiB free",
+            "the disk of storage {storage} is full: it rejects appends, with {free} MiB free",
             "{empty}",
         ),
         _row(
@@ -401,7 +400,7 @@ KINDS: dict[str, FindingKind] = {
 
 
 def finding(name: str, about: object, **fields: object) -> Finding:
-    """Return a finding with everything filled in; a field that is missing is our bug."""
+    """Return a finding with all fields filled in; a missing field is a bug."""
     partition = fields.get("partition")
     number = partition if isinstance(partition, int) else None
     kind = KINDS[name]
@@ -411,6 +410,6 @@ def finding(name: str, about: object, **fields: object) -> Finding:
 
 
 def fields_of(kind: FindingKind) -> set[str]:
-    """Return the names that have to be filled in."""
+    """Return the names of the fields to fill in."""
     parsed = string.Formatter().parse(kind.sentence + kind.command)
     return {name for _, name, _, _ in parsed if name}

@@ -1,12 +1,11 @@
-"""How a partition stands, judged from what was told: who owns it, who serves it, who counts.
+"""The state of a partition, judged from the facts: its owner, its session, its replicas.
 
-The doctor tells causes and `cluster verify` ticks off checks, and what is true of a partition must
-not depend on who is asked. What is made of it is `diagnosis.py`'s and `checks.py`'s.
+The doctor reports causes and `cluster verify` lists checks; both use this state, so that they
+agree. Conclusions are drawn in `diagnosis.py` and `checks.py`.
 
 Rules:
-    1. What is not known is not held against anybody: a replica of which its storage has told
-       nothing lacks nothing.
-    2. A replica answers when a session could be opened with it now.
+    1. Unknown is not wrong: a replica of which its storage has reported nothing lacks nothing.
+    2. A replica answers if a session could be opened with it now.
 """
 
 from enum import Enum, auto
@@ -34,7 +33,7 @@ class Lack(Enum):
 
 
 def lack_of(held: ReplicaFacts) -> Lack | None:
-    """Return what keeps a replica from being used, as far as its storage knows."""
+    """Return what keeps a replica from being used, as far as its storage reports."""
     if not held.is_available:
         return Lack.OFFLINE
     if not held.is_held:
@@ -67,7 +66,7 @@ class PartitionStanding:
 
     @property
     def states(self) -> dict[ReplicaId, ReplicaState]:
-        """What the newest session says of its replicas."""
+        """The states of the replicas in the newest session."""
         metadata = self.facts.metadata
         return {} if metadata is None else dict(metadata.states)
 
@@ -90,7 +89,7 @@ class PartitionStanding:
 
     @property
     def is_lost(self) -> bool:
-        """Whether ZooKeeper has lost what it knew: it was open, and nobody was engaged."""
+        """Whether ZooKeeper has lost its state: it was open, but no replica was engaged."""
         marker = self.facts.marker
         is_open = marker is not None and marker.state is MarkerState.OPEN
         return is_open and not self.replicas.was_opened
@@ -99,7 +98,7 @@ class PartitionStanding:
 
     @property
     def is_served(self) -> bool:
-        """Whether its owner knows that it is its."""
+        """Whether its owner serves it."""
         return self.owner is not None and self.partition_id in self.owner.served
 
     @property
@@ -115,7 +114,7 @@ class PartitionStanding:
         return [self._cluster.storages[each] for each in self.assigned]
 
     def held(self, address: ReplicaId) -> ReplicaFacts | None:
-        """Return what a storage has told of its replica."""
+        """Return what a storage has reported of its replica."""
         return self._cluster.storages[address].replicas.get(self.partition_id)
 
     def answers(self, address: ReplicaId) -> bool:
@@ -126,7 +125,7 @@ class PartitionStanding:
         return held is None or lack_of(held) is None
 
     def is_suspect(self, address: ReplicaId) -> bool:
-        """Whether a replica cannot vouch for its log."""
+        """Return whether the log of a replica is not trusted."""
         held = self.held(address)
         return held is not None and held.is_suspect
 
@@ -137,22 +136,22 @@ class PartitionStanding:
 
     @property
     def suspects(self) -> list[ReplicaId]:
-        """The engaged replicas that answer, and cannot vouch."""
+        """The engaged replicas that answer and are suspect."""
         return [each for each in self.engaged if self.answers(each) and self.is_suspect(each)]
 
     @property
     def unknown(self) -> list[ReplicaId]:
-        """The replicas of which a recovery would not know what they have acknowledged."""
+        """The replicas whose acknowledged IDs a recovery would not know."""
         return [each for each in self.engaged if not self.answers(each) or self.is_suspect(each)]
 
     @property
     def nobody_can_vouch(self) -> bool:
-        """Whether all answer, and too many of them are suspect: starting something is no help."""
+        """Whether all answer, and too many are suspect: starting a process does not help."""
         is_answered = all(self.answers(each) for each in self.engaged)
         return is_answered and not self.is_open and len(self.suspects) >= self.quorum
 
     @property
     def newest(self) -> int:
-        """The last id that any of its replicas has."""
+        """The last ID that any of its replicas has."""
         held = [self.held(each) for each in self.assigned]
         return max((each.last for each in held if each is not None), default=-1)

@@ -126,7 +126,7 @@ async def test_a_fork_of_a_client_says_so():
             os._exit(0)
         os.waitpid(child, 0)  # noqa: ASYNC222 - it ends at once
         os.close(writer)
-        assert b"a fork of it" in os.read(reader, 1_000)
+        assert b"is used in its fork" in os.read(reader, 1_000)
         os.close(reader)
 
 
@@ -237,7 +237,7 @@ async def test_a_mark_above_the_log_is_the_callers_error():
 @on_virtual_loop
 async def test_a_mark_that_is_none_is_told_at_the_call():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
-        told = r"expected a transaction id, or -1 for none, found \[0\] \(list\)"
+        told = r"expected a transaction ID, or -1 for none, found \[0\] \(list\)"
         with pytest.raises(errors.BadRequest, match=told):
             await client.append(b"a", partition=0, client_high_water_mark=[0])
         with pytest.raises(errors.BadRequest, match=told):

@@ -86,7 +86,7 @@ def test_a_lock_that_was_nobodys_tells_nothing_but_a_mark():
 
 @pytest.mark.parametrize("told", [(5,), (4, 6), (7, 6), (6, 6), (6, 10)])
 def test_ids_that_do_not_follow_the_mark_are_not_believed(told):
-    with pytest.raises(errors.RemoteProtocolError, match="rise from 5 to 9"):
+    with pytest.raises(errors.RemoteProtocolError, match="ascending IDs from 5 to 9"):
         FOLLOW.told(message(*told, last=9), 5, MOUNT, LOCKS)
 
 
@@ -108,12 +108,12 @@ def test_bytes_that_are_not_what_was_written_are_not_believed(at):
     whole = message(5, 6, last=9)
     wrong = bytearray(whole.records)
     wrong[len(record(5)) + at] ^= 1
-    with pytest.raises(errors.RemoteProtocolError, match="is no record"):
+    with pytest.raises(errors.RemoteProtocolError, match="expected a record at byte"):
         FOLLOW.told(replace(whole, records=bytes(wrong)), 4, MOUNT, LOCKS)
 
 
 @pytest.mark.parametrize("lengths", [b"", b"\0\0\0\0", b"\0\0\xff\xff", b"\xff\xff\xff\xff"])
 def test_lengths_that_are_none_are_not_believed(lengths):
     whole = message(6, last=9)
-    with pytest.raises(errors.RemoteProtocolError, match="at byte 0 is no record"):
+    with pytest.raises(errors.RemoteProtocolError, match="a record at byte 0, found other bytes"):
         FOLLOW.told(replace(whole, lengths=lengths), 4, MOUNT, LOCKS)

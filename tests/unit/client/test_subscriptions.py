@@ -273,7 +273,7 @@ async def test_what_cannot_be_set_is_told():
         await client.subscribe(callbacks, [0])
         with pytest.raises(errors.UnknownPartition):
             await client.set_partitions([0, 9])
-        with pytest.raises(errors.BadRequest, match="subscribed to already"):
+        with pytest.raises(errors.BadRequest, match="is already subscribed"):
             await client.subscribe(callbacks, [0])
         assert client.partitions == (0,)
 
@@ -298,7 +298,7 @@ async def test_a_callback_cannot_wait_for_itself():
         await write(client, 0, 1)
         await until(lambda: told_of)
         assert isinstance(told_of[0], errors.UsageError)
-        assert "call it from elsewhere" in str(told_of[0])
+        assert "call it outside callbacks" in str(told_of[0])
 
 
 # ---------------------------------------------------------------------------------------------

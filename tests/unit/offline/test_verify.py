@@ -70,7 +70,7 @@ RECORDS = {
     ),
     "a length that leads elsewhere": (
         lambda s: flip(seg(s, 0), 128 + 31, 4),
-        [f"{ONE}.seg at 128: record 0: expected CRC 2654e7b0, found 22071105, and no record behin"],
+        [f"{ONE}.seg at 128: record 0: expected CRC 2654e7b0, found 22071105, and no record after"],
     ),
     "a length that leads nowhere": (
         lambda s: flip(seg(s, 0), 128 + 28, 64),
@@ -114,7 +114,7 @@ RECORDS = {
         [
             f"{ONE}.seg at 32: header: expected first id 0, found 11",
             f"{ONE}.seg at 128: records 0..10: expected id 0, found 11",
-            f"{ONE}.seg at 189: goes on with record 11, which the next segment begins with",
+            f"{ONE}.seg at 189: continues with record 11, with which the next segment begins",
             f"{TWO}.seg at 32: header: expected first id 11, found 0",
             f"{TWO}.seg at 128: records 11..23: expected id 11, found 0",
         ],
@@ -139,11 +139,11 @@ BESIDE = {
     ),
     "no index": (
         lambda s: seg(s, 1, ".idx").unlink(),
-        [f"{TWO}.idx: is missing; waltz-core disk repair-index makes it anew"],
+        [f"{TWO}.idx: is missing; waltz-core disk repair-index rebuilds it"],
     ),
     "a batch": (
         lambda s: flip(seg(s, 2, ".chn"), 64 + 8),
-        [f"{THREE}.chn at 64: entry 0, behind batch 22: expected CRC"],
+        [f"{THREE}.chn at 64: entry 0, after batch 22: expected CRC"],
     ),
     "no batches": (
         lambda s: seg(s, 1, ".chn").unlink(),
@@ -156,15 +156,15 @@ BESIDE = {
             seg(s, 1, ".chn").read_bytes()[128:] + seg(s, 1, ".chn").read_bytes()[64:128],
         ),
         [
-            f"{TWO}.chn at 64: entry 0, behind batch 8: expected CRC",
-            f"{TWO}.chn at 128: entry 1, behind batch 8: expected CRC",
+            f"{TWO}.chn at 64: entry 0, after batch 8: expected CRC",
+            f"{TWO}.chn at 128: entry 1, after batch 8: expected CRC",
         ],
     ),
     "one slot": (
         lambda s: flip(s / SLOTS, 20),
         [
             f"{SLOTS} at 0: slot 0: expected CRC b25c4fb2, found a6093a67",
-            f"{SLOTS}: one slot counts only; a promise may be lost with the other",
+            f"{SLOTS}: only one slot is valid; a promise may be lost with the other",
         ],
     ),
     "both slots": (
@@ -172,12 +172,12 @@ BESIDE = {
         [
             f"{SLOTS} at 0: slot 0: expected CRC b25c4fb2, found a6093a67",
             f"{SLOTS} at 4096: slot 1: expected CRC 1c5b59de, found 080e2c0b",
-            f"{SLOTS}: no slot counts; the partition will not open",
+            f"{SLOTS}: no slot is valid; the partition will not open",
         ],
     ),
     "no slots": (
         lambda s: (s / SLOTS).unlink(),
-        [f"{SLOTS}: is missing, and there are batches: what was promised is lost"],
+        [f"{SLOTS}: is missing, and there are batches: the promise is lost"],
     ),
     "the storage's id": (
         lambda s: flip(s / "waltz-x.id", 6),
@@ -247,7 +247,7 @@ def test_a_slot_that_does_not_fit_the_log_is_told(storage):
     write_slot(storage, acked=Marker(30, acked.chain))
     assert found(storage)[0] == [
         f"{SLOTS}: acked id 30: expected chain {chain}, found no batch that ends there",
-        f"{SLOTS}: closed with the acked id 30, and the log goes on to 35",
+        f"{SLOTS}: closed with the acked id 30, but the log continues to 35",
     ]
     write_slot(storage, acked=acked, low_water_mark=36, provisional=Mark(1, 40))
     assert found(storage)[0] == [
@@ -257,13 +257,13 @@ def test_a_slot_that_does_not_fit_the_log_is_told(storage):
     write_slot(storage, low_water_mark=35, provisional=None, damaged=(IdRange(40, 41),))
     assert found(storage)[0] == [f"{SLOTS}: damaged 40..41: the log ends at 35"]
     write_slot(storage, damaged=(), suspect=True)
-    notes = [f"{SLOTS}: suspect: this replica does not vouch for its log until it was repaired"]
+    notes = [f"{SLOTS}: suspect: the log is not trusted until it is repaired"]
     assert found(storage) == ([], notes)
 
 
 def test_sessions_of_the_two_control_files_are_compared(storage):
     write_slot(storage, last_session=0, engaged=0)
-    adopts = "an original has written here since; the next start adopts its records"
+    adopts = "Waltz 0.13 has written here since; the next start adopts its records"
     assert found(storage) == ([], [f"{SLOTS}: {adopts}"])
     write_slot(storage, last_session=5, promised=5)
     wrong, notes = found(storage)
@@ -290,12 +290,12 @@ def test_slots_in_each_others_place_are_none(storage):
     wrong, _ = found(storage)
     assert wrong[0].startswith(f"{SLOTS} at 0: slot 0: expected an odd sequence, found ")
     assert wrong[1].startswith(f"{SLOTS} at 4096: slot 1: expected an even sequence, found ")
-    assert wrong[2] == f"{SLOTS}: no slot counts; the partition will not open"
+    assert wrong[2] == f"{SLOTS}: no slot is valid; the partition will not open"
 
 
 def test_bytes_that_nobody_writes_are_told(storage):
     flip(storage / SLOTS, 5000, 7)
-    assert found(storage)[0] == [f"{SLOTS} at 5000: expected zero behind the slot, found 0x07"]
+    assert found(storage)[0] == [f"{SLOTS} at 5000: expected zero after the slot, found 0x07"]
     flip(storage / SLOTS, 5000, 7)
     (storage / SLOTS).write_bytes((storage / SLOTS).read_bytes() + b"x")
     assert found(storage)[0] == [f"{SLOTS} at 8192: expected 8192 bytes, found 8193"]
@@ -309,7 +309,7 @@ def test_damage_that_the_slot_lists_is_told_as_listed(tmp_path):
     write_slot(directory, damaged=(IdRange(1, 1), IdRange(30, 31)))
     wrong, notes = found(directory)
     assert [one.rpartition("; ")[2] for one in wrong] == ["listed as damaged"]
-    assert notes == [f"{SLOTS}: damaged 30..31: all of it can be read, and has right CRCs"]
+    assert notes == [f"{SLOTS}: damaged 30..31: all records can be read and have valid CRCs"]
 
 
 def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path):
@@ -467,7 +467,7 @@ def test_a_cut_that_a_crash_has_stopped_is_no_fault(tmp_path, survival):
         world.disk.power_loss(survival, world.rng)
         wrong, notes = found(spill(world.disk, tmp_path / str(step)))
         assert wrong == [], step
-        cuts += f"{SLOTS}: a cut after 39 was begun; the next start ends it" in notes
+        cuts += f"{SLOTS}: truncation after 39 was begun; the next start finishes it" in notes
     assert step > 15
     assert cuts > 2
 
@@ -498,4 +498,4 @@ def test_a_file_of_locks_is_a_storages_and_others_are_noted(storage):
         (storage / "2" / name).write_bytes(b"torn")
     assert found(storage) == ([], [])
     (storage / "2" / "notes.txt").write_bytes(b"")
-    assert found(storage) == ([], ["2/notes.txt: is no file of a storage"])
+    assert found(storage) == ([], ["2/notes.txt: is not a file of a storage"])

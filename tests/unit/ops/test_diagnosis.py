@@ -328,7 +328,7 @@ def test_an_admin_port_that_is_not_where_zookeeper_has_it(case):
 def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
     case.storage(A, room=RoomFacts(5 << 20, True))
     found = case.the_only("disk-full")
-    assert found.sentence.endswith("it refuses appends, with 5 MiB free")
+    assert found.sentence.endswith("it rejects appends, with 5 MiB free")
     assert found.command == (f"waltz-core cluster move-replica 0-1 {A} {SPARE} --connect {CONNECT}")
     case.storage(A, room=RoomFacts(900 << 20, False))
     assert case.the_only("disk-nearly-full").sentence.endswith("900 MiB are free")

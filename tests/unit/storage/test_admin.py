@@ -123,13 +123,13 @@ def test_the_cluster_is_checked():
     assert Desk().ask(wire.CheckCluster(-1, KEY, 4)) == wire.Done(-1)
     for other in (wire.CheckCluster(-1, KEY, 5), wire.CheckCluster(-1, bytes(16), 4)):
         text = refused(Desk().ask(other), errors.ClusterKeyMismatch)
-        assert f"of cluster {KEY.hex()} with 4 partitions" in text
+        assert f"expected cluster {KEY.hex()} with 4 partitions" in text
 
 
 def test_a_peer_of_version_0_is_told_errors_as_the_original_tells_them():
     answer = Desk().ask(wire.CheckCluster(-1, KEY, 5), version=0)
     assert isinstance(answer, wire.AdminFailure)
-    assert answer.text.startswith("ClusterKeyMismatch: this storage is of cluster")
+    assert answer.text.startswith("ClusterKeyMismatch: expected cluster")
     assert answer.stack == ()
 
 
@@ -365,7 +365,7 @@ def test_what_waits_is_bounded():
 def test_a_message_that_is_no_request_is_refused_and_ends_nothing():
     desk = Desk()
     for message in (wire.Done(1), wire.AdminRefused(1, 5, "x"), wire.Copied(1, 2, 3)):
-        assert "takes no" in refused(desk.ask(message), errors.BadRequest)
+        assert "does not accept" in refused(desk.ask(message), errors.BadRequest)
     assert desk.machine.step(Wakeup(), 5) == []
     assert desk.machine.wake_at_ms is None
     assert desk.ask(wire.MarkSuspect(9, 2, True)) == wire.Done(9)

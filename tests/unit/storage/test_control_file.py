@@ -215,7 +215,7 @@ def test_a_file_that_is_gone_or_cut_where_partitions_are_is_refused(tmp_path, si
     found = "no file" if size is None else f"{size} bytes"
     for _ in range(2):
         with pytest.raises(
-            BadFormat, match=f"at least 128 bytes .* partitions 0, 2, found {found}"
+            BadFormat, match=f"at least 128 bytes, .* partitions 0, 2, found {found}"
         ):
             open_control(RealDisk(), tmp_path)
     assert path.exists() == (size is not None)

@@ -1,6 +1,6 @@
 """The clients that applications use: for asyncio, for threads, and for SQL databases.
 
 `async_client.py` is the client; `sync_client.py` wraps it for threads and `sql.py` applies the log
-to a database. `contexts.py` runs transaction contexts, `subscriptions.py` has the partitions that
-are fed, and `opening.py` opens a client.
+to a database. `contexts.py` runs transaction contexts, `subscriptions.py` starts and stops the
+feeds of partitions, and `opening.py` opens a client.
 """

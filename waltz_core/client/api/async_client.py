@@ -1,14 +1,13 @@
-"""The client for asyncio: everything an application asks of the log.
+"""The client for asyncio: the complete public API of the log.
 
-It is the public face, where what is below is put together: outcomes are kept by
-`partition_stream.py`, retries by `contexts.py`, the feed by `subscriptions.py`, ranges by
-`ranges.py`.
+It combines the lower modules: `partition_stream.py` tracks outcomes, `contexts.py` retries,
+`subscriptions.py` runs feeds, and `ranges.py` reads ranges.
 
 Rules:
     1. A client belongs to one process and one event loop; a forked child gets a UsageError.
     2. A full window makes `append` and `submit` wait; nothing is dropped.
-    3. `close` waits for outcomes as long as a request may take, then says OutcomeUnknown.
-    4. All tasks live in one TaskGroup, in one task that lives as long as the client.
+    3. `close` waits for outcomes up to the request timeout, then fails them with OutcomeUnknown.
+    4. All tasks run in one TaskGroup, inside one task that lives as long as the client.
 """
 
 import asyncio
@@ -79,8 +78,8 @@ class AsyncWaltzClient(OpenedByConnect):
             future = await client.append(b"...", write_locks=[lock("account", 7)])
             transaction_id = await future
 
-    Awaiting `append`, `append_batch` or `submit` waits for room; awaiting the future they return
-    waits for the outcome.
+    Awaiting `append`, `append_batch` or `submit` waits for space in the window; awaiting the
+    future that they return waits for the outcome.
     """
 
     def __init__(
@@ -121,14 +120,14 @@ class AsyncWaltzClient(OpenedByConnect):
     def connect(
         cls, connect: str, config: ClientConfig | None = None, *, client_id: int | None = None
     ) -> "Opening[AsyncWaltzClient]":
-        """Open a client; to be awaited, or used as `async with`.
+        """Open a client; await the result, or use it in `async with`.
 
-        `connect` is "host:port[,host:port]/root". `client_id` is for writers that keep theirs
-        across restarts; everybody else gets a new one from ZooKeeper.
+        `connect` is "host:port[,host:port]/root". `client_id` is for writers that keep their ID
+        across restarts; all other clients get a new one from ZooKeeper.
 
         Raises:
             BadConfig: the connect string is wrong, or there is no cluster at its root.
-            CoordinatorUnavailable: no ZooKeeper answers; the message names the hosts.
+            CoordinatorUnavailable: no ZooKeeper server answers; the message names the hosts.
         """
         settings = settings_of(config)
         directory = ZooKeeperDirectory.of(connect, settings)
@@ -144,12 +143,12 @@ class AsyncWaltzClient(OpenedByConnect):
         connection_sequence: int = 0,
         claim: TaskClaim | None = None,
     ) -> "Opening[AsyncWaltzClient]":
-        """Open a client that is told where everything is, and asks ZooKeeper when it has moved.
+        """Open a client with a given layout; it queries ZooKeeper only when partitions have moved.
 
-        Mounts use connection sequences above `connection_sequence`: of two writers with one client
-        id the one with the higher number wins. A `claim` is a task's place in a write that must
-        enter the log once: it is opened and closed with the client, gives it id and sequence, and
-        is asked before each mount (docs/spark.md, "Exactly once").
+        Mounts use connection sequences above `connection_sequence`: of two writers with the same
+        client ID, the one with the higher number wins. A `claim` is a task's part of a write that
+        must enter the log once. It is opened and closed with the client, supplies client ID and
+        connection sequence, and is checked before each mount (docs/spark.md, "Exactly once").
         """
         settings = settings_of(config)
         directory = FixedDirectory.of(layout, settings)
@@ -172,7 +171,7 @@ class AsyncWaltzClient(OpenedByConnect):
             self._client_id = self.claim.state.client_id
             self._connection_sequence = self.claim.connection_sequence
         started = asyncio.Event()
-        # The one task that is nobody's child: it holds the group of all others until `close`.
+        # The one task outside the group: it holds the group of all others until `close`.
         self._root = asyncio.get_running_loop().create_task(
             self._live(started), name="waltz-client"
         )
@@ -181,17 +180,17 @@ class AsyncWaltzClient(OpenedByConnect):
         return self
 
     async def close(self) -> None:
-        """Wait for outcomes (rule 3), then end.
+        """Wait for outcomes (rule 3), then close.
 
-        May be called twice, and again after it was cancelled: the client goes on ending, and the
-        second call waits until it has.
+        It may be called twice, also after a cancelled call: closing continues in the background,
+        and the second call waits for its end.
         """
         if self._root is None or (self._ending is not None and self._ending.done()):
             return
         self._check_home()
         self._is_closed = True
         if self._ending is None:
-            # In no group either: the caller may be cancelled, and the client must still end.
+            # Outside the group, too: the client must close even if the caller is cancelled.
             loop = asyncio.get_running_loop()
             self._ending = loop.create_task(self._end(self._root), name="waltz-client-end")
         await asyncio.shield(self._ending)
@@ -241,7 +240,7 @@ class AsyncWaltzClient(OpenedByConnect):
                 return
 
     def spawn(self, task: Coroutine[Any, Any, None], name: str) -> None:
-        """Run a task until the client is closed; what it raises is logged."""
+        """Run a task until the client is closed; log its exception."""
         if self._group is None or self._closing.is_set():
             task.close()
             return
@@ -256,7 +255,7 @@ class AsyncWaltzClient(OpenedByConnect):
             _log.exception("client.task_failed task=%s", name)
 
     def next_connection_sequence(self) -> int:
-        """Return a number higher than all before."""
+        """Return a number higher than all earlier ones."""
         self._connection_sequence += 1
         return self._connection_sequence
 
@@ -274,12 +273,12 @@ class AsyncWaltzClient(OpenedByConnect):
 
     @property
     def partition_count(self) -> int:
-        """How many partitions the cluster has."""
+        """The number of partitions of the cluster."""
         return self.directory.cluster.partition_count
 
     @property
     def client_id(self) -> int | None:
-        """The client id; None before the first mount."""
+        """The client ID; None before the first mount."""
         return self._client_id
 
     @property
@@ -288,7 +287,7 @@ class AsyncWaltzClient(OpenedByConnect):
         return any(partition.appends.has_pending for partition in self._partitions.values())
 
     def layout(self) -> ClusterLayout:
-        """Return where everything is, as plain values for `at` in other processes."""
+        """Return cluster and partition owners as plain values, for `at` in other processes."""
         owners = {
             int(partition_id): (owner.address, int(owner.generation))
             for partition_id, owner in self.directory.owners.items()
@@ -296,21 +295,21 @@ class AsyncWaltzClient(OpenedByConnect):
         return ClusterLayout(self._connect, self.directory.cluster, owners)
 
     async def high_water_mark(self, partition: int, *, linearizable: bool = False) -> TransactionId:
-        """Return the last committed transaction of a partition, -1 for an empty one.
+        """Return the ID of the last committed transaction of a partition, -1 if it is empty.
 
-        `linearizable`: a quorum has confirmed the answer, so it is not older than the question.
+        `linearizable`: a quorum confirms the answer, so it is not older than the call.
         """
         return await self._ask_mark(self._checked(partition), linearizable=linearizable)
 
     async def high_water_marks(self, *, linearizable: bool = False) -> dict[int, TransactionId]:
-        """Return the marks of all partitions, asked at once."""
+        """Return the marks of all partitions, requested in parallel."""
         wanted = self._all_or(None)
         return await by_partition(wanted, partial(self._ask_mark, linearizable=linearizable))
 
     async def replicas(
         self, partition: int, *, linearizable: bool = False, group: int | None = None
     ) -> ReplicaSet:
-        """Return session, mark and replicas of a partition; those of the `group` are nearby."""
+        """Return session, mark and replicas of a partition; replicas in `group` are nearby."""
         found = await self.replica_sets([partition], linearizable=linearizable, group=group)
         return found[partition]
 
@@ -321,19 +320,19 @@ class AsyncWaltzClient(OpenedByConnect):
         linearizable: bool = False,
         group: int | None = None,
     ) -> dict[int, ReplicaSet]:
-        """Return what `replicas` does of many partitions (all by default), asked at once."""
+        """Return the `replicas` of many partitions (default: all), requested in parallel."""
         wanted, near = self._all_or(partitions), self.config.group if group is None else group
         return await self.requests.replica_sets(wanted, linearizable=linearizable, group=near)
 
     async def has_original(self, partitions: Iterable[int] | None = None) -> bool:
-        """Return whether any partition (all by default) is at an original server now."""
+        """Return whether a 0.13 server owns any of these partitions (default: all) now."""
         return await self.requests.has_original(self._all_or(partitions))
 
     async def flush(self, partition: int) -> TransactionId:
-        """Wait until every append made before is final; return the partition's mark.
+        """Wait until all earlier appends are final; return the partition's mark.
 
-        The mark covers those appends. It may lack what another server has committed in the last
-        two seconds, when the partition moved meanwhile; for a mark that lacks nothing ask for
+        The mark covers those appends. If the partition moved meanwhile, it may lack transactions
+        that another server committed in the last two seconds; for a mark that lacks nothing use
         `high_water_mark(partition, linearizable=True)`.
         """
         partition_id = self._checked(partition)
@@ -343,9 +342,9 @@ class AsyncWaltzClient(OpenedByConnect):
         return await self.requests.flush(partition_id)
 
     async def mount(self, partitions: Iterable[int] | None = None) -> dict[int, TransactionId]:
-        """Mount partitions (all by default) now; return what is known of their marks.
+        """Mount partitions (default: all) now; return their marks as far as known.
 
-        Everything that older connections with this client id have sent is final then.
+        All appends sent by older connections with this client ID are final when it returns.
         """
 
         async def mount(partition_id: PartitionId) -> TransactionId:
@@ -356,9 +355,9 @@ class AsyncWaltzClient(OpenedByConnect):
         return await by_partition(self._all_or(partitions), mount)
 
     async def begin_sequences(self, sequences: Mapping[int, int]) -> None:
-        """Number requests from these numbers on, by partition: lower ones were somebody else's.
+        """Set the first sequence number by partition: an earlier client used the lower ones.
 
-        For a client that writes with the id of an earlier one; before it appends anything.
+        For a client that reuses the ID of an earlier client; call it before any append.
         """
         for partition_id, sequence in sequences.items():
             (await self._partition(self._checked(partition_id))).begin_sequences(sequence)
@@ -377,30 +376,31 @@ class AsyncWaltzClient(OpenedByConnect):
         client_high_water_mark: int | None = None,
         follows: FollowedState | bool = False,
     ) -> "asyncio.Future[TransactionId]":
-        """Append one transaction; return a future of its id.
+        """Append one transaction; return a future of its ID.
 
-        Without a partition it is that of the first lock, or the next one in turn. Without a mark it
-        is what this client has applied, or knows of. The future raises LockFailed (with a mark to
-        compute anew from), ClientAhead, TooLarge, OutcomeUnknown, another Unavailable when it could
-        not be placed in time, or what ended the stream; only OutcomeUnknown leaves it in doubt.
+        The default partition is that of the first lock, otherwise round-robin. The default mark is
+        the last transaction that this client has applied or, without a feed, knows of. The future
+        raises LockFailed (with the mark from which to compute again), ClientAhead, TooLarge,
+        OutcomeUnknown, another Unavailable if the append timed out, or the error that ended the
+        stream. Only after OutcomeUnknown may the transaction be in the log.
 
-        With `follows` LockFailed may come earlier, and with `following`: what is in flight. Give it
-        back as `follows` with what was computed as though that were in the log.
+        With `follows`, LockFailed may be raised earlier and carry `following`: transactions in
+        flight. Compute as if they were in the log, and pass `following` as `follows`.
         """
         write, read = check_locks("write", write_locks), check_locks("read", read_locks)
         added = check_locks("append", append_locks)
         locks = write or read or added
-        told = None if client_high_water_mark is None else check_mark(client_high_water_mark)
+        given = None if client_high_water_mark is None else check_mark(client_high_water_mark)
         chosen = await self._partition(self._choose(partition, locks))
-        if (write or read) and told is None and not chosen.is_ready:
-            await chosen.mounted()  # there is no mark to go by before
-        if (write or read) and told is None and chosen.is_starting:
+        if (write or read) and given is None and not chosen.is_ready:
+            await chosen.mounted()  # the mark is unknown until then
+        if (write or read) and given is None and chosen.is_starting:
             await chosen.fed()
-        mark = chosen.mark if told is None else told
+        mark = chosen.mark if given is None else given
         row = PendingRow(check_data(data), check_header(header), mark)
         row.write_locks, row.read_locks, row.append_locks = write, read, added
         if follows:
-            row.follow(FOLLOW if follows is True else follows, told)
+            row.follow(FOLLOW if follows is True else follows, given)
         if not chosen.window.try_take(1, row.size_bytes):
             await chosen.window.take(1, row.size_bytes)
         loop = asyncio.get_running_loop()
@@ -417,13 +417,13 @@ class AsyncWaltzClient(OpenedByConnect):
         client_high_water_mark: int,
         order: BatchOrder | None = None,
     ) -> "asyncio.Future[BatchOutcome]":
-        """Append a batch as `batches.encode_append` makes it; return a future of its outcome.
+        """Append a batch encoded by `batches.encode_append`; return a future of its outcome.
 
-        With an `order` rows of its batches enter in the order in which they were appended, also
-        over losses; see `BatchOrder`.
+        With an `order`, rows enter the log in the order in which they were appended, also when
+        requests are lost; see `BatchOrder`.
 
-        The future raises only when there is no outcome for the rows: TooLarge, BadRequest,
-        Unavailable or what has ended the stream (none is in the log), or OutcomeUnknown.
+        The future raises only if rows have no outcome of their own: TooLarge, BadRequest,
+        Unavailable or the error that ended the stream (no row is in the log), or OutcomeUnknown.
         """
         mark = check_mark(client_high_water_mark)
         chosen = await self._partition(self._checked(partition))
@@ -433,15 +433,15 @@ class AsyncWaltzClient(OpenedByConnect):
         return chosen.appends.add_batch(payload, row_count, mark, order)
 
     async def submit(self, context: TransactionContext) -> "asyncio.Future[TransactionId | None]":
-        """Run a context; return a future of its transaction id, None when it gave itself up.
+        """Run a context; return a future of its transaction ID, None if `execute` returned False.
 
-        The first attempt is made before this returns; what `execute` raises goes to `on_exception`
-        and into the future.
+        The first attempt is made before this returns. Exceptions of `execute` are passed to
+        `on_exception` and set on the future.
         """
         return await self.run_context(LoopContext(context))
 
     async def run_context(self, context: RunnableContext) -> "asyncio.Future[TransactionId | None]":
-        """Run whatever can be run as a context; `submit` for others than asyncio's."""
+        """Run any runnable context; the generic form of `submit`."""
         self._check_usable()
         partition_id = self._checked(context.partition_id(self.partition_count))
         run = ContextRun(context, await self._partition(partition_id), self.random)
@@ -449,7 +449,7 @@ class AsyncWaltzClient(OpenedByConnect):
             self._runs[run] = None
             run.future.add_done_callback(lambda _: self._runs.pop(run, None))
             if self._closing.is_set():
-                await run.follow()  # closed during the first attempt, which was not sent
+                await run.follow()  # closed during the first attempt, which is not sent
             else:
                 self.spawn(run.follow(), "context")
         return run.future
@@ -463,13 +463,13 @@ class AsyncWaltzClient(OpenedByConnect):
         *,
         headers: Iterable[int] | None = None,
     ) -> None:
-        """Apply the feed of partitions (all by default) to the callbacks until closed.
+        """Apply the feed of partitions (default: all) to the callbacks until closed.
 
-        With `headers` only transactions with one of these are brought; the servers pass over the
-        others, and this client's mark goes on over them.
+        With `headers`, only transactions with one of these headers are delivered; the servers
+        skip the others, and this client's mark advances past them.
 
-        Returns when the application has told its marks. Raises BadRequest for a partition that is
-        applied already, and what `client_high_water_mark` raises.
+        Returns when the application has returned its marks. Raises BadRequest for a partition
+        whose feed is applied already, and any exception of `client_high_water_mark`.
         """
         check_callbacks(callbacks, is_async=True)
         consumer = LoopConsumer(callbacks, self.subscriptions.data)
@@ -478,23 +478,24 @@ class AsyncWaltzClient(OpenedByConnect):
     async def subscribe_consumer(
         self, consumer: Consumer, partitions: Iterable[int] | None, header_values: tuple[int, ...]
     ) -> None:
-        """Apply the feed to any consumer; `subscribe` for others than asyncio's."""
+        """Apply the feed to any consumer; the generic form of `subscribe`."""
         recipient = Recipient(consumer, header_values)
         await self.subscriptions.subscribe(recipient, self._all_or(partitions))
 
     @property
     def partitions(self) -> tuple[int, ...]:
-        """The partitions whose feed is applied now; one that has ended is not among them."""
+        """The partitions whose feed is applied now; ended feeds are not included."""
         return self.subscriptions.partitions
 
     async def set_partitions(self, partitions: Iterable[int]) -> None:
-        """Have the feed of exactly these partitions applied, by the callbacks of `subscribe`.
+        """Apply the feeds of exactly these partitions, with the callbacks of `subscribe`.
 
-        Returns when nothing of the others is applied any more (what was begun is finished), and
-        the marks of those that are new were asked for. A partition goes to the callbacks that it
-        had before, a new one to those that subscribed last. Not for use in a callback.
+        Returns when the feeds of all other partitions have stopped (running callbacks finish) and
+        the marks of the new partitions are known. A partition keeps its earlier callbacks; a new
+        one gets those that subscribed last. Do not call it in a callback.
 
-        Raises UsageError before the first `subscribe`, and what `client_high_water_mark` raises.
+        Raises UsageError before the first `subscribe`, and any exception of
+        `client_high_water_mark`.
         """
         await self.subscriptions.set_partitions(self._all_or(partitions))
 
@@ -513,8 +514,8 @@ class AsyncWaltzClient(OpenedByConnect):
     ) -> AsyncIterator[RangeChunk]:
         """Yield the committed transactions first..last in checked chunks, dense and in order.
 
-        With `replicas` (as `replicas()` tells them) the bytes come from a storage that vouches for
-        them, and from the server where none does. Raises DataLoss when the log ends before `last`.
+        With `replicas` (from `replicas()`), the bytes come from a storage that has proved them
+        complete, otherwise from the server. Raises DataLoss if the log ends before `last`.
         """
         partition_id = self._checked(partition)
         check_range(partition_id, first, last)
@@ -546,21 +547,21 @@ class AsyncWaltzClient(OpenedByConnect):
     # --- private
 
     def _start(self, fetch: Coroutine[Any, Any, RangeChunk]) -> "asyncio.Future[RangeChunk]":
-        """Run a fetch beside its reader, who may lose interest."""
+        """Run a fetch as a task of its own: its reader may be cancelled."""
         future: asyncio.Future[RangeChunk] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
         async def run() -> None:
-            told: RangeChunk | errors.WaltzError = errors.Unavailable(_CLOSED)
+            outcome: RangeChunk | errors.WaltzError = errors.Unavailable(_CLOSED)
             try:
-                told = await fetch
+                outcome = await fetch
             except errors.WaltzError as error:
-                told = error
+                outcome = error
             finally:
-                if isinstance(told, RangeChunk) and not future.done():
-                    future.set_result(told)
-                elif isinstance(told, errors.WaltzError) and not future.done():
-                    future.set_exception(told)
+                if isinstance(outcome, RangeChunk) and not future.done():
+                    future.set_result(outcome)
+                elif isinstance(outcome, errors.WaltzError) and not future.done():
+                    future.set_exception(outcome)
 
         if self._closing.is_set():
             fetch.close()
@@ -571,12 +572,12 @@ class AsyncWaltzClient(OpenedByConnect):
     def _check_home(self) -> None:
         if os.getpid() != self._pid:
             raise errors.UsageError(
-                f"this client was opened by process {self._pid} and is used in process "
-                f"{os.getpid()}, a fork of it: open a client of its own there"
+                f"this client was opened by process {self._pid} and is used in its fork "
+                f"{os.getpid()}. Hint: open a client in each process."
             )
         if self._root is not None and self._root.get_loop() is not asyncio.get_running_loop():
             raise errors.UsageError(
-                "this client was opened on another event loop: open one in each asyncio.run"
+                "this client was opened on another event loop. Hint: open one in each asyncio.run."
             )
 
     def _check_usable(self) -> None:
@@ -604,8 +605,8 @@ class AsyncWaltzClient(OpenedByConnect):
 
     async def _ask_mark(self, partition_id: PartitionId, *, linearizable: bool) -> TransactionId:
         mark = await self.requests.high_water_mark(partition_id, linearizable=linearizable)
-        # A server that is about to find out that it has lost the partition may answer with less
-        # than this client was told before; what is told never goes back.
+        # A server that has lost the partition without knowing it may return a lower mark than
+        # this client received earlier; the returned mark never decreases.
         known = max(mark, self._marks.get(partition_id, mark))
         self._marks[partition_id] = known
         return known
@@ -617,7 +618,7 @@ class AsyncWaltzClient(OpenedByConnect):
         async with self._id_lock:
             if self._client_id is None:
                 self._client_id = await self.directory.next_client_id()
-        # NB: another task may have made it meanwhile.
+        # NB: another task may have created it meanwhile.
         found = self._partitions.get(partition_id)
         if found is None:
             found = ClientPartition(partition_id, self._client_id, self)

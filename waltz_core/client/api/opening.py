@@ -1,7 +1,7 @@
-"""A client that is being opened: `await` it, or use it as `async with`.
+"""A client that is being opened: `await` it, or use it in `async with`.
 
-A coroutine cannot be entered and a context manager cannot be awaited; users expect both of
-`AsyncWaltzClient.connect`. Whoever opens it in another way is told this one.
+A coroutine is not a context manager and a context manager cannot be awaited; users expect both of
+`AsyncWaltzClient.connect`. Any other way of opening raises an error that explains these two.
 """
 
 from collections.abc import Generator
@@ -19,20 +19,20 @@ NOT_SENT = "a client cannot be sent to another process: open one there, with its
 
 
 class Openable(Protocol):
-    """What is opened and closed."""
+    """A client with `open` and `close`."""
 
     async def open(self) -> Any:  # noqa: ANN401 - itself
         """Connect; return itself."""
 
     async def close(self) -> None:
-        """End."""
+        """Disconnect."""
 
 
 ClientT = TypeVar("ClientT", bound=Openable)
 
 
 class Opening(Generic[ClientT]):
-    """See the module."""
+    """A client to await, or to enter with `async with`."""
 
     def __init__(self, client: ClientT) -> None:
         self._client = client
@@ -53,7 +53,7 @@ class Opening(Generic[ClientT]):
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
-            raise AttributeError(name)  # copy, pickle and shells ask for such names
+            raise AttributeError(name)  # copy, pickle and shells look up such names
         raise errors.NotOpen(f"{name}: the client is not open yet: {HOW_TO_OPEN}")
 
     async def _opened(self) -> ClientT:
@@ -62,10 +62,10 @@ class Opening(Generic[ClientT]):
 
 
 class OpenedByConnect:
-    """A client that `connect` makes, and a call of its class does not."""
+    """Base of clients that are created with `connect`, not by calling the class."""
 
     def __new__(cls, *given: object, **_named: object) -> Self:
-        """Make one of a directory; raises UsageError for a connect string, or for nothing."""
+        """Create a client from a directory; raises UsageError for a connect string or nothing."""
         if not given or isinstance(given[0], str):
             raise errors.UsageError(f"expected the client to be opened by connect: {HOW_TO_OPEN}")
         return super().__new__(cls)
@@ -75,7 +75,7 @@ class OpenedByConnect:
 
 
 def settings_of(config: ClientConfig | None) -> ClientConfig:
-    """Return the settings of a client; raises UsageError for what is none."""
+    """Return the settings of a client; raises UsageError for any other object."""
     chosen: object = ClientConfig() if config is None else config
     if not isinstance(chosen, ClientConfig):
         raise errors.UsageError(

@@ -1,13 +1,13 @@
-"""Which partitions are fed to which callbacks: started, stopped and started again.
+"""Starts, stops and restarts the feeds of partitions, each to its callbacks.
 
-Applications that share the partitions of a log among them take some up and lay others down while
-they run, and a partition that is laid down here may be applied elsewhere the moment after.
+Application instances that share the partitions of a log start and stop feeds while they run; right
+after a feed stops here, another instance may apply that partition.
 
 Rules:
     1. A partition is fed to one consumer at a time.
-    2. Who stops a feed waits for what is being applied; afterwards nothing of it is applied.
-    3. A feed that starts again asks for its mark anew, and goes to the consumer that it had, with
-       its filter; one that never had any goes to the consumer that subscribed last.
+    2. Stopping a feed waits for running callbacks; afterwards nothing of that feed is applied.
+    3. A restarted feed requests its mark again and keeps its consumer and filter; a new feed gets
+       the consumer that subscribed last.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], None]
 
 
 class _Feed:
-    """One partition that is fed, or was until its feed ended by itself."""
+    """The feed of one partition, running or ended."""
 
     def __init__(self, partition: ClientPartition, catch_up: CatchUp, data: DataCache) -> None:
         self.partition = partition
@@ -38,11 +38,11 @@ class _Feed:
 
     @property
     def is_applied(self) -> bool:
-        """Whether transactions are handed over, now or when some come."""
+        """Whether the feed delivers transactions."""
         return self._catch_up.applier.stopped is None and not self._is_over.is_set()
 
     async def run(self, mark: TransactionId | None) -> None:
-        """Apply until stopped."""
+        """Apply transactions until stopped."""
         self.task = asyncio.current_task()
         try:
             await self._catch_up.run(mark)
@@ -51,7 +51,7 @@ class _Feed:
             self._is_over.set()
 
     async def stop(self) -> None:
-        """Rule 2."""
+        """Stop, and wait for running callbacks (rule 2)."""
         text = f"the feed of partition {self.partition.partition_id} was ended by the application"
         self._catch_up.applier.lay_down(errors.Unavailable(text))
         await self._is_over.wait()
@@ -59,7 +59,7 @@ class _Feed:
 
 
 class _Start:
-    """Stands for a feed while the application is asked for its mark."""
+    """Placeholder for a feed while the application's mark is requested."""
 
 
 class Subscriptions:
@@ -91,16 +91,18 @@ class Subscriptions:
         number = self._set_count
         for partition_id in partition_ids:
             if self._set_count != number:
-                return  # `set_partitions` was called meanwhile, and has the last word
+                return  # `set_partitions` was called meanwhile and takes precedence
             if self._is_fed(partition_id):
-                raise errors.BadRequest(f"partition {partition_id} is subscribed to already")
+                raise errors.BadRequest(f"partition {partition_id} is already subscribed")
             self._recipients[partition_id] = recipient
             await self._start(partition_id)
 
     async def set_partitions(self, partition_ids: Iterable[PartitionId]) -> None:
-        """Stop the feeds of all others, then start those of these (rules 2 and 3)."""
+        """Stop the feeds of all other partitions, then start these (rules 2 and 3)."""
         if self._last is None:
-            raise errors.UsageError("set_partitions: there are no callbacks yet; subscribe first")
+            raise errors.UsageError(
+                "set_partitions: there are no callbacks yet. Hint: subscribe first."
+            )
         wanted = dict.fromkeys(partition_ids)
         task = asyncio.current_task()
         for partition_id, feed in self._feeds.items():
@@ -115,7 +117,7 @@ class Subscriptions:
                     await self._start(partition_id)
 
     def data(self, partition_id: PartitionId) -> DataCache:
-        """Return where the data of a partition's transactions comes from."""
+        """Return the data cache of a partition."""
         return self._data[partition_id]
 
     def _data_of(self, partition: ClientPartition, header_values: tuple[int, ...]) -> DataCache:
@@ -138,13 +140,13 @@ class Subscriptions:
 
     async def _start(self, partition_id: PartitionId) -> None:
         """Start a feed; raises what `client_high_water_mark` raises."""
-        await self._stop(partition_id)  # one that ended by itself has left something behind
+        await self._stop(partition_id)  # removes a feed that has ended by itself
         assert self._last is not None
         recipient = self._recipients.setdefault(partition_id, self._last)
         start = self._feeds[partition_id] = _Start()
         try:
             partition = await self._find(partition_id)
-            # A context must not claim to have seen the whole log while the view is older.
+            # A context must not claim the log's mark while the application's view is older.
             with partition.starting():
                 mark = await recipient.consumer.start_mark(partition_id)
         except BaseException:
@@ -152,13 +154,13 @@ class Subscriptions:
                 del self._feeds[partition_id]
             raise
         if self._feeds.get(partition_id) is not start:
-            return  # laid down meanwhile, and perhaps taken up again
+            return  # stopped meanwhile, and perhaps restarted
         data = self._data[partition_id] = self._data_of(partition, recipient.header_values)
         catch_up = CatchUp(partition, recipient, self._requests, self._config, data)
         feed = _Feed(partition, catch_up, data)
         self._feeds[partition_id] = feed
         if mark is not None:
-            # At once: a context that is submitted now must not claim to have seen the whole log.
+            # Immediately: a context that is submitted now must not claim the log's mark.
             catch_up.applier.start(mark)
         self._spawn(feed.run(mark), "feed")
 
@@ -175,8 +177,8 @@ class Subscriptions:
 
 
 def waits_for_itself(partition_id: int) -> errors.UsageError:
-    """Return the error of callbacks that would wait for themselves."""
+    """Return the error for a callback that would wait for itself."""
     return errors.UsageError(
-        f"set_partitions: it waits for what is being applied, and this is called while a "
-        f"transaction of partition {partition_id} is applied: call it from elsewhere"
+        f"set_partitions waits for running callbacks and was called in a callback of partition "
+        f"{partition_id}. Hint: call it outside callbacks."
     )

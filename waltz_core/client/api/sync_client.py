@@ -1,15 +1,15 @@
 """The client for threads: the asyncio client on one background loop, behind blocking calls.
 
-Applications, notebooks and Spark workers are written without an event loop. Everything here is one
-hop away from `async_client.py` and has no behaviour of its own.
+For applications, notebooks and Spark workers without an event loop. Every method delegates to
+`async_client.py` and adds no behaviour.
 
 Rules:
     1. One background thread runs the loop. The application's code never runs on it: contexts,
        hooks and callbacks run on worker threads and may block.
     2. A method may be called from any thread but the loop's own.
     3. A client belongs to the process that has opened it; a forked child gets a UsageError.
-    4. Nothing is handed to a loop that ends or has ended: another thread may close the client at
-       any moment, and whoever comes later is told so.
+    4. No call is scheduled on a loop that is ending or has ended: another thread may close the
+       client at any moment, and later callers get a UsageError.
 """
 
 import asyncio
@@ -71,18 +71,19 @@ if TYPE_CHECKING:
     from waltz_core.client.stream.appends import BatchOrder
     from waltz_core.client.stream.monitor import BatchOutcome
 
-# Threads for `execute`; and for hooks and feeds, each of which takes one while it is applied. They
-# are apart because a callback or a hook may wait for a context.
+# Threads for `execute`; and threads for hooks and feeds, one for each that runs. The pools are
+# separate because a callback or a hook may wait for a context.
 WORKERS_MAX = 16
 APPLIERS_MAX = 256
-# How long the last of what runs on the loop may take to end.
+# Timeout for the last tasks on the loop to end.
 END_S_MAX = 5.0
 
 _log = logging.getLogger(__name__)
 
 _CLOSED = "the client is closed"
 _NOT_CLOSED = "a WaltzClient was not closed before the interpreter ended"
-# How `ThreadPoolExecutor.submit` begins what it raises after a shutdown, its own or the process's.
+# Start of the message that `ThreadPoolExecutor.submit` raises after a shutdown (of the executor or
+# of the interpreter).
 _NO_MORE_WORK = "cannot schedule new futures"
 
 ResultT = TypeVar("ResultT")
@@ -99,7 +100,7 @@ class WaltzClient:
 
     Raises:
         BadConfig: the connect string is wrong, or there is no cluster at its root.
-        CoordinatorUnavailable: no ZooKeeper answers; the message names the hosts.
+        CoordinatorUnavailable: no ZooKeeper server answers; the message names the hosts.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class WaltzClient:
     def connect(
         cls, connect: str, config: ClientConfig | None = None, *, client_id: int | None = None
     ) -> Self:
-        """Open a client; the same as calling the class."""
+        """Open a client; equivalent to calling the class."""
         return cls(connect, config, client_id=client_id)
 
     @classmethod
@@ -124,7 +125,7 @@ class WaltzClient:
         connection_sequence: int = 0,
         claim: TaskClaim | None = None,
     ) -> Self:
-        """Open a client that is told where everything is; see `AsyncWaltzClient.at`."""
+        """Open a client with a given layout; see `AsyncWaltzClient.at`."""
         made = cls.__new__(cls)
         made._begin(
             lambda: AsyncWaltzClient.at(
@@ -139,7 +140,7 @@ class WaltzClient:
 
     @classmethod
     def over(cls, opening: Callable[[], Opening[AsyncWaltzClient]]) -> Self:
-        """Open a client over any asyncio client; `memory.MemoryWaltz` makes its clients so."""
+        """Open a client over any asyncio client; used by `memory.MemoryWaltz`."""
         made = cls.__new__(cls)
         made._begin(opening)
         return made
@@ -147,7 +148,7 @@ class WaltzClient:
     def _begin(self, opening: Callable[[], Opening[AsyncWaltzClient]]) -> None:
         self._pid = os.getpid()
         self._is_closed = False
-        # A signal's handler may close the client on the very thread that it has interrupted.
+        # RLock: a signal handler may close the client on the thread that it has interrupted.
         self._closing = threading.RLock()
         self._handing_over = threading.RLock()
         self._takes_calls = True  # rule 4
@@ -159,7 +160,7 @@ class WaltzClient:
         self._workers = _Workers(WORKERS_MAX, thread_name_prefix="waltz-context")
         self._appliers = _Workers(APPLIERS_MAX, thread_name_prefix="waltz-callback")
         self._running: set[Future[DeliveryProgress]] = set()  # callbacks
-        self._applying = threading.local()  # which partition's transaction this thread applies
+        self._applying = threading.local()  # the partition whose transaction this thread applies
 
         async def begin() -> AsyncWaltzClient:
             return await opening()
@@ -171,11 +172,11 @@ class WaltzClient:
             raise
 
     def close(self) -> None:
-        """Wait for outcomes as long as a request may take, then end; may be called twice.
+        """Wait for outcomes up to the request timeout, then close; may be called twice.
 
-        Callbacks that are running have ended then, unless they take longer than that: a client that
-        goes on from the application's mark applies nothing a second time. Called by a callback, it
-        does not wait for callbacks.
+        It also waits for running callbacks, with the same timeout, so that a client that resumes
+        from the application's mark applies nothing twice. Called by a callback, it does not wait
+        for callbacks.
         """
         self._check_process()
         with self._closing:
@@ -185,7 +186,7 @@ class WaltzClient:
                     self._wait(self._client.close())
                 finally:
                     self._end_threads()
-        # Without the lock: one of them may close the client, too, and need not be the last to.
+        # Without the lock: a callback may close the client, too.
         self._await_callbacks()
 
     def __enter__(self) -> Self:
@@ -211,12 +212,12 @@ class WaltzClient:
 
     @property
     def partition_count(self) -> int:
-        """How many partitions the cluster has."""
+        """The number of partitions of the cluster."""
         return self._client.partition_count
 
     @property
     def client_id(self) -> int | None:
-        """The client id; None before the first mount."""
+        """The client ID; None before the first mount."""
         return self._client.client_id
 
     @property
@@ -225,30 +226,30 @@ class WaltzClient:
         return self._client.has_pending
 
     def layout(self) -> ClusterLayout:
-        """Return where everything is, as plain values for `at` in other processes."""
+        """Return cluster and partition owners as plain values, for `at` in other processes."""
         return self._client.layout()
 
     def learn(self, layout: ClusterLayout) -> None:
-        """Take in what a client made by `at` does not know yet of where partitions are."""
+        """Add newer partition owners to a client made by `at`."""
         self._check_usable()
         directory = self._client.directory
         if isinstance(directory, FixedDirectory):
             self._hand_over(lambda: self._loop.call_soon_threadsafe(directory.learn, layout))
 
     def high_water_mark(self, partition: int, *, linearizable: bool = False) -> TransactionId:
-        """Return the last committed transaction of a partition, -1 for an empty one."""
+        """Return the ID of the last committed transaction of a partition, -1 if it is empty."""
         return self._call(self._client.high_water_mark(partition, linearizable=linearizable))
 
     def high_water_marks(self, *, linearizable: bool = False) -> dict[int, TransactionId]:
-        """Return the marks of all partitions, asked at once."""
+        """Return the marks of all partitions, requested in parallel."""
         return self._call(self._client.high_water_marks(linearizable=linearizable))
 
     def replicas(
         self, partition: int, *, linearizable: bool = False, group: int | None = None
     ) -> ReplicaSet:
-        """Return the session, its mark and the replicas to read a partition from.
+        """Return session, mark and replicas of a partition.
 
-        `read_range` asks those of the `group` first; by default that of the client's settings.
+        `read_range` reads from replicas in `group` first [default: the client's setting].
         """
         return self._call(self._client.replicas(partition, linearizable=linearizable, group=group))
 
@@ -259,34 +260,34 @@ class WaltzClient:
         linearizable: bool = False,
         group: int | None = None,
     ) -> dict[int, ReplicaSet]:
-        """Return what `replicas` does of many partitions (all by default), asked at once."""
+        """Return the `replicas` of many partitions (default: all), requested in parallel."""
         return self._call(
             self._client.replica_sets(partitions, linearizable=linearizable, group=group)
         )
 
     def has_original(self, partitions: Iterable[int] | None = None) -> bool:
-        """Return whether any partition (all by default) is at an original server now."""
+        """Return whether a 0.13 server owns any of these partitions (default: all) now."""
         return self._call(self._client.has_original(partitions))
 
     def flush(self, partition: int) -> TransactionId:
-        """Wait until every append made before is final; return the partition's mark.
+        """Wait until all earlier appends are final; return the partition's mark.
 
         The mark covers those appends; see `AsyncWaltzClient.flush` for what it may lack.
         """
         return self._call(self._client.flush(partition))
 
     def mount(self, partitions: Iterable[int] | None = None) -> dict[int, TransactionId]:
-        """Mount partitions (all by default) now; return what is known of their marks."""
+        """Mount partitions (default: all) now; return their marks as far as known."""
         return self._call(self._client.mount(partitions))
 
     # --- writing
 
     def begin_sequences(self, sequences: Mapping[int, int]) -> None:
-        """Number requests from these numbers on; see `AsyncWaltzClient.begin_sequences`."""
+        """Set the first sequence numbers; see `AsyncWaltzClient.begin_sequences`."""
         self._call(self._client.begin_sequences(sequences))
 
     def other_clients(self) -> set[int]:
-        """Return the client ids of the claimed write's other tasks that earlier runs have begun."""
+        """Return the client IDs of the claimed write's other tasks that earlier runs have begun."""
         claim = self._client.claim
         assert claim is not None, "for clients with a claim"
         return self._call(claim.other_clients())
@@ -303,7 +304,7 @@ class WaltzClient:
         client_high_water_mark: int | None = None,
         follows: FollowedState | bool = False,
     ) -> "Future[TransactionId]":
-        """Append one transaction; return a future of its id. See `AsyncWaltzClient.append`."""
+        """Append one transaction; return a future of its ID. See `AsyncWaltzClient.append`."""
         return self._call_future(
             self._client.append(
                 data,
@@ -326,7 +327,7 @@ class WaltzClient:
         client_high_water_mark: int,
         order: "BatchOrder | None" = None,
     ) -> "Future[BatchOutcome]":
-        """Append a batch as `batches.encode_append` makes it; return a future of its outcome."""
+        """Append a batch encoded by `batches.encode_append`; return a future of its outcome."""
         return self._call_future(
             self._client.append_batch(
                 partition,
@@ -338,7 +339,7 @@ class WaltzClient:
         )
 
     def submit(self, context: TransactionContext) -> "Future[TransactionId | None]":
-        """Run a context; return a future of its transaction id, None when it gave itself up.
+        """Run a context; return a future of its transaction ID, None if `execute` returned False.
 
         `execute` and the hooks run on worker threads; the first attempt is made before this
         returns.
@@ -355,9 +356,9 @@ class WaltzClient:
         *,
         headers: Iterable[int] | None = None,
     ) -> None:
-        """Apply the feed of partitions (all by default) to the callbacks until closed.
+        """Apply the feed of partitions (default: all) to the callbacks until closed.
 
-        With `headers` only transactions with one of these; see `AsyncWaltzClient.subscribe`.
+        `headers` filters the feed; see `AsyncWaltzClient.subscribe`.
         """
         check_callbacks(callbacks, is_async=False)
         values = check_headers(headers)
@@ -370,11 +371,11 @@ class WaltzClient:
 
     @property
     def partitions(self) -> tuple[int, ...]:
-        """The partitions whose feed is applied now; one that has ended is not among them."""
+        """The partitions whose feed is applied now; ended feeds are not included."""
         return self._client.partitions
 
     def set_partitions(self, partitions: Iterable[int]) -> None:
-        """Have the feed of exactly these applied; see `AsyncWaltzClient.set_partitions`."""
+        """Apply the feeds of exactly these; see `AsyncWaltzClient.set_partitions`."""
         applying = getattr(self._applying, "partition_id", None)
         if applying is not None:
             raise waits_for_itself(applying)
@@ -428,14 +429,14 @@ class WaltzClient:
     def _call_future(
         self, call: "Coroutine[Any, Any, asyncio.Future[ResultT]]"
     ) -> "Future[ResultT]":
-        """Wait for room, and return the outcome's future for threads."""
+        """Wait for space in the window; return the outcome's future for threads."""
         outcome: Future[ResultT] = Future()
-        # Nobody can cancel what is on its way to the log.
+        # An append on its way to the log cannot be cancelled.
         outcome.set_running_or_notify_cancel()
 
         async def begin() -> None:
             inner = await call
-            if inner.done():  # the loop may end before it comes to a callback
+            if inner.done():  # the loop may end before it runs a callback
                 _copy(inner, outcome)
             else:
                 inner.add_done_callback(lambda done: _copy(done, outcome))
@@ -443,7 +444,7 @@ class WaltzClient:
         try:
             self._call(begin())
         except errors.UsageError:
-            call.close()  # it may never have begun
+            call.close()  # it may not have started
             raise
         return outcome
 
@@ -457,17 +458,17 @@ class WaltzClient:
             return outcome.result()
         except CancelledError:  # only the end of the loop's thread cancels (`_end_threads`)
             raise errors.UsageError(_CLOSED) from None
-        except (KeyboardInterrupt, SystemExit):  # a signal handler's: the caller has gone
+        except (KeyboardInterrupt, SystemExit):  # raised by a signal handler; the caller is gone
             outcome.cancel()
             raise
 
     def _hand_over(self, give: Callable[[], ResultT]) -> ResultT:
-        """Give the loop something to do; raises UsageError when it takes nothing more (rule 4)."""
+        """Schedule a call on the loop; raises UsageError once it accepts no more (rule 4)."""
         with self._handing_over:
             try:
                 if self._takes_calls:
                     return give()
-            except RuntimeError:  # a signal's handler has closed the client in the middle of it
+            except RuntimeError:  # a signal handler has closed the client meanwhile
                 if self._takes_calls:
                     raise
             raise errors.UsageError(_CLOSED)
@@ -475,8 +476,8 @@ class WaltzClient:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise errors.UsageError(
-                f"this client was opened by process {self._pid} and is used in process "
-                f"{os.getpid()}, a fork of it: open a client of its own there"
+                f"this client was opened by process {self._pid} and is used in its fork "
+                f"{os.getpid()}. Hint: open a client in each process."
             )
 
     def _check_usable(self) -> None:
@@ -493,8 +494,8 @@ class WaltzClient:
             self._takes_calls = False
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        # Threads that still wait for something (data for a callback, say) are told that it is over.
-        # A thread may request something more while the last requests end.
+        # Cancels requests for which threads still wait, such as data for a callback. A thread may
+        # make another request while the last ones end, hence the loop.
         end_s = time.monotonic() + END_S_MAX
         while (left := asyncio.all_tasks(self._loop)) and time.monotonic() < end_s:
             for task in left:
@@ -513,8 +514,8 @@ class WaltzClient:
 class _Workers(ThreadPoolExecutor):
     """Threads for the application's code.
 
-    When the interpreter ends, an open client goes on until its own thread ends, but no thread takes
-    work any more: what would run is cancelled, as in a client that is closed.
+    When the interpreter exits, an open client runs until its own thread ends, but worker threads
+    accept no more calls: these are cancelled, as in a closed client.
     """
 
     is_ended = False
@@ -573,22 +574,22 @@ class _ThreadContext:
         except Exception:
             raise
         except BaseException as error:
-            raise _told_by_thread(error) from error
+            raise _raised_by_thread(error) from error
 
     async def execute(self, builder: TransactionBuilder) -> bool:
-        told: object = await _on_thread(self._workers, self._context.execute, builder)
-        _check_plain("execute", told)
-        return bool(told)
+        result: object = await _on_thread(self._workers, self._context.execute, builder)
+        _check_plain("execute", result)
+        return bool(result)
 
     async def call(self, hook: str, *args: object) -> None:
         method = getattr(self._context, hook)
         if getattr(type(self._context), hook) is getattr(TransactionContext, hook):
-            return  # it does nothing; no thread is needed for that
+            return  # not overridden
         await _on_thread(self._hook_workers, method, *args)
 
 
 class _ThreadConsumer:
-    """Hands transactions to `Callbacks` on worker threads, a run of them at a time."""
+    """Passes transactions to `Callbacks` on worker threads, several consecutive ones per call."""
 
     is_batched = False
 
@@ -632,8 +633,8 @@ class _ThreadConsumer:
                     count += 1
                     if time.monotonic() > until_s:
                         break
-            except BaseException as error:  # noqa: BLE001 - the application's own, whatever it is
-                return DeliveryProgress(count, _told_by_thread(error))
+            except BaseException as error:  # noqa: BLE001 - the application's own
+                return DeliveryProgress(count, _raised_by_thread(error))
             return DeliveryProgress(count, None)
 
         return await self._applied(partition_id, apply_all)
@@ -641,7 +642,7 @@ class _ThreadConsumer:
     async def _applied(
         self, partition_id: PartitionId, apply: Callable[[], DeliveryProgress]
     ) -> DeliveryProgress:
-        """Run callbacks on a thread, and have `close` know of it."""
+        """Run callbacks on a thread that `close` waits for."""
 
         def run() -> DeliveryProgress:
             self._applying.partition_id = partition_id
@@ -663,7 +664,7 @@ class _ThreadConsumer:
 
 
 class _BatchConsumer(_ThreadConsumer):
-    """Hands transactions to `BatchCallbacks` on worker threads, a batch at a time."""
+    """Passes transactions to `BatchCallbacks` on worker threads, a batch at a time."""
 
     is_batched = True
 
@@ -693,8 +694,8 @@ class _BatchConsumer(_ThreadConsumer):
                 return DeliveryProgress(0, None)
             try:
                 return DeliveryProgress(self._batched.apply_some(partition_id, given, last), None)
-            except BaseException as error:  # noqa: BLE001 - the application's own, whatever it is
-                return DeliveryProgress(0, _told_by_thread(error))
+            except BaseException as error:  # noqa: BLE001 - the application's own
+                return DeliveryProgress(0, _raised_by_thread(error))
 
         return await self._applied(partition_id, apply_some)
 
@@ -702,45 +703,47 @@ class _BatchConsumer(_ThreadConsumer):
 async def _on_thread(
     workers: ThreadPoolExecutor, call: Callable[..., ResultT], *args: object
 ) -> ResultT:
-    """Run the application's code; what would end the client's loop is raised as an error."""
+    """Run the application's code; convert exceptions that would end the client's loop."""
 
     def run() -> ResultT:
         try:
             return call(*args)
         except BaseException as error:
-            told = _told_by_thread(error)
-            if told is error:
+            raised = _raised_by_thread(error)
+            if raised is error:
                 raise
-            raise told from error
+            raise raised from error
 
     return await asyncio.get_running_loop().run_in_executor(workers, run)
 
 
-def _check_plain(name: str, told: object) -> None:
-    """Refuse what an async function has returned: nothing of it has run."""
-    if inspect.iscoroutine(told):
-        told.close()
+def _check_plain(name: str, result: object) -> None:
+    """Reject the coroutine of an async function: none of its code has run."""
+    if inspect.iscoroutine(result):
+        result.close()
         raise errors.UsageError(
             f"{name} is an async function: use AsyncWaltzClient, or a plain function"
         )
 
 
-def _told_by_thread(error: BaseException) -> Exception:
-    """Return what the application has raised: `sys.exit` on a thread ends no process."""
-    # No future takes these: whoever waits would do so for ever, or take itself for cancelled.
+def _raised_by_thread(error: BaseException) -> Exception:
+    """Return the exception to raise for the application's: `sys.exit` on a thread has no effect."""
+    # A future does not accept these: the waiting task would wait forever or appear cancelled.
     if isinstance(error, StopIteration | CancelledError):
-        return RuntimeError(f"the application has raised {error!r}")
+        return RuntimeError(f"the application raised {error!r}")
     if isinstance(error, Exception):
         return error
     return errors.UsageError(
-        f"{type(error).__name__} was raised on a worker thread, where it ends nothing: tell the "
-        "thread that may end the process"
+        f"{type(error).__name__} was raised on a worker thread, where it cannot end the process. "
+        "Hint: signal the main thread to exit."
     )
 
 
 def _copy(done: "asyncio.Future[ResultT]", outcome: "Future[ResultT]") -> None:
     if done.cancelled():
-        outcome.set_exception(errors.OutcomeUnknown("the client was closed before it was settled"))
+        outcome.set_exception(
+            errors.OutcomeUnknown("the client was closed before the outcome was known")
+        )
     elif (error := done.exception()) is not None:
         outcome.set_exception(error)
     else:
@@ -748,7 +751,7 @@ def _copy(done: "asyncio.Future[ResultT]", outcome: "Future[ResultT]") -> None:
 
 
 class _Chunks:
-    """The chunks of a range, on the loop: Ctrl-C may end the wait for one, not yet its fetch."""
+    """The chunks of a range, on the loop: Ctrl-C ends the wait for a chunk, not its fetch."""
 
     def __init__(self, chunks: AsyncIterator[RangeChunk]) -> None:
         self._chunks = cast("AsyncGenerator[RangeChunk, None]", chunks)
@@ -765,7 +768,7 @@ class _Chunks:
             return None
 
     async def end(self) -> None:
-        """End the range, and a fetch that is not waited for any more."""
+        """Close the range and cancel a fetch whose caller has stopped waiting."""
         if self._fetching is not None:
             self._fetching.cancel()
         async with self._turn:

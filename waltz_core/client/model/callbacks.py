@@ -1,17 +1,17 @@
-"""How an application takes in the log: its mark out, committed transactions in.
+"""The callbacks of a feed: the application returns its mark and applies committed transactions.
 
-It is the contract between the feed and whoever applies it (an application, the SQL callbacks, a
-cache), with nothing of how the feed is brought.
+This is the contract between the feed and its consumer (an application, the SQL callbacks, a cache),
+independent of how the feed is delivered.
 
 Rules:
-    1. `client_high_water_mark` is asked once when the feed of a partition starts; the next
-       transaction applied is the one after it, and then each one in order, none twice; where the
-       feed is filtered, of those that pass.
+    1. `client_high_water_mark` is called once when the feed of a partition starts. The feed then
+       applies the transactions after that mark in order, each once; with a filter, only those that
+       pass it.
     2. A partition's transactions are applied one at a time; partitions do not wait for each other.
-    3. A transaction that cannot be applied is never passed over in silence: `uncaught_exception`
-       decides, and what it returns is done.
-    4. An outage ends no feed unless the application says so: what may work later is tried again for
-       as long as it takes, with a warning in the log now and then.
+    3. A transaction that cannot be applied is never skipped silently: `uncaught_exception` decides
+       with its return value.
+    4. An outage ends no feed unless the application decides so: failures that may be temporary are
+       retried without limit, with an occasional warning in the log.
 """
 
 import inspect
@@ -25,44 +25,44 @@ from waltz_core.records.record import BEFORE_FIRST
 
 # Header values of one filter.
 HEADERS_MAX = 1_000
-# What callbacks may have beside `apply_transaction`.
+# The methods of callbacks in addition to `apply_transaction`.
 _HOOKS = ("client_high_water_mark", "uncaught_exception")
 
 
 class PoisonPolicy(Enum):
-    """What to do with a transaction that `apply_transaction` has raised on."""
+    """What to do with a transaction for which `apply_transaction` has raised."""
 
-    STOP = auto()  # the partition's feed ends here; the other partitions go on
-    SKIP = auto()  # take it as applied
+    STOP = auto()  # end this partition's feed; other partitions continue
+    SKIP = auto()  # treat it as applied
     RETRY = auto()  # apply it again, after a pause that doubles from 10 ms to 10 s
 
 
 def policy_of(error: Exception) -> PoisonPolicy:
-    """Return what is done unless an application decides otherwise (rule 4).
+    """Return the default policy for an error (rule 4).
 
-    RETRY while the log cannot be reached (`errors.Unavailable`), and STOP for everything else. An
-    append of the application's own whose outcome is unknown is not made again on its behalf.
+    RETRY while the log is unreachable (`errors.Unavailable`), and STOP for everything else. An
+    append of the application whose outcome is unknown is not repeated.
     """
-    in_doubt = (errors.OutcomeUnknown, errors.CoordinatorOutcomeUnknown)
-    if isinstance(error, errors.Unavailable) and not isinstance(error, in_doubt):
+    unknown = (errors.OutcomeUnknown, errors.CoordinatorOutcomeUnknown)
+    if isinstance(error, errors.Unavailable) and not isinstance(error, unknown):
         return PoisonPolicy.RETRY
     return PoisonPolicy.STOP
 
 
 class Callbacks(ABC):
-    """What `WaltzClient` calls, on worker threads: these methods may block."""
+    """Callbacks for `WaltzClient`. They run on worker threads and may block."""
 
     def client_high_water_mark(self, partition: int) -> int:
-        """Return the last transaction that the application has applied, -1 for none.
+        """Return the ID of the last transaction that the application has applied, -1 for none.
 
-        `LATEST` starts at the end of the log, whatever is in it. Unless overridden it is -1: every
-        start applies the whole log again, as a state that is kept in memory only needs it.
+        `LATEST` starts at the current end of the log. The default is -1: every start applies the
+        whole log again, as state that is kept only in memory requires.
         """
         return BEFORE_FIRST
 
     @abstractmethod
     def apply_transaction(self, transaction: Transaction) -> None:
-        """Apply one committed transaction, and remember its id as the new mark with it."""
+        """Apply one committed transaction, and store its ID as the new mark atomically with it."""
 
     def uncaught_exception(
         self,
@@ -70,50 +70,50 @@ class Callbacks(ABC):
         transaction_id: int,
         error: Exception,
     ) -> PoisonPolicy:
-        """Say what to do when `apply_transaction` has raised; `policy_of(error)` unless overridden.
+        """Return what to do after an exception of `apply_transaction` [`policy_of(error)`].
 
-        In an outage of the log, when the data cannot be had, it is asked again and again for the
-        same transaction. Also called, with the id after the last one applied, when the feed itself
-        cannot go on (the log is shorter than the application's mark, say); the answer then does
-        not matter.
+        In an outage of the log, when data is unavailable, it is called repeatedly for the same
+        transaction. It is also called, with the ID after the last one applied, when the feed
+        itself cannot continue (for example, the log is shorter than the application's mark); the
+        return value is ignored then.
         """
         return policy_of(error)
 
 
 class BatchCallbacks(Callbacks):
-    """Callbacks that apply several transactions at once and store their mark, as SQL views do."""
+    """Callbacks that apply several transactions at once and store the mark; used by SQL views."""
 
     @abstractmethod
     def begin(self, cluster_key: bytes) -> None:
-        """Take the key of the cluster whose log is applied, before each `client_high_water_mark`.
+        """Receive the key of the log's cluster, before each `client_high_water_mark`.
 
-        Whatever raises here, or there, is raised by `subscribe`.
+        `subscribe` raises the exceptions of both methods.
         """
 
     @abstractmethod
     def apply_some(self, partition: int, transactions: Sequence[Transaction], last: int) -> int:
-        """Apply the first of these transactions, or more of them in order; return how many.
+        """Apply one or more of these transactions from the first on; return how many.
 
-        It is called again with the rest; after 0 with the same ones. With all of them everything up
-        to `last` is applied: where a filter leaves out what follows the last of them, `last` is
-        higher, and there may be no transactions. What it raises concerns the first transaction.
+        It is called again with the rest; after 0, with the same transactions. Applying all of them
+        moves the mark to `last`, which is higher than the last ID if a filter has removed the
+        transactions after it; `transactions` may be empty. An exception concerns the first one.
         """
 
 
 class AsyncCallbacks(ABC):
-    """What `AsyncWaltzClient` calls, on its event loop: these methods must not block."""
+    """Callbacks for `AsyncWaltzClient`. They run on its event loop and must not block."""
 
     async def client_high_water_mark(self, partition: int) -> int:
-        """Return the last transaction that the application has applied, -1 for none.
+        """Return the ID of the last transaction that the application has applied, -1 for none.
 
-        `LATEST` starts at the end of the log, whatever is in it. Unless overridden it is -1: every
-        start applies the whole log again, as a state that is kept in memory only needs it.
+        `LATEST` starts at the current end of the log. The default is -1: every start applies the
+        whole log again, as state that is kept only in memory requires.
         """
         return BEFORE_FIRST
 
     @abstractmethod
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
-        """Apply one committed transaction, and remember its id as the new mark with it."""
+        """Apply one committed transaction, and store its ID as the new mark atomically with it."""
 
     async def uncaught_exception(
         self,
@@ -121,30 +121,30 @@ class AsyncCallbacks(ABC):
         transaction_id: int,
         error: Exception,
     ) -> PoisonPolicy:
-        """Say what to do when `apply_transaction` has raised; `policy_of(error)` unless overridden.
+        """Return what to do after an exception of `apply_transaction` [`policy_of(error)`].
 
-        In an outage of the log, when the data cannot be had, it is asked again and again for the
-        same transaction. Also called, with the id after the last one applied, when the feed itself
-        cannot go on (the log is shorter than the application's mark, say); the answer then does
-        not matter.
+        In an outage of the log, when data is unavailable, it is called repeatedly for the same
+        transaction. It is also called, with the ID after the last one applied, when the feed
+        itself cannot continue (for example, the log is shorter than the application's mark); the
+        return value is ignored then.
         """
         return policy_of(error)
 
 
 def check_callbacks(callbacks: object, *, is_async: bool) -> None:
-    """Refuse what is no callbacks, and those of the other client.
+    """Reject objects that are no callbacks, and callbacks for the other client.
 
-    A thread that calls an async function gets a coroutine and nothing is applied.
+    A thread that calls an async function gets a coroutine, and nothing is applied.
 
     Raises:
-        UsageError: says which client is the right one.
+        UsageError: names the client to use.
     """
     if isinstance(callbacks, type) or not hasattr(callbacks, "apply_transaction"):
         raise errors.UsageError(f"expected callbacks, an object of Callbacks; found {callbacks!r}")
     if is_async and isinstance(callbacks, Callbacks):
         raise errors.UsageError(
-            f"{type(callbacks).__name__} is made of plain functions: use WaltzClient, or derive "
-            "it from AsyncCallbacks"
+            f"{type(callbacks).__name__} has plain functions: use WaltzClient, or derive it from "
+            "AsyncCallbacks"
         )
     for name in _HOOKS:
         if not hasattr(callbacks, name):
@@ -161,9 +161,9 @@ def check_callbacks(callbacks: object, *, is_async: bool) -> None:
 
 
 def check_headers(headers: Iterable[int] | None) -> tuple[int, ...]:
-    """Return the headers of a filter, none for no filter.
+    """Return the headers of a filter, an empty tuple for no filter.
 
-    Raises BadRequest for what is no header, and for a filter that lets nothing through.
+    Raises BadRequest for an invalid header, and for a filter that no transaction passes.
     """
     if headers is None:
         return ()

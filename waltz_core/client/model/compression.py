@@ -1,23 +1,23 @@
-"""Compressed payloads: a serializer around another one, which says in the payload what it did.
+"""Compressed payloads: a serializer around another one, with the encoding stored in the payload.
 
     ENTRIES = Zstd(JSON)
     builder.set_transaction_data(entry, ENTRIES)
     ...
     entry = transaction.value(ENTRIES)
 
-The log carries bytes and never looks into them, so how they are packed is between who writes and
-who reads, and both find it here. The codec is Arrow's, which every installation has.
+The log does not interpret payloads, so their encoding is a matter of writers and readers, and both
+use this class. The codec is Arrow's, which every installation has.
 
     0      1        2             6
     | 0xC1 | 0      | the value's bytes
     | 0xC1 | 1      | n (uint32)  | a zstd frame of n bytes
 
 Rules:
-    1. The first two bytes say how the rest is packed; nothing is guessed. 0xC1 begins no msgpack,
-       no JSON and no UTF-8, so a payload that was written without this is told as what it is.
-    2. What is unpacked is never larger than a transaction may be, whatever a payload claims, and
-       that is known before anything is allocated for it.
-    3. A payload is compressed where that makes it smaller, and stays plain where it does not.
+    1. The first two bytes state the encoding of the rest; nothing is guessed. No msgpack, JSON or
+       UTF-8 starts with 0xC1, so a payload written without this class is recognized as such.
+    2. Decompressed data never exceeds the maximum size of a transaction, also if a payload claims
+       a larger size; this is checked before memory is allocated.
+    3. A payload is compressed only if that makes it smaller.
 """
 
 import struct
@@ -39,15 +39,15 @@ LEVEL_MIN, LEVEL_MAX = 1, 22
 
 
 class Zstd(Generic[T]):
-    """A serializer whose bytes are compressed with zstd where that pays.
+    """A serializer that compresses with zstd where this makes payloads smaller.
 
     Args:
-        inner: makes bytes of values, and values of bytes.
-        level: 1 is fast, 22 is small; zstd's own default is 3.
-        minimum_bytes: what is smaller than this is not worth a try.
+        inner: the serializer of the uncompressed bytes.
+        level: from 1 (fast) to 22 (small); zstd's own default is 3.
+        minimum_bytes: smaller payloads are not compressed.
 
     Raises:
-        BadRequest: a level that zstd does not have.
+        BadRequest: zstd does not have this level.
     """
 
     def __init__(self, inner: Serializer[T], *, level: int = 3, minimum_bytes: int = 200) -> None:
@@ -60,16 +60,16 @@ class Zstd(Generic[T]):
         self._minimum_bytes = minimum_bytes
 
     def serialize(self, value: T) -> bytes:
-        """Return the value's bytes, packed.
+        """Return the value's bytes, compressed where this makes them smaller.
 
         Raises:
-            TooLarge: the value's bytes are over 4 MiB before they are compressed (rule 2).
+            TooLarge: the value has over 4 MiB before compression (rule 2).
         """
         plain = self._inner.serialize(value)
         if len(plain) > TRANSACTION_BYTES_MAX:
             raise errors.TooLarge(
-                f"transaction data: expected at most {TRANSACTION_BYTES_MAX} bytes before they are "
-                f"compressed, found {len(plain)}"
+                f"transaction data: expected at most {TRANSACTION_BYTES_MAX} bytes before "
+                f"compression, found {len(plain)}"
             )
         if len(plain) >= self._minimum_bytes:
             packed: bytes = self._zstd().compress(plain, asbytes=True)
@@ -81,37 +81,43 @@ class Zstd(Generic[T]):
         """Return the value.
 
         Raises:
-            BadFormat: the bytes were not packed by this, or are damaged.
+            BadFormat: the bytes were not written by this class, or are damaged.
         """
         return self._inner.deserialize(self._unpacked(data))
 
     def _unpacked(self, data: bytes) -> bytes:
         if len(data) < len(_PLAIN_HEAD) or data[0] != MAGIC or data[1] not in (PLAIN, ZSTD):
             raise errors.BadFormat(
-                f"transaction data: expected {MAGIC:#x} and how it is packed, found "
-                f"{bytes(data[:2])!r}: it was written without compression.Zstd, or by a later one"
+                f"transaction data: expected {MAGIC:#x} and an encoding of 0 or 1, found "
+                f"{bytes(data[:2])!r}: it was written without compression.Zstd, or later"
             )
         if data[1] == PLAIN:
             return bytes(data[len(_PLAIN_HEAD) :])
         if len(data) < _ZSTD_HEAD.size:
-            raise errors.BadFormat(f"transaction data: a zstd payload of {len(data)} bytes")
+            raise errors.BadFormat(
+                f"transaction data: zstd payload of {len(data)} bytes is too short"
+            )
         size: int = _ZSTD_HEAD.unpack_from(data)[2]
         if not 0 < size <= TRANSACTION_BYTES_MAX:  # rule 2
             raise errors.BadFormat(
-                f"transaction data: expected 1 to {TRANSACTION_BYTES_MAX} bytes, found {size} "
-                "said to be compressed"
+                f"transaction data: zstd payload: expected an uncompressed size of 1 to "
+                f"{TRANSACTION_BYTES_MAX} bytes, found {size}"
             )
         try:
-            # It fills what it is given exactly, or raises.
+            # It returns exactly `size` bytes, or raises.
             plain: bytes = self._zstd().decompress(
                 memoryview(data)[_ZSTD_HEAD.size :], decompressed_size=size, asbytes=True
             )
         except (OSError, ValueError) as error:
-            raise errors.BadFormat(f"transaction data: {size} bytes of zstd: {error}") from error
+            raise errors.BadFormat(
+                f"transaction data: zstd payload of {size} bytes: {error}"
+            ) from error
         if len(plain) != size:
-            raise errors.BadFormat(f"transaction data: {size} bytes of zstd are {len(plain)}")
+            raise errors.BadFormat(
+                f"transaction data: zstd payload: expected {size} bytes, found {len(plain)}"
+            )
         return plain
 
     def _zstd(self) -> pa.Codec:
-        # NB: not kept, as a serializer is sent to other processes; it is made in a microsecond.
+        # NB: not stored, because serializers are sent to other processes; creating it takes 1 us.
         return pa.Codec("zstd", compression_level=self._level)

@@ -1,4 +1,4 @@
-"""A function as a transaction context: what a class of three methods would say, in a decorator.
+"""A decorator that makes a transaction context of a function.
 
     @transactional(partition_by=lambda account, amount: lock("account", account))
     def pay(builder: TransactionBuilder, account: int, amount: int) -> bool:
@@ -8,8 +8,8 @@
 
     client.submit(pay(7, 100)).result()
 
-It is a convenience over `TransactionContext` and adds nothing to it. Whoever wants hooks
-(`on_completion`, `on_application`, ...) writes the class.
+It is a convenience over `TransactionContext`. For hooks (`on_completion`, `on_application`, ...)
+write the class.
 """
 
 import operator
@@ -25,7 +25,7 @@ Execute: TypeAlias = Callable[Concatenate[TransactionBuilder, ArgumentsT], bool 
 
 
 class FunctionContext(TransactionContext):
-    """One call of a decorated function, to be given to `submit`."""
+    """One call of a decorated function; pass it to `submit`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class FunctionContext(TransactionContext):
         return self._choose(partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Call the function; for an `async` one `AsyncWaltzClient` awaits what this returns."""
+        """Call the function; if it is `async`, `AsyncWaltzClient` awaits the result."""
         return cast("bool", self._call(builder))
 
     def __repr__(self) -> str:
@@ -58,20 +58,20 @@ def transactional(
     timeout_ms: int | None = 60_000,
     follows: bool = False,
 ) -> Callable[[Execute[ArgumentsT]], Callable[ArgumentsT, FunctionContext]]:
-    """Make contexts of a function of a builder and any arguments.
+    """Decorate a function of a builder and any arguments, so that calling it makes a context.
 
-    The function is executed at each attempt, as `TransactionContext.execute` is, and may be `async`
-    in `AsyncWaltzClient`. Calling what the decorator returns, without the builder, executes
-    nothing: it makes a context for `submit`, once.
+    The function is executed at each attempt, like `TransactionContext.execute`, and may be `async`
+    with `AsyncWaltzClient`. Calling the decorated function, without the builder, does not execute
+    it: the call returns a context to submit once.
 
     Args:
-        bare: nothing; the function, where the brackets were forgotten.
+        bare: nothing; the function, if the parentheses were forgotten.
         partition: the partition of every transaction, or
         partition_by: a function of the same arguments that returns a lock; the transaction goes to
             the lock's partition.
-        retries_max: how often an attempt may be made again; None for no limit.
-        timeout_ms: how long all attempts may take; None for no limit.
-        follows: whether the function asks for `builder.predecessors`.
+        retries_max: number of retries; None for no limit.
+        timeout_ms: timeout for all attempts together; None for no limit.
+        follows: whether the function uses `builder.predecessors`.
 
     Raises:
         BadRequest: not exactly one of `partition` and `partition_by` is given.

@@ -1,18 +1,19 @@
-"""What an author has been told of transactions that are in flight, to compute the next one from it.
+"""Transactions in flight that a server reports to a writer, which computes its next one from them.
 
-It is the one thing that a client knows of what may never be in the log. It is good for the store
-session and the mount in which it was told, and nothing that is kept longer is made of it: no mark,
-no feed, no callback.
+This is the only information in a client about transactions that may never be in the log. It is
+valid for the store session and the mount in which it was received; marks, feeds and callbacks
+outlive both and never depend on it.
 
 Rules (decision 017):
-    1. An author has seen everything up to `base` in his own state, and `predecessors` are all
-       above it, up to `mark`, that have written one of his locks.
-    2. What is sent in another mount than the one in which it was told is not sent at all: its
-       author computes anew (`outbox.py`).
-    3. What was sent and lost is never sent again as it is, for the same reason (`appends.py`).
-    4. Of locks that he was not told of he has seen what his own state holds. An attempt with one of
-       them is sent with its state's mark, and with the session all the same: it was computed from
-       what may be lost with that.
+    1. The author has seen everything up to `base` in its own state; `predecessors` are all
+       transactions above `base`, up to `mark`, that have written one of its locks.
+    2. A row that depends on predecessors from another mount is not sent: its author computes it
+       again (`outbox.py`).
+    3. A lost row that depends on predecessors is not sent again, for the same reason
+       (`appends.py`).
+    4. For locks that the predecessors do not cover, the author has seen only its own state. An
+       attempt with such a lock is sent with the mark of that state. It still carries the session,
+       because it was computed from transactions that may be lost with the session.
 """
 
 import struct
@@ -36,7 +37,7 @@ from waltz_core.records.record import (
 from waltz_core.values import value
 from waltz_core.wire.messages import Predecessors
 
-# More than that is not carried from attempt to attempt: the author then waits for the log.
+# Limit for predecessors carried from attempt to attempt; above it the author waits for the log.
 CARRIED_MAX = 1_024
 CRC_BYTES: Final = 4
 _LENGTH: Final = struct.Struct(">i")
@@ -45,10 +46,10 @@ T = TypeVar("T")
 
 
 class Predecessor(NamedTuple):
-    """A transaction with a lock of the author's that his state does not hold yet.
+    """A transaction that wrote one of the author's locks and is missing in the author's state.
 
-    It is in the log already, or in flight in the order of its id. What follows it is in the log
-    only if it is.
+    It is in the log already, or in flight in the order of its ID. A transaction that follows it
+    gets into the log only if this one does.
     """
 
     transaction_id: TransactionId
@@ -57,7 +58,7 @@ class Predecessor(NamedTuple):
     data: bytes
 
     @overload
-    def value(self) -> Any: ...  # noqa: ANN401 - whatever msgpack has
+    def value(self) -> Any: ...  # noqa: ANN401 - any msgpack value
 
     @overload
     def value(self, serializer: Serializer[T]) -> T: ...
@@ -69,31 +70,31 @@ class Predecessor(NamedTuple):
 
 @value(frozen=True, slots=True, eq=False)
 class FollowedState:
-    """What an author has seen beyond his own state; see the module's rules."""
+    """What an author has seen beyond its own state; see the module's rules."""
 
     session_id: SessionId
     partition_id: PartitionId
-    mount: int  # the number of the mount in which it was told
+    mount: int  # the number of the mount in which it was received
     base: TransactionId
     mark: TransactionId
     predecessors: tuple[Predecessor, ...]
-    locks: frozenset[int]  # which the predecessors are those of
+    locks: frozenset[int]  # the locks that the predecessors cover
 
     @property
     def has_seen(self) -> bool:
-        """Whether anything was told yet; if not, it says only that the author wants to know."""
+        """Whether predecessors were received; if not, it only requests them."""
         return self.session_id != NO_SESSION
 
     def above(self, mark: TransactionId) -> tuple[Predecessor, ...]:
-        """Return those that a state at this mark does not hold."""
+        """Return the predecessors that are missing in a state at this mark."""
         return tuple(each for each in self.predecessors if each.transaction_id > mark)
 
     def claim(
         self, mark: TransactionId, locks: Iterable[int] = ()
     ) -> tuple[TransactionId, "FollowedState"]:
-        """Return the mark to send, and with what, for what was computed from a state at a mark.
+        """Return mark and followed state to send for a row computed from a state at `mark`.
 
-        `locks` are those that are checked against it.
+        `locks` are the locks that the server checks against the mark.
         """
         if not self.has_seen or not self.base <= mark < self.mark:
             return mark, FOLLOW
@@ -102,7 +103,7 @@ class FollowedState:
         return self.mark, self
 
     def without(self, mark: TransactionId) -> tuple[TransactionId, "FollowedState"]:
-        """Return the same for what was computed from it and is judged by its own mark (rule 4)."""
+        """Return the same for a row that is checked against the mark of its own state (rule 4)."""
         if not self.has_seen:
             return mark, FOLLOW
         return mark, replace(self, base=mark, mark=mark, predecessors=(), locks=frozenset())
@@ -110,22 +111,22 @@ class FollowedState:
     def told(
         self, message: Predecessors, mark: TransactionId, mount: int, locks: Iterable[int]
     ) -> "FollowedState":
-        """Return what an author knows who was refused with `mark`, with this in his hands before.
+        """Return this state with the predecessors that came with a rejection at `mark`.
 
-        `locks` are the write and read locks that he was refused with. Raises RemoteProtocolError
-        for what does not follow the mark.
+        `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError for
+        predecessors that do not follow the mark.
         """
         known, base = (self.predecessors, self.base) if self.has_seen else ((), mark)
-        told = list(_predecessors_in(message))
-        ids = [mark, *(each.transaction_id for each in told)]
+        received = list(_predecessors_in(message))
+        ids = [mark, *(each.transaction_id for each in received)]
         if ids != sorted(set(ids)) or ids[-1] > message.last:
             raise errors.RemoteProtocolError(
-                f"predecessors {tuple(message.req_id)}: expected ids that rise from {mark} to "
+                f"predecessors {tuple(message.req_id)}: expected ascending IDs from {mark} to "
                 f"{message.last}, found {ids[1:]}"
             )
-        if len(known) + len(told) > CARRIED_MAX:
+        if len(known) + len(received) > CARRIED_MAX:
             return FOLLOW
-        found = (*known, *told)
+        found = (*known, *received)
         return FollowedState(
             SessionId(message.session_id),
             message.req_id.partition_id,
@@ -138,7 +139,7 @@ class FollowedState:
 
 
 def _predecessors_in(message: Predecessors) -> Iterator[Predecessor]:
-    """Yield what the records say; raises RemoteProtocolError for bytes that are none."""
+    """Yield the records' contents; raises RemoteProtocolError for invalid records."""
     records, start = bytes(message.records), 0
     for (length,) in _LENGTH.iter_unpack(message.lengths):
         crc_at = start + length - CRC_BYTES
@@ -153,9 +154,10 @@ def _predecessors_in(message: Predecessors) -> Iterator[Predecessor]:
         start += length
     if start != len(records):
         raise errors.RemoteProtocolError(
-            f"predecessors {tuple(message.req_id)}: what stands at byte {start} is no record"
+            f"predecessors {tuple(message.req_id)}: expected a record at byte {start}, "
+            "found other bytes"
         )
 
 
-# An author who wants to follow and has seen nothing yet.
+# The state of an author that requests predecessors and has received none yet.
 FOLLOW = FollowedState(NO_SESSION, PartitionId(-1), 0, BEFORE_FIRST, BEFORE_FIRST, (), frozenset())

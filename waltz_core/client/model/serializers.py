@@ -1,6 +1,6 @@
-"""How an application's values become transaction data, and data values.
+"""Serializers: convert an application's values to transaction data and back.
 
-Whatever hands data to an application, fed, read or in flight, needs them, and they need nothing.
+They depend on no other part of the client, because feeds, reads and predecessors all use them.
 """
 
 from typing import Any, Protocol, TypeVar
@@ -24,10 +24,10 @@ class Serializer(Protocol[T]):
 
 
 class BytesSerializer:
-    """Data as it is."""
+    """Bytes, unchanged."""
 
     def serialize(self, value: bytes) -> bytes:
-        """Return the bytes; raises BadRequest for anything that is no bytes object."""
+        """Return the bytes; raises BadRequest for any other object."""
         if not isinstance(value, bytes | bytearray | memoryview):
             raise errors.BadRequest(
                 f"transaction data: expected bytes, found {type(value).__name__}"
@@ -42,8 +42,8 @@ class BytesSerializer:
 class MsgpackSerializer:
     """msgpack, the default: numbers, texts, bytes, lists, maps."""
 
-    def serialize(self, value: Any) -> bytes:  # noqa: ANN401 - whatever msgpack can pack
-        """Return the value packed; raises BadRequest for a type that msgpack does not know."""
+    def serialize(self, value: Any) -> bytes:  # noqa: ANN401 - any msgpack value
+        """Return the packed value; raises BadRequest for a type that msgpack does not support."""
         try:
             packed: bytes = msgpack.packb(value)
         except (TypeError, ValueError, OverflowError) as error:
@@ -51,7 +51,7 @@ class MsgpackSerializer:
         return packed
 
     def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
-        """Return the value; raises BadFormat for bytes that are no msgpack."""
+        """Return the value; raises BadFormat for invalid msgpack."""
         try:
             return msgpack.unpackb(data, strict_map_key=False)
         except (msgpack.UnpackException, ValueError) as error:
@@ -59,17 +59,19 @@ class MsgpackSerializer:
 
 
 class JsonSerializer:
-    """JSON in UTF-8, without needless blanks."""
+    """Compact JSON in UTF-8."""
 
     def serialize(self, value: Any) -> bytes:  # noqa: ANN401
-        """Return the value as JSON; raises BadRequest for what JSON does not have, NaN as well."""
+        """Return the value as JSON; raises BadRequest for values that JSON lacks, such as NaN."""
         try:
             return strict_json.to_json(value)
         except (TypeError, ValueError) as error:
-            raise errors.BadRequest(f"transaction data: no JSON for it: {error}") from error
+            raise errors.BadRequest(
+                f"transaction data: cannot be written as JSON: {error}"
+            ) from error
 
     def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
-        """Return the value; raises BadFormat for bytes that are no JSON, with NaN in them say."""
+        """Return the value; raises BadFormat for invalid JSON, which includes NaN."""
         try:
             return strict_json.from_json(data)
         except ValueError as error:

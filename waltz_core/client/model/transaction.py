@@ -1,13 +1,12 @@
-"""What an application says to the log, and what it hears: contexts, builders, transactions, locks.
+"""The application programming model: contexts, builders, transactions and locks.
 
-These are the words of the application programming model. They know of no connection, no event loop
-and no thread, so the asyncio client, the sync client, the SQL callbacks and the in-memory Waltz for
-tests all share them.
+These types depend on no connection, event loop or thread, so the asyncio client, the sync client,
+the SQL callbacks and the in-memory Waltz for tests share them.
 
 Rules:
-    1. A lock is a name and a key; only its 32-bit hash travels. Locks hold within one partition.
-    2. A context may be executed any number of times: each attempt gets a fresh builder with a
-       later high-water mark, and nothing of a refused attempt is ever sent again.
+    1. A lock is a name and a key; only its 32-bit hash is sent. Locks apply within one partition.
+    2. A context may be executed any number of times: each attempt gets a new builder with a later
+       high-water mark, and a rejected attempt is never sent again.
     3. Exactly one of `on_completion`, `on_expiration`, `on_exception` ends a context.
 """
 
@@ -45,12 +44,12 @@ T = TypeVar("T")
 
 
 def lock(name: str, key: int | str = 0) -> int:
-    """Return the 32-bit hash that is sent for a lock (docs/design/wire-format.md 4).
+    """Return the 32-bit hash of a lock (docs/design/wire-format.md 4).
 
-    A text key stands for the CRC-32 of its UTF-8 bytes, as in Spark's `functions.lock`.
+    A text key is replaced by the CRC-32 of its UTF-8 bytes, as in Spark's `functions.lock`.
 
     Raises:
-        BadRequest: the name is no text, or the key is neither text nor an integer of 64 bits.
+        BadRequest: the name is not text, or the key is neither text nor a 64-bit integer.
     """
     if not isinstance(name, str):
         raise errors.BadRequest(f"lock {name!r}: expected a text as its name")
@@ -71,7 +70,7 @@ def partition_of(hashed: int, partition_count: int) -> PartitionId:
 
 
 def check_locks(kind: str, locks: Iterable[int]) -> tuple[int, ...]:
-    """Return lock hashes as a tuple; raises BadRequest for what is none, or more than one takes."""
+    """Return lock hashes as a tuple; raises BadRequest for other values and for too many."""
     try:
         checked = tuple(locks)
     except TypeError:
@@ -95,7 +94,7 @@ def check_locks(kind: str, locks: Iterable[int]) -> tuple[int, ...]:
 
 
 class TransactionBuilder:
-    """One attempt at a transaction: what `execute` fills in."""
+    """One attempt at a transaction, filled in by `execute`."""
 
     __slots__ = (
         "append_locks",
@@ -111,11 +110,11 @@ class TransactionBuilder:
 
     def __init__(self, partition_id: PartitionId, client_high_water_mark: TransactionId) -> None:
         self.partition_id = partition_id
-        # Taken before `execute`: what the application reads is at least this new. An application
-        # that reads its mark together with its data, from one database transaction, puts the
-        # mark it has read in place of this one.
+        # Taken before `execute`, so the application reads a state that is at least this new. An
+        # application that reads its mark together with its data, in one database transaction,
+        # replaces this mark with the one that it has read.
         self.client_high_water_mark = client_high_water_mark
-        # For a context that `follows`: what it was told, and the mark from which it has asked.
+        # For a context that `follows`: the transactions in flight, and the mark of its state.
         self.following: FollowedState | None = None
         self.followed_from: TransactionId | None = None
         self.header = 0
@@ -125,11 +124,11 @@ class TransactionBuilder:
         self.append_locks: tuple[int, ...] = ()
 
     def predecessors(self, mark: int) -> tuple[Predecessor, ...]:
-        """Return what has been written under its locks and a state at a mark does not hold.
+        """Return transactions that wrote its locks and are missing in a state at this mark.
 
-        For a context that `follows`, to compute from that state as though all of them were in it,
-        in the order of their ids. Read the mark together with the state: callbacks may apply one of
-        them meanwhile. The mark becomes the transaction's.
+        For a context that `follows`: compute from that state as if it contained all of them, in
+        the order of their IDs. Read the mark together with the state: callbacks may apply one of
+        them meanwhile. The mark becomes the transaction's mark.
         """
         self.client_high_water_mark = self.followed_from = check_mark(mark)
         if self.following is None:
@@ -137,16 +136,16 @@ class TransactionBuilder:
         return self.following.claim(self.followed_from)[1].above(self.followed_from)
 
     def claim(self) -> tuple[TransactionId, FollowedState | None]:
-        """Return the mark to send, and what is followed: nothing that was not asked for."""
+        """Return the mark to send, and the followed state if `predecessors` was called."""
         mark = check_mark(self.client_high_water_mark)
         if self.following is None or self.followed_from is None:
-            return mark, None  # told at once it would come again at once, and no further
-        if self.followed_from != mark:  # it was computed from another state than it is judged by
+            return mark, None  # following would repeat this attempt at once, without progress
+        if self.followed_from != mark:  # computed from another state than the one to be checked
             return self.following.without(mark)
         return self.following.claim(mark, (*self.write_locks, *self.read_locks))
 
     def set_header(self, header: int) -> None:
-        """Set the application's metadata, a 32-bit integer; 0 if never called."""
+        """Set the application's metadata, a 32-bit integer [default: 0]."""
         self.header = check_header(header)
 
     def set_transaction_data(self, value: T, serializer: Serializer[T] = MSGPACK) -> None:
@@ -154,7 +153,7 @@ class TransactionBuilder:
         self.data = check_data(serializer.serialize(value))
 
     def set_write_locks(self, locks: Iterable[int]) -> None:
-        """Check these locks against the mark, and leave this transaction's id on them."""
+        """Check these locks against the mark, and record this transaction as their last writer."""
         self.write_locks = check_locks("write", locks)
 
     def set_read_locks(self, locks: Iterable[int]) -> None:
@@ -162,21 +161,21 @@ class TransactionBuilder:
         self.read_locks = check_locks("read", locks)
 
     def set_append_locks(self, locks: Iterable[int]) -> None:
-        """Leave this transaction's id on these locks without checking them."""
+        """Record this transaction as the last writer of these locks without checking them."""
         self.append_locks = check_locks("append", locks)
 
 
 class TransactionContext(ABC):
-    """A transaction that knows how to compute itself anew when it comes too late.
+    """A transaction that the application computes again when a lock rejects it.
 
-    `retries_max` and `timeout_ms` bound the attempts; None means no bound of its own. The hooks
-    are called once each at most, apart from `on_lock_failure`, which tells every refused attempt.
+    `retries_max` and `timeout_ms` limit the attempts; None means no limit. Each hook is called at
+    most once, except `on_lock_failure`, which is called for every attempt that a lock rejects.
     """
 
     retries_max: int | None = None
     timeout_ms: int | None = 60_000
-    # Whether `execute` asks for `builder.predecessors`, so that an attempt need not wait until what
-    # was faster is durable; for locks that many write.
+    # Whether `execute` uses `builder.predecessors`, so that an attempt need not wait until
+    # conflicting transactions are durable; for contended locks.
     follows: bool = False
 
     def __init__(self) -> None:
@@ -188,16 +187,16 @@ class TransactionContext(ABC):
 
     @abstractmethod
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Fill in the builder. False means that there is nothing to do: the context completes.
+        """Fill in the builder. Return False if there is nothing to do; this ends the context.
 
-        Runs again with a new builder whenever an attempt was refused. In `AsyncWaltzClient` it
-        may be `async`; in `WaltzClient` it runs on a worker thread after the first attempt.
+        It runs again with a new builder whenever an attempt was rejected. In `AsyncWaltzClient` it
+        may be `async`; in `WaltzClient` it runs on a worker thread.
         """
 
     # The hooks do nothing unless overridden; a context needs none of them.
 
     def on_completion(self, result: bool) -> None:  # noqa: B027, FBT001
-        """True: the transaction is in the log. False: `execute` gave it up."""
+        """True: the transaction is in the log. False: `execute` returned False."""
 
     def on_application(self) -> None:  # noqa: B027
         """The client's own callbacks have applied the transaction (needs a feed)."""
@@ -206,20 +205,20 @@ class TransactionContext(ABC):
         """The deadline has passed, or the retries are used up; it is not in the log."""
 
     def on_exception(self, error: BaseException) -> None:  # noqa: B027
-        """`execute` raised, or no retry can help. Only `OutcomeUnknown` leaves it in doubt."""
+        """`execute` raised, or a retry cannot help. Only `OutcomeUnknown` leaves it undecided."""
 
     def on_lock_failure(self) -> None:  # noqa: B027
-        """An attempt was refused by a lock; it is tried again once the winner was consumed."""
+        """A lock rejected an attempt; the retry starts after the conflicting one was consumed."""
 
 
 def check_context(context: object) -> TransactionContext:
-    """Return a context; raises UsageError for what is none, a function that was not called, say,
-    and for limits that are no numbers.
+    """Return a context; raises UsageError for other objects, such as a decorated function that was
+    not called, and for limits that are not numbers.
     """
     if not isinstance(context, TransactionContext):
         raise errors.UsageError(
-            f"expected a TransactionContext, or what a function under @transactional returns "
-            f"when it is called; found {context!r}"
+            f"expected a TransactionContext, or the result of calling a function decorated with "
+            f"@transactional; found {context!r}"
         )
     for name in ("timeout_ms", "retries_max"):
         limit: object = getattr(context, name)
@@ -229,7 +228,7 @@ def check_context(context: object) -> TransactionContext:
 
 
 def check_partition(partition: object, cluster: str, partition_count: int) -> PartitionId:
-    """Return a partition; raises UnknownPartition, BadRequest for what is no whole number."""
+    """Return a partition ID; raises UnknownPartition, or BadRequest for other than an integer."""
     try:
         number = operator.index(cast("SupportsIndex", partition))
     except TypeError:
@@ -245,24 +244,24 @@ def check_partition(partition: object, cluster: str, partition_count: int) -> Pa
 
 
 def each_of(what: str, given: Iterable[T]) -> tuple[T, ...]:
-    """Return what was given; raises BadRequest for a single one where several are asked for."""
+    """Return the items as a tuple; raises BadRequest for a single value."""
     try:
         each = iter(given)
     except TypeError:
         raise errors.BadRequest(
             f"{what}: expected a list such as [{given!r}], found {given!r}"
         ) from None
-    return tuple(each)  # what a generator raises is its own
+    return tuple(each)  # outside `try`: a generator may raise a TypeError of its own
 
 
 def check_range(partition: PartitionId, first: int, last: int) -> None:
-    """Refuse a range that begins before the log, ends before it begins, or has other than
-    transaction ids as its ends; raises BadRequest.
+    """Raise BadRequest for a range with a negative first ID, with a last ID before the first, or
+    with ends that are not transaction IDs.
     """
     for name, end in (("first", first), ("last", last)):
         if isinstance(end, bool) or not isinstance(end, SupportsIndex):
             raise errors.BadRequest(
-                f"range of partition {partition}: {name}: expected a transaction id, found {end!r}"
+                f"range of partition {partition}: {name}: expected a transaction ID, found {end!r}"
             )
     if first < 0 or last < first - 1:
         raise errors.BadRequest(
@@ -271,7 +270,7 @@ def check_range(partition: PartitionId, first: int, last: int) -> None:
 
 
 def check_header(header: int) -> int:
-    """Return a header; raises BadRequest for what is no 32-bit integer."""
+    """Return a header; raises BadRequest for other than a 32-bit integer."""
     if not _is_int32(header):
         raise errors.BadRequest(
             f"header: expected a signed 32-bit integer ({INT32_MIN}..{INT32_MAX}), found {header!r}"
@@ -280,14 +279,14 @@ def check_header(header: int) -> int:
 
 
 def check_mark(mark: object, name: str = "client_high_water_mark") -> TransactionId:
-    """Return one partition's mark; raises BadRequest for what is no transaction id and not -1."""
+    """Return a partition's mark; raises BadRequest for other than a transaction ID or -1."""
     try:
         number = operator.index(cast("SupportsIndex", mark))
     except TypeError:
         number = INT64_MIN
     if isinstance(mark, bool) or not BEFORE_FIRST <= number <= INT64_MAX:
         raise errors.BadRequest(
-            f"{name}: expected a transaction id, or -1 for none, found {mark!r} "
+            f"{name}: expected a transaction ID, or -1 for none, found {mark!r} "
             f"({type(mark).__name__})"
         )
     return TransactionId(number)
@@ -298,7 +297,7 @@ def _is_int32(value: object) -> bool:
 
 
 def check_data(data: bytes | bytearray | memoryview) -> bytes:
-    """Return transaction data; raises BadRequest for no bytes, TooLarge over 4 MiB."""
+    """Return transaction data; raises BadRequest if not bytes, TooLarge over 4 MiB."""
     if not isinstance(data, bytes | bytearray | memoryview):
         raise errors.BadRequest(f"transaction data: expected bytes, found {type(data).__name__}")
     size = data.nbytes if isinstance(data, memoryview) else len(data)
@@ -314,17 +313,17 @@ def check_data(data: bytes | bytearray | memoryview) -> bytes:
 
 
 class DataSource(Protocol):
-    """Where a transaction's data comes from when it is asked for."""
+    """Fetches the data of transactions on request."""
 
     async def data_of(self, transaction_id: TransactionId) -> bytes:
-        """Fetch the data of one transaction, from memory where it is there already."""
+        """Return the data of one transaction, from memory if cached."""
 
     def data_of_blocking(self, transaction_id: TransactionId) -> bytes:
-        """Fetch the same from a thread that is not the event loop's."""
+        """Return the same; for threads other than the event loop's."""
 
 
 class FeedItem:
-    """What the feed tells of one committed transaction; its data is fetched when asked for."""
+    """One committed transaction as a feed delivers it; its data is fetched on request."""
 
     __slots__ = ("_source", "_words", "partition_id", "transaction_id")
 
@@ -337,7 +336,8 @@ class FeedItem:
     ) -> None:
         self.partition_id = partition_id
         self.transaction_id = transaction_id
-        # The five numbers of a feed header; a million of them a minute need no object each.
+        # The five numbers of a feed header, without an object of their own: a feed delivers
+        # millions of them per minute.
         self._words = words
         self._source = source
 
@@ -367,14 +367,14 @@ class Transaction(FeedItem):
     __slots__ = ()
 
     def data(self) -> bytes:
-        """Return the data, fetched together with its neighbours' and kept for a while.
+        """Return the data; it is fetched together with that of neighbouring IDs and cached.
 
-        Raises Unavailable when it cannot be had in time, Damaged when it is not what was written.
+        Raises Unavailable on timeout, Damaged if the data fails its checksum.
         """
         return self._source.data_of_blocking(self.transaction_id)
 
     @overload
-    def value(self) -> Any: ...  # noqa: ANN401 - whatever msgpack has
+    def value(self) -> Any: ...  # noqa: ANN401 - any msgpack value
 
     @overload
     def value(self, serializer: Serializer[T]) -> T: ...
@@ -390,14 +390,14 @@ class AsyncTransaction(FeedItem):
     __slots__ = ()
 
     async def data(self) -> bytes:
-        """Return the data, fetched together with its neighbours' and kept for a while.
+        """Return the data; it is fetched together with that of neighbouring IDs and cached.
 
-        Raises Unavailable when it cannot be had in time, Damaged when it is not what was written.
+        Raises Unavailable on timeout, Damaged if the data fails its checksum.
         """
         return await self._source.data_of(self.transaction_id)
 
     @overload
-    async def value(self) -> Any: ...  # noqa: ANN401 - whatever msgpack has
+    async def value(self) -> Any: ...  # noqa: ANN401 - any msgpack value
 
     @overload
     async def value(self, serializer: Serializer[T]) -> T: ...

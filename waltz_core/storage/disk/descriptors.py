@@ -1,11 +1,10 @@
-"""The descriptors that a disk may have open: few of them, however many files there are.
+"""The descriptors that a disk may have open: a limited number, however many files there are.
 
-Which file gives its descriptor up for another's is a matter of turns and counts, and of no file's
-bytes.
+It only decides which file closes its descriptor to make room for another.
 
 Rules:
-    1. So many are open as was said, over all files and threads: the one that was not used for
-       longest is closed. Those that their files keep may be more.
+    1. At most `count_max` are open, over all files and threads: the least recently used one is
+       closed. Files that keep theirs may exceed the limit.
     2. A file that is in use is never closed for another.
 """
 
@@ -21,11 +20,11 @@ class DescriptorHolder(Protocol):
     """A file that has a descriptor."""
 
     def release(self) -> None:
-        """Give it up until the file is used again; whoever calls has the lock."""
+        """Close it until the file is used again; the caller holds the lock."""
 
 
 class Descriptors:
-    """The open descriptors of one disk; whoever calls has the lock."""
+    """The open descriptors of one disk; the caller holds the lock."""
 
     def __init__(self, count_max: int) -> None:
         assert count_max > 0
@@ -48,7 +47,7 @@ class Descriptors:
         self._idle.pop(file, None)
 
     def leave(self, file: DescriptorHolder, *, is_kept: bool) -> None:
-        """Let a file be closed when another needs its place, unless it is to be kept open."""
+        """Let a file be closed when another needs its place, unless it must stay open."""
         if not is_kept:
             self._idle[file] = None
         self._make_room(0)
@@ -61,7 +60,7 @@ class Descriptors:
 
     @contextmanager
     def one_beside(self) -> Iterator[None]:
-        """Leave room for one descriptor that is no file's; takes the lock itself."""
+        """Leave room for one descriptor outside this count; takes the lock itself."""
         with self.lock:
             self._make_room(1)
             self._count += 1
@@ -73,5 +72,5 @@ class Descriptors:
 
     def _make_room(self, wanted: int) -> None:
         while self._count + wanted > self._count_max and self._idle:
-            with suppress(OSError):  # all that was written is synced, so nothing can be lost
+            with suppress(OSError):  # everything written is synced, so nothing can be lost
                 next(iter(self._idle)).release()

@@ -1,32 +1,30 @@
-"""The door to the file system: what the storage asks of a disk, and the real one.
+"""The door to the file system: the operations that a storage needs of a disk, and the real one.
 
-All that can go wrong with a disk goes wrong here, so the simulator puts another `Disk` in its place
-that tears, loses and fills up. No other file here opens a file.
+All disk errors appear here, so the simulator replaces `Disk` by one that tears, loses and fills up.
+No other file of a storage opens files.
 
 Rules:
-    1. An error of the operating system becomes `NoSpace` (the disk is full, what was there stays
-       as it is), `ReadFailed` (bytes of a file that cannot be had) or `DiskFailed` (anything else,
-       and whatever a sync fails with); no `OSError` leaves this file.
-    2. What is durable is said: only `File.sync` and `sync_directory` make it so.
-    3. A write is complete or raises; a short write is carried on.
-    4. A file comes into being whole: `create_durably` writes it under another name first.
-    5. A real disk has so many descriptors open as it was told (`descriptors.py`). One whose file is
-       locked stays open, since the lock would go with it; so does one whose file has writes that
-       are not synced, since the error of a failed write-back is told to those only who had the file
-       open. A file that may be lost at any time (`is_dispensable`) is never synced, and is closed
-       like any other: nobody asks for its errors.
+    1. An error of the operating system becomes `NoSpace` (the disk is full, existing data is
+       untouched), `ReadFailed` (bytes of a file cannot be read) or `DiskFailed` (anything else, and
+       any error of a sync); no `OSError` leaves this file.
+    2. Only `File.sync` and `sync_directory` make anything durable.
+    3. A write is complete or raises; a short write is continued.
+    4. Files are created whole: `create_durably` writes them under another name first.
+    5. A real disk limits its open descriptors (`descriptors.py`). A locked file stays open, since
+       closing it would release the lock. So does a file with unsynced writes, since the system
+       reports a failed write-back only to those that have the file open. A dispensable file
+       (`is_dispensable`) is never synced, and may be closed at any time: its errors do not matter.
     6. A file that is closed while another thread uses it keeps its descriptor until that call has
-       ended: the system would give the number to the next file that is opened.
-    7. What is said to be read soon (`will_read`) is a hint: the system fetches it from the disk
-       while others are still being named, many at a time. Nothing depends on it.
-    8. Of a block that the disk does not give no part can be written either: the system would have
-       to read the rest. `give_up_lost` is the one call that takes what is left of such a block, and
-       is made when a write has failed for it (`write_over`).
-    9. Of what was written to a real file and synced, the system's memory keeps the newest part
-       (`page_cache.py`).
-   10. What is wrong on the disk alone is not seen as long as the system has the right bytes in its
-       memory. So whoever reads to find that has them dropped first (`drop_cached`): the blocks that
-       begin within what he reads, as `page_cache.py` has it. A hint, too.
+       ended: otherwise the system would give the number to the next file that is opened.
+    7. `will_read` is a hint: the system fetches the named bytes from the disk, many at a time,
+       while others are still being named. Nothing depends on it.
+    8. No part of an unreadable block can be written either: the system would have to read the rest.
+       `give_up_lost` is the only call that discards the rest of such a block; `write_over` calls it
+       when a write has failed for this reason.
+    9. Of the synced bytes of a real file, the page cache keeps the newest part (`page_cache.py`).
+   10. An error that is only on the disk is invisible while the system has the right bytes in its
+       memory. So a reader that looks for errors has them dropped first (`drop_cached`): the blocks
+       that begin within the range that it reads (see `page_cache.py`). This is a hint, too.
 """
 
 import ctypes
@@ -46,14 +44,14 @@ from waltz_core.storage.disk.page_cache import KEPT_BYTES, Tail, blocks_begun
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
 _VECTOR_MAX: Final = 512  # POSIX promises 16, Linux has 1024
-# What is given up at once: a block of nearly all file systems. Of a larger one no part is punched.
+# Unit of `give_up_lost`: the block of nearly all file systems. Larger blocks are not punched.
 _BLOCK_BYTES: Final = 4096
 _PUNCH_HOLE: Final = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-# What a disk, or a file system with checksums, says of bytes that it has lost.
+# Errors of a disk, or of a file system with checksums, for bytes that it has lost.
 _LOST: Final = {errno.EIO, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)}
 _SECOND_TRY_S: Final = 0.5
 OPEN_FILES_MAX: Final = 64
-# What `will_read` asks for: of small files all, of others these much of the beginning and the end.
+# `will_read` requests small files completely, of others this much of the beginning and the end.
 _SMALL_FILE_BYTES: Final = 64 * 1024
 _BEGINNING_BYTES: Final = 4 * 1024
 _END_BYTES: Final = 16 * 1024
@@ -69,10 +67,10 @@ class File(Protocol):
         """Write the parts one after the other from `offset` on."""
 
     def drop_cached(self, offset: int, size: int) -> None:
-        """Have what is synced read from the disk the next time, a block at a time (rule 10)."""
+        """Drop synced bytes from the page cache, in whole blocks (rule 10)."""
 
     def give_up_lost(self, offset: int, size: int) -> bool:
-        """Let the blocks at the ends of a range be zeros where they cannot be read (rule 8).
+        """Replace unreadable blocks at the ends of a range by zeros (rule 8).
 
         Return whether there are any.
         """
@@ -90,13 +88,13 @@ class File(Protocol):
         """Take an exclusive POSIX lock on bytes; False when another process has it."""
 
     def lock_whole(self) -> bool:
-        """Take an exclusive lock that an opener in this same process meets too; False if taken."""
+        """Take an exclusive lock that also excludes this same process; False if it is taken."""
 
     def allocate(self, size: int) -> None:
         """Reserve room for the first `size` bytes."""
 
     def close(self) -> None:
-        """Close it; the lock goes with it."""
+        """Close it; this releases its locks."""
 
 
 class Disk(Protocol):
@@ -106,28 +104,28 @@ class Disk(Protocol):
         """Open a file for reading and writing; one that is dispensable is never synced (rule 5)."""
 
     def exists(self, path: Path) -> bool:
-        """Tell if there is a file or a directory of this name."""
+        """Return whether there is a file or a directory of this name."""
 
     def identity(self, path: Path) -> tuple[int, int] | None:
-        """Return device and inode of what has this name now; None where nothing has."""
+        """Return device and inode of this name now; None if it does not exist."""
 
     def list(self, directory: Path) -> list[str]:
         """Return the names in a directory, sorted."""
 
     def make_directory(self, directory: Path) -> None:
-        """Make a directory and its parents, unless they are there; their names are durable."""
+        """Make a directory and its parents, unless they exist; their names are durable."""
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
-        """Make directories in one that is durable, unless they are there; by one sync for all."""
+        """Make directories in a durable one, unless they exist; with one sync for all."""
 
     def will_read(self, directory: Path, names: Sequence[str]) -> None:
-        """Say that the beginnings and the ends of files will be read soon (rule 7)."""
+        """Hint that the beginnings and the ends of files will be read soon (rule 7)."""
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file another name, in place of the one that has it."""
+        """Rename a file, replacing an existing target."""
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; none there is no error."""
+        """Remove a file; a missing one is no error."""
 
     def sync_directory(self, directory: Path) -> None:
         """Make the names in a directory durable."""
@@ -147,8 +145,8 @@ def make_with_parents(
 ) -> None:
     """Make a directory and its parents, each durable in the one above; `make_one` makes just one.
 
-    Whoever made one that is there may have been killed before its name was durable, so
-    `sync_found` makes the names beside that one durable too.
+    The process that made an existing directory may have been killed before its name was durable,
+    so `sync_found` makes the names next to it durable, too.
     """
     if disk.exists(directory):
         sync_found(directory.parent)
@@ -159,10 +157,10 @@ def make_with_parents(
 
 
 def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes]]) -> None:
-    """Make files that are whole and durable, each in place of an older one (rule 4).
+    """Create whole and durable files, each replacing an older one (rule 4).
 
-    A crash leaves some of them, and others under a temporary name; the last one is there only when
-    all are. No order of renames is kept but by a sync of the directory between them.
+    A crash leaves some of them, and others under a temporary name; the last one exists only when
+    all do. A directory sync between renames is the only way to order them.
     """
     temporary = [directory / (name + TEMPORARY_SUFFIX) for name, _ in files]
     for path, (_, content) in zip(temporary, files, strict=True):
@@ -181,7 +179,7 @@ def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes
 
 
 def write_over(file: File, data: Buffer, offset: int) -> None:
-    """Write in place of bytes that may be lost (rule 8)."""
+    """Write over bytes that may be unreadable (rule 8)."""
     try:
         file.pwrite([data], offset)
     except DiskFailed:
@@ -191,18 +189,18 @@ def write_over(file: File, data: Buffer, offset: int) -> None:
 
 
 def remove_temporary(disk: Disk, directory: Path) -> None:
-    """Remove what a crash in `create_durably` has left."""
+    """Remove the files that a crash in `create_durably` has left."""
     for name in disk.list(directory):
         if name.endswith(TEMPORARY_SUFFIX):
             disk.unlink(directory / name)
 
 
 # ---------------------------------------------------------------------------------------------
-# the real one
+# the real file system
 
 
 def open_for_another(path: Path) -> int:
-    """Return a descriptor of a real file, for reading only, which another process is to have."""
+    """Return a descriptor of a real file, for reading only, for another process."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -226,10 +224,10 @@ def _typed(error: OSError, what: str, path: Path, *, may_be_full: bool = True) -
 
 
 class RealFile:
-    """A file of the operating system. One thread at a time uses it; any may close it meanwhile.
+    """A file of the operating system. Used by one thread at a time; any may close it.
 
-    No context manager turns the errors into ours: some calls run for every append, others for every
-    file when a log is opened.
+    Errors are converted without a context manager: some calls run for every append, others for
+    every file when a log is opened.
     """
 
     __slots__ = (
@@ -302,7 +300,7 @@ class RealFile:
                 size = memoryview(parts[0]).nbytes
                 if os.pwritev(fd, parts, offset) == size:
                     self._tail.wrote(offset, size)
-                    return  # it nearly always is so; what was written of more is written again
+                    return  # nearly always; otherwise the rest is written again
             left = [memoryview(part).cast("B") for part in parts if len(part)]
             while left:
                 written = os.pwritev(fd, left[:_VECTOR_MAX], offset)
@@ -326,9 +324,9 @@ class RealFile:
             self._leave()
 
     def give_up_lost(self, offset: int, size: int) -> bool:
-        """Punch the blocks at the ends of a range out that cannot be read; others are left alone.
+        """Punch out unreadable blocks at the ends of a range; leave others alone.
 
-        A file system that cannot do that leaves them, and the write tells.
+        A file system that cannot do that leaves them, and the next write fails.
         """
         fd = self._use()
         found = False
@@ -342,7 +340,7 @@ class RealFile:
         return found
 
     def sync(self) -> None:
-        """Wait for fdatasync. One that finds no room has lost what it was to write (rule 1)."""
+        """Wait for fdatasync. If it finds no room, the unsynced data is lost (rule 1)."""
         fd = self._use()
         try:
             os.fdatasync(fd)
@@ -417,7 +415,7 @@ class RealFile:
             self._leave()
 
     def close(self) -> None:
-        """Close it, once; under a call that another thread makes, when that has ended (rule 6)."""
+        """Close it, once; if another thread uses it, when that call has ended (rule 6)."""
         try:
             with self._descriptors.lock:
                 self._is_closed = True
@@ -444,21 +442,21 @@ class RealFile:
         with self._descriptors.lock:
             self._is_used = False
             if self._is_closed:
-                with suppress(OSError):  # whoever closed it has gone on
+                with suppress(OSError):  # the closer does not wait for this
                     self.release()
                 return
             is_unsynced = self._is_unsynced and not self._is_dispensable
             self._descriptors.leave(self, is_kept=self._is_locked or is_unsynced)
 
     def release(self) -> None:
-        """Give up the descriptor until the file is used again; whoever calls has the lock."""
+        """Close the descriptor until the file is used again; the caller holds the lock."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             self._descriptors.close(self, fd)
 
 
 def _after(parts: list[memoryview], written: int) -> list[memoryview]:
-    """Return what is left of the parts after `written` bytes."""
+    """Return the rest of the parts after `written` bytes."""
     for place, part in enumerate(parts):
         if written < len(part):
             return [part[written:], *parts[place + 1 :]]
@@ -467,7 +465,7 @@ def _after(parts: list[memoryview], written: int) -> list[memoryview]:
 
 
 def _gives(fd: int, offset: int) -> bool:
-    """Tell whether the disk gives a block, now or in a moment; other errors tell nothing of it."""
+    """Return whether a block can be read, at once or on a retry; other errors do not count."""
     for is_last in (False, True):
         try:
             os.pread(fd, _BLOCK_BYTES, offset)
@@ -482,14 +480,14 @@ def _gives(fd: int, offset: int) -> bool:
 
 
 def _punch(fd: int, offset: int) -> None:
-    """Take a block out of a file, which keeps its size; does nothing where that cannot be done."""
+    """Punch a block out of a file, which keeps its size; do nothing where that is unsupported."""
     call = getattr(ctypes.CDLL(None), "fallocate", None)
     if call is not None and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_int64):
         call(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(_BLOCK_BYTES))
 
 
 def _give_back(fd: int, start: int, size: int) -> None:
-    """Have the system forget what is on the disk; a file system that cannot do that keeps it."""
+    """Drop synced pages from the page cache; a file system without support keeps them."""
     with suppress(OSError):
         os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)
 
@@ -508,7 +506,7 @@ def _advise(path: str) -> None:
 
 
 class RealDisk:
-    """The file system of this machine, with so many of its files open at one time (rule 5)."""
+    """The file system of this machine, with a limit of open files (rule 5)."""
 
     def __init__(
         self, open_files_max: int = OPEN_FILES_MAX, *, cached_bytes_max: int = KEPT_BYTES
@@ -527,11 +525,11 @@ class RealDisk:
         )
 
     def exists(self, path: Path) -> bool:
-        """Tell if there is something of this name."""
+        """Return whether this name exists."""
         return self.identity(path) is not None
 
     def identity(self, path: Path) -> tuple[int, int] | None:
-        """Return device and inode; None where nothing has this name."""
+        """Return device and inode; None if the name does not exist."""
         try:
             found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -546,10 +544,10 @@ class RealDisk:
             return sorted(os.listdir(directory))
 
     def will_read(self, directory: Path, names: Sequence[str]) -> None:
-        """Have the system fetch what it does not have in memory; it is not waited for."""
+        """Have the system fetch what is not in its memory; do not wait for it."""
         with self.descriptors.one_beside():
             for name in names:
-                with suppress(OSError):  # whoever reads it is told
+                with suppress(OSError):  # the read will raise it
                     _advise(f"{directory}/{name}")
 
     def make_directory(self, directory: Path) -> None:
@@ -557,13 +555,13 @@ class RealDisk:
         make_with_parents(self, directory, self._make_one, self._sync_found)
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
-        """Make directories in one that is durable, unless they are there; by one sync for all."""
+        """Make directories in a durable one, unless they exist; with one sync for all."""
         for name in names:
             self._make_one(directory / name)
         self.sync_directory(directory)
 
     def _sync_found(self, directory: Path) -> None:
-        """Sync a directory, unless it may not be read: then this process has made nothing there."""
+        """Sync a directory, unless it is unreadable: then this process has made nothing there."""
         if os.access(directory, os.R_OK):
             self.sync_directory(directory)
 
@@ -591,13 +589,13 @@ class RealDisk:
                 os.close(fd)
 
     def free_bytes(self, directory: Path) -> int:
-        """Return what is free for everybody; what is kept for root does not count."""
+        """Return the free bytes, without those that are reserved for root."""
         with _typed_errors("looking at", directory):
             found = os.statvfs(directory)
         return found.f_bavail * found.f_frsize
 
     def size_bytes(self, directory: Path) -> int:
-        """Return the size, with what is kept for root."""
+        """Return the size, with the part reserved for root."""
         with _typed_errors("looking at", directory):
             found = os.statvfs(directory)
         return found.f_blocks * found.f_frsize

@@ -1,12 +1,12 @@
-"""Whether batches are what they say: their records, their bounds, and the chain through them.
+"""Checks of batches: their records, their bounds, and the chain through them.
 
-An append, a repair and an opening ask the same question of bytes from three sources, and what is
-taken for a batch has to be the same in all of them.
+An append, a repair and an opening check bytes from three sources. All of them use these checks, so
+that they agree on what a valid batch is.
 
 Rules:
-    1. A batch is right when each of its records is, none is missing, and the chain that its entry
-       states is made from the one before and the records' CRCs.
-    2. Nothing is changed here, and nothing is decided: who asks says what becomes of a wrong one.
+    1. A batch is valid if each of its records is, none is missing, and the chain in its entry
+       follows from the previous chain and the records' CRCs.
+    2. Nothing is changed here, and nothing is decided: the caller decides about an invalid batch.
     3. A chain that was made up (`MADE_UP`) proves nothing of the records, nor does the next one.
 """
 
@@ -35,7 +35,7 @@ I64 = npt.NDArray[np.int64]
 def check_chain(
     entries: Sequence[LineageEntry], first: TransactionId, chain: Chain, record_crcs: bytes
 ) -> int | None:
-    """Return the index of the first batch that does not go on from the one before, else None."""
+    """Return the index of the first batch that does not continue the previous one, else None."""
     next_id = first
     for index, entry in enumerate(entries):
         crcs = record_crcs[4 * (entry.first - first) : 4 * (entry.last - first + 1)]
@@ -56,12 +56,12 @@ def check_batches(
     entries: Sequence[LineageEntry],
     records_crc: int | None = None,
 ) -> None:
-    """Check that a run of records is what it says, and that its batches cover it.
+    """Check that a run of records is valid, and that its batches cover it.
 
-    `records_crc` is that of all bytes, where a pass over them has been made already.
+    `records_crc` is that of all bytes, if the caller has computed it already.
 
     Raises:
-        BadRequest: the ids, the batches or their chain do not fit the records.
+        BadRequest: the IDs, the batches or their chain do not fit the records.
         ChecksumMismatch: a record's CRC does not fit.
     """
     where = f"append at {first}"
@@ -83,17 +83,17 @@ def check_batches(
 def check_repaired(
     segments: Segments, repaired: IdRange, damaged: Sequence[IdRange]
 ) -> tuple[IdRange, ...]:
-    """Check the chain of each repaired batch that has no damage left; return what comes to light.
+    """Check the chain of each repaired batch that has no damage left; return new damage.
 
-    That is damage beside what was repaired, in the same batch: it waits for its own repair.
+    New damage is in the same batch, next to the repaired records: it waits for its own repair.
 
     Raises:
-        ChecksumMismatch: the records are not those that a batch was made of.
+        ChecksumMismatch: the records are not those of the batch.
     """
     found: list[IdRange] = []
     for chain, entry in _batches(segments, repaired):
         is_damaged = any(one.first <= entry.last and entry.first <= one.last for one in damaged)
-        if is_damaged or entry.first > repaired.last:  # then those of what was repaired are gone
+        if is_damaged or entry.first > repaired.last:  # no more entries of repaired ones
             continue
         before = entry_before(segments, entry.first)
         if MADE_UP in {entry.session_id, NO_SESSION if before is None else before.session_id}:
@@ -112,7 +112,7 @@ def check_repaired(
 
 
 def _batches(segments: Segments, ids: IdRange) -> list[tuple[Chain, LineageEntry]]:
-    """Return the batches that touch ids, each with the chain before it; those that can be read."""
+    """Return the readable batches that touch a range, each with the chain before it."""
     try:
         found = segments.entries(*ids, ids.last - ids.first + 1)[1]
         return [(segments.entries(each.last, each.last, 1)[0], each) for each in found]
@@ -121,7 +121,7 @@ def _batches(segments: Segments, ids: IdRange) -> list[tuple[Chain, LineageEntry
 
 
 def _crcs(segments: Segments, first: TransactionId, last: TransactionId) -> bytes | None:
-    """Return the records' CRCs; None where one is wrong, or the disk does not give it."""
+    """Return the records' CRCs; None if one is wrong or unreadable."""
     with suppress(ReadFailed):
         return segments.record_crcs(first, last)
     return None
@@ -130,14 +130,14 @@ def _crcs(segments: Segments, first: TransactionId, last: TransactionId) -> byte
 def _wrong_beside(
     segments: Segments, entry: LineageEntry, repaired: IdRange
 ) -> tuple[IdRange, ...]:
-    """Return the ids of a batch that are wrong, but for those that were repaired."""
+    """Return the IDs of a batch that are wrong, except the repaired ones."""
     every = map(TransactionId, range(entry.first, entry.last + 1))
     beside = [each for each in every if not repaired.first <= each <= repaired.last]
     return tuple(IdRange(each, each) for each in beside if _crcs(segments, each, each) is None)
 
 
 def entry_before(segments: Segments, first: TransactionId) -> LineageEntry | None:
-    """Return the batch that ends before an id; None if there is none that can be read."""
+    """Return the batch that ends before an ID; None if there is none that can be read."""
     with suppress(BadFormat, ChecksumMismatch):
         found = segments.entry_of(TransactionId(first - 1)) if first else None
         return found if found is not None and found.last < first else None

@@ -1,24 +1,24 @@
-"""What a storage remembers outside its logs: the original's control file, and a partition's slots.
+"""What a storage stores outside its logs: the 0.13 control file, and the slots of each partition.
 
-Both are pairs of structures of which the newer valid one counts, and both are written so that a
-crash in the middle of a write leaves the other one.
+Both are pairs of structures of which the newer valid one counts. Both are written so that a crash
+in the middle of a write leaves the other one.
 
 Rules:
     1. Never write over the structure that counts; write the other one, sync, then let it count.
-    2. An exclusive lock on bytes 0..127 of `waltz-storage.ctl` is held while the storage runs; the
-       original takes the same lock (docs/design/disk-format.md 2).
+    2. An exclusive lock on bytes 0..127 of `waltz-storage.ctl` is held while the storage runs;
+       Waltz 0.13 takes the same lock (docs/design/disk-format.md 2).
     3. Partitions do not share state here: each may be written by a thread of its own. They share
-       the syncs of the control file: one is for all who had written when it began. One that fails
-       is told to all of these, and to all who come later: what it was to write is lost, the system
-       tells that once, and the pages hold the promises of many.
-    4. Falling back to the older slot is told to the caller, as a promise may be lost with it. Even
-       sequences stand in block 1 and odd ones in block 0: a slot that a disk has put where the
-       other one belongs, or that is another partition's, is none.
-    5. The control file is made anew only where there is no partition: it says of each that it is
-       here, and what it has promised.
-    6. What a process before has written is seen and may not be durable; after a sync of its that
-       failed, another one alone would do nothing. So all is written as it is, synced, and then
-       believed.
+       the syncs of the control file: one serves all threads that had written when it began. If it
+       fails, all of these and all later ones get the error: the data is lost, the system reports
+       that only once, and the pages hold the promises of many partitions.
+    4. The caller is notified of a fallback to the older slot, as a promise may be lost with it.
+       Even sequences belong in block 1 and odd ones in block 0: a slot in the wrong block, or one
+       of another partition, is invalid.
+    5. The control file is created only where there is no partition: for each partition it states
+       that this storage holds it, and what was promised.
+    6. Data that an earlier process has written can be read but may not be durable; after a failed
+       sync of that process, another sync alone would do nothing. So everything is written again as
+       it is, synced, and then trusted.
 """
 
 import threading
@@ -58,7 +58,7 @@ _LOCK_BYTES: Final = 128
 
 
 class ControlFile:
-    """The original's control file: the cluster, and a few numbers for each partition."""
+    """The control file of Waltz 0.13: the cluster, and a few numbers for each partition."""
 
     def __init__(self, file: File, header: ControlHeader, current: list[int]) -> None:
         self.header = header
@@ -91,7 +91,7 @@ class ControlFile:
         try:
             size_bytes = file.size()
             if size_bytes < CONTROL_HEADER_BYTES:
-                # Whoever began it was stopped before anything counted; the original does the same.
+                # Its creation was interrupted before anything counted; 0.13 does the same.
                 _create(disk, directory, header, found=f"{size_bytes} bytes")
         except BaseException:
             file.close()
@@ -127,9 +127,9 @@ class ControlFile:
         mark: TransactionId,
         local_mark: TransactionId | None = None,
     ) -> PartitionInfo:
-        """Write session and mark durably, as the original does at SET_LOW_WATER_MARK.
+        """Write session and mark durably, as Waltz 0.13 does at SET_LOW_WATER_MARK.
 
-        `local_mark` is where the log ends, if that is not at the mark.
+        `local_mark` is the end of the log, if it is not the mark.
         """
         local = mark if local_mark is None else local_mark
         info = self.info(partition_id)._replace(session_id=session_id, low_water_mark=mark)
@@ -144,11 +144,11 @@ class ControlFile:
         self._write_all({each: self.info(each)._replace(flags=flags) for each in partition_ids})
 
     def forget(self, partition_id: PartitionId, flags: int) -> PartitionInfo:
-        """Write durably what a partition has that nothing is known of, but for these flags."""
+        """Reset a partition durably to the state of an unknown one, except for these flags."""
         return self._write(partition_id, NEW_PARTITION_INFOS[0]._replace(flags=flags))
 
     def close(self) -> None:
-        """Close the file; the lock goes with it."""
+        """Close the file; this releases the lock."""
         self._file.close()
 
     def _write(self, partition_id: PartitionId, info: PartitionInfo) -> PartitionInfo:
@@ -156,7 +156,7 @@ class ControlFile:
         return self.info(partition_id)
 
     def _write_all(self, infos: Mapping[PartitionId, PartitionInfo]) -> None:
-        """Write structures beside those that count, and let them count once durable (rule 1)."""
+        """Write the structures that do not count, and let them count once durable (rule 1)."""
         next_infos = {
             each: info._replace(sequence=self.info(each).sequence + 1)
             for each, info in infos.items()
@@ -173,7 +173,7 @@ class ControlFile:
             self._infos[each] = info
 
     def _sync(self, number: int) -> None:
-        """Make so many writes durable, or learn that another's sync has (rule 3)."""
+        """Make the first `number` writes durable, perhaps by another thread's sync (rule 3)."""
         with self._syncing:
             if self._failure is not None:
                 raise DiskFailed(f"a sync has failed before: {self._failure}")
@@ -198,13 +198,13 @@ def _open_locked(disk: Disk, path: Path) -> File:
 
 
 def _create(disk: Disk, directory: Path, header: ControlHeader, *, found: str) -> None:
-    """Make the file durably, unless a partition is here (rule 5)."""
+    """Create the file durably, unless there is a partition (rule 5)."""
     held = [name for name in disk.list(directory) if name.isascii() and name.isdecimal()]
     if held:
         raise BadFormat(
-            f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes beside "
-            f"the directories of partitions {', '.join(held)}, found {found}; what these have "
-            "promised was in it, so it is not made anew"
+            f"{directory / CONTROL_NAME}: expected at least {CONTROL_HEADER_BYTES} bytes, as there "
+            f"are directories of partitions {', '.join(held)}, found {found}; the file held "
+            "their promises, so it is not created again"
         )
     create_durably(disk, directory, [(CONTROL_NAME, _new_content(header))])
 
@@ -254,14 +254,14 @@ def _read_info(file: File, index: int, slot: int) -> PartitionInfo:
 
 
 # ---------------------------------------------------------------------------------------------
-# our slots
+# the slots of a partition
 
 
 class SlotFile:
     """The two slots of a partition; `slot` is the one that counts and is durable.
 
-    When the file was opened, `slot` is what is seen, and `older` what a crash may bring back, None
-    if there is none.
+    Right after the opening, `slot` is the one that was read, and `older` the one that a crash may
+    return to, None if there is none.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class SlotFile:
 
         Raises:
             BadFormat: no slot is valid, or it is of another partition.
-            ReadFailed: the disk does not give them; an older one is not taken for the newer.
+            ReadFailed: the disk cannot read them; the older slot is not used instead.
         """
         path = directory / SLOTS_NAME
         file = disk.open(path)
@@ -320,15 +320,15 @@ class SlotFile:
         ]
         if not valid:
             file.close()
-            whose = ", ".join(str(slot.partition_id) for _, slot in found)
-            why = f"expected partition {partition_id}, found {whose}" if found else "none"
+            owners = ", ".join(str(slot.partition_id) for _, slot in found)
+            why = f"expected partition {partition_id}, found {owners}" if found else "none"
             raise BadFormat(f"{path}: no control slot is valid: {why}")
         _, place, slot = max(valid, key=lambda one: one[0])
         older = next((one for sequence, _, one in valid if sequence < slot.sequence), None)
         return cls(disk, directory, file, slot, place, older=older)
 
     def is_in_place(self) -> bool:
-        """Tell whether directory and file are still those that were opened; raises DiskFailed."""
+        """Return whether directory and file are still those that were opened; raises DiskFailed."""
         return self._identity_now() == self._identity
 
     def _identity_now(self) -> tuple[object, object]:

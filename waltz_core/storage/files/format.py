@@ -1,22 +1,22 @@
-"""Every byte that a storage node keeps on disk: the three files of Waltz 0.13, and our three.
+"""Every byte that a storage node keeps on disk: the files of Waltz 0.13, and this version's.
 
 A file outlives the program that wrote it, and Waltz 0.13 and this version read the same bytes. So
 each layout is declared once, is checked when it is read, and has golden bytes in
 `tests/golden/disk/`. docs/design/disk-format.md has the tables of these declarations.
 
     waltz-storage.ctl   of 0.13: cluster, partitions, session and water marks
-    waltz-x.id          ours: which storage this is
-    <p>/waltz-x.ctl     ours: promise, marks, marker, damage of partition p, in two slots
-    <p>/waltz-x.wipe    ours: the files of partition p are being deleted, and what stays
+    waltz-x.id          new: the storage ID
+    <p>/waltz-x.ctl     new: promise, marks, marker, damage of partition p, in two slots
+    <p>/waltz-x.wipe    new: the files of partition p are being deleted; the promise that stays
     <p>/<first>.seg     of 0.13: records
     <p>/<first>.idx     of 0.13: where each record starts
-    <p>/<first>.chn     ours: one entry for each batch that ends in the segment
+    <p>/<first>.chn     new: one entry for each batch that ends in the segment
 
 Rules:
-    1. All integers are big-endian, ids and marks of 64 bits; each file begins with a version.
+    1. All integers are big-endian, IDs and marks of 64 bits; each file begins with a version.
     2. Any bytes decode to a value, or to `BadFormat` (impossible) or `ChecksumMismatch` (changed).
     3. Reserved bytes are zero, in what is written and in what is read.
-    4. CRC-32 as zlib has it, over all that is before it in its structure.
+    4. CRC-32 as in zlib, over all preceding bytes of the structure.
 """
 
 import struct
@@ -48,7 +48,7 @@ _CRC = struct.Struct(">I")
 
 
 def with_crc(body: bytes, before: int = 0) -> bytes:
-    """Return the bytes and their CRC-32 (rule 4), as if what has the CRC `before` preceded them."""
+    """Return the bytes and their CRC-32 (rule 4), continued from the CRC `before`."""
     return body + _CRC.pack(crc32(body, before))
 
 
@@ -75,7 +75,7 @@ def _whole(data: Bytes, size: int, what: str) -> None:
 
 
 def check_version(found: int, what: str) -> None:
-    """Raise BadFormat for another version than ours."""
+    """Raise BadFormat for another version than `VERSION`."""
     if found != VERSION:
         raise BadFormat(f"{what}: expected version {VERSION}, found {found}")
 
@@ -88,7 +88,7 @@ def _zero(reserved: Bytes, what: str) -> None:
 
 @contextmanager
 def of_file(path: Path) -> Iterator[None]:
-    """Let what is said of bytes begin with the file that they are in."""
+    """Prefix errors about bytes with the path of their file."""
     try:
         yield
     except (BadFormat, ChecksumMismatch) as error:
@@ -112,7 +112,7 @@ PARTITIONS_MAX: Final = 1 << 20
 
 
 class ControlHeader(NamedTuple):
-    """Of which cluster a storage directory is."""
+    """The cluster that a storage directory belongs to."""
 
     created_ms: int
     cluster_key: bytes
@@ -159,7 +159,7 @@ FLAG_ASSIGNED: Final = 4
 
 
 class PartitionInfo(NamedTuple):
-    """What the original keeps of a partition outside its log."""
+    """The state that Waltz 0.13 keeps of a partition outside its log."""
 
     session_id: SessionId
     low_water_mark: TransactionId
@@ -202,9 +202,9 @@ def partition_info_offset(index: int, slot: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------
-# .seg and .idx, the header of both. Has no CRC; it says nothing that name and directory do not.
+# .seg and .idx, the header of both. Has no CRC; its content follows from name and directory.
 #
-# .seg goes on with records (see raw_records.py), .idx with 8 bytes for each: its offset in .seg.
+# In .seg, records follow (see raw_records.py); in .idx, 8 bytes for each: its offset in .seg.
 
 _SEGMENT_FIELDS = (
     Field("version", "i", "0"),
@@ -221,7 +221,7 @@ assert _SEGMENT_HEADER.size == SEGMENT_HEADER_BYTES
 
 
 class SegmentHeader(NamedTuple):
-    """Whose records a segment holds, and from which id on."""
+    """The cluster and partition of a segment, and its first ID."""
 
     created_ms: int
     cluster_key: bytes
@@ -251,7 +251,7 @@ def segment_name(first: TransactionId, suffix: str) -> str:
 
 
 def first_of_name(name: str) -> TransactionId | None:
-    """Return the first id that a ".seg" file is named for, or None for any other name."""
+    """Return the first ID that a ".seg" file is named for, or None for any other name."""
     stem, dot, suffix = name.partition(".")
     if dot and suffix == "seg" and len(stem) == 19 and stem.isascii() and stem.isdigit():
         return TransactionId(int(stem))
@@ -261,13 +261,13 @@ def first_of_name(name: str) -> TransactionId | None:
 # ---------------------------------------------------------------------------------------------
 # .chn, the header, and one entry for each batch whose last record is in the segment.
 #
-# "chain before" is the chain before the first entry of the file. "synced id" is the last id that
-# was durable when the entry was written: of an id up to there it is certain that it was, so that
-# it cannot have been torn by a crash. A wrong entry above all those ids and the acked marker ends
-# the log there; one below makes the replica suspect. No entry lies across two sectors.
+# "chain before" is the chain before the first entry of the file. "synced id" is the last ID that
+# was durable when the entry was written: IDs up to it cannot have been torn by a crash. A wrong
+# entry above all those IDs and the acked marker ends the log there; one below makes the replica
+# suspect. No entry crosses a sector boundary.
 #
 # The CRC of an entry begins with that of its segment's header and with its number in the file, so
-# that nothing else that a disk writes to its place passes for it: not an entry of another file, and
+# that nothing else that a disk writes to its place is accepted: not an entry of another file, and
 # not a record, which has its CRC at its end too.
 
 LINEAGE_HEADER: Final = ByteLayout(
@@ -302,14 +302,14 @@ _NOTHING_RESERVED: Final = bytes(4)
 
 
 class LineageHeader(NamedTuple):
-    """To which segment a lineage file belongs, and the chain before its first entry."""
+    """The segment of a lineage file, and the chain before its first entry."""
 
     segment: SegmentHeader
     chain_before: Chain
 
     @property
     def segment_crc(self) -> int:
-        """What the CRC of each entry begins with."""
+        """The CRC that the CRC of each entry continues."""
         return crc32(self.segment.encode())
 
     def encode(self) -> bytes:
@@ -348,7 +348,7 @@ def decode_entry(
         is_right = stated == crc32(data[:-4], bound) and reserved == _NOTHING_RESERVED
         if is_right and BEFORE_FIRST <= synced < first <= last and first >= 0:
             return LineageEntry(first, last, session, stamp_ms, chain), synced
-    # Something is wrong: say what.
+    # Something is wrong: find out what.
     body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", bound)
     _zero(body[-4:], "lineage entry")
     *fields, synced = _LINEAGE_ENTRY.unpack(body)
@@ -372,7 +372,7 @@ def _entry(fields: Sequence[Any]) -> LineageEntry:
 
 
 # ---------------------------------------------------------------------------------------------
-# waltz-x.id: which storage this is. When it is wrong the storage refuses to start.
+# waltz-x.id: the storage ID. When it is wrong the storage refuses to start.
 
 STORAGE_ID: Final = ByteLayout(
     Field("version", "i", "0"), Field("storage id", "16s", "a UUID"), has_crc=True
@@ -399,10 +399,10 @@ def decode_storage_id(data: Bytes) -> bytes:
 # ---------------------------------------------------------------------------------------------
 # <p>/waltz-x.ctl: two slots, at 0 and at 4096; the greater sequence counts.
 #
-# A slot is one sector, which a disk writes as a whole or not at all: a slot that is wrong has not
-# been torn by a crash, it has rotted, and the promise in it may be lost. So then the other one
-# counts and the replica is suspect; with both wrong the partition refuses to open. What follows
-# a sector in its block is zero and is not read.
+# A slot is one sector, which a disk writes completely or not at all: a wrong slot was not torn by a
+# crash but has rotted, and the promise in it may be lost. Then the other one counts and the replica
+# is suspect; with both wrong the partition cannot be opened. The rest of the block after the sector
+# is zero and is not read.
 
 SLOT_BYTES: Final = 512
 SLOT_BLOCK_BYTES: Final = 4096
@@ -426,7 +426,7 @@ SLOT: Final = ByteLayout(
     Field("last id to keep", "q", "of a truncation that has begun"),
     *(each._replace(name=f"cut batch: {each.name}", note="") for each in _BATCH_FIELDS),
 )
-# Behind it in the same sector.
+# After it in the same sector.
 SLOT_TAIL: Final = ByteLayout(
     Field("damaged ranges", f"{16 * DAMAGED_MAX}s", f"{DAMAGED_MAX} times first and last id"),
     Field("engaged", "I", "1 + how many sessions before the last one it was engaged; 0: never"),
@@ -476,14 +476,14 @@ class Promise(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A low-water mark that a session has set and nothing has confirmed yet."""
+    """A low-water mark that a session has set and that is not confirmed yet."""
 
     session_id: SessionId
     low_water_mark: TransactionId
 
 
 class Marker(NamedTuple):
-    """An id that is known to be on disk for good, at a batch's end, and the chain there."""
+    """An ID up to which the log is known to be durable, at a batch's end, and the chain there."""
 
     transaction_id: TransactionId
     chain: Chain
@@ -496,7 +496,7 @@ UNBATCHED: Final = Chain(b"\xff" * 16)
 
 
 class TruncateIntent(NamedTuple):
-    """A truncation that has begun: the id to keep, and the entry of a batch cut in its middle."""
+    """A truncation that has begun: the ID to keep, and the entry of a batch cut in its middle."""
 
     last_to_keep: TransactionId
     cut: LineageEntry | None
@@ -511,9 +511,10 @@ class IdRange(NamedTuple):
 
 @value(frozen=True, slots=True)
 class Slot:
-    """What a replica remembers of a partition beside its log.
+    """The durable state of a partition outside its log.
 
-    `original_sequence`: of the structure in `waltz-storage.ctl` that we wrote last, or were to.
+    `original_sequence`: of the structure in `waltz-storage.ctl` that this version wrote last, or
+    was about to write.
     """
 
     partition_id: PartitionId
@@ -532,7 +533,7 @@ class Slot:
     engaged: SessionId = NO_SESSION  # the last one that had opened, and that this replica was in
 
     def is_overtaken(self, info: PartitionInfo) -> bool:
-        """Tell if the original has run on this directory since: its sequence or session says so."""
+        """Return whether Waltz 0.13 has written since, as its sequence or session shows."""
         is_later = NO_SESSION < self.last_session < info.session_id
         return is_later or info.sequence > self.original_sequence
 
@@ -547,7 +548,7 @@ class Slot:
 
     @property
     def is_unbatched(self) -> bool:
-        """Whether records may be here that have no batches."""
+        """Whether the log may have records without batches."""
         return self.acked.chain == UNBATCHED
 
     def encode(self) -> bytes:

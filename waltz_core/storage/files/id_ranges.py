@@ -1,6 +1,6 @@
-"""Ranges of ids, as what is known to be damaged is kept: sorted, apart, and few.
+"""Arithmetic on ranges of IDs, as known damage is kept: sorted, disjoint, and few.
 
-It is arithmetic, and of files it knows only how many ranges fit into a slot.
+The number of ranges is limited to those that fit into a slot.
 """
 
 from itertools import pairwise
@@ -12,8 +12,8 @@ from waltz_core.storage.files.format import DAMAGED_MAX, IdRange
 def with_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, ...]:
     """Return the ranges with one more, in order and merged; at most `DAMAGED_MAX` of them.
 
-    When there are too many, the two that are nearest to each other become one: what lies between
-    them is called damaged too, which costs a repair and never a wrong answer.
+    If there are too many, the two nearest are joined: the records
+    between them count as damaged, too, which costs a repair and never a wrong answer.
     """
     merged: list[IdRange] = []
     for one in sorted((*damaged, added)):
@@ -29,7 +29,7 @@ def with_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, 
 
 
 def without_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRange, ...]:
-    """Return the ranges without the ids of `removed`."""
+    """Return the ranges without the IDs of `removed`."""
     left: list[IdRange] = []
     for first, last in damaged:
         before = IdRange(first, min(last, TransactionId(removed.first - 1)))
@@ -39,15 +39,15 @@ def without_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRa
 
 
 def damage_until(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdRange, ...]:
-    """Return the ranges as they are in a log that ends at an id."""
+    """Return the ranges, cut at the last ID of a log."""
     return tuple(IdRange(one.first, min(one.last, last)) for one in damaged if one.first <= last)
 
 
 def count_of(ranges: tuple[IdRange, ...]) -> int:
-    """Return how many ids there are in ranges that do not overlap."""
+    """Return how many IDs there are in ranges that do not overlap."""
     return sum(last - first + 1 for first, last in ranges)
 
 
 def in_words(ranges: tuple[IdRange, ...]) -> str:
-    """Return ranges as a log line tells them."""
+    """Format ranges for a log line."""
     return ",".join(f"{first}..{last}" for first, last in ranges)

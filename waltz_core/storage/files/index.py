@@ -1,12 +1,12 @@
-"""Two lookups of a segment: id to offset (`.idx`), and id to batch (`.chn`).
+"""Two lookups of a segment: ID to offset (`.idx`), and ID to batch (`.chn`).
 
-Both are arrays of fixed entries on disk that are only ever extended or cut at their end, and
-nothing of them is held in memory, however long the log is.
+Both are arrays of fixed entries on disk that are only extended or cut at their end. Neither is held
+in memory, however long the log is.
 
 Rules:
-    1. `.idx` is a cache: it can be made again from the records, and is when it is wrong.
-    2. `.chn` is not: a batch's bounds, session and stamp are written nowhere else. It holds the
-       batches whose last record is in the segment; such a batch may begin in an earlier one.
+    1. `.idx` is a cache: it can be rebuilt from the records, and is if it is wrong.
+    2. `.chn` is not: a batch's bounds, session and stamp are stored nowhere else. It holds the
+       batches whose last record is in the segment; such a batch may begin in an earlier segment.
     3. Entries of one file follow one another without gaps.
 """
 
@@ -49,7 +49,7 @@ class OffsetIndex:
         self._file = file
         self._header = header
         self.count = max(0, (file.size() - SEGMENT_HEADER_BYTES) // OFFSET_BYTES)
-        self.is_dirty = False  # written to, by us, since its last sync
+        self.is_dirty = False  # written to, by this process, since its last sync
 
     def read(self, place: int, count: int) -> I64:
         """Return up to `count` offsets from the record at `place` in the segment on."""
@@ -67,7 +67,7 @@ class OffsetIndex:
             self.count = max(self.count, place + int(offsets.size))
 
     def write_over(self, place: int, offsets: I64) -> None:
-        """Write offsets as `write` does, in place of some that may be lost."""
+        """Write offsets as `write` does, over some that may be unreadable."""
         assert 0 <= place <= self.count
         if not offsets.size:
             return
@@ -75,24 +75,24 @@ class OffsetIndex:
         write_over(self._file, offsets.astype(">i8").tobytes(), _offset_place(place))
         self.count = max(self.count, place + int(offsets.size))
         with suppress(ReadFailed):
-            if not any(self._file.pread(SEGMENT_HEADER_BYTES, 0)):  # it was in a block given up
+            if not any(self._file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was given up
                 self._file.pwrite([self._header.encode()], 0)
 
     def add(self, offset: int) -> None:
-        """Write the offset of one more record: for so few, arrays cost more than they save."""
+        """Write the offset of one more record: for one, arrays cost more than they save."""
         self.is_dirty = True
         self._file.pwrite([_OFFSET.pack(offset)], _offset_place(self.count))
         self.count += 1
 
     def known(self, place: int, count: int) -> I64:
-        """Return offsets as `read` does; none when the disk does not give them."""
+        """Return offsets as `read` does; none if the disk cannot read them."""
         try:
             return self.read(place, count)
         except ReadFailed:
             return np.zeros(0, dtype=np.int64)
 
     def rewrite(self, place: int, offsets: I64) -> None:
-        """Have offsets from the record at `place` on, written only where there are others."""
+        """Make the offsets from the record at `place` on these; write only those that differ."""
         try:
             is_right = np.array_equal(self.read(place, int(offsets.size)), offsets)
         except ReadFailed:
@@ -107,7 +107,7 @@ class OffsetIndex:
         self.count = count
 
     def sync(self) -> None:
-        """Make it durable."""
+        """Make the file durable."""
         self._file.sync()
         self.is_dirty = False
 
@@ -176,7 +176,7 @@ class LineageFile:
             place += wanted
 
     def place_of(self, transaction_id: TransactionId) -> int:
-        """Return the place of the first batch that ends at or after an id; `count` if none does."""
+        """Return the place of the first batch that ends at or after an ID; `count` if none does."""
         low, high = 0, self.count
         while low < high:
             place = middle = (low + high) // 2
@@ -208,7 +208,7 @@ class LineageFile:
         ]
 
     def trim(self) -> LineageEntry | None:
-        """Drop what is wrong at the end: a write was torn there, or never was; return the end."""
+        """Drop invalid entries at the end (of a torn or missing write); return the last one."""
         place, end = self.count - 1, None
         while place >= 0 and (end := self._readable(place)) is None:
             place -= 1
@@ -237,7 +237,7 @@ class LineageFile:
         parts = self._encoded(entries, BEFORE_FIRST, place)
         if place:
             self._file.pwrite(parts, _entry_place(place))
-        else:  # with the header: their block can be written as a whole only, if it was lost
+        else:  # with the header: a lost block can only be written as a whole
             self._file.pwrite([self._header.encode(), *parts], 0)
         self._file.sync()
 
@@ -252,7 +252,7 @@ class LineageFile:
         return list(islice(self.entries(low), high - low))
 
     def rewrite_header(self, chain_before: Chain) -> None:
-        """Write another chain before the first entry, durably; the rest binds the entries."""
+        """Write another chain before the first entry, durably; entry CRCs cover the rest."""
         self._header = self._header._replace(chain_before=chain_before)
         self._file.pwrite([self._header.encode()], 0)
         self._file.sync()
@@ -263,9 +263,9 @@ class LineageFile:
         return self.entry(place - 1).chain if place else self.chain_before
 
     def vouched(self, place: int) -> TransactionId:
-        """Return the last id that an entry from a place on says was durable before it.
+        """Return the last ID that the entries from a place on state as durable before them.
 
-        An entry that cannot be read says nothing.
+        Unreadable entries are skipped.
         """
         vouched = BEFORE_FIRST
         for at in range(place, self.count):

@@ -1,15 +1,14 @@
 """The lock files of one partition: the newest lock blocks that its owners have sent.
 
-It is the one file of a storage that nobody's data depends on. It may be gone, torn, old or full of
-holes at any time: whoever reads it believes only what the log itself proves
-(`waltz_core/records/lock_blocks.py`). So it is never synced (and takes no place among the
-descriptors that have to stay open), and what goes wrong with it is told to nobody.
+No data depends on this file. It may be missing, torn, old or full of holes at any time: its readers
+trust only what the log itself proves (`waltz_core/records/lock_blocks.py`). So it is never synced
+(and takes no place among the descriptors that have to stay open), and its errors are not reported.
 
 Rules:
-    1. Two files: blocks go to the end of one; when that is full it takes the place of the other. So
-       the newest `file_bytes_max` bytes are there, and hardly more than twice as many on disk.
-    2. After an error nothing is written or read any more until the log is opened again.
-    3. The files are opened when the first block comes, or the first question.
+    1. Two files: blocks go to the end of one; when that is full it replaces the other. So the
+       newest `file_bytes_max` bytes are there, and hardly more than twice as many on disk.
+    2. After an error nothing is written or read until the log is opened again.
+    3. The files are opened at the first block or the first read.
 """
 
 from collections.abc import Sequence
@@ -66,7 +65,7 @@ class LockFile:
             return b""
 
     def close(self) -> None:
-        """Close the file; nothing is written any more."""
+        """Close the file; further blocks are dropped."""
         self._has_failed = True
         if self._file is not None:
             self._file.close()

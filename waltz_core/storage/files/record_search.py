@@ -1,14 +1,15 @@
 """Finding records in the bytes of a `.seg` file; it runs after a crash, and record by record.
 
-How bytes look like records is one thing, what becomes of a log by it another.
+It only recognizes records; the caller decides what that means for the log.
 
 Rules:
-    1. A record is one when its id, its length and its CRC say so; a position alone says nothing.
-    2. Behind a hole the first record that lies where the index has it comes before any that was
-       found earlier, unless that one leads there, record by record: a misdirected write leaves
-       good records where they do not belong, and a record's data may hold others.
-    3. Where nothing is cut, what the disk does not give is a hole like any other (`Salvaged`), as
-       long as the index can be read: what looks like a record behind it may lie in one's data.
+    1. Bytes are a record if their ID, length and CRC fit; a position alone proves nothing.
+    2. After a hole, the first record at the position that the index states is preferred to earlier
+       candidates, unless such a candidate leads to it, record by record. A misdirected write leaves
+       valid records in wrong places, and the data of a record may contain others.
+    3. Where nothing is cut, bytes that the disk cannot read are a hole like any other (`Salvaged`),
+       provided that the index can be read: a candidate after the hole may be inside a record's
+       data.
 """
 
 from collections.abc import Iterator
@@ -31,21 +32,21 @@ _ID_MAX: Final = TransactionId((1 << 63) - 1)
 _NONE: Final = np.zeros(0, dtype=np.int64)
 SCAN_BYTES: Final = 8 * 1024 * 1024
 _STEP_BYTES: Final = 64 * 1024
-_STATED_PLACE: Final = 28  # where a record states the length of its data
-# What a drive that has lost a sector still gives is asked for in pieces of its own unit.
+_STATED_PLACE: Final = 28  # offset in a record of the length of its data
+# A drive that has lost a sector is read in pieces of its own unit.
 _PIECE_BYTES: Final = 4096
 assert SCAN_BYTES > RECORD_BYTES_MAX
 
 
 class SearchedFile(Protocol):
-    """What is asked of a file here."""
+    """The operations of a file that the search needs."""
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
 
 
 class Salvaged:
-    """A file with zeros for what the disk does not give (rule 3); nothing is asked for twice."""
+    """A file with zeros for unreadable bytes (rule 3), which are not read twice."""
 
     def __init__(self, file: File) -> None:
         self._file = file
@@ -53,7 +54,7 @@ class Salvaged:
 
     @property
     def has_lost(self) -> bool:
-        """Whether anything was not given."""
+        """Whether any bytes were unreadable."""
         return bool(self._lost)
 
     def pread(self, size: int, offset: int) -> bytes:
@@ -81,7 +82,7 @@ class Salvaged:
 
 
 def record_end(file: SearchedFile, start: int, transaction_id: int, size: int) -> int | None:
-    """Return where the record at an offset ends, or None when it is not that of the id."""
+    """Return where the record at an offset ends, or None if it does not have the ID."""
     if not SEGMENT_HEADER_BYTES <= start <= size - RECORD_OVERHEAD_BYTES:
         return None
     found, _, _, length, _ = RECORD_PREFIX.unpack(file.pread(RECORD_PREFIX.size, start))
@@ -120,7 +121,7 @@ def scan(
 
 
 def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
-    """Return the lengths of what looks like records with the ids that are due, and is whole."""
+    """Return the lengths of candidates that are whole and have the expected IDs."""
     lengths = []
     at = 0
     while at + RECORD_OVERHEAD_BYTES <= len(data) and next_id != stop_id:
@@ -135,7 +136,7 @@ def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
 
 
 class FoundRecord(NamedTuple):
-    """A record and where it lies; `is_confirmed`: the index has it, or one that it leads to."""
+    """A record and its position; `is_confirmed`: the index has it, or one that it leads to."""
 
     transaction_id: TransactionId
     offset: int
@@ -143,7 +144,7 @@ class FoundRecord(NamedTuple):
 
 
 class HoleSearch:
-    """Finds the records with which the log goes on behind holes, in one file, hole by hole."""
+    """Finds the records with which the log continues after holes, in one file."""
 
     def __init__(
         self, file: SearchedFile, index: OffsetIndex, first: TransactionId, *, last: TransactionId
@@ -151,35 +152,35 @@ class HoleSearch:
         self._file = file
         self._index = index
         self._first = first  # of the segment
-        self._last = last  # no record above it says anything
-        self._starts: I64 | None = None  # of the ids from `_from` on
+        self._last = last  # records above it are ignored
+        self._starts: I64 | None = None  # of the IDs from `_from` on
         self._from = first
 
     def behind(
         self, hole: TransactionId, offset: int, size: int
     ) -> tuple[TransactionId, int] | None:
-        """Return the first record behind the hole that begins with an id at an offset, and where.
+        """Return the first record after the hole that begins with an ID at an offset.
 
-        None when there is no record up to `last` that could be it.
+        None if no record up to `last` can be it.
 
         Raises:
             ReadFailed: neither all records nor their index can be read.
         """
         if self._starts is None:
-            # As it was before: what is found behind a hole is written into the index.
+            # The old state: records found after a hole are written into the index.
             self._from = TransactionId(hole + 1)
             is_hurt = isinstance(self._file, Salvaged) and self._file.has_lost
             read = self._index.read if is_hurt else self._index.known  # rule 3
             self._starts = read(self._from - self._first, self._last - hole)
             if is_hurt and (self._starts < SEGMENT_HEADER_BYTES).any():
-                # They were in a block of the index that was given up (file_system.py, rule 8).
+                # Their block of the index was given up (file_system.py, rule 8).
                 raise ReadFailed(f"record {hole}: neither it nor the index behind it can be read")
         starts = self._starts[hole + 1 - self._from :]
         found = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
         if found is None:
             return None
         if not found.is_confirmed:
-            self._starts = _NONE  # all of it has been searched for nothing; not for each hole
+            self._starts = _NONE  # everything was searched in vain: do not repeat it for each hole
         return found.transaction_id, found.offset
 
 
@@ -192,10 +193,10 @@ def find_record(
     starts: I64,
     last: TransactionId = _ID_MAX,
 ) -> FoundRecord | None:
-    """Return the first record behind a hole, up to an id (rule 2); None without one.
+    """Return the first record after a hole, up to an ID (rule 2); None without one.
 
-    The hole begins at offset `hole` with the record `first`; `starts` is where those after `first`
-    should lie.
+    The hole begins at offset `hole` with the record `first`; `starts` are the stated positions of
+    the records after `first`.
     """
     found: FoundRecord | None = None
     offset = hole + 1
@@ -205,7 +206,7 @@ def find_record(
             found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
             start, between = offset + at, found_id - first - 1
             if found_id > last or start - hole < RECORD_OVERHEAD_BYTES * (between + 1):
-                continue  # it is not vouched for, or those in the hole would have no room
+                continue  # not covered by a marker, or no room for those in the hole
             is_known = between < starts.size and starts[between] == start
             if not is_known and found is not None:
                 continue
@@ -224,18 +225,18 @@ def find_record(
 
 
 def _leads_to(file: SearchedFile, begin: FoundRecord, end: FoundRecord, size: int) -> bool:
-    """Tell if good records lie between two, without a gap."""
+    """Return whether valid records fill the space between two, without a gap."""
     first, stop_id = begin.transaction_id, end.transaction_id
     starts, offset = scan(file, begin.offset, first, size=size, stop_id=stop_id)
     return (first + starts.size, offset) == (stop_id, end.offset)
 
 
 def _candidates(data: bytes, after: int, room: int) -> Iterator[int]:
-    """Return where in the bytes a record's id and length look possible, in order.
+    """Return the offsets where a record's ID and length look possible, in order.
 
-    The arrays for this are many times as large as the bytes, so it goes step by step.
+    The arrays for this are many times as large as the bytes, so the search goes in steps.
     """
-    # Each id takes at least 40 bytes, so that none can be far above the one that is due.
+    # Each ID takes at least 40 bytes, so none can be far above the expected one.
     id_max = after + room // RECORD_OVERHEAD_BYTES + 1_000_000
     count = len(data) - RECORD_PREFIX.size + 1
     for start in range(0, count, _STEP_BYTES):

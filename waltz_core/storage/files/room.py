@@ -1,20 +1,20 @@
-"""Room on a disk: what is kept back of it, and when appends are refused for want of it.
+"""Room on a disk: how much of it is reserved, and when appends are rejected.
 
-A full disk must not stop what makes room, or what makes a replica whole. So the last of it is never
-given to appends, and whether there is any is asked in one place.
+A full disk must not prevent truncations and repairs. So appends never get the last of the disk, and
+this class alone decides whether there is room.
 
 Rules (docs/design/correctness.md 2.4, row 9):
-    1. The reserve file holds room for truncation, repair, marks and slots. It is given back to the
-       disk when one of them finds none, and filled again as soon as there is enough.
-    2. An append is refused before it writes anything, when there is not room for it beside the
-       whole reserve. What is refused says how much was free.
-       A copy that is put behind a log counts as an append: there may be any amount of it.
+    1. The reserve file holds room for truncation, repair, marks and slots. It is released when one
+       of them finds no room, and filled again as soon as there is enough.
+    2. An append is rejected before it writes anything, unless there is room for it in addition to
+       the whole reserve. The error states how much was free. A copy to the end of a log counts as
+       an append, as its size is not limited.
     3. Reading needs no room.
-    4. The disk is not asked for every append: half of what it had to spare, and no more than
-       `SPARE_BYTES_MAX`, is written before it is asked again. Whoever else fills it meanwhile makes
-       a write fail, and that one is said to have found no room (`lacked`).
-    5. One thread at a time: else the reserve might be given back while another one fills it, and
-       be taken for kept.
+    4. The disk is not queried for every append: half of the spare room, and at most
+       `SPARE_BYTES_MAX`, is written before the next query. If another process fills the disk
+       meanwhile, a write fails and is reported as having found no room (`lacked`).
+    5. One thread at a time: otherwise the reserve might be released while another thread fills it,
+       and count as kept.
 """
 
 import threading
@@ -33,7 +33,7 @@ ResultT = TypeVar("ResultT")
 
 
 def append_bytes(record_bytes: int, record_count: int, batch_count: int) -> int:
-    """Return what an append takes on the disk."""
+    """Return the size of an append on the disk."""
     return record_bytes + OFFSET_BYTES * record_count + LINEAGE_ENTRY_BYTES * batch_count
 
 
@@ -41,25 +41,25 @@ class Room:
     """The room of one storage directory. Calls block, and may come from any thread."""
 
     def __init__(self, disk: Disk, directory: Path, reserve_bytes: int) -> None:
-        self.is_short = False  # appends are refused
+        self.is_short = False  # appends are rejected
         self._lock = threading.RLock()  # rule 5
         self._disk = disk
         self._directory = directory
         self._reserve_bytes = reserve_bytes
         self._is_reserved = reserve_bytes == 0
-        self._wanted_bytes = 0  # by the append that was refused last
-        self._spare_bytes = 0  # may be written before the disk is asked again (rule 4)
+        self._wanted_bytes = 0  # by the append that was rejected last
+        self._spare_bytes = 0  # may be written before the next query (rule 4)
 
     @property
     def reserved_bytes(self) -> int:
-        """How much is kept back now."""
+        """The size of the reserve now."""
         return self._reserve_bytes if self._is_reserved else 0
 
     def check(self, size: int) -> None:
-        """See that an append of so many bytes may be written (rule 2).
+        """Check that an append of this size may be written (rule 2).
 
         Raises:
-            NoSpace: it may not.
+            NoSpace: there is no room for it.
         """
         with self._lock:
             if size <= self._spare_bytes:
@@ -77,12 +77,12 @@ class Room:
                 )
 
     def lacked(self, size: int) -> None:
-        """An append of so many bytes has found no room though there should have been some."""
+        """Note that an append found no room although `check` allowed it (rule 4)."""
         with self._lock:
             self.is_short, self._wanted_bytes, self._spare_bytes = True, size, 0
 
     def with_reserve(self, call: Callable[[], ResultT]) -> ResultT:
-        """Call; what finds no room is called again with that of the reserve."""
+        """Call; if it finds no room, release the reserve and call again."""
         try:
             return call()
         except NoSpace:
@@ -90,9 +90,9 @@ class Room:
             return call()
 
     def release(self) -> None:
-        """Give the reserve back to the disk, for a truncation or a repair (rule 1).
+        """Release the reserve to the disk, for a truncation or a repair (rule 1).
 
-        A disk that fails at that loses nothing: whoever needed the room is told that there is none.
+        A disk error here is ignored: the operation that needs the room fails with NoSpace.
         """
         with self._lock, suppress(DiskFailed, NoSpace):
             self._is_reserved = self._reserve_bytes == 0
@@ -101,7 +101,7 @@ class Room:
             self._disk.sync_directory(self._directory)
 
     def fill(self) -> None:
-        """Keep the reserve back, if there is room for all of it; raises DiskFailed."""
+        """Fill the reserve, if there is room for all of it; raises DiskFailed."""
         if not self._reserve_bytes:
             return
         with self._lock:
@@ -117,7 +117,7 @@ class Room:
                 file.close()
 
     def look_again(self) -> None:
-        """See whether there is room by now, and fill the reserve again."""
+        """Query the disk for room again, and fill the reserve if there is enough."""
         with self._lock, suppress(DiskFailed, NoSpace):
             if not self._is_reserved and self.free_bytes() >= self._reserve_bytes:
                 self.fill()
@@ -126,7 +126,7 @@ class Room:
             self._spare_bytes = 0  # nothing was written for it
 
     def free_bytes(self) -> int:
-        """Return how much more can be written, beside the reserve; raises DiskFailed."""
+        """Return how much more can be written, without the reserve; raises DiskFailed."""
         return self._disk.free_bytes(self._directory)
 
     def size_bytes(self) -> int:

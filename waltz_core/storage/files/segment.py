@@ -1,17 +1,17 @@
-"""One segment: records back to back in a `.seg` file, with its `.idx` and `.chn` beside it.
+"""One segment: records back to back in a `.seg` file, with its `.idx` and `.chn`.
 
-It knows how a run of records lies in one file, and how to tell a torn tail from damage; of
-sessions, marks and the other segments it knows nothing.
+It knows the layout of records in one file, and how to distinguish a torn tail from damage. It knows
+nothing of sessions, marks and other segments.
 
 Rules:
     1. A segment exists when its `.seg` has its name; `.idx` and `.chn` get theirs before.
-    2. Records of a segment have the ids first..next_id-1; `.seg` ends with its last record.
-    3. Bytes that are no record are a torn tail only if nothing at or above them was ever vouched
-       for, by the acked marker, a later segment or a later batch's entry; otherwise they are
-       damage, and stay (docs/design/correctness.md 2.5). A crash may leave any sectors of what
-       was not synced, so that a valid record behind torn ones proves nothing.
-    4. Damaged ids keep their place in the index, so that the bytes can be filled in again. It is
-       asked first where they end (record_search.py).
+    2. Records of a segment have the IDs first..next_id-1; `.seg` ends with its last record.
+    3. Bytes that are no record are a torn tail only if nothing at or above them was known to be
+       synced, by the acked marker, a later segment or a later batch's entry. Otherwise they are
+       damage, and stay (docs/design/correctness.md 2.5). A crash may leave any sectors of unsynced
+       data, so a valid record after torn ones proves nothing.
+    4. Damaged IDs keep their place in the index, so that the bytes can be filled in again. The
+       index is used first to find where they end (record_search.py).
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ Buffer = bytes | memoryview
 
 
 class Recovered(NamedTuple):
-    """What `Segment.recover` found: ids that cannot be read, and if vouched-for ids are gone."""
+    """What `Segment.recover` found: unreadable IDs, and whether known-synced IDs are missing."""
 
     damaged: tuple[IdRange, ...]
     lost: bool
@@ -148,9 +148,9 @@ class Segment:
         return lineage
 
     def _open_index(self) -> File:
-        """Open the `.idx`; one that is missing, or not this segment's, is made anew, empty.
+        """Open the `.idx`; one that is missing, or not this segment's, is created again, empty.
 
-        Of one that has lost its first block the rest is kept: it may know what the records do not.
+        If only its first block is lost, the rest is kept: it may have offsets of damaged records.
         """
         path = self._path(".idx")
         if self._disk.exists(path):
@@ -166,7 +166,7 @@ class Segment:
         return self._disk.open(path)
 
     def _has_header(self, file: File) -> bool:
-        """Tell whether it is of this segment; one that was in a lost block is written anew."""
+        """Return whether it is of this segment; rewrite a header that was in a lost block."""
         try:
             found = file.pread(SEGMENT_HEADER_BYTES, 0)
         except ReadFailed:
@@ -199,12 +199,12 @@ class Segment:
 
     @property
     def last(self) -> TransactionId:
-        """The id of the last record; one below `first` when there is none."""
+        """The ID of the last record; one below `first` when there is none."""
         return TransactionId(self.next_id - 1)
 
     @property
     def is_dirty(self) -> bool:
-        """Is there anything that `sync` would make durable?"""
+        """Whether `sync` has anything to make durable."""
         return self._records_dirty or self._lineage_dirty
 
     def close(self) -> None:
@@ -220,15 +220,15 @@ class Segment:
                     lineage.close()
 
     def forget(self) -> None:
-        """Never sync these files again: a sync has failed, and another would lie."""
+        """Never sync these files again: after a failed sync, another would wrongly succeed."""
         self._records_dirty = self._lineage_dirty = False
         self.close()
 
     def copy_index(self, synced: TransactionId) -> None:
-        """Put the index into a new file, durably, in place of one that may have failed.
+        """Put the index into a new file, durably, replacing one whose sync may have failed.
 
-        It was synced up to an id. Behind that the records tell: of what a failed sync has lost the
-        system may have forgotten since what was written.
+        It was synced up to an ID. After that ID the offsets are computed from the records: the
+        system may have dropped pages that a failed sync has not written.
         """
         file, index, _ = self._opened()
         count = self.next_id - self.first
@@ -259,7 +259,7 @@ class Segment:
     # ---- writing
 
     def append(self, lengths: I64, records: Buffer) -> None:
-        """Write records behind the last one; not durable."""
+        """Write records after the last one; not durable."""
         file, index, _ = self._opened()
         self._records_dirty = True
         file.pwrite([records], self.size_bytes)
@@ -297,9 +297,9 @@ class Segment:
             self.index.sync()
 
     def cut(self, last_to_keep: TransactionId) -> None:
-        """Cut records and batches after an id; not durable.
+        """Cut records and batches after an ID; not durable.
 
-        A batch that the cut goes through is dropped; the caller knows what becomes of it.
+        A batch that the cut goes through is dropped; the caller handles it.
         """
         file, index, lineage = self._opened()
         keep = max(0, last_to_keep - self.first + 1)
@@ -314,7 +314,7 @@ class Segment:
         lineage.cut(place)
 
     def fill(self, lengths: I64, records: Buffer, hole: IdRange) -> None:
-        """Write the first records of a hole, durably. At the segment's end a hole has any size.
+        """Write the first records of a hole, durably. A hole at the segment's end has any size.
 
         Raises:
             BadFormat: the hole has more or fewer bytes.
@@ -335,13 +335,13 @@ class Segment:
             self.size_bytes = filled if whole else max(filled, end)
             file.truncate(self.size_bytes)
         write_over(file, records, start)
-        if not any(file.pread(SEGMENT_HEADER_BYTES, 0)):  # it was in a block given up
+        if not any(file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was given up
             file.pwrite([self._header.encode()], 0)
         starts = offsets_of(lengths) + start
         place = hole.first - self.first
         index.write_over(place, starts[:-1])
         if not whole and int(offsets[count]) != filled:
-            # The index never knew where the rest of the hole begins; now it does.
+            # The index did not have the beginning of the rest of the hole; now it does.
             index.write_over(
                 place + count, np.full(offsets.size - 1 - count, filled, dtype=np.int64)
             )
@@ -355,12 +355,11 @@ class Segment:
         index_first: TransactionId | None = None,
         syncs_all: bool = True,
     ) -> None:
-        """Write all from an id on as it is, and make all durable: the cache may call it clean.
+        """Rewrite everything from an ID on, and sync: the cache may consider lost pages clean.
 
-        The index is written from `index_first` on, where that is lower: its own sync may be the one
-        that has failed. Without `syncs_all`, records and index are those that were synced before,
-        and are synced only where an opening has changed them. What the batches do not name does
-        not count.
+        The index is rewritten from `index_first` on, where that is lower: its own sync may have
+        failed. Without `syncs_all`, records and index were synced earlier, and are synced again
+        only where an opening has changed them. Records after the last batch are not needed.
         """
         file, index, lineage = self._opened()
         if first < self.next_id:
@@ -382,7 +381,7 @@ class Segment:
     # ---- reading
 
     def bounds(self, first: int, last: int) -> I64:
-        """Return the offsets of first..last and the end of last, one more than there are ids."""
+        """Return the offsets of first..last and the end of last, one more than there are IDs."""
         assert self.first <= first
         count = last - first + 1
         place = first - self.first
@@ -403,21 +402,21 @@ class Segment:
         offsets = self.bounds(first, last)
         size = int(offsets[-1] - offsets[0])
         data = self._opened()[0].pread(size, int(offsets[0]))
-        # Bytes that are missing read as zeros, which are no records: the caller's check tells.
+        # Missing bytes read as zeros, which are no records: the caller's check finds them.
         return data.ljust(size, b"\0"), lengths_between(offsets)
 
     def drop_cached(self, first: TransactionId, last: TransactionId) -> None:
-        """Have the bytes of records first..last read from the disk, by whoever reads on."""
+        """Drop the bytes of first..last from the page cache, so that reads go to the disk."""
         offsets = self.bounds(first, last)
-        start = 0 if first == self.first else int(offsets[0])  # the header's block is theirs, too
+        start = 0 if first == self.first else int(offsets[0])  # including the header's block
         self._opened()[0].drop_cached(start, int(offsets[-1]) - start)
 
     # ---- after a crash
 
     def is_plausible(self) -> bool:
-        """Tell if the index and the size of `.seg` agree on where the last record ends.
+        """Return whether the index and the size of `.seg` agree on where the last record ends.
 
-        They do not where the disk does not give one of them: this is asked of older segments.
+        False if the disk cannot read one of them. It is called for older segments only.
         """
         if self.next_id == self.first:
             return self.size_bytes == SEGMENT_HEADER_BYTES
@@ -431,7 +430,7 @@ class Segment:
     def _where_from(
         self, transaction_id: TransactionId, reader: SearchedFile
     ) -> tuple[TransactionId, int]:
-        """Return an id, and where its record begins: the first one if the index is wrong there."""
+        """Return an ID, and where its record begins: the first one if the index is wrong there."""
         if self.first < transaction_id < self.next_id:
             start = self.index.known(transaction_id - self.first, 1)
             if start.size and record_end(reader, int(start[0]), transaction_id, self.size_bytes):
@@ -439,7 +438,7 @@ class Segment:
         return self.first, SEGMENT_HEADER_BYTES
 
     def has_place_for(self, transaction_id: TransactionId) -> bool:
-        """Tell if the index and the record of an id agree on where it begins and ends."""
+        """Return whether the index and the record of an ID agree on where it begins and ends."""
         start, end = self.bounds(transaction_id, transaction_id).tolist()
         file = self._opened()[0]
         return bool(record_end(file, start, transaction_id, self.size_bytes) == end)
@@ -447,14 +446,14 @@ class Segment:
     def recover(
         self, start_id: TransactionId, must_reach: TransactionId, *, is_last: bool
     ) -> Recovered:
-        """Read records from `start_id` on, mend the index, and cut a torn tail (rule 3).
+        """Read records from `start_id` on, repair the index, and cut a torn tail (rule 3).
 
-        `must_reach` is the last id that is known to have been synced: in the last segment by the
-        acked marker or an entry, in the others it is the id before the next segment.
+        `must_reach` is the last ID that is known to have been synced: in the last segment by the
+        acked marker or an entry, in the others it is the ID before the next segment.
         """
         file, index, _ = self._opened()
         file_size = file.size()
-        # Of the last one a tail is cut, which a disk that does not give it says nothing of.
+        # The last segment's tail may be cut: a failed read does not prove it torn, so it raises.
         reader = file if is_last else Salvaged(file)
         start_id, offset = self._where_from(start_id, reader)
         stop_id = None if is_last else TransactionId(must_reach + 1)
@@ -482,11 +481,11 @@ class Segment:
             break
         self.next_id, self.size_bytes = next_id, offset
         index.cut(next_id - self.first)
-        if offset < file_size and (is_last or not damaged):  # else it may be records that lie there
+        if offset < file_size and (is_last or not damaged):  # else there may be records
             file.truncate(offset)
             self._records_dirty = True
         if not is_last:
-            # Of the last one more may be cut; then `write_again` makes it durable.
+            # More of the last one may be cut; `write_again` then makes it durable.
             file.sync()
             index.sync()
             self._records_dirty = False
@@ -496,7 +495,7 @@ class Segment:
         self.index.rewrite(first - self.first, starts)
 
     def _hole(self, hole: IdRange, offset: int, end: int) -> IdRange:
-        """Index the ids of a hole: where the old index had them, else all at its beginning."""
+        """Index the IDs of a hole: where the old index had them, else all at its beginning."""
         place = hole.first - self.first
         count = hole.last - hole.first + 1
         starts = self.index.known(place, count)
@@ -517,5 +516,5 @@ class Segment:
 def _is_rising(offsets: I64) -> bool:
     if offsets.size <= FEW:
         plain = offsets.tolist()
-        return bool(plain == sorted(plain))  # a third of what arrays take for so few
+        return bool(plain == sorted(plain))  # takes a third of the time of arrays for so few
     return not bool((offsets[1:] < offsets[:-1]).any())

@@ -1,7 +1,7 @@
 """The segments of one partition as one run of records and one run of batches.
 
-A batch, a read or a cut may go over the border between two files. Here the borders are, so that
-neither the log above nor the segment below has to think of them.
+A batch, a read or a cut may cross the border between two files. This class handles the borders, so
+that neither the log above nor the segment below has to.
 
 Rules:
     1. Segment i ends where segment i+1 begins; the first begins at 0; there is always one.
@@ -43,9 +43,9 @@ _CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
 
 
 class LostBatches(NamedTuple):
-    """Entries that cannot be read, in a segment from a place on; `ids` are theirs and the next's.
+    """Unreadable entries in a segment from a place on; `ids` are theirs and the next entry's.
 
-    A single one with another behind it may be proven.
+    A single one with another after it may be reconstructed.
     """
 
     segment_index: int
@@ -67,7 +67,7 @@ class Segments:
         self.directory = directory
         self._disk = disk
         self._blank = blank
-        self._is_cutting = False  # a cut was begun, and has not come to its end
+        self._is_cutting = False  # a cut was begun and is not finished
         self._firsts = [segment.first for segment in segments]
 
     # ---- what is there
@@ -79,7 +79,7 @@ class Segments:
 
     @property
     def last(self) -> TransactionId:
-        """The last id, or BEFORE_FIRST."""
+        """The last ID, or BEFORE_FIRST."""
         return self.current.last
 
     @property
@@ -109,7 +109,7 @@ class Segments:
         return entry.chain if entry.last == transaction_id else None
 
     def segment_end(self, transaction_id: TransactionId) -> TransactionId:
-        """Return the last id of the segment that holds an id."""
+        """Return the last ID of the segment that holds an ID."""
         return self.all[self._index_of(transaction_id)].last
 
     def _holding(self, transaction_id: int) -> Segment:
@@ -121,45 +121,45 @@ class Segments:
     # ---- changing
 
     def add(self, now_ms: int, chain_before: Chain) -> None:
-        """Begin a new segment behind the last record, durably."""
+        """Begin a new segment after the last record, durably."""
         first = TransactionId(self.last + 1)
         header = self._blank._replace(created_ms=now_ms, first=first)
         self.all.append(Segment.create(self._disk, self.directory, header, chain_before))
         self._firsts.append(first)
 
     def renew(self, now_ms: int, chain_before: Chain, marker: TransactionId) -> None:
-        """Go on in a new file, and leave the current one alone for good.
+        """Continue in a new file, and do not write the current one again.
 
         Its index was synced up to the marker.
         """
         with suppress(DiskFailed):
-            # Nobody believes it. But it may bring the cut to the disk; an original, which does not
-            # cut where the next segment begins, would stumble over what is behind it.
+            # It is not trusted. But the sync may make the cut durable; Waltz 0.13, which does not
+            # cut where the next segment begins, would fail on the bytes after it.
             self.current.sync()
         self.current.forget()
         if self.current.next_id > self.current.first:
             self.current.copy_index(marker)
             self.add(now_ms, chain_before)
             return
-        # It holds nothing; the new files take its name.
+        # It is empty; the new files take its name.
         header = self._blank._replace(created_ms=now_ms, first=self.current.first)
         self.current.close()
         self.all[-1] = Segment.create(self._disk, self.directory, header, chain_before)
 
     def sync(self) -> int:
-        """Make everything durable but the index; return how many syncs it took."""
+        """Make everything except the index durable; return how many syncs it took."""
         return sum(segment.sync() for segment in self.all[-2:] if segment.is_dirty)
 
     def sync_index(self) -> None:
-        """Make the index of the current segment durable; the others' are since the roll."""
+        """Make the index of the current segment durable; the others are durable since the roll."""
         self.current.sync_index()
 
     def cut(self, last_to_keep: TransactionId, cut: LineageEntry | None) -> None:
-        """Cut records and batches after an id; `cut` is the entry of a batch cut in its middle.
+        """Cut records and batches after an ID; `cut` is the entry of a batch cut in its middle.
 
-        Not durable, but that removed segments stay removed. May be done again.
+        Not durable, except that removed segments stay removed. May be repeated.
         """
-        if self._is_cutting:  # What it has removed is not seen any more, and may not be synced.
+        if self._is_cutting:  # Removed names are not visible any more, but may not be synced.
             self._disk.sync_directory(self.directory)
         self._is_cutting = True
         self._remove_unfinished()
@@ -173,7 +173,7 @@ class Segments:
         self._is_cutting = False
 
     def _remove_unfinished(self) -> None:
-        """Remove a segment that got its name before making it failed: nobody here knows of it."""
+        """Remove a segment whose creation failed after it got its name: `all` does not have it."""
         names = self._disk.list(self.directory)
         unknown = [one for one in map(first_of_name, names) if one not in {None, *self._firsts}]
         for first in unknown:
@@ -200,14 +200,14 @@ class Segments:
             first = TransactionId(first + count)
 
     def diagnose(self, wrong: TransactionId) -> tuple[IdRange, ...]:
-        """Return what is damaged around a record that was read wrong; mend its index if that is."""
+        """Return the damage around a record that was read wrong; repair its index if needed."""
         segment = self._holding(wrong)
         if segment.has_place_for(wrong):
             return (IdRange(wrong, wrong),)
         return segment.recover(segment.first, segment.last, is_last=False).damaged
 
     def mend(self, first: TransactionId, last: TransactionId) -> tuple[IdRange, ...]:
-        """Make index and batches of first..last anew where they cannot be read.
+        """Rebuild index and batches of first..last where they cannot be read.
 
         Return the damage that came to light.
         """
@@ -229,7 +229,7 @@ class Segments:
         """Return the batches around first..last that cannot be read.
 
         Raises:
-            ChecksumMismatch, ReadFailed: what stands before them cannot be read either.
+            ChecksumMismatch, ReadFailed: the entry before them cannot be read either.
         """
         found = []
         for index in self._indices_around(first, last):
@@ -243,7 +243,7 @@ class Segments:
         return found
 
     def prove(self, lost: LostBatches) -> bool:
-        """Make a lost batch anew if its records, and the batch behind it, prove what it was."""
+        """Rebuild a lost batch if its records and the batch after it prove what it was."""
         made = self._proven(lost.segment_index, lost.place) if lost.may_be_proven else None
         if made is None:
             return False
@@ -255,7 +255,7 @@ class Segments:
     ) -> list[tuple[Chain, LineageEntry]]:
         """Return the batches that touch first..last and can be read, each with the chain before it.
 
-        It reads all entries of the segments around.
+        This reads all entries of the segments around.
         """
         found = []
         for index in self._indices_around(first, last):
@@ -276,14 +276,15 @@ class Segments:
         return range(max(0, self._index_of(first)), last_index + 1)
 
     def _mend_batches(self, index: int, low: int, high: int) -> None:
-        """Write anew the entries of places low..high-1, of which the neighbours are known.
+        """Rewrite the entries of places low..high-1, whose neighbours are known.
 
-        A single one can be told from the chain of the next, but for its stamp, which becomes that
-        of the one before. Of several the bounds are lost: their chains will not be the others'.
+        A single one can be reconstructed from the chain of the next, except for its stamp, which
+        becomes that of the preceding one. Of several the bounds are lost: their chains will differ
+        from other replicas'.
         """
         lineage = self.all[index].lineage
         if high == lineage.count:
-            # Only the next open can tell where its log ends: it trims the file and is suspect.
+            # Only the next open can find the end of the log: it trims the file and is suspect.
             raise ChecksumMismatch(
                 f"the last {high - low} of {high} batches of the segment from id "
                 f"{self.all[index].first} cannot be read"
@@ -303,7 +304,7 @@ class Segments:
         lineage.rewrite(low, entries)
 
     def _proven(self, index: int, place: int) -> LineageEntry | None:
-        """Return what a lost batch was by the chain of the next; None where nothing fits."""
+        """Reconstruct a lost batch from the chain of the next; None if nothing fits."""
         before, after = self._entry_before(index, place), self.all[index].lineage.entry(place + 1)
         if not 0 <= before.session_id <= after.session_id <= before.session_id + 100:
             return None
@@ -358,7 +359,7 @@ class Segments:
             first = TransactionId(segment.next_id)
 
     def places(self, first: TransactionId, last: TransactionId) -> tuple[list[FilePlace], I64]:
-        """Return where the bytes of first..last lie, and their lengths, by the index alone."""
+        """Return the file positions of first..last, and their lengths, from the index alone."""
         places: list[FilePlace] = []
         lengths: list[I64] = []
         while first <= last:
@@ -372,9 +373,9 @@ class Segments:
         return places, np.concatenate(lengths)
 
     def fitting(self, first: TransactionId, last: TransactionId, bytes_max: int) -> TransactionId:
-        """Return the last id that fits into `bytes_max` with all from `first` on; one always does.
+        """Return the last ID so that `first`..it fits into `bytes_max`; at least `first`.
 
-        Less than one record's overhead for each id cannot be, which bounds what is read.
+        An ID takes at least one record's overhead, which bounds how much of the index is read.
         """
         last = min(last, TransactionId(first + bytes_max // RECORD_OVERHEAD_BYTES))
         next_id = first
@@ -406,13 +407,13 @@ class Segments:
     # ---- batches
 
     def entries_from(self, first: TransactionId) -> Iterator[LineageEntry]:
-        """Return the batches that end at or after an id, oldest first."""
+        """Return the batches that end at or after an ID, oldest first."""
         for index in range(max(0, self._index_of(first)), len(self.all)):
             lineage = self.all[index].lineage
             yield from lineage.entries(lineage.place_of(first))
 
     def entry_of(self, transaction_id: TransactionId) -> LineageEntry | None:
-        """Return the batch that ends at or first after an id."""
+        """Return the batch that ends at or first after an ID."""
         return next(self.entries_from(transaction_id), None)
 
     def entries(
@@ -423,7 +424,7 @@ class Segments:
         Where there are none, the chain is that at the end of the log.
 
         Raises:
-            BadFormat, ChecksumMismatch: an entry is wrong, or is that of another place.
+            BadFormat, ChecksumMismatch: an entry is wrong, or in the wrong place.
         """
         slices: list[Sequence[LineageEntry]] = []
         chain_before = self.chain
@@ -442,7 +443,7 @@ class Segments:
         return chain_before, tuple(entry for part in reversed(slices) for entry in part)
 
     def _last_index_of(self, last: TransactionId) -> int:
-        """Return the segment whose lineage has the batch that holds an id."""
+        """Return the segment whose lineage has the batch that holds an ID."""
         index = max(0, self._index_of(last))
         while index + 1 < len(self.all):
             lineage = self.all[index].lineage
@@ -453,7 +454,7 @@ class Segments:
 
 
 def _run_of(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
-    """Return entries of one file, each of which goes on from the one before (none is misplaced)."""
+    """Return entries of one file, and check that each continues the previous one."""
     for before, after in pairwise(entries):
         if after.first != before.last + 1:
             raise ChecksumMismatch(
@@ -464,7 +465,7 @@ def _run_of(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
 
 
 def first_wrong(records: bytes | memoryview, lengths: I64, first: TransactionId) -> int | None:
-    """Return the index of the first record that is not whole, not right or not in its place."""
+    """Return the index of the first record that is incomplete, wrong or in the wrong place."""
     count, size = _before_short(lengths)
     run = memoryview(records)[:size]
     found = [

@@ -1,17 +1,16 @@
 """Filling damaged records of a log with good ones.
 
-It is the only way by which bytes below the low-water mark ever change, so what it lets in can be
-read in one place.
+Only this code changes bytes below the low-water mark.
 
 Rules:
-    1. A hole is filled from its beginning on, so that what is left of it is one range again.
-    2. Only records that are right by themselves are written, and only into known damage.
-    3. The damage is forgotten last, and not before the chain of each batch that is whole again is
-       what it was: a record of the right id may still be that of another history. One beside it
-       that is found wrong by that is noted as damaged: it is no fault of what was repaired.
-    4. Where one batch cannot be read either, its records come first, and those of the next batch:
-       both together have to prove, by the next one's chain, what it was. Of several, or the last of
-       a segment, nothing proves it: nothing is let in.
+    1. A hole is filled from its beginning, so that the rest of it is still one range.
+    2. Only records that are valid by themselves are written, and only into known damage.
+    3. The damage is removed from the slot last, after the chain of each batch that is whole again
+       was verified: a record with the right ID may belong to another history. If this reveals that
+       a neighbouring record is wrong, that record is noted as damaged, and the repair stands.
+    4. Where the entry of one batch cannot be read either, the repair must send the records of this
+       batch, then those of the next: together they prove, by the next batch's chain, what the entry
+       was. Nothing proves several lost entries, or the last of a segment: the repair is rejected.
 """
 
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ def fill(
     lengths: I64,
     records: bytes | memoryview,
 ) -> tuple[IdRange, ...]:
-    """Write records into a hole, durably; return the damage that is known from then on.
+    """Write records into a hole, durably; return the damage that is left.
 
     Raises:
         BadRequest: `first` does not begin a damaged range, or the records go beyond it.
@@ -66,7 +65,7 @@ def fill(
 
 
 def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[IdRange]) -> None:
-    """Make the batches of what was filled anew if they cannot be read and can be by now (rule 4).
+    """Rebuild unreadable batch entries that the filled records now prove (rule 4).
 
     Raises:
         ChecksumMismatch, ReadFailed: the records do not prove what they were.

@@ -1,4 +1,4 @@
-"""The files of one partition's log: what is written, what is synced, and what a failure leaves.
+"""The files of one partition's log: what is written and synced, and what a failure leaves.
 
 `PartitionLog` decides what may be written; this class writes it. It also knows the end of the log
 as it is reported, which is before the end of the records while records are covered
@@ -102,7 +102,7 @@ class LogFiles:
         try:
             self.write_batches(lengths, records, entries)
         except NoSpace:
-            # What did not fit is taken away again; the session, not the disk, is at its end.
+            # The part that did fit is cut again; the session ends, but the disk has not failed.
             self._cut_back(*before)
             raise
         except DiskFailed as error:
@@ -153,7 +153,7 @@ class LogFiles:
         return None if end is None else Marker(end.last, end.chain)
 
     def sync(self) -> TransactionId:
-        """Make everything appended durable; return the last ID.
+        """Make all appended records durable; return the last ID.
 
         Raises:
             DiskFailed: the sync failed; everything after the last good one is cut away (rule 3).
@@ -181,7 +181,7 @@ class LogFiles:
         if self.covered_end is not None:
             return
         self._unmarked_ms = 0
-        # The next sync of an index that failed would lie; a cut that is half done has its marker.
+        # Another sync of a failed index would wrongly succeed; a half-done cut has its marker.
         if self.slot.acked.transaction_id < self.synced_max and not self.has_failed:
             self.sync_index()
             marker = Marker(self.synced_max, self.synced_chain)
@@ -210,8 +210,8 @@ class LogFiles:
         """Cut everything after an ID, durably (rule 4).
 
         Raises:
-            NoSpace: call it again when there is room; nothing else is done meanwhile.
-            DiskFailed: the log is to be opened again.
+            NoSpace: call it again when there is room; until then other calls fail.
+            DiskFailed: the log must be opened again.
         """
         was_half_cut = self.is_half_cut
         if not was_half_cut:
@@ -243,7 +243,7 @@ class LogFiles:
             raise DiskFailed(f"partition {self.partition_id}: a write failed in this session")
 
     def fail(self) -> None:
-        """Cut what was not synced, and take nothing more; if that fails, become suspect."""
+        """Cut what was not synced, and reject further writes; if the cut fails, break."""
         self.failure_count += 1
         self.has_failed = True
         self._cut_back(self.synced_max, self.synced_chain)
@@ -264,10 +264,10 @@ class LogFiles:
             self.synced_max = last
         try:
             if self.slot.acked.transaction_id > last:
-                # A roll has moved the marker into what is cut now; none of it was answered.
+                # A roll has moved the marker beyond this cut; nothing there was acknowledged.
                 self.write_slot(replace(self.slot, acked=Marker(last, chain)))
             self.segments.cut(last, None)
-        except WaltzError as error:  # A rotten index is no less in the way than a failing disk.
+        except WaltzError as error:  # An unreadable index prevents the cut like a failing disk.
             failure = self.broken(f"what was written after {last} cannot be cut away")
             self.write_slot(replace(self.slot, suspect=True))
             raise failure from error
@@ -279,7 +279,7 @@ class LogFiles:
         self.has_failed = False
 
     def count_all(self) -> None:
-        """Cover nothing any more: the records count again, and have no batches."""
+        """Stop covering: the records belong to the log again, without batches."""
         if self.covered_end is not None:
             self.covered_end = None
             self.synced_max = self.segments.last
@@ -295,7 +295,7 @@ class LogFiles:
 
         Raises:
             MissingSegment: they are not; the log answers nothing any more.
-            DiskFailed: the disk does not say.
+            DiskFailed: the disk could not be read.
         """
         if self.gone is None and not self.slots.is_in_place():
             self.has_failed = self.is_broken = True

@@ -1,41 +1,43 @@
-"""What happens before a log can be used: opening, believing, cutting the torn tail, adopting.
+"""Opens a log: decides which bytes to trust, cuts a torn tail, adopts records of Waltz 0.13.
 
-It runs once, in an order that matters (docs/design/correctness.md 2.5), and it is the only place
-where the bytes of a replica are judged without a session.
+The order of the steps matters (docs/design/correctness.md 2.5). This is the only place where the
+bytes of a replica are judged without a session.
 
 Rules:
     1. The intent of a truncation is carried out before anything is judged.
-    2. Nothing is ever cut that is known to have been synced: up to the acked marker, up to what
-       a later batch's entry says, and up to the last batch of the older segments. What is wrong
-       there is damage, and what is missing makes the replica suspect.
-    3. Above that, a record counts when its batch is whole, its entry is there and the chain holds;
-       a crash may leave any sectors of the rest, and nobody was told that it is there.
-    4. A directory that an original has written to since we did is adopted, and not suspect: its
-       records get batches of up to 1024 ids, bounded alike on all replicas. Its sequence says so,
-       or its session: a crash may have come between our slot and the structure that it knows of.
-       The same holds for records that an owner has left without batches (`UNBATCHED`), or that an
-       earlier version of this storage took from 0.13 servers: our slot is the newest then, and its
-       marker vouches. A provisional mark of such a server loses its session (`covering.py`,
-       rule 1). Bounds are those that the ids give, however often it was opened meanwhile: batches
-       of an earlier adoption that end elsewhere are made again.
+    2. Nothing is ever cut that is known to have been synced: up to the acked marker, up to the ID
+       that a later batch's entry states, and up to the last batch of the older segments. What is
+       wrong there is damage, and what is missing makes the replica suspect.
+    3. Above that, a record counts if its batch is whole, its entry is there and the chain matches.
+       A crash may leave any sectors of the rest, which was never acknowledged.
+    4. A directory that Waltz 0.13 has written to since this version did is adopted, and is not
+       suspect: its records get batches of up to 1024 IDs, with the same bounds on all replicas. The
+       sequence in the control file shows it, or the session: a crash may have come between the
+       write of the slot and that of the structure that it names. The same holds for records that
+       an owner has left without batches (`UNBATCHED`), and for those that an earlier version of
+       this storage took from 0.13 servers: the slot is the newest then, and its marker is trusted.
+       A provisional mark of such a server loses its session (`covering.py`, rule 1). The bounds
+       follow from the IDs alone, however often the log was opened meanwhile: batches of an earlier
+       adoption with other bounds are made again.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
-       that the directory knows of are refused, and the replica is suspect. That is durable
-       before anything else is written: the next opening may not see any more that it fell back.
-       Nor does an older slot know who has written last: what looks like an original's may be ours.
-    6. That a replica is suspect is durable before what says so is mended: a crash on the way leaves
-       files in which nothing is wrong.
-    7. What a killed process has written is found, and may not be durable: it is synced before it is
-       believed, names included. What nothing vouches for is written once more before that: after a
-       sync that failed the cache shows what the disk does not have, and calls it clean. For an
-       index only the marker vouches.
-    8. A directory that is gone or empty, of which the control file knows a session, has lost its
-       log and its promise: it begins empty and suspect, and refuses sessions as in rule 5. Both
-       are durable with its first slot. (A log that was thrown away on purpose is forgotten by the
-       control file before, see `removal.py`.)
-    9. What is durable already is not synced once more, as a storage opens a thousand of these:
-       files that this opening has made; records and index up to the marker, which were synced
-       before it; and the slot before anything is changed, where a crash may bring the older one
-       back. Whatever this opening has changed, or nothing vouches for, is synced.
+       that the directory knows are rejected, and the replica is suspect. That is durable before
+       anything else is written, since the next opening may not see that this one fell back. The
+       older slot does not know who wrote last, either: what looks like a write of 0.13 may be one
+       of this version.
+    6. That a replica is suspect is durable before the evidence for it is repaired: otherwise a
+       crash in between would leave files in which nothing is wrong.
+    7. Bytes that a killed process has written can be read but may not be durable: they are synced
+       before they are trusted, names included. Bytes that no marker or entry covers are written
+       again before that sync: after a sync that failed, the page cache shows bytes that the disk
+       does not have, and considers them clean. For an index only the marker counts.
+    8. A directory that is missing or empty although the control file has a session for it has lost
+       its log and its promise: it begins empty and suspect, and rejects sessions as in rule 5.
+       Both are durable with its first slot. (For a log that was deleted on purpose the control file
+       was cleared first, see `removal.py`.)
+    9. What is durable already is not synced again, as a storage opens a thousand logs: files that
+       this opening has made; records and index up to the marker, which were synced before it; and
+       the slot before anything is changed, as a crash may then return to the older one. Whatever
+       this opening has changed, or no marker or entry covers, is synced.
 """
 
 from contextlib import suppress
@@ -87,7 +89,7 @@ def open_log(
     trust_fsync: bool,
     is_named: bool = False,
 ) -> tuple[Segments, SlotFile]:
-    """Open or create the files of a partition and bring them into a state that can be believed.
+    """Open or create the files of a partition and bring them into a state that can be trusted.
 
     Durable on return, the dirty bit included. `is_named` says that the directory's name is
     durable.
@@ -114,11 +116,11 @@ def open_log(
         for segment in segments.all[:-1]:
             segment.close()
     except BaseException as error:
-        # It may be tried again, and again: no file may stay open.
+        # The caller may retry: no file may stay open.
         for close in (*(each.close for each in opening.opened), slots.close):
             try:
                 close()
-            except WaltzError as another:  # The first one says what is wrong.
+            except WaltzError as another:  # The first error has the cause.
                 error.add_note(f"and then: {another}")
         raise
     return segments, slots
@@ -127,7 +129,7 @@ def open_log(
 def _begin(
     disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo, *, trust_fsync: bool
 ) -> tuple[Segments, SlotFile]:
-    """Make the files of a log of which there is nothing yet, the `.seg` last, and durably."""
+    """Create the files of a new log durably, the `.seg` last."""
     slot = Slot(
         blank.partition_id, original_sequence=info.sequence, dirty=True, suspect=not trust_fsync
     )
@@ -148,7 +150,7 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
         return SlotFile.open(disk, directory, blank.partition_id)
     if any(name.endswith(".chn") for name in disk.list(directory)):
         raise BadFormat(f"{directory}: expected {SLOTS_NAME} beside .chn files, found none")
-    # An older sequence number than the original's says "adopt", also after a crash on the way.
+    # A sequence below that in the control file means "adopt", also after a crash on the way.
     slot = Slot(blank.partition_id, original_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)
 
@@ -181,7 +183,7 @@ def _firsts(disk: Disk, directory: Path) -> list[TransactionId]:
     known = frozenset(names)
     for name in names:
         if name.endswith((".idx", ".chn")) and f"{name[:-4]}.seg" not in known:
-            disk.unlink(directory / name)  # a crash came before the segment had its name
+            disk.unlink(directory / name)  # a crash came before the `.seg` had its name
     if firsts and firsts[0] != 0:
         raise MissingSegment(f"{directory}: expected a segment from id 0, found {firsts[0]} first")
     return firsts
@@ -212,21 +214,21 @@ class _Opening:
         # A 0.13 process has written since, or an owner has left records without batches.
         self._is_overtaken = slot.is_overtaken(info)
         self._adopting = self._is_overtaken or slot.is_unbatched
-        self.opened: list[Segment] = []  # everything that is to be closed when it fails
+        self.opened: list[Segment] = []  # everything to close if the opening fails
         self._rebuilt: list[Segment] = []
-        self._implausible: set[TransactionId] = set()  # older ones, by their first id
-        # Up to the marker the records were vouched for by a slot, ours or the original's. What a
-        # batch's entry vouches for is known when the segments are open.
+        self._implausible: set[TransactionId] = set()  # older ones, by their first ID
+        # Up to the marker the records are covered by a slot, of this version or of 0.13. What the
+        # batch entries cover is known when the segments are open.
         acked = slot.acked.transaction_id
         self._marker = info.local_low_water_mark if self._is_overtaken else acked
         self._vouched = self._marker
         self._passed = BEFORE_FIRST  # the end of the last batch in an older segment
 
     def may_fall_back(self) -> bool:
-        """Whether it may still be the older slot that counts after a crash in this opening.
+        """Return whether a crash in this opening may make the older slot count.
 
-        The newer one may be seen and not be durable (rule 7). What this opening cuts and mends
-        must then be what it might have cut and mended with the older one (rules 1, 2, 6).
+        The newer one can be read but may not be durable (rule 7). Whatever this opening cuts and
+        repairs must then be allowed with the older one, too (rules 1, 2, 6).
         """
         newer, older = self._slots.slot, self._slots.older
         return (
@@ -240,7 +242,7 @@ class _Opening:
         )
 
     def open_segments(self, firsts: list[TransactionId]) -> Segments:
-        """Open all segments, without those that a truncation had begun to remove (rule 1)."""
+        """Open all segments, except those that a truncation had begun to remove (rule 1)."""
         intent = self.slot.truncate
         opened = self.opened
         if intent is not None:
@@ -260,9 +262,9 @@ class _Opening:
     def _open_segment(
         self, first: TransactionId, chain_before: Chain
     ) -> tuple[Segment, LineageEntry | None]:
-        """Open a segment; a `.chn` that is missing or wrong is made anew, without batches.
+        """Open a segment; a missing or wrong `.chn` is created again, without batches.
 
-        Return its last batch, too.
+        Also return its last batch.
         """
         header = self._blank._replace(first=first)
         lineage = self._open_lineage(header)
@@ -305,11 +307,11 @@ class _Opening:
     def _pass_by(
         self, segment: Segment, end: LineageEntry | None, next_first: TransactionId
     ) -> Chain:
-        """Look at all that is wanted of an older segment, and close it; return the chain there."""
+        """Check an older segment and close it; return the chain at its end."""
         lineage = segment.lineage
         chain = lineage.chain_before if end is None else end.chain
         if end is not None and end.last >= next_first:
-            # What a file was given up with may be back: its cut was never synced.
+            # The tail of an abandoned file may be back: its cut was never synced.
             lineage.cut(lineage.place_of(next_first))
             chain = lineage.chain_at(lineage.count)
             end = lineage.entry(lineage.count - 1) if lineage.count else None
@@ -321,7 +323,7 @@ class _Opening:
         return chain
 
     def _suspect(self) -> None:
-        """Note it, durably (rule 6)."""
+        """Mark the replica as suspect, durably (rule 6)."""
         if not self.slot.suspect:
             self.slot = replace(self.slot, suspect=True)
             self._slots.write(self.slot)
@@ -329,13 +331,13 @@ class _Opening:
     # ---- records
 
     def recover_records(self, segments: Segments) -> None:
-        """Read what the marker does not vouch for, cut a torn tail, note damage (rule 2)."""
+        """Read the records after the marker, cut a torn tail, note damage (rule 2)."""
         lineage = segments.current.lineage
         after = lineage.place_of(TransactionId(self._marker + 1))
-        # The marker moves at a roll, but not where a log goes on in a new file after a failure.
+        # The marker moves at a roll, but not when a failure makes the log begin a new file.
         self._vouched = max(self._marker, self._passed, lineage.vouched(after))
         if self.slot.truncate is not None:
-            # What an entry above the cut says is true, and does not count any more (rule 1).
+            # An entry above the cut is true, but does not count after the cut (rule 1).
             self._vouched = min(self._vouched, self.slot.truncate.last_to_keep)
         nexts = [*(segment.first for segment in segments.all[1:]), None]
         for segment, next_first in zip(segments.all, nexts, strict=True):
@@ -351,7 +353,7 @@ class _Opening:
         if segments.last < self._vouched:
             self._suspect()
         if self.slot.truncate is not None:
-            segments.cut(*self.slot.truncate)  # Durable before the intent goes: `write_again`.
+            segments.cut(*self.slot.truncate)  # Durable before the intent goes (`write_again`).
 
     def _recover(
         self, segment: Segment, start: TransactionId, reach: TransactionId, *, is_last: bool
@@ -378,7 +380,7 @@ class _Opening:
             end = self._before_uneven(segments, end)
         if self._adopting or end < self._vouched:
             drop_batches(segments, end)
-            # One that cannot be read below that end goes, too, with all behind it.
+            # An unreadable entry below that end is cut, too, with all after it.
             end = min(end, self._end_of(segments))
             self._append_batches(segments, TransactionId(end + 1), segments.last)
         elif end < segments.last or end < self._end_of(segments):
@@ -391,7 +393,7 @@ class _Opening:
             return False
 
     def _valid_end(self, segments: Segments, anchor: TransactionId) -> TransactionId:
-        """Return the end of the last batch above the anchor up to which all is as it should be."""
+        """Return the end of the last batch above the anchor up to which everything is valid."""
         end = anchor
         try:
             after = TransactionId(anchor + 1)
@@ -406,11 +408,13 @@ class _Opening:
         return end
 
     def _before_uneven(self, segments: Segments, end: TransactionId) -> TransactionId:
-        """Return the end of the batches that stay: those at the log's end that an earlier adoption
-        has bounded otherwise than this one would go, with all behind them (rule 4).
+        """Return the end of the batches that stay.
+
+        Dropped are those at the log's end that an earlier adoption has bounded differently from
+        this one, with all that follow (rule 4).
         """
         first = TransactionId(end + 1)
-        with suppress(BadFormat, ChecksumMismatch):  # one that cannot be read stays what it is
+        with suppress(BadFormat, ChecksumMismatch):  # an unreadable entry stays as it is
             while first > 0:
                 entry = segments.entry_of(TransactionId(first - 1))
                 if entry is None or entry.session_id != NO_SESSION or entry.first >= first:
@@ -457,8 +461,8 @@ class _Opening:
         last_chain: Chain | None = None,
     ) -> None:
         """Make batches for first..last; the last one's chain is `last_chain` if that is known."""
-        # Batches of an original never had a session here; others have lost theirs. A stamp does
-        # not go back: what stands before is the nearest that is known.
+        # Batches of 0.13 never had a session here; others have lost theirs. Stamps never
+        # decrease: the preceding batch's is the nearest that is known.
         session_id, stamp_ms = NO_SESSION, 0
         if not self._adopting or self.slot.suspect:
             before = entry_before(segments, first)
@@ -480,7 +484,7 @@ class _Opening:
         relink(segments)
 
     def _adopted_end(self, first: TransactionId, last: TransactionId) -> TransactionId:
-        """Return where a batch from `first` on ends: before a 1024th id, at the mark or the end."""
+        """Return where a batch from `first` on ends: before a 1024th ID, at the mark or the end."""
         end = first - first % ADOPTED_BATCH_IDS + ADOPTED_BATCH_IDS - 1
         mark = self._info.low_water_mark
         return TransactionId(min(end, last, mark if first <= mark else last))
@@ -488,7 +492,7 @@ class _Opening:
     # ---- the end
 
     def write_again(self, segments: Segments) -> None:
-        """Make durable what is believed (rules 7, 9); an original's may be long: only synced."""
+        """Make the trusted log durable (rules 7, 9); one of 0.13 may be long, so only sync it."""
         current, vouched, marker = segments.current, self._vouched, self._marker
         if self._is_overtaken:
             vouched = marker = segments.last
@@ -506,8 +510,8 @@ class _Opening:
         )
         slot = self.slot
         if end is not None and end.session_id == MADE_UP:
-            # No owner can compare this end with its log: let it be cut, and copied from there.
-            # So it is after a crash too, between making up and writing this slot.
+            # No owner can compare this end with its log: let it cut the end and copy from there.
+            # The same holds after a crash between making up batches and writing this slot.
             true_end = _last_true_end(segments)
             mark = min(slot.low_water_mark, true_end)
             provisional = slot.provisional if true_end >= slot.low_water_mark else None
@@ -524,7 +528,7 @@ class _Opening:
 
 
 def _last_true_end(segments: Segments) -> TransactionId:
-    """Return the end of the last batch that is not made up; unreadable ones count as that."""
+    """Return the end of the last batch that is not made up; unreadable ones count as made up."""
     for segment in reversed(segments.all):
         for place in range(segment.lineage.count - 1, -1, -1):
             with suppress(BadFormat, ChecksumMismatch):

@@ -55,7 +55,7 @@ Buffer = bytes | memoryview
 
 
 class ReplicaReport(NamedTuple):
-    """What a replica has, as PREPARED tells it."""
+    """The state of a replica, as PREPARED reports it."""
 
     last_session: SessionId
     low_water_mark: TransactionId
@@ -106,7 +106,7 @@ class PartitionLog:
 
         def open_again() -> tuple[Segments, SlotFile]:
             blank = SegmentHeader(settings.now_ms(), key, partition_id, TransactionId(0))
-            # Nothing was lost in between, so the file system need not be trusted with `fsync`.
+            # This process has not stopped, so an unclean stop need not be assumed.
             info = control.info(partition_id)
             return log_recovery.open_log(
                 disk, directory, blank, info, trust_fsync=True, is_named=True
@@ -123,17 +123,17 @@ class PartitionLog:
 
     @property
     def max_id(self) -> TransactionId:
-        """The last id that counts, synced or not; BEFORE_FIRST when the log is empty."""
+        """The last ID that counts, synced or not; BEFORE_FIRST when the log is empty."""
         return self._files.last
 
     @property
     def synced_max(self) -> TransactionId:
-        """The last id that is durable."""
+        """The last ID that is durable."""
         return self._files.synced_max
 
     @property
     def chain(self) -> Chain:
-        """The chain at the last id."""
+        """The chain at the last ID."""
         return self._files.chain
 
     @property
@@ -168,7 +168,7 @@ class PartitionLog:
 
     @property
     def promised(self) -> SessionId:
-        """The latest session that this replica has promised itself to."""
+        """The latest session that this replica has promised."""
         return self.slot.promised
 
     @property
@@ -189,7 +189,7 @@ class PartitionLog:
 
     @property
     def suspect(self) -> bool:
-        """Can the replica not vouch for its own log?"""
+        """Whether the replica's own log is not trusted."""
         return self.slot.suspect
 
     @property
@@ -198,7 +198,7 @@ class PartitionLog:
         return self.slot.damaged
 
     def is_engaged(self, session: SessionId) -> bool:
-        """Has ENGAGE of this session come, and no later promise or failure since?"""
+        """Whether ENGAGE of this session came, and no later promise or failure since."""
         is_working = not self._files.has_failed
         return session != NO_SESSION and self._engaged == session and is_working
 
@@ -225,7 +225,7 @@ class PartitionLog:
         Records that an earlier session left without batches get them first (`covering.py`, rule 2).
 
         Raises:
-            SessionFenced: a later session was promised, or this one to somebody else.
+            SessionFenced: a later session was promised, or this one to another owner.
             DiskFailed: promise or log could not be made durable.
         """
         if self.is_broken:
@@ -293,7 +293,7 @@ class PartitionLog:
                 self._cover.cut_rest()
 
     def _write_mark(self, slot: Slot, session: SessionId, mark: TransactionId) -> None:
-        """Write session and provisional mark into a slot, and then where the original has them."""
+        """Write session and provisional mark into a slot, then into the 0.13 control file."""
         info = self._control.info(self.partition_id)
         slot = replace(slot, last_session=session, provisional=Mark(session, mark))
         self._files.write_slot(replace(slot, original_sequence=info.sequence + 1))
@@ -356,13 +356,13 @@ class PartitionLog:
         *,
         records_crc: int | None = None,
     ) -> None:
-        """Write whole batches behind the last record; `sync` makes them durable.
+        """Write whole batches after the last record; `sync` makes them durable.
 
         `records_crc` is that of all bytes, where the caller has found it by a pass over them.
 
         Raises:
             SessionFenced: the session is not the promised one.
-            BadRequest: the records do not go on where the log ends, or do not fit their batches.
+            BadRequest: the records do not continue the log, or do not fit their batches.
             ChecksumMismatch: a record's CRC does not fit; nothing was written.
             NoSpace: the disk is full; nothing was written.
             DiskFailed: a write failed (`log_files.py`, rule 3).
@@ -384,11 +384,11 @@ class PartitionLog:
         self.appended_bytes += len(records)
 
     def sync(self) -> TransactionId:
-        """Make all that was appended durable; return the last id (rule 1). See `LogFiles.sync`."""
+        """Make all that was appended durable; return the last ID (rule 1). See `LogFiles.sync`."""
         return self._files.sync()
 
     def mark_acked(self) -> None:
-        """Move the acked marker to the last synced id, durably."""
+        """Move the acked marker to the last synced ID, durably."""
         self._files.mark_acked()
 
     # ---- cutting
@@ -400,12 +400,12 @@ class PartitionLog:
         base: TransactionId,
         base_chain: Chain,
     ) -> tuple[TransactionId, Chain]:
-        """Cut everything after an id, durably; return the last id and the chain there.
+        """Cut everything after an ID, durably; return the last ID and the chain there.
 
         Raises:
-            NoSpace: call it once more when there is room; nothing else is done meanwhile.
+            NoSpace: call it again when there is room; until then other calls fail.
             SessionFenced: the session is not the promised one.
-            DataLoss: the id is below the confirmed low-water mark.
+            DataLoss: the ID is below the confirmed low-water mark.
             BadRequest: `base` is no batch end here with this chain, or is above `last_to_keep`.
         """
         files = self._files
@@ -481,17 +481,17 @@ class PartitionLog:
     # ---- damage
 
     def repair(self, first: TransactionId, lengths: I64, records: Buffer) -> None:
-        """Fill damaged records with good ones, durably; raises what `damage.fill` does."""
+        """Fill damaged records with good ones, durably; raises like `damage.fill`."""
         if self._files.has_failed:  # Its marker may not be moved.
             raise BadRequest(f"partition {self.partition_id}: a write failed in this session")
-        # Blocks may be given up (file_system.py, rule 8): what else was in them was synced, and is
-        # missed.
+        # Blocks may be given up (file_system.py, rule 8). The caller then needs the rest of each
+        # block, which was synced.
         self._files.mark_acked()
         left = damage.fill(self.slot, self._files.segments, first, lengths, records)
         self._files.write_slot(replace(self.slot, damaged=left))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
-        """Note damage from an id on; return the next id. Raises for batches beyond reading."""
+        """Note damage from an ID on; return the next ID. Raises for batches beyond reading."""
         return self.reader.verify(first, bytes_max)
 
     # ---- the end

@@ -1,18 +1,17 @@
-"""Reading a partition's log: records that are checked, around those that are damaged.
+"""Reading a partition's log: verified records only, and around damage.
 
-Reading changes nothing but what is known of damage, and it is the only way by which bytes leave a
-log.
+Reading changes nothing except the known damage, and it is the only way for bytes to leave a log.
 
 Rules:
-    1. No record leaves that its own CRC, its length or its id contradicts.
-    2. What is found wrong is noted in the slot, durably, before the read goes on without it.
-    3. A wrong index and a wrong batch entry are mended from what is around them, once for a read.
-    4. What the disk does not give is asked for once more; what it does not give then either is as
-       good as wrong, and rules 1 to 3 hold for it. Each error is kept until somebody tells it.
-    5. A reader of this machine may be told where records lie instead. Then rule 1 is his: what he
-       finds wrong he asks for again, and does not get (`client/read/nearby.py`).
-    6. Whoever reads to find damage has the system drop the records first: what it has in memory
-       may be right where the disk is not.
+    1. No record is returned that contradicts its own CRC, length or ID.
+    2. Damage that a read finds is noted in the slot, durably, before the read continues.
+    3. A wrong index or batch entry is repaired from its neighbours, once per read.
+    4. A failed disk read is tried once more; if it fails again, the bytes count as wrong, and rules
+       1 to 3 hold for them. Each error is kept until `take_errors` is called.
+    5. A reader on this machine may be given file positions instead. It then does the checks of rule
+       1, and requests again through the storage what it finds wrong (`client/read/nearby.py`).
+    6. A read that looks for damage first has the system drop the records from its memory, where
+       they may be right although they are wrong on the disk.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ I64 = npt.NDArray[np.int64]
 _Read = TypeVar("_Read")
 READ_BYTES: Final = 8 * 1024 * 1024
 LINEAGE_ENTRIES_MAX: Final = 1 << 16
-# Records that are tried one by one behind one that cannot be read, before the read goes on.
+# Records that are tried one by one after an unreadable one, before the read continues.
 _UNREADABLE_RUN_MAX: Final = 128
 _ERRORS_KEPT_MAX: Final = 16
 _WRONG: Final = (BadFormat, ChecksumMismatch, ReadFailed)
@@ -63,7 +62,7 @@ class HeadersRead(NamedTuple):
 
 
 class PlacesRead(NamedTuple):
-    """Where records `first` and following lie, and the batches that they belong to."""
+    """File positions of records `first` and following, and the batches that they belong to."""
 
     first: TransactionId
     lengths: I64
@@ -85,11 +84,11 @@ class LogReader:
         self._segments = segments
         self._slots = slots
         self._write_slot = write_slot
-        self._errors: list[str] = []  # those of the disk (rule 4)
+        self._errors: list[str] = []  # of the disk (rule 4)
         self.checked_bytes = 0  # of records that were read and found right
 
     def take_errors(self) -> list[str]:
-        """Return, once, what the disk has said."""
+        """Return the disk's errors since the last call."""
         errors, self._errors = self._errors, []
         return errors
 
@@ -123,8 +122,8 @@ class LogReader:
             if isinstance(read, IdRange):
                 self._note_damage((read,))
                 continue
-            # Either the index leads to the wrong place, and is mended once, or the record is gone.
-            # Each round notes damage that the next one reads around.
+            # Either the index is wrong, and is repaired once, or the record is lost.
+            # Each round notes damage that the next one skips.
             self._note_damage(
                 self._segments.diagnose(read) if read != wrong else (IdRange(read, read),)
             )
@@ -133,7 +132,7 @@ class LogReader:
     def _mended(
         self, first: TransactionId, last: TransactionId, read: Callable[[], _Read]
     ) -> _Read:
-        """Read; when index or batches are wrong, make them anew and read once more."""
+        """Read; when index or batches are wrong, repair them and read once more."""
         try:
             return read()
         except ReadFailed as error:
@@ -148,7 +147,7 @@ class LogReader:
     def _attempt(
         self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
     ) -> RangeRead | TransactionId | IdRange:
-        """Read once; return instead the id of the first wrong record, or what cannot be read."""
+        """Read once; return instead the ID of the first wrong record, or what cannot be read."""
         end = self._segments.fitting(first, last, bytes_max)
         end = self._before_damage(first, end, whole_batches=whole_batches)
         try:
@@ -167,7 +166,7 @@ class LogReader:
         return RangeRead(first, lengths, records, entries, chain_before)
 
     def _unreadable(self, first: TransactionId, last: TransactionId) -> IdRange | None:
-        """Return the first records of a range that the disk does not give; None if it gives all."""
+        """Return the first records of a range that the disk cannot read; None if it reads all."""
         low, high = int(first), int(last)
         if self._gives(low, high):
             return None
@@ -195,9 +194,9 @@ class LogReader:
             self._errors.append(str(error))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
-        """Read records from an id on, off the disk, note damage, return the next id (rule 6)."""
+        """Read records from an ID on, off the disk, note damage, return the next ID (rule 6)."""
         last = self._segments.last
-        with suppress(DiskFailed, *_WRONG):  # a hint: what is wrong is found by the read
+        with suppress(DiskFailed, *_WRONG):  # only a hint: the read finds what is wrong
             self._segments.drop_cached(first, self._segments.fitting(first, last, bytes_max))
         try:
             read = self.read_range(first, last, bytes_max, whole_batches=False)
@@ -209,7 +208,7 @@ class LogReader:
         return TransactionId(first + int(read.lengths.size))
 
     def segment_end(self, transaction_id: TransactionId) -> TransactionId:
-        """Return the last id of the segment that holds an id."""
+        """Return the last ID of the segment that holds an ID."""
         return self._segments.segment_end(transaction_id)
 
     def _refuse_damaged(self, first: TransactionId, *, whole_batches: bool) -> None:
@@ -232,7 +231,7 @@ class LogReader:
     def _before_damage(
         self, first: TransactionId, last: TransactionId, *, whole_batches: bool
     ) -> TransactionId:
-        """Return the last id to read: before any damage, and at a batch's end if so wanted."""
+        """Return the last ID to read: before any damage, and at a batch's end if requested."""
         beyond = last + 1
         for damaged in self._slots.slot.damaged:
             if first < damaged.first < beyond:
@@ -271,9 +270,9 @@ class LogReader:
         return HeadersRead(first, next_id - first, b"".join(parts), entries, chain_before)
 
     def places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> PlacesRead:
-        """Return where the records of first..last lie that fit into `bytes_max`, one at least.
+        """Return positions of the records of first..last that fit into `bytes_max`, one at least.
 
-        They are not read. The answer stops before damage that is known.
+        The records are not read. The answer stops before known damage.
 
         Raises:
             BadRequest, ChecksumMismatch: as `read_range`.
@@ -287,7 +286,7 @@ class LogReader:
         return self._mended(first, last, lambda: self._places(first, last, bytes_max))
 
     def _places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> PlacesRead:
-        # They cannot have more batches than that, so that none is left out.
+        # They cannot have more batches than records, so none is left out.
         last = min(last, TransactionId(first + LINEAGE_ENTRIES_MAX - 1))
         end = self._segments.fitting(first, last, bytes_max)
         end = self._before_damage(first, end, whole_batches=False)

@@ -1,4 +1,4 @@
-"""Taking batches away from records that stay, and giving them others.
+"""Removing batches from records that stay, and giving them other batches.
 
 An opening does it to records that Waltz 0.13 has written, and an open log to records of which an
 owner sends the batches. Between the two steps a record has no batch, and that is durable before
@@ -27,8 +27,8 @@ from waltz_core.storage.files.segments import Segments
 
 
 def drop_batches(segments: Segments, end: TransactionId) -> None:
-    """Take away all batches that end behind an id, durably; the records stay (rule 2)."""
-    current = segments.current.lineage  # where those of records that are gone may stand, too
+    """Remove all batches that end after an ID, durably; the records stay (rule 2)."""
+    current = segments.current.lineage  # it may have entries of removed records, too
     count = current.count
     if segments.last > end:
         current.cut(_place_after(segments.current, end))
@@ -44,7 +44,7 @@ def drop_batches(segments: Segments, end: TransactionId) -> None:
 
 
 def add_batches(segments: Segments, entries: Sequence[LineageEntry]) -> None:
-    """Put batches behind the last ones, durably; their records are there already (rule 1)."""
+    """Add batches after the last ones, durably; their records are there already (rule 1)."""
     for segment in segments.all:
         here = [entry for entry in entries if segment.first <= entry.last < segment.next_id]
         if here:
@@ -53,7 +53,7 @@ def add_batches(segments: Segments, entries: Sequence[LineageEntry]) -> None:
 
 
 def relink(segments: Segments) -> None:
-    """Write those headers of `.chn` files again that others' new batches have made wrong."""
+    """Rewrite `.chn` headers whose chain changed with the batches of earlier segments."""
     for place, segment in enumerate(segments.all):
         chain = chain_before(segments, place, within=False)
         if segment.lineage.chain_before != chain:
@@ -61,7 +61,7 @@ def relink(segments: Segments) -> None:
 
 
 def _place_after(segment: Segment, end: TransactionId) -> int:
-    """Return how many entries of a segment end at or before an id; bad ones end the count."""
+    """Return how many entries of a segment end at or before an ID; bad ones end the count."""
     count = 0
     try:
         for entry in segment.lineage.entries(0):

@@ -1,19 +1,19 @@
-"""Taking a partition's files away, in an order that a crash cannot spoil.
+"""Removing a partition's files, in an order that is safe against crashes.
 
-It is the only place where what was acknowledged is thrown away on purpose. Whether it may be is
-decided before (`admin.py`); from here on there is no way back.
+It is the only place where acknowledged data is deleted on purpose. `admin.py` decides whether that
+is allowed; after that the removal cannot be undone.
 
 The order: the intent (`waltz-x.wipe`), the control file, the files of the log with the newest
 first, the slots, the intent again. Each step is durable before the next.
 
 Rules:
-    1. Once the intent is durable it is carried out: by whoever opens the directory next, if the
-       process dies before that. Until it is, nothing has changed.
-    2. Each step may be done twice: an interrupted removal is begun anew from its intent.
-    3. A replica whose log was thrown away while it is held is suspect, and has no mark: it is
-       never taken for one that never had anything, nor for one that has what it once promised. Its
-       promise it keeps.
-    4. Only files that a log is made of are removed; what else lies there is not ours.
+    1. Once the intent is durable it is carried out; if the process dies, by the next opening of
+       the directory. Until it is durable, nothing has changed.
+    2. Each step may be repeated: an interrupted removal starts again from its intent.
+    3. A replica that is still held after its log was deleted is suspect and has no mark. So it is
+       never taken for one that never had data, nor for one that has what it promised. It keeps its
+       promise.
+    4. Only the files of a log are removed; other files in the directory are not touched.
 """
 
 from pathlib import Path
@@ -52,7 +52,7 @@ WIPE_BYTES: Final = WIPE.size_bytes
 
 
 class Wipe(NamedTuple):
-    """That a partition's files go; `is_held`: it begins anew, empty, with the promise it has."""
+    """A partition's files are removed; if `is_held`, it starts again, empty, with its promise."""
 
     partition_id: PartitionId
     is_held: bool
@@ -65,7 +65,7 @@ class Wipe(NamedTuple):
 
     @staticmethod
     def decode(data: Bytes) -> "Wipe":
-        """Read them; another version, a wrong CRC or impossible values raise."""
+        """Decode 40 bytes; raise on another version, a wrong CRC or impossible values."""
         body = checked_body(data, WIPE_BYTES, "wipe intent")
         version, partition, is_held, promised, nonce = _WIPE.unpack(body)
         check_version(version, "wipe intent")
@@ -75,9 +75,9 @@ class Wipe(NamedTuple):
 
 
 def wipe(disk: Disk, directory: Path, control: ControlFile, intent: Wipe) -> None:
-    """Remove a partition's files and what is known of it; durable on return.
+    """Remove a partition's files and its state; durable on return.
 
-    Nobody may have them open. Raises NoSpace, with nothing changed, when not even the intent can be
+    The files must be closed. Raises NoSpace, with nothing changed, if the intent cannot be
     written; DiskFailed: see rule 1.
     """
     create_durably(disk, directory, [(WIPE_NAME, intent.encode())])
@@ -85,10 +85,10 @@ def wipe(disk: Disk, directory: Path, control: ControlFile, intent: Wipe) -> Non
 
 
 def finish(disk: Disk, directory: Path, control: ControlFile, partition_id: PartitionId) -> None:
-    """Carry out a removal that was begun (rule 1); nothing happens when none was.
+    """Carry out a removal that was begun, if any (rule 1).
 
     Raises:
-        BadFormat, ChecksumMismatch: what was begun cannot be read.
+        BadFormat, ChecksumMismatch: the intent cannot be read.
     """
     path = directory / WIPE_NAME
     if not disk.exists(path):

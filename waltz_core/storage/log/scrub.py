@@ -1,16 +1,16 @@
-"""When which part of which log is read again, so that rot is found while others can still mend it.
+"""Schedules the scrub, which reads logs again to find rot while other replicas can repair it.
 
-It decides nothing about the bytes. It is a timetable, and `service.py` puts what it says between
-the other work of a partition.
+It judges no bytes. It is a timetable, and `service.py` runs its pieces between the other work of a
+partition.
 
 Rules:
-    1. One piece at a time in the whole storage, and after it a pause, so that the rate is kept.
-    2. A partition is read in the order of its ids, from the first to the last that was there when
+    1. One piece at a time in the whole storage, followed by a pause that keeps the rate.
+    2. A partition is read in the order of its IDs, from the first to the last that existed when
        the pass began. Then the next partition has its turn.
-    3. A pass that nobody asked for begins `interval_ms` after the one before has begun, or later.
-       What was asked for goes first, and faster; it is done also where nothing goes by itself.
-    4. Where a pass has come to is kept in a file, now and then. It is worth nothing but time: what
-       is lost of it, or cannot be read, is read twice.
+    3. An automatic pass begins at least `interval_ms` after the previous one began. A requested
+       pass goes first, and faster; it also runs where automatic passes are switched off.
+    4. The progress of a pass is written to a file now and then. Losing it only costs time: that
+       part is read again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,9 +25,9 @@ from waltz_core.storage.disk.file_system import Disk, create_durably
 MIB: Final = 1024 * 1024
 # While a piece is read its partition does nothing else.
 PIECE_BYTES_MAX: Final = 256 * 1024
-# Who asks is waiting, and has chosen the hour.
+# Faster for a requested pass: an operator waits for it and has chosen the time.
 ASKED_BYTES_PER_S: Final = 32 * MIB
-# A partition without records, or one that is held up, is looked at again after this.
+# Retry interval for a partition that has no records or is busy.
 REST_MS: Final = 1_000
 PLACES_NAME: Final = "waltz-x.scrub"
 _PLACES_BYTES_MAX: Final = 1024 * 1024
@@ -35,14 +35,14 @@ _FIRST: Final = TransactionId(0)
 
 
 class ScrubPiece(NamedTuple):
-    """A stretch of a log to be read: from an id on, about so many bytes."""
+    """A piece of a log to read: the first ID and roughly how many bytes."""
 
     first: TransactionId
     bytes_max: int
 
 
 class Scrubbed(NamedTuple):
-    """What came of a piece: where to go on, what was read, and what could not be got past."""
+    """Result of a piece: the next ID, the bytes read, and the error that stopped it."""
 
     next_id: TransactionId
     read_bytes: int
@@ -50,7 +50,7 @@ class Scrubbed(NamedTuple):
 
 
 class ScrubState(NamedTuple):
-    """How far the scrub is with a partition; the ages are in milliseconds, -1 for never."""
+    """Progress of the scrub in a partition; the ages are in milliseconds, -1 for never."""
 
     partition_id: PartitionId
     is_running: bool
@@ -65,7 +65,7 @@ class ScrubState(NamedTuple):
 
 @dataclass(slots=True)
 class _Turn:
-    """One partition: its pass, or when the next may begin."""
+    """One partition: its current pass, or when the next may begin."""
 
     next_id: TransactionId
     last_id: TransactionId = BEFORE_FIRST
@@ -79,7 +79,7 @@ class _Turn:
 
 
 class Scrub:
-    """See the module's rules. `bytes_per_s` 0: nothing goes by itself."""
+    """See the module's rules. `bytes_per_s` 0: no automatic passes."""
 
     def __init__(
         self,
@@ -100,23 +100,23 @@ class Scrub:
     # ---- which partitions there are
 
     def opened(self, partition_id: PartitionId, now_ms: int) -> None:
-        """A partition is served: its turn comes at once, from where a pass had come to."""
+        """Schedule a partition that is now served, from where its pass had stopped."""
         turn = _Turn(self._places.pop(partition_id, _FIRST))
         self._turns[partition_id] = turn
         if self._bytes_per_s:
             turn.due_ms = now_ms
-            if self._reading is None:  # Not `_set_wake`: there may be a thousand of them.
+            if self._reading is None:  # Not `_set_wake`: there may be a thousand partitions.
                 self.wake_at_ms = earlier(self.wake_at_ms, max(self._free_at_ms, now_ms))
 
     def dropped(self, partition_id: PartitionId) -> None:
-        """A partition is served no longer."""
+        """Remove a partition that is not served any more."""
         del self._turns[partition_id]
         if self._reading == partition_id:
             self._reading = None
         self._set_wake()
 
     def ask(self, partition_ids: Iterable[PartitionId], now_ms: int) -> None:
-        """Somebody wants these to be read now, from their beginning (rule 3)."""
+        """Request a pass over these partitions now, from their beginning (rule 3)."""
         for partition_id in partition_ids:
             turn = self._turns[partition_id]
             turn.is_asked, turn.is_running, turn.due_ms = True, False, now_ms
@@ -127,14 +127,14 @@ class Scrub:
     # ---- when
 
     def _set_wake(self) -> None:
-        """Find `wake_at_ms` anew; it is asked for far more often than it changes."""
+        """Compute `wake_at_ms`; it is read far more often than it changes."""
         self.wake_at_ms = None
         due = [turn.due_ms for turn in self._turns.values() if turn.due_ms is not None]
         if due and self._reading is None:
             self.wake_at_ms = max(self._free_at_ms, min(due))
 
     def next_turn(self, now_ms: int) -> PartitionId | None:
-        """Return the partition whose piece is due; `begin` has to follow."""
+        """Return the partition whose piece is due; `begin` must follow."""
         if self.wake_at_ms is None or self.wake_at_ms > now_ms:
             return None
         ready = [
@@ -151,7 +151,7 @@ class Scrub:
         turn = self._turns[partition_id]
         if not turn.is_running:
             turn.is_running, turn.last_id, turn.error = True, last_id, None
-            # Counted from here, so that passes do not drift with how long one takes.
+            # Counted from the start, so that the duration of a pass does not shift the next.
             turn.due_ms = now_ms
         turn.last_id = min(turn.last_id, last_id)  # A log may have been cut since.
         if turn.next_id > turn.last_id:
@@ -162,7 +162,7 @@ class Scrub:
         return ScrubPiece(turn.next_id, min(PIECE_BYTES_MAX, self._rate(turn)))
 
     def done(self, partition_id: PartitionId, scrubbed: Scrubbed, now_ms: int) -> bool:
-        """A piece was read; tell whether the pass has come to its end."""
+        """Take the result of a piece; return whether the pass is finished."""
         assert self._reading == partition_id
         self._reading = None
         turn = self._turns[partition_id]
@@ -172,7 +172,7 @@ class Scrub:
         pause_ms = -(-scrubbed.read_bytes * 1_000 // self._rate(turn))
         self._free_at_ms = now_ms + max(1, pause_ms)
         is_finished = False
-        if turn.is_running:  # Not one that was asked for again meanwhile.
+        if turn.is_running:  # Not if a new pass was requested meanwhile.
             turn.next_id = scrubbed.next_id
             is_finished = turn.next_id > turn.last_id
             if is_finished:
@@ -198,7 +198,7 @@ class Scrub:
     # ---- how far it is
 
     def states(self, now_ms: int) -> list[ScrubState]:
-        """Return how far it is with each partition, in their order."""
+        """Return the progress in each partition, by partition number."""
         return [
             ScrubState(
                 partition_id,
@@ -216,30 +216,30 @@ class Scrub:
 
     @property
     def places(self) -> dict[PartitionId, TransactionId]:
-        """Where the passes that are not finished have come to (rule 4)."""
+        """The next ID of each unfinished pass (rule 4)."""
         return {name: turn.next_id for name, turn in self._turns.items() if turn.next_id}
 
 
 def earlier(one: int | None, other: int | None) -> int | None:
-    """Return the earlier of two times of which each may be never."""
+    """Return the earlier of two times each of which may be None (never)."""
     if one is None or other is None:
         return other if one is None else one
     return min(one, other)
 
 
 # ---------------------------------------------------------------------------------------------
-# where it was (rule 4): a line for each partition, and before them the checksum of all
+# the progress file (rule 4): a checksum, then a line for each partition
 
 
 def write_places(disk: Disk, directory: Path, places: Mapping[PartitionId, TransactionId]) -> None:
-    """Write where the passes have come to; raises DiskFailed, NoSpace."""
+    """Write the next ID of each pass; raises DiskFailed, NoSpace."""
     lines = "".join(f"{partition} {next_id}\n" for partition, next_id in sorted(places.items()))
     body = lines.encode()
     create_durably(disk, directory, [(PLACES_NAME, f"{crc32(body):08x}\n".encode() + body)])
 
 
 def read_places(disk: Disk, directory: Path) -> dict[PartitionId, TransactionId]:
-    """Return where the passes had come to; nothing when that is not known. Raises DiskFailed."""
+    """Return the next ID of each pass; empty if unknown. Raises DiskFailed."""
     if not disk.exists(directory / PLACES_NAME):
         return {}
     file = disk.open(directory / PLACES_NAME)

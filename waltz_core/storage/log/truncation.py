@@ -1,14 +1,13 @@
-"""A truncation: what is written down before it, how it is carried out, and what is written after.
+"""A truncation: the intent that is written first, the cut, and the slot that is written after.
 
-It is begun by a session and may be ended by the next opening, and both have to come to the same
-log.
+A session begins it and the next opening may finish it; both must lead to the same log.
 
 Rules:
     1. The intent is durable in the slot before anything is cut. From then on the truncation is
-       carried to its end, by whoever opens the log next if need be.
-    2. Each step may be done twice: what has failed for want of room is done again with more.
-    3. A batch that the cut goes through keeps its beginning, as a batch with a chain of its own,
-       which stands in the intent: when it is cut, the records behind it may be gone.
+       carried out, if need be by the next opening of the log.
+    2. Each step may be repeated: a step that found no room is repeated when there is more.
+    3. A batch that is cut in its middle keeps its beginning, as a batch with its own chain. That is
+       part of the intent: once the cut is made, the records to compute it from may be gone.
 """
 
 from dataclasses import replace
@@ -21,7 +20,7 @@ from waltz_core.storage.files.segments import Segments
 
 
 def intended(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slot:
-    """Return the slot with the intent, and without what will not hold behind the cut (rule 1).
+    """Return the slot with the intent, and without the state that the cut invalidates (rule 1).
 
     Raises:
         ChecksumMismatch: the batch that the cut goes through cannot be read.
@@ -29,8 +28,8 @@ def intended(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slo
     cut, end = cut_of(segments, last_to_keep)
     provisional = slot.provisional
     if provisional is not None and last_to_keep < provisional.low_water_mark <= segments.last:
-        provisional = None  # the log will not reach it any more, so nothing may confirm it
-    # A mark that the log never reached is of Waltz 0.13, and still tells that the log is short.
+        provisional = None  # the log will not reach it, so it must not be confirmed
+    # A mark that the log never reached is of Waltz 0.13, and still shows that the log is short.
     return replace(
         slot,
         truncate=TruncateIntent(last_to_keep, cut),
@@ -75,5 +74,5 @@ def finished(slot: Slot, segments: Segments) -> Slot:
 
 
 def _marker(slot: Slot, last: TransactionId, chain: Chain) -> Marker:
-    """Return the marker for an id, with the chain there if the records have batches."""
+    """Return the marker for an ID, with the chain there if the records have batches."""
     return Marker(last, UNBATCHED if slot.is_unbatched else chain)

@@ -1,12 +1,12 @@
 """The port for administration: connections in, errands carried out.
 
-It is the shell of `admin.py`, off the path of transactions: nobody who appends or reads waits for
-what goes on here, but where a partition is taken from them on purpose.
+It is the shell of `admin.py`, off the path of transactions: it delays no append and no read, except
+where a partition is taken out of service on purpose.
 
 Rules:
     1. Every errand has one outcome; only our own bugs escape, and end the process.
-    2. What is served is read through the service, in turn with its other work; nothing else is done
-       to it without taking it away first (`serving.py`, rule 3).
+    2. A served partition is read through the service, in turn with its other work; any other errand
+       takes it out of service first (`serving.py`, rule 3).
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class AdminPort:
         self._storage_id = identity.storage_id
         self._numbers = count(1)
         self._links: dict[ConnectionId, Link] = {}
-        # Reads through the service that are not answered yet, by sequence.
+        # Unanswered reads through the service, by sequence.
         self._reads: dict[int, asyncio.Future[StorageMessage]] = {}
         self._driver: Driver[Event, Effect] = Driver(
             AdminService(identity, address=serving.address),
@@ -84,7 +84,7 @@ class AdminPort:
         )
 
     async def listen(self, host: str, port: int, ssl: SSLContext | None) -> Listener:
-        """Open the port; raises BadConfig when it cannot be."""
+        """Open the port; raises BadConfig if that fails."""
         listener = await net.listen(
             Surface.ADMIN, host, port, self._accept, ssl=ssl, links_max=LINKS_MAX
         )
@@ -92,7 +92,7 @@ class AdminPort:
         return listener
 
     def stop(self) -> None:
-        """Take nothing more in."""
+        """Stop accepting requests."""
         self._driver.stop()
 
     # ---- connections
@@ -119,7 +119,7 @@ class AdminPort:
             case RunErrand():
                 self._tasks.create_task(self._run(effect))
             case Report():
-                pass  # the driver hands them on
+                pass  # the driver handles them
             case _:
                 assert_never(effect)
 
@@ -130,7 +130,7 @@ class AdminPort:
         try:
             link.send(effect.message)
         except errors.LocalProtocolError as error:
-            # More than fits into a frame, or than this version can say.
+            # Larger than a frame, or not expressible in this version.
             if link.version == 0:
                 link.close(str(error))
             else:
@@ -181,7 +181,7 @@ class AdminPort:
     # ---- reading (rule 2)
 
     async def _read(self, errand: errands.ReadRange) -> StorageMessage:
-        """Read through the service what is served, and by ourselves what is not."""
+        """Read a served partition through the service, another one directly."""
         number = next(self._numbers)
         request = RangeRaw(
             NO_SESSION,
@@ -216,7 +216,7 @@ class AdminPort:
         return await self._serving.alone(partition_id, read, ends_session=False)
 
     def answered(self, message: StorageMessage) -> None:
-        """The service has answered a read."""
+        """Take the service's answer to a read."""
         answer = self._reads.get(message.sequence)
         if answer is not None and not answer.done():
             answer.set_result(message)

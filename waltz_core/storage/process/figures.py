@@ -1,10 +1,9 @@
-"""The figures of a storage: what its metrics count, and what they show at the moment.
+"""The metrics of a storage: counters, and gauges of the current state.
 
-It only looks. The daemon hands it what has happened, and nothing depends on what becomes of it
-here.
+Nothing depends on them.
 
 Rules:
-    1. Whatever takes a replica's records away, or gives them back, has a counter.
+    1. Everything that takes away a replica's records, or restores them, has a counter.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +37,7 @@ class StorageFigures:
         links_count: Callable[[], int],
         logs: Mapping[PartitionId, PartitionLog],
     ) -> None:
-        """Have gauges read what is so at the time."""
+        """Register gauges that read the current state."""
         ask = self._metrics.ask
         ask("waltz_storage_connections", links_count)
         ask("waltz_storage_queued_bytes", lambda: machine.queued_bytes)
@@ -51,7 +50,7 @@ class StorageFigures:
         )
 
     def show_log(self, log: PartitionLog) -> None:
-        """Have gauges read what a partition's log is at the time."""
+        """Register gauges that read the current state of a partition's log."""
         where = {"partition": log.partition_id}
         ask = self._metrics.ask
         ask("waltz_storage_last_transaction", lambda: log.synced_max, **where)
@@ -59,7 +58,7 @@ class StorageFigures:
         ask("waltz_storage_damaged_transactions", lambda: count_of(log.damaged), **where)
 
     def count(self, work: Work, result: WorkResult) -> None:
-        """Count what a piece of work has done."""
+        """Count the results of a piece of work."""
         add, partition = self._metrics.add, work.partition_id
         if result.appended_count:
             add(
@@ -91,7 +90,7 @@ class StorageFigures:
                 self._metrics.add(f"waltz_storage_{name}", amount, partition=partition)
 
     def report(self, report: Report) -> None:
-        """Count a report under its own name, and a pass of the scrub for its partition."""
+        """Count a report under its name, and the scrub's passes per partition."""
         self._metrics.report(report)
         if report.name == "scrub_finished":
             partition = str(dict(report.fields)["partition"])
@@ -99,7 +98,7 @@ class StorageFigures:
 
 
 def _free_bytes(room: Room) -> float:
-    """Return what is free; not a number where the disk does not say: the others are shown too."""
+    """Return the free bytes; NaN if the query fails, so that other metrics are still shown."""
     try:
         return room.free_bytes()
     except DiskFailed:

@@ -1,20 +1,20 @@
-"""Which partitions a storage serves: it follows ZooKeeper, and stands aside for administration.
+"""Decides which partitions a storage serves, following ZooKeeper, with pauses for administration.
 
-Opening, dropping and administering a partition must never happen at once, and here are the locks,
-one for each partition, that see to it.
+Opening, dropping and administering a partition must never happen at once; one lock for each
+partition ensures that.
 
 Rules:
     1. A partition is served while the replica assignment names this storage for it, and afterwards
-       for as long as its metadata does: the session that leaves this storage out has to hear first
-       what it holds (docs/design/correctness.md 2.1 C and D). While ZooKeeper is away nothing
-       changes. One that cannot be opened (a full disk, a failing one, a file that somebody has to
-       bring back) is tried again, ever more rarely; where only a new start can help, the process
-       ends.
-    2. A partition that was taken offline is not served, whoever wants it.
-    3. Whoever changes a partition's files has it alone: it is dropped first, which ends its session
-       here, and opened again afterwards if it is still to be served.
-    4. A partition is dropped when its work has come to an end. Work that hangs on a disk holds up
-       that partition only.
+       while its metadata does: the session that drops this storage must first receive its state
+       (docs/design/correctness.md 2.1 C and D). While ZooKeeper is unavailable nothing changes. A
+       partition that cannot be opened (full disk, failing disk, a missing file that an operator
+       must restore) is tried again with a growing pause; where only a restart can help, the
+       process ends.
+    2. A partition that was taken offline is not served, whatever ZooKeeper assigns.
+    3. A change of a partition's files needs exclusive use: the partition is dropped first, which
+       ends its session here, and opened again afterwards if it must still be served.
+    4. A partition is dropped when its running work is done. Work that hangs on a disk delays only
+       that partition.
     5. A partition whose files were deleted or replaced is dropped, and not opened again before an
        administrator has emptied it (`engine.py`, rule 8). The process ends if the control file was
        deleted or replaced, too (rule 9 there).
@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 
 OPEN_AGAIN_S_MIN: Final = 1.0
 OPEN_AGAIN_S_MAX: Final = 60.0
-# So many partitions are opened at once. Each has three syncs, or six when it is new; a file system
-# makes those of all who wait durable in one go. With more threads they only contend for it.
+# Partitions opened at once. Each opening makes three syncs, or six if it is new; a file system
+# joins concurrent ones. More threads would only contend for it.
 OPENERS_COUNT: Final = 8
 ResultT = TypeVar("ResultT")
 
@@ -52,7 +52,7 @@ ResultT = TypeVar("ResultT")
 def side_by_side(call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]) -> None:
     """Call for each partition, several at once on threads that end with this; blocks.
 
-    Raises what the first call raised that did; the others are made all the same.
+    All calls are made; the first exception is raised at the end.
     """
     if not partition_ids:
         return
@@ -62,10 +62,10 @@ def side_by_side(call: Callable[[PartitionId], None], partition_ids: Sequence[Pa
 
 
 class InThread(Protocol):
-    """Calls what blocks on a thread of the storage's pool."""
+    """Runs a blocking call on a thread of the storage's pool."""
 
     def __call__(self, call: Callable[[], ResultT]) -> Awaitable[ResultT]:
-        """Return what the call returns."""
+        """Return the call's result."""
 
 
 class Serving:
@@ -87,7 +87,7 @@ class Serving:
         self.logs: dict[PartitionId, PartitionLog] = {}
         self._engine = engine
         self._coordinator = coordinator
-        self._assigned = partitions  # what is assigned here, offline or not
+        self._assigned = partitions  # assigned here, offline or not
         self._post = post
         self._report = report
         self._in_thread = in_thread
@@ -99,17 +99,17 @@ class Serving:
 
     @property
     def offline(self) -> tuple[PartitionId, ...]:
-        """Partitions that are assigned here and were taken offline."""
+        """Return the partitions that are assigned here and were taken offline."""
         return tuple(one for one in self._assigned if not self._engine.is_available(one))
 
     @property
     def not_served(self) -> list[PartitionId]:
-        """Partitions that should be served and are not."""
+        """Return the partitions that should be served and are not."""
         return sorted(set(self._wanted()) - self.logs.keys())
 
     @property
     def why_not_served(self) -> dict[str, str]:
-        """By partition that should be served and is not: why its log cannot be used."""
+        """Return the error of each partition that should be served and is not."""
         failed = self._engine.failed
         return {str(each): str(failed[each]) for each in self.not_served if each in failed}
 
@@ -119,7 +119,7 @@ class Serving:
     # ---- following (rule 1)
 
     def assigned(self, assignments: ReplicaAssignments) -> None:
-        """Take in what ZooKeeper assigns to whom."""
+        """Take a new replica assignment from ZooKeeper."""
         mine = assignments.partitions.get(self.address)
         if mine is None:
             _log.warning("storage.not_assigned address=%s", self.address)
@@ -128,13 +128,13 @@ class Serving:
         self.look_again()
 
     def look_again(self) -> None:
-        """Open and drop what has to be, soon."""
+        """Trigger a new comparison of served and wanted partitions."""
         self._changed.set()
 
     async def follow(self, on_looked: Callable[[], None]) -> None:
-        """Open and drop partitions until they are the right ones; tell whenever that was done."""
+        """Open and drop partitions as wanted; call `on_looked` after each round."""
         again_s = OPEN_AGAIN_S_MIN
-        await self._changed.wait()  # before that, what is assigned here is not known
+        await self._changed.wait()  # the assignment is unknown before
         async with asyncio.TaskGroup() as drops:
             while True:
                 try:
@@ -156,7 +156,7 @@ class Serving:
                 on_looked()
 
     def _is_wanted(self, partition_id: PartitionId, leaving: Collection[PartitionId]) -> bool:
-        """Whether a partition should be open; an administrator may have changed that meanwhile."""
+        """Return whether a partition should be open; an administrator may have changed that."""
         engine = self._engine
         if engine.is_gone(partition_id) or not engine.is_available(partition_id):
             return False
@@ -164,7 +164,7 @@ class Serving:
         return is_kept or partition_id in self._assigned
 
     def _free(self, partition_ids: Collection[PartitionId]) -> list[PartitionId]:
-        """Return those that nobody is at; whoever is looks again afterwards."""
+        """Return those that are not locked; a lock holder triggers `look_again` afterwards."""
         return sorted(each for each in partition_ids if not self._alone[each].locked())
 
     async def _drop_alone(self, partition_id: PartitionId) -> None:
@@ -192,7 +192,7 @@ class Serving:
         return look_again_s(again_s, served=self.logs, wanted=self._wanted(), lying_here=lying_here)
 
     async def _leaving(self) -> list[PartitionId]:
-        """Return the partitions that were taken away, but not yet by a session of their owner."""
+        """Return unassigned partitions that are still in the metadata of a session."""
         leaving: list[PartitionId] = []
         if self._coordinator is None:
             return leaving
@@ -210,19 +210,19 @@ class Serving:
         return leaving
 
     async def _open(self, partition_ids: Sequence[PartitionId]) -> None:
-        """Open the logs side by side; one that cannot be served is no reason to miss the others."""
+        """Open the logs in parallel; a failure of one does not affect the others."""
         found: dict[PartitionId, PartitionLog | errors.WaltzError] = {}
 
         def open_one(partition_id: PartitionId) -> None:
             try:
-                # A full disk still has room for that.
+                # The reserve has room for this.
                 assign = partial(self._engine.assign, partition_id)
                 found[partition_id] = self._engine.room.with_reserve(assign)
             except errors.WaltzError as error:
                 found[partition_id] = error
 
         def open_all() -> None:
-            with suppress(errors.WaltzError):  # Each of them is told so once more.
+            with suppress(errors.WaltzError):  # Each of them gets the error again.
                 self._engine.found(partition_ids)
             side_by_side(open_one, partition_ids)
 
@@ -244,7 +244,7 @@ class Serving:
             _log.info("storage.partitions_opened count=%d", len(partition_ids))
 
     async def _drop(self, partition_id: PartitionId) -> None:
-        """Serve a partition no longer; its files stay, and stay open until they are changed."""
+        """Stop serving a partition; its files stay open until they are changed."""
         idle = self._dropping[partition_id] = asyncio.Event()
         self._post(service.Dropped(partition_id))
         await idle.wait()
@@ -254,11 +254,11 @@ class Serving:
         _log.info("storage.partition_dropped partition=%s", partition_id)
 
     def idle(self, partition_id: PartitionId) -> None:
-        """A partition that is dropped has no work under way any more."""
+        """Note that a dropped partition has no running work."""
         self._dropping[partition_id].set()
 
     def give_up(self, partition_id: PartitionId, why: errors.WaltzError) -> None:
-        """The files of a partition that is served were deleted or replaced (rule 5)."""
+        """Drop a partition whose files were deleted or replaced (rule 5)."""
         self._engine.give_up(partition_id, why)
         self.look_again()
 
@@ -267,7 +267,7 @@ class Serving:
     async def alone(
         self, partition_id: PartitionId, call: Callable[[], ResultT], *, ends_session: bool = True
     ) -> ResultT:
-        """Call on a thread while nobody else is at a partition; serve it again afterwards.
+        """Call on a thread with exclusive use of a partition; serve it again afterwards.
 
         Raises:
             Unavailable: it is served, and its session must not end for this.
@@ -284,15 +284,15 @@ class Serving:
                     self.look_again()
 
     async def stand_still(self) -> None:
-        """Open, drop and change nothing any more; waits for what is under way."""
+        """Stop all opening, dropping and changing; wait for running operations."""
         for partition_id in range(self._engine.partition_count):
             await self._alone[PartitionId(partition_id)].acquire()
 
     async def standing(self, partition_id: PartitionId) -> ZooKeeperView:
-        """Return what ZooKeeper says of this replica now; without one, what it is told itself.
+        """Return what ZooKeeper has of this replica now; without ZooKeeper, the configured cluster.
 
         Raises:
-            CoordinatorUnavailable: nobody says.
+            CoordinatorUnavailable: ZooKeeper cannot be read.
         """
         if self._coordinator is None:
             log = self.logs.get(partition_id)
@@ -326,12 +326,12 @@ def look_again_s(
     wanted: Collection[PartitionId],
     lying_here: Collection[PartitionId],
 ) -> float | None:
-    """Return after how long to look at the partitions again though nothing has changed.
+    """Return the time until the partitions are looked at again without a change.
 
-    None when only a change can give reason to. `again_s` is the pause as it has grown by now, for
-    partitions that could not be opened, or not be dropped yet.
+    None if only a change can matter. `again_s` is the current pause (it grows) for partitions
+    that could not be opened, or not be dropped yet.
     """
     if set(served) != set(wanted):
         return again_s
-    # Of one that lies here and is not served, a session may still come to want the vote.
+    # A session may still need the vote of a partition that is here but not served.
     return None if set(served) >= set(lying_here) else OPEN_AGAIN_S_MAX

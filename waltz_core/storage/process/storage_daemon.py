@@ -1,18 +1,19 @@
-"""The storage process: its directory, its port, its partitions, its end.
+"""The storage process: its directory, its ports, its partitions, its shutdown.
 
-It is the one place where the service meets sockets, threads and ZooKeeper. What may be answered is
-`service.py`'s; here it is only carried.
+Only here the service meets sockets, threads and ZooKeeper. `service.py` decides on answers; this
+file only carries them.
 
 Rules:
     1. The directory is open, and this storage registered for its address, before any partition is
        served.
-    2. Which partitions are served is `serving.py`'s; how they are administered, `admin_port.py`'s.
+    2. `serving.py` decides which partitions are served; `admin_port.py` administers them.
     3. Calls of the engine run in a small pool of threads, one at a time for a partition.
-    4. Who asks before the partitions are open waits until they are: the answer that they are not
-       here would keep an owner away for long.
-    5. At the end: read no more, let work under way end, sync, leave the directory marked as clean.
-       After a failure of the disk it is left as it is. So it is when work under way does not end in
-       time: then files and locks go with the process, and the next one does not begin beside it.
+    4. Connections that arrive before the partitions are open wait: the answer that a partition is
+       not here would keep an owner away for long.
+    5. At the end: stop reading, finish running work, sync, mark the directory as clean. After a
+       failure of the disk the directory is left as it is. The same holds if running work does not
+       end in time: then files and locks are released with the process, so that the next one cannot
+       start while it still runs.
 """
 
 import asyncio
@@ -62,9 +63,9 @@ _log = logging.getLogger(__name__)
 CLOSE_S_MAX: Final = 10.0
 PLACES_S: Final = 60.0
 ROOM_S_MAX: Final = 2.0
-# What one connection may have asked for and not taken yet; whoever wants more is cut.
+# Limit of unsent answers of one connection; beyond it the connection is closed.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
-# Reports that somebody should look at, or see; others are counted, and told only when asked for.
+# Reports that are logged as WARNING or INFO; others are counted, and logged as DEBUG.
 _LEVELS: Final = {
     "disk_failed": logging.WARNING,
     "disk_full": logging.WARNING,
@@ -84,7 +85,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class StaticCluster:
-    """A cluster without ZooKeeper: for tests, and for whoever has one storage only."""
+    """A cluster without ZooKeeper: for tests, and for a single storage."""
 
     cluster_key: UUID
     partition_count: int
@@ -92,7 +93,7 @@ class StaticCluster:
 
 
 def run(config: StorageConfig) -> None:
-    """Run a storage until SIGTERM or SIGINT; raises what made it end otherwise."""
+    """Run a storage until SIGTERM or SIGINT; raise the error that ended it otherwise."""
     if not __debug__:
         raise errors.BadConfig("python -O: the storage relies on its assertions, run it without -O")
     net.run(serve(config, on_ready=_say_ready))
@@ -100,7 +101,7 @@ def run(config: StorageConfig) -> None:
 
 def _say_ready(address: str) -> None:
     _log.info("storage.ready address=%s", address)
-    print(f"storage ready {address}", flush=True)  # noqa: T201 - whoever started us waits for it
+    print(f"storage ready {address}", flush=True)  # noqa: T201 - our parent process waits for it
 
 
 async def serve(
@@ -112,7 +113,7 @@ async def serve(
 ) -> None:
     """Serve until `stop` is set (without one: until SIGTERM or SIGINT).
 
-    `cluster` takes the place of ZooKeeper. Raises what the daemon cannot start or go on with:
+    `cluster` replaces ZooKeeper. Raises the errors that prevent a start or end the daemon:
     ClusterKeyMismatch, StorageIdMismatch, BadFormat (a file), CoordinatorUnavailable, BadConfig
     (another process on the directory, an address in use), DiskFailed.
     """
@@ -144,7 +145,7 @@ class StorageDaemon:
         self._cluster = cluster
         self._coordinator = coordinator
         self._writers = Writers(config.writer_threads_count, self._work_done)
-        # For what comes seldom: opening, closing, files beside the logs.
+        # For rare calls: opening, closing, files other than the logs.
         self._pool = ThreadPoolExecutor(config.writer_threads_count, "storage-helper")
         self._loop = asyncio.get_running_loop()
         self._links: dict[ConnectionId, Link] = {}
@@ -153,10 +154,10 @@ class StorageDaemon:
         self._early: list[Link] = []
         self._room_look: asyncio.Future[DiskRoom] | None = None
         self._works_count = 0
-        self._is_left = False  # work was under way at the end, and may still be
+        self._is_left = False  # work was running at the end, and may still be
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        # Set with what ends the process (service.py, rule 6; or a bug of ours).
+        # Set with the error that ends the process (service.py, rule 6; or a bug).
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._engine: Engine | None = None
         self._machine: StorageService | None = None
@@ -165,7 +166,7 @@ class StorageDaemon:
         self._driver: Driver[Event, Effect] | None = None
 
     # ---------------------------------------------------------------------------------------------
-    # its life
+    # start and end
 
     async def serve(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
         """Serve until `stop` is set or something has failed."""
@@ -184,14 +185,14 @@ class StorageDaemon:
             await self._serve_open(engine, stop, on_ready)
             is_clean = True
         except BaseExceptionGroup as group:
-            # What can be told in a sentence is told in one, not as a tree of tasks.
+            # Report one error in a sentence, not as a tree of tasks.
             told, _ = group.split(errors.WaltzError)
             if told is None:
                 raise
             raise _first_of(told) from group
         finally:
             if not self._is_left:
-                await self._let_work_end()  # what was begun before the driver was stopped
+                await self._let_work_end()  # begun before the driver stopped
             if not self._is_left:
                 await self._in_thread(engine.close if is_clean else engine.abandon)
 
@@ -267,7 +268,7 @@ class StorageDaemon:
                     await self._be_ready_until(stop, on_ready, tasks)
                     await self._end(serving)
             except* _End:
-                if not self._is_left:  # else no thread may be free
+                if not self._is_left:  # otherwise no thread may be free
                     await self._in_thread(partial(self._write_places, machine.scrub_places))
                 _log.info("storage.ended address=%s", self.address)
 
@@ -304,7 +305,7 @@ class StorageDaemon:
             _log.warning("storage.scrub_place_not_kept error=%s", error)
 
     async def _keep_places(self, machine: StorageService) -> None:
-        """Write down now and then where the scrub is, so that a restart does not begin anew."""
+        """Write the scrub's progress now and then, so that a restart continues it."""
         kept: Mapping[PartitionId, TransactionId] = {}
         while True:
             await asyncio.sleep(PLACES_S)
@@ -341,7 +342,7 @@ class StorageDaemon:
         )
 
     async def _register(self, engine: Engine) -> None:
-        """Take this address, or raise StorageIdMismatch when it is another storage's."""
+        """Register for this address, or raise StorageIdMismatch if it is another storage's."""
         coordinator = self._coordinator
         if coordinator is None:
             return
@@ -354,7 +355,7 @@ class StorageDaemon:
         if registered != mine:
             raise errors.StorageIdMismatch(
                 f"{self.address} is registered in ZooKeeper for storage {registered}, but the "
-                f"directory {self._config.directory} is that of storage {mine}. Hint: mount the "
+                f"directory {self._config.directory} belongs to storage {mine}. Hint: mount the "
                 f"right disk, or run `waltz-core cluster replace-storage {self.address} "
                 f"{self.address}` to let an empty directory take its place."
             )
@@ -366,7 +367,7 @@ class StorageDaemon:
         serving: Serving,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """Follow the assignment; register again when the cluster has left this storage out before.
+        """Follow the assignment; register again when this storage is added again.
 
         Removing a storage from the cluster also removes its registration.
         """
@@ -394,7 +395,7 @@ class StorageDaemon:
     async def _until_one_of(
         self, events: Sequence[asyncio.Event], tasks: asyncio.TaskGroup
     ) -> None:
-        """Wait for one of the events, or raise what the process has to end with."""
+        """Wait for one of the events, or raise the error that must end the process."""
         waiting = tasks.create_task(_wait_for_one_of(events))
         await asyncio.wait((waiting, self._failure), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -409,14 +410,14 @@ class StorageDaemon:
         await self._until_one_of((stop,), tasks)
 
     async def _end(self, serving: Serving) -> None:
-        """Rule 5; raises `_End`, which ends all tasks."""
+        """Shut down (rule 5); raise `_End`, which ends all tasks."""
         for link in self._links.values():
             link.pause_reading()
         await self._let_work_end(serving)
         raise _End
 
     async def _let_work_end(self, serving: Serving | None = None) -> None:
-        """Wait until no work is under way, nor a change of what is served; not for ever."""
+        """Wait, with a limit, until no work and no change of served partitions is running."""
         try:
             async with asyncio.timeout(CLOSE_S_MAX):
                 if serving is not None:
@@ -435,10 +436,10 @@ class StorageDaemon:
     # connections
 
     def _looked(self) -> None:
-        """The right partitions are served; let in who has waited for them (rule 4)."""
+        """The right partitions are served: accept the waiting connections (rule 4)."""
         self._is_assigned.set()
         early, self._early = self._early, []
-        for link in early:  # in order: of two of one server the later one counts
+        for link in early:  # in order: of two links of one server the later one counts
             if not link.is_closed:
                 self._accept(link)
 
@@ -524,7 +525,7 @@ class StorageDaemon:
         try:
             link.send(message)
         except errors.LocalProtocolError as error:
-            # A batch that came in a full frame does not fit into the frame of a range.
+            # A batch of a full append frame does not fit into the frame of a range.
             prefix = (message.session_id, message.sequence, message.partition_id)
             link.send(Nack(*prefix, errors.TooLarge.code, message.session_id, str(error)))
 
@@ -534,11 +535,11 @@ class StorageDaemon:
         self._writers.run(work)
 
     def _hop_with_room(self, future: "Future[None]") -> None:
-        """Go back to the loop's thread; this runs on the pool's."""
+        """Return to the loop's thread; this runs on the pool's."""
         try:
             self._loop.call_soon_threadsafe(self._looked_for_room, future)
         except RuntimeError:
-            if not self._loop.is_closed():  # Else the process is at its end; nobody waits.
+            if not self._loop.is_closed():  # Otherwise the process is ending.
                 raise
 
     def _looked_for_room(self, future: "Future[None]") -> None:
@@ -554,18 +555,18 @@ class StorageDaemon:
             self._failed(outcome)
         else:
             self._post(service.WorkDone(work, outcome))
-        if self._works_count == 0:  # nor has this been followed by more
+        if self._works_count == 0:  # and no more work has followed
             self._is_idle.set()
         if not isinstance(outcome, BaseException):
-            self._figures.count(work, outcome)  # when whoever waits has been answered
+            self._figures.count(work, outcome)  # after the answers are sent
 
     # ---------------------------------------------------------------------------------------------
-    # what it shows
+    # health and status
 
     async def health(self) -> Health:
-        """Whether the disk takes writes, what is served, and whether ZooKeeper is there.
+        """Return whether the disk takes writes, what is served, and whether ZooKeeper is connected.
 
-        Damage that is known and waits to be mended is told, and is no reason to be unwell.
+        Known damage that waits for its repair is shown, but does not make the storage unhealthy.
         """
         serving = self._serving
         assert serving is not None
@@ -591,7 +592,7 @@ class StorageDaemon:
         return Health(is_well, details)
 
     async def _room(self) -> DiskRoom:
-        """Ask the disk for its room; one that hangs must not stop the event loop."""
+        """Query the disk for its room; one that hangs must not stop the event loop."""
         assert self._engine is not None
         if self._room_look is None or self._room_look.done():
             look = partial(upkeep.room_of, self._engine, loop_clock_ms())
@@ -604,14 +605,14 @@ class StorageDaemon:
         return DiskRoom(None, room.reserved_bytes, room.is_short, loop_clock_ms(), error)
 
     def scrub_now(self, partition_id: PartitionId | None = None) -> None:
-        """Have a partition read again from its beginning, or all that are served (None).
+        """Scrub a partition from its beginning, or all that are served (None).
 
-        One that is not served is left alone. See `scrub_status` for how far it is.
+        One that is not served is skipped. `scrub_status` reports the progress.
         """
         self._post(service.ScrubNow(partition_id))
 
     def scrub_status(self) -> list[ScrubState]:
-        """Return how far the scrub is with each partition that is served."""
+        """Return the scrub's progress in each partition that is served."""
         return [] if self._machine is None else self._machine.scrub_states(loop_clock_ms())
 
     def _report(self, report: Report) -> None:

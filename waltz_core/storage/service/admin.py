@@ -1,24 +1,25 @@
-"""What a storage answers its administration: requests of A in, answers and errands out.
+"""The administration of a storage as a machine: requests of A in, answers and errands out.
 
-Here it is decided whether acknowledged data may be thrown away. That is a machine without sockets,
-threads or ZooKeeper, so that every case can be tried. What was decided is carried out by
-`admin_port.py`, on disk by `engine.py` and `removal.py`.
+It decides whether acknowledged data may be deleted. It has no sockets, threads or ZooKeeper, so
+that tests can cover every case. `admin_port.py` carries the decisions out, on disk through
+`engine.py` and `removal.py`.
 
-An errand is a question or a change that a request needs; it comes back as one `ErrandOutcome`. A
-request is a generator that yields errands and returns its answer.
+An errand is a query or a change that a request needs; each has one `ErrandOutcome`. A request is a
+generator that yields errands and returns its answer.
 
 Rules:
-    1. Changes come one at a time, in the order of arrival, over all connections. Questions do not
+    1. Changes are made one at a time, in the order of arrival, over all connections. Queries do not
        wait for them.
-    2. A replica that the last session counts on (ZooKeeper has it as engaged) is not removed or
-       emptied unless somebody insists, and one that ZooKeeper assigns to this storage is not
-       removed at all: it would come back at once, empty. ZooKeeper is asked each time.
-    3. Nothing is copied to a partition that is online, and nothing is given away for copying that
-       lies above the confirmed low-water mark: only what is settled may make a log longer.
-    4. A request for several partitions ends at the first that is refused, and says which are done.
-    5. Nothing is answered as done before it is durable. A change that was begun is carried out,
-       whether or not whoever asked for it is still there.
-    6. A peer of version 0 is told errors as the original tells them: as a text.
+    2. A replica that the last session counts on (ZooKeeper has it as engaged) is removed or emptied
+       only with `is_forced`. One that ZooKeeper assigns to this storage is never removed: it would
+       be created again at once, empty. ZooKeeper is queried each time.
+    3. Nothing is copied to a partition that is online, and nothing above the confirmed low-water
+       mark is given away for copying: only settled records may make a log longer.
+    4. A request for several partitions ends at the first that is rejected; the error states which
+       are done.
+    5. Nothing is answered as done before it is durable. A change that was begun is carried out even
+       if the client has disconnected.
+    6. A peer of version 0 gets errors in the form of Waltz 0.13: as a text.
 """
 
 import json
@@ -71,7 +72,7 @@ from waltz_core.wire.messages import ENTRIES_MAX, RangeBytes
 
 # Requests that wait for their turn, over all connections; there is one operator, or a few.
 WAITING_MAX: Final = 256
-# Under these names the gauges have what `DiskRoom` has.
+# The names of the gauges that show `DiskRoom`.
 ROOM_GAUGES: Final = (
     "free-bytes",
     "reserved-bytes",
@@ -88,7 +89,7 @@ ROOM_GAUGES: Final = (
 
 @value(frozen=True, slots=True)
 class AdminRequest:
-    """A message has come on a connection that speaks this version of A."""
+    """A message arrived on a connection that speaks this version of A."""
 
     connection: ConnectionId
     version: int
@@ -97,7 +98,7 @@ class AdminRequest:
 
 @value(frozen=True, slots=True)
 class ErrandOutcome:
-    """What an errand came back with, or why it did not."""
+    """The result of an errand, or its error."""
 
     ticket: int
     value: object
@@ -108,7 +109,7 @@ Event: TypeAlias = AdminRequest | ErrandOutcome | Wakeup
 
 @value(frozen=True, slots=True)
 class AdminAnswer:
-    """Send an answer; nothing happens when the connection is gone."""
+    """Send an answer; ignored if the connection is closed."""
 
     connection: ConnectionId
     message: AdminMessage
@@ -116,7 +117,7 @@ class AdminAnswer:
 
 @value(frozen=True, slots=True)
 class RunErrand:
-    """Carry out an errand and bring the outcome back."""
+    """Carry out an errand and return its outcome as an event."""
 
     ticket: int
     errand: Errand
@@ -166,7 +167,7 @@ class AdminService:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """Never: nothing here is done by the clock."""
+        """None: this machine needs no clock."""
         return None
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:
@@ -187,7 +188,7 @@ class AdminService:
 
     def _receive(self, request: AdminRequest) -> None:
         if len(self._scripts) + len(self._waiting) >= WAITING_MAX:
-            self._refuse(request, Overloaded(f"{WAITING_MAX} requests wait already"))
+            self._refuse(request, Overloaded(f"{WAITING_MAX} requests are waiting already"))
         elif not isinstance(request.message, _CHANGES):
             self._begin(request)
         elif self._changing is None:
@@ -200,7 +201,7 @@ class AdminService:
         self._go_on(request, self._script(request.message), None)
 
     def _go_on(self, request: AdminRequest, script: Script, value: object) -> None:
-        """Let a request go on to its next errand, or to its answer."""
+        """Continue a request to its next errand, or to its answer."""
         try:
             errand = script.throw(value) if isinstance(value, WaltzError) else script.send(value)
         except StopIteration as end:
@@ -243,15 +244,15 @@ class AdminService:
 
     def _refuse_kind(self, message: AdminMessage) -> Script:
         yield from ()
-        raise BadRequest(f"a storage takes no {type(message).__name__}")
+        raise BadRequest(f"a storage does not accept {type(message).__name__}")
 
     def _check_cluster(self, message: wire.CheckCluster) -> Script:
         yield from ()
         expected = (self._identity.cluster_key, self._identity.partition_count)
         if (message.cluster_key, message.partition_count) != expected:
             raise ClusterKeyMismatch(
-                f"this storage is of cluster {expected[0].hex()} with {expected[1]} partitions, "
-                f"asked for {message.cluster_key.hex()} with {message.partition_count}"
+                f"expected cluster {expected[0].hex()} with {expected[1]} partitions, "
+                f"found {message.cluster_key.hex()} with {message.partition_count} in the request"
             )
         return wire.Done(message.sequence)
 
@@ -287,9 +288,9 @@ class AdminService:
             standing = yield from _standing(partition_id)
             if standing.is_engaged and quorum_size(standing.replica_count) == 1:
                 raise BadRequest(
-                    f"partition {partition_id}: expected another replica that could be believed "
-                    f"instead, found this one alone engaged in session {standing.session_id}: "
-                    "marked as suspect, nobody could say any more what was acknowledged (--force)"
+                    f"partition {partition_id}: expected another replica that can be trusted "
+                    f"instead, found this one alone engaged in session {standing.session_id}; "
+                    "once it is suspect, no replica proves what was acknowledged (--force)"
                 )
         yield MarkReplicaSuspect(partition_id)
         return wire.Done(message.sequence)
@@ -302,7 +303,7 @@ class AdminService:
                 raise BadRequest(
                     f"partition {partition_id}: expected a replica that the last session does not "
                     f"count on, found it engaged {_counted_on(standing)}; take it offline first "
-                    "(availability), so that the others go on without it, or insist (--force)"
+                    "(availability), so that the others continue without it, or use --force"
                 )
         yield Reseed(partition_id)
         return wire.Done(message.sequence)
@@ -358,7 +359,7 @@ class AdminService:
         if state is None:
             raise BadRequest(
                 f"partition {partition_id}: expected a partition that is served, as only those are "
-                "read again; found it offline, or not open (`storage list` tells)"
+                "scrubbed; found it offline, or not open (see `storage list`)"
             )
         assert isinstance(state, ScrubState)
         return wire.ScrubResponse(
@@ -416,7 +417,7 @@ class AdminService:
         facts = yield from _look_at(partition_id)
         if facts.is_available:
             raise BadRequest(
-                f"partition {partition_id}: expected it to be offline while it is copied to, "
+                f"partition {partition_id}: expected it to be offline while it receives a copy, "
                 "found it online (availability)"
             )
         last = yield PutCopy(message)
@@ -446,26 +447,26 @@ def _for_each(
 def _removal(
     partition_id: PartitionId, *, deletes_files: bool, is_forced: bool
 ) -> Generator[Errand, object, None]:
-    """Give a partition up, if that may be (rule 2)."""
+    """Remove a partition, if that is allowed (rule 2)."""
     yield from _look_at(partition_id)
     standing = yield from _standing(partition_id)
     if standing.is_assigned:
         raise BadRequest(
-            f"partition {partition_id}: expected that ZooKeeper does not assign it to this storage "
-            "any more, found it assigned: it would be held again at once (unassign it first, or "
-            "use re-seed to have this replica begin anew)"
+            f"partition {partition_id}: expected that ZooKeeper does not assign it to this "
+            "storage, found it assigned, so it would be held again at once. Unassign it first, or "
+            "use re-seed to start this replica again, empty"
         )
     if standing.is_engaged and not is_forced:
         raise BadRequest(
             f"partition {partition_id}: expected a replica that no session counts on, found it "
-            f"engaged {_counted_on(standing)}; its owner leaves it out as soon as it can, so try "
-            "again, or insist (--force)"
+            f"engaged {_counted_on(standing)}; its owner drops it as soon as it can, so try "
+            "again, or use --force"
         )
     yield Unassign(partition_id, deletes_files)
 
 
 def _counted_on(standing: ZooKeeperView) -> str:
-    """Say what the last session counts on, and what is left of that without this replica."""
+    """Describe the replicas of the last session, and how many are left without this one."""
     left, quorum = len(standing.engaged) - 1, quorum_size(standing.replica_count)
     names = ", ".join(standing.engaged)
     safe = "still a quorum" if left >= quorum else f"less than the quorum of {quorum}"
@@ -525,10 +526,10 @@ def _records_of(read: RangeBytes) -> tuple[Record, ...]:
 
 
 def gauges_json(held: Sequence[HeldPartition], room: DiskRoom) -> bytes:
-    """Return the gauges under the original's names, as its tools read them.
+    """Return the gauges under the names of Waltz 0.13, for its tools.
 
-    docs/design/wire-format.md 3.2 lists the names. Disk and clock are ours; those tools pass over
-    names that they do not know. What is not known has no gauge.
+    docs/design/wire-format.md 3.2 lists the names. Disk and clock are new; those tools ignore
+    unknown names. A value that is not known has no gauge.
     """
     group = "waltz-storage"
     values: dict[str, object] = {

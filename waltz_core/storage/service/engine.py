@@ -1,25 +1,26 @@
-"""One storage directory: its identity, its locks, its reserve, and the partitions that live in it.
+"""One storage directory: its identity, its locks, its reserve, and its partitions.
 
-A directory belongs to one process, to one cluster and to one storage, and that is settled before
-any partition is touched.
+A directory belongs to one process, one cluster and one storage; that is checked before any
+partition is opened.
 
 Rules:
-    1. Locks come first: a BSD lock on `waltz-x.id`, then the original's lock on its control file.
-    2. The storage id is made with the directory and never changes.
+    1. Locks come first: a BSD lock on `waltz-x.id`, then the lock of Waltz 0.13 on its control
+       file.
+    2. The storage ID is made with the directory and never changes.
     3. A partition that cannot be opened does not keep the others from being served; it is in
        `failed` with its error.
     4. There is room for truncation, repair and slots when the disk is full (`room.py`).
-    5. What administration changes of a partition it changes while the partition's log is closed;
-       `assign` opens it again. A removal that was begun is finished before anything is opened.
-    6. A greater sequence in the control file than our slot knows says that an original has been
-       here (`format.Slot`). So the slot is told first of what is written there.
-    7. Names are durable before anything in the files is believed: who made them may have been
-       killed before they were. One sync is for the directories of all partitions.
+    5. Administration changes a partition only while the partition's log is closed; `assign` opens
+       it again. A removal that was begun is finished before anything is opened.
+    6. A greater sequence in the control file than the slot has means that Waltz 0.13 has written to
+       the directory (`format.Slot`). So each write here puts its sequence into the slot first.
+    7. Names are durable before anything in the files is trusted: the process that made them may
+       have been killed before it synced them. One sync covers the directories of all partitions.
     8. A partition whose files were deleted or replaced while it was open is not opened again by
-       this process, until administration has emptied or removed it: what is there now may have
-       forgotten a promise, which the log that was open still knows.
-    9. Where the control file itself was deleted or replaced, nothing that is written to it survives
-       a restart: a partition is not emptied, and the process ends.
+       this process, until administration has emptied or removed it: the new files may lack a
+       promise, which the log that was open still knows.
+    9. If the control file itself was deleted or replaced, nothing that is written to it survives
+       a restart: no partition is emptied, and the process ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,7 +67,7 @@ from waltz_core.storage.log.removal import Wipe
 from waltz_core.wire.admin_messages import Copy
 
 STORAGE_ID_NAME: Final = "waltz-x.id"
-# Makes one call for each partition, in turn or side by side, and returns when all have returned.
+# Makes one call per partition, in turn or in parallel, and returns when all have returned.
 ForEach: TypeAlias = Callable[[Callable[[PartitionId], None], Sequence[PartitionId]], None]
 
 
@@ -100,7 +101,7 @@ class Engine:
         self._settings = settings
         self._id_file = id_file
         self._gone: dict[PartitionId, PartitionLog] = {}  # rule 8
-        self._named: set[PartitionId] = set()  # whose directories have durable names (rule 7)
+        self._named: set[PartitionId] = set()  # their directories have durable names (rule 7)
         self._control_identity = disk.identity(directory / CONTROL_NAME)
 
     @classmethod
@@ -117,12 +118,12 @@ class Engine:
     ) -> "Engine":
         """Open or create a storage directory and all partitions that are assigned to it.
 
-        `new_storage_id` is used only when the directory has none yet. `for_each` is how the
-        partitions are opened: they share nothing, so side by side they share the disk's syncs.
+        `new_storage_id` is used only when the directory has none yet. `for_each` opens the
+        partitions: they share no state, so in parallel they share the disk's syncs.
 
         Raises:
             DiskFailed: another process has the directory, or the disk failed.
-            ClusterKeyMismatch, BadFormat, ChecksumMismatch: it is not what it should be.
+            ClusterKeyMismatch, BadFormat, ChecksumMismatch: the directory is invalid.
         """
         disk.make_directory(directory)
         id_path = directory / STORAGE_ID_NAME
@@ -159,7 +160,7 @@ class Engine:
 
     @property
     def has_failed(self) -> bool:
-        """Whether nothing can be assigned any more before a new start (`control_file.py`)."""
+        """Whether nothing can be assigned before a restart (`control_file.py`)."""
         return self._control.has_failed
 
     def assigned(self) -> Sequence[PartitionId]:
@@ -168,7 +169,7 @@ class Engine:
         return [one for one in every if self._control.info(one).flags & FLAG_ASSIGNED]
 
     def info(self, partition_id: PartitionId) -> PartitionInfo:
-        """Return what the original's control file says of a partition.
+        """Return a partition's entry in the 0.13 control file.
 
         Raises:
             UnknownPartition: the cluster has no such partition.
@@ -177,7 +178,7 @@ class Engine:
         return self._control.info(partition_id)
 
     def is_held(self, partition_id: PartitionId) -> bool:
-        """Whether this storage holds a partition, served or not; the cluster may have none such."""
+        """Whether this storage holds a partition, served or not; its ID may be invalid."""
         is_one = 0 <= partition_id < self.partition_count
         return is_one and bool(self._control.info(partition_id).flags & FLAG_ASSIGNED)
 
@@ -186,7 +187,7 @@ class Engine:
         return bool(self.info(partition_id).flags & FLAG_AVAILABLE)
 
     def assign(self, partition_id: PartitionId) -> PartitionLog:
-        """Begin to hold a partition, durably, and open its log; again is no error.
+        """Begin to hold a partition, durably, and open its log; repeating it is no error.
 
         Raises:
             UnknownPartition: the cluster has no such partition.
@@ -201,7 +202,7 @@ class Engine:
         return self._open_log(partition_id)
 
     def found(self, partition_ids: Sequence[PartitionId]) -> None:
-        """Begin to hold those that were never held, durably: what `assign` does, but all at once.
+        """Begin to hold partitions that were never held, durably: `assign` for many, all at once.
 
         Raises:
             UnknownPartition: the cluster has no such partition.
@@ -221,7 +222,7 @@ class Engine:
 
         Raises:
             UnknownPartition: it is not held here.
-            WaltzError: it could not be opened, and why.
+            WaltzError: it could not be opened; the error has the reason.
         """
         if partition_id in self.failed:
             raise self.failed[partition_id]
@@ -239,11 +240,11 @@ class Engine:
         for_each(self._try_open, [each for each in self.assigned() if each not in self.failed])
 
     def _try_open(self, partition_id: PartitionId) -> None:
-        with suppress(WaltzError):  # It is in `failed` then.
+        with suppress(WaltzError):  # The error is in `failed`.
             self._open_log(partition_id)
 
     def give_up(self, partition_id: PartitionId, why: WaltzError) -> None:
-        """Do not open a partition again: its files were deleted or replaced (rule 8)."""
+        """Do not open a partition again; its files were deleted or replaced (rule 8)."""
         self._gone[partition_id] = self.logs.pop(partition_id)
         self.failed[partition_id] = why
 
@@ -256,7 +257,7 @@ class Engine:
 
         Raises:
             MissingSegment: it was deleted or replaced, as with the whole directory.
-            DiskFailed: the disk does not answer.
+            DiskFailed: the disk cannot be read.
         """
         path = self.directory / CONTROL_NAME
         if self._disk.identity(path) != self._control_identity:
@@ -294,7 +295,7 @@ class Engine:
         return log
 
     def segment_path(self, partition_id: PartitionId, first: TransactionId) -> Path:
-        """Return the file with the records of the segment that begins with an id."""
+        """Return the file with the records of the segment that begins with an ID."""
         return self._directory_of(partition_id) / segment_name(first, ".seg")
 
     def _directory_of(self, partition_id: PartitionId) -> Path:
@@ -303,11 +304,11 @@ class Engine:
     # ---- administration (rule 5)
 
     def unassign(self, partition_id: PartitionId, *, deletes_files: bool) -> None:
-        """Hold a partition no longer, durably; without deletion its files stay as they are.
+        """Stop holding a partition, durably; without deletion its files stay as they are.
 
         Raises:
             UnknownPartition: it is not held here.
-            WaltzError: its log cannot be opened, so that it can only be deleted.
+            WaltzError: its log cannot be opened, so it can only be deleted.
         """
         self._check_held(partition_id)
         if deletes_files:
@@ -318,7 +319,7 @@ class Engine:
         self.failed.pop(partition_id, None)
 
     def set_available(self, partition_id: PartitionId, *, is_available: bool) -> None:
-        """Say durably whether a partition may be served; again is no error.
+        """Set durably whether a partition may be served; repeating it is no error.
 
         Raises:
             UnknownPartition, WaltzError: as `unassign`.
@@ -329,7 +330,7 @@ class Engine:
             self._write_flags(partition_id, flags ^ FLAG_AVAILABLE)
 
     def mark_suspect(self, partition_id: PartitionId) -> None:
-        """Say durably that a replica cannot vouch for its log; again is no error.
+        """Mark a replica as suspect, durably; repeating it is no error.
 
         Raises:
             UnknownPartition: it is not held here.
@@ -338,13 +339,13 @@ class Engine:
         self._close_log(partition_id)
         slots = self._open_slots(partition_id)
         try:
-            if not slots.fell_back:  # Else the next opening finds that out, and says the same.
+            if not slots.fell_back:  # Otherwise the next opening finds that, and does the same.
                 slots.write(replace(slots.slot, suspect=True))
         finally:
             slots.close()
 
     def re_seed(self, partition_id: PartitionId) -> None:
-        """Throw the log of a replica away, durably: it is empty and suspect from now on.
+        """Delete the log of a replica, durably: it is empty and suspect from now on.
 
         Raises:
             UnknownPartition: it is not held here.
@@ -359,21 +360,21 @@ class Engine:
         self.failed.pop(partition_id, None)
 
     def put_copy(self, copy: Copy) -> TransactionId:
-        """Put whole batches of another replica behind a log that is not served; the last id.
+        """Add whole batches of another replica to a log that is not served; return the last ID.
 
-        Nothing is cut, and no mark is set: what the replica can vouch for stays what it was. The
-        reserve is not for this (`room.py`, rule 2).
+        Nothing is cut, and no mark is set: the evidence of the replica does not change. The reserve
+        is not used for this (`room.py`, rule 2).
 
         Raises:
-            NoSpace: there is not enough room beside the reserve; nothing of it was written.
-            BadRequest: they do not go on from where the log ends.
+            NoSpace: there is not enough room without the reserve; nothing of it was written.
+            BadRequest: they do not continue the log.
             ChecksumMismatch: they are not what was sent.
         """
         assign = partial(self.assign, PartitionId(copy.partition_id))
         log = self.room.with_reserve(assign)
         provisional = log.slot.provisional
         if provisional is not None and provisional.session_id == log.promised:
-            raise BadRequest(  # An append would confirm a mark of which nobody knows if it holds.
+            raise BadRequest(  # An append would confirm a mark that may be wrong.
                 f"partition {copy.partition_id}: expected a replica without a provisional mark, "
                 f"found {provisional.low_water_mark} of session {provisional.session_id}"
             )
@@ -413,7 +414,7 @@ class Engine:
         try:
             log.check_place()
         except MissingSegment as error:
-            self.give_up(partition_id, error)  # Rule 8: the next open would take the other files.
+            self.give_up(partition_id, error)  # Rule 8: the next opening would use the new files.
             raise
         del self.logs[partition_id]
         log.close()
@@ -426,18 +427,18 @@ class Engine:
         self._control.set_flags(partition_id, flags)
 
     def _tell_slot(self, partition_id: PartitionId) -> None:
-        """Have the slot know the next structure of the control file as ours (rule 6)."""
+        """Write the next sequence of the control file into the slot (rule 6)."""
         if partition_id in self.failed:
-            self._open_log(partition_id)  # It may open now; else that is told.
+            self._open_log(partition_id)  # It may open now; otherwise this raises.
         self._close_log(partition_id)
         if not self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
-            return  # It was never held; its slot is made with the sequence that there is then.
+            return  # It was never held; its slot will be made with the current sequence.
         slots = self._open_slots(partition_id)
         try:
             if slots.fell_back:
                 raise ReplicaSuspect(
-                    f"partition {partition_id}: expected two control slots, found one; what it "
-                    "may have promised is found out when it is opened"
+                    f"partition {partition_id}: expected two control slots, found one; open it "
+                    "first, to find out what it may have promised"
                 )
             sequence = self._control.info(partition_id).sequence + 1
             slots.write(replace(slots.slot, original_sequence=sequence))
@@ -445,7 +446,7 @@ class Engine:
             slots.close()
 
     def _promise(self, partition_id: PartitionId) -> Promise:
-        """Return what a replica promised, as far as its files say (`log_recovery.py`, rule 5)."""
+        """Return a replica's promise, as far as its files have it (`log_recovery.py`, rule 5)."""
         seen = self._control.info(partition_id).session_id
         log = self.logs.get(partition_id) or self._gone.get(partition_id)
         if log is not None:
@@ -470,7 +471,7 @@ class Engine:
         self._gone.pop(intent.partition_id, None)
 
     def _finish_removal(self, partition_id: PartitionId) -> None:
-        """Carry out what was begun; directories of no partition of ours are let be."""
+        """Finish a removal that was begun; skip directories of unknown partitions."""
         if not 0 <= partition_id < self.partition_count:
             return
         directory = self._directory_of(partition_id)
@@ -504,7 +505,7 @@ class Engine:
     # ---- the end
 
     def close(self) -> None:
-        """Close all logs cleanly and give up the locks; the first error is raised at the end."""
+        """Close all logs cleanly and release the locks; raise the first error at the end."""
         errors: list[WaltzError] = []
         for log in self.logs.values():
             try:
@@ -516,7 +517,7 @@ class Engine:
             raise errors[0]
 
     def abandon(self) -> None:
-        """Give up files and locks as a crash would; nothing is written."""
+        """Close files and locks like a crash would; nothing is written."""
         for log in self.logs.values():
             log.abandon()
         self._release()

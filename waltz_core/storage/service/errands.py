@@ -1,7 +1,7 @@
-"""What the administration of a storage asks for: its errands, and what they come back with.
+"""The errands of a storage's administration, and their results.
 
-The machine that decides (`admin.py`) and the shell that carries out (`admin_port.py`) share these
-words and nothing else.
+The machine that decides (`admin.py`) and the shell that carries out (`admin_port.py`) share only
+these types.
 """
 
 from typing import Final, NamedTuple, TypeAlias
@@ -25,24 +25,24 @@ from waltz_core.wire.admin_messages import Copy
 
 @value(frozen=True, slots=True)
 class FindHeld:
-    """Which partitions are held: a tuple of `HeldPartition`."""
+    """List the partitions that are held: a tuple of `HeldPartition`."""
 
 
 @value(frozen=True, slots=True)
 class FindRoom:
-    """How the disk and the clock stand: `DiskRoom`."""
+    """Read the room on the disk and the clock: `DiskRoom`."""
 
 
 @value(frozen=True, slots=True)
 class InspectReplica:
-    """How a partition stands here: `ReplicaStatus`."""
+    """Read the state of the replica: `ReplicaStatus`."""
 
     partition_id: PartitionId
 
 
 @value(frozen=True, slots=True)
 class FindStanding:
-    """What ZooKeeper says of this replica, now: `ZooKeeperView`."""
+    """Read what ZooKeeper has of this replica now: `ZooKeeperView`."""
 
     partition_id: PartitionId
 
@@ -60,7 +60,7 @@ class ReadRange:
 
 @value(frozen=True, slots=True)
 class ScrubStatus:
-    """How far the scrub is with a partition that is served, begun anew if so wanted: `ScrubState`.
+    """Read the scrub's progress in a served partition, after a restart if asked: `ScrubState`.
 
     None for one that is not served.
     """
@@ -78,7 +78,7 @@ class Assign:
 
 @value(frozen=True, slots=True)
 class Unassign:
-    """Hold a partition no longer."""
+    """Stop holding a partition."""
 
     partition_id: PartitionId
     deletes_files: bool
@@ -101,14 +101,14 @@ class MarkReplicaSuspect:
 
 @value(frozen=True, slots=True)
 class Reseed:
-    """Throw a replica's log away; it begins anew, empty and suspect."""
+    """Delete a replica's log; it starts again, empty and suspect."""
 
     partition_id: PartitionId
 
 
 @value(frozen=True, slots=True)
 class PutCopy:
-    """Put whole batches behind the log of a partition that is offline: its last id."""
+    """Add whole batches to the log of a partition that is offline; returns its last ID."""
 
     batches: Copy
 
@@ -121,7 +121,7 @@ Errand: TypeAlias = Question | ReplicaChange
 
 
 class HeldPartition(NamedTuple):
-    """A partition that is held, as the control file has it, and the last id on disk."""
+    """A partition that is held, as the control file has it, and the last ID on disk."""
 
     partition_id: PartitionId
     info: PartitionInfo
@@ -130,10 +130,10 @@ class HeldPartition(NamedTuple):
 
 
 class DiskRoom(NamedTuple):
-    """Free bytes of the disk, its size, what is kept back of them, and what the clock shows.
+    """Free bytes of the disk, its size, the size of the reserve, and the clock.
 
-    `is_full`: appends are refused. `clock_ms` is in ms since the epoch. `disk_error` is why the
-    disk does not say what is free, None if it does.
+    `is_full`: appends are rejected. `clock_ms` is in ms since the epoch. `disk_error` is the error
+    of the query for free bytes, None if there was none.
     """
 
     free_bytes: int | None
@@ -145,7 +145,7 @@ class DiskRoom(NamedTuple):
 
 
 class LogFacts(NamedTuple):
-    """What a log says of itself; `low_water_mark` is the confirmed one."""
+    """The state of a log; `low_water_mark` is the confirmed one."""
 
     is_suspect: bool
     promised: SessionId
@@ -168,7 +168,7 @@ NO_LOG: Final = LogFacts(
 
 
 class ReplicaStatus(NamedTuple):
-    """How a partition stands here; without `log`, `why_not` says why there is none."""
+    """The state of a replica; without `log`, `why_not` is the reason."""
 
     is_held: bool
     is_available: bool
@@ -179,7 +179,7 @@ class ReplicaStatus(NamedTuple):
 
 
 class ZooKeeperView(NamedTuple):
-    """What ZooKeeper says: the assignment of now, and the replicas of the last session."""
+    """The current assignment in ZooKeeper, and the replicas of the last session."""
 
     is_assigned: bool
     is_engaged: bool

@@ -1,13 +1,13 @@
-"""What waits for one partition, and what of it is done next.
+"""The queue of one partition's work, and which piece of it is next.
 
-It is the order of a storage's work and nothing else. Who may ask for what, and who is told, is
-`service.py`'s.
+It only orders the work of a storage. `service.py` decides which requests are allowed, and answers
+them.
 
 Rules:
-    1. One piece of work at a time. Reads and writes take turns; each kind goes in its order.
-    2. Appends that wait one after the other go together, so that one sync covers them.
-    3. What the scrub wants goes first: it comes seldom, and the pauses between its pieces are
-       everybody else's.
+    1. One piece of work at a time. Reads and writes take turns; each kind is done in its order.
+    2. Appends that directly follow each other are done together, so that one sync covers them.
+    3. The scrub's piece goes first: it is rare, and in the pauses between its pieces all other
+       work has the partition.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from waltz_core.wire.messages import AppendRaw, LockBlocksRequest, RangeRaw, Rep
 # A hostile or broken peer must not use up the numbers (docs/design/correctness.md 2.4, row 37).
 SESSION_JUMP_MAX: Final = 1 << 32
 GROUP_BYTES_MAX: Final = 16 * 1024 * 1024
-# What a request counts for in the queue beside the bytes that it carries or asks for.
+# The cost of a request in the queue, in addition to the bytes that it carries or requests.
 REQUEST_BYTES: Final = 512
 
 
@@ -33,22 +33,22 @@ class Lane:
     """One partition: the session it is bound to, what waits for it, whether work is under way."""
 
     log: PartitionLog
-    # What PREPARE has raised, at its arrival (`service.py`, rule 3).
+    # Raised by PREPARE, at its arrival (`service.py`, rule 3).
     promise: Promise
-    # Who has prepared it; None when nobody is connected who has.
+    # The connection that has prepared it; None if there is none now.
     owner: ConnectionId | None = None
     engaged: SessionId = NO_SESSION
     writes: deque[LaneRequest] = field(default_factory=deque)
     reads: deque[LaneRequest] = field(default_factory=deque)
-    piece: ScrubPiece | None = None  # that the scrub waits for
+    piece: ScrubPiece | None = None  # the scrub's piece that is due
     work: Work | None = None
     was_read: bool = False
     is_unmarked: bool = False
-    prepared_max: TransactionId = BEFORE_FIRST  # where its log ended when it was prepared
-    is_gone: bool = False  # its files are; it does nothing but wait to be dropped
+    prepared_max: TransactionId = BEFORE_FIRST  # the end of its log when it was prepared
+    is_gone: bool = False  # its files are gone; it only waits to be dropped
 
     def take_next(self) -> tuple[tuple[LaneRequest, ...], ScrubPiece | None]:
-        """Return the requests, or the piece, that are next; neither when nothing waits."""
+        """Return the requests, or the piece, that are next; neither if nothing waits."""
         assert self.work is None, "rule 1"
         piece, self.piece = self.piece, None
         if piece is not None:
@@ -77,7 +77,7 @@ def _next_group(writes: deque[LaneRequest]) -> tuple[LaneRequest, ...]:
 
 
 def queue_bytes(message: StorageMessage) -> int:
-    """Return what a request holds in memory while it waits, or what its answer will."""
+    """Return the memory that a waiting request holds, or that its answer will."""
     match message:
         case AppendRaw() | Repair():
             return REQUEST_BYTES + len(message.records) + len(message.lengths)

@@ -1,34 +1,34 @@
-"""What a storage answers: requests of S 1 in, answers out. No sockets, no threads.
+"""A storage as a machine: requests of S 1 in, answers out. No sockets, no threads.
 
-The session rules of a storage, and which answer may leave when, decide over acknowledged data. Here
-they are a machine: the daemon drives it with threads, the simulator without.
+The session rules of a storage, and the moment when an answer may leave, decide over acknowledged
+data. As a machine they run in the daemon with threads, and in the simulator without.
 
-Each partition has a lane: one piece of work at a time, in the order of arrival. `RunWork` hands a
-piece out; whoever drives the machine calls `work.run()`, on any thread, and brings the result back
-with `WorkDone`. While a piece is under way, what arrives waits; then all appends that wait are
-written together and synced once (group commit). Reads wait in a queue of their own and take turns.
+Each partition has a lane: one piece of work at a time, in the order of arrival. `RunWork` starts a
+piece; its receiver calls `work.run()`, on any thread, and returns the result as `WorkDone`.
+Requests that arrive meanwhile wait; then all waiting appends are written together and synced once
+(group commit). Reads wait in a queue of their own and take turns with them.
 
 Rules:
-    1. Only PREPARE raises a partition's session. Whatever names another session is refused with
-       the promised one.
-    2. What changes a partition, or reads it for the owner, comes on the connection that has
-       prepared its session with its nonce. Administration (`ADMINISTRATION`) may read beside it.
-    3. A later session ends older ones at once: what they have queued is refused, their connections
-       are closed. It counts from its arrival, not from its answer.
+    1. Only PREPARE raises a partition's session. A request that names another session is rejected
+       with the promised one.
+    2. Requests that change a partition, or read it for the owner, must come on the connection that
+       has prepared its session with its nonce. Administration (`ADMINISTRATION`) may read as well.
+    3. A later session ends earlier ones at once: their queued requests are rejected, their
+       connections are closed. It counts from its arrival, not from its answer.
     4. Nothing is answered as done before the engine has made it durable (`work.py`, rule 2).
-    5. A reader (no owner) is answered only while the partition is engaged in the session that it
-       names, and only up to what is synced.
+    5. A reader (not the owner) is answered only while the partition is engaged in the session that
+       it names, and only up to what is synced.
     6. After a write or a sync has failed the partition leaves its session. A second failure in the
        life of the process ends it.
-    7. What waits is bounded: connections that bring more are not read until there is room.
-    8. Whoever finds damage, the owner is told of it at once, so that it can be mended while others
-       still have what is lost here. The scrub looks for it between the other work.
-    9. While appends are refused for want of room, it is looked for again and again.
-   10. An owner has one connection at a time, the latest. What comes late from one that it has given
-       up changes nothing; and nobody is told of a rival that is the owner itself.
+    7. The queues are bounded: connections that bring more are not read until there is room.
+    8. The owner is notified of damage at once, however it was found, so that it can be repaired
+       while other replicas still have the records. The scrub looks for damage between other work.
+    9. While appends are rejected because there is no room, the disk is queried repeatedly.
+   10. An owner has one connection at a time, the latest. Late requests from a connection that it
+       has abandoned change nothing; and it is never reported as its own rival.
    11. A partition whose files were deleted or replaced under this process is not served any more,
-       and not opened again: it might have forgotten a promise. The others go on, and it is no
-       failure of the disk (rule 6).
+       and not opened again: the new files may lack a promise. The other partitions continue, and it
+       is not a failure of the disk (rule 6).
 """
 
 from collections import deque
@@ -102,7 +102,7 @@ ROOM_AGAIN_MS: Final = 1_000
 
 @value(frozen=True, slots=True)
 class Disconnected:
-    """A connection is gone, whoever closed it."""
+    """A connection was closed, by either side."""
 
     connection: ConnectionId
 
@@ -123,7 +123,7 @@ class Dropped:
 
 @value(frozen=True, slots=True)
 class WorkDone:
-    """A piece of work has come to its end; `result` is what its `run` returned."""
+    """A piece of work is done; `result` is what its `run` returned."""
 
     work: Work
     result: WorkResult
@@ -131,7 +131,7 @@ class WorkDone:
 
 @value(frozen=True, slots=True)
 class ScrubNow:
-    """Somebody wants a partition read again from its beginning, or all of them (None)."""
+    """Request a scrub of a partition from its beginning, or of all (None)."""
 
     partition_id: PartitionId | None = None
 
@@ -148,7 +148,7 @@ Event: TypeAlias = (
 
 @value(frozen=True, slots=True)
 class StorageIdentity:
-    """Whose storage this is."""
+    """The cluster and the ID of this storage."""
 
     cluster_key: bytes
     partition_count: int
@@ -176,14 +176,14 @@ class StorageService:
         self._readers: dict[ConnectionId, None] = {}  # those that have sent a right OpenRequest
         self._paused: dict[ConnectionId, None] = {}
         self._failures_count = 0
-        self._is_full = False  # as it was reported last
+        self._is_full = False  # as last reported
         self._mark_at_ms: int | None = None
         self._effects: list[Effect] = []
         self.queued_bytes = 0
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When markers are to be moved, a piece is to be read, or room is looked for."""
+        """When to move markers, to read a piece, or to look for room."""
         return earlier(earlier(self._mark_at_ms, self._scrub.wake_at_ms), self._room_at_ms)
 
     @property
@@ -199,12 +199,12 @@ class StorageService:
         return waiting + sum(len(lane.work.requests) for lane in lanes if lane.work is not None)
 
     def scrub_states(self, now_ms: int) -> list[ScrubState]:
-        """Return how far the scrub is with each partition."""
+        """Return the progress of the scrub in each partition."""
         return self._scrub.states(now_ms)
 
     @property
     def scrub_places(self) -> dict[PartitionId, TransactionId]:
-        """Where to go on after a restart."""
+        """Where the scrub continues after a restart."""
         return self._scrub.places
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:
@@ -279,15 +279,15 @@ class StorageService:
                     _check_owner(lane, request)
                 self._queue(lane, lane.reads, request)
             case _:
-                raise BadRequest(f"a storage takes no {type(message).__name__}")
+                raise BadRequest(f"a storage does not accept {type(message).__name__}")
 
     def _admit_prepare(self, request: LaneRequest, message: Prepare) -> None:
         """Raise the session at once (rule 3); the promise is made durable by the work."""
         self._check_cluster(message.cluster_key, message.partition_count)
         if message.storage_id not in (self._identity.storage_id, NO_STORAGE_ID):
             raise StorageIdMismatch(
-                f"expected the storage {message.storage_id.hex()} at this address, "
-                f"this is {self._identity.storage_id.hex()}"
+                f"expected storage {message.storage_id.hex()} at this address, "
+                f"found {self._identity.storage_id.hex()}"
             )
         lane = self._lane(message)
         session = SessionId(message.session_id)
@@ -295,10 +295,10 @@ class StorageService:
         if not 0 <= session <= promise.session_id + SESSION_JUMP_MAX:
             raise BadRequest(f"session {session}: expected one soon after {promise.session_id}")
         if promise.has_no_owner and session in (promise.seen, promise.session_id):
-            # The owner of the session that it has seen may ask, and is no rival.
+            # It may be the owner of the session that this replica has seen, and no rival.
             raise ReplicaSuspect(
-                f"partition {message.partition_id}: a control slot was lost, and with it to whom "
-                f"session {session} was promised; session {promise.session_id + 1} can be"
+                f"partition {message.partition_id}: a control slot was lost, and with it the owner "
+                f"of session {session}; the next session can be {promise.session_id + 1}"
             )
         asked = Promise(session, message.nonce)
         if session <= promise.session_id and asked != promise:
@@ -311,16 +311,16 @@ class StorageService:
             why = ConnectionSuperseded(f"a later connection of session {session}'s owner is here")
             if lane.owner is not None and request.connection < lane.owner:
                 raise why
-        # First the promise: whoever is refused for it is told of this session, not of his own.
+        # First the promise: the rejected owners get this session in the error, not their own.
         lane.promise = asked
         self._fence(lane, why, keep=request.connection)
         lane.owner = request.connection
         self._queue(lane, lane.writes, request)
 
     def _fence(self, lane: Lane, why: WaltzError, *, keep: ConnectionId | None = None) -> None:
-        """End the session that the lane is in: refuse what is queued, close its connection.
+        """End the lane's session: reject the queued requests, close its connection.
 
-        What is queued is told why: only a later session may look like one to its owner.
+        The error states the reason: only a later session may look like one to the old owner.
         """
         for request in (*lane.writes, *lane.reads):
             self._unqueue(request)
@@ -333,7 +333,7 @@ class StorageService:
         lane.engaged = NO_SESSION
 
     def _disconnected(self, connection: ConnectionId) -> None:
-        """Forget a connection; what it has queued can be answered to nobody."""
+        """Forget a connection and its queued requests."""
         self._readers.pop(connection, None)
         self._paused.pop(connection, None)
         for lane in self._lanes.values():
@@ -367,8 +367,8 @@ class StorageService:
         expected = (self._identity.cluster_key, self._identity.partition_count)
         if (cluster_key, partition_count) != expected:
             raise ClusterKeyMismatch(
-                f"this storage is of cluster {expected[0].hex()} with {expected[1]} partitions, "
-                f"asked for {cluster_key.hex()} with {partition_count}"
+                f"expected cluster {expected[0].hex()} with {expected[1]} partitions, "
+                f"found {cluster_key.hex()} with {partition_count} in the request"
             )
 
     def _lane(self, message: StorageMessage) -> Lane:
@@ -387,10 +387,10 @@ class StorageService:
             )
 
     def _check_reader(self, lane: Lane, request: LaneRequest) -> None:
-        """Raise unless a reader may be answered (rule 5)."""
+        """Raise unless the reader may get an answer (rule 5)."""
         message = request.message
         if request.connection not in self._readers:
-            raise BadRequest("a reader has to say first which cluster it means (OpenRequest)")
+            raise BadRequest("expected an OpenRequest before a reader's other requests")
         self._check_session(lane, message)
         if lane.engaged != message.session_id:
             raise NotMounted(
@@ -413,7 +413,7 @@ class StorageService:
         assert self.queued_bytes >= 0
 
     def _start_work(self, lane: Lane) -> None:
-        """Hand out what is next (`lane.py`)."""
+        """Start the next piece of work (`lane.py`)."""
         requests, piece = lane.take_next()
         if requests or piece is not None:
             self._run(lane, requests, piece)
@@ -445,7 +445,7 @@ class StorageService:
         scrubbed = result.scrubbed
         if scrubbed is not None and self._scrub.done(work.partition_id, scrubbed, now_ms):
             self._report("scrub_finished", partition=work.partition_id)
-            self._tell_owner(lane)  # Once more: what could not be mended then may be now.
+            self._tell_owner(lane)  # Again: what could not be repaired may be repairable now.
         is_marked = not work.requests and work.piece is None
         lane.is_unmarked = result.appended_count > 0 or (lane.is_unmarked and not is_marked)
         if lane.is_unmarked and self._mark_at_ms is None:
@@ -453,17 +453,17 @@ class StorageService:
         self._start_work(lane)
 
     def _mark(self, now_ms: int) -> None:
-        """Move the markers of logs that have had appends and are at rest now."""
+        """Move the markers of logs that had appends and are idle now."""
         if self._mark_at_ms is None or now_ms < self._mark_at_ms:
             return
         self._mark_at_ms = None
         for lane in self._lanes.values():
             if lane.is_unmarked and lane.work is None:
-                # One that is at work moves its own with a sync, and comes here again.
+                # A busy log moves its marker with a sync, and comes here again.
                 self._run(lane, ())
 
     def _read_again(self, now_ms: int) -> None:
-        """Have the scrub's next piece read, as soon as its partition has done what it is at."""
+        """Queue the scrub's next piece; it runs after the current work of its partition."""
         while (partition_id := self._scrub.next_turn(now_ms)) is not None:
             lane = self._lanes[partition_id]
             lane.piece = self._scrub.begin(partition_id, lane.log.synced_max, now_ms)
@@ -471,10 +471,10 @@ class StorageService:
                 self._start_work(lane)
 
     def _tell_findings(self, lane: Lane, result: WorkResult) -> None:
-        """Tell of what has come to light, and the owner of all damage that is known (rule 8)."""
+        """Report new damage, and notify the owner of all known damage (rule 8)."""
         partition_id = lane.log.partition_id
         if lane.is_gone:
-            return  # What was found then is not about this partition's log.
+            return  # The result is not about this partition's log.
         if result.has_released:
             self._report("reserve_released", partition=partition_id)
         for error in result.failed_reads:
@@ -489,7 +489,7 @@ class StorageService:
             self._tell_owner(lane)
 
     def _tell_owner(self, lane: Lane) -> None:
-        """Tell the owner of all damage that is known, if there is any."""
+        """Notify the owner of all known damage, if any."""
         if lane.owner is not None and lane.log.damaged:
             damaged = np.array(lane.log.damaged, dtype=">i8").tobytes()
             notice = DamageFound(lane.promise.session_id, 0, lane.log.partition_id, damaged)
@@ -507,12 +507,12 @@ class StorageService:
 
     def _look_for_room(self, now_ms: int) -> None:
         if self._room is not None and self._room_at_ms is not None and self._room_at_ms <= now_ms:
-            # Until the answer is there.
+            # None until the answer arrives.
             self._room_at_ms = now_ms + 60 * ROOM_AGAIN_MS
             self._effects.append(LookForRoom(self._room))
 
     def _learn(self, lane: Lane, work: Work, result: WorkResult) -> None:
-        """Keep in the lane what a piece of work has changed."""
+        """Update the lane with the changes of a piece of work."""
         if result.gone is not None:
             self._give_up(lane, result.gone)
             return
@@ -522,7 +522,7 @@ class StorageService:
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             message = request.message
             if message.session_id != lane.promise.session_id:
-                continue  # a later session has come while this was under way
+                continue  # a later session came while this was running
             if isinstance(outcome, WaltzError):
                 if isinstance(message, Prepare) and lane.owner == request.connection:
                     self._fence(lane, outcome)
@@ -538,7 +538,7 @@ class StorageService:
                 )
 
     def _give_up(self, lane: Lane, why: WaltzError) -> None:
-        """Serve a partition no longer (rule 11)."""
+        """Stop serving a partition (rule 11)."""
         self._report("files_replaced", partition=lane.log.partition_id, error=why)
         lane.is_gone = True
         self._fence(lane, why)
@@ -567,7 +567,7 @@ class StorageService:
     def _refuse(self, request: LaneRequest, error: WaltzError) -> None:
         message = request.message
         lane = self._lanes.get(PartitionId(message.partition_id))
-        # More than was seen would look like a ZooKeeper that has lost data.
+        # A greater one would look like ZooKeeper had lost data.
         promised = lane.promise.seen if lane is not None else NO_SESSION
         self._report("refused", request=type(message).__name__, error=type(error).__name__)
         text = str(error)[:REFUSAL_CHARACTERS_MAX]

@@ -1,7 +1,7 @@
-"""What a storage's machine wants done: the effects of `service.py`, and nothing else.
+"""The effects of a storage's machine (`service.py`).
 
-The daemon and the simulator carry them out, each in its own way, and both read here what each of
-them means.
+The daemon and the simulator carry them out, each in its own way; this file defines what each
+means.
 """
 
 from typing import TypeAlias
@@ -17,7 +17,7 @@ from waltz_core.wire.messages import StorageMessage
 
 @value(frozen=True, slots=True)
 class StorageAnswer:
-    """Send a message on a connection; nothing happens when the connection is gone."""
+    """Send a message on a connection; ignored if the connection is closed."""
 
     connection: ConnectionId
     message: StorageMessage
@@ -25,7 +25,7 @@ class StorageAnswer:
 
 @value(frozen=True, slots=True)
 class CloseConnection:
-    """Send what was answered so far, then close."""
+    """Send the answers so far, then close."""
 
     connection: ConnectionId
     reason: str
@@ -33,28 +33,28 @@ class CloseConnection:
 
 @value(frozen=True, slots=True)
 class PauseReading:
-    """Take nothing more from a connection (rule 7)."""
+    """Stop reading a connection (rule 7)."""
 
     connection: ConnectionId
 
 
 @value(frozen=True, slots=True)
 class ResumeReading:
-    """Read a connection again."""
+    """Resume reading a connection."""
 
     connection: ConnectionId
 
 
 @value(frozen=True, slots=True)
 class RunWork:
-    """Call `work.run()` and bring the result back; there is one at a time for a partition."""
+    """Call `work.run()` and return its result as `WorkDone`; one at a time per partition."""
 
     work: Work
 
 
 @value(frozen=True, slots=True)
 class Idle:
-    """A dropped partition has no work under way any more: its log may be closed."""
+    """A dropped partition has no running work: its log may be closed."""
 
     log: PartitionLog
 
@@ -69,14 +69,14 @@ class DropPartition:
 
 @value(frozen=True, slots=True)
 class LookForRoom:
-    """Call `room.look_again()`, which blocks, and bring `LookedForRoom` back (rule 9)."""
+    """Call `room.look_again()`, which blocks, then send `LookedForRoom` (rule 9)."""
 
     room: Room
 
 
 @value(frozen=True, slots=True)
 class EndProcess:
-    """The disk cannot be trusted any more (rule 6)."""
+    """End the process: the disk cannot be trusted (rule 6)."""
 
     reason: str
 

@@ -1,7 +1,6 @@
-"""What administration asks of a storage directory, and does to it: errands as calls of the engine.
+"""Carries out the errands of administration as calls of the engine.
 
-The daemon carries errands out on threads, the simulator in virtual time, and both have to do the
-same.
+The daemon runs them on threads and the simulator in virtual time, and both must do the same.
 """
 
 from contextlib import suppress
@@ -24,23 +23,23 @@ from waltz_core.storage.service.errands import (
 
 
 def partition_of(change: ReplicaChange) -> PartitionId:
-    """Return the partition that a change is about."""
+    """Return the partition of a change."""
     if isinstance(change, errands.PutCopy):
         return PartitionId(change.batches.partition_id)
     return change.partition_id
 
 
 def carry_out(engine: Engine, change: ReplicaChange) -> object:
-    """Change a partition that nobody is at, durably; blocks. Its log is open again afterwards.
+    """Change a partition that is not in use, durably; blocks. Its log is open again afterwards.
 
-    A full disk has room for that in its reserve, but for a copy. Raises what the engine does, and
-    then the change may have been begun.
+    On a full disk the reserve has room for this, except for a copy. Raises the engine's errors;
+    the change may then have been begun.
     """
     if isinstance(change, errands.PutCopy):
         return engine.put_copy(change.batches)
     engine.room.with_reserve(partial(_carry_out, engine, change))
     if change.partition_id in engine.assigned():
-        # What was changed is durable; why it does not open is in `failed`.
+        # The change is durable; `failed` has the reason why the log does not open.
         with suppress(WaltzError):
             engine.room.with_reserve(partial(engine.assign, change.partition_id))
     return None
@@ -83,7 +82,7 @@ def held_by(engine: Engine) -> tuple[HeldPartition, ...]:
 
 
 def room_of(engine: Engine, clock_ms: int) -> DiskRoom:
-    """Return how the disk stands, with the time that it is."""
+    """Return the room on the disk, with the given time."""
     room = engine.room
     facts = DiskRoom(None, room.reserved_bytes, room.is_short, clock_ms)
     try:
@@ -93,7 +92,7 @@ def room_of(engine: Engine, clock_ms: int) -> DiskRoom:
 
 
 def facts_of(engine: Engine, partition_id: PartitionId, *, is_served: bool) -> ReplicaStatus:
-    """Return how a partition stands; raises UnknownPartition where the cluster has none such."""
+    """Return the state of a replica; raises UnknownPartition if the cluster has none such."""
     info = engine.info(partition_id)
     log, error = engine.logs.get(partition_id), engine.failed.get(partition_id)
     why_not = "its log is not open" if error is None else str(error)
@@ -108,7 +107,7 @@ def facts_of(engine: Engine, partition_id: PartitionId, *, is_served: bool) -> R
 
 
 def _facts_of(log: PartitionLog) -> LogFacts:
-    # NB: another thread may append meanwhile; what is told of a log that is served is a moment's.
+    # NB: another thread may append meanwhile; the facts of a served log are a snapshot.
     state = log.state()
     return LogFacts(
         is_suspect=log.suspect,

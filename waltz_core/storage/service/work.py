@@ -1,18 +1,17 @@
 """Pieces of work on one partition: calls of its log, made in one go, maybe on another thread.
 
-Everything here blocks on the disk, and nothing here decides. What may be asked for and who is told
-is `service.py`'s; these functions only turn a message into calls and what the log says into
-answers.
+Everything here blocks on the disk, and nothing here decides. `service.py` decides which requests
+are allowed; these functions turn a message into calls of the log, and the results into answers.
 
 Rules:
-    1. One outcome for each request, in their order: an answer, or the error why there is none.
+    1. One outcome for each request, in their order: an answer, or the error.
     2. An append counts as done after the sync that covers it, and never before.
-    3. The bytes of an append are held against the CRC that they were sent with, in one pass that
-       serves for the records' own CRCs too; records are never looked at one by one.
-    4. After a failed append of a group the later ones are refused with it: they follow on it.
-    5. Appends for which there is no room are refused before the first is written. Whatever else
-       finds none has it from the reserve, and is done again (`room.py`).
-    6. Damage that comes to light on the way is in the result, whatever the work was for.
+    3. The bytes of an append are checked against the CRC that they were sent with, in one pass that
+       also serves for the records' own CRCs; records are never processed one by one.
+    4. After a failed append of a group the later ones are rejected with it, as they follow it.
+    5. Appends for which there is no room are rejected before the first is written. Other work that
+       finds no room is repeated with the reserve (`room.py`).
+    6. New damage is in the result, whatever the work was.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +69,7 @@ from waltz_core.wire.messages import (
 from waltz_core.wire.places import PLACES, PLACES_BYTES_MAX, encode_places
 
 ConnectionId = NewType("ConnectionId", int)
-# The most that is read for one answer; a single batch or record that is larger is sent whole.
+# Read limit for one answer; a single batch or record that is larger is sent whole.
 RANGE_BYTES_MAX: Final = 8 * 1024 * 1024
 # An answer of whole batches needs the lineage of each, and there may be as many as records.
 BATCHES_BYTES_MAX: Final = ENTRIES_MAX * RECORD_OVERHEAD_BYTES
@@ -78,7 +77,7 @@ BATCHES_BYTES_MAX: Final = ENTRIES_MAX * RECORD_OVERHEAD_BYTES
 
 @value(frozen=True, slots=True)
 class LaneRequest:
-    """A message that has come on a connection."""
+    """A message that arrived on a connection."""
 
     connection: ConnectionId
     message: StorageMessage
@@ -91,13 +90,13 @@ WorkOutcome: TypeAlias = StorageMessage | WaltzError
 class WorkResult:
     """One outcome for each request (rule 1), the disk's failure if it failed, and what to count.
 
-    `found` are ids that were not known to be damaged before; `failed_reads` is what the disk said
-    about bytes that it did not give.
+    `found` are newly damaged IDs; `failed_reads` are the errors of the disk for bytes that it could
+    not read.
     """
 
     outcomes: list[WorkOutcome] = field(default_factory=list)
     failure: DiskFailed | None = None
-    gone: WaltzError | None = None  # its files were deleted or replaced
+    gone: WaltzError | None = None  # the files were deleted or replaced
     appended_count: int = 0
     appended_bytes: int = 0
     read_count: int = 0
@@ -107,7 +106,7 @@ class WorkResult:
     mended: IdRange | None = None
     failed_reads: list[str] = field(default_factory=list)
     scrubbed: Scrubbed | None = None
-    has_released: bool = False  # the reserve was given up for this
+    has_released: bool = False  # the reserve was released for this
 
 
 def _no_clock() -> float:
@@ -115,9 +114,9 @@ def _no_clock() -> float:
 
 
 class Work:
-    """Requests of one partition that are served in one go, or a piece of its log to be read again.
+    """Requests of one partition that are served together, or a piece for the scrub.
 
-    Without either, its marker is moved.
+    Without either, the marker is moved.
     """
 
     __slots__ = ("_room", "_storage_id", "log", "piece", "requests")
@@ -149,7 +148,7 @@ class Work:
         return bool(self.requests) and isinstance(self.requests[0].message, AppendRaw)
 
     def run(self, clock_s: Callable[[], float] = _no_clock) -> WorkResult:
-        """Do it; blocks. The log's errors are in the result, anything else is our own bug."""
+        """Do the work; blocks. The log's errors are in the result; others are bugs, and escape."""
         result = self._run(clock_s)
         room = self._room
         wants_room = any(isinstance(each, NoSpace) for each in result.outcomes)
@@ -184,7 +183,7 @@ class Work:
             error = self._cause_of(found)
             self._note(error, result)
             if self.piece is not None:
-                # What cannot be got past is left to the next pass, and to whoever reads of it.
+                # What the scrub cannot read is left to the next pass, and to other readers.
                 beyond = TransactionId(self.log.reader.segment_end(self.piece.first) + 1)
                 result.scrubbed = Scrubbed(beyond, 0, str(error))
             missing = len(self.requests) - len(result.outcomes)
@@ -197,14 +196,14 @@ class Work:
         return result
 
     def _note(self, error: WaltzError, result: WorkResult) -> None:
-        """Have the result tell what an error is about."""
-        if isinstance(error, ReadFailed):  # Its disk has kept what was written.
+        """Note in the result what an error means."""
+        if isinstance(error, ReadFailed):  # The disk has kept what was written.
             result.failed_reads.append(str(error))
         elif isinstance(error, DiskFailed):
             result.failure = error
 
     def _cause_of(self, error: WaltzError) -> WaltzError:
-        """Return what is wrong: calls on files that were deleted fail, and their disk does not."""
+        """Return the cause: calls on deleted files fail although the disk works."""
         if isinstance(error, DiskFailed):
             try:
                 self.log.check_place()
@@ -249,7 +248,7 @@ def _scrub(log: PartitionLog, piece: ScrubPiece) -> Scrubbed:
 
 
 def _append_bytes(append: StorageMessage) -> int:
-    """Return what an append will take on the disk."""
+    """Return the size of an append on the disk."""
     assert isinstance(append, AppendRaw)
     return append_bytes(len(append.records), len(append.lengths) // 4, len(append.lineage))
 
@@ -286,7 +285,7 @@ def _append_group(
 
 
 def _appended(append: AppendRaw, synced_max: TransactionId, result: WorkResult) -> Appended:
-    """Count what is durable now; return the answer."""
+    """Count the records that are durable now; return the answer."""
     assert append.lineage[-1].last <= synced_max, "rule 2"
     result.appended_count += len(append.lengths) // 4
     result.appended_bytes += len(append.records)
@@ -338,7 +337,7 @@ def _change(log: PartitionLog, message: StorageMessage) -> ReplicaEnd:
             lengths = raw_records.lengths_from_wire(message.lengths, len(message.records))
             log.repair(TransactionId(message.first), lengths, message.records)
         case _:
-            raise BadRequest(f"a storage takes no {type(message).__name__}")
+            raise BadRequest(f"a storage does not accept {type(message).__name__}")
     state = log.state()
     return ReplicaEnd(*_prefix(message), state.synced_max, state.chain)
 
@@ -379,7 +378,7 @@ def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeByte
         lengths = raw_records.lengths_to_wire(read.lengths)
         chain_before, entries = read.chain_before, read.entries
     else:
-        raise BadRequest(f"a range has no form {message.form}")
+        raise BadRequest(f"unknown form {message.form} of a range request")
     result.read_count += count
     result.read_bytes += len(records)
     return RangeBytes(
@@ -400,7 +399,7 @@ def _places_bytes(message: RangeRaw) -> int:
 
 
 def _places(read: PlacesRead, message: RangeRaw, result: WorkResult) -> RangeBytes:
-    """Return where the records lie: whoever asked reads them himself, and checks them."""
+    """Return the positions of the records; the requester reads and checks them itself."""
     count, places = int(read.lengths.size), encode_places(read.places)
     result.read_count += count
     result.read_bytes += sum(place.size for place in read.places)
@@ -418,7 +417,7 @@ def _places(read: PlacesRead, message: RangeRaw, result: WorkResult) -> RangeByt
 
 
 def _nothing(message: RangeRaw) -> RangeBytes:
-    """Return the answer to a reader that asks for what is not synced here yet."""
+    """Return the answer to a reader that requests records that are not synced here yet."""
     return RangeBytes(
         *_prefix(message),
         first=message.first,
@@ -443,5 +442,5 @@ def _lock_blocks(log: PartitionLog, message: LockBlocksRequest) -> LockBlocks:
 
 
 def _prefix(message: StorageMessage) -> tuple[int, int, int]:
-    """Return what every answer echoes of its request."""
+    """Return the fields of a request that every answer repeats."""
     return message.session_id, message.sequence, message.partition_id

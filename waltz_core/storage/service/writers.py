@@ -1,14 +1,14 @@
-"""The threads that do what blocks on the disk: pieces of work in, what came of them out.
+"""The threads for work that blocks on the disk.
 
-A lone append crosses from the loop to a thread and back. An executor makes a future for that, with
-a condition and a lock of its own, and asks it twice what has become of it, which is a tenth of all
-that a storage does for such an append. Here is a queue and a call.
+A lone append crosses from the loop to a thread and back. An executor creates a future for that,
+with a condition and a lock of its own, and checks its state twice, which costs a tenth of all that
+a storage does for such an append. This class has only a queue and a call.
 
 Rules:
-    1. Whatever becomes of a piece of work is told once, on the loop's thread: its result, or what
-       it has raised.
-    2. Pieces are begun in their order, each by the first thread that is free.
-    3. Nobody waits for these threads to end: the one that a disk holds may never come back.
+    1. Each piece of work has one outcome, delivered on the loop's thread: its result, or the
+       exception.
+    2. Pieces start in their order, each on the first thread that is free.
+    3. Nothing waits for these threads to end: a thread that hangs on a disk may never return.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ DoneCallback: TypeAlias = Callable[[Work, WriteOutcome], None]
 
 
 class Writers:
-    """See the module's rules. To be made, and called, on the loop's thread.
+    """See the module's rules. Create and call it on the loop's thread.
 
     Args:
         count: how many threads.
-        done: is told each outcome (rule 1).
+        done: called with each outcome (rule 1).
     """
 
     def __init__(self, count: int, done: DoneCallback) -> None:
@@ -45,24 +45,24 @@ class Writers:
             thread.start()
 
     def run(self, work: Work) -> None:
-        """Have a piece of work done."""
+        """Queue a piece of work."""
         self._queue.put(work)
 
     def end(self) -> None:
-        """Let the threads end as they become free (rule 3)."""
+        """Make each thread end when it becomes free (rule 3)."""
         for _ in self._threads:
             self._queue.put(None)
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
             self._tell(work, _outcome_of(work))
-            del work  # With it go megabytes, which nobody needs while this waits for the next one.
+            del work  # It holds megabytes, which must not stay while this waits for the next one.
 
     def _tell(self, work: Work, outcome: WriteOutcome) -> None:
         try:
             self._loop.call_soon_threadsafe(self._done, work, outcome)
         except RuntimeError:
-            if not self._loop.is_closed():  # Else the process is at its end; nobody waits.
+            if not self._loop.is_closed():  # Otherwise the process is ending.
                 raise
 
 
