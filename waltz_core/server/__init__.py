@@ -1,50 +1,50 @@
 """A server: it owns partitions, orders their appends, judges locks, feeds clients, answers reads.
 
-It keeps nothing on disk. What it knows is in the storages and in ZooKeeper, and another server can
-take a partition over at any moment; what must never go wrong then is in `waltz_core.replication`.
+It keeps nothing on disk. Its state is in the storages and in ZooKeeper, and another server can take
+a partition over at any moment; `waltz_core.replication` keeps that safe.
 
-    daemon      the process: settings, registration, the assignment, health, an orderly end
-    clients     links to clients: what may be read (`flow`), where a request goes, what comes back
-    originals   what comes back to clients of the original, which know no outcomes and no errors
-    host        one partition with its driver, its links to storages (`replicas`), its metrics
-    partition   the machine: routes between the parts below and the store's sessions
-    append      the pipeline (`lanes`, `tickets`, `singles`), over `locks` and `mounts`
-    feed        what each client has been fed and may be fed
-    reads       ranges and data, from `cache` or from a storage
-    proofs      marks that are told only while nobody newer owns the log
-    events      the words they speak, and the limits they keep
+    process           the process: settings, registration, links to clients and storages, shutdown
+    partition         the machine of a partition: routes between the parts below and the store's
+                      sessions, and reports marks only with a proof that no later session exists
+    append            the append pipeline: mounts, lanes, pace, outcomes
+    locking           the lock table, the judgement of rows, contending writers
+    read              feeds and ranges, from memory or from a storage
+    partition_events  the events and effects of a partition, and its limits
+
+The adapter for 0.13 clients is `waltz_core.legacy.old_client`.
 
 Everything from `partition` down is pure: no clock, no sockets, no tasks.
 
 Life of an append
-    1. A frame comes in. `clients` takes it in if its connection has room, else the connection is
+    1. A frame arrives. `clients` accepts it if its connection has room, otherwise the connection is
        not read (`flow`). The request waits in its connection's lane (`lanes`).
-    2. There is a settled store session and room in flight: a turn begins (`append.turn`). The lane
-       that was served least goes first; small requests are taken together, a large one alone.
-    3. Is this connection the one that its client has mounted with, is the generation right, do the
-       checksums fit? Rows that fail are refused, each with a reason.
-    4. The lock table judges the rows in order (`locks`): accepted rows get ids, which are entered
-       into the table at once; refused ones may have to wait until the id that they conflict with
+    2. When there is a settled store session and room in flight, a turn begins (`pipeline.turn`).
+       The lane that was served least goes first; small requests are taken together, a large one
+       alone.
+    3. `admission` checks the mount, the generation and the checksums. Rows that fail are rejected,
+       each with a reason.
+    4. The lock table judges the rows in order (`judging`). Accepted rows get IDs, which are entered
+       into the table at once. Rejected ones may have to wait until the ID that they conflict with
        is final.
-    5. The accepted rows become records, byte for byte as they will lie on disk (`batches`,
-       `singles`), and go to the store as one batch.
-    6. A quorum has it on disk: `Committed`. The batch is remembered (`cache`), its requests are
-       answered, and so are refusals that waited for it, flushes and mounts.
-    7. Or the session breaks first: nothing is told until the next one is `Settled`. What lies at or
-       below the settled mark is committed; all else is LOST, is never judged again, and ends the
-       mount of its client, so that nothing sent behind it can overtake it.
+    5. The accepted rows become records, with the same bytes as on disk (`batches`,
+       `single_records`), and go to the store as one batch.
+    6. `Committed`: a quorum has the batch on disk. It is cached (`cache`), its requests are
+       answered, and so are the rejections, flushes and mounts that waited for it.
+    7. If the session breaks first, nothing is answered until the next one is `Settled`. Everything
+       up to the settled mark is committed. Everything else is LOST, is never judged again, and ends
+       the mount of its client, so that no later append of the client can overtake it.
 
 Life of a mount
-    1. Its connection sequence is the highest of this client in this generation, or it is refused;
-       from now on older connections append nothing.
+    1. Its connection sequence is the highest of this client in this generation, otherwise it is
+       rejected. From now on older connections append nothing.
     2. What is in flight becomes final. With a feed, the feed reaches the mark of that moment.
-    3. `Mounted`: everything older of this client is final, and its appends are taken.
+    3. `Mounted`: everything older of this client is final, and its appends are accepted.
 
 Life of a feed
-    1. A mount with a feed, then feed requests, grant stretches of the log. Each turn sends every
-       client that has a grant, and is not congested, one frame (`feed.turn`).
-    2. The headers come out of the feed cache; what it has forgotten is fetched from a replica, once
-       for all clients that stand at the same place.
-    3. A client that does not read becomes congested: its connection holds one megabyte at most, it
-       gets nothing more, and nothing more of it is read, until it has drained.
+    1. A mount with a feed, then feed requests, grant stretches of the log. Each turn sends one
+       frame to every client that has a grant and is not congested (`Feed.turn`).
+    2. The headers come from the feed cache. Older ones are fetched from a replica, once for all
+       clients at the same position.
+    3. A client that does not read becomes congested: its connection buffers one megabyte at most,
+       and the server sends it nothing and reads nothing from it until the buffer has drained.
 """

@@ -1,12 +1,12 @@
-"""What a served partition is told, what it answers, and the limits that it keeps.
+"""The events, the effects and the limits of a served partition.
 
-The partition machine, the shell that reaches storages and the process around them speak to one
-another in these words only, together with those of `replication/session_events.py`.
+The partition machine, its host and the server process use only these, together with those of
+`replication/session_events.py`.
 
 Rules:
     1. Every request ends with exactly one `Answer` whose `cost_bytes` is the request's own, unless
        its connection closes first. Answers in between (the feed) have `cost_bytes` 0.
-    2. Whatever cannot be answered otherwise is answered by an `ErrorResponse`; nothing is dropped.
+    2. A request without another answer gets an `ErrorResponse`; none is dropped.
     3. `Fetch` has one outcome with the same token: `Fetched` or `FetchFailed`.
     4. `Drained` follows every `Congested`, and may come without one.
 """
@@ -41,7 +41,7 @@ from waltz_core.wire.messages import (
     RangeRaw,
 )
 
-# One accepted connection of this process; never used again for another one.
+# One accepted connection of this process; never reused.
 ConnectionId = NewType("ConnectionId", int)
 
 KIB = 1024
@@ -50,15 +50,15 @@ MIB = 1024 * KIB
 
 @dataclass(frozen=True, slots=True)
 class PartitionLimits:
-    """The numbers a partition keeps to. All must be positive, but for `lock_refill_count_max`.
+    """The limits of a partition. All must be positive, except `lock_refill_count_max`.
 
-    `session_timer_ms`: for so long after a quorum last answered in the session, marks are told
-    without asking it again. `open_wait_ms`: for so long a request other than an append waits for a
-    store session before it is refused. `fences_max`: of so many clients the highest connection
-    sequence is remembered after they left. `checkpoint_interval_count`: after so many transactions
-    in a session, but not more often than every `checkpoint_interval_ms`, a new one is started, so
-    that low-water marks move up. `lock_refill_count_max`: of so many transactions a new owner wants
-    to know the locks, 0 for none; `lock_tail_bytes_max`: in so many bytes, a storage's answer.
+    `session_timer_ms`: how long marks are reported without another proof after a quorum last
+    answered in the session. `open_wait_ms`: how long a request other than an append waits for a
+    store session before it is rejected. `fences_max`: number of disconnected clients whose highest
+    connection sequence is kept. `checkpoint_interval_count`: number of transactions after which a
+    new session starts, at most every `checkpoint_interval_ms`, so that low-water marks move up.
+    `lock_refill_count_max`: number of transactions whose locks a new owner requests, 0 for none;
+    `lock_tail_bytes_max`: size limit of a storage's answer to that request.
     """
 
     lock_slot_count: int
@@ -87,7 +87,7 @@ class PartitionLimits:
         names = (each.name for each in fields(self))
         assert self.lock_refill_count_max >= 0
         assert all(getattr(self, name) > 0 for name in names if name != may_be_zero)
-        # Some single transaction of the greatest size must fit everywhere.
+        # A single transaction of the maximum size must fit everywhere.
         assert TRANSACTION_BYTES_MAX < self.batch_bytes_max < FRAME_BYTES_MAX
         assert self.range_bytes_max <= FRAME_BYTES_MAX // 2
 
@@ -101,10 +101,10 @@ class Store(Protocol):
 
     @property
     def readable_replicas(self) -> Sequence[ReplicaId]:
-        """The replicas that readers may ask in the open session."""
+        """The replicas that readers may query in the open session."""
 
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
-        """Take one event in."""
+        """Process one event."""
 
 
 @value(frozen=True, slots=True)
@@ -122,9 +122,9 @@ class PartitionIdentity:
 
 @value(frozen=True, slots=True)
 class Received:
-    """A client's request for this partition came in, `cost_bytes` long.
+    """A client's request for this partition arrived, `cost_bytes` long.
 
-    `wall_ms` is the wall clock: it becomes a commit stamp, and nothing is ever decided by it.
+    `wall_ms` is the wall clock: it becomes a commit stamp, and no decision depends on it.
     """
 
     connection: ConnectionId
@@ -135,21 +135,21 @@ class Received:
 
 @value(frozen=True, slots=True)
 class Closed:
-    """A connection is gone; what it sent and was not submitted yet is dropped."""
+    """A connection was closed; its requests that were not submitted yet are dropped."""
 
     connection: ConnectionId
 
 
 @value(frozen=True, slots=True)
 class Congested:
-    """A connection takes no more for now: its client reads too slowly."""
+    """A connection accepts no more frames for now: its client reads too slowly."""
 
     connection: ConnectionId
 
 
 @value(frozen=True, slots=True)
 class Drained:
-    """A congested connection takes more again."""
+    """A congested connection accepts frames again."""
 
     connection: ConnectionId
 
@@ -164,7 +164,7 @@ class Fetched:
 
 @value(frozen=True, slots=True)
 class FetchFailed:
-    """A fetch failed at this storage; another one may do."""
+    """A fetch failed at this storage; another one may succeed."""
 
     token: int
     reason: str
@@ -199,7 +199,7 @@ Event: TypeAlias = (
 class Answer:
     """Send a message to a client; see rule 1.
 
-    `question` is the request that an error is told of, for whoever has to put it into other words.
+    `question` is the request that an error answers, for the adapter of 0.13 clients.
     """
 
     connection: ConnectionId
@@ -210,9 +210,9 @@ class Answer:
 
 @value(frozen=True, slots=True)
 class Fetch:
-    """Read from a storage, on a connection that has nothing to do with the session's.
+    """Read from a storage, on a connection that is independent of the session's.
 
-    `is_urgent`: another one is asked when this one does not answer soon.
+    `is_urgent`: another storage is queried if this one does not answer soon.
     """
 
     token: int
@@ -222,7 +222,7 @@ class Fetch:
 
 
 class FeedHeaders(NamedTuple):
-    """Feed headers (20 bytes each) from `first` on, and the chain at the newest batch end known."""
+    """Feed headers (20 bytes each) from `first` on, and the chain at the last known batch end."""
 
     first: TransactionId
     headers: Buffer
@@ -231,7 +231,7 @@ class FeedHeaders(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many transactions it covers."""
+        """Number of transactions covered."""
         return len(self.headers) // FEED_HEADER_BYTES
 
 
@@ -245,6 +245,6 @@ def refusal(
     error: WaltzError,
     question: ClientMessage | None = None,
 ) -> Answer:
-    """Return the answer that tells an error."""
+    """Return the answer that reports an error."""
     message = ErrorResponse(req_id, error.code, error.retriable, str(error))
     return Answer(connection, message, cost_bytes, question)

@@ -1,7 +1,7 @@
 """The checks of an append when it leaves its lane: mount, generation, size, checksum, format.
 
-They come before the judgement of its locks. Rules 1 and 4 of `pipeline.py` are kept here: what an
-older mount left behind is refused from the moment a newer one is there.
+They precede the judgement of its locks, and keep rules 1 and 4 of `pipeline.py`: appends of an
+older mount are rejected as soon as a newer one exists.
 """
 
 from waltz_core.errors import WaltzError
@@ -16,13 +16,13 @@ from waltz_core.wire.messages import Reason
 
 
 class Admission:
-    """Lets appends in, or answers why it does not."""
+    """Admits appends, or answers them with the reason for the rejection."""
 
     def __init__(self, limits: PartitionLimits, mounts: Mounts, endings: Endings) -> None:
         self._limits = limits
         self._mounts = mounts
         self._endings = endings
-        self.generation = Generation(-1)  # of the session that takes appends
+        self.generation = Generation(-1)  # of the open session
 
     def stale(self, ticket: Ticket) -> Reason | None:
         """Return why the mount or the generation of an append is over; None if it is not."""
@@ -36,7 +36,7 @@ class Admission:
         return None
 
     def admits(self, ticket: SingleTicket, out: list[AppendOutcome]) -> bool:
-        """Return whether a single append may be judged; if not, it is answered."""
+        """Return whether a single append may be judged; otherwise answer it."""
         message = ticket.message
         reason = self.stale(ticket)
         if reason is None and len(message.data) > TRANSACTION_BYTES_MAX:
@@ -63,7 +63,7 @@ class Admission:
         return True
 
     def refuse(self, ticket: Ticket, reason: Reason, out: list[AppendOutcome]) -> None:
-        """Refuse all rows of an append that was not judged."""
+        """Reject all rows of an append that was not judged."""
         if isinstance(ticket, BatchTicket) and not self.opens(ticket, out):
             return
         ticket.refuse(reason)

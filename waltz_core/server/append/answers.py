@@ -1,6 +1,6 @@
-"""What clients are told, in so many words, beside the outcome of their appends.
+"""The answers to clients, except the outcomes of appends.
 
-`served_partition.py` decides who is told what and when; how it is said is here.
+`served_partition.py` decides which request gets which answer and when; these functions build them.
 """
 
 from collections.abc import Sequence
@@ -32,31 +32,31 @@ from waltz_core.wire.messages import (
 
 
 def refuse(question: Received, error: errors.WaltzError) -> Answer:
-    """Tell an error."""
+    """Report an error."""
     message = question.message
     return refusal(question.connection, message.req_id, question.cost_bytes, error, message)
 
 
 def refuse_ticket(ticket: Ticket, error: errors.WaltzError) -> Answer:
-    """Tell an error that concerns a whole append."""
+    """Report an error that concerns a whole append."""
     return refusal(ticket.connection, ticket.req_id, ticket.cost_bytes, error, ticket.message)
 
 
 def superseded(question: Received) -> Answer:
-    """Tell that the client itself has asked for something else since."""
+    """Report that a later request of the same client replaces this one."""
     error = errors.ConnectionSuperseded("a later mount of the client has taken its place")
     return refuse(question, error)
 
 
 def not_owned(question: Received, place: PartitionPlace) -> Answer:
-    """Tell that the partition is elsewhere."""
+    """Report that another server owns the partition."""
     if isinstance(question.message, MountRequest):
         return _state(question, MountState.NOT_READY)
     return refuse(question, errors.NotOwned(f"this server does not own {place}"))
 
 
 def refuse_mount(question: Received, error: errors.WaltzError) -> Answer:
-    """Tell why a connection may not mount."""
+    """Report why a connection may not mount."""
     if isinstance(question.message, MountRequest) and isinstance(error, errors.ClientAhead):
         return _state(question, MountState.CLIENT_AHEAD)
     return refuse(question, error)
@@ -65,7 +65,7 @@ def refuse_mount(question: Received, error: errors.WaltzError) -> Answer:
 def mounted(
     question: Received, mark: TransactionId, session_id: SessionId, limits: PartitionLimits
 ) -> Answer:
-    """Tell that a connection is mounted, and to a writer of ours what it may send."""
+    """Report that a connection is mounted, and to a `MountWriter` the limits of its appends."""
     if not isinstance(question.message, MountWriter):
         return _state(question, MountState.READY)
     answer = Mounted(
@@ -86,7 +86,7 @@ def with_mark(
     replicas: Sequence[ReplicaId],
     identity: PartitionIdentity,
 ) -> Answer:
-    """Answer a flush, or a question for the mark or for the replicas."""
+    """Answer a flush, or a request for the mark or for the replicas."""
     req_id = question.message.req_id
     answer: ClientMessage
     if isinstance(question.message, FlushRequest):

@@ -1,12 +1,12 @@
-"""How append requests end: what each is told when it is final, and which flush has waited for it.
+"""How append requests end: the answer to each when it is final, and the flushes that waited for it.
 
 Every request ends here, once, whichever way it went through the pipeline.
 
 Rules:
-    1. A request is answered once, and leaves its epoch with that; an epoch whose requests have all
-       left tells the flushes that waited for it.
-    2. That a row is ahead of the log is not told from here: `Ahead` asks for a proof of the session
-       that it was judged in. Without one the client has to mount again, and is told so.
+    1. A request is answered once, and leaves its epoch then. When all requests of an epoch have
+       left, the flushes that waited for it are notified.
+    2. AHEAD is not reported directly: `Ahead` requests a proof of the session in which the row was
+       judged. Without the proof the answer is NOT_MOUNTED, so that the client mounts again.
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ from waltz_core.wire.messages import Reason
 
 
 class Endings:
-    """See the module's rules; the pipeline says when a request is final."""
+    """See the module's rules; the pipeline decides when a request is final."""
 
     def __init__(self, mounts: Mounts, figures: AppendFigures) -> None:
         self._mounts = mounts
@@ -39,7 +39,7 @@ class Endings:
     # --- epochs
 
     def enter(self) -> Epoch:
-        """A request has come in; return the epoch that it belongs to."""
+        """A request has arrived; return the epoch that it belongs to."""
         self._figures.requests += 1
         epoch = self._epochs[-1]
         epoch.unfinished += 1
@@ -53,7 +53,7 @@ class Endings:
             out.extend(Reached(token) for token in self._epochs.popleft().waiting)
 
     def flush(self, token: int) -> list[AppendOutcome]:
-        """Give `Reached` when everything received up to now has ended."""
+        """Return `Reached` when everything received up to now has ended."""
         if self._epochs[-1].unfinished:
             self._epochs[-1].waiting.append(token)
             self._epochs.append(Epoch())
@@ -64,7 +64,7 @@ class Endings:
         return []
 
     def abandon(self) -> list[AppendOutcome]:
-        """Nothing will end any more; let nobody wait for it."""
+        """No request will end any more: notify everything that waits."""
         out: list[AppendOutcome] = [
             Reached(token) for epoch in self._epochs for token in epoch.waiting
         ]
@@ -74,7 +74,7 @@ class Endings:
     # --- answers
 
     def tell(self, refused: Iterable[SingleTicket]) -> list[AppendOutcome]:
-        """Answer writers that were held back, or might have been (`lock_queues.py`)."""
+        """Answer writers from the lock queues (`lock_queues.py`)."""
         out: list[AppendOutcome] = []
         for ticket in refused:
             self.finish(ticket, out)
@@ -83,21 +83,21 @@ class Endings:
     def tell_followers(
         self, refused: Iterable[SingleTicket], following: Followers, next_id: TransactionId
     ) -> list[AppendOutcome]:
-        """Answer authors with what they may follow, or with a lock failure where that is over."""
+        """Answer writers with their predecessors in flight, or with LOCK if there are none."""
         out: list[AppendOutcome] = []
         for ticket in refused:
-            told = following.told(ticket, self.high_water_mark, next_id)
-            if told is None:
+            answer = following.told(ticket, self.high_water_mark, next_id)
+            if answer is None:
                 ticket.refuse_for(min(ticket.conflict, self.high_water_mark))
                 self.finish(ticket, out)
             else:
                 self._figures.refused[Reason.LOCK] += 1
-                out.append(told)
+                out.append(answer)
                 self.leave(ticket, out)
         return out
 
     def finish_if_final(self, ticket: Ticket, out: list[AppendOutcome]) -> None:
-        """Answer a request unless there are rows of it that are not final."""
+        """Answer a request if all of its rows are final."""
         if isinstance(ticket, SingleTicket) or ticket.is_final:
             self.finish(ticket, out)
 
@@ -107,7 +107,7 @@ class Endings:
             out.append(self._answer(ticket))
             self.leave(ticket, out)
         elif ticket.session_id == self.session_id:
-            out.append(Ahead(ticket))  # A flush waits for that answer, too.
+            out.append(Ahead(ticket))  # Flushes wait for that answer, too.
         else:
             out.extend(self.tell_ahead(ticket, is_proved=False))
 

@@ -1,9 +1,9 @@
-"""What the append pipeline has given IDs to and is not final: drafts, and batches in flight.
+"""Appends that have IDs and are not final: batches in flight, and the draft that is gathered.
 
 Rules:
     1. IDs are consecutive from the high-water mark on: first those of the batches in flight, oldest
-       first, then those of the draft that is gathered.
-    2. What a session leaves in flight stays until the next session knows which of it is in the log.
+       first, then those of the gathered draft.
+    2. Batches in flight outlive their session, until the next session knows which are in the log.
 """
 
 from collections import deque
@@ -28,13 +28,13 @@ from waltz_core.server.append.pace import Pace
 from waltz_core.server.locking.single_records import joined
 from waltz_core.server.locking.tickets import Ticket
 
-# From the right place on it takes each byte from a number; a loop would take long for many locks.
+# A slice of this as a table for `translate` subtracts each byte from a number, without a loop.
 _FROM_255_DOWN: Final = bytes(range(255, -1, -1)) * 2
 
 
 @dataclass(slots=True)
 class Flight:
-    """A batch in flight, and who is to be told when it has landed."""
+    """A batch in flight, and the requests that end when it has landed."""
 
     entry: LineageEntry
     batch: Batch
@@ -46,10 +46,10 @@ class Flight:
 
 @dataclass(slots=True)
 class Draft:
-    """What one turn has taken so far, and what was left to be gathered with it.
+    """The rows that a turn has admitted, including those gathered in earlier turns.
 
-    `waiting` are the tokens of those who wait until all of it is final; `is_urgent`: something in
-    it goes to the store at once, whatever is in flight.
+    `waiting` are the tokens of mounts that wait until all of it is final. `is_urgent`: it goes to
+    the store at once, whether or not a batch is in flight.
     """
 
     parts: list[EncodedBatch] = field(default_factory=list)
@@ -60,17 +60,17 @@ class Draft:
     waiting: list[int] = field(default_factory=list)
     is_large: bool = False
     is_urgent: bool = False
-    size_bytes: int = 0  # what its records take; asked for at every turn
+    size_bytes: int = 0  # of its records; a field because every turn reads it
 
     def add(self, part: EncodedBatch, locks: bytes, writers: bytes) -> None:
-        """Add records that were given ids, their locks, and of which record each lock is."""
+        """Add records that have IDs, their locks, and for each lock the record that wrote it."""
         self.parts.append(part)
         self.locks.append(locks)
         self.writers.append(writers)
         self.size_bytes += len(part.records)
 
     def behind(self) -> bytes:
-        """Return how far each lock's writer is behind the last id; none where that is too far."""
+        """Return each lock writer's distance from the last ID; nothing if one is too large."""
         last = self.parts[-1].last
         if last - self.parts[0].first >= TOLD_APART_MAX:
             return b""
@@ -91,7 +91,7 @@ class Flights:
         self._large_count = 0
         self.next_id = TransactionId(0)
         self._submitted = BEFORE_FIRST
-        self.submitted_ms = 0  # when the last batch was
+        self.submitted_ms = 0  # of the last batch
         self._chain: Chain = GENESIS_CHAIN
         self._stamp_ms = 0
 
@@ -105,18 +105,18 @@ class Flights:
 
     @property
     def size_bytes(self) -> int:
-        """What has IDs and is not final."""
+        """Bytes of the records that have IDs and are not final."""
         gathered = self.gathered
         return self.submitted_bytes + (gathered.size_bytes if gathered is not None else 0)
 
     @property
     def gathered_count(self) -> int:
-        """How many IDs were given to what is not submitted yet."""
+        """Number of IDs given to rows that are not submitted yet."""
         return self.next_id - 1 - self._submitted if self.gathered is not None else 0
 
     @property
     def last(self) -> Flight | Draft | None:
-        """The one with the highest IDs."""
+        """The flight or draft with the highest IDs."""
         return self.gathered or (self._flights[-1] if self._flights else None)
 
     # ---- the store session
@@ -127,7 +127,7 @@ class Flights:
             yield self._flights.popleft()
 
     def pop_lost(self) -> tuple[list[Flight | Draft], TransactionId]:
-        """Remove what is left; return it, and the last ID that was submitted."""
+        """Remove everything else; return it, and the last ID that was submitted."""
         lost: list[Flight | Draft] = [*self._flights]
         if self.gathered is not None:
             lost.append(self.gathered)
@@ -138,14 +138,14 @@ class Flights:
         return lost, self._submitted
 
     def begin(self, high_water_mark: TransactionId, chain: Chain, stamp_ms: int) -> None:
-        """Give IDs after this mark; the log's last commit stamp is `stamp_ms`."""
+        """Give IDs above this mark; `stamp_ms` is the log's last commit stamp."""
         assert not self._flights
         self._chain, self.next_id = chain, TransactionId(high_water_mark + 1)
         self._submitted = high_water_mark
         self._stamp_ms = max(self._stamp_ms, stamp_ms)
 
     def stop(self) -> None:
-        """Nothing will land in this session: other partitions' large batches need not wait."""
+        """The session has ended: large batches of other partitions need not wait for these."""
         self._pace.forgotten(self._large_count)
         self._large_count = 0
 
@@ -154,10 +154,10 @@ class Flights:
     def submit(
         self, draft: Draft, session_id: SessionId, *, now_ms: int, wall_ms: int
     ) -> Batch | None:
-        """Make a batch of what a draft has admitted, if it has, and count it as in flight."""
+        """Make a batch of a draft's records, if there are any, and count it as in flight."""
         if not draft.parts:
             if draft.tickets:
-                # Refused for an ID in flight, so there is a batch; its landing ends all doubt.
+                # Rejected for an ID in flight, so there is a batch: when it lands they are final.
                 self._flights[-1].tickets.extend(draft.tickets)
             return None
         part = joined(draft.parts)
@@ -178,7 +178,7 @@ class Flights:
         return batch
 
     def pop_landed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[Flight]:
-        """Remove and return the batches that are committed up to an ID, where the chain is this."""
+        """Remove and return the batches that are committed up to `last`, the end of `chain`."""
         landed: list[Flight] = []
         while self._flights and self._flights[0].entry.last <= last:
             flight = self._flights.popleft()

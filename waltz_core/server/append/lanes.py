@@ -1,18 +1,17 @@
-"""What waits to be appended, one lane for each connection, served by what each has cost so far.
+"""Fair queues of appends: one lane for each connection, served by start-time fair queueing.
 
-Fairness between clients is decided here and nowhere else. A client that floods the server fills its
-own lane and runs ahead of the clock; whoever asks for little is never behind more than one request
-of each of the others.
+Fairness between clients is decided only here. A client that floods the server fills its own lane
+and advances its own clock; a client with few requests never waits for more than one request of each
+other client.
 
 Rules:
     1. Within a lane the order is that of arrival: a client's appends enter the log as it sent them.
-    2. Each lane has a clock that advances by the bytes it was served. The lane whose clock is
-       behind goes first. A lane that was empty starts at the time of the lane served last, so
-       nobody saves up turns (start-time fair queueing).
+    2. Each lane has a clock that advances by the bytes it was served. The lane with the lowest
+       clock goes first. A lane that was empty starts at the clock of the lane served last, so no
+       lane saves up turns.
     3. A large request may be taken in parts. It stays at the head of its lane until its last part
-       is taken, and each part is charged for itself.
-    4. While large requests have to wait, lanes with a small one at their head are served without
-       them.
+       is taken; the lane is charged for each part separately.
+    4. While large requests have to wait, lanes with a small one at their head are served first.
 """
 
 import heapq
@@ -24,23 +23,23 @@ from waltz_core.server.partition_events import ConnectionId
 
 
 class Queueable(Protocol):
-    """Anything that can wait in a lane."""
+    """A request that can wait in a lane."""
 
     @property
     def connection(self) -> ConnectionId:
-        """Whose lane it waits in."""
+        """The connection of its lane."""
 
     @property
     def cost_bytes(self) -> int:
-        """What keeping it costs."""
+        """Its size in memory."""
 
     @property
     def is_large(self) -> bool:
-        """Whether it may have to wait while small ones pass (rule 4)."""
+        """Whether small requests may pass it (rule 4)."""
 
 
 WaitingT = TypeVar("WaitingT", bound=Queueable)
-_Entry: TypeAlias = tuple[int, int, ConnectionId]  # clock, serial number, whose lane
+_Entry: TypeAlias = tuple[int, int, ConnectionId]  # clock, serial number, connection of the lane
 
 
 @dataclass(slots=True)
@@ -48,19 +47,19 @@ class _Lane(Generic[WaitingT]):
     items: deque[WaitingT] = field(default_factory=deque)
     bytes: int = 0
     clock: int = 0
-    head_taken_bytes: int = 0  # of the first item, when a part of it was taken
+    head_taken_bytes: int = 0  # the part of the first item that was taken already
 
 
 class Lanes(Generic[WaitingT]):
-    """Queues by connection, and whose turn it is."""
+    """Queues by connection, and the order of their turns."""
 
     __slots__ = ("_clock", "_lanes", "_large", "_serial", "_small", "bytes")
 
     def __init__(self) -> None:
-        # Lanes with something in them, and those emptied whose clock is ahead of `_clock`.
+        # Lanes that are not empty, and emptied ones, until nothing waits at all.
         self._lanes: dict[ConnectionId, _Lane[WaitingT]] = {}
-        # Lanes with something in them (and stale entries), by clock, then by who came first; in one
-        # of two heaps, for what is at their head.
+        # Lanes that are not empty (and stale entries), by clock, then by arrival; in one of two
+        # heaps, according to the request at their head.
         self._small: list[_Entry] = []
         self._large: list[_Entry] = []
         self._serial = 0
@@ -74,17 +73,17 @@ class Lanes(Generic[WaitingT]):
         return sum(len(lane.items) for lane in self._lanes.values())
 
     def bytes_of(self, connection: ConnectionId) -> int:
-        """What waits in one lane."""
+        """Bytes that wait in one lane."""
         lane = self._lanes.get(connection)
         return 0 if lane is None else lane.bytes
 
     @property
     def lane_count(self) -> int:
-        """How many connections have something waiting, or just had."""
+        """Number of lanes that are not empty, or were emptied recently."""
         return len(self._lanes)
 
     def is_over_share(self, connection: ConnectionId, cost_bytes: int, limit: int) -> bool:
-        """Whether the lanes are full and this connection has its share of them already."""
+        """Whether the lanes are full and this connection has used its share of them."""
         if self.bytes + cost_bytes <= limit:
             return False
         return self.bytes_of(connection) + cost_bytes > limit // (self.lane_count + 1)
@@ -104,12 +103,12 @@ class Lanes(Generic[WaitingT]):
         self.bytes += item.cost_bytes
 
     def peek(self, *, with_large: bool = True) -> WaitingT | None:
-        """Return the request whose turn it is; None when nothing (that is small) waits."""
+        """Return the request whose turn it is; None when no request (no small one) waits."""
         entry = self._first(with_large=with_large)
         return None if entry is None else self._lanes[entry[2]].items[0]
 
     def take(self, *, with_large: bool = True) -> WaitingT | None:
-        """Take the request whose turn it is, or what is left of it; None when nothing waits."""
+        """Take the request whose turn it is, or the rest of it; None when nothing waits."""
         lane = self._served(with_large=with_large)
         if lane is None:
             return None
@@ -119,7 +118,7 @@ class Lanes(Generic[WaitingT]):
         if lane.items:
             self._put_in_order(item.connection, lane)
         elif not self.bytes:
-            self._lanes.clear()  # Nobody waits, so nobody is ahead of anybody.
+            self._lanes.clear()  # Nothing waits, so all clocks may start again.
             self._small.clear()
             self._large.clear()
         return item
@@ -135,7 +134,7 @@ class Lanes(Generic[WaitingT]):
         self._put_in_order(item.connection, lane)
 
     def drop(self, connection: ConnectionId) -> list[WaitingT]:
-        """Empty a connection's lane and return what was in it."""
+        """Empty a connection's lane and return its requests."""
         lane = self._lanes.pop(connection, None)
         if lane is None:
             return []
@@ -144,13 +143,13 @@ class Lanes(Generic[WaitingT]):
         return list(lane.items)
 
     def drop_all(self) -> list[WaitingT]:
-        """Empty all lanes and return what was in them."""
+        """Empty all lanes and return their requests."""
         dropped = [item for connection in list(self._lanes) for item in self.drop(connection)]
         assert self.bytes == 0
         return dropped
 
     def _first(self, *, with_large: bool) -> _Entry | None:
-        """Return the entry of the lane whose turn it is, after taking out stale ones."""
+        """Return the entry of the lane whose turn it is, after removing stale ones."""
         small = self._clean(self._small, is_large=False) if self._small else None
         large = self._clean(self._large, is_large=True) if with_large and self._large else None
         if small is None or large is None:
@@ -167,11 +166,11 @@ class Lanes(Generic[WaitingT]):
         return None
 
     def _served(self, *, with_large: bool) -> _Lane[WaitingT] | None:
-        """Return the lane whose turn it is, out of order now, and move the common clock to it."""
+        """Return the lane whose turn it is, removed from its heap, and advance the common clock."""
         entry = self._first(with_large=with_large)
         if entry is None:
             return None
-        self._clock = max(self._clock, entry[0])  # The large that waited may be behind it.
+        self._clock = max(self._clock, entry[0])  # A large one that waited may have a lower clock.
         lane = self._lanes[entry[2]]
         heapq.heappop(self._large if lane.items[0].is_large else self._small)
         return lane

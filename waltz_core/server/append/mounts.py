@@ -1,20 +1,21 @@
-"""Which connection of each client may append to a partition, and which never again.
+"""The mounts of a partition: which connection of each client may append, and which are fenced.
 
-A client whose connection broke learns the fate of its appends by mounting again, and only then may
-send them anew. That is safe only while nothing sent on an older connection can still get in: the
-fence kept here.
+A client whose connection broke learns the outcome of its appends by mounting again, and only then
+may send them again. This is safe only if nothing sent on an older connection can still enter the
+log: the fence kept here.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly once"):
     1. For each client the highest connection sequence wins, for the whole generation, also after
        its connection has closed, and also when the server releases the partition and owns it again
        in the same generation. An equal one is accepted on the same connection only.
-    2. A connection takes appends from the answer to its mount on, not from the request.
-    3. At most `limit` clients without a connection are remembered; beyond that the one that left
-       first is forgotten, so `limit` other clients must have left since a fence could fail.
+    2. Appends of a connection are accepted from the answer to its mount on, not from the request.
+    3. At most `limit` clients without a connection are remembered; beyond that the one that
+       disconnected first is forgotten. So a fence can only fail after `limit` other clients have
+       disconnected.
     4. A client that lost a row has to mount again, on the same connection or on another: what it
-       had sent behind that row must not get in before the row is sent again.
-    5. Each mount has a number of its own, also one that comes again on the same connection: what
-       was sent under an earlier mount does not get in under a later one.
+       sent after that row must not enter the log before the row is sent again.
+    5. Each mount has a number of its own, also a repeated one on the same connection: an append
+       sent under an earlier mount does not enter under a later one.
 """
 
 from collections import OrderedDict
@@ -36,7 +37,7 @@ from waltz_core.wire.messages import LATEST_MARK, MountRequest, MountWriter
 
 
 class PartitionPlace(NamedTuple):
-    """The partition, and where it stands."""
+    """The partition, its generation and its high-water mark."""
 
     partition_id: PartitionId
     generation: Generation
@@ -63,7 +64,7 @@ class Mounts:
         self._limit = limit
         self._mounts: dict[ClientId, _Mount] = {}
         self._clients_of: dict[ConnectionId, list[ClientId]] = {}
-        # The highest sequence of clients that left, in the order in which they did.
+        # The highest sequence of disconnected clients, in the order of disconnection.
         self._left: OrderedDict[ClientId, int] = OrderedDict()
         self._numbers = count(1)
 
@@ -75,17 +76,17 @@ class Mounts:
     def fault(
         self, message: MountRequest | MountWriter, connection: ConnectionId, place: PartitionPlace
     ) -> WaltzError | None:
-        """Say why this connection may not mount, None when it may."""
+        """Return why this connection may not mount, None when it may."""
         generation, mark = message.req_id.generation, mark_of(message)
         if generation > place.generation:
             return NotOwned(
-                f"{place}: asked for in generation {generation}, "
-                f"this server has it in generation {place.generation}"
+                f"{place}: requested in generation {generation}, "
+                f"this server owns it in generation {place.generation}"
             )
         if generation < place.generation:
             return GenerationMismatch(
-                f"{place}: asked for in generation {generation}, "
-                f"it has moved on to generation {place.generation}"
+                f"{place}: requested in generation {generation}, "
+                f"it is now in generation {place.generation}"
             )
         if mark < LATEST_MARK:
             return BadRequest(f"{place}: expected a mark of -1 or more, found {mark}")
@@ -111,7 +112,7 @@ class Mounts:
         )
 
     def begin(self, client_id: ClientId, connection: ConnectionId, sequence: int) -> None:
-        """Fence off older connections of the client."""
+        """Fence older connections of the client."""
         assert self._fenced(client_id, connection, sequence) is None
         mount = self._mounts.get(client_id)
         if mount is not None:
@@ -132,30 +133,30 @@ class Mounts:
         return mount is not None and mount.connection == connection
 
     def finish(self, client_id: ClientId, connection: ConnectionId) -> None:
-        """The mount is answered: the connection's appends are taken from now on (rule 2)."""
+        """The mount is answered: the connection's appends are accepted from now on (rule 2)."""
         assert self.is_current(client_id, connection)
         self._mounts[client_id].is_ready = True
 
     def is_ready(self, client_id: ClientId, connection: ConnectionId) -> bool:
-        """Whether an append of the client that came on this connection may enter the log."""
+        """Whether an append of the client on this connection may enter the log."""
         mount = self._mounts.get(client_id)
         return mount is not None and mount.is_ready and mount.connection == connection
 
     def lapse(self, client_id: ClientId) -> None:
-        """The client has lost a row: it takes no more until it has mounted again (rule 4)."""
+        """The client has lost a row: it must mount again before its next append (rule 4)."""
         mount = self._mounts.get(client_id)
         if mount is not None:
             mount.is_ready = False
 
     def close(self, connection: ConnectionId) -> None:
-        """The connection is gone; its fences stay (rule 1)."""
+        """The connection was closed; its fences stay (rule 1)."""
         for client_id in self._clients_of.pop(connection, ()):
             self._left[client_id] = self._mounts.pop(client_id).sequence
         while len(self._left) > self._limit:
             self._left.popitem(last=False)
 
     def end(self) -> None:
-        """The partition is no longer served: no connection may append; fences stay (rule 1)."""
+        """The partition is released: no connection may append; fences stay (rule 1)."""
         for mount in self._mounts.values():
             mount.is_ready = False
 
@@ -167,7 +168,7 @@ class Mounts:
 
     @property
     def count(self) -> int:
-        """How many clients are mounted now."""
+        """Number of mounted clients."""
         return len(self._mounts)
 
 

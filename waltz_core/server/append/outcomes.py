@@ -1,8 +1,4 @@
-"""What the append pipeline has its partition do.
-
-The pipeline says these words, the partition carries them out, and whoever watches the two needs
-nothing else of either.
-"""
+"""The outcomes that the append pipeline returns and its partition carries out."""
 
 from typing import TypeAlias
 
@@ -23,7 +19,7 @@ class SubmitBatch:
 
 @value(frozen=True, slots=True)
 class BatchCommitted:
-    """These records are in the log for ever."""
+    """These records are committed."""
 
     entry: LineageEntry
     batch: Batch
@@ -31,14 +27,14 @@ class BatchCommitted:
 
 @value(frozen=True, slots=True)
 class Reached:
-    """All that a flush or a mount waited for is final."""
+    """Everything that a flush or a mount waited for is final."""
 
     token: int
 
 
 @value(frozen=True, slots=True)
 class Ahead:
-    """Have `tell_ahead` answer this when the session is proven, or is not (pipeline.py, rule 9)."""
+    """Prove the session, then answer this with `tell_ahead` (pipeline.py, rule 9)."""
 
     ticket: Ticket
 

@@ -1,32 +1,33 @@
 """The append pipeline of one partition: wait, judge, encode, submit, answer when final.
 
-This is where a transaction gets its id or its refusal, so every promise about outcomes is kept
-here: nothing is told before it is final, nothing final ever changes.
+Here a transaction gets its ID or is rejected, so every guarantee about outcomes is kept here: no
+outcome is reported before it is final, and no final outcome ever changes.
 
     received -> its connection's lane -> [turn] checks, lock judgement, ids -> records
              -> one store batch, in flight -> committed or settled -> answered
 
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
-    1. Mount and generation are checked when a request leaves its lane, not when it enters: what an
-       older connection left behind is refused from the moment a newer one mounts, and so is what
-       came before the last mount on its own.
-    2. Locks are entered at judgement with the ids that the rows will have, so an entry above the
-       high-water mark is in flight. A row refused for such an id waits until that is final.
-    3. Rows are judged once. What a lost session took with it is told LOST, after `Settled` only.
-    4. A lost row ends its client's mount: what the client sent behind it must not overtake it.
-    5. All that one turn takes goes to the store as one batch: small requests share a quorum round.
-       A large one goes alone, so that no small one has to wait for its bytes; while the server is
-       shared (`pace.py`) a piece at a time, and small ones of others take turns in between.
-    6. Ids in flight are consecutive from the high-water mark on.
-    7. Rule 1 holds for each piece: when the mount or the generation has gone, what is left of the
-       request is refused, and what was judged stays as it is. A piece lost with its session ends
-       the mount (rule 4), so nothing behind it in the same request can enter.
+    1. Mount and generation are checked when a request leaves its lane, not when it enters. So
+       requests of older connections are rejected from the moment a newer one mounts, and so are
+       requests that precede the last mount on the same connection.
+    2. Locks are entered at judgement with the IDs that the rows will have, so an entry above the
+       high-water mark is in flight. A row rejected for such an ID waits until that ID is final.
+    3. Rows are judged once. Rows lost with a session are reported as LOST, only after `Settled`.
+    4. A lost row ends its client's mount: later appends of the client must not overtake it.
+    5. Everything that one turn takes goes to the store as one batch: small requests share a quorum
+       round. A large request goes alone, so that no small one has to wait for its bytes. While the
+       server is shared (`pace.py`) it goes in pieces, and small requests of other clients take
+       turns in between.
+    6. IDs in flight are consecutive from the high-water mark on.
+    7. Rule 1 holds for each piece: when the mount or the generation is over, the rest of the
+       request is rejected, and the judged rows keep their outcome. A piece lost with its session
+       ends the mount (rule 4), so no later row of the same request can enter.
     8. After a move nothing is judged before the lock table has been filled (`refill.py`).
-    9. That a row is ahead of the log is told only with a proof (`endings.py`).
-   10. Whoever follows what is in flight (`following.py`) is judged as if that were in the log, if
-       it is in flight in this very session; else he is refused. What is admitted of such authors
-       is gathered while a batch is in flight, and goes to the store when that has landed: at once,
-       or, while other authors wait to be told, `GATHER_MS` after the batch before it.
+    9. AHEAD (the client's mark is above the log's) is reported only with a proof (`endings.py`).
+   10. Dependent appends (`following.py`) are judged as if their predecessors were in the log,
+       provided that those are in flight in this same session; otherwise they are rejected.
+       Admitted dependent appends are gathered while a batch is in flight, and go to the store when
+       it has landed: at once or, while other authors wait, `GATHER_MS` after the previous batch.
 """
 
 from collections.abc import Iterable
@@ -54,7 +55,7 @@ from waltz_core.wire.messages import AppendBatch, AppendFollowing, AppendRequest
 
 
 class AppendPipeline:
-    """See the module's rules; `Partition` feeds it and carries out what it returns."""
+    """See the module's rules; `Partition` calls it and carries out the outcomes that it returns."""
 
     def __init__(
         self, limits: PartitionLimits, mounts: Mounts, pace: Pace, partition_id: PartitionId
@@ -83,33 +84,33 @@ class AppendPipeline:
 
     @property
     def high_water_mark(self) -> TransactionId:
-        """The last committed id of the session that was opened last."""
+        """The last committed ID of the session that was opened last."""
         return self._high_water_mark
 
     @property
     def queued_bytes(self) -> int:
-        """What waits in the lanes."""
+        """Bytes that wait in the lanes."""
         return self._lanes.bytes
 
     @property
     def in_flight_bytes(self) -> int:
-        """What was admitted and is not final."""
+        """Bytes that were admitted and are not final."""
         return self._flights.size_bytes
 
     @property
     def gathered_count(self) -> int:
-        """How many ids were given to what is not submitted yet (rule 10)."""
+        """Number of IDs given to rows that are not submitted yet (rule 10)."""
         return self._flights.gathered_count
 
     def turn_at_ms(self, now_ms: int) -> int | None:
-        """When `turn` will do something, if nothing lands before; None while it waits for that."""
+        """When `turn` has work if nothing lands first; None while it waits for a landing."""
         at_ms = earliest(self._next(now_ms)[1], self._contenders.due_ms)
         at_ms = earliest(at_ms, self._following.waiting.due_ms)
         at_ms = earliest(at_ms, self._gathered_at_ms(now_ms))
         return earliest(at_ms, self.refill.turn_at_ms(now_ms))
 
     def _gathered_at_ms(self, now_ms: int) -> int | None:
-        """Return when what is gathered goes, if nothing lands before (rule 10)."""
+        """Return when the gathered draft is submitted, if nothing lands first (rule 10)."""
         flights = self._flights
         if flights.gathered is None or not self._is_open or len(flights):
             return None
@@ -126,12 +127,12 @@ class AppendPipeline:
     def settled(
         self, opened: SessionOpened, last: TransactionId, *, unbroken: bool, stamp_ms: int = 0
     ) -> list[AppendOutcome]:
-        """A session has opened and earlier ones are settled: appends are taken from now on.
+        """A session has opened and earlier ones are settled: appends are accepted from now on.
 
-        `unbroken`: nobody else can have written since the session before. Otherwise all that is
-        known of the locks is that they were written at or below the mark, until `refill` has asked
-        the storages. `stamp_ms` is the log's last commit stamp: the clock of this server may be
-        behind that of the last owner.
+        `unbroken`: no other owner can have written since the previous session. Otherwise the locks
+        are only known to be written at or below the mark, until `refill` has queried the storages.
+        `stamp_ms` is the log's last commit stamp: the clock of this server may be slower than that
+        of the last owner.
         """
         assert not self._is_open
         assert last <= opened.high_water_mark
@@ -183,28 +184,28 @@ class AppendPipeline:
         self._is_held = True
 
     def closed(self, loss: Reason = Reason.LOST) -> list[AppendOutcome]:
-        """The session takes no more; what is in flight waits for the next one's `settled`.
+        """The session has ended; what is in flight waits for the next one's `settled`.
 
-        `loss` is what is told of the rows that turn out to be lost: NO_SPACE for a full disk.
+        `loss` is the reason reported for rows that turn out to be lost: NO_SPACE for a full disk.
         """
         self._is_open = False
         self.refill.stop()
         self._loss = loss
         self._flights.stop()
         self._following.closed()
-        # What is final is told now: the next session may be long in coming.
-        return self._endings.tell(self._contenders.all()) + self._told_to_follow(
+        # Final rejections are reported now: the next session may take long to open.
+        return self._endings.tell(self._contenders.all()) + self._notify_followers(
             self._following.waiting.all()
         )
 
     def abandon(self) -> tuple[list[Ticket], list[Ticket], list[AppendOutcome]]:
-        """Give the partition up: return what was never submitted, and what may be in the log."""
+        """Release the partition: return what was never submitted, and what may be in the log."""
         self._is_open = False
         self.refill.stop()
         self._following.closed()
         out: list[AppendOutcome] = []
         queued: list[Ticket] = []
-        # By identity: a batch may be in several flights, and what is left of it in its lane.
+        # By identity: a batch may be in several flights, and the rest of it in its lane.
         doubtful: dict[int, Ticket] = {}
         for each in self._flights.pop_lost()[0]:
             for ticket in each.tickets:
@@ -218,7 +219,7 @@ class AppendPipeline:
                 doubtful[id(ticket)] = ticket
             else:
                 queued.append(ticket)
-        # They are not in the log either.
+        # Rejected, so they are not in the log either.
         queued += [*self._contenders.all(), *self._following.waiting.all()]
         out += self._endings.abandon()
         return queued, list(doubtful.values()), out
@@ -234,7 +235,7 @@ class AppendPipeline:
         cost_bytes: int,
         now_ms: int,
     ) -> list[AppendOutcome]:
-        """Let a request wait for its turn; refuse it when too much waits already."""
+        """Queue a request; reject it when the queue is over the limit."""
         epoch = self._endings.enter()
         ticket: Ticket
         req_id = message.req_id
@@ -251,7 +252,7 @@ class AppendPipeline:
         return []
 
     def close(self, connection: ConnectionId) -> list[AppendOutcome]:
-        """Drop what a closed connection had waiting; what is in flight goes on, unanswered."""
+        """Drop the queued requests of a closed connection; its batches in flight continue."""
         out: list[AppendOutcome] = []
         for ticket in self._lanes.drop(connection):
             if isinstance(ticket, BatchTicket) and ticket.flight_count:
@@ -266,7 +267,7 @@ class AppendPipeline:
         return out
 
     def barrier(self, token: int) -> list[AppendOutcome]:
-        """Give `Reached` when everything that is in flight now is final (a mount's wait)."""
+        """Return `Reached` when everything that is in flight now is final; for mounts."""
         last = self._flights.last
         if last is None:
             return [Reached(token)]
@@ -278,19 +279,19 @@ class AppendPipeline:
         return self._endings.tell_ahead(ticket, is_proved=is_proved)
 
     def flush(self, token: int) -> list[AppendOutcome]:
-        """Give `Reached` when everything received up to now is final."""
+        """Return `Reached` when everything received up to now is final."""
         return self._endings.flush(token)
 
     # -----------------------------------------------------------------------------------------
     # a turn
 
     def turn(self, *, now_ms: int, wall_ms: int) -> list[AppendOutcome]:
-        """Take about one slice of what waits, judge it, and submit it as one batch (rule 5)."""
+        """Take about one slice from the lanes, judge it, and submit it as one batch (rule 5)."""
         flights = self._flights
         draft, flights.gathered = flights.gathered or Draft(), None
         draft.out = [*self.refill.turn(now_ms)]
         draft.out += self._endings.tell(self._contenders.due(now_ms))
-        draft.out += self._told_to_follow(self._following.waiting.due(now_ms))
+        draft.out += self._notify_followers(self._following.waiting.due(now_ms))
         self._take_slice(draft, now_ms)
         if draft.parts and self._may_gather(draft, now_ms):
             flights.gathered = draft
@@ -304,7 +305,7 @@ class AppendPipeline:
         return draft.out
 
     def _take_slice(self, draft: Draft, now_ms: int) -> None:
-        """Take requests from their lanes and judge them, until it is about a slice."""
+        """Take requests from their lanes and judge them, up to about one slice."""
         group: list[SingleTicket] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
         while bytes_left > 0 and rows_left > 0:
@@ -345,7 +346,7 @@ class AppendPipeline:
         return []
 
     def _may_gather(self, draft: Draft, now_ms: int) -> bool:
-        """Rule 10; in a session that has closed nothing is submitted at all."""
+        """Rule 10; after the session has closed nothing is submitted."""
         if not self._is_open:
             return True
         if draft.is_urgent or draft.size_bytes >= self._limits.slice_bytes_max:
@@ -356,7 +357,7 @@ class AppendPipeline:
         return now_ms < until_ms and not self._is_held and not draft.waiting
 
     def _next(self, now_ms: int) -> tuple[Ticket | None, int | None]:
-        """Return the request whose turn it is now, if any, and when one's turn may be."""
+        """Return the request whose turn it is now, if any, and when the next turn may be."""
         if not self._lanes.bytes or not self._is_open or self._is_held:
             return None, None
         if self.refill.holds(now_ms):
@@ -371,15 +372,15 @@ class AppendPipeline:
                 if at_ms == now_ms:
                     return head, now_ms
             head = self._lanes.peek(with_large=False)
-        # What is small does not wait for the large to land, within reason.
+        # Small requests do not wait for large ones to land, up to twice the limit.
         if head is not None and self._flights.submitted_bytes < 2 * bytes_max:
             return head, now_ms
         return None, at_ms
 
     def _take_rows(self, ticket: BatchTicket, draft: Draft, now_ms: int) -> int:
-        """Take a batch or a piece of it from its lane, judge it, and return how many rows it had.
+        """Take a batch or a piece of it from its lane, judge it, and return its number of rows.
 
-        Only a large one is cut: a small one goes whole, with what else waits.
+        Only large batches are cut; a small one is taken whole, together with other requests.
         """
         piece_bytes = self._pace.piece_bytes(now_ms) if ticket.is_large else None
         if not self._admission.opens(ticket, draft.out):
@@ -409,7 +410,7 @@ class AppendPipeline:
             self._add(judge_singles(group, self._table, self._place), draft)
 
     def _judge_follower(self, ticket: SingleTicket, draft: Draft, now_ms: int) -> None:
-        """Judge somebody who follows what is in flight (rule 10)."""
+        """Judge a dependent append (rule 10)."""
         assert self._table is not None
         message = ticket.message
         assert isinstance(message, AppendFollowing)
@@ -423,17 +424,17 @@ class AppendPipeline:
         mark = last if has_seen else self._high_water_mark
         piece = judge_singles([ticket], self._table, LogPlace(mark, self._flights.next_id))
         if ticket.reason is Reason.LOCK and self._following.may_tell(ticket):
-            told = self._following.waiting.refused(ticket, now_ms)
-            draft.out += self._told_to_follow(told)
+            notified = self._following.waiting.refused(ticket, now_ms)
+            draft.out += self._notify_followers(notified)
             return
         if ticket.conflict > self._high_water_mark:
             piece = JudgedPiece(None, [ticket], [])
         self._add(piece, draft)
         if piece.part is not None:
-            told = self._following.waiting.admitted(ticket, now_ms)
-            draft.out += self._told_to_follow(told)
+            notified = self._following.waiting.admitted(ticket, now_ms)
+            draft.out += self._notify_followers(notified)
 
-    def _told_to_follow(self, refused: Iterable[SingleTicket]) -> list[AppendOutcome]:
+    def _notify_followers(self, refused: Iterable[SingleTicket]) -> list[AppendOutcome]:
         return self._endings.tell_followers(refused, self._following, self._flights.next_id)
 
     @property
@@ -461,7 +462,7 @@ class AppendPipeline:
         batch = flight.batch
         self.figures.committed += batch.last - batch.first + 1
         self.figures.committed_bytes += len(batch.records)
-        if is_ours:  # Else the log may have been cut and written on since, with other chains.
+        if is_ours:  # Otherwise another owner may have cut and extended the log since.
             out.append(BatchCommitted(flight.entry, batch))
         held: list[SingleTicket] = []
         for ticket in flight.tickets:
@@ -478,7 +479,8 @@ class AppendPipeline:
 
     def _may_be_held(self, ticket: Ticket) -> TypeGuard[SingleTicket]:
         if not is_contender(ticket):
-            return False  # or its writer is not there any more to be told later
+            return False
+        # Its writer must still be mounted, or it could not be notified later.
         return ticket.mount == self._mounts.number(ticket.req_id.client_id, ticket.connection) > 0
 
     def _landed(self, ticket: Ticket, out: list[AppendOutcome]) -> None:

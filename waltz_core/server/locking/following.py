@@ -1,18 +1,19 @@
-"""Authors who follow what is in flight: who of them is told next, and what each has to know.
+"""Pipelined dependent appends: writers that build on transactions that are still in flight.
 
-Under a hot lock the log goes as fast as its authors hear of one another, not as fast as disks sync.
-An author that was refused is told here what has got in before him, though it is not durable yet;
-what he then computes is admitted behind it, and is lost if that is lost.
+Under a hot lock, throughput depends on how soon writers learn of each other's transactions, not on
+the disks. A rejected writer receives the admitted transactions that it has not seen (predecessors),
+although they are not durable yet. It computes its transaction again; that is admitted after them,
+and is lost if they are lost.
 
 Rules (decision 017):
-    1. Only refusals wait here. They are final: nothing that was refused is ever admitted.
-    2. Who is told gets every transaction above his mark, up to the last that was admitted, that has
-       entered one of his locks; or, where that is not known or is too much, none.
-    3. Refused authors wait in `lock_queues.py`: one of them is told when a transaction with its
-       locks is admitted, and some time after none was; while an author that was told is expected
-       back, others join the queue.
-    4. No author waits longer than that file's rules permit.
-    5. What is remembered is of one open session and of what it was opened with: nothing.
+    1. Only rejections wait here. They are final: a rejected append is never admitted.
+    2. The answer contains every transaction above the writer's mark, up to the last admitted one,
+       that has entered one of its locks. If these are not known or over the limit, it has none.
+    3. Rejected writers wait in `lock_queues.py`: one is notified when a transaction with its locks
+       is admitted, or after a timeout. While a notified writer is expected to return, others join
+       the queue.
+    4. No writer waits longer than the rules of that file permit.
+    5. Only transactions admitted in the open session are remembered.
 """
 
 import struct
@@ -27,25 +28,26 @@ from waltz_core.server.locking.tickets import SingleTicket
 from waltz_core.server.partition_events import Answer
 from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
 
-# So much is remembered of what was admitted, and so much of it is told to one author.
+# How many admitted transactions are remembered, in number and bytes.
 REMEMBERED_COUNT_MAX: Final = 1_024
 REMEMBERED_BYTES_MAX: Final = 4 << 20
-# While others wait for what they are to follow, a batch goes so long after the one before. A disk
-# syncs for one transaction as long as for eight, and what comes next does not wait for it.
+# Minimum interval between batches while writers wait. A sync takes as long for one transaction as
+# for eight, and the next dependent append does not wait for it.
 GATHER_MS: Final = 5
+# How many predecessors one answer contains.
 TOLD_COUNT_MAX: Final = 64
 TOLD_BYTES_MAX: Final = 64 << 10
-# Who asks for more locks is not told: each would be looked for in all that is remembered.
+# Writers with more locks get none: each lock is searched in all remembered transactions.
 TOLD_LOCKS_MAX: Final = 64
 _LOCK_BYTES: Final = 4
-# What a lock takes that is remembered as a number of its own.
+# Memory of a remembered lock that is stored as a number of its own.
 REMEMBERED_LOCK_BYTES: Final = 64
 
 
 class _Admitted(NamedTuple):
     """A transaction with its locks and its record; or rows of a batch, with their packed locks.
 
-    Not the request itself: that would keep the frame that it came in.
+    Not the request itself: that would keep its frame in memory.
     """
 
     last: TransactionId
@@ -54,7 +56,7 @@ class _Admitted(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """About what it takes."""
+        """Approximate memory that it takes."""
         locks = () if self.locks is None else self.locks
         return len(self.content) + REMEMBERED_LOCK_BYTES * len(locks)
 
@@ -67,7 +69,7 @@ class RecentAppends:
     def __init__(self) -> None:
         self._entries: deque[_Admitted] = deque()
         self._size_bytes = 0
-        # Everything above is remembered; None: nothing is.
+        # Every transaction above this ID is remembered; None: none is.
         self._after: int | None = None
 
     @property
@@ -76,26 +78,26 @@ class RecentAppends:
         return self._after is not None
 
     def begin(self, last: TransactionId) -> None:
-        """Remember what is admitted after this."""
+        """Remember transactions that are admitted after this one."""
         self._after = last
 
     def end(self) -> None:
-        """Forget it (rule 5)."""
+        """Forget everything (rule 5)."""
         self._entries.clear()
         self._size_bytes, self._after = 0, None
 
     def add(self, ticket: SingleTicket, record: Buffer) -> None:
-        """A single transaction was admitted, with the next id."""
+        """A single transaction was admitted, with the next ID."""
         message = ticket.message
         locks = frozenset((*message.write_locks, *message.append_locks))
         self._add(_Admitted(TransactionId(ticket.transaction_id), locks, record))
 
     def add_rows(self, last: TransactionId, packed_locks: bytes) -> None:
-        """Rows of a batch were admitted, up to this one; what they say is not remembered."""
+        """Rows of a batch were admitted, up to this one; their data is not remembered."""
         self._add(_Admitted(last, None, packed_locks))
 
     def above(self, mark: int, locks: Sequence[int]) -> list[Buffer] | None:
-        """Return the records of what has entered one of the locks above a mark (rule 2)."""
+        """Return the records above a mark that entered one of the locks; None by rule 2."""
         if self._after is None or mark < self._after or len(locks) > TOLD_LOCKS_MAX:
             return None
         found: list[Buffer] = []
@@ -126,51 +128,51 @@ class RecentAppends:
 
 
 def _may_hold(packed_locks: bytes, locks: Sequence[int]) -> bool:
-    """Whether a lock may be among packed ones; what lies across two of them may look like one."""
+    """Whether a lock may be among packed ones; bytes across two locks can match by chance."""
     return any(lock.to_bytes(_LOCK_BYTES, "big", signed=True) in packed_locks for lock in locks)
 
 
 class Followers:
-    """See the module's rules; the pipeline asks it."""
+    """See the module's rules; the pipeline calls it."""
 
     __slots__ = ("_admitted", "_session_id", "_sessions_max", "waiting")
 
     def __init__(self) -> None:
         self._admitted = RecentAppends()
         self.waiting = LockQueues(expects_return=True)
-        self._session_id = NO_SESSION  # in which authors may follow; none while there is none
+        self._session_id = NO_SESSION  # the session in which dependent appends are possible
         self._sessions_max = NO_SESSION
 
     # --- the session
 
     def opened(self, session_id: SessionId) -> None:
-        """A session takes appends.
+        """A session accepts appends.
 
-        One whose number is not new to this process is nobody's to follow: what was told in the
-        other one would pass for what is in flight in this one. ZooKeeper's numbers rise, unless its
-        data were put back.
+        If its number is not new to this process, dependent appends are not possible in it:
+        predecessors from the other session would pass for transactions in flight in this one.
+        ZooKeeper's numbers rise, unless its data was restored from a backup.
         """
         if session_id > self._sessions_max:
             self._session_id = self._sessions_max = session_id
 
     def closed(self) -> None:
-        """Nothing of the session may be followed any more."""
+        """The session has ended: dependent appends are not possible any more."""
         self._session_id = NO_SESSION
         self._admitted.end()
 
     def holds(self, message: AppendFollowing, last: TransactionId) -> bool:
-        """Whether what an author has followed is what is in flight here, or was in this session."""
+        """Whether the append's predecessors are in flight, or were, in this same session."""
         is_same = message.session_id == self._session_id != NO_SESSION
         return is_same and message.client_high_water_mark <= last
 
     def gathers_until_ms(self, submitted_ms: int) -> int:
-        """When what is gathered goes, though nothing is in flight any more."""
+        """When the gathered draft is submitted if nothing is in flight."""
         return submitted_ms + (GATHER_MS if self.waiting.waiting_count else 0)
 
     # --- what is admitted
 
     def begin(self, last: TransactionId) -> None:
-        """Remember what is admitted from now on: until an author wants to follow, nothing is."""
+        """Remember transactions from now on; called for the first dependent append."""
         if not self._admitted.is_begun and self._session_id != NO_SESSION:
             self._admitted.begin(last)
 
@@ -188,10 +190,10 @@ class Followers:
                 start, end = end, end + RECORD_OVERHEAD_BYTES + len(ticket.message.data)
                 self._admitted.add(ticket, part.records[start:end])
 
-    # --- who is told
+    # --- answers
 
     def may_tell(self, ticket: SingleTicket) -> bool:
-        """Whether a refused author can be told what he has not seen."""
+        """Whether the predecessors of a rejected append are known."""
         if self._session_id == NO_SESSION:
             return False
         return self._admitted.above(*_view_of(ticket)) is not None
@@ -199,7 +201,7 @@ class Followers:
     def told(
         self, ticket: SingleTicket, high_water_mark: TransactionId, next_id: TransactionId
     ) -> Answer | None:
-        """Return the answer that tells an author what to follow; None where nothing can be told."""
+        """Return the answer with the predecessors of a rejected append; None by rule 2."""
         if self._session_id == NO_SESSION:
             return None
         found = self._admitted.above(*_view_of(ticket))

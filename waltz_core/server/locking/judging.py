@@ -1,12 +1,12 @@
-"""From a request to records: decode it, judge its rows by their locks, encode what is accepted.
+"""From requests to records: decode them, judge their rows by their locks, encode accepted rows.
 
-These are the steps that cost time by the row, and they decide nothing about turns, sessions or
-answers. `pipeline.py` says what is judged and when; here it is done, for a batch or a piece of one
-by whole arrays, for single transactions in plain Python.
+These steps cost time for each row, and decide nothing about turns, sessions or answers, which is
+the job of `pipeline.py`. A batch, or a piece of one, is judged with whole arrays; single
+transactions in plain Python.
 
 Rules:
-    1. The judged rows' tickets get their ids, reasons and conflicts here, and nothing else does.
-    2. Row i of a request has sequence number `req_id.sequence + i`, whatever piece it is in.
+    1. Only this file gives the tickets of judged rows their IDs, reasons and conflicts.
+    2. Row i of a request has sequence number `req_id.sequence + i`, whichever piece it is in.
 """
 
 import struct
@@ -34,18 +34,18 @@ from waltz_core.server.partition_events import PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
-# So few single transactions are judged in plain Python: arrays would cost more than they save.
+# Up to this many single transactions are judged in plain Python: arrays cost more than they save.
 FEW: Final = 16
 _ROWS: Final = tuple(bytes([row]) for row in range(TOLD_APART_MAX))
 
 
 class JudgedPiece(NamedTuple):
-    """What judging has made: records, if any row was accepted, and what is to become of tickets.
+    """The result of judging: records, if any row was accepted, and the tickets by what they need.
 
-    `locks` are the write and append locks of the records, as `lock_blocks.py` wants them, and
-    `writers` a byte for each of them, the row of its record; none where these are too many.
-    `doubtful` wait for something in flight, these records included; `refused` are judged and wait
-    for nothing of this piece.
+    `locks` are the write and append locks of the records, in the format of `lock_blocks.py`.
+    `writers` has a byte for each lock, the row of its record; it is empty if there are too many.
+    `doubtful` tickets wait for something in flight, these records included; `refused` ones are
+    judged and wait for nothing of this piece.
     """
 
     part: EncodedBatch | None
@@ -56,7 +56,7 @@ class JudgedPiece(NamedTuple):
 
 
 class LogPlace(NamedTuple):
-    """Where the log stands: everything from `high_water_mark + 1` up to `next_id` is in flight."""
+    """The end of the log: IDs from `high_water_mark + 1` to below `next_id` are in flight."""
 
     high_water_mark: TransactionId
     next_id: TransactionId
@@ -66,9 +66,9 @@ def decode(message: AppendBatch, limits: PartitionLimits) -> AppendRows:
     """Check and return the rows of a batch.
 
     Raises:
-        ChecksumMismatch: the payload is not what was sent.
-        TooLarge: there are too many rows, or bytes of them.
-        BadRequest: it is no batch, or its sequence numbers run out.
+        ChecksumMismatch: the payload differs from what was sent.
+        TooLarge: the number of rows or bytes is over the limit.
+        BadRequest: it is not a batch, or its sequence numbers exceed the maximum.
     """
     found, expected = crc32(message.payload), message.payload_crc
     if found != expected:
@@ -82,20 +82,20 @@ def decode(message: AppendBatch, limits: PartitionLimits) -> AppendRows:
     if sequence < 0 or sequence + rows.count - 1 > _SEQUENCE_MAX:
         raise BadRequest(
             f"append batch: expected sequence numbers in 0..{_SEQUENCE_MAX}, found "
-            f"{rows.count} from {sequence} on: take a new client id before they run out"
+            f"{rows.count} from {sequence} on. Hint: take a new client ID before they run out."
         )
     return rows
 
 
 def verify(message: AppendRequest) -> None:
-    """Raise ChecksumMismatch when the data of a single transaction is not what was sent."""
+    """Raise ChecksumMismatch if the data of a single transaction differs from what was sent."""
     found, expected = crc32(message.data), message.data_crc
     if found != expected:
         raise ChecksumMismatch(f"append: expected data with CRC {expected:08x}, found {found:08x}")
 
 
 def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: LogPlace) -> JudgedPiece:
-    """Judge the rows of a batch that follow the judged ones, up to `stop` - 1."""
+    """Judge the next rows of a batch, up to `stop` - 1."""
     assert ticket.rows is not None
     start = ticket.judged_count
     rows = ticket.rows.part(start, stop)
@@ -135,7 +135,7 @@ def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: LogPlace
 
 
 def entered_locks(rows: AppendRows, keep: Mask | None) -> bytes:
-    """Return the locks that rows have entered when they were accepted: all, or those of `keep`."""
+    """Return the locks entered by accepted rows: all rows, or those of `keep`."""
     entered = []
     for column in (rows.write_locks, rows.append_locks):
         values = column.values
@@ -144,7 +144,7 @@ def entered_locks(rows: AppendRows, keep: Mask | None) -> bytes:
 
 
 def writers_of(rows: AppendRows, keep: Mask | None) -> bytes:
-    """Return for each of `entered_locks` which of the kept rows it is of."""
+    """Return for each of `entered_locks` the number of its row among the kept rows."""
     numbers = np.arange(rows.count) if keep is None else np.cumsum(keep) - 1
     writers = []
     for column in (rows.write_locks, rows.append_locks):
@@ -182,7 +182,7 @@ def judge_singles(group: list[SingleTicket], table: LockTable, place: LogPlace) 
     return JudgedPiece(encode_singles(kept), doubtful, refused, packed, writers)
 
 
-# Id, and what it was refused for: an id, or AHEAD.
+# The ID, and the conflict: an ID, NO_CONFLICT or AHEAD.
 _Verdict: TypeAlias = tuple[int, int]
 
 
@@ -193,17 +193,17 @@ def _judge_one_by_one(
     next_id = place.next_id
     for ticket in group:
         message = ticket.message
-        said = table.judge_one(
+        estimate = table.judge_one(
             (message.write_locks, message.read_locks, message.append_locks),
             max(message.client_high_water_mark, BEFORE_FIRST),
             high_water_mark=place.high_water_mark,
             next_id=next_id,
         )
-        if said == PASSED:
+        if estimate == PASSED:
             verdicts.append((next_id, NO_CONFLICT))
             next_id = TransactionId(next_id + 1)
         else:
-            verdicts.append((REFUSED, said))
+            verdicts.append((REFUSED, estimate))
     return verdicts
 
 

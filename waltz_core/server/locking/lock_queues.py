@@ -1,17 +1,16 @@
-"""Queues of writers that a contended lock has refused: they are notified one after the other.
+"""Queues of writers that a contended lock has rejected: they are notified one after the other.
 
-Under optimistic locking each writer that was refused tries again. If all writers that wait for one
-lock are notified at once, all of them send at once, one succeeds, and the others have worked for
-nothing. Notified in turn, each one meets few others.
+Under optimistic locking each rejected writer tries again. If all writers that wait for one lock are
+notified at once, all of them send at once, one succeeds, and the others have worked for nothing.
+Notified in turn, each one meets few others.
 
 Rules:
-    1. Only final refusals wait here. Waiting changes when the writer receives its refusal, and
-       nothing else.
+    1. Only final rejections wait here. Waiting changes only when the writer receives its rejection.
     2. Single appends with exactly the same locks form a queue. The first in the queue is notified
        when a transaction with these locks has landed or, among writers that follow what is in
        flight (`following.py`), was admitted; and some time after the last one was notified.
     3. No writer waits for longer than `HELD_MS_MAX`, nor beyond the end of the session.
-    4. The refusal names the last transaction of the queue's locks that has landed before.
+    4. The rejection names the last landed transaction with the queue's locks.
 """
 
 from collections import deque
@@ -40,16 +39,16 @@ class _Queue:
     patience_ms: int = PATIENCE_MS_MIN
     notified_ms: int = 0
     last_id: int = REFUSED  # the last transaction with these locks
-    waiting: deque[tuple[SingleTicket, int]] = field(default_factory=deque)  # at the latest at
+    waiting: deque[tuple[SingleTicket, int]] = field(default_factory=deque)  # with a deadline
 
     @property
     def next_ms(self) -> int:
-        """When the queue has something to do, if nothing lands or is admitted before."""
+        """When the queue has something to do, if nothing lands or is admitted first."""
         return min(self.due_ms, self.waiting[0][1]) if self.waiting else self.due_ms
 
 
 def is_contender(ticket: Ticket) -> TypeGuard[SingleTicket]:
-    """Whether a lock that it wants to write refused it; one that only reads does not wait."""
+    """Whether a lock rejected it and it has write locks; appends that only read do not wait."""
     if not isinstance(ticket, SingleTicket) or ticket.reason is not Reason.LOCK:
         return False
     return bool(ticket.message.write_locks)
@@ -58,8 +57,8 @@ def is_contender(ticket: Ticket) -> TypeGuard[SingleTicket]:
 class LockQueues:
     """See the module's rules.
 
-    With `expects_return` a writer that was notified is expected back: until its queue is due, later
-    writers wait for it, also where no other one waits.
+    With `expects_return`, later writers also wait when the queue is empty, until it is due: the
+    writer that was notified last is expected to return.
     """
 
     __slots__ = ("_expects_return", "_not_before_ms", "_queues", "waiting_count")
@@ -68,16 +67,16 @@ class LockQueues:
         self._expects_return = expects_return
         self._queues: dict[LockKey, _Queue] = {}
         self.waiting_count = 0
-        # No queue has anything to do earlier. This may be too early, but not too late.
+        # No queue has anything to do before this time. It may be too early, but not too late.
         self._not_before_ms: int | None = None
 
     @property
     def due_ms(self) -> int | None:
-        """When `due` may have a writer to notify, if nothing lands or is admitted before."""
+        """When `due` may have a writer to notify, if nothing lands or is admitted first."""
         return self._not_before_ms
 
     def refused(self, ticket: SingleTicket, now_ms: int) -> list[SingleTicket]:
-        """Let a writer wait; return the one to notify now, which is itself or none."""
+        """Queue a writer; return it if it must be notified now, otherwise nothing."""
         queue = self._join(ticket, now_ms, due_ms=0)
         if now_ms >= queue.due_ms:
             return [self._first_of(queue, now_ms)]
@@ -85,7 +84,7 @@ class LockQueues:
         return []
 
     def admitted(self, ticket: SingleTicket, now_ms: int) -> list[SingleTicket]:
-        """Return the writer to notify of a transaction that was admitted."""
+        """Return the writer to notify when a transaction with its locks was admitted."""
         queue = self._queues.get(key_of(ticket))
         if queue is None:
             return []
@@ -103,7 +102,7 @@ class LockQueues:
         took_ms: int,
         now_ms: int,
     ) -> list[SingleTicket]:
-        """Return the writers to notify when a batch has landed, and refusals are final with it.
+        """Return the writers to notify when a batch has landed, which makes rejections final.
 
         `refused` are those of the `landed` that may wait.
         """
@@ -145,7 +144,7 @@ class LockQueues:
         return dropped
 
     def all(self) -> list[SingleTicket]:
-        """Let no writer wait any more; return them."""
+        """Remove and return all waiting writers."""
         taken = self._take(lambda _: True)
         self._queues.clear()
         self._not_before_ms = None
@@ -171,7 +170,7 @@ class LockQueues:
             self._not_before_ms = at_ms
 
     def _sweep(self, now_ms: int) -> None:
-        """Remove queues without a use, and find when the others have something to do."""
+        """Remove unused queues, and compute when the others have something to do."""
         for key, queue in list(self._queues.items()):
             if not queue.waiting and not (self._expects_return and queue.due_ms > now_ms):
                 del self._queues[key]

@@ -1,30 +1,30 @@
 """The lock table of one partition: which transaction may have written a lock last.
 
-Optimistic locking is decided here and nowhere else. Given the locks of a batch of rows, their
-clients' marks and the log's, the table says which rows get which id and which are refused; it knows
-nothing of clients, sessions or answers.
+Only this file decides optimistic locking. Given the locks of a batch of rows, their clients' marks
+and the log's, the table decides which rows get which ID and which are rejected. It is independent
+of clients, sessions and answers.
 
-The table is a counting-free sketch: a lock has three slots, a slot holds the highest id of all the
-locks that share it, and the least of the three is an estimate of the lock's last writer that errs
-upwards only. So a false refusal is possible and a missed conflict is not.
+The table is a sketch similar to a count-min sketch: a lock has three slots, a slot holds the
+highest ID of all locks that share it, and the minimum of the three is an estimate of the lock's
+last writer that is never too low. So a false rejection is possible, a missed conflict is not.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-format.md 4):
     1. The estimate of a row is the greatest over its write and read locks; append locks update the
        table and are never compared. A row passes when the estimate is not above its client's mark.
     2. A row whose mark is above the log's is AHEAD and is not judged at all.
-    3. An accepted row enters its write and append locks at once, with the id it will have. An
+    3. An accepted row enters its write and append locks at once, with the ID that it will have. An
        entry above the high-water mark is thus "reserved": its transaction is still in flight.
-    4. A row refused because of an entry in flight is PENDING on that id: the refusal may be told
-       when the id is committed; when the id is lost, the row is lost too and is not judged again,
-       so that nothing can bring it back after its client was told of the loss.
-    5. Rows are judged in order, as if one by one: a row sees what the accepted rows before it in
-       its own batch have entered.
-    6. last writer(lock) <= estimate(lock) <= highest id given out; with nothing in flight no
-       estimate is above the high-water mark.
-       What is lost with its session is taken back: what its locks held before holds again. Else a
-       row that is sent again would be refused for its own first try.
-    7. After `reset` no slot is below the mark; `refine` lets them go down as far as every writer
-       above is known (`refill.py`). A slot above the floor was entered, and stays.
+    4. A row rejected because of an entry in flight is PENDING on that ID: the rejection may be
+       reported when the ID is committed. When the ID is lost, the row is lost too and is not judged
+       again, so that it cannot enter the log after its client was notified of the loss.
+    5. Rows are judged in order, as if one by one: a row sees the entries of the accepted rows that
+       precede it in its own batch.
+    6. last writer(lock) <= estimate(lock) <= highest ID given; with nothing in flight no estimate
+       is above the high-water mark. Entries lost with a session are undone: their slots get their
+       previous values again. Otherwise a row that is sent again would be rejected for its own first
+       attempt.
+    7. After `reset` no slot is below the mark; `refine` lowers slots to the floor above which every
+       writer is known (`refill.py`). A slot above the floor was entered, and stays.
 """
 
 from collections import deque
@@ -47,7 +47,7 @@ SLOT_BYTES: Final = 8
 HASH_COUNT: Final = 3
 REFUSED: Final = -1
 NO_CONFLICT: Final = -1
-# What `judge_one` says beside an estimate.
+# Results of `judge_one` other than an estimate.
 PASSED: Final = -1
 AHEAD: Final = -2
 
@@ -61,19 +61,19 @@ _WORD: Final = 0xFFFFFFFF
 _INDEX: Final = int(_INDEX_MASK)
 _I64_MIN: Final = int(np.iinfo(np.int64).min)
 _I64_MAX: Final = int(np.iinfo(np.int64).max)
-# Above every transaction id: `_IN_BATCH + row` in a slot means "row of the batch being judged".
+# Above every transaction ID: `_IN_BATCH + row` in a slot means "row of the batch being judged".
 _IN_BATCH: Final = 1 << 62
-# What more entries than these have overwritten is not kept: it would cost more than it is worth.
+# The values overwritten by a batch with more entries are not kept: too expensive for the benefit.
 _TAKEN_BACK_MAX: Final = HASH_COUNT * 8_192
-# For the false refusal estimate a sample of this many slots has an error of about half a percent.
+# With a sample of this many slots the false rejection estimate has an error of about 0.5 percent.
 _SAMPLE_SLOTS: Final = 65_536
 
 
 class LockRequests(NamedTuple):
-    """The rows of one append as the table needs them.
+    """The locks and marks of the rows of one append.
 
     `marks` are the client high-water marks, one a row or one for all. `eligible` (all, if None)
-    leaves out rows that were refused for other reasons: they get no id and enter no lock.
+    excludes rows that were rejected for other reasons: they get no ID and enter no lock.
     """
 
     write: LockColumn
@@ -87,8 +87,8 @@ class Judgement(NamedTuple):
     """The verdict on each row.
 
     `ids` are consecutive over the accepted rows, REFUSED for the others. `ahead` marks the rows of
-    rule 2. `conflicts` holds the estimate that a row was refused for, else NO_CONFLICT. `pending`
-    marks the rows of rule 4, which wait for the id in `conflicts` to become final.
+    rule 2. `conflicts` holds the estimate for which a row was rejected, else NO_CONFLICT. `pending`
+    marks the rows of rule 4, which wait for the ID in `conflicts` to become final.
     """
 
     ids: I64
@@ -99,13 +99,13 @@ class Judgement(NamedTuple):
 
     @property
     def accepted(self) -> Mask:
-        """Which rows have an id; the mask for `batches.encode_records`."""
+        """Which rows have an ID; the mask for `batches.encode_records`."""
         accepted: Mask = self.ids != REFUSED
         return accepted
 
 
 class _Places(NamedTuple):
-    """Where locks are in the table."""
+    """The slots of locks in the table."""
 
     rows: I64  # row of each lock
     slots: I64  # (3, lock count)
@@ -121,21 +121,21 @@ class _Places(NamedTuple):
 
 
 class _Estimates(NamedTuple):
-    """What the slots of checked locks say: before the batch, and with every row before entered."""
+    """Slot values of checked locks: preceding the batch, and as if all earlier rows had entered."""
 
     rows: I64  # row of each checked lock
     slots: I64  # (3, lock count)
-    before: I64  # (3, lock count) slot values before the batch
+    before: I64  # (3, lock count) slot values preceding the batch
     entered: I64  # (3, lock count) the same, or `_IN_BATCH + row` where an earlier row may enter
 
 
 class _Entered(NamedTuple):
-    """Slots that were entered for what is in flight, and what they held before, in one order."""
+    """Slots that were entered for rows in flight, and their previous values, in the same order."""
 
-    last: int  # the highest id
+    last: int  # the highest ID
     slots: I64 | list[int]
     before: I64 | list[int]
-    ids: I64 | None  # those that were entered; None: all are the highest
+    ids: I64 | None  # the entered IDs; None: all are `last`
 
 
 class LockTable:
@@ -147,8 +147,8 @@ class LockTable:
         assert slot_count > 0
         self._slot_count = np.uint32(slot_count)
         self._slots = np.full(slot_count, high_water_mark, dtype=np.int64)
-        self._plain = self._slots.data  # the same memory, quicker one by one
-        self._entered: deque[_Entered] = deque()  # by id
+        self._plain = self._slots.data  # the same memory, faster for single elements
+        self._entered: deque[_Entered] = deque()  # by ID
 
     # -----------------------------------------------------------------------------------------
     # appends
@@ -158,8 +158,8 @@ class LockTable:
     ) -> Judgement:
         """Judge the rows in order (rule 5), and enter the locks of the accepted ones (rule 3).
 
-        `next_id` is the id of the next accepted row; everything from `high_water_mark + 1` up to
-        it is in flight.
+        `next_id` is the ID of the next accepted row; IDs from `high_water_mark + 1` to below it are
+        in flight.
         """
         assert high_water_mark < next_id
         count = requests.write.offsets.size - 1
@@ -176,7 +176,7 @@ class LockTable:
         found = self._estimates(write.with_those_of(read), entering, entries)
         accepted, conflicts = _decide(found, marks, open_rows, entries)
         ranks = np.cumsum(accepted)
-        # A conflict with a row of this batch is known by the row; its id only now.
+        # A conflict with a row of this batch has the row's number; replace it by the row's ID.
         inside = conflicts >= _IN_BATCH
         if inside.any():
             conflicts[inside] = next_id - 1 + ranks[conflicts[inside] - _IN_BATCH]
@@ -198,10 +198,10 @@ class LockTable:
         high_water_mark: TransactionId,
         next_id: TransactionId,
     ) -> int:
-        """Judge one row as `judge` would: for so few, arrays cost more than they save.
+        """Judge one row as `judge` would: for a few rows, arrays cost more than they save.
 
         `locks` are the write, read and append locks. Returns PASSED (the row has `next_id`, and
-        its locks are entered), AHEAD, or the estimate that the row is refused for.
+        its locks are entered), AHEAD, or the estimate for which the row is rejected.
         """
         if mark > high_water_mark:
             return AHEAD
@@ -221,7 +221,7 @@ class LockTable:
         return PASSED
 
     def landed(self, high_water_mark: TransactionId) -> None:
-        """What is in the log up to the mark is not taken back any more."""
+        """Entries up to the mark are committed and cannot be undone any more."""
         while self._entered and self._entered[0].last <= high_water_mark:
             self._entered.popleft()
 
@@ -229,30 +229,30 @@ class LockTable:
     # sessions
 
     def clamp(self, high_water_mark: TransactionId) -> None:
-        """Forget what never came to be: after a lost session, nothing lies above its mark (rule 6).
+        """Undo the entries above the mark of a lost session (rule 6).
 
-        Right only when no other server has owned the partition since; else `reset`.
+        Only if no other server has owned the partition since; otherwise use `reset`.
         """
         while self._entered and (lost := self._entered.pop()).last > high_water_mark:
             self._slots[lost.slots] = lost.before
-            if lost.ids is not None:  # the first of them may be in the log
+            if lost.ids is not None:  # the first rows may be in the log
                 kept = lost.ids <= high_water_mark
                 np.maximum.at(self._slots, np.asarray(lost.slots)[kept], lost.ids[kept])
         self._entered.clear()
         np.minimum(self._slots, high_water_mark, out=self._slots)
 
     def reset(self, high_water_mark: TransactionId) -> None:
-        """Know nothing but that all writes lie at or below the mark."""
+        """Forget all writers: they are only known to be at or below the mark."""
         self._entered.clear()
         self._slots.fill(high_water_mark)
 
     def refine(
         self, floor: TransactionId, lower_floor: TransactionId, locks: I32, ids: I64
     ) -> None:
-        """Learn all locks of the transactions above a lower floor, up to the floor.
+        """Enter all locks of the transactions above `lower_floor`, up to `floor`.
 
-        The floor is the least that any slot holds, since nothing more was known of what lies there
-        or below. `ids` has for each lock an id not below that of its writer.
+        `floor` is the minimum of all slots, since writers at or below it were not known. `ids` has
+        for each lock an ID not below that of its writer.
         """
         assert lower_floor < floor
         np.putmask(self._slots, self._slots <= floor, lower_floor)
@@ -264,7 +264,7 @@ class LockTable:
 
     @property
     def size_bytes(self) -> int:
-        """How much memory the table takes."""
+        """Memory that the table takes."""
         return int(self._slots.nbytes)
 
     def estimate(self, lock: int) -> TransactionId:
@@ -274,10 +274,10 @@ class LockTable:
         return TransactionId(min(slots[first], slots[second], slots[third]))
 
     def false_refusal_probability(self, mark: TransactionId) -> float:
-        """Return how likely a lock that nobody wrote is refused to a client at `mark`.
+        """Return the probability that a lock without a writer is rejected for a client at `mark`.
 
-        It is refused when all its three slots hold an id above the mark; a sample of the slots
-        says how many do.
+        It is rejected if all its three slots hold an ID above the mark; their proportion is
+        estimated from a sample of the slots.
         """
         step = max(1, self._slots.size // _SAMPLE_SLOTS)
         return float(np.mean(self._slots[::step] > mark)) ** HASH_COUNT
@@ -292,10 +292,10 @@ class LockTable:
     def _estimates(
         self, checked: _Places, entering: _Places, entries: tuple[I64, I64]
     ) -> _Estimates:
-        """Look up the checked locks before the batch, and as if all earlier rows had entered.
+        """Look up the checked locks: preceding the batch, and as if all earlier rows had entered.
 
         To find the first row that enters a slot, the row numbers are put into the table itself
-        and taken out again: a second table of its size would double what a partition costs.
+        and removed again: a second table of its size would double the memory of a partition.
         """
         kept = self._slots.take(entering.slots)
         before = kept if checked is entering else self._slots.take(checked.slots)
@@ -319,7 +319,7 @@ class LockTable:
 def indices(locks: I32 | Sequence[int], slot_count: int) -> I64:
     """Return the three slots of each lock hash as a (3, lock count) array.
 
-    docs/design/wire-format.md 4 has the function.
+    docs/design/wire-format.md 4 specifies the function.
     """
     value = np.asarray(locks, dtype=np.int32).view(np.uint32)
     slots = np.empty((HASH_COUNT, value.size), dtype=np.int64)
@@ -330,7 +330,7 @@ def indices(locks: I32 | Sequence[int], slot_count: int) -> I64:
 
 
 def _slots_of(lock: int, slot_count: int) -> tuple[int, int, int]:
-    """Return what `indices` does, of one lock: for so few, arrays cost more than they save."""
+    """Return `indices` of a single lock: for one, arrays cost more than they save."""
     one = (lock * _A + _B) & _WORD
     two = (one * _A + _B) & _WORD
     three = (two * _A + _B) & _WORD
@@ -340,7 +340,7 @@ def _slots_of(lock: int, slot_count: int) -> tuple[int, int, int]:
 def slot_count_within(budget_bytes: int, table_count: int) -> int:
     """Return the largest prime number of slots, up to the default, that the budget allows.
 
-    The budget is a server's, for the tables of all partitions that it may come to own.
+    The budget is that of a server, for the tables of all partitions that it may own.
     """
     assert table_count > 0
     count = min(SLOT_COUNT, max(2, budget_bytes // (SLOT_BYTES * table_count)))
@@ -352,10 +352,10 @@ def slot_count_within(budget_bytes: int, table_count: int) -> int:
 def _decide(
     found: _Estimates, marks: I64, open_rows: Mask, entries: tuple[I64, I64]
 ) -> tuple[Mask, I64]:
-    """Return which rows are accepted, and for what each other open row is refused.
+    """Return which rows are accepted, and the conflicts of the other open rows.
 
-    Most rows are settled by whole-array comparisons. What is left are rows that stand or fall
-    with an earlier row of the batch; they are taken one by one.
+    Most rows are decided by whole-array comparisons. Rows that depend on an earlier row of the
+    batch are decided one by one.
     """
     count = marks.size
     lowest = _greatest_by_row(found.before.min(axis=0), found.rows, count)
@@ -382,7 +382,7 @@ class _Followed(NamedTuple):
 
     rows: list[int]  # row of each checked lock
     places: list[list[int]]  # its three slots, as places in `held`
-    held: list[int]  # what each slot holds, followed through the batch
+    held: list[int]  # the value of each slot, updated through the batch
     entering: list[int]  # row of each entry into one of these slots
     targets: list[int]  # the place that it enters
 
@@ -408,10 +408,10 @@ def _follow(found: _Estimates, doubtful: Mask, entries: tuple[I64, I64]) -> _Fol
 
 
 def _decide_in_order(followed: _Followed, marks: I64, accepted: Mask, conflicts: I64) -> None:
-    """Settle the doubtful rows one after the other, in place.
+    """Decide the doubtful rows one after the other, in place.
 
-    Each of them comes in as not accepted. The loop calls nothing: it may run for each row of a
-    batch that writes one lock over and over.
+    All of them are initially not accepted. The loop makes no calls: it may run for each row of a
+    batch that writes the same lock in all rows.
     """
     rows, places, held, entering, targets = followed
     passed, refused, limits = accepted.tolist(), conflicts.tolist(), marks.tolist()

@@ -1,24 +1,24 @@
-"""The lock table after a move: what the owners before have kept of their locks on the storages.
+"""Refills the lock table after a move from the lock blocks that storages keep.
 
-A new owner knows of the locks only that all were written at or below the mark that it begins with,
-so it would have to refuse everybody who is behind that mark. What was written when is in the lock
-files of the storages (`lock_blocks.py`); here it is asked for and judged, piece by piece, and the
-table learns nothing that the log has not proven.
+A new owner only knows that all locks were written at or below the mark with which it begins, so it
+would have to reject every client below that mark. The lock files of the storages
+(`lock_blocks.py`) have the writers. Their blocks are requested and checked here, piece by piece;
+the table uses only what the log's chain proves.
 
 Rules:
-    1. The floor is a place in the log above which the table knows every writer; of what is at or
-       below it, it knows no more than that. It begins at the session's mark and only goes down.
-    2. Only a block that ends at the floor, with the log's chain there, lets it go down. A tail that
-       is missing, old, torn or full of holes ends the way down where it stands, and costs refusals.
-    3. One replica is asked at a time. What the first one lacks the next one may have: the way down
-       goes on where it was. The floor outlives a session that nobody else has come between.
-    4. Nothing is judged until the way down has ended, but for no longer than `HELD_MS_MAX`: the
-       first to be judged are those who were behind when the partition moved. What comes later is
-       used all the same.
-    5. A turn takes a slice: a whole table's worth of locks would stop everything else for too long.
-    6. A replica that had no block at the floor will never have one there: what it gets later is
-       newer. It is asked again only when another one has let the floor go down, or when it sent
-       nothing at all, as it does after an error of its disk. A checkpoint costs no 8 MiB then.
+    1. The floor is a position in the log. The table knows every writer above it; writers at or
+       below it are only known to be there. It starts at the session's mark and only goes down.
+    2. Only a block that ends at the floor, with the log's chain there, moves it down. A missing,
+       old, torn or incomplete tail stops the descent, which costs false rejections.
+    3. One replica is queried at a time. The next one may have what the first one lacks: the descent
+       continues where it stopped. The floor is kept across sessions of this owner if no other owner
+       came between.
+    4. No append is judged until the descent has ended, but for at most `HELD_MS_MAX`: the first
+       appends after a move are of clients below the mark. Later blocks are used as well.
+    5. A turn takes a slice: a whole table's worth of locks would block everything else too long.
+    6. A replica that had no block at the floor will never have one there, since later blocks are
+       newer. It is queried again only when another one has moved the floor down, or when it sent
+       nothing at all, as after a disk error. So a checkpoint does not fetch 8 MiB again.
 """
 
 from collections.abc import Sequence
@@ -45,9 +45,9 @@ HELD_MS_MAX: Final = 150
 RETRY_MS: Final = 10
 SLICE_BLOCKS_MAX: Final = 1_024
 SLICE_LOCKS_MAX: Final = 65_536
-# What was asked in sessions that are over counts too, until its answer has come.
+# Limit of requests without an answer, including those of sessions that have ended.
 UNDER_WAY_MAX: Final = 4
-# So many tokens for each session; they are negative, those of `reads.py` are not.
+# Tokens for each session; they are negative, those of `reads.py` are not.
 _TOKENS: Final = 1 << 16
 
 
@@ -59,14 +59,14 @@ class Refill:
         self._limits = limits
         self._table: LockTable | None = None
         self._floor = LogEnd(BEFORE_FIRST, GENESIS_CHAIN)
-        self._wanted = BEFORE_FIRST  # how far down the floor may go
+        self._wanted = BEFORE_FIRST  # the lowest floor that is useful
         self._mark = BEFORE_FIRST  # where it began
         self._session_id = NO_SESSION
         self._left: list[ReplicaId] = []
         self._failed: list[ReplicaId] = []
-        # For rule 6: who had nothing at which floor.
+        # For rule 6: the floor at which each replica had no block.
         self._lacking: dict[ReplicaId, TransactionId] = {}
-        self._sender: ReplicaId | None = None  # whose blocks are looked at
+        self._sender: ReplicaId | None = None  # the sender of `_blocks`
         self._asked: Fetch | None = None
         self._asked_count = 0
         self._under_way: set[int] = set()
@@ -76,14 +76,14 @@ class Refill:
 
     @property
     def floor(self) -> TransactionId:
-        """Of the locks written up to here only that is known (rule 1)."""
+        """The table knows every writer above this ID (rule 1)."""
         return self._floor.last
 
     # -----------------------------------------------------------------------------------------
     # the session
 
     def begin(self, table: LockTable, mark: LogEnd) -> None:
-        """A table knows nothing but the mark."""
+        """Start with a table that knows only the mark."""
         self._table, self._floor, self._mark = table, mark, mark.last
         self._lacking.clear()
         self._wanted = TransactionId(
@@ -93,7 +93,7 @@ class Refill:
     def ask(
         self, session_id: SessionId, replicas: Sequence[ReplicaId], now_ms: int, *, holds: bool
     ) -> list[Fetch | Report]:
-        """A session has opened: ask its replicas for what the table lacks (rules 3 and 4)."""
+        """A session has opened: query its replicas for missing locks (rules 3 and 4)."""
         self.stop()
         left = [each for each in replicas if self._lacking.get(each) != self.floor]
         if self._is_done or not left:
@@ -104,17 +104,17 @@ class Refill:
         return self._ask_next(now_ms)
 
     def stop(self) -> None:
-        """The session is over, or all is known; the floor stays where it is."""
+        """The session has ended, or the descent has; the floor stays."""
         self._left, self._failed = [], []
         self._asked = self._blocks = None
         self._retry_at_ms = self._held_until_ms = None
 
     def holds(self, now_ms: int) -> bool:
-        """Whether nothing is to be judged yet (rule 4)."""
+        """Whether appends must not be judged yet (rule 4)."""
         return self._held_until_ms is not None and now_ms < self._held_until_ms
 
     def turn_at_ms(self, now_ms: int) -> int | None:
-        """When there is something to do here, or something held to go on."""
+        """When `turn` has something to do, or appends may be judged again."""
         if self._blocks is not None:
             return now_ms
         return earliest(self._retry_at_ms, self._held_until_ms if self.holds(now_ms) else None)
@@ -123,7 +123,7 @@ class Refill:
     # answers
 
     def fetched(self, token: int, message: LockBlocks) -> None:
-        """A replica has sent its newest blocks; the turns take them in."""
+        """A replica has sent its newest blocks; the turns process them."""
         self._under_way.discard(token)
         if self._asked is not None and token == self._asked.token:
             self._sender = self._asked.replica if message.blocks else None
@@ -131,7 +131,7 @@ class Refill:
             self._blocks = Blocks(message.blocks)
 
     def failed(self, token: int, now_ms: int) -> list[Fetch | Report]:
-        """A replica has not sent them."""
+        """A replica has not sent its blocks."""
         self._under_way.discard(token)
         if self._asked is None or token != self._asked.token:
             return []
@@ -140,7 +140,7 @@ class Refill:
         return self._ask_next(now_ms)
 
     def turn(self, now_ms: int) -> list[Fetch | Report]:
-        """Take in a slice of what has come (rule 5), or ask again."""
+        """Process a slice of the blocks (rule 5), or query again."""
         if self._blocks is not None:
             has_more = self._take_slice(self._blocks)
             if self._is_done:
@@ -163,7 +163,7 @@ class Refill:
         return self._table is None or self._floor.last <= self._wanted
 
     def _ask_next(self, now_ms: int) -> list[Fetch | Report]:
-        """Ask a replica that was not asked; those that failed a while later, if all others had."""
+        """Query the next replica; after all of them, those that failed, after `RETRY_MS`."""
         if not self._left:
             if self._failed and self.holds(now_ms):
                 self._left, self._failed = self._failed, []
@@ -181,12 +181,12 @@ class Refill:
         return [self._asked]
 
     def _finish(self, name: str) -> list[Fetch | Report]:
-        """Tell how far down the table knows all locks."""
+        """Report from which ID on the table knows all locks."""
         self.stop()
         return [Report(name, (("known_from", self._floor.last + 1), ("mark", self._mark)))]
 
     def _take_slice(self, blocks: Blocks) -> bool:
-        """Let the floor go down some way (rule 2); return whether there may be more."""
+        """Move the floor down by a slice (rule 2); return whether there may be more."""
         assert self._table is not None
         found: list[Block] = []
         bytes_left, floor = SLICE_LOCKS_MAX * HASH_BYTES, self._floor
@@ -208,6 +208,6 @@ class Refill:
 
 
 def _writers(block: Block) -> I64:
-    """Return by whom each of the locks was written, or the last that may have done it."""
+    """Return the writer of each lock, or the last transaction that may be it."""
     last = np.full(len(block.locks) // HASH_BYTES, block.end.last, dtype=np.int64)
     return last - np.frombuffer(block.behind, dtype=np.uint8) if block.behind else last

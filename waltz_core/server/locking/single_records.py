@@ -1,7 +1,7 @@
-"""Transactions that come one by one, and runs of records made into one.
+"""Encodes single transactions, and joins consecutive runs of records.
 
-What is sent alone is encoded alone, in plain Python; `batches.py` would cost more for a few rows
-than it saves. Both ways must give the same bytes, which a test compares.
+Single transactions are encoded in plain Python; for a few rows `batches.py` costs more than it
+saves. Both ways must give the same bytes, which a test compares.
 """
 
 import struct
@@ -26,7 +26,7 @@ def lock_column(rows: Sequence[Sequence[int]]) -> LockColumn:
 
 
 def encode_singles(tickets: Sequence[SingleTicket]) -> EncodedBatch:
-    """Return the records of single transactions whose ids follow one another."""
+    """Return the records of single transactions with consecutive IDs."""
     made = [
         encode_record(
             ticket.transaction_id,
@@ -49,7 +49,7 @@ def encode_singles(tickets: Sequence[SingleTicket]) -> EncodedBatch:
 
 
 def joined(parts: Sequence[EncodedBatch]) -> EncodedBatch:
-    """Return runs of records that follow one another as one."""
+    """Return consecutive runs of records as one."""
     if len(parts) == 1:
         return parts[0]
     records_crc = 0

@@ -1,20 +1,20 @@
 """Append requests on their way through the server, and the outcome of each of their rows.
 
-What a client is told about an append must be the truth for ever. Every row's outcome is written in
-one of two places, here: when the row is judged, and when a lost session is settled. Nothing else
-changes it.
+The outcome reported for an append must never change. A row's outcome is set in two places, both in
+this file: when the row is judged, and when a lost session is settled.
 
 Rules:
-    1. A row's outcome is final when its id, or the id that it was refused for, is no longer in
-       flight. A request is answered when all of its rows are judged and final.
-    2. `settle`: what lies above the settled mark is LOST, whether it was accepted or refused for an
-       id that is lost itself. It is not judged again, so nothing can bring it back after its client
-       was told (docs/design/correctness.md 2.3).
-    3. Rows of one request have consecutive sequence numbers, refused ones too.
+    1. A row's outcome is final when its ID, or the ID that it was rejected for, is not in flight
+       any more. A request is answered when all of its rows are judged and final.
+    2. `settle`: rows above the settled mark are LOST, whether they were accepted or rejected for an
+       ID that is lost itself. They are not judged again, so they cannot enter the log after their
+       client was notified of the loss (docs/design/correctness.md 2.3).
+    3. Rows of one request have consecutive sequence numbers, including rejected ones.
     4. A batch may be judged in pieces, from the first row on. A row that no piece has reached has
-       no outcome: it is judged in whatever session comes then, or refused with all behind it.
-    5. AHEAD is told when the session that it was judged in was proven later (`proofs.py`, rule 3).
-       A row for which that cannot be had is told NOT_MOUNTED: it is not in the log either way.
+       no outcome: it is judged in the session that is open then, or rejected with all later rows.
+    5. AHEAD is reported only if the session in which the row was judged is proven afterwards
+       (`proofs.py`, rule 3). Without that proof the answer is NOT_MOUNTED: the row is not in the
+       log either way.
 """
 
 import struct
@@ -46,9 +46,9 @@ from waltz_core.wire.messages import (
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
 
-# A request of so many bytes is large: it delays small ones (`append/pace.py`).
+# A request of at least this size is large: it delays small ones (`append/pace.py`).
 LARGE_BYTES: Final = 64 * 1024
-# Of how many batches it is kept how long they took.
+# Number of latencies kept for metrics.
 TOOK_MAX: Final = 4_096
 _ID = struct.Struct(">q")
 _NONE: Final = _ID.pack(REFUSED)
@@ -58,7 +58,7 @@ _REASONS: Final = {reason: bytes((reason,)) for reason in Reason}
 
 @dataclass(slots=True)
 class Epoch:
-    """The requests received between two flushes: how many are not final, and who waits for it."""
+    """The requests between two flushes: how many are not final, and the flushes that wait."""
 
     unfinished: int = 0
     waiting: list[int] = field(default_factory=list)
@@ -73,7 +73,7 @@ class SingleTicket:
     message: AppendRequest
     epoch: Epoch
     received_ms: int
-    # The number of the mount that it came under (`mounts.py`, rule 5).
+    # The number of the mount under which it arrived (`mounts.py`, rule 5).
     mount: int = 0
     transaction_id: int = REFUSED
     reason: Reason = Reason.COMMITTED
@@ -83,46 +83,46 @@ class SingleTicket:
 
     @property
     def req_id(self) -> ReqId:
-        """The request's id, which is the transaction's."""
+        """The request ID, which is also the transaction's."""
         return self.message.req_id
 
     @property
     def is_large(self) -> bool:
-        """Whether small ones may pass it."""
+        """Whether small requests may pass it."""
         return self.cost_bytes >= LARGE_BYTES
 
     @property
     def follows(self) -> bool:
-        """Whether its author follows what is in flight (`following.py`)."""
+        """Whether it may depend on transactions in flight (`following.py`)."""
         return isinstance(self.message, AppendFollowing)
 
     @property
     def is_ahead(self) -> bool:
-        """Whether it would be told AHEAD (rule 5)."""
+        """Whether its outcome is AHEAD (rule 5)."""
         return self.reason is Reason.AHEAD
 
     def doubt(self) -> None:
-        """There is no proof that the client is ahead (rule 5)."""
+        """Replace AHEAD, for which there is no proof (rule 5)."""
         assert self.is_ahead
         self.reason = Reason.NOT_MOUNTED
 
     def refuse(self, reason: Reason) -> None:
-        """The transaction will not be in the log, and this is final."""
+        """Reject it: the transaction will not be in the log, and this is final."""
         self.transaction_id, self.reason, self.conflict = REFUSED, reason, NO_CONFLICT
 
     def refuse_for(self, conflict: int) -> None:
-        """A lock stands against it; at `conflict` or below, which is final."""
+        """Reject it for a lock that was last written at `conflict` or below; this is final."""
         self.transaction_id, self.reason, self.conflict = REFUSED, Reason.LOCK, conflict
 
     def settle(self, last: TransactionId, loss: Reason = Reason.LOST) -> bool:
-        """Rule 2; True when it was lost, which is told as `loss`."""
+        """Apply rule 2; return whether it was lost, which is reported as `loss`."""
         is_lost = self.transaction_id > last or self.conflict > last
         if is_lost:
             self.refuse(loss)
         return is_lost
 
     def answer(self, high_water_mark: TransactionId) -> Answer:
-        """Return what the client is told."""
+        """Return the answer to the client."""
         accepted = self.transaction_id != REFUSED
         message = AppendResult(
             self.message.req_id,
@@ -138,9 +138,9 @@ class SingleTicket:
 class BatchTicket:
     """Many transactions in one request; rows below `judged_count` have an outcome (rule 4).
 
-    `message` goes when it is decoded, and `rows` when they are all judged: both pin the frame.
-    `mount` is as for a single one; `session_id` is the session that its first piece was judged in.
-    `flight_count` is the number of store batches that it waits for.
+    `message` is dropped when it is decoded, and `rows` when all are judged: both pin the frame.
+    `mount` is as for a single append; `session_id` is the session in which the first piece was
+    judged. `flight_count` is the number of store batches that it waits for.
     """
 
     connection: ConnectionId
@@ -161,7 +161,7 @@ class BatchTicket:
 
     @property
     def is_large(self) -> bool:
-        """Whether small ones may pass it, and it may be cut into pieces."""
+        """Whether small requests may pass it, and it may be cut into pieces."""
         return self.cost_bytes >= LARGE_BYTES
 
     @property
@@ -176,16 +176,16 @@ class BatchTicket:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a row would be told AHEAD (rule 5)."""
+        """Whether the outcome of a row is AHEAD (rule 5)."""
         return bool((self.reasons == Reason.AHEAD).any())
 
     def doubt(self) -> None:
-        """There is no proof that the client is ahead (rule 5)."""
+        """Replace AHEAD, for which there is no proof (rule 5)."""
         assert self.is_ahead
         self.reasons[self.reasons == Reason.AHEAD] = Reason.NOT_MOUNTED
 
     def open(self, rows: AppendRows) -> None:
-        """Note the decoded rows, of which none is judged."""
+        """Set the decoded rows; none is judged yet."""
         assert self.message is not None
         self.mark = self.message.client_high_water_mark
         self.message, self.rows = None, rows
@@ -194,34 +194,34 @@ class BatchTicket:
         self.reasons = np.zeros(rows.count, np.uint8)
 
     def stop_within(self, piece_bytes: int | None) -> int:
-        """Return the row before which a piece ends that takes about so many bytes, or all."""
+        """Return the row before which a piece of about `piece_bytes` ends; None: no limit."""
         assert self.rows is not None
         if piece_bytes is None:
             return self.rows.count
         start = self.judged_count
-        # A record is never shorter than this, so no more rows than these can fit.
+        # The minimum size of a record bounds the number of rows that can fit.
         near = start + max(1, piece_bytes // RECORD_OVERHEAD_BYTES)
         ends = np.cumsum(self.rows.lengths[start:near] + RECORD_OVERHEAD_BYTES)
         return start + max(1, int(np.searchsorted(ends, piece_bytes, side="right")))
 
     def cost_up_to(self, row: int) -> int:
-        """Return what share of its cost belongs to the rows before this one."""
+        """Return the share of its cost for the rows before this one."""
         return self.cost_bytes * row // self.ids.size
 
     def judged(self, stop: int) -> None:
-        """Note that rows up to `stop` - 1 have an outcome; the last takes the frame with it."""
+        """Note that rows up to `stop` - 1 have an outcome; after the last one release the frame."""
         assert self.judged_count < stop <= self.ids.size
         self.judged_count = stop
         if stop == self.ids.size:
             self.rows = None
 
     def refuse(self, reason: Reason) -> None:
-        """None of the rows that are not judged will be in the log, and this is final."""
+        """Reject all rows that are not judged; this is final."""
         self.reasons[self.judged_count :] = reason
         self.judged(self.ids.size)
 
     def settle(self, last: TransactionId, loss: Reason = Reason.LOST) -> bool:
-        """Rule 2; True when a row was lost, which is told as `loss`."""
+        """Apply rule 2; return whether a row was lost, which is reported as `loss`."""
         lost = (self.ids > last) | (self.conflicts > last)
         self.ids = np.where(lost, REFUSED, self.ids)
         self.conflicts = np.where(lost, NO_CONFLICT, self.conflicts)
@@ -229,7 +229,7 @@ class BatchTicket:
         return bool(lost.any())
 
     def answer(self, high_water_mark: TransactionId) -> Answer:
-        """Return what the client is told."""
+        """Return the answer to the client."""
         assert self.ids.size == self.reasons.size == self.conflicts.size > 0
         message = AppendResult(
             self.req_id,
@@ -246,7 +246,7 @@ Ticket: TypeAlias = SingleTicket | BatchTicket
 
 @dataclass(slots=True)
 class AppendFigures:
-    """What became of requests since the start, for metrics; `refused` is by `Reason`."""
+    """Counts of requests and outcomes since the start, for metrics; `refused` is by `Reason`."""
 
     requests: int = 0
     batches: int = 0
@@ -254,5 +254,5 @@ class AppendFigures:
     committed: int = 0
     committed_bytes: int = 0
     refused: list[int] = field(default_factory=lambda: [0] * len(Reason))
-    # From the arrival of the first request of a batch to its answer; taken out by whoever shows it.
+    # From the arrival of a batch's first request to its answer; the metrics remove what they show.
     took_ms: deque[int] = field(default_factory=lambda: deque(maxlen=TOOK_MAX))
