@@ -1,7 +1,7 @@
-"""What must hold of a partition's machine between any two steps, checked from outside.
+"""Invariants of a partition's machine between any two steps, checked from outside.
 
-These checks need the whole state at once, which no part of the machine sees. The simulator runs
-them after every step; production does not.
+The checks need the whole state at once, which no part of the machine sees. The simulator runs them
+after every step; production does not.
 
 Each check is named as in `docs/replication.md`.
 """
@@ -32,7 +32,7 @@ def check(store: PartitionStore) -> None:
 
 
 def _check_touch(session: StoreSession) -> None:
-    """Untouched: before the decision no replica is being changed."""
+    """Untouched: before the decision no replica is changed."""
     if session.repairs.goal is None:
         assert session.window is None
         assert session.writing is None
@@ -44,7 +44,7 @@ def _check_touch(session: StoreSession) -> None:
 
 
 def _check_engaged(session: StoreSession, engaged: list[ReplicaSession]) -> None:
-    """EngagedOnly: who counts is engaged in ZooKeeper, and a quorum is, while the session lives."""
+    """EngagedOnly: only replicas engaged in ZooKeeper count, and in an open session a quorum is."""
     claim, states = session.claim, session.states
     for each in engaged:
         assert states.get(each.replica) == (claim.session_id, UNRESOLVED)
@@ -58,7 +58,7 @@ def _check_engaged(session: StoreSession, engaged: list[ReplicaSession]) -> None
 def _check_marks(
     store: PartitionStore, session: StoreSession, engaged: list[ReplicaSession]
 ) -> None:
-    """CommitQuorum: the mark is what a quorum has synced, rounded down to a whole batch."""
+    """CommitQuorum: a quorum has synced up to the mark, which is the end of a batch."""
     window = session.window
     if window is None:
         return

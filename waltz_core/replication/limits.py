@@ -1,11 +1,11 @@
-"""The numbers that the replication machines keep to.
+"""The limits of the replication machines.
 
-Machines take no configuration, only the few numbers they need; the process around them fills these
-in from its own settings.
+Machines take no configuration, only the few numbers they need; the process sets them from its
+settings.
 
 Rules:
-    1. Nothing here decides what is safe. Each number may be wrong by a factor of a hundred and
-       costs time or memory, never data.
+    1. No number affects safety. Each may be wrong by a factor of a hundred, which costs time or
+       memory, never data.
 """
 
 from dataclasses import dataclass, fields
@@ -17,23 +17,22 @@ MIB = 1024 * 1024
 class SessionLimits:
     """All in milliseconds or bytes; `0 < ..._min <= ..._max`.
 
-    `first_retry_ms_max`: a broken session is followed by the next within this time, chosen at
-    random; later ones wait `retry_ms_min` doubling up to `retry_ms_max`, and so do questions to a
-    coordinator that is away. `redial_ms_...`: how often an absent storage is dialled.
-    `refused_retry_ms`: after a storage or the metadata was refused and a human may have to help.
-    `grace_ms`: how long a session that could open waits for replicas that are nearly ready.
-    `answer_ms_max`: a replica that owes an answer for longer is given up until a session has opened
-    and is settled; after that, another source is asked for what it should have given.
-    `quorum_ms_max`: without a quorum for so long the partition is released; 0 for never.
-    `proof_ms_max`: how long a proof of the mark waits. `stable_ms`: a session that lived so long
-    was no failure; nor was one that took appends for `useful_ms` and then lost a storage, as when
-    all of them are restarted one after the other. `rejoin_ms_min`: a replica that came back makes
-    a new session no earlier than so long after the last opened. `hold_ms_...`: a replica that
-    refused appends stays out so long.
-    `lost_races_max`: so many sessions are lost to other servers before the partition is released.
-    `lag_bytes_max`: appends to one replica without answer, and what is kept in memory for slow
-    ones. `range_bytes_max`: one copied stretch. `slow_append_ms`: appends that an
-    engaged replica takes this long to answer are reported; 0 for never.
+    `first_retry_ms_max`: limit of the random pause after the first failed session; later pauses
+    start at `retry_ms_min` and double up to `retry_ms_max`, as do those of requests to an
+    unavailable coordinator. `redial_ms_...`: pauses between dials of an absent storage.
+    `refused_retry_ms`: pause after a storage or the metadata was rejected, when an operator may
+    have to act. `grace_ms`: how long a session that could open waits for replicas that are nearly
+    ready. `answer_ms_max`: answer timeout of a replica. Until the session is settled the replica is
+    dropped; after that, another source is used in place of a slow one. `quorum_ms_max`: the
+    partition is released after this time without a quorum; 0 for never. `proof_ms_max`: timeout of
+    a proof of the mark. `stable_ms`: a session that lasted this long does not count as a failure;
+    nor does one that accepted appends for `useful_ms` and then lost a storage, as in a rolling
+    restart. `rejoin_ms_min`: minimum age of an open session before a returning replica starts a
+    new one. `hold_ms_...`: how long a replica that rejected appends is left out.
+    `lost_races_max`: number of sessions lost to other servers before the partition is released.
+    `lag_bytes_max`: limit of unanswered appends to one replica, and of batches kept in memory for
+    slow ones. `range_bytes_max`: size of one copied stretch. `slow_append_ms`: appends that take an
+    engaged replica this long are reported; 0 for never.
     """
 
     first_retry_ms_max: int = 20

@@ -1,11 +1,11 @@
-"""Proofs of a session's mark: a quorum of replicas says that it knows of no later session.
+"""Proofs of a session's mark: a quorum of replicas confirms that it knows of no later session.
 
-A proof changes nothing and decides nothing about the log. It only says that the mark was still that
-of the newest session after the question had come.
+A proof changes nothing in the log. It only shows that the session was still the newest one after
+the proof was requested.
 
 Rules:
-    1. The mark that is proved is the one that was committed when the proof was asked for.
-    2. Each question is answered once: proved by a quorum, or not proved in time, or at the end.
+    1. The proved mark is the one that was committed when the proof was requested.
+    2. Each request is answered once: with a quorum, at the timeout, or at the end of the session.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ from waltz_core.wire import messages
 
 @dataclass(slots=True)
 class _Proof:
-    """A mark that a quorum is asked to confirm."""
+    """A mark that a quorum must confirm."""
 
     tally: Tally
     mark: TransactionId
@@ -42,7 +42,7 @@ class Proving:
     def begin(
         self, token: int, mark: TransactionId, engaged: Iterable[ReplicaSession], now_ms: int
     ) -> None:
-        """Ask the engaged replicas (rule 1)."""
+        """Query the engaged replicas (rule 1)."""
         assert token not in self._proofs
         deadline_ms = now_ms + self._limits.proof_ms_max
         self._proofs[token] = _Proof(Tally(self._assigned), mark, deadline_ms)
@@ -60,18 +60,18 @@ class Proving:
             self._outbox.append(MarkProved(token, proof.mark))
 
     def deadlines(self) -> Iterator[int]:
-        """Yield when each proof is given up."""
+        """Yield when each proof times out."""
         return (proof.deadline_ms for proof in self._proofs.values())
 
     def give_up_late(self, now_ms: int) -> None:
-        """Answer those that nobody confirmed in time."""
+        """Answer the proofs that have timed out."""
         for token, proof in list(self._proofs.items()):
             if proof.deadline_ms <= now_ms:
                 del self._proofs[token]
                 self._outbox.append(MarkUnproved(token))
 
     def end(self) -> None:
-        """The session is over: nothing more can be proved in it."""
+        """The session has ended: answer all proofs as failed."""
         for token in self._proofs:
             self._outbox.append(MarkUnproved(token))
         self._proofs.clear()

@@ -1,11 +1,10 @@
-"""Majorities: how many replicas are enough, what they have reached, and what they have said.
+"""Majorities: the size of a quorum, the mark that a quorum has reached, and votes.
 
-The append path asks "is this id committed?", recovery asks "was it?", a proof asks "does anybody
-know a later session?". All must mean the same by a quorum.
+Appends, recovery and proofs of the mark must use the same definition of a quorum.
 
 Invariants:
     1. A quorum is a strict majority, so no two disjoint groups of replicas can both be one.
-    2. A mark that a quorum has reached stays reached while no mark goes back.
+    2. A mark that a quorum has reached stays reached while no mark decreases.
     3. No replica has both voted and been lost; COMMITTED and LOST are final.
 """
 
@@ -22,7 +21,7 @@ def quorum_size(replica_count: int) -> int:
 
 
 def quorum_mark(marks: Sequence[TransactionId], quorum: int) -> TransactionId | None:
-    """Return the highest id that `quorum` of the marks have reached; None for too few marks."""
+    """Return the highest ID that `quorum` of the marks have reached; None for too few marks."""
     assert quorum > 0
     if len(marks) < quorum:
         return None
@@ -30,7 +29,7 @@ def quorum_mark(marks: Sequence[TransactionId], quorum: int) -> TransactionId | 
 
 
 class VoteResult(Enum):
-    """What the votes so far add up to."""
+    """The result of the votes so far."""
 
     OPEN = auto()
     COMMITTED = auto()
@@ -50,7 +49,7 @@ class Tally:
 
     @property
     def verdict(self) -> VoteResult:
-        """The answer now; OPEN until enough votes or enough losses are in."""
+        """The present result; OPEN until there are enough votes or losses."""
         if len(self._voted) >= self._quorum:
             return VoteResult.COMMITTED
         if len(self._replicas) - len(self._lost) < self._quorum:
@@ -58,14 +57,14 @@ class Tally:
         return VoteResult.OPEN
 
     def vote(self, replica: ReplicaId) -> None:
-        """Count a replica that has said yes."""
+        """Count a replica that has confirmed."""
         assert replica in self._replicas
         assert replica not in self._lost
         self._voted.add(replica)
 
     def lose(self, replica: ReplicaId) -> None:
-        """Count a replica that can no longer answer."""
+        """Count a replica that cannot answer any more."""
         assert replica in self._replicas
         if replica in self._voted:
-            return  # Its vote stands: what it said was true when it said so.
+            return  # Its vote stays valid: it was true when it was given.
         self._lost.add(replica)

@@ -1,29 +1,29 @@
-"""Makes one replica's log the log that was decided: cut, copied, mended, marked.
+"""Makes one replica's log equal to the decided one: cut, copy, repair damage, set the mark.
 
-This is the only place that destroys records. It knows one replica and the goal; whom to copy from,
-and the connections, are its owner's.
+Only this file destroys records. It knows one replica and the goal; its owner chooses the sources
+and has the connections.
 
 Rules (docs/design/correctness.md 2.1 F):
-    1. Nothing is done before the mark is decided: a repair is only made then.
-    2. What lies above the mark was never acknowledged and is cut.
+    1. A repair starts only after the mark is decided.
+    2. Records above the mark were never acknowledged and are cut.
     3. Below it, the log is cut back to the last batch end where its chain is the goal's, never
-       below the replica's own confirmed low-water mark, and only when the chains do differ.
+       below the replica's own confirmed low-water mark, and only if the chains differ.
     4. Copied records are checked by their CRCs and by the chain before they are passed on.
     5. The mark is set only when the log ends there with the goal's chain.
-    6. Before anything is cut, its newest batch is known: its owner has to see first that the
-       session of it is one that ZooKeeper knows of.
-    7. A source that could not read its batches has made up others, and marked them. They are good
-       enough for its own records; nobody copies them, and nobody is cut to fit them.
+    6. Before the log is cut, its newest batch must be known: the owner first checks that its
+       session is known to ZooKeeper.
+    7. A source that could not read its batches has made up others, which are marked as such. They
+       serve only its own records: they are never copied, and no other log is cut to match them.
 
-The steps, each decided from what is known and never twice in flight:
+The steps, each derived from the known state and never twice in flight:
 
-    longer than the mark   own lineage at the mark, and its newest batch -> Cut
-    chain unlike the goal  the source's chain at my end; if unlike, both lineages, newest first
-                           -> Cut to where they part (rule 6)
-    damaged                Fetch -> Mend; what is below the mark it had holds up nothing: it is
-                           mended before the mark when somebody has it then, or after it
-    shorter                Fetch -> Append
-    equal                  SetMark
+    longer than the mark    own lineage at the mark, and its newest batch -> Cut
+    chain differs           the source's chain at the end of this log; if it differs, both lineages,
+                            newest first -> Cut to the last common batch end (rule 6)
+    damaged                 Fetch -> Mend; damage below the previous mark blocks nothing: it is
+                            repaired before the mark is set if a source has the records, or later
+    shorter                 Fetch -> Append
+    equal                   SetMark
 """
 
 from collections.abc import Callable
@@ -48,21 +48,21 @@ _LOST = "the source has lost the batches of {}..{}"
 
 
 class Goal(NamedTuple):
-    """The decided mark, and the log's chain there once the first log ends there."""
+    """The decided mark, and the log's chain there, known once the first log ends there."""
 
     mark: TransactionId
     chain: Chain | None
 
 
 class OwnLineage(NamedTuple):
-    """Ask this replica for its batches."""
+    """Request the lineage of this replica."""
 
     first: TransactionId
     last: TransactionId
 
 
 class SourceLineage(NamedTuple):
-    """Ask the source for its batches."""
+    """Request the lineage of the source."""
 
     first: TransactionId
     last: TransactionId
@@ -77,7 +77,7 @@ class Cut(NamedTuple):
 
 
 class FetchCopy(NamedTuple):
-    """Read from the source: whole batches to append, or single records to mend."""
+    """Read from the source: whole batches to append, or records to replace damaged ones."""
 
     first: TransactionId
     last: TransactionId
@@ -85,14 +85,14 @@ class FetchCopy(NamedTuple):
 
 
 class AppendCopy(NamedTuple):
-    """Append what was fetched; `chain` is the log's after it."""
+    """Append the fetched batches; `chain` is that of the log after them."""
 
     answer: RangeBytes
     chain: Chain
 
 
 class Mend(NamedTuple):
-    """Overwrite damaged records with what was fetched."""
+    """Overwrite damaged records with the fetched ones."""
 
     answer: RangeBytes
 
@@ -110,25 +110,25 @@ RepairStep: TypeAlias = OwnLineage | SourceLineage | Cut | FetchCopy | AppendCop
 
 
 class ReplicaRepair:
-    """One replica's log, as it is known to be, on its way to the goal.
+    """The known state of one replica's log, and the next step of its repair.
 
-    Raises DataLoss where the log contradicts the goal below its confirmed mark, and whatever the
-    checks of `verify_records` and `verify_batches` raise for bad copies.
+    Raises DataLoss if the log contradicts the goal below its confirmed mark, and the errors of
+    `verify_records` and `verify_batches` for bad copies.
     """
 
     def __init__(self, answer: Prepared) -> None:
         self.last = TransactionId(answer.synced_max)
         self.chain = Chain(bytes(answer.chain))
         self.is_set = False
-        # A mark that is not confirmed protects nothing; the one below it is not told.
+        # An unconfirmed mark protects nothing, and the answer does not contain an older one.
         confirmed = answer.low_water_mark if answer.mark_confirmed else BEFORE_FIRST
         self._floor = TransactionId(confirmed)
         self._old_mark = answer.low_water_mark
         self.damaged = pairs_of(answer.damaged)
-        # Whether (last, chain) is known to be a point of the goal's log, and of which goal's.
+        # Whether (last, chain) is known to be a batch end of the goal's log, and the goal's chain.
         self._is_aligned = False
         self._goal_chain: Chain | None = None
-        # The session of the newest batch here, once known, and whether it is being asked for.
+        # The session of the newest batch of this log, once known; whether it is requested now.
         self.newest: SessionId | None = None
         self._wants_newest = False
         self._own: LineageResponse | None = None
@@ -142,11 +142,11 @@ class ReplicaRepair:
         return self.last == goal.mark and self.chain == goal.chain
 
     # -----------------------------------------------------------------------------------------
-    # what to do next
+    # the next step
 
     def next_step(self, goal: Goal, *, can_mend: CanMend) -> RepairStep | None:
-        """Return the next thing to do; None when done, or while something has to be waited for:
-        the goal's chain, or a replica that has what must be mended.
+        """Return the next step; None when done, or while it must wait for the goal's chain or for
+        a replica that has the damaged records.
         """
         if self.is_set:
             return None
@@ -169,9 +169,9 @@ class ReplicaRepair:
         return self._complete(goal.mark, goal.chain, can_mend=can_mend)
 
     def mend_step(self, damaged: tuple[TransactionId, TransactionId]) -> RepairStep:
-        """Return what mends damage of a replica that is marked already; it may lie above the mark.
+        """Return the step that repairs damage of a marked replica, possibly above the mark.
 
-        It is one of `damaged`, and another replica has the records.
+        The range is one of `damaged`, and another replica has the records.
         """
         assert damaged in self.damaged
         return self._mend(*damaged)
@@ -179,9 +179,9 @@ class ReplicaRepair:
     def _complete(
         self, mark: TransactionId, chain: Chain, *, can_mend: CanMend
     ) -> RepairStep | None:
-        """The log is the goal's as far as it goes: mend it, fill it up, mark it."""
+        """The log is a prefix of the goal's: repair damage, complete it, set its mark."""
         assert self.last <= mark
-        # A cut may have gone through a range: what it has taken away is to be had from nobody.
+        # A cut may have removed a part of a damaged range: no source has that part.
         self.damaged = [
             (first, min(last, self.last)) for first, last in self.damaged if first <= self.last
         ]
@@ -196,7 +196,7 @@ class ReplicaRepair:
         return SetMark(mark, chain)
 
     def _must_mend(self, last: TransactionId) -> bool:
-        # What was whole when its last mark was set is elsewhere too: it holds up no session.
+        # Records up to the previous mark are on other replicas, too: they block no session.
         return not self.is_set and last > self._old_mark
 
     def _shorten(self, mark: TransactionId) -> RepairStep:
@@ -210,9 +210,9 @@ class ReplicaRepair:
         return Cut(mark, TransactionId(entry.first - 1), Chain(bytes(self._own.chain_before)))
 
     def _align(self) -> bool:
-        """Tell whether the log's end is known to be a point of the source's log."""
+        """Return whether the log's end is known to be a batch end of the source's log."""
         if self._source is not None:
-            # Also when another one was asked first, and did not have it.
+            # Also if another point was requested first, and the source did not have it.
             if (self.last, self.chain) in _points(self._source):
                 self._forget()
                 self._is_aligned = True
@@ -223,7 +223,7 @@ class ReplicaRepair:
     def _align_step(self) -> RepairStep:
         """Find the last batch end that both logs have, and cut to it (rule 3)."""
         if self._ceiling is None:
-            # Mostly the log is just a shorter one: its end is a point of the source's log.
+            # Usually the log is a prefix: its end is a batch end of the source's log.
             return SourceLineage(self.last, self.last)
         lowest = TransactionId(self._floor + 1)
         if lowest > self._ceiling:
@@ -238,7 +238,7 @@ class ReplicaRepair:
                 if last < self._floor:
                     raise self._lost_batches(self._own)
                 return Cut(last, last, chain)
-        # Neither window reached down to where they part: look further down.
+        # The last common batch end is below both windows: continue further down.
         seen = max(self._own.lineage[0].first, self._source.lineage[0].first)
         self._ceiling = TransactionId(seen - 1)
         self._own = self._source = None
@@ -256,10 +256,10 @@ class ReplicaRepair:
         return AppendCopy(self._fetched, self._fetched_chain)
 
     # -----------------------------------------------------------------------------------------
-    # what was answered
+    # answers
 
     def heard_own(self, answer: LineageResponse, *, first: int, last: int) -> None:
-        """The replica told its batches."""
+        """The replica returned its lineage."""
         _check_lineage(answer, first, last)
         if last == self.last and self.newest is None:
             self.newest = SessionId(answer.lineage[-1].session_id)
@@ -267,14 +267,14 @@ class ReplicaRepair:
             self._own = answer
 
     def heard_source(self, answer: LineageResponse, *, first: int, last: int) -> None:
-        """The source told its batches."""
+        """The source returned its lineage."""
         _check_lineage(answer, first, last)
         if self._own is not None:
             _check_not_made_up(answer, self._own)
         self._source = answer
 
     def fetched(self, answer: RangeBytes, request: FetchCopy) -> None:
-        """The source sent records; they are checked before they are kept."""
+        """The source returned records; they are checked before they are kept."""
         verify_records(answer, first=request.first, last=request.last)
         if request.whole_batches:
             chain = verify_batches(answer, self.chain)
@@ -291,7 +291,7 @@ class ReplicaRepair:
             raise RemoteProtocolError(
                 f"truncate: expected the log to end at {step.last_to_keep}, found {last}"
             )
-        # What was learnt of lineages is about a longer log. The cut may have been in a batch.
+        # The known lineages are those of a longer log. The cut may be inside a batch.
         is_point = step.base == last and step.base_chain == chain
         was_aligning = self._ceiling is not None
         self._forget()
@@ -306,7 +306,7 @@ class ReplicaRepair:
         self._fetched = None
 
     def damage_found(self, damaged: list[tuple[TransactionId, TransactionId]]) -> None:
-        """The replica has told of all damage that it knows; what is under way goes on."""
+        """The replica has reported all known damage; a step under way continues."""
         self.damaged = damaged
 
     def mended(self, step: Mend) -> None:
@@ -321,9 +321,10 @@ class ReplicaRepair:
         self.damaged, self._fetched = left, None
 
     def not_mended(self, step: Mend) -> bool:
-        """The replica has refused these records; tell whether it needs them before its mark.
+        """The replica has rejected these records; return whether it needs them before its mark.
 
-        It may have told of other damage meanwhile. What can wait is let be until it is told again.
+        It may have reported other damage since. If the range can wait it is ignored until it is
+        reported again.
         """
         refused = [one for one in self.damaged if one[0] == step.answer.first]
         is_needed = any(self._must_mend(last) for _, last in refused)
@@ -337,7 +338,7 @@ class ReplicaRepair:
         self.is_set = True
 
     def restart(self) -> None:
-        """The source is gone: nothing that it told counts any more, nor that the logs agree."""
+        """The source was lost: discard its answers, and that the logs agree."""
         self._forget()
         self._is_aligned = False
 
@@ -354,50 +355,50 @@ class ReplicaRepair:
             return self._diverged()
         return DataLoss(
             f"the batches up to {self.last} are lost from below the confirmed low-water mark "
-            f"{self._floor} on; restart its storage, and it takes that mark back"
+            f"{self._floor} on. Hint: restart its storage, which then withdraws that mark."
         )
 
     def _diverged(self) -> DataLoss:
         return DataLoss(
-            f"the log up to {self.last} has nothing in common with the decided log above its "
-            f"confirmed low-water mark {self._floor}; it cannot be repaired"
+            f"the log up to {self.last} and the decided log have no common batch end at or above "
+            f"the confirmed low-water mark {self._floor}: it cannot be repaired"
         )
 
 
 # ---------------------------------------------------------------------------------------------
-# checks of what was copied (rule 4)
+# checks of copies (rule 4)
 
 
 def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
-    """Check a range against what was asked for and against its own checksums.
+    """Check a range against the request and against its own checksums.
 
     Raises:
-        RemoteProtocolError: it is not the range that was asked for.
-        BadFormat, ChecksumMismatch: its bytes are not records, or not these.
+        RemoteProtocolError: it is not the requested range.
+        BadFormat, ChecksumMismatch: its bytes are not records, or not the requested ones.
     """
     if answer.first != first or not 1 <= answer.count <= last - first + 1:
         raise RemoteProtocolError(
-            f"range: expected {first}..{last} from its beginning, "
+            f"range: expected records of {first}..{last} from {first} on, "
             f"found {answer.count} records from {answer.first}"
         )
     lengths = raw_records.lengths_from_wire(answer.lengths, len(answer.records))
     if lengths.size != answer.count:
         raise BadFormat(f"range: expected {answer.count} lengths, found {lengths.size}")
     if crc32(answer.records) != answer.records_crc:
-        raise ChecksumMismatch(f"range from {first}: the records do not fit their CRC")
+        raise ChecksumMismatch(f"range from {first}: the records do not match their CRC")
     bad = raw_records.first_bad_record(answer.records, lengths)
     if bad is not None:
-        raise ChecksumMismatch(f"range from {first}: record {first + bad} does not fit its CRC")
+        raise ChecksumMismatch(f"range from {first}: record {first + bad} does not match its CRC")
     gap = raw_records.first_gap(answer.records, lengths, TransactionId(first))
     if gap is not None:
-        raise BadFormat(f"range from {first}: expected id {first + gap} in its place")
+        raise BadFormat(f"range from {first}: expected ID {first + gap}, found another one")
 
 
 def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
     """Check that a range of whole batches continues the chain; return the chain after it.
 
     Raises:
-        ChecksumMismatch: the chain is another one, or the source's batches are made up (rule 7).
+        ChecksumMismatch: the chain differs, or the source's batches are made up (rule 7).
         BadFormat: the lineage does not cover the records.
     """
     if bytes(answer.chain_before) != chain_before:
@@ -413,8 +414,8 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
             raise ChecksumMismatch(_LOST.format(entry.first, entry.last))
         if not next_id == entry.first <= entry.last < end:
             raise BadFormat(
-                f"range from {answer.first}: a batch {entry.first}..{entry.last} where one from "
-                f"{next_id} and below {end} was expected"
+                f"range from {answer.first}: expected a batch from {next_id} on that ends below "
+                f"{end}, found {entry.first}..{entry.last}"
             )
         start, stop = entry.first - answer.first, entry.last + 1 - answer.first
         part = crcs[4 * start : 4 * stop]
@@ -423,7 +424,10 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
             raise ChecksumMismatch(f"batch {entry.first}..{entry.last}: another chain")
         next_id = entry.last + 1
     if next_id != end:
-        raise BadFormat(f"range from {answer.first}: batches end at {next_id - 1}, not {end - 1}")
+        raise BadFormat(
+            f"range from {answer.first}: expected batches up to {end - 1}, found them up to "
+            f"{next_id - 1}"
+        )
     return chain
 
 
@@ -443,22 +447,22 @@ def _points(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
 
 
 def pairs_of(damaged: bytes | memoryview) -> list[tuple[TransactionId, TransactionId]]:
-    """Return the ranges of damaged ids in a message, in order.
+    """Return the ranges of damaged IDs in a message, in order.
 
     Raises:
-        RemoteProtocolError: they are no ranges.
+        RemoteProtocolError: they are not pairs of IDs.
     """
     packed = bytes(damaged)
     values = [
         TransactionId(int.from_bytes(packed[at : at + 8], "big")) for at in range(0, len(packed), 8)
     ]
     if len(values) % 2:
-        raise RemoteProtocolError(f"damaged ranges: expected pairs of ids, found {len(values)} ids")
+        raise RemoteProtocolError(f"damaged ranges: expected pairs of IDs, found {len(values)} IDs")
     return sorted(zip(values[::2], values[1::2], strict=True))
 
 
 def _check_not_made_up(source: LineageResponse, own: LineageResponse) -> None:
-    """Raise when the source has made up batches where the replica has real ones (rule 7)."""
+    """Raise if the source has made up batches where the replica has real ones (rule 7)."""
     real = [entry for entry in own.lineage if entry.session_id != MADE_UP]
     for entry in source.lineage if real else ():
         if entry.session_id == MADE_UP and (

@@ -1,22 +1,23 @@
 """Carries out the repairs of a session's replicas, and supplies those that lag.
 
-A repair needs two replicas, the one that lacks something and one that has it. Who may be copied
-from, and what happens when it fails meanwhile, is settled here for both uses: before a replica is
-marked (`ReplicaRepair`), and after, when it has fallen behind what is in memory.
+A repair needs two replicas: the one that lacks records, and a source that has them. This file
+chooses the source and handles its failures, for both uses: before a replica is marked
+(`ReplicaRepair`), and later, when it lacks batches that are not in memory any more.
 
 Rules:
-    1. One step at a time for each replica; a step is forgotten with either of its connections.
-    2. Before the mark a source ends exactly at the goal, or is marked; after it, it is engaged and
-       has synced all that is asked for. What is damaged above the mark, in the running session, is
-       mended from any marked replica that has synced it.
-    3. A source that failed an errand is not asked again for a while; the one it failed goes on.
-    4. Nothing is cut from a log that has a batch of a session that ZooKeeper knows nothing of: only
-       a session that had opened, and was written down, has batches. ZooKeeper's data is too old.
+    1. One step at a time for each replica; a step is dropped if either of its connections is lost.
+    2. Until the replica is marked, its source ends exactly at the goal, or is marked. Later it is
+       engaged and has synced all requested records. Damage above the mark, in the running session,
+       is repaired from any marked replica that has synced the records.
+    3. A source that failed is not used again for that replica for `answer_ms_max`; the replica's
+       repair continues with another one.
+    4. Nothing is cut from a log that has a batch of a session unknown to ZooKeeper. Only sessions
+       that were opened, and so recorded in ZooKeeper, have batches: ZooKeeper's data is too old.
     5. The goal's chain is that of the first credible log that ends at the mark. It is fixed as
        soon as one replica is marked.
-    6. Damage is mended in the session in which it is found, and it holds up nothing: a replica that
-       is marked goes on, whatever becomes of its old records. Only what is damaged above the mark
-       that it had keeps it from being marked, until somebody's records are taken.
+    6. Damage is repaired in the session in which it is found, and blocks nothing: a marked replica
+       continues, whatever happens to its old records. Only damage above its previous mark prevents
+       a replica from being marked, until it has accepted records of another replica.
 """
 
 from collections.abc import Mapping
@@ -58,7 +59,7 @@ _WHOLE: Final = int(RangeForm.WHOLE)
 
 
 class StepUnderWay(NamedTuple):
-    """A step under way: whose it is, who was asked."""
+    """A step under way: the replica under repair, and the replica that got the request."""
 
     wanting: ReplicaSession
     asked: ReplicaSession
@@ -77,19 +78,19 @@ class Repairs:
         limits: SessionLimits,
     ) -> None:
         self.goal: Goal | None = None
-        self.contradiction: str | None = None  # what rule 4 has found
+        self.contradiction: str | None = None  # the finding of rule 4
         self._failed: list[tuple[ReplicaId, str]] = []
         self._replicas = replicas
         self._recovery = recovery
         self._outbox = outbox
         self._limits = limits
         self._errands: dict[int, StepUnderWay] = {}
-        self._mends_from: dict[ReplicaId, ReplicaId] = {}  # whose records a replica was given last
+        self._mends_from: dict[ReplicaId, ReplicaId] = {}  # the last source of each replica
         self._ticket = 0
         self._shunned_until_ms: dict[tuple[ReplicaId, ReplicaId], int] = {}
 
     # -----------------------------------------------------------------------------------------
-    # what is done next
+    # steps
 
     def decided(self, mark: TransactionId) -> None:
         """The mark is decided: from now on logs may be changed."""
@@ -97,7 +98,7 @@ class Repairs:
         self.goal = Goal(mark, GENESIS_CHAIN if mark == BEFORE_FIRST else None)
 
     def advance(self, now_ms: int) -> None:
-        """Take the next step of every replica that is not at it already."""
+        """Take the next step of every replica without a step under way."""
         assert self.goal is not None
         self._find_chain()
         for each in self._replicas.values():
@@ -114,7 +115,7 @@ class Repairs:
         return failed
 
     def _find_chain(self) -> None:
-        """Fix the goal's chain, or take it back when nobody has it any more (rule 5)."""
+        """Set the goal's chain, or clear it if no replica has it any more (rule 5)."""
         assert self.goal is not None
         goal = self.goal
         if goal.mark == BEFORE_FIRST:
@@ -145,8 +146,8 @@ class Repairs:
             return
         if isinstance(step, Cut) and self._contradicts(repair):
             self.contradiction = (
-                f"replica {each.replica} has batches of session {repair.newest}, but of those that "
-                f"opened ZooKeeper knows {self._recovery.newest_session} as the last: its data was "
+                f"replica {each.replica} has batches of session {repair.newest}, but the last "
+                f"opened session in ZooKeeper is {self._recovery.newest_session}: its data was "
                 f"rolled back"
             )
             self._failed.append((each.replica, self.contradiction))
@@ -154,7 +155,7 @@ class Repairs:
             self._take(each, step, now_ms)
 
     def _next_mend(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
-        """Mend the first damage of a marked replica that somebody else has the records of."""
+        """Repair the first damaged range of a marked replica for which there is a source."""
         assert each.is_marked
         for damaged in repair.damaged:
             if self._source(each, *damaged, now_ms) is not None:
@@ -195,7 +196,7 @@ class Repairs:
                     self._fetch(each, source, step, now_ms)
 
     def supply(self, each: ReplicaSession, last: TransactionId, now_ms: int) -> None:
-        """Copy committed batches after what a marked replica was sent, as far as `last`."""
+        """Copy the next committed batches, up to `last`, to a marked replica."""
         assert each.is_marked
         assert each.next_id <= last
         if each.ticket != NO_TICKET or each.unanswered_bytes > self._limits.range_bytes_max:
@@ -257,7 +258,7 @@ class Repairs:
         return None
 
     def wake_times(self, now_ms: int) -> list[int]:
-        """Return when a slow source is given up, and when a shunned one may be asked again."""
+        """Return when slow sources time out, and when shunned ones may be used again."""
         if not self._shunned_until_ms and not self._errands:
             return []
         times = [at_ms for at_ms in self._shunned_until_ms.values() if at_ms > now_ms]
@@ -268,7 +269,7 @@ class Repairs:
         return times
 
     def give_up_slow(self, now_ms: int) -> None:
-        """Look for another source where one has not answered for long (rule 3)."""
+        """Abandon steps whose source has timed out (rule 3)."""
         for ticket, errand in list(self._errands.items()):
             oldest_ms = errand.asked.oldest_ms
             if errand.asked is errand.wanting or oldest_ms is None:
@@ -277,13 +278,13 @@ class Repairs:
                 self._shun(ticket, errand.asked.replica, "no answer", now_ms)
 
     def lost(self, each: ReplicaSession) -> None:
-        """A connection is gone, and all errands with it (rule 1)."""
+        """A connection was lost: drop its steps (rule 1)."""
         for ticket, errand in list(self._errands.items()):
             if errand.asked is each or errand.wanting is each:
                 self._drop(ticket)
 
     def source_refused(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
-        """Tell whether a refused request was an errand for another replica, and drop it."""
+        """Return whether a rejected request was a step of another replica; drop the step."""
         errand = self._errands.get(ticket)
         if errand is None or errand.asked is not each or errand.wanting is each:
             return False
@@ -291,27 +292,27 @@ class Repairs:
         return True
 
     def mend_refused(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
-        """Tell whether a replica refused to be mended; it goes on without (rule 6)."""
+        """Return whether a replica rejected the repair of damage; it continues (rule 6)."""
         errand = self._errands.get(ticket)
         if errand is None or not isinstance(errand.step, Mend):
             return False
         assert each.repair is not None
         if each.repair.not_mended(errand.step):
-            # It may be the fault of the records: others may have better ones.
+            # The records may be bad: another source may have better ones.
             self._shun(ticket, self._mends_from[each.replica], reason, now_ms)
         else:
             self._drop(ticket)
         return True
 
     def damage_found(self, each: ReplicaSession, notice: messages.DamageFound) -> None:
-        """A replica tells of records that it cannot read; `advance` has them mended.
+        """A replica has reported records that it cannot read; `advance` repairs them.
 
         Raises:
-            RemoteProtocolError: they are no ranges of ids.
+            RemoteProtocolError: the message does not have ranges of IDs.
         """
         damaged = pairs_of(notice.damaged)
         if each.repair is None:
-            return  # What it is asked first, PREPARED, tells of it too.
+            return  # Its PREPARED answer will include them.
         each.repair.damage_found(damaged)
         self._report("replica.damaged", each, damaged)
 
@@ -336,14 +337,14 @@ class Repairs:
     def answered(
         self, each: ReplicaSession, ticket: int, answer: StorageMessage, now_ms: int
     ) -> None:
-        """Take an answer to a step in.
+        """Process the answer to a step.
 
         Raises:
-            RemoteProtocolError, Damaged: what the replica says cannot be.
+            RemoteProtocolError, Damaged: the answer of the replica is invalid.
         """
         errand = self._errands.get(ticket)
         if errand is None:
-            return  # Rule 1: it was for a connection that is gone, or came too late.
+            return  # Rule 1: its step was dropped or has timed out.
         wanting, asked, step = errand
         assert asked is each
         assert wanting.ticket == ticket
@@ -425,7 +426,8 @@ class Repairs:
             assert isinstance(step, SetMark)
             if (last, chain) != step:
                 raise RemoteProtocolError(
-                    f"mark: expected the log to end at {step.mark}, found {last}, or another chain"
+                    f"mark: expected the log to end at {step.mark} with chain {step.chain.hex()}, "
+                    f"found {last} with chain {chain.hex()}"
                 )
             repair.marked()
             each.marked(step.mark, step.chain)

@@ -1,15 +1,15 @@
-"""One storage in one store session: its connection, what it owes, how far it has come.
+"""One storage in one store session: its connection, unanswered requests, stage and synced log.
 
-Everything that is true of one connection is kept here, so that dropping the connection drops it
-all. It decides nothing about the partition.
+All state of a connection is kept here and is dropped with it. This file decides nothing about the
+partition.
 
 Rules:
-    1. One connection at a time, and a request's answer is known by its sequence and its type.
-    2. Appends are sent in id order without waiting for answers, up to a limit of bytes.
+    1. One connection at a time; an answer is matched to its request by sequence number and type.
+    2. Appends are pipelined in ID order, up to a limit of bytes.
     3. A connection that was lost while a request that changes the storage was unanswered is never
-       replaced within the session: what was in flight may still arrive there, late. Nor is that of
-       a marked replica, whose log may have gone on beyond the mark.
-    4. What is synced is what the storage said, never what was sent.
+       replaced within the session: the request may still arrive, late. Nor is that of a marked
+       replica, whose log may have grown beyond the mark.
+    4. Records are synced when the storage reports it, never when they are sent.
 """
 
 from collections import deque
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from waltz_core.replication.repair import ReplicaRepair
 
 NO_TICKET: Final = -1
-# Append latencies kept for the metrics, which take them every second; of more the newest stay.
+# Maximum number of append latencies kept for the metrics, which take them every second.
 TOOK_MAX: Final = 4_096
 
 _ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
@@ -64,11 +64,11 @@ _CHANGING: Final = (
 
 
 class ReplicaStage(Enum):
-    """How far a replica has come in the session."""
+    """The stages of a replica in the session."""
 
     ABSENT = auto()  # no connection; dialled at `redial_at_ms`
     DIALLING = auto()
-    PREPARING = auto()  # it was told to fence
+    PREPARING = auto()  # PREPARE was sent
     REPAIRING = auto()  # it has answered; its log is not yet the decided one
     READY = auto()  # its mark is set; ZooKeeper does not have it as engaged
     ENGAGED = auto()  # ZooKeeper has it as engaged: it gets live appends, and it counts
@@ -80,7 +80,7 @@ _UNCONNECTED: Final = (ReplicaStage.ABSENT, ReplicaStage.DIALLING)
 
 @dataclass(slots=True)
 class SessionRequest:
-    """What was asked, and for whom (the meaning of `ticket` is the asker's)."""
+    """A request without an answer; the sender defines the meaning of `ticket`."""
 
     message: StorageMessage
     sent_ms: int
@@ -103,15 +103,15 @@ class ReplicaSession:
         self.stage = ReplicaStage.ABSENT
         self.repair: ReplicaRepair | None = None
         self.ticket = NO_TICKET  # of the one repair or copy step that is under way
-        self.is_broken = False  # the connection is known to be gone
+        self.is_broken = False  # the connection is known to be lost
         self.is_tainted = False  # rule 3
         self.redial_at_ms = 0
-        # The live log at this replica: what it has synced, what it is sent next.
+        # The live log at this replica: what it has synced, and the next ID to send.
         self.synced_last = BEFORE_FIRST
         self.next_id = TransactionId(0)
         self.next_chain: Chain = GENESIS_CHAIN
         self.unanswered_bytes = 0
-        # Latencies of appends, from sending to answer, while engaged; the metrics take them out.
+        # Latencies of appends, from sending to answer, while engaged; the metrics remove them.
         self.took_ms: deque[int] = deque(maxlen=TOOK_MAX)
         self.slow_count = 0  # slow appends since the last report of one
         self.slow_report_at_ms = 0
@@ -143,20 +143,20 @@ class ReplicaSession:
     # the connection
 
     def dial(self) -> None:
-        """Ask for a connection."""
+        """Request a connection."""
         assert self.stage is ReplicaStage.ABSENT
         self.stage, self.is_broken = ReplicaStage.DIALLING, False
         self._outbox.append(OpenReplica(self._session_id, self.replica))
 
     def close(self) -> None:
-        """Give the connection up, if there is one or one is being made."""
+        """Close the connection, or stop dialling."""
         if self.stage is not ReplicaStage.ABSENT:
             if not self.is_broken:
                 self._outbox.append(CloseReplica(self._session_id, self.replica))
             self._forget()
 
     def lost(self, now_ms: int, rng: "Random", *, wait_ms: int = 0) -> None:
-        """The connection is gone: dial again after a while (`wait_ms` at least)."""
+        """The connection was lost: dial again after a pause (about `wait_ms` at least)."""
         self._forget()
         wait_ms = max(wait_ms, self._redial_ms)
         self.redial_at_ms = now_ms + rng.randint(wait_ms // 2, wait_ms)
@@ -182,7 +182,7 @@ class ReplicaSession:
         now_ms: int,
         ticket: int = NO_TICKET,
     ) -> None:
-        """Send a request made of its kind and its fields after the prefix."""
+        """Send a request of a kind; `fields` are those after the prefix."""
         assert self.is_connected
         self._sequence += 1
         message = kind(self._session_id, self._sequence, self._partition_id, *fields)
@@ -196,13 +196,14 @@ class ReplicaSession:
         """Return the request that this answers (rule 1).
 
         Raises:
-            RemoteProtocolError: nothing was asked under its sequence, or something else.
+            RemoteProtocolError: there is no request with its sequence number, or one of another
+                kind.
         """
         request = self._requests.pop(answer.sequence, None)
         if request is None:
             raise RemoteProtocolError(
-                f"storage {self.replica}: {type(answer).__name__} answers sequence "
-                f"{answer.sequence}, which nothing was asked under"
+                f"storage {self.replica}: {type(answer).__name__} has sequence number "
+                f"{answer.sequence}, but there is no such request"
             )
         expected = _ANSWERS[type(request.message)]
         if not isinstance(answer, expected | messages.Nack):
@@ -218,7 +219,7 @@ class ReplicaSession:
     # the log
 
     def marked(self, mark: TransactionId, chain: Chain) -> None:
-        """Session and mark are durable: the log goes on from the mark."""
+        """Session and mark are durable: appends continue after the mark."""
         assert self.stage is ReplicaStage.REPAIRING
         self.stage = ReplicaStage.READY
         self.synced_last = mark
@@ -239,7 +240,7 @@ class ReplicaSession:
         self.next_chain = flight.entry.chain
 
     def append_range(self, answer: messages.RangeBytes, chain: Chain, now_ms: int) -> None:
-        """Send copied batches; `chain` is the log's after them."""
+        """Send copied batches; `chain` is that of the log after them."""
         assert answer.first == self.next_id
         self._append(
             (answer.first, answer.lengths, answer.records, answer.records_crc),
@@ -259,7 +260,7 @@ class ReplicaSession:
         """The storage has synced (rule 4).
 
         Raises:
-            RemoteProtocolError: it says less than what it was sent, or more than it ever was.
+            RemoteProtocolError: it reports less than this append, or more than was ever sent.
         """
         last = request.lineage[-1].last
         if not last <= answer.synced_max < self.next_id:

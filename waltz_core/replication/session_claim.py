@@ -1,14 +1,14 @@
-"""What may be claimed over what ZooKeeper holds of a partition, and what a claim has won.
+"""The conditions of a session claim, and the values that it writes to ZooKeeper.
 
-The first compare-and-set is where a log can be lost by taking a partition for a new one, so its
-conditions stand together, without the conversation around them.
+A first compare-and-set that takes an existing partition for a new one can lose the log, so its
+conditions are together here, separate from the requests to ZooKeeper.
 
 Rules (docs/design/correctness.md 2.1 A and B, 2.4 rows 15, 17 and 36):
-    1. Never over a later generation than one's own.
-    2. Never where an opened partition has no replica states, nor where more storages than any
-       quorum can do without are bound to sessions that ZooKeeper has never heard of.
-    3. Never with so many new replicas that they are a quorum by themselves.
-    4. A claim has a session id and a nonce; only both together are an identity.
+    1. Never claim over a later generation than the server's own.
+    2. Never claim if an opened partition has no replica states, or if so many storages are bound to
+       sessions unknown to ZooKeeper that the others are no quorum.
+    3. Never claim if the new replicas alone are a quorum.
+    4. A claim has a session ID and a nonce; only both together identify it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from waltz_core.replication.session_recovery import Origin, origin_of, states_to
 
 
 class View(NamedTuple):
-    """Both nodes of the partition, and the versions that they have or replace."""
+    """Both nodes of the partition, with their versions or those that they replace."""
 
     metadata: PartitionMetadata
     metadata_version: int
@@ -49,7 +49,7 @@ class View(NamedTuple):
 
 
 class InDoubt(NamedTuple):
-    """What was submitted to an earlier session and is not final: ids above `committed`."""
+    """IDs submitted to an earlier session that are not final: those above `committed`."""
 
     session_id: SessionId
     committed: TransactionId
@@ -58,11 +58,11 @@ class InDoubt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What the first compare-and-set has won, and what the owner brings along.
+    """A successful claim: the values of the first compare-and-set, and the state of the owner.
 
-    `known_last` is the highest id that this owner ever saw committed. `held` are replicas that
-    refused appends lately, and until when they stay out. `behind` are replicas known to be bound
-    to a session that ZooKeeper has never heard of.
+    `known_last` is the highest ID that this owner ever saw committed. `held` are replicas that
+    rejected appends recently, and until when they are left out. `behind` are replicas bound to a
+    session that is unknown to ZooKeeper.
     """
 
     session_id: SessionId
@@ -79,7 +79,7 @@ class Claim:
 
 
 def is_newer(one: Generation, other: Generation) -> bool:
-    """Tell whether a generation is later than another; they are int32 and may wrap."""
+    """Return whether a generation is later than another; they are int32 and may wrap."""
     return 0 < ((one - other) & 0xFFFFFFFF) < 1 << 31
 
 
@@ -88,11 +88,11 @@ def refusal(
 ) -> str | None:
     """Return why no session may be claimed here (rules 2 and 3), or None.
 
-    `promised` are the sessions that storages said they are bound to.
+    `promised` are the sessions to which storages reported to be bound.
     """
     if origin_of(view.metadata, view.marker) is Origin.LOST:
         return (
-            "the partition was opened before, but its metadata holds no replica states: "
+            "the partition was opened earlier, but its metadata has no replica states: "
             "the data of ZooKeeper was lost or rolled back"
         )
     states = view.metadata.states
@@ -107,8 +107,8 @@ def refusal(
     ahead = [name for name in replicas if promised.get(name, known) > known]
     if len(ahead) > len(replicas) - quorum:
         return (
-            f"replicas {', '.join(ahead)} are bound to sessions later than {known}, which is the "
-            f"last one that ZooKeeper knows: its data was lost or rolled back"
+            f"replicas {', '.join(ahead)} are bound to sessions later than {known}, the last one "
+            f"in ZooKeeper: the data of ZooKeeper was lost or rolled back"
         )
     return None
 
@@ -116,7 +116,7 @@ def refusal(
 def claim_over(
     view: View, generation: Generation, replicas: Sequence[ReplicaId], nonce: bytes
 ) -> View:
-    """Return what CAS#1 writes: the next session id, the nonce, everything else unchanged."""
+    """Return the values of CAS#1: the next session ID, the nonce, everything else unchanged."""
     assert not is_newer(view.metadata.generation, generation), "rule 1"
     origin = origin_of(view.metadata, view.marker)
     assert origin is not Origin.LOST, "rule 2"
@@ -130,7 +130,7 @@ def claim_over(
 
 
 def states_over(view: View, states: Mapping[ReplicaId, ReplicaState]) -> View:
-    """Return what CAS#2 and CAS#3 write: new replica states, and the partition is open."""
+    """Return the values of CAS#2 and CAS#3: new replica states, and the partition is open."""
     marker = view.marker
     assert marker is not None
     metadata = PartitionMetadata(view.metadata.generation, view.metadata.session_id, states)

@@ -1,18 +1,18 @@
 """Every event and effect of the replication package.
 
-The server above, the driver beside and the simulator speak to replication in these words only.
-`docs/replication.md` tells the protocol; the letters A-K below are its steps.
+The server, the driver and the simulator use only these to communicate with replication.
+`docs/replication.md` describes the protocol; the letters A-K below are its steps.
 
 Rules:
-    1. Whatever concerns a store session carries its session id; an event of another session than
-       the machine's own is dropped, which replaces all cancellation.
-    2. `OpenReplica` has one outcome: `ReplicaOpened` or `ReplicaLost`; an opened replica is lost
-       once, by `ReplicaLost`, or closed by `CloseReplica` and then never heard of again.
+    1. Every event and effect of a store session has its session ID; an event of another session
+       than the machine's own is dropped, which replaces all cancellation.
+    2. `OpenReplica` has one outcome: `ReplicaOpened` or `ReplicaLost`. An opened replica is lost
+       once, by `ReplicaLost`, or closed by `CloseReplica`, after which no event of it follows.
     3. A coordinator effect carries an attempt number and has one outcome with the same number.
     4. No `SessionOpened`, `Settled` or `Committed` of a session leaves before the second
        compare-and-set of that session is known to have succeeded (invariant GateCAS2).
-    5. `Settled` comes once after each `SessionOpened`, before anything is appended in it: what was
-       submitted to earlier sessions is then final.
+    5. `Settled` follows once after each `SessionOpened`, before anything is appended in it: batches
+       submitted to earlier sessions are then final.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -25,12 +25,13 @@ from waltz_core.wire.messages import Buffer, StorageMessage
 
 
 class Batch(NamedTuple):
-    """Records as they will lie on every disk, ids given; from the append pipeline to the replicas.
+    """Records with IDs, with the same bytes as on disk; from the append pipeline to the replicas.
 
     `lengths` are big-endian int32, one a record; `record_crcs` big-endian uint32, one a record;
     `records_crc` is the CRC-32 over all of `records`. `stamp_ms` never decreases in a partition.
-    `locks` are the write and append locks of all records, big-endian int32; None if not known.
-    `behind` is a byte for each lock, how far its record is behind `last`; none for larger batches.
+    `locks` are the write and append locks of all records, big-endian int32; None if unknown.
+    `behind` is a byte for each lock, the distance of its record from `last`; empty for larger
+    batches.
     """
 
     first: TransactionId
@@ -65,12 +66,12 @@ class Reassign:
 
 @value(frozen=True, slots=True)
 class Disown:
-    """The partition is no longer this server's."""
+    """This server does not own the partition any more."""
 
 
 @value(frozen=True, slots=True)
 class Submit:
-    """Append a batch to the open session; its first id follows the last one submitted."""
+    """Append a batch to the open session; its first ID follows the last submitted one."""
 
     session_id: SessionId
     batch: Batch
@@ -78,7 +79,7 @@ class Submit:
 
 @value(frozen=True, slots=True)
 class ProveMark:
-    """Prove by a quorum's heartbeat that the session is still the newest."""
+    """Prove by heartbeats of a quorum that the session is still the newest."""
 
     token: int
 
@@ -94,9 +95,9 @@ class Checkpoint:
 
 @value(frozen=True, slots=True)
 class MetadataRead:
-    """What ZooKeeper holds of the partition; None where the node does not exist.
+    """The partition's nodes in ZooKeeper; None if a node does not exist.
 
-    The versions are those of the two nodes, to be handed back in `WriteMetadata`; -1 for absent.
+    The versions are those of the two nodes, for `WriteMetadata`; -1 for absent.
     """
 
     attempt: int
@@ -117,14 +118,14 @@ class MetadataWritten:
 
 @value(frozen=True, slots=True)
 class MetadataConflict:
-    """The compare-and-set failed: somebody else wrote in between."""
+    """The compare-and-set failed: another process has written since the read."""
 
     attempt: int
 
 
 @value(frozen=True, slots=True)
 class MetadataUnknown:
-    """A read failed, or nobody knows whether a compare-and-set was applied."""
+    """A read failed, or the outcome of a compare-and-set is unknown."""
 
     attempt: int
     reason: str
@@ -136,7 +137,7 @@ class MetadataUnknown:
 
 @value(frozen=True, slots=True)
 class ReplicaOpened:
-    """A connection of this session to the storage stands; nothing was said on it yet."""
+    """A connection of this session to the storage is open; nothing was sent on it yet."""
 
     session_id: SessionId
     replica: ReplicaId
@@ -144,7 +145,7 @@ class ReplicaOpened:
 
 @value(frozen=True, slots=True)
 class ReplicaLost:
-    """There is no connection, or no longer."""
+    """The connection failed or was lost."""
 
     session_id: SessionId
     replica: ReplicaId
@@ -222,7 +223,7 @@ class SendToReplica:
 
 @value(frozen=True, slots=True)
 class CloseReplica:
-    """Drop the connection; what was in flight on it may still reach the storage."""
+    """Close the connection; requests in flight on it may still reach the storage."""
 
     session_id: SessionId
     replica: ReplicaId
@@ -234,10 +235,10 @@ class CloseReplica:
 
 @value(frozen=True, slots=True)
 class SessionOpened:
-    """The session takes appends from `high_water_mark + 1` on (H).
+    """The session accepts appends from `high_water_mark + 1` on (H).
 
-    `unbroken` is true when the session before it was this machine's own too, so that nobody else
-    can have written in between: what the owner knows of the log up to its mark still holds.
+    `unbroken`: the previous session was this machine's own too, so no other owner can have written
+    in between. What the owner knows of the log up to its mark is still valid.
     """
 
     session_id: SessionId
@@ -249,10 +250,10 @@ class SessionOpened:
 
 @value(frozen=True, slots=True)
 class Settled:
-    """Of everything submitted to earlier sessions, ids up to `committed_last` are in the log.
+    """Of everything submitted to earlier sessions, IDs up to `committed_last` are in the log.
 
-    All later ones are lost: they are not in the log and never will be. `stamp_ms` is the commit
-    stamp that the log ends with, where somebody else may have written it; 0 otherwise.
+    All later ones are lost: they are not in the log and never will be. `stamp_ms` is the last
+    commit stamp of the log, if another owner may have written it; 0 otherwise.
     """
 
     session_id: SessionId
@@ -273,7 +274,7 @@ class Committed:
 class SessionClosed:
     """No more appends in this session; submitted batches wait for the next one's `Settled`.
 
-    `error_code` is what a replica refused with where that ended the session (`errors.py`), else 0.
+    `error_code`: if a replica's rejection ended the session, its code (`errors.py`); otherwise 0.
     """
 
     session_id: SessionId
@@ -298,9 +299,9 @@ class MarkUnproved:
 
 @value(frozen=True, slots=True)
 class Released:
-    """The machine gives the partition up; the owner should stop serving it.
+    """The machine releases the partition; the owner should stop serving it.
 
-    `for_others`: it reaches no quorum of the replicas, which another server may.
+    `for_others`: this server reaches no quorum of the replicas, but another one may.
     """
 
     reason: str

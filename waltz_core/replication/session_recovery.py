@@ -1,18 +1,17 @@
-"""What a new session must keep of the log, and what ZooKeeper is told about the replicas.
+"""Recovery: which replicas to trust, how much of the log to keep, which states to write.
 
-These few lines decide whether acknowledged transactions survive. They have no state of connections
-and no time, so that all cases can be tried, one by one.
+This file decides whether acknowledged transactions survive. It has no connections and no time, so
+that all cases can be tested one by one.
 
 Rules (docs/design/correctness.md 2.1, C to E and G):
-    1. A replica's silence is never read as "I do not have it": not answered, an older session, a
-       wiped or doubtful disk are all the same, UNKNOWN, for as long as the session tries.
-    2. With as many unknown replicas as a quorum, nothing is decided and nothing is touched.
-    3. Otherwise the mark is the highest id that a quorum could have acknowledged.
-    4. A partition without history is taken for one only if its marker says so and nobody who
-       answers has anything.
-    5. A replica that was engaged in a session later than all that ZooKeeper has says that its data
-       was rolled back: what was told in that session is not to be found in older ones. So there
-       is no session with such a replica.
+    1. A missing answer never means that a replica has no records. No answer, an older session, a
+       wiped or suspect disk are all the same, UNKNOWN, for the whole session.
+    2. If the unknown replicas are a quorum, nothing is decided and nothing is changed.
+    3. Otherwise the mark is the highest ID that a quorum could have acknowledged.
+    4. A partition counts as new only if its marker says so and no replica that answers has records.
+    5. A replica that was engaged in a session later than all sessions in ZooKeeper shows that
+       ZooKeeper's data was rolled back: outcomes reported in that session are missing in older
+       ones. So no session opens with such a replica.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,45 +32,45 @@ NO_STORAGE_ID = bytes(16)
 
 
 class Origin(Enum):
-    """Where a partition's history is to be found."""
+    """Where a partition's history is recorded."""
 
-    RECORDED = auto()  # ZooKeeper names the replicas and what is known of them
-    NEW = auto()  # made by `cluster create`, never opened
-    ADOPTED = auto()  # no marker and no states: every replica must say that it is empty
-    LOST = auto()  # a session was opened once, and ZooKeeper no longer knows by whom
+    RECORDED = auto()  # ZooKeeper has the replicas and their states
+    NEW = auto()  # created by `cluster create`, never opened
+    ADOPTED = auto()  # no marker and no states: every replica must report that it is empty
+    LOST = auto()  # a session was opened once, but the replica states are missing in ZooKeeper
 
 
 def origin_of(metadata: PartitionMetadata | None, marker: PartitionMarker | None) -> Origin:
-    """Classify what ZooKeeper holds of a partition."""
+    """Classify the nodes of a partition in ZooKeeper."""
     states = {} if metadata is None else metadata.states
     if marker is not None and marker.state is MarkerState.OPEN:
         return Origin.RECORDED if states else Origin.LOST
     if not states:
         return Origin.ADOPTED if marker is None else Origin.NEW
-    # `states_to_claim` leaves this mark until the adopting session has opened.
-    if marker is not None and all(state == _UNHEARD for state in states.values()):
+    # `states_to_claim` writes these states, which stay until the adopting session has opened.
+    if marker is not None and all(state == _UNANSWERED for state in states.values()):
         return Origin.ADOPTED
     return Origin.RECORDED
 
 
-_UNHEARD = ReplicaState(NO_SESSION, UNRESOLVED)
+_UNANSWERED = ReplicaState(NO_SESSION, UNRESOLVED)
 
 
 def states_to_claim(
     origin: Origin, states: Mapping[ReplicaId, ReplicaState], assigned: Sequence[ReplicaId]
 ) -> dict[ReplicaId, ReplicaState]:
-    """Return the replica states of the first compare-and-set: unchanged, but for an adoption.
+    """Return the replica states of the first compare-and-set: unchanged, except for an adoption.
 
-    An adopted partition without states has all replicas written down as unheard, so that a later
+    For an adopted partition without states all replicas are recorded as unanswered, so that a later
     session still knows that all of them must answer.
     """
     if origin is Origin.ADOPTED and not states:
-        return dict.fromkeys(assigned, _UNHEARD)
+        return dict.fromkeys(assigned, _UNANSWERED)
     return dict(states)
 
 
 def is_credible(answer: Prepared, state: ReplicaState, registered_id: bytes) -> bool:
-    """Tell whether an engaged replica's log is what it was when it last answered an append."""
+    """Return whether an engaged replica's log is as it was when it last answered an append."""
     if registered_id not in (NO_STORAGE_ID, answer.storage_id):
         return False
     if answer.last_session < state.session_id or answer.suspect:
@@ -84,10 +83,10 @@ def is_credible(answer: Prepared, state: ReplicaState, registered_id: bytes) -> 
 def decide(
     maxes: Sequence[TransactionId], *, unknown_count: int, quorum: int
 ) -> TransactionId | None:
-    """Return the highest id that could have been acknowledged, None while it cannot be known.
+    """Return the highest ID that could have been acknowledged, None while it cannot be known.
 
-    `maxes` are the last synced ids of the credible replicas; `unknown_count` are the others that
-    were engaged. Each unknown replica may have had any id, so it counts for every one.
+    `maxes` are the last synced IDs of the credible replicas; `unknown_count` is the number of the
+    others that were engaged. An unknown replica may have had any ID, so it counts for every one.
     """
     assert unknown_count >= 0
     assert len(maxes) + unknown_count >= quorum, "fewer engaged replicas than a quorum"
@@ -97,7 +96,7 @@ def decide(
 
 
 class Recovery:
-    """What the replicas of the last session have said so far, and the decision."""
+    """The answers of the last session's replicas so far, and the decision."""
 
     def __init__(self, origin: Origin, states: Mapping[ReplicaId, ReplicaState]) -> None:
         assert origin is not Origin.LOST
@@ -108,23 +107,23 @@ class Recovery:
             for replica, state in self.states.items()
             if state.closing_high_water_mark == UNRESOLVED
         ]
-        # Rule 1: None is for good.
+        # Rule 1: None is final.
         self._max: dict[ReplicaId, TransactionId | None] = {}
         self.mark: TransactionId | None = None
 
     @property
     def old_quorum(self) -> int:
-        """How many of the last assignment's replicas are a quorum of it; 0 without a history."""
+        """The quorum of the last assignment; 0 without a history."""
         return quorum_size(len(self.states)) if self.states else 0
 
     @property
     def newest_session(self) -> SessionId:
-        """The last session that has opened, and so could write batches, as ZooKeeper knows it."""
+        """The last session that has opened, and so could write batches, according to ZooKeeper."""
         return max((state.session_id for state in self.states.values()), default=NO_SESSION)
 
     @property
     def unknown(self) -> list[ReplicaId]:
-        """Engaged replicas about which nothing is known (yet)."""
+        """Engaged replicas that have not answered credibly (yet)."""
         return [replica for replica in self.engaged if self._max.get(replica) is None]
 
     @property
@@ -133,7 +132,7 @@ class Recovery:
         return all(replica in self._max for replica in self.engaged)
 
     def is_credible(self, replica: ReplicaId) -> bool:
-        """Whether the replica was engaged and can be believed."""
+        """Whether the replica was engaged and is trusted."""
         return self._max.get(replica) is not None
 
     def is_foreign(self, answer: Prepared) -> bool:
@@ -141,34 +140,34 @@ class Recovery:
         return self.origin is not Origin.RECORDED and answer.synced_max != BEFORE_FIRST
 
     def objection(self, answer: Prepared) -> str | None:
-        """Return why no session can have a replica that says this (rules 4 and 5), or None."""
+        """Return why no session can include a replica with this answer (rules 4 and 5), or None."""
         if self.is_foreign(answer):
-            return f"has ids up to {answer.synced_max} of a partition without history"
+            return f"has IDs up to {answer.synced_max} of a partition without history"
         if answer.engaged_session <= self.newest_session:
             return None
         return (
-            f"was engaged in session {answer.engaged_session}, but of those that opened ZooKeeper "
-            f"knows {self.newest_session} as the last: its data was rolled back"
+            f"was engaged in session {answer.engaged_session}, but the last opened session in "
+            f"ZooKeeper is {self.newest_session}: its data was rolled back"
         )
 
     def is_needed(self, replica: ReplicaId) -> bool:
-        """Tell whether nothing can be decided against what a replica says.
+        """Return whether nothing can be decided without this replica.
 
-        One that ZooKeeper's last session has left out has nothing to say of that one. If it knows a
-        later one, so do those of its quorum that have synced an append there; where they are the
-        replicas of now, too, there is no session without one of them.
+        A replica outside ZooKeeper's last session has no information about that session. If it
+        knows a later one, so do the replicas that have synced an append there, a quorum of its
+        assignment. If that is still the assignment, no session can open without one of them.
         """
         return self.origin is not Origin.RECORDED or replica in self.engaged
 
     def heard(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
-        """Take in what a replica says after the fence and a sync."""
+        """Process a replica's answer to PREPARE."""
         if replica not in self.engaged:
-            return  # A definite "no" above its closing mark: it was not in the last session.
+            return  # It was not in the last session, so it has nothing above its closing mark.
         credible = is_credible(answer, self.states[replica], registered_id)
         synced_max = TransactionId(answer.synced_max)
         if replica in self._max:
             before = self._max[replica]
-            # Nothing is cut before the decision, so a log that got shorter has lost something.
+            # Nothing is cut before the decision, so a shorter log has lost records.
             shrunk = before is not None and self.mark is None and synced_max < before
             credible = credible and before is not None and not shrunk
         self._max[replica] = synced_max if credible else None
@@ -187,7 +186,7 @@ class Recovery:
         maxes = [known for known in map(self._max.get, self.engaged) if known is not None]
         unknown_count = len(self.engaged) - len(maxes)
         if len(self.engaged) < self.old_quorum:
-            return None  # No session of ours leaves this behind; a human has to look.
+            return None  # No session leaves such states; an operator must intervene.
         return decide(maxes, unknown_count=unknown_count, quorum=self.old_quorum)
 
     def opening_states(
@@ -196,7 +195,7 @@ class Recovery:
         assigned: Sequence[ReplicaId],
         ready: Sequence[ReplicaId],
     ) -> dict[ReplicaId, ReplicaState]:
-        """Return what the second compare-and-set writes (G)."""
+        """Return the states of the second compare-and-set (G)."""
         assert self.mark is not None
         return {
             replica: self._opening_state(replica, session_id, is_ready=replica in ready)

@@ -1,15 +1,15 @@
-"""What became of earlier sessions, and where their commit stamps ended: told before any append.
+"""Settles earlier sessions: finds which of their batches are in the log, and the last commit stamp.
 
-It is the only question that a new session has for the log itself. It is asked of one engaged
-replica, whose log up to the mark is the decided one, and of the next where that one has lost the
+A new session does this before any append. It queries the lineage of one engaged replica, whose log
+up to the mark is the decided one, and that of the next replica if the first one has lost the
 batches.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
-    1. What an owner submitted is known again by its session in the lineage, never by its ids.
-    2. Commit stamps go on from the last one in the log when somebody else may have written it,
-       whatever this server's clock says.
-    3. A batch that a replica has made up says neither who wrote it nor when: its silence about a
-       session is no "it is not in the log".
+    1. Batches of an earlier session are recognized by the session in the lineage, never by IDs.
+    2. If another owner may have written the log, commit stamps continue from the last one in the
+       log, whatever this server's clock shows.
+    3. A batch that a replica has made up has neither session nor stamp: it does not prove that a
+       session's batches are missing from the log.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ SETTLING: Final = -2
 
 
 class Settling:
-    """The questions of one session, one at a time; `outcome` is there when all are answered."""
+    """The queries of one session, one at a time; `outcome` is set when all are answered."""
 
     def __init__(
         self, claim: Claim, mark: TransactionId, engaged: Sequence[ReplicaSession]
     ) -> None:
         assert engaged
-        self._replicas = list(engaged)  # the first one is asked
+        self._replicas = list(engaged)  # the first one is queried
         self.outcome: Settled | None = None
         self._claim = claim
         self._mark = mark
@@ -41,7 +41,7 @@ class Settling:
         self._doubtful: list[LineageEntry] = []
 
     def begin(self, now_ms: int) -> None:
-        """Ask a replica what has to be asked, or know the outcome at once."""
+        """Query a replica, or set the outcome at once if no query is necessary."""
         if self._stamp_ms is None:
             self._replicas[0].ask(
                 LineageRequest, self._mark, self._mark, now_ms=now_ms, ticket=SETTLING
@@ -56,14 +56,16 @@ class Settling:
             self._ask_doubtful(min(doubt.last, self._mark), now_ms)
 
     def heard(self, each: ReplicaSession, answer: LineageResponse, now_ms: int) -> None:
-        """Take an answer in; the next question or the outcome follows.
+        """Process an answer; the next query or the outcome follows.
 
         Raises:
-            RemoteProtocolError: it is no answer to what was asked, or no replica is left that has
-                the batches (rule 3).
+            RemoteProtocolError: the answer is invalid, or no engaged replica has the batches
+                (rule 3).
         """
         if not answer.lineage:
-            raise RemoteProtocolError(f"storage {each.replica}: an empty lineage")
+            raise RemoteProtocolError(
+                f"storage {each.replica}: expected a lineage with batches, found none"
+            )
         if any(entry.session_id == MADE_UP for entry in answer.lineage):
             self._ask_the_next(each, now_ms)
             return
@@ -90,8 +92,8 @@ class Settling:
         self._doubtful.clear()
         if not self._replicas:
             raise RemoteProtocolError(
-                f"storage {each.replica} has lost the batches that say what became of the session "
-                "before, and so have all others that are engaged"
+                f"storage {each.replica} has lost the batches that show the outcome of the "
+                "previous session, and so have all other engaged storages"
             )
         self.begin(now_ms)
 

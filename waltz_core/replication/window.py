@@ -1,12 +1,12 @@
-"""The recent batches of a session, kept in memory: what is in flight, and what slow replicas lack.
+"""The recent batches of a session, in memory: those in flight, and those that slow replicas lack.
 
-The chain is made here, once for each batch, and whoever needs a batch again (a replica that lags,
-one that joins) gets the same bytes and the same chain.
+The chain is computed here, once for each batch. Replicas that lag or join get the same bytes and
+the same chain.
 
 Invariants:
-    1. The batches kept follow one another without a gap and end at `last`.
-    2. A batch is not forgotten before it is committed.
-    3. What is kept beyond the committed mark's needs is bounded by `trim`.
+    1. The kept batches are consecutive, without a gap, and end at `last`.
+    2. A batch is not dropped before it is committed.
+    3. The bytes of committed batches that are kept are bounded by `trim`.
 """
 
 from collections import deque
@@ -35,12 +35,12 @@ class WindowBatch(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes of records it has."""
+        """Bytes of its records."""
         return len(self.batch.records)
 
 
 class SessionWindow:
-    """The batches from `first` to `last`; `committed` is the last id of the last committed one."""
+    """The batches from `first` to `last`; `committed` is the last ID of the last committed one."""
 
     __slots__ = (
         "_flights",
@@ -63,7 +63,7 @@ class SessionWindow:
 
     @property
     def first(self) -> TransactionId:
-        """The first id that is kept; the next one to be submitted when nothing is."""
+        """The first ID that is kept; the next one to be submitted if no batch is."""
         return next(iter(self._flights), TransactionId(self.last + 1))
 
     @property
@@ -81,8 +81,8 @@ class SessionWindow:
         return self._flights.get(first)
 
     def add(self, batch: Batch, session_id: SessionId, now_ms: int) -> WindowBatch:
-        """Take the next batch in and give it its chain."""
-        assert batch.first == self.last + 1, "ids must be dense"
+        """Add the next batch and compute its chain."""
+        assert batch.first == self.last + 1, "IDs must be dense"
         assert batch.last >= batch.first
         assert len(batch.lengths) == 4 * (batch.last - batch.first + 1)
         assert len(batch.records) >= RECORD_OVERHEAD_BYTES
@@ -102,7 +102,7 @@ class SessionWindow:
         return flight
 
     def commit(self, mark: TransactionId) -> bool:
-        """A quorum has everything up to `mark`: tell whether whole batches became committed."""
+        """A quorum has everything up to `mark`: return whether whole batches became committed."""
         assert mark <= self.last, "a replica has more than was ever submitted"
         before = self.committed
         while self._uncommitted and self._uncommitted[0].entry.last <= mark:
@@ -113,7 +113,7 @@ class SessionWindow:
         return self.committed > before
 
     def trim(self, needed_first: TransactionId, bytes_max: int) -> None:
-        """Forget committed batches that nobody needs any more, or that are too much to keep."""
+        """Drop committed batches that no replica needs any more, or that are over the limit."""
         while self._flights:
             first = next(iter(self._flights))
             flight = self._flights[first]

@@ -171,7 +171,7 @@ def test_an_adoption_is_remembered_until_it_is_done():
 def test_records_where_there_can_be_none_are_noticed(origin):
     recovery = Recovery(origin, {})
     assert recovery.is_foreign(prepared(0))
-    assert "ids up to 0 of a partition without history" in recovery.objection(prepared(0))
+    assert "IDs up to 0 of a partition without history" in recovery.objection(prepared(0))
     assert recovery.objection(prepared(-1)) is None
     assert not recovery.is_foreign(prepared(-1))
     assert not Recovery(Origin.RECORDED, engaged(A)).is_foreign(prepared(0))

@@ -245,7 +245,7 @@ def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():
     bench.run()
     bench.wait(100)
     bench.run()
-    assert "nothing in common" in bench.reports("replica.refused")[-1]["reason"]
+    assert "no common batch end" in bench.reports("replica.refused")[-1]["reason"]
     assert bench.store.readable_replicas == [A, B]
     assert bench.storages[C].last == 15
 
@@ -467,7 +467,7 @@ def test_a_replica_that_tells_of_half_a_range_is_given_up():
     bench.step(
         session_events.ReplicaAnswered(session, B, wire.DamageFound(session, 0, 0, bytes(8)))
     )
-    assert "pairs of ids" in bench.reports("replica.refused")[-1]["reason"]
+    assert "pairs of IDs" in bench.reports("replica.refused")[-1]["reason"]
 
 
 def test_who_tells_of_damage_before_it_was_asked_is_asked_for_all_of_it():

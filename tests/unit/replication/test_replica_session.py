@@ -54,7 +54,7 @@ def test_requests_carry_session_partition_and_a_sequence_of_their_own(one, outbo
 def test_an_answer_of_the_wrong_kind_or_to_nothing(one):
     connected(one)
     one.ask(wire.Heartbeat, now_ms=7)
-    with pytest.raises(RemoteProtocolError, match="which nothing was asked under"):
+    with pytest.raises(RemoteProtocolError, match="there is no such request"):
         one.take(wire.HeartbeatAnswer(5, 2, 2))
     with pytest.raises(RemoteProtocolError, match="expected HeartbeatAnswer, found Appended"):
         one.take(wire.Appended(5, 1, 2, 0))

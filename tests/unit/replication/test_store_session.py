@@ -198,7 +198,7 @@ def test_a_replica_that_knows_a_later_session_is_in_none(monkeypatch, is_left_ou
     bench.run()
     bench.wait(LIMITS.grace_ms)
     bench.run()
-    why = "was engaged in session 9, but of those that opened ZooKeeper knows"
+    why = "was engaged in session 9, but the last opened session in ZooKeeper is"
     if is_left_out:
         assert bench.store.readable_replicas == [A, B]
         assert bench.reports("replica.refused")[0]["replica"] == C

@@ -1,19 +1,19 @@
-"""One partition as it is served: appends, mounts, feeds and reads over the store's sessions.
+"""The machine of a served partition: appends, mounts, feeds and reads over the store's sessions.
 
-This is where clients meet replication. Each part below has its own file and knows nothing of the
-others; only this one routes between them, and only this one knows whether there is a store session.
+It connects clients and replication. The parts below have their own files and are independent of
+each other; only this file routes between them and tracks the store session.
 
 Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
-    1. Nothing of a session is told before `SessionOpened` and `Settled`: requests wait until then.
-    2. When nobody else can have written between two sessions (`unbroken`, same generation), locks
-       are clamped and caches kept up to the mark; otherwise both start anew.
+    1. No request is answered from a session before `SessionOpened` and `Settled`; requests wait.
+    2. If no other owner can have written between two sessions (`unbroken`, same generation), locks
+       are clamped and caches kept up to the mark; otherwise both are reset.
     3. A mount is answered when (a) there is a settled session, (b) everything of older connections
-       of the client is final, (c) the feed, where there is one, has reached the mark taken then.
-    4. A mark is told only while a quorum has confirmed the session within the session timer.
-    5. A high-water mark never goes back; a store that says otherwise has lost data, and the
-       partition is given up.
-    6. That a client is ahead of the log is told of a session that is proven after its request; if
-       that fails, it is told to try again (`proofs.py`, rule 3).
+       of the client is final, (c) the feed, if there is one, has reached the mark of that moment.
+    4. A mark is reported only while a quorum has confirmed the session within the session timer.
+    5. A high-water mark never decreases; if the store reports a lower one it has lost data, and the
+       partition is released.
+    6. ClientAhead is reported only if the session is proven after the request arrived; if the proof
+       fails, the error is retriable (`proofs.py`, rule 3).
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ from waltz_core.wire import messages
 
 
 class Partition:
-    """See the module's rules. A machine: events of `server.events` in, their effects out."""
+    """See the module's rules. A machine with the events and effects of `partition_events.py`."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Partition:
         self._is_open = False
         self._high_water_mark = BEFORE_FIRST
         self._opened_ms = 0
-        self._written_ms = 0  # when ZooKeeper was last asked to write this partition's state
+        self._written_ms = 0  # when the last write of the metadata was requested
         self._opened_mark = BEFORE_FIRST
         self._is_checkpoint_due = False
         self._waiting = WaitingRequests(limits.open_wait_ms)
@@ -96,7 +96,7 @@ class Partition:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a settled store session: what health reports."""
+        """Whether there is a settled store session; shown by the health page."""
         return self._is_open
 
     @property
@@ -111,12 +111,12 @@ class Partition:
 
     @property
     def high_water_mark(self) -> TransactionId:
-        """The last committed transaction known here."""
+        """The last known committed transaction."""
         return self._high_water_mark
 
     @property
     def generation(self) -> Generation:
-        """The ownership's generation."""
+        """The generation in which this server owns the partition."""
         return self._generation
 
     @property
@@ -125,12 +125,12 @@ class Partition:
 
     @property
     def engaged_count(self) -> int:
-        """How many replicas readers may ask."""
+        """Number of replicas that readers may query."""
         return len(self._store.readable_replicas)
 
     @property
     def mount_count(self) -> int:
-        """How many clients are mounted."""
+        """Number of mounted clients."""
         return self._mounts.count
 
     @property
@@ -143,10 +143,10 @@ class Partition:
         return earliest(wanted_ms, self._waiting.due_ms)
 
     # -----------------------------------------------------------------------------------------
-    # the only way in
+    # events
 
     def step(self, event: Event, now_ms: int) -> Sequence[Effect]:
-        """Take one event in; `now_ms` is monotonic."""
+        """Process one event; `now_ms` is monotonic."""
         self._now_ms = now_ms
         match event:
             case Received():
@@ -178,7 +178,7 @@ class Partition:
             self._drive(Wakeup())
         for question in self._waiting.overdue(self._now_ms):
             error = errors.Unavailable(
-                f"{self._place} has no store session for {self._limits.open_wait_ms} ms"
+                f"{self._place} has had no store session for {self._limits.open_wait_ms} ms"
             )
             self._out.append(answers.refuse(question, error))
         self._route_reads(self.reads.wake(self._now_ms))
@@ -236,14 +236,14 @@ class Partition:
             case messages.TransactionDataRequest():
                 self._route_reads(self.reads.data(event, message))
             case _:
-                fault = f"{type(message).__name__} is no request to a partition"
+                fault = f"{type(message).__name__} is not a request to a partition"
                 self._out.append(answers.refuse(event, errors.BadRequest(fault)))
 
     def _close(self, connection: ConnectionId) -> None:
         self._mounts.close(connection)
         self.feed.close(connection)
         self._waiting.drop(connection)
-        # Appends go on, unanswered: a flush on another connection may wait for them.
+        # Appends waiting for a proof stay, unanswered: flushes of other connections wait for them.
         self._proofs.drop(lambda each: isinstance(each, Received) and each.connection == connection)
         self._route(self.pipeline.close(connection))
 
@@ -258,7 +258,7 @@ class Partition:
         if fault is not None:
             self._out.append(answers.refuse_mount(event, fault))
             return
-        # Of this client nothing older goes on, not even a mount on the same connection.
+        # End all older feeds and mounts of this client, even those of the same connection.
         older = self.feed.drop_client(req_id.client_id)
         older += self._waiting.supersede(req_id.client_id)
         self._out.extend(answers.superseded(question) for question in older)
@@ -284,19 +284,19 @@ class Partition:
         )
 
     def _mount_reached(self, event: Received) -> None:
-        """The feed has come to the mark (rule 3 c); the session may be gone meanwhile (a)."""
+        """The feed has reached the mark (rule 3 c); the session may have ended since (rule 3 a)."""
         if not self._is_open:
             self._wait_for_session(event)
         elif not self._is_outdated(event):
             self._mounted(event)
 
     def _is_outdated(self, event: Received) -> bool:
-        """Whether a mount has ended while it waited: its generation has, or its connection."""
+        """Whether the generation or the connection of a mount has ended while it waited."""
         req_id = event.message.req_id
         if self._mounts.is_current(req_id.client_id, event.connection):
             return False
         if req_id.generation != self._generation:
-            fault = f"{self._place}: asked for in generation {req_id.generation}, which has ended"
+            fault = f"{self._place}: requested in generation {req_id.generation}, which has ended"
             self._out.append(answers.refuse_mount(event, errors.GenerationMismatch(fault)))
         return True
 
@@ -319,7 +319,7 @@ class Partition:
     # marks
 
     def _tell_mark(self, event: Received, *, always: bool = False) -> None:
-        """Answer with the mark, after a proof when the last one is too old (rule 4)."""
+        """Answer with the mark; first get a proof if the last one is too old (rule 4)."""
         if not always and self._proofs.is_fresh(self._now_ms):
             self._out.append(self._with_mark(event))
         else:
@@ -343,7 +343,7 @@ class Partition:
             self._answer(question, is_proved=True)
 
     def _with_mark(self, event: Received) -> Answer:
-        # The mark of now, not of when the proof began: a client may know it already.
+        # The present mark, not that of the proof: the client may know the present one already.
         mark, replicas = self._high_water_mark, self.reads.replicas
         return answers.with_mark(event, mark, self._session_id, replicas, self._identity)
 
@@ -351,7 +351,7 @@ class Partition:
     # the store
 
     def _drive(self, event: replication.Event) -> None:
-        """Step the store; what it tells the owner is dealt with here, the rest goes out."""
+        """Step the store; process the effects for the owner here, pass on the others."""
         for effect in self._store.step(event, self._now_ms):
             match effect:
                 case replication.SessionOpened():
@@ -398,7 +398,7 @@ class Partition:
         self._opened_ms, self._opened_mark = self._now_ms, mark
         self._is_checkpoint_due = False
         self.session_changes += 1
-        # Not from now on: the news of the write may have come long after it, to a paused process.
+        # Not the present time: a paused process may see the result of the write much later.
         self._proofs.confirm(self._written_ms)
         if not unbroken:
             self.reads.forget_all()
@@ -422,7 +422,7 @@ class Partition:
         assert event.session_id == self._session_id
         self._high_water_mark = event.last
         landed = self.pipeline.committed(event.last, event.chain, now_ms=self._now_ms)
-        # All parts know the new mark before a mount that has waited for it goes on.
+        # All parts get the new mark before a mount that waited for it continues.
         self.reads.advanced(event.last)
         self.feed.advanced(self._session_id, event.last)
         self._route(landed)
@@ -432,7 +432,7 @@ class Partition:
         self._consider_checkpoint()
 
     def _consider_checkpoint(self) -> None:
-        """Start a session now and then, so that low-water marks move up; with nothing in flight."""
+        """Start a new session periodically, with nothing in flight, to move low-water marks up."""
         if not self._is_checkpoint_due:
             count = self._high_water_mark - self._opened_mark
             age_ms = self._now_ms - self._opened_ms
@@ -452,7 +452,7 @@ class Partition:
         loss = messages.Reason.NO_SPACE if is_full else messages.Reason.LOST
         self._route(self.pipeline.closed(loss))
         self.reads.closed()
-        # Asked before the session ended, so the next one may answer as well.
+        # The requests arrived in the session that ended; the next one may answer them as well.
         for question in self._unproved(self._proofs.reset()):
             self._wait_for_session(question)
         self._out.append(
@@ -475,7 +475,7 @@ class Partition:
             self._drive(proof)
 
     def _unproved(self, questions: Sequence[Received | Ticket]) -> list[Received]:
-        """Tell appends that were ahead of the log to mount again; return the others (rule 6)."""
+        """Answer appends that are ahead with NOT_MOUNTED; return the other requests (rule 6)."""
         rest: list[Received] = []
         for each in questions:
             if isinstance(each, Received):
@@ -485,17 +485,17 @@ class Partition:
         return rest
 
     # -----------------------------------------------------------------------------------------
-    # giving up
+    # release
 
     def _lose(self, reason: str) -> None:
-        """Rule 5: serve nothing rather than a log that has changed below what was told."""
+        """Release the partition: committed transactions are missing from the log (rule 5)."""
         self._give_up(reason)
         self._drive(replication.Disown())
         self._out.append(Report("data_loss", (("reason", reason),)))
         self._out.append(replication.Released(f"data loss: {reason}"))
 
     def _give_up(self, reason: str) -> None:
-        """Answer everything that waits: the partition is no longer served here."""
+        """Answer everything that waits: the partition is not served here any more."""
         self._is_owned = self._is_open = False
         self._opening = None
         queued, in_flight, reached = self.pipeline.abandon()
@@ -515,8 +515,8 @@ class Partition:
     # -----------------------------------------------------------------------------------------
     # routing between the parts
 
-    def _route(self, told: Sequence[outcomes.AppendOutcome]) -> None:
-        for outcome in told:
+    def _route(self, found: Sequence[outcomes.AppendOutcome]) -> None:
+        for outcome in found:
             match outcome:
                 case Answer() | Fetch() | Report():
                     self._out.append(outcome)
@@ -531,8 +531,8 @@ class Partition:
                 case _:
                     assert_never(outcome)
 
-    def _route_feed(self, told: Sequence[feeds.FeedOutcome]) -> None:
-        for outcome in told:
+    def _route_feed(self, found: Sequence[feeds.FeedOutcome]) -> None:
+        for outcome in found:
             match outcome:
                 case Answer():
                     self._out.append(outcome)
@@ -544,8 +544,8 @@ class Partition:
                 case _:
                     assert_never(outcome)
 
-    def _route_reads(self, told: Sequence[Answer | Fetch | FeedHeaders]) -> None:
-        for outcome in told:
+    def _route_reads(self, found: Sequence[Answer | Fetch | FeedHeaders]) -> None:
+        for outcome in found:
             if isinstance(outcome, FeedHeaders):
                 self._route_feed(self.feed.fetched(outcome))
             else:
@@ -557,7 +557,7 @@ class Partition:
             return  # A mount that was replaced by a later one.
         question = found.question if isinstance(found, WaitingMount) else found
         if not self._is_open:
-            # The session is gone since; the mount starts over with the next one.
+            # The session has ended since; the mount starts again with the next one.
             self._wait_for_session(question)
         elif isinstance(found, WaitingMount):
             self._drained(found)

@@ -1,9 +1,9 @@
 """The requests of one partition that wait: for a store session, or for older appends to be final.
 
 Rules:
-    1. A request that needs a session waits for it for `open_wait_ms`, and is then refused.
-    2. Mounts and flushes wait for a token that the append pipeline returns (`Reached`). Of one
-       client only the latest mount waits.
+    1. A request that needs a session waits for it for `open_wait_ms`, and is then rejected.
+    2. Mounts and flushes wait for a token that the append pipeline returns (`Reached`). Only the
+       latest mount of a client waits.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ class WaitingRequests:
 
     @property
     def due_ms(self) -> int | None:
-        """When the next request has waited for too long."""
+        """When the next request times out."""
         return self._until_open[0][0] if self._until_open else None
 
     def wait_for_session(self, question: Received, now_ms: int) -> None:
@@ -43,19 +43,19 @@ class WaitingRequests:
         self._until_open.append((now_ms + self._open_wait_ms, question))
 
     def overdue(self, now_ms: int) -> list[Received]:
-        """Remove and return the requests that have waited for too long."""
+        """Remove and return the requests that have timed out."""
         found: list[Received] = []
         while self._until_open and self._until_open[0][0] <= now_ms:
             found.append(self._until_open.popleft()[1])
         return found
 
     def session_opened(self) -> list[Received]:
-        """Remove and return the requests that waited for this."""
+        """Remove and return the requests that waited for a session."""
         waiting, self._until_open = self._until_open, deque()
         return [question for _, question in waiting]
 
     def drop(self, connection: ConnectionId) -> None:
-        """Forget what a closed connection asked for that needs a session."""
+        """Forget the requests of a closed connection that wait for a session."""
         self._until_open = deque(
             each for each in self._until_open if each[1].connection != connection
         )

@@ -2,8 +2,8 @@
 
 Rules:
     1. A storage's figure covers all partitions of this server: they share its disk.
-    2. The figure is the median of the mean latency of each second with answers: a storage that was
-       frozen once, and then answered all that had queued, is not slow.
+    2. The figure is the median of the mean latencies of all seconds with answers: a storage that
+       was frozen once, and then answered all queued appends, is not slow.
     3. Memory is bounded: 60 numbers for each storage of the cluster.
 """
 

@@ -1,15 +1,15 @@
-"""The server's part in balance by load: measure, tell, and, as the lead, have partitions moved.
+"""Balance by load: a server measures and publishes its loads; the lead also moves partitions.
 
-It is the clockwork between counts, ZooKeeper and the planner; what is worth a move is decided in
-`cluster/membership/balance.py`.
+It runs the planner periodically with the loads from ZooKeeper; `cluster/membership/balance.py`
+decides which moves are worth it.
 
 Rules:
-    1. Only the lead has partitions moved, and only by an assignment that is written at the version
-       it was read at: somebody else's change in between makes it look again next time.
-    2. Nothing here is needed for anything else. What fails is tried again after the next pause.
-    3. After the set of servers has changed, nothing moves until the loads of a window are in.
-    4. A server that could not open its partitions has nothing to do, and looks idle: while it is
-       not fit it tells no load, so that it neither gives nor takes.
+    1. Only the lead moves partitions, and only with a compare-and-set on the version of the
+       assignment that it read: after a concurrent change it tries again in the next interval.
+    2. Nothing else depends on this. Failures are retried in the next interval.
+    3. After the set of servers has changed, nothing moves until the loads of a window are known.
+    4. A server that could not open its partitions looks idle. While it is not fit it publishes no
+       load, so that no partition moves to it or from it.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BalanceTimes:
-    """How often loads are told, over what time they are means, how long a moved one rests."""
+    """The interval of the checks, the averaging window, and how long a moved partition stays."""
 
     interval_ms: int
     window_ms: int
@@ -42,10 +42,10 @@ class Balancing:
 
     Args:
         server_id: this server.
-        coordinator: where loads are told and moves are written.
-        costs: what each partition that is served here has cost so far.
-        pace: how often, and how fast.
-        is_fit: whether this server can serve what it is given (rule 4).
+        coordinator: publishes loads and writes moves.
+        costs: returns the total cost of each partition that is served here.
+        pace: the intervals.
+        is_fit: whether this server can serve the partitions assigned to it (rule 4).
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Balancing:
         self._quiet_until_ms = 0
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Measure and balance periodically, until cancelled."""
         while True:
             await asyncio.sleep(self._pace.interval_ms / 1000)
             try:
@@ -92,22 +92,22 @@ class Balancing:
         await self._balance(view)
 
     async def _balance(self, view: ServersView) -> None:
-        """Do the lead's duty."""
+        """Plan and write moves, as the lead."""
         now_ms = loop_clock_ms()
         if view.servers.keys() != self._servers:
             self._servers = frozenset(view.servers)
             self._quiet_until_ms = now_ms + self._pace.window_ms
-        told = await self._coordinator.loads.read(
+        published = await self._coordinator.loads.read(
             view.servers.keys() - view.left_out,
             lambda error: _log.info("balance.load_ignored error=%s", error),
         )
         owners = {partition_id: owner.server_id for partition_id, owner in view.owners.items()}
-        loads = self._book.take(told, owners)
+        loads = self._book.take(published, owners)
         if now_ms < self._quiet_until_ms:
             self._balancer.look_away()
             return  # rule 3
         preferred = {each for its in view.servers.values() for each in its.preferred}
-        moves = self._balancer.plan(owners, preferred, loads, told.keys(), now_ms)
+        moves = self._balancer.plan(owners, preferred, loads, published.keys(), now_ms)
         if moves and await self._coordinator.move_partitions(view, moves):
             self._balancer.moved(moves, now_ms)
             for partition_id, target in moves.items():

@@ -1,15 +1,15 @@
-"""The clients of one server: their links, what they may send, where it goes, what comes back.
+"""The clients of one server: their links, admission and routing of requests, and answers.
 
-Between a socket and a partition stands the same for every request: is there room for it, whose is
-it, and if nobody's, what is its sender told. Partitions know nothing of links, and links nothing of
-partitions.
+For every request it checks whether there is room, and finds the partition; without one it answers
+with an error. Partitions are independent of links, and links of partitions.
 
 Rules:
-    1. Every request is answered, by a partition, by the process, or by an error in words.
-    2. A link is read only while `flow` has room for more of it.
-    3. Partitions that ever heard of a connection are told of its congestions and of its end.
-    4. An original (up to L 4) is told what `old_client.py` makes of an answer; after the end that
-       this may be, nothing more of it is dealt with.
+    1. Every request is answered: by a partition, by the process, or by an error.
+    2. A link is read only while `flow` has room for its requests.
+    3. A partition that has received a request of a connection is notified when the connection is
+       congested, drained or closed.
+    4. For a 0.13 client (up to L 4) `old_client.py` translates the answers. If it ends the
+       connection, no further request of the client is processed.
 """
 
 import asyncio
@@ -96,21 +96,21 @@ class Served(Protocol):
 
     @property
     def partition_id(self) -> PartitionId:
-        """Which one."""
+        """The ID."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes appends."""
+        """Whether it accepts appends."""
 
     def post(self, event: Event) -> None:
-        """Give its machine an event."""
+        """Pass an event to its machine."""
 
     def receive(self, connection: ConnectionId, message: ClientMessage, cost_bytes: int) -> None:
-        """Give its machine a client's request."""
+        """Pass a client's request to its machine."""
 
 
 class Backend(Protocol):
-    """What clients reach through this server."""
+    """The server process as its clients use it."""
 
     @property
     def hosts(self) -> Mapping[PartitionId, Served]:
@@ -118,29 +118,29 @@ class Backend(Protocol):
 
     @property
     def partition_count(self) -> int:
-        """How many partitions the cluster has."""
+        """Number of partitions of the cluster."""
 
     def append_times(self) -> Sequence[AppendTime]:
         """Return the append latencies of the storages over the last minute."""
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
-        """Try every storage of the replica assignment."""
+        """Try to connect to every storage of the replica assignment."""
 
     async def prefer(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
-        """Change which partitions this server is to own before all others."""
+        """Change the partitions of which this server is the preferred owner."""
 
 
 @dataclass(slots=True)
 class _Client:
     link: Link
     original: Original | None
-    heard: dict[PartitionId, Served] = field(default_factory=dict)
+    hosts: dict[PartitionId, Served] = field(default_factory=dict)  # that have its requests
     is_congested: bool = False
     is_read: bool = True
-    # Small answers of one turn of the loop, which go out together: a call of the system for each
-    # would cost more than all else that is done for a single append.
+    # Small answers of one turn of the loop are sent together: a system call for each would cost
+    # more than all other work for a single append.
     outbox: list[ClientMessage] = field(default_factory=list)
 
 
@@ -161,12 +161,12 @@ class Clients:
 
     @property
     def bytes(self) -> int:
-        """What all requests and answers under way hold."""
+        """Bytes of all requests and answers under way."""
         return self._flow.bytes
 
     @property
     def count(self) -> int:
-        """How many clients are connected."""
+        """Number of connected clients."""
         return len(self._clients)
 
     @property
@@ -193,19 +193,19 @@ class Clients:
         )
 
     def forget(self, host: Served) -> None:
-        """A partition is served here no more; nothing of it is kept for clients that stay."""
+        """Remove a partition that is not served here any more."""
         for client in self._clients.values():
-            if client.heard.get(host.partition_id) is host:
-                del client.heard[host.partition_id]
+            if client.hosts.get(host.partition_id) is host:
+                del client.hosts[host.partition_id]
 
     def cut(self, connection: ConnectionId, reason: str) -> None:
-        """End a connection, if it is still there; what is unsent is lost."""
+        """End a connection, if it is open; unsent answers are lost."""
         client = self._clients.get(connection)
         if client is not None:
             client.link.abort(reason)
 
     def pause(self) -> None:
-        """Read no more from anybody: the server is about to end."""
+        """Stop reading from all clients: the server is shutting down."""
         for client in self._clients.values():
             client.link.pause_reading()
 
@@ -220,7 +220,7 @@ class Clients:
             return
         client.is_congested = False
         self._note_backlog(connection, client)
-        for host in list(client.heard.values()):
+        for host in list(client.hosts.values()):
             host.post(Drained(connection))
         self._admit(connection)
 
@@ -229,7 +229,7 @@ class Clients:
         _log.debug("client.closed address=%s reason=%s", client.link.address, reason)
         self._answered.pop(connection, None)
         self._flow.close(connection)
-        for host in client.heard.values():
+        for host in client.hosts.values():
             host.post(Closed(connection))
         self._balance()
 
@@ -237,24 +237,24 @@ class Clients:
     # answers
 
     def answer(self, effect: Answer) -> None:
-        """Send an answer; whatever it ends makes room for the next request."""
+        """Send an answer; if it ends a request, there is room for the next one."""
         connection = effect.connection
         client = self._clients.get(connection)
         if client is None:
             return
         if client.original is None:
-            self._tell(connection, client, effect.message)
+            self._send(connection, client, effect.message)
         else:
-            told = client.original.tell(effect.message, effect.question, self._loop.time())
-            if told is not None:
-                self._tell_original(connection, client, told)
+            translated = client.original.tell(effect.message, effect.question, self._loop.time())
+            if translated is not None:
+                self._send_to_original(connection, client, translated)
         self._flow.answered(connection, effect.cost_bytes)
         if not self._answered:
-            # Later: whoever answers is in the middle of something.
+            # Not now: the caller is in the middle of a step.
             self._loop.call_soon(self._after_answers)
         self._answered[connection] = None
 
-    def _tell(self, connection: ConnectionId, client: _Client, message: ClientMessage) -> None:
+    def _send(self, connection: ConnectionId, client: _Client, message: ClientMessage) -> None:
         if isinstance(message, AppendResult):
             client.outbox.append(message)
             return
@@ -262,23 +262,25 @@ class Clients:
         client.link.send(message)
         self._note_sent(connection, client)
 
-    def _tell_original(self, connection: ConnectionId, client: _Client, told: OldAnswer) -> None:
-        match told:
+    def _send_to_original(
+        self, connection: ConnectionId, client: _Client, answer: OldAnswer
+    ) -> None:
+        match answer:
             case Frames():
-                client.link.send_frames(told.data)
+                client.link.send_frames(answer.data)
                 self._note_sent(connection, client)
             case LockFailure() | FlushResponse():
-                # They name a transaction whose turn in the feed comes next, and want to follow it.
-                client.outbox.append(told)
+                # They name a transaction that the feed sends next, and must be sent after it.
+                client.outbox.append(answer)
             case EndConnection():
-                self._loop.call_later(told.after_s, self._end, connection, told.reason)
+                self._loop.call_later(answer.after_s, self._end, connection, answer.reason)
             case Unheard():
-                _log.warning("client.unheard address=%s %s", client.link.address, told.text)
+                _log.warning("client.unheard address=%s %s", client.link.address, answer.text)
             case _:
-                self._tell(connection, client, told)
+                self._send(connection, client, answer)
 
     def _end(self, connection: ConnectionId, reason: str) -> None:
-        """End a connection when what it was told before is out."""
+        """End a connection after its pending answers are sent."""
         client = self._clients.get(connection)
         if client is not None and not client.link.is_closed:
             _log.info("client.ended address=%s reason=%s", client.link.address, reason)
@@ -291,7 +293,7 @@ class Clients:
             client.link.send_all(outbox)
 
     def _after_answers(self) -> None:
-        """Send what waits together, and admit what there is room for now."""
+        """Send the outboxes, and admit the requests for which there is room now."""
         connections, self._answered = self._answered, {}
         for connection in connections:
             client = self._clients.get(connection)
@@ -306,13 +308,13 @@ class Clients:
         self._note_backlog(connection, client)
         if client.link.is_congested and not client.is_congested:
             client.is_congested = True
-            self._loop.call_soon(self._tell_congested, connection)
+            self._loop.call_soon(self._post_congested, connection)
 
-    def _tell_congested(self, connection: ConnectionId) -> None:
+    def _post_congested(self, connection: ConnectionId) -> None:
         client = self._clients.get(connection)
         if client is None or not client.is_congested:
             return
-        for host in list(client.heard.values()):
+        for host in list(client.hosts.values()):
             host.post(Congested(connection))
 
     def _note_backlog(self, connection: ConnectionId, client: _Client) -> None:
@@ -361,16 +363,16 @@ class Clients:
         partition_id = message.req_id.partition_id
         host = self._backend.hosts.get(partition_id)
         if host is None:
-            self.answer(self._nobody(connection, request))
+            self.answer(self._refusal(connection, request))
             return
-        if client.heard.get(partition_id) is not host:
-            client.heard[partition_id] = host
+        if client.hosts.get(partition_id) is not host:
+            client.hosts[partition_id] = host
             if client.is_congested:
                 host.post(Congested(connection))
         host.receive(connection, message, request.cost_bytes)
 
-    def _nobody(self, connection: ConnectionId, request: AdmittedRequest) -> Answer:
-        """What the sender of a request for a partition that is not here is told."""
+    def _refusal(self, connection: ConnectionId, request: AdmittedRequest) -> Answer:
+        """Return the answer to a request for a partition that is not served here."""
         message, cost_bytes = request
         partition_id = message.req_id.partition_id
         if not 0 <= partition_id < self._backend.partition_count:
@@ -387,7 +389,7 @@ class Clients:
         return refusal(connection, message.req_id, cost_bytes, error, message)
 
     def _serve(self, connection: ConnectionId, request: AdmittedRequest) -> None:
-        """Answer what concerns the server as a whole."""
+        """Answer a request that concerns the server as a whole."""
         message, cost_bytes = request
         answer: ClientMessage
         if isinstance(message, ServerPartitionsRequest):
@@ -413,7 +415,7 @@ class Clients:
             self._tasks.create_task(self._prefer(connection, message, cost_bytes))
             return
         else:
-            fault = f"{type(message).__name__} is no request to a server"
+            fault = f"{type(message).__name__} is not a request to a server"
             error = errors.BadRequest(fault)
             self.answer(refusal(connection, message.req_id, cost_bytes, error, message))
             return
@@ -430,7 +432,7 @@ class Clients:
         message: AddPreferredRequest | RemovePreferredRequest,
         cost_bytes: int,
     ) -> None:
-        """Make the assignment anew, or say no: to partitions that there are not, or to none."""
+        """Change the preferences; answer False for unknown partitions, or for none."""
         count = self._backend.partition_count
         wanted = [PartitionId(number) for number in message.partitions]
         is_done = bool(wanted) and all(0 <= number < count for number in wanted)

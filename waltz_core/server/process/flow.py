@@ -1,14 +1,14 @@
-"""Who may send: requests admitted by connection, and memory shared by all of them.
+"""Flow control: limits on requests for each connection, and on memory for all of them together.
 
-The promise that a client which floods, or never reads, costs the others neither memory nor much
-time is arithmetic over connections, and is kept here without any socket.
+A client that floods the server, or never reads, must not take memory or much time from other
+clients. This file does the accounting, without any sockets.
 
 Rules (docs/design/correctness.md 5, "Limits"):
-    1. A connection has at most so many requests, and bytes of them, under way; what it has sent
-       beyond that waits unlooked at, and it is not read while anything waits.
-    2. The answer to a range request counts from the request on, and reading may take half of the
-       bytes only. A connection that does not take its answers gets nothing admitted.
-    3. Over the memory limit the greediest connections are not read, until an eighth is free again.
+    1. The number and the bytes of the requests under way are limited for each connection. Further
+       requests wait, and the connection is not read while any request waits.
+    2. The answer to a range request counts from the request on, and reading may use half of the
+       bytes only. No requests of a congested connection are admitted.
+    3. Over the memory limit, the connections that use most are not read until an eighth is free.
 """
 
 from collections import deque
@@ -19,12 +19,12 @@ from typing import Final, NamedTuple
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import AppendBatch, AppendRequest, ClientMessage, RangeRequest
 
-# What a request costs beside its bytes: the objects it becomes.
+# Memory of a request in addition to its bytes: Python objects.
 REQUEST_OVERHEAD_BYTES: Final = 512
 
 
 class FlowLimits(NamedTuple):
-    """See the rules."""
+    """See the module's rules."""
 
     connection_in_flight_max: int
     connection_in_flight_bytes_max: int
@@ -33,7 +33,7 @@ class FlowLimits(NamedTuple):
 
 
 class AdmittedRequest(NamedTuple):
-    """A request that may be worked on, and what it counts for until it is answered."""
+    """A request that may be processed, and the bytes that it counts for until it is answered."""
 
     message: ClientMessage
     cost_bytes: int
@@ -71,7 +71,7 @@ class Flow:
         self._accounts[connection] = _Account()
 
     def close(self, connection: ConnectionId) -> None:
-        """A connection is gone, and all that it cost with it."""
+        """A connection was closed; its bytes are free."""
         self.bytes -= self._accounts.pop(connection).bytes
         assert self.bytes >= 0
 
@@ -81,14 +81,14 @@ class Flow:
         return not account.waiting and not account.is_greedy
 
     def in_flight_count(self, connection: ConnectionId) -> int:
-        """How many requests of the connection are under way."""
+        """Number of requests of the connection that are under way."""
         return self._accounts[connection].count
 
     # -----------------------------------------------------------------------------------------
     # requests and answers
 
     def receive(self, connection: ConnectionId, messages: Iterable[ClientMessage]) -> None:
-        """Take in what a connection sent; `admit` hands it out."""
+        """Queue the requests of a connection; `admit` returns them."""
         account = self._accounts[connection]
         for message in messages:
             request_bytes = _request_bytes(message)
@@ -97,7 +97,7 @@ class Flow:
             self.bytes += request_bytes
 
     def admit(self, connection: ConnectionId) -> list[AdmittedRequest]:
-        """Return the requests that may be worked on now, in order."""
+        """Return the requests that may be processed now, in order."""
         account = self._accounts.get(connection)
         admitted: list[AdmittedRequest] = []
         while account and account.waiting and self._has_room(account):
@@ -111,7 +111,7 @@ class Flow:
         return admitted
 
     def answered(self, connection: ConnectionId, cost_bytes: int) -> None:
-        """A request is answered: what it counted for is free. Nothing for a cost of 0."""
+        """A request was answered: its bytes are free. Does nothing for a cost of 0."""
         account = self._accounts.get(connection)
         if account is None or not cost_bytes:
             return
@@ -122,7 +122,7 @@ class Flow:
         assert account.in_flight_bytes >= 0
 
     def backlog(self, connection: ConnectionId, backlog_bytes: int, *, is_congested: bool) -> None:
-        """Note how much of its answers a connection has not taken yet."""
+        """Note how many bytes of answers a connection has buffered."""
         account = self._accounts.get(connection)
         if account is not None:
             self.bytes += backlog_bytes - account.backlog_bytes
@@ -144,7 +144,7 @@ class Flow:
         return []
 
     def _restrain(self) -> list[ConnectionId]:
-        """Stop reading the greediest, as many as hold what is over the limit."""
+        """Stop reading the connections that use most, as many as hold the excess bytes."""
         over_bytes = self.bytes - self._limits.memory_bytes_max
         stopped: list[ConnectionId] = []
         held = sorted(((account.bytes, each) for each, account in self._accounts.items()))

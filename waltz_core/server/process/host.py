@@ -1,15 +1,14 @@
-"""One partition in the server process: its machine, its driver, and what its effects need.
+"""One partition in the server process: its machine, its driver, its links and its metrics.
 
-A partition comes and goes with the assignment, and everything that belongs to one has to come and
-go with it.
+A host is created and stopped with the assignment of its partition.
 
 Rules:
     1. Effects are carried out at once or as tasks of the process; every task ends in an event.
-    2. A machine that raises ends the process: what it would do next cannot be trusted, and clients
-       that lose their connection find out the truth elsewhere.
+    2. A machine that raises ends the process: its state cannot be trusted any more, and clients
+       learn the outcomes of their appends from the next owner.
     3. A partition that was released is owned again after a pause, while it is still assigned. One
-       that was released for want of a quorum is handed to another server first, if there is one.
-    4. A session begins with a turn (`openings.py`), which ends when it is open or given up.
+       that was released because there was no quorum is first handed to another server, if possible.
+    4. A session begins with a turn (`openings.py`), which ends when it is open or abandoned.
 """
 
 import asyncio
@@ -60,18 +59,18 @@ _GAUGES: Final = (
     "waltz_server_feed_lag_transactions",
     "waltz_server_store_session",
 )
-# A disk that syncs more slowly than that is told of as slow, one that takes longer as silent.
+# Waits from which a replica is reported as slow, and as silent.
 SLOW_REPLICA_MS: Final = 1_000
 SILENT_REPLICA_MS: Final = 10_000
 # Reports that an operator should see.
 _WARNINGS: Final = frozenset({"append.slow"})
-# The reports after which an attempt to open a session is over, well or not.
+# The reports that end an attempt to open a session, successful or not.
 _ENDS_OF_OPENING: Final = frozenset({"session_opened", "session_closed", "session.abandoned"})
 
 
 @dataclass(frozen=True, slots=True)
 class ServerServices:
-    """What all partitions of a process share. `failed` ends the process."""
+    """The services that all partitions of a process share. `failed` ends the process."""
 
     coordinator: Coordinator
     tasks: Tasks
@@ -84,7 +83,7 @@ class ServerServices:
     answer: Callable[[Answer], None]
     failed: Callable[[Exception], None]
     write_backlog_bytes_max: int
-    ssl: SSLContext | None  # what storages are dialled in
+    ssl: SSLContext | None  # for dialling storages
 
 
 class Host:
@@ -110,7 +109,7 @@ class Host:
             write_backlog_bytes_max=surroundings.write_backlog_bytes_max,
             ssl=surroundings.ssl,
         )
-        self._told = _Told()
+        self._shown = _ShownFigures()
         self._turn: Turn | None = None
         self._answers = self._answer_bytes = 0
         self._driver: Driver[Event, Effect] = Driver(
@@ -123,18 +122,18 @@ class Host:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes appends."""
+        """Whether it accepts appends."""
         return self.partition.is_open
 
     # -----------------------------------------------------------------------------------------
-    # what comes in
+    # events
 
     def post(self, event: Event) -> None:
-        """Give the machine an event."""
+        """Pass an event to the machine."""
         self._driver.post(event)
 
     def receive(self, connection: ConnectionId, message: ClientMessage, cost_bytes: int) -> None:
-        """Give the machine a client's request."""
+        """Pass a client's request to the machine."""
         wall_ms = time.time_ns() // 1_000_000
         self._driver.post(Received(connection, message, cost_bytes, wall_ms))
 
@@ -144,14 +143,14 @@ class Host:
         changed = replicas != self._replicas
         self._replicas = replicas
         if not replicas:
-            return  # Nothing to store on yet.
+            return  # No storages are assigned yet.
         if is_new or not self.partition.is_owned:
             self.post(replication.Own(generation, replicas))
         elif changed:
             self.post(replication.Reassign(replicas))
 
     def stop(self) -> None:
-        """The partition is another server's: answer what waits, and end."""
+        """Another server owns the partition: answer waiting requests, and stop."""
         self.post(replication.Disown())
         self._driver.stop()
         self._end_turn()
@@ -159,7 +158,7 @@ class Host:
         self._around.metrics.forget(partition=self.partition_id)
 
     # -----------------------------------------------------------------------------------------
-    # what goes out
+    # effects
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -183,8 +182,8 @@ class Host:
                 self._around.tasks.create_task(self._write_metadata(effect))
             case replication.Released():
                 self._released(effect)
-            case _:  # What the store tells its owner stops at the partition machine.
-                raise AssertionError(f"an effect for nobody: {effect!r}")
+            case _:  # The partition machine consumes the store's other effects.
+                raise AssertionError(f"unexpected effect: {effect!r}")
 
     def _released(self, effect: replication.Released) -> None:
         _log.warning("partition.released partition=%s reason=%s", self.partition_id, effect.reason)
@@ -277,7 +276,7 @@ class Host:
             self._turn = None
 
     async def _learn_storage_ids(self) -> None:
-        """A storage may have been replaced since the session began; the next dial is for it."""
+        """Read the storage IDs again: a storage may have been replaced since the session began."""
         try:
             await self._around.refresh_storage_ids()
         except WaltzError as error:
@@ -285,13 +284,13 @@ class Host:
 
     @property
     def cost(self) -> float:
-        """What this partition has cost so far (load.py)."""
+        """The total cost of this partition (`load.py`)."""
         figures = self.partition.pipeline.figures
         return cost_of(figures, answers=self._answers, answer_bytes=self._answer_bytes)
 
     def show(self) -> None:
-        """Bring this partition's metrics up to date."""
-        self._told.show(self.partition_id, self.partition, self._around.metrics)
+        """Update this partition's metrics."""
+        self._shown.show(self.partition_id, self.partition, self._around.metrics)
         now_ms = loop_clock_ms()
         self._waits.show(now_ms)
         for replica, took_ms in self._take_append_times().items():
@@ -302,15 +301,15 @@ class Host:
 
     @property
     def silent_replicas(self) -> list[ReplicaId]:
-        """Replicas that have not answered for long, though their storages keep the connection."""
+        """Replicas that have not answered for `SILENT_REPLICA_MS` on an open connection."""
         return sorted(self._waits.silent)
 
 
 class Waits:
-    """How long a partition waits for its replicas: one that hangs holds up nobody, and is told.
+    """Reports how long a partition waits for its replicas; a hanging one blocks nothing.
 
     Args:
-        waits_ms: the time now to how long each replica owes an answer.
+        waits_ms: maps the time now to how long each replica has owed an answer.
     """
 
     def __init__(
@@ -326,7 +325,7 @@ class Waits:
         self._slow: set[ReplicaId] = set()
 
     def show(self, now_ms: int) -> None:
-        """Bring the metrics up to date, and say so when one falls silent or answers again."""
+        """Update the metrics, and log when a replica falls silent or answers again."""
         waits_ms = self._waits_ms(now_ms)
         slow = {each for each, wait_ms in waits_ms.items() if wait_ms >= SLOW_REPLICA_MS}
         for each in sorted(slow | self._slow):
@@ -345,10 +344,10 @@ class Waits:
         self._slow, self.silent = slow, silent
 
 
-class _Told:
-    """What the metrics have been told of a partition; what is as it was is not told again.
+class _ShownFigures:
+    """The figures of a partition that the metrics have; only changed ones are updated.
 
-    They are told every second, of a thousand partitions of which most are at rest.
+    The update runs every second for up to a thousand partitions, most of which are idle.
     """
 
     def __init__(self) -> None:
@@ -392,7 +391,7 @@ class _Told:
         mark, lag = partition.high_water_mark, partition.feed.lag_max()
         session_id = partition.session_id if partition.is_open else 0
         gauges = (partition.engaged_count, mark, lag, session_id)
-        # With these the lock table is as it was too, but for what is in flight.
+        # If these are unchanged so is the lock table, except for entries in flight.
         known = (*gauges, partition.pipeline.refill.floor)
         if known == self._gauges:
             return
@@ -401,7 +400,7 @@ class _Told:
             metrics.set(name, value, partition=partition_id)
         locks = partition.pipeline.locks
         if locks is not None:
-            # For a client that is a thousand transactions behind.
+            # For a client that lags by a thousand transactions.
             lagging = TransactionId(max(BEFORE_FIRST, mark - 1_000))
             metrics.set(
                 "waltz_server_false_refusals_ratio",

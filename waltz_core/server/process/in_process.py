@@ -1,12 +1,12 @@
-"""A server whose logs are in memory, and what shall befall its messages: half of `MemoryWaltz`.
+"""The server of `MemoryWaltz`: logs in memory, and faults that affect its messages.
 
-It has the same partitions and clients as the daemon, and nothing of what the daemon reaches for: no
-storages, no ZooKeeper, no assignment. In the place of all that stand faults.
+It uses the same partition and client code as the daemon, but no storages, no ZooKeeper and no
+assignment.
 
 Rules:
-    1. Something befalls messages only; what a machine decides stays as it is.
-    2. What is drawn is drawn in the order in which messages arrive.
-    3. Answers of one connection keep their order, however late each of them is.
+    1. Faults affect messages only, never the decisions of a machine.
+    2. Random values are drawn in the order in which messages arrive.
+    3. Answers of one connection keep their order, whatever their delays.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ _FLOW: Final = FlowLimits(
 
 @dataclass(slots=True)
 class Failures:
-    """The next appends that shall end in an error."""
+    """The error of the next `count` appends (`fail_next_append`)."""
 
     count: int
     error: errors.WaltzError
@@ -80,7 +80,7 @@ class Failures:
 
 
 class Faults:
-    """What the knobs say, and what is drawn."""
+    """The fault settings, and the random choices."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -91,7 +91,7 @@ class Faults:
         self.failures: Failures | None = None
 
     def delay_s(self) -> float:
-        """Draw how long an answer takes."""
+        """Draw the delay of an answer."""
         low, high = self.delay_ms
         return (low if low == high else self._random.uniform(low, high)) / 1000
 
@@ -102,7 +102,7 @@ class Faults:
         return is_lost
 
     def failure(self) -> "Failures | None":
-        """Return what this append shall end in, if it is one of `fail_next_append`."""
+        """Return the failure of this append, if it is one of `fail_next_append`."""
         failures = self.failures
         if failures is None or failures.count <= 0:
             return None
@@ -110,7 +110,7 @@ class Faults:
         return failures
 
     def coin(self) -> bool:
-        """Draw one of two."""
+        """Draw True or False."""
         return self._random.random() < 0.5
 
     def refuses(self, message: ClientMessage) -> bool:
@@ -124,7 +124,7 @@ class Faults:
 
 
 class MemoryServer:
-    """All partitions, behind one port."""
+    """All partitions on one port."""
 
     def __init__(self, key: bytes, partition_count: int, faults: Faults, tasks: Tasks) -> None:
         self.key = key
@@ -153,14 +153,14 @@ class MemoryServer:
         self.address = f"127.0.0.1:{self._listener.port}"
 
     async def stop(self) -> None:
-        """End."""
+        """Stop serving."""
         assert self._listener is not None
         await self._listener.close("the test is over")
         for host in self.hosts.values():
             host.stop()
 
     def failed(self, error: Exception) -> None:
-        """A machine has raised: nobody is served any more."""
+        """A machine has raised: end all connections."""
         self.failure = self.failure or error
         assert self._listener is not None
         for link in self._listener.links:
@@ -177,10 +177,10 @@ class MemoryServer:
     async def prefer(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
-        """Nothing moves where there is one server (`clients.Backend`)."""
+        """Do nothing: there is only one server (`clients.Backend`)."""
 
     def answer(self, effect: Answer) -> None:
-        """Answer, after the delay; the answers of a connection keep their order."""
+        """Answer after the drawn delay (rule 3)."""
         connection = effect.connection
         delay_s = self.faults.delay_s()
         if not delay_s and connection not in self._delayed:
@@ -199,7 +199,7 @@ class MemoryServer:
 
 
 class MemoryHost:
-    """One partition (`clients.Served`), and what befalls its messages."""
+    """One partition (`clients.Served`), and the faults of its messages."""
 
     def __init__(self, partition_id: PartitionId, server: MemoryServer) -> None:
         self.partition_id = partition_id
@@ -213,7 +213,7 @@ class MemoryHost:
             FeedCache(MIB),
             Pace(is_on=False),
         )
-        # Whose answers will be lost, and who may not mount until when.
+        # Requests whose answers will be lost; until when each client may not mount.
         self._muted: set[ReqId] = set()
         self._shut_out_until_s: dict[int, float] = {}
         self._driver: Driver[Event, Effect] = Driver(
@@ -227,27 +227,27 @@ class MemoryHost:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes appends."""
+        """Whether it accepts appends."""
         return self._partition.is_open
 
     def receive(self, connection: ConnectionId, message: ClientMessage, cost_bytes: int) -> None:
-        """Give the machine a client's request, or have something befall it."""
+        """Pass a client's request to the machine, unless a fault applies."""
         if isinstance(message, AppendRequest | AppendBatch):
-            if self._befalls(connection, message, cost_bytes):
+            if self._fails(connection, message, cost_bytes):
                 return
         elif isinstance(message, MountRequest | MountWriter):
             until_s = self._shut_out_until_s.get(message.req_id.client_id, 0.0)
             if self._server.loop.time() < until_s:
-                error = errors.Overloaded("the outcome of an append shall be unknown")
+                error = errors.Overloaded("the fault keeps the outcome of an append unknown")
                 self._server.answer(refusal(connection, message.req_id, cost_bytes, error))
                 return
         wall_ms = time.time_ns() // 1_000_000
         self.post(Received(connection, message, cost_bytes, wall_ms))
 
-    def _befalls(
+    def _fails(
         self, connection: ConnectionId, message: AppendRequest | AppendBatch, cost_bytes: int
     ) -> bool:
-        """Whether an append goes no further than here."""
+        """Apply the faults of appends; return whether the machine must not get this one."""
         faults, req_id = self._server.faults, message.req_id
         failure = faults.failure()
         if failure is not None:
@@ -261,8 +261,8 @@ class MemoryHost:
         if faults.refuses(message):
             mark = self._partition.high_water_mark
             conflict = mark.to_bytes(8, "big", signed=True)
-            told = AppendResult(req_id, mark, _NONE, bytes((Reason.LOCK,)), conflict)
-            self._server.answer(Answer(connection, told, cost_bytes))
+            result = AppendResult(req_id, mark, _NONE, bytes((Reason.LOCK,)), conflict)
+            self._server.answer(Answer(connection, result, cost_bytes))
             return True
         return faults.is_lost() and self._lose(connection, req_id, enters_log=None)
 
@@ -282,7 +282,7 @@ class MemoryHost:
                 fetched = Fetched(effect.token, self.store.log.read(message))
                 self._server.loop.call_soon(self.post, fetched)
             case _:
-                raise AssertionError(f"an effect for nobody: {effect!r}")
+                raise AssertionError(f"unexpected effect: {effect!r}")
 
     def _answer(self, effect: Answer) -> None:
         message = effect.message
@@ -290,7 +290,7 @@ class MemoryHost:
             self._muted.discard(message.req_id)
             self._server.clients.cut(effect.connection, "an answer was lost")
         elif isinstance(message, ReplicasResponse):
-            # No storage can be dialled: readers are served by the server.
+            # There are no storages: the server itself serves readers.
             self._server.answer(replace(effect, message=replace(message, replicas=())))
         else:
             self._server.answer(effect)

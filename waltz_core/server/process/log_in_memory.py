@@ -1,11 +1,10 @@
 """A partition's log in memory, and the store that commits to it at once.
 
-A served partition asks of its store only what `events.Store` says, and where nothing has to survive
-the process a list of batches keeps it. The partition above is the real one.
+It implements `partition_events.Store` for `MemoryWaltz`; the partition machine is the real one.
 
 Rules:
-    1. What is written is committed: there is one copy, no quorum, and nothing to sync.
-    2. A session opens in the step that asks for it, and no other owner exists.
+    1. Every write is committed at once: there is one copy, no quorum, and nothing to sync.
+    2. A session opens in the step that requests it; there is no other owner.
 """
 
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ from waltz_core.server.read.cache import CacheBudget, TransactionCache
 from waltz_core.wire.messages import RangeBytes, RangeForm, RangeRaw
 
 REPLICA: Final = ReplicaId("memory:1")
-# More than any process can hold, so that nothing is ever forgotten.
+# More than any process can hold, so that nothing is ever dropped.
 _ENOUGH_BYTES: Final = 1 << 62
 _CRC_BYTES: Final = 4
 
@@ -54,7 +53,7 @@ class StoredTransaction(NamedTuple):
 
 
 class MemoryLog:
-    """One partition's log, shared by whichever server owns it."""
+    """One partition's log."""
 
     def __init__(self) -> None:
         self._batches = TransactionCache(CacheBudget(_ENOUGH_BYTES))
@@ -72,7 +71,7 @@ class MemoryLog:
         self.mark = batch.last
 
     def read(self, asked: RangeRaw) -> RangeBytes:
-        """Answer as a storage does, with what lies in one batch."""
+        """Answer as a storage does, from one batch."""
         part = self._batches.read(
             TransactionId(asked.first), TransactionId(asked.last), asked.bytes_max
         )[0]
@@ -93,7 +92,7 @@ class MemoryLog:
         )
 
     def transactions(self) -> list[StoredTransaction]:
-        """Return everything in it."""
+        """Return all transactions."""
         if self.mark == BEFORE_FIRST:
             return []
         found: list[StoredTransaction] = []
@@ -114,7 +113,7 @@ class MemoryLog:
 
 
 class MemoryStore:
-    """What a partition stores to; see the module's rules."""
+    """The store of a partition; see the module's rules."""
 
     def __init__(self, log: MemoryLog) -> None:
         self.log = log
@@ -123,7 +122,7 @@ class MemoryStore:
         self.readable_replicas: Sequence[ReplicaId] = ()
 
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
-        """Take one event in; what only several replicas need has no effect."""
+        """Process one event; those for several replicas have no effect."""
         match event:
             case replication.Own():
                 self.generation = event.generation

@@ -1,24 +1,24 @@
-"""The other servers, looked after by connection: one whose process has died is taken out at once.
+"""Failure detection by connection: a server whose process has died is removed at once.
 
-ZooKeeper notices a dead process only when its session times out, but the operating system tells
-everybody who holds a connection within a moment, and refuses the next dial.
+ZooKeeper notices a dead process only when its session times out. The operating system closes the
+connections of a dead process immediately, and refuses new ones.
 
 Rules:
-    1. Only a server that this one was connected to is judged: where its address cannot be reached
-       from here at all, a refusal says nothing.
-    2. It is dead when its connection was lost and dials are refused `REFUSALS` times in a row: then
-       nobody listens at its address any more. No answer at all, as from a host that is gone or cut
-       off, says nothing: for that there is the session's time-out. Nor does a refusal at a name
-       with several addresses.
-    3. Being wrong costs a move of partitions and no more: a server that lives registers again, and
-       the storages fence whoever was replaced. Nothing else may rely on this judgement.
-    4. A server that changes its preferences is the same process: what is known of it stays.
-    5. A dying process may still take one more connection and drop it: whatever else a dial ends
-       with, the next one follows soon, and only then ever more slowly.
-    6. What the dials show is published for the lead, which gives a server no partitions that no
-       other one can connect to (`cluster/membership/reachability.py`). A connection that was taken
-       and then closed is one: a server of another version, or one that has all the connections it
-       may.
+    1. Only a server to which this one was connected is judged. If its address cannot be reached
+       from here at all, a refused connection proves nothing.
+    2. A server is dead when its connection was lost and dials were refused `REFUSALS` times in a
+       row: then no process listens at its address. A dial without any answer, as from a dead or
+       partitioned host, proves nothing (ZooKeeper's session timeout covers that), nor does a
+       refused connection at a name with several addresses.
+    3. A wrong judgement only costs a move of partitions: a live server registers again, and the
+       storages fence replaced owners. Nothing else may rely on this judgement.
+    4. A server that changes its preferences is the same process: its watch continues.
+    5. A dying process may still accept one more connection and drop it. After any other end of a
+       dial the next one follows soon, then with growing pauses.
+    6. The results of the dials are published for the lead, which assigns no partitions to a server
+       to which no other server can connect (`cluster/membership/reachability.py`). An accepted
+       connection counts even if it is closed at once: by a server of another version, or at its
+       connection limit.
 """
 
 import asyncio
@@ -52,9 +52,9 @@ class Neighbours:
 
     Args:
         server_id: this server.
-        tasks: where the watches run.
-        take_out: takes a dead server out of the cluster; raises when it could not.
-        ssl: what other servers are dialled in.
+        tasks: runs the watches.
+        take_out: removes a dead server from the cluster; raises if that fails.
+        ssl: the TLS context for dialling other servers.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Neighbours:
         self._seen = _Seen()
 
     def follow(self, view: ServersView) -> None:
-        """Look after exactly the other servers of this view."""
+        """Watch exactly the other servers of this view."""
         others = {
             (each.server_id, each.address): each
             for each in view.servers.values()
@@ -90,7 +90,7 @@ class Neighbours:
         self._seen.reachability.keep({server_id for server_id, _ in others})
 
     async def report(self, board: ReachBoard, is_witness: Callable[[], bool]) -> None:
-        """Publish what the dials show, again and again, until cancelled (rule 6)."""
+        """Publish the results of the dials periodically, until cancelled (rule 6)."""
         while True:
             self._seen.is_news.clear()
             report = self._seen.reachability.report(loop_clock_ms())
@@ -105,21 +105,21 @@ class Neighbours:
                     await self._seen.is_news.wait()
 
     def stop(self) -> None:
-        """Look after nobody any more."""
+        """Stop all watches."""
         for watch in self._watches.values():
             watch.stop()
         self._watches.clear()
 
 
 class _Seen:
-    """What all watches have seen; `is_news` is set by each dial."""
+    """The results of all watches; `is_news` is set by each dial."""
 
     def __init__(self) -> None:
         self.reachability = Reachability()
         self.is_news = asyncio.Event()
 
     def dialled(self, server_id: ServerId, error: WaltzError | None) -> None:
-        """Note how a dial has ended."""
+        """Record the result of a dial."""
         now_ms = loop_clock_ms()
         is_failed = isinstance(error, BadConfig | TlsMismatch)
         if is_failed or (error and isinstance(error.__cause__, OSError)):
@@ -130,7 +130,7 @@ class _Seen:
 
 
 class _Watch:
-    """A connection to one server, made again whenever it is lost."""
+    """A connection to one server, re-established whenever it is lost."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class _Watch:
         """End soon."""
         self._stopped.set()
         if self._link is not None:
-            self._link.abort("looked after no more")
+            self._link.abort("the server is not watched any more")
 
     async def run(self) -> None:
         """Keep a connection until `stop`; rules 1 and 2."""
@@ -171,19 +171,19 @@ class _Watch:
                     await self._pause(REFUSED_PAUSE_S if refusals else pause_s)
                     pause_s = min(2 * pause_s, OTHER_PAUSE_S)  # rule 5
                     continue
-                # Should it live in spite of that, it has to be reached once more to be judged.
+                # If it is alive after all, it must be reached again before the next judgement.
                 refusals, was_connected = 0, not await self._is_taken_out()
                 await self._pause(OTHER_PAUSE_S)
             else:
                 self._note(None)
                 was_connected, refusals, since_ms = True, 0, loop_clock_ms()
                 if self._stopped.is_set():
-                    self._link.abort("looked after no more")
+                    self._link.abort("the server is not watched any more")
                 await self._link.wait_closed()
                 if loop_clock_ms() - since_ms >= OTHER_PAUSE_S * 1000:
                     pause_s = REFUSED_PAUSE_S
                     continue
-                # A server that closes each connection at once is dialled ever more slowly, too.
+                # The pause also grows for a server that closes each connection at once.
                 await self._pause(pause_s)
                 pause_s = min(2 * pause_s, OTHER_PAUSE_S)
 
@@ -199,7 +199,7 @@ class _Watch:
             _log.warning("neighbours.not_taken_out server=%s error=%s", dead.server_id, error)
             return False
         _log.warning(
-            "neighbours.taken_out server=%s address=%s: nothing listens at this address",
+            "neighbours.taken_out server=%s address=%s reason='nothing listens at this address'",
             dead.server_id,
             dead.address,
         )

@@ -1,24 +1,24 @@
-"""How many partitions of a server are on their way to a store session at one time.
+"""Limits how many partitions of a server open a store session at the same time.
 
-A server may be given a thousand partitions at once. If all begin together, the first is served when
-the last is, and what moves on to the next server that starts has been claimed for nothing.
+A server may be assigned a thousand partitions at once. If all begin together, the first is served
+no earlier than the last, and claims of partitions that soon move to the next server are wasted.
 
 Rules:
-    1. At most `TURNS_MAX` have a turn; the others wait in the order in which they came.
-    2. A turn is over with its session, and after `TURN_S` in any case: a partition that finds no
-       quorum goes on trying, and holds up nobody.
+    1. At most `TURNS_MAX` partitions have a turn; the others wait in order of arrival.
+    2. A turn ends when the session is open or abandoned, and after `TURN_S` in any case: a
+       partition without a quorum keeps trying, but blocks no other one.
 """
 
 import asyncio
 from typing import Final
 
-# Enough to keep ZooKeeper, the network and the storages' disks busy, whatever each waits for.
+# Enough to keep ZooKeeper, the network and the storages' disks busy.
 TURNS_MAX: Final = 64
 TURN_S: Final = 0.25
 
 
 class Turn:
-    """Leave to open a session; see the module's rules."""
+    """Permission to open a session; see the module's rules."""
 
     def __init__(self, turns: asyncio.Semaphore) -> None:
         self._turns = turns
@@ -26,7 +26,7 @@ class Turn:
         self._timer = asyncio.get_running_loop().call_later(TURN_S, self.end)
 
     def end(self) -> None:
-        """Let another one begin; harmless when repeated."""
+        """Let another partition begin; idempotent."""
         if not self._is_over:
             self._is_over = True
             self._timer.cancel()

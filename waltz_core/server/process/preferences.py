@@ -1,13 +1,13 @@
-"""Which partitions a server is to own before all others, and which of them rest.
+"""The partitions that a server prefers to own, and which of these preferences are suspended.
 
-What somebody has asked for and what ZooKeeper is told are two things while a server is sick, and
-the second must not make it forget the first.
+While a server cannot serve a partition, the preferences in ZooKeeper differ from the requested
+ones; the requested ones must not be lost.
 
 Rules:
-    1. What was handed over for want of a quorum rests: whoever assigns would give it back at the
-       next change of the servers, however sick this one is.
-    2. It rests for some time, and then until a quorum of its storages answers this server.
-    3. Somebody who asks for a partition again, or no longer wants it, ends its rest.
+    1. After a partition was handed over because there was no quorum, its preference is suspended
+       ("rests"). Otherwise the next assignment would give it back to this server.
+    2. It rests for a minimum time, and then until a quorum of its storages answers this server.
+    3. A new request for the preference, or its removal, ends the rest.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,7 +17,7 @@ from waltz_core.replication.quorum import quorum_size
 
 
 class Preferences:
-    """See the module's rules. Times are seconds of any clock that goes on."""
+    """See the module's rules. Times are seconds of any monotonic clock."""
 
     def __init__(self, rest_s: float) -> None:
         self.wanted: tuple[PartitionId, ...] = ()
@@ -26,18 +26,18 @@ class Preferences:
 
     @property
     def resting(self) -> list[PartitionId]:
-        """What is wanted, and not preferred for the time being."""
+        """The suspended preferences."""
         return sorted(self._resting)
 
     def in_force_after(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> tuple[PartitionId, ...]:
-        """Return what ZooKeeper is to be told when this is asked for; nothing changes yet."""
+        """Return the preferences to write to ZooKeeper for this change; change nothing yet."""
         rests = self._resting.keys() - {*added, *removed}
         return tuple(each for each in self._wanted_after(added, removed) if each not in rests)
 
     def change(self, added: Collection[PartitionId], removed: Collection[PartitionId]) -> None:
-        """ZooKeeper has been told (rule 3)."""
+        """Apply a change that was written to ZooKeeper (rule 3)."""
         self.wanted = self._wanted_after(added, removed)
         for each in {*added, *removed}:
             self._resting.pop(each, None)
@@ -49,14 +49,14 @@ class Preferences:
         return (*kept, *(each for each in dict.fromkeys(added) if each not in kept))
 
     def handed_over(self, partition_id: PartitionId, now_s: float) -> bool:
-        """Take in that a partition went to another server; whether it rests for that (rule 1)."""
+        """A partition was handed over; return whether its preference rests now (rule 1)."""
         if partition_id not in self.wanted:
             return False
         self._resting[partition_id] = now_s + self._rest_s
         return True
 
     def rested(self, now_s: float) -> list[PartitionId]:
-        """Return what has rested for long enough, if its storages answer (rule 2)."""
+        """Return the partitions that have rested for the minimum time (rule 2)."""
         return sorted(each for each, until_s in self._resting.items() if until_s <= now_s)
 
 
@@ -65,7 +65,7 @@ def within_reach(
     replicas_of: Callable[[PartitionId], tuple[ReplicaId, ...]],
     reached: Mapping[ReplicaId, bool],
 ) -> list[PartitionId]:
-    """Return the partitions of whose replicas a quorum is reached."""
+    """Return the partitions with a quorum of reachable replicas."""
 
     def is_reached(partition_id: PartitionId) -> bool:
         replicas = replicas_of(partition_id)

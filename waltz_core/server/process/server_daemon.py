@@ -1,14 +1,14 @@
-"""The server process: register, follow the assignment, serve clients, show its health, end well.
+"""The server process: registration, assignment, clients, health, graceful shutdown.
 
-It is the one place where settings become limits, ZooKeeper becomes ownership, and a signal becomes
-an orderly end. What a partition does is decided in `served_partition.py`.
+It turns settings into limits, ZooKeeper's assignment into ownership, and signals into a graceful
+shutdown. `served_partition.py` decides what a partition does.
 
 Rules:
     1. A partition is served exactly while the assignment in force names this server. While
-       ZooKeeper is away nothing changes: storages fence whoever has been replaced.
-    2. Nothing is registered before clients can be answered, and nobody is answered after.
-    3. At the end: read no more, let what is in flight become final (for a moment), leave the
-       assignment, tell those who still wait, close.
+       ZooKeeper is away nothing changes: storages fence replaced owners.
+    2. The server registers after it can answer clients, and unregisters while it still can.
+    3. Shutdown: stop reading, wait for a limited time until appends in flight are final, leave the
+       assignment, answer the waiting requests, close.
 """
 
 import asyncio
@@ -57,24 +57,24 @@ SHOW_INTERVAL_S: Final = 1.0
 LAST_APPENDS_LOOKS: Final = 100
 LAST_APPENDS_LOOK_S: Final = 0.01
 UNREGISTER_S_MAX: Final = 2.0
-# A partition whose storages are away for everybody must not wander.
+# Prevents a partition whose storages no server can reach from moving around.
 HAND_OVER_PAUSE_S: Final = 60.0
 PREFER_AGAIN_LOOK_S: Final = 10.0
-# What a record and its place in a frame take beside its data.
+# Overhead of a record and of its entry in a frame, in addition to its data.
 _ROW_OVERHEAD_BYTES: Final = 48
 _FEED_CACHE_BYTES_MIN: Final = 20 * KIB
 
 
 def run(config: ServerConfig) -> None:
-    """Run a server until SIGTERM or SIGINT; raises what made it end otherwise."""
+    """Run a server until SIGTERM or SIGINT; raises the error that ended it otherwise."""
     if not __debug__:
         raise errors.BadConfig("python -O: the server relies on its assertions, run it without -O")
-    net.run(serve(config, on_ready=_say_ready))
+    net.run(serve(config, on_ready=_print_ready))
 
 
-def _say_ready(address: str) -> None:
+def _print_ready(address: str) -> None:
     _log.info("server.ready address=%s", address)
-    print(f"server ready {address}", flush=True)  # noqa: T201 - whoever started us waits for it
+    print(f"server ready {address}", flush=True)  # noqa: T201 - the parent process waits for it
 
 
 async def serve(
@@ -95,11 +95,11 @@ async def serve(
         try:
             await Server(config, coordinator, cluster, server_id).serve(stop, on_ready)
         except BaseExceptionGroup as group:
-            # What can be told in a sentence is told in one, not as a tree of tasks.
-            told, _ = group.split(errors.WaltzError)
-            if told is None:
+            # A single error is easier to read than a tree of tasks.
+            known, _ = group.split(errors.WaltzError)
+            if known is None:
                 raise
-            raise _first_of(told) from group
+            raise _first_of(known) from group
 
 
 def _first_of(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
@@ -108,7 +108,7 @@ def _first_of(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError
 
 
 class _End(Exception):
-    """The server was asked to end."""
+    """The server was stopped."""
 
 
 class Server:
@@ -131,7 +131,7 @@ class Server:
         self._limits = limits_of(config, self.partition_count)
         self._budget = CacheBudget(config.transaction_cache_bytes)
         self._pace = Pace(is_on=config.small_requests_first)
-        # Of all partitions together, as one server may come to own them all.
+        # The budget is for all partitions of the cluster, since one server may own all of them.
         self._feed_cache_bytes = max(
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
         )
@@ -160,7 +160,7 @@ class Server:
         self.address = ""
 
     # -----------------------------------------------------------------------------------------
-    # its life
+    # start and shutdown
 
     async def serve(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
         """Serve until `stop` is set or something has failed."""
@@ -221,7 +221,7 @@ class Server:
             _log.info("server.ended server=%s", self._server_id)
 
     def _is_open(self) -> bool:
-        """Whether it serves anything: then its network and its TLS settings work."""
+        """Whether any partition is open: then its network and its TLS settings work."""
         return any(host.partition.is_open for host in self.hosts.values())
 
     def _balancing(self) -> Balancing:
@@ -239,7 +239,7 @@ class Server:
         )
 
     async def _until(self, stop: asyncio.Event) -> None:
-        """Wait for the signal, or raise what a partition has failed with (host.py, rule 2)."""
+        """Wait for the signal, or raise the error of a failed partition (host.py, rule 2)."""
         waiting = self._tasks.create_task(stop.wait())
         await asyncio.wait((waiting, self._failure), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -247,7 +247,7 @@ class Server:
             self._failure.result()
 
     async def _end(self) -> None:
-        """Rule 3; raises `_End`, which ends all tasks."""
+        """Shut down (rule 3); raises `_End`, which ends all tasks."""
         self._neighbours.stop()
         self._clients.pause()
         for _ in range(LAST_APPENDS_LOOKS):
@@ -269,7 +269,7 @@ class Server:
             self._failure.set_exception(error)
 
     # -----------------------------------------------------------------------------------------
-    # what is served
+    # ownership
 
     def _assigned(self, assignments: ReplicaAssignments) -> None:
         """The storages of the partitions are known, or have changed."""
@@ -277,7 +277,7 @@ class Server:
         self._tasks.create_task(self._take_in(assignments))
 
     async def _take_in(self, assignments: ReplicaAssignments) -> None:
-        """A storage that was replaced at its address is one of those that are assigned anew."""
+        """Read the storage IDs, which change if a storage was replaced; then own partitions."""
         try:
             await self._storage_id_reads.answered()
             await self._refresh_nearby()
@@ -348,22 +348,22 @@ class Server:
         return Host(partition_id, partition, store, surroundings)
 
     async def _hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
-        """Give a partition to another server, but not again and again: all may be as badly off."""
+        """Give a partition to another server, but not repeatedly: no server may have a quorum."""
         self._without_quorum_s = time.monotonic()
         last_s = self._handed_over_s.get(partition_id, -math.inf)
         if time.monotonic() < last_s + HAND_OVER_PAUSE_S:
             return False
-        # One after the other: each changes the same node, and all at once would only conflict.
+        # One at a time: all change the same node, concurrent changes would conflict.
         async with self._handing_over:
             host = self.hosts.get(partition_id)
             if host is None or host.partition.is_owned:
-                return False  # While it has waited for its turn, it has begun anew.
-            async with self._preferring:  # a preference for it goes, too
+                return False  # It was owned again while it waited for the lock.
+            async with self._preferring:  # this also removes a preference for it
                 if not await self._coordinator.hand_over(partition_id, generation):
                     return False
                 if self._preferences.handed_over(partition_id, time.monotonic()):
                     _log.warning("server.preference_rests partition=%s", partition_id)
-        # Not before: what ZooKeeper has not answered is tried again at the next release.
+        # Only now: without an answer of ZooKeeper it is tried again at the next release.
         self._handed_over_s[partition_id] = time.monotonic()
         return True
 
@@ -380,7 +380,7 @@ class Server:
     async def prefer(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
-        """Own some partitions before all others, or no longer (`clients.Backend`)."""
+        """Add and remove preferred partitions (`clients.Backend`)."""
         async with self._preferring:
             await self._change_preferences(added, removed)
 
@@ -392,7 +392,7 @@ class Server:
         self._preferences.change(added, removed)
 
     async def _prefer_again(self) -> None:
-        """Prefer again what was handed over, once a quorum of its storages answers here."""
+        """Restore preferences of partitions once a quorum of their storages answers this server."""
         while True:
             await asyncio.sleep(PREFER_AGAIN_LOOK_S)
             rested = self._preferences.rested(time.monotonic())
@@ -405,7 +405,7 @@ class Server:
 
     async def _prefer_back(self, partitions: Collection[PartitionId]) -> None:
         async with self._preferring:
-            # While the storages were asked somebody may have stopped wanting some.
+            # A preference may have been removed while the storages were queried.
             resting = [each for each in partitions if each in self._preferences.resting]
             if not resting:
                 return
@@ -417,28 +417,28 @@ class Server:
                 _log.warning("server.preferred_again partitions=%s", resting)
 
     # -----------------------------------------------------------------------------------------
-    # what is shown
+    # health and metrics
 
     def append_times(self) -> Sequence[AppendTime]:
         """Return the append latencies of the storages over the last minute (`clients.Backend`)."""
         return self._append_times.recent(loop_clock_ms())
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
-        """Try every storage of the replica assignment (`clients.Backend`)."""
+        """Try to connect to every storage of the replica assignment (`clients.Backend`)."""
         found: dict[str, bool] = {}
 
-        async def ask(replica: ReplicaId) -> None:
+        async def check(replica: ReplicaId) -> None:
             found[replica] = await is_reachable(
                 replica, self._cluster_key, self.partition_count, ssl=self._ssl
             )
 
         async with asyncio.TaskGroup() as tasks:
             for replica in self._assignments.partitions:
-                tasks.create_task(ask(replica))
+                tasks.create_task(check(replica))
         return sorted(found.items())
 
     async def health(self) -> Health:
-        """Whether each partition has a session; appends go on without ZooKeeper."""
+        """Healthy if every partition has a session; appends continue without ZooKeeper."""
         zookeeper = self._coordinator.is_in_contact
         partitions = {
             str(partition_id): host.partition.is_open
@@ -460,7 +460,7 @@ class Server:
         return Health(all(partitions.values()), details)
 
     async def _show(self) -> None:
-        """Bring the metrics up to date, again and again."""
+        """Update the metrics periodically."""
         metrics = self.metrics
         while True:
             for host in self.hosts.values():
@@ -479,7 +479,7 @@ class Server:
 
 
 async def _close(listener: net.Listener) -> None:
-    """Close all links; for those that do not take their answers nobody waits."""
+    """Close all links; abort those that are congested."""
     for link in listener.links:
         if link.is_congested:
             link.abort("shutting down")
@@ -487,11 +487,11 @@ async def _close(listener: net.Listener) -> None:
 
 
 def limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
-    """Return the numbers that a partition keeps to."""
+    """Return the limits of a partition."""
     slot_count = min(
         config.lock_slot_count, slot_count_within(config.lock_table_bytes_max, partition_count)
     )
-    # A client's batch, and what is joined to it, must fit into one frame to a storage.
+    # A client's batch, joined with other requests, must fit into one frame to a storage.
     rows_max = (FRAME_BYTES_MAX - config.batch_bytes_max - 2 * MIB) // (2 * _ROW_OVERHEAD_BYTES)
     if rows_max < 1:
         raise errors.BadConfig(
@@ -521,7 +521,7 @@ def limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
 
 
 def store_limits_of(config: ServerConfig) -> SessionLimits:
-    """Return the numbers that replication keeps to."""
+    """Return the limits of a store session."""
     return SessionLimits(
         redial_ms_min=config.retry_interval_ms_min,
         redial_ms_max=min(2_000, config.retry_interval_ms_max),

@@ -1,15 +1,14 @@
 """Links to storages: one for each store session and replica, and others for reading.
 
-The replication machines say what to do, with which storage, in which session; this is the only
-place where that becomes a TCP connection. It holds no protocol state: what an answer means, and
-what a lost link means, is decided by the machines.
+Only this file turns the effects of the replication machines into TCP connections. It holds no
+protocol state: the machines interpret answers and lost links.
 
 Rules:
-    1. A session's link is its own and is never used again: what was in flight on an older link may
-       still reach its storage, and is fenced by the session id it carries.
-    2. `OpenReplica` has one outcome, and a link that was lost is told once; a link that was closed
-       on request is never heard of again (replication/session_events.py, rule 2).
-    3. Readers have links of their own, so that a large read cannot hold up an append.
+    1. Each session has its own links, which are never reused. Messages in flight on an older link
+       may still reach its storage, and are fenced by their session ID.
+    2. `OpenReplica` has one outcome, and a lost link is reported once; a link that was closed on
+       request causes no further event (replication/session_events.py, rule 2).
+    3. Readers have links of their own, so that a large read cannot delay an append.
 """
 
 import asyncio
@@ -38,14 +37,14 @@ from waltz_core.wire.messages import (
 
 DIAL_TIMEOUT_S: Final = 3.0
 READ_TIMEOUT_S: Final = 15.0
-# The same where another one can be asked: a storage that is frozen keeps its connections.
+# The same if another storage can be queried: a frozen storage keeps its connections.
 URGENT_READ_TIMEOUT_S: Final = 2.0
-_NOBODY: Final = -1
+_NONE: Final = -1
 _Answer: TypeAlias = RangeBytes | LockBlocks
 
 
 class Tasks(Protocol):
-    """Where work that waits is started; an `asyncio.TaskGroup` is one."""
+    """Starts tasks; an `asyncio.TaskGroup` is one."""
 
     def create_task(self, work: Coroutine[Any, Any, None], /) -> object:
         """Run `work`, which raises nothing."""
@@ -84,17 +83,17 @@ class SessionLinks:
         self._tasks.create_task(self._dial(key, entry))
 
     def send(self, effect: replication.SendToReplica) -> None:
-        """Send in order; nothing happens once the link is lost, as that is told."""
+        """Send in order; do nothing if the link is lost, which is reported separately."""
         entry = self._links.get((effect.session_id, effect.replica))
         if entry is not None and entry.link is not None:
             entry.link.send(effect.message)
 
     def close(self, effect: replication.CloseReplica) -> None:
-        """Drop the link, or the dial that is under way."""
+        """Close the link, or cancel the dial that is under way."""
         self._close((effect.session_id, effect.replica), "the session has ended")
 
     def close_all(self) -> None:
-        """Drop all links; nothing is heard of them any more."""
+        """Close all links; no events follow."""
         for key in list(self._links):
             self._close(key, "the partition is not served any more")
 
@@ -151,17 +150,17 @@ class _ReadLink:
 
 
 class ReadLinks:
-    """One link to each storage for reading, made when it is first needed, for all partitions."""
+    """One link to each storage for reading, opened on first use, shared by all partitions."""
 
     def __init__(
         self, cluster_key: bytes, partition_count: int, *, ssl: SSLContext | None = None
     ) -> None:
         self._ssl = ssl
-        # A storage answers no reader that has not said which cluster it means.
-        self._opening = OpenRequest(_NOBODY, _NOBODY, _NOBODY, cluster_key, partition_count)
+        # Storages answer readers only after this request, which names the cluster.
+        self._opening = OpenRequest(_NONE, _NONE, _NONE, cluster_key, partition_count)
         self._links: dict[ReplicaId, _ReadLink] = {}
         self._dialling: dict[ReplicaId, asyncio.Lock] = {}
-        # Ours, whatever whoever asks counts by: a late answer must not be taken for another's.
+        # Own numbers, since those of callers may collide: late answers must not be confused.
         self._numbers = count(1)
 
     async def fetch(
@@ -171,11 +170,11 @@ class ReadLinks:
         *,
         is_urgent: bool = False,
     ) -> _Answer:
-        """Ask a storage; the answer echoes the message's sequence.
+        """Query a storage; the answer has the sequence number of the message.
 
-        `is_urgent`: for no longer than another one that could be asked may be kept waiting.
+        `is_urgent`: use the shorter timeout, since another storage can be queried.
 
-        Raises Unreachable, or the error that the storage answered with.
+        Raises Unreachable, or the error of the storage's answer.
         """
         number = next(self._numbers)
         timeout_s = URGENT_READ_TIMEOUT_S if is_urgent else READ_TIMEOUT_S
@@ -194,7 +193,7 @@ class ReadLinks:
         return replace(found, sequence=message.sequence)
 
     def close(self) -> None:
-        """Drop all links."""
+        """Close all links."""
         for read_link in self._links.values():
             read_link.link.close("shutting down")
 
@@ -224,8 +223,8 @@ class ReadLinks:
 def _take_answers(replica: ReplicaId, read_link: _ReadLink, messages: list[Message]) -> None:
     for message in messages:
         assert isinstance(message, StorageMessage)
-        if message.partition_id == _NOBODY and isinstance(message, Nack):
-            # The answer to the opening: another cluster's storage, nothing here is for us.
+        if message.partition_id == _NONE and isinstance(message, Nack):
+            # The answer to the opening: the storage is of another cluster.
             read_link.link.abort(message.message)
             return
         waiting = read_link.waiting.get(message.sequence)
@@ -248,17 +247,17 @@ def _settle(replica: ReplicaId, waiting: asyncio.Future[_Answer], message: Stora
 async def is_reachable(
     replica: ReplicaId, cluster_key: bytes, partition_count: int, *, ssl: SSLContext | None = None
 ) -> bool:
-    """Whether a storage answers, and is of this cluster."""
+    """Whether a storage answers and is of this cluster."""
     try:
         link = await dial(Surface.STORAGE, replica, timeout_s=DIAL_TIMEOUT_S, ssl=ssl)
     except WaltzError:
         return False
     try:
         async with asyncio.timeout(DIAL_TIMEOUT_S):
-            link.send(OpenRequest(_NOBODY, _NOBODY, _NOBODY, cluster_key, partition_count))
+            link.send(OpenRequest(_NONE, _NONE, _NONE, cluster_key, partition_count))
             (answer, *_) = await link.receive()
             return isinstance(answer, SuccessResponse)
     except (WaltzError, TimeoutError):
         return False
     finally:
-        link.abort("asked")
+        link.abort("the check is done")

@@ -1,20 +1,20 @@
-"""What a server remembers of its partitions' logs, so that recent reads touch no storage.
+"""Caches of the partitions' logs, so that recent reads need no storage.
 
-Memory is the one thing that a slow or greedy reader could take from everybody else. All remembered
-bytes are counted here, against limits that hold whatever the readers do.
+A slow or greedy reader must not take memory from other clients, so all cached bytes are counted
+against limits.
 
-Two memories, because they are asked for differently. `TransactionCache` holds whole appended
-batches, records and all, and serves ranges. `FeedCache` holds 20 bytes of each transaction,
-request id and header, and so reaches far back: a client that follows the feed some minutes late
-still costs no storage a read.
+There are two caches, since access differs. `TransactionCache` holds whole appended batches with
+their records, and serves ranges. `FeedCache` holds 20 bytes of each transaction, request ID and
+header, so it reaches far back: a client that follows the feed some minutes late needs no read from
+a storage.
 
 Rules:
-    1. Only committed transactions come in, in id order and without a gap; a gap forgets all before.
-    2. The bytes held never pass the limit, whatever is put in; the oldest go first, over all
-       partitions that share a budget.
-    3. What is handed out are views of what came in; taking batches out later does not change them.
-    4. After a session whose lineage is not unbroken, `clear`; after one that is, what lies above
-       the recovered mark goes by `truncate_after`.
+    1. Only committed transactions are added, in ID order and without a gap; a gap clears the cache.
+    2. The bytes held never exceed the limit; the oldest are dropped first, over all partitions that
+       share a budget.
+    3. Reads return views of the added bytes; dropping batches later does not change them.
+    4. After a session whose lineage is not unbroken, call `clear`; after an unbroken one, call
+       `truncate_after` with the recovered mark.
 """
 
 from bisect import bisect_right
@@ -30,13 +30,13 @@ from waltz_core.records.record import LineageEntry, TransactionId
 
 I64 = npt.NDArray[np.int64]
 
-# What Python and NumPy keep beside a batch's bytes: measured on batches of one small record.
+# Overhead of Python and NumPy for each batch: measured on batches of one small record.
 BATCH_OVERHEAD_BYTES: Final = 1024
 _FEED: Final = raw_records.FEED_HEADER_BYTES
 
 
 class CachedBatch(NamedTuple):
-    """One appended batch as it was committed."""
+    """One committed batch."""
 
     entry: LineageEntry
     lengths: I64
@@ -44,12 +44,12 @@ class CachedBatch(NamedTuple):
 
     @property
     def cost_bytes(self) -> int:
-        """What holding it costs."""
+        """Memory that it takes."""
         return len(self.records) + int(self.lengths.nbytes) + BATCH_OVERHEAD_BYTES
 
 
 class CachedRange(NamedTuple):
-    """Records first..last out of one batch; `entry` is the batch's and may reach beyond."""
+    """Records first..last of one batch; `entry` is that of the whole batch."""
 
     first: TransactionId
     last: TransactionId
@@ -59,10 +59,10 @@ class CachedRange(NamedTuple):
 
 
 class BudgetHolder(Protocol):
-    """Something that holds bytes of a budget."""
+    """A cache that holds bytes of a budget."""
 
     def drop_oldest(self) -> None:
-        """Release what this holder has taken first."""
+        """Release the oldest bytes of this holder."""
 
 
 class CacheBudget:
@@ -79,16 +79,16 @@ class CacheBudget:
 
     @property
     def limit_bytes(self) -> int:
-        """The most that may be held."""
+        """The limit."""
         return self._limit_bytes
 
     @property
     def used_bytes(self) -> int:
-        """What is held now."""
+        """The bytes that are held now."""
         return self._used_bytes
 
     def take(self, cost_bytes: int, holder: BudgetHolder) -> int:
-        """Make room, if need be by dropping the oldest batches of anybody; return a receipt."""
+        """Take bytes, dropping the oldest batches of any holder if necessary; return a receipt."""
         assert 0 < cost_bytes <= self._limit_bytes
         while self._used_bytes + cost_bytes > self._limit_bytes:
             oldest = next(iter(self._holders.values()))
@@ -99,7 +99,7 @@ class CacheBudget:
         return self._serial
 
     def give_back(self, receipt: int, cost_bytes: int) -> None:
-        """Take note that a batch is held no more."""
+        """Return the bytes of a batch that was dropped."""
         del self._holders[receipt]
         self._used_bytes -= cost_bytes
         assert self._used_bytes >= 0
@@ -112,7 +112,7 @@ class TransactionCache:
 
     def __init__(self, budget: CacheBudget) -> None:
         self.budget = budget
-        # Keyed by first id and in id order; `_firsts[_head:]` are the same keys, to be bisected.
+        # Keyed by first ID and in ID order; `_firsts[_head:]` are the same keys, for bisection.
         self._batches: OrderedDict[int, tuple[int, CachedBatch]] = OrderedDict()
         self._firsts: list[int] = []
         self._head = 0
@@ -120,24 +120,24 @@ class TransactionCache:
         self.misses = 0
 
     # -----------------------------------------------------------------------------------------
-    # what comes in
+    # adding
 
     def put(self, entry: LineageEntry, lengths: I64, records: Buffer) -> None:
-        """Remember a committed batch; `lengths` are those of its records."""
+        """Add a committed batch; `lengths` are those of its records."""
         assert lengths.size == entry.last - entry.first + 1
         newest = self.last
         if newest is not None and entry.first != newest + 1:
             self.clear()  # rule 1
         batch = CachedBatch(entry, lengths, records)
         if batch.cost_bytes > self.budget.limit_bytes:
-            self.clear()  # Kept without it, what follows would leave a gap.
+            self.clear()  # Without this batch the next one would leave a gap.
             return
         receipt = self.budget.take(batch.cost_bytes, self)
         self._batches[entry.first] = (receipt, batch)
         self._firsts.append(entry.first)
 
     def drop_oldest(self) -> None:
-        """Forget the oldest batch; the budget calls this to make room."""
+        """Drop the oldest batch; the budget calls this to make room."""
         first, (receipt, batch) = self._batches.popitem(last=False)
         assert self._firsts[self._head] == first
         self.budget.give_back(receipt, batch.cost_bytes)
@@ -147,7 +147,7 @@ class TransactionCache:
             self._head = 0
 
     def truncate_after(self, mark: TransactionId) -> None:
-        """Forget every batch that reaches above the mark (rule 4)."""
+        """Drop every batch that reaches above the mark (rule 4)."""
         newest = self.last
         while newest is not None and newest > mark:
             first, (receipt, batch) = self._batches.popitem()
@@ -157,7 +157,7 @@ class TransactionCache:
             newest = self.last
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop everything."""
         for receipt, batch in self._batches.values():
             self.budget.give_back(receipt, batch.cost_bytes)
         self._batches.clear()
@@ -165,16 +165,16 @@ class TransactionCache:
         self._head = 0
 
     # -----------------------------------------------------------------------------------------
-    # what goes out
+    # reading
 
     @property
     def first(self) -> TransactionId | None:
-        """The oldest id held, None when nothing is."""
+        """The oldest cached ID, None when the cache is empty."""
         return TransactionId(self._firsts[self._head]) if self._batches else None
 
     @property
     def last(self) -> TransactionId | None:
-        """The newest id held, None when nothing is."""
+        """The newest cached ID, None when the cache is empty."""
         if not self._batches:
             return None
         return self._batches[self._firsts[-1]][1].entry.last
@@ -182,8 +182,7 @@ class TransactionCache:
     def read(self, first: TransactionId, last: TransactionId, bytes_max: int) -> list[CachedRange]:
         """Return the records from `first` on, up to `last` or about `bytes_max`, batch by batch.
 
-        At least one record comes back; an empty list says that `first` is not held. Nothing is
-        copied.
+        Returns at least one record, or an empty list if `first` is not cached. Nothing is copied.
         """
         assert first <= last
         oldest, newest = self.first, self.last
@@ -198,7 +197,7 @@ class TransactionCache:
             part = _part_of(self._batches[self._firsts[place]][1], start, int(last), bytes_max)
             found.append(part)
             bytes_max -= len(part.records)
-            # A part that ends inside its batch is the last one: the bytes or the ids are used up.
+            # A part that ends inside its batch is the last one: it has reached a limit.
             if part.last < part.entry.last:
                 break
             start = part.last + 1
@@ -217,10 +216,10 @@ def _part_of(batch: CachedBatch, first: int, last: int, bytes_max: int) -> Cache
 
 
 class FeedCache:
-    """Request id and header of the newest transactions of one partition, in a ring.
+    """Request ID and header of the newest transactions of one partition, in a ring buffer.
 
-    The place of a transaction follows from its id, so a read is one or two slices whatever its
-    age, and small batches cost no more than large ones.
+    The place of a transaction follows from its ID, so a read is one or two slices, and small
+    batches cost no more than large ones.
     """
 
     __slots__ = ("_capacity", "_first", "_last", "_ring", "hits", "misses")
@@ -228,7 +227,7 @@ class FeedCache:
     def __init__(self, limit_bytes: int) -> None:
         self._capacity = limit_bytes // _FEED
         assert self._capacity > 0
-        # Zeroed memory that nobody has written to is not yet taken from the machine.
+        # The system allocates zeroed memory only when it is first written to.
         self._ring = memoryview(bytearray(self._capacity * _FEED))
         self._first = 0
         self._last = -1
@@ -237,16 +236,16 @@ class FeedCache:
 
     @property
     def capacity(self) -> int:
-        """How many transactions back the ring reaches."""
+        """Number of transactions that fit."""
         return self._capacity
 
     @property
     def size_bytes(self) -> int:
-        """The most memory that the ring takes."""
+        """Maximum memory of the ring."""
         return self._ring.nbytes
 
     def put(self, first: TransactionId, packed: Buffer) -> None:
-        """Remember committed transactions, 20 bytes each (`raw_records.feed_headers_of`)."""
+        """Add committed transactions, 20 bytes each (`raw_records.feed_headers_of`)."""
         assert len(packed) % _FEED == 0
         count = len(packed) // _FEED
         if first != self._last + 1:
@@ -262,9 +261,9 @@ class FeedCache:
             self._ring[: (kept - until_end) * _FEED] = view[until_end * _FEED :]
 
     def read(self, first: TransactionId, last: TransactionId) -> bytes:
-        """Return 20 bytes for each transaction from `first` up to `last` or the newest held.
+        """Return 20 bytes for each transaction from `first` up to `last` or the newest cached one.
 
-        Empty when `first` is not held. A copy, because the ring goes on.
+        Empty if `first` is not cached. A copy, because the ring is overwritten.
         """
         assert first <= last
         if not self._first <= first <= self._last:
@@ -284,10 +283,10 @@ class FeedCache:
         )
 
     def truncate_after(self, mark: TransactionId) -> None:
-        """Forget what lies above the mark (rule 4)."""
+        """Drop transactions above the mark (rule 4)."""
         self._last = min(self._last, mark)
         self._first = min(self._first, self._last + 1)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop everything."""
         self._first, self._last = 0, -1

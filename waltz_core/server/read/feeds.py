@@ -1,16 +1,16 @@
-"""The feed of one partition: to each client that asked, every committed transaction in order.
+"""The feed of one partition: sends every committed transaction, in order, to each mounted client.
 
-A client's picture of the log is made of what is sent here, so it must be dense and in order for
-each of them, whatever their pace, and a client that does not read must cost no more than the frames
-already handed to its connection.
+Clients derive their state of the log from the feed, so it must be dense and in order for each of
+them, whatever their speed. A client that does not read must cost no more memory than the frames in
+its connection's buffer.
 
 Rules (docs/design/wire-format.md 2.2 and 2.3; docs/design/correctness.md 2.4, row 22):
-    1. A context sends ids `next..until` and nothing above the high-water mark, each once.
+    1. A context sends IDs `next..until` and nothing above the high-water mark, each once.
     2. A mount grants up to the mark at its time; a feed request grants at least
        `feed_grant_count_min` transactions from the client's mark. The end of a grant is answered.
     3. A congested connection gets nothing. One turn sends each context one frame at most.
-    4. What is no longer remembered is fetched once for all contexts that stand at the same id.
-    5. A filter takes headers out of a frame and never the frame: the client's mark goes on.
+    4. Headers that are not cached are fetched once for all contexts at the same ID.
+    5. A filter removes headers from a frame, but never the frame: the client's mark advances.
 """
 
 from collections import OrderedDict
@@ -48,7 +48,7 @@ FeedKey: TypeAlias = tuple[ConnectionId, ClientId]
 
 
 class Memory(Protocol):
-    """Where feed headers come from without waiting."""
+    """The cache of feed headers."""
 
     def recall(self, first: TransactionId, last: TransactionId) -> FeedHeaders | None:
         """Return headers from `first` up to `last` or fewer; None when they must be fetched."""
@@ -56,7 +56,7 @@ class Memory(Protocol):
 
 @value(frozen=True, slots=True)
 class FetchHeaders:
-    """Get the feed headers from `first` up to `last` (or fewer) from a storage."""
+    """Fetch the feed headers from `first` up to `last` (or fewer) from a storage."""
 
     first: TransactionId
     last: TransactionId
@@ -64,7 +64,7 @@ class FetchHeaders:
 
 @value(frozen=True, slots=True)
 class MountReached:
-    """The feed of a mounting client has come to the mark that its mount was promised."""
+    """The feed of a mounting client has reached the mark for which the mount waits."""
 
     question: Received
 
@@ -85,7 +85,7 @@ class _Context:
 
     @property
     def connection(self) -> ConnectionId:
-        """Where the feed goes."""
+        """The connection that receives the feed."""
         return self.question.connection
 
 
@@ -112,19 +112,19 @@ class Feed:
 
     @property
     def count(self) -> int:
-        """How many clients are fed."""
+        """Number of clients with a feed."""
         return len(self._contexts)
 
     def lag_max(self) -> int:
-        """How many committed transactions the slowest client was not sent; 0 without a client."""
+        """Number of committed transactions not yet sent to the slowest client; 0 without one."""
         nexts = [context.next for context in self._contexts.values()]
         return self._high_water_mark + 1 - min(nexts) if nexts else 0
 
     # -----------------------------------------------------------------------------------------
-    # what comes in
+    # requests
 
     def mount(self, question: Received, *, mark: TransactionId, until: TransactionId) -> None:
-        """Feed a mounting client from its mark up to the log's; `MountReached` follows."""
+        """Start a mounting client's feed, from its mark up to the log's; `MountReached` follows."""
         assert BEFORE_FIRST <= mark <= until <= self._high_water_mark
         mount_id = question.message.req_id
         key = (question.connection, mount_id.client_id)
@@ -138,24 +138,24 @@ class Feed:
         self._has_more = True
 
     def is_mounted(self, question: Received) -> bool:
-        """Whether a feed request names a mount of its connection."""
+        """Whether a feed request belongs to a mount of its connection."""
         mount_id = question.message.req_id
         context = self._contexts.get((question.connection, mount_id.client_id))
         return context is not None and context.mount_id == mount_id
 
     def take(self, question: Received, mark: int, place: PartitionPlace) -> WaltzError | None:
-        """Grant what a feed request asks for; return why not, None when it is granted."""
+        """Grant a feed request; return the error, None when it is granted."""
         where = f"feed after {mark} of {place}"
         if not self.is_mounted(question):
-            return NotMounted(f"{where}: the mount is of an earlier ownership, if any")
+            return NotMounted(f"{where}: there is no mount, or it is of an earlier generation")
         if mark > place.high_water_mark:
             return ClientAhead(f"{where}: its high-water mark is {place.high_water_mark}")
         if mark < BEFORE_FIRST or not self.grant(question, mark=TransactionId(mark)):
-            return BadRequest(f"{where}: expected -1 or more, and the last grant used up")
+            return BadRequest(f"{where}: expected a mark of -1 or more, and no open grant")
         return None
 
     def grant(self, question: Received, *, mark: TransactionId) -> bool:
-        """Go on after the client's mark; False when there is no such mount, or a grant is open.
+        """Continue after the client's mark; False if there is no such mount, or a grant is open.
 
         The request is answered by `FeedSuspended` at the end of the stretch.
         """
@@ -180,17 +180,17 @@ class Feed:
         return [context.question for context in dropped if context.is_granted]
 
     def close(self, connection: ConnectionId) -> None:
-        """The connection is gone."""
+        """The connection was closed."""
         for key in [key for key in self._contexts if key[0] == connection]:
             del self._contexts[key]
         self._congested.discard(connection)
 
     def congested(self, connection: ConnectionId) -> None:
-        """Send this connection nothing until it has drained."""
+        """Send nothing to this connection until it has drained."""
         self._congested.add(connection)
 
     def drained(self, connection: ConnectionId) -> None:
-        """The connection takes frames again."""
+        """The connection accepts frames again."""
         self._congested.discard(connection)
         self._has_more = True
 
@@ -208,10 +208,10 @@ class Feed:
         return waiting
 
     # -----------------------------------------------------------------------------------------
-    # what goes out
+    # frames
 
     def turn(self) -> list[FeedOutcome]:
-        """Send a frame to each context that can take one, some of them at a time (rule 3)."""
+        """Send a frame to each ready context, up to `FRAMES_PER_TURN_MAX` of them (rule 3)."""
         out: list[FeedOutcome] = []
         self._has_more = False
         frames = 0
@@ -229,7 +229,7 @@ class Feed:
         return out
 
     def fetched(self, stretch: FeedHeaders) -> list[FeedOutcome]:
-        """Headers have come from a storage: send them to everybody who waits at their first id."""
+        """Headers were fetched: send them to all contexts that wait at their first ID."""
         out: list[FeedOutcome] = []
         for context in self._contexts.values():
             if context.is_fetching and context.next == stretch.first:
@@ -241,7 +241,7 @@ class Feed:
         return out
 
     def _serve(self, context: _Context, out: list[FeedOutcome]) -> bool:
-        """Send one frame, or end the grant, or ask for headers; True when a frame was sent."""
+        """Send one frame, or end the grant, or fetch headers; True when a frame was sent."""
         last = min(context.until, self._high_water_mark)
         if context.next > last:
             self._end_grant(context, out)
@@ -262,7 +262,7 @@ class Feed:
         return True
 
     def _send(self, context: _Context, stretch: FeedHeaders, out: list[FeedOutcome]) -> None:
-        # What was fetched for another context may reach further than this one was granted.
+        # Headers fetched for another context may exceed the grant of this one.
         count = min(stretch.size, context.until - context.next + 1)
         assert stretch.first == context.next
         assert count > 0
@@ -302,7 +302,7 @@ class Feed:
 
 
 def pick(headers: Buffer, header_values: tuple[int, ...]) -> tuple[Buffer, bytes]:
-    """Return the headers with one of these values, and their offsets; none where it is all."""
+    """Return the headers with one of these values, and their offsets; no offsets for all."""
     heads = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
     offsets = np.flatnonzero(np.isin(heads["header"].astype(np.int32), header_values))
     if offsets.size == heads.size:

@@ -1,13 +1,13 @@
-"""Records that follow those a client requests one by one, fetched together from a storage.
+"""Read-ahead for clients that request transactions one by one.
 
-A client of Waltz 0.13 requests the data of each transaction in a message of its own. Each of these
-would be a round trip to a storage for a client that catches up beyond the transaction cache.
+A 0.13 client requests the data of each transaction in a message of its own. For a client that
+catches up beyond the transaction cache, each would be a round trip to a storage.
 
 Rules:
-    1. A stretch is fetched where a request follows an earlier one of the partition closely. One
-       stretch has at most `AHEAD_COUNT` records, and not more than `AHEAD_BYTES` but for its first.
-    2. The last `STRETCHES_MAX` stretches of a partition are kept, in the budget of the transaction
-       caches: what all partitions keep never exceeds it.
+    1. A stretch is fetched if a request closely follows an earlier one of the partition. A stretch
+       has at most `AHEAD_COUNT` records and `AHEAD_BYTES`, or one larger record.
+    2. The last `STRETCHES_MAX` stretches of a partition are kept, within the budget of the
+       transaction caches, which covers all partitions.
     3. Only checked records of committed transactions are kept, and only within a session whose
        owner is sure of the log (`clear`).
 """
@@ -27,8 +27,8 @@ I64 = npt.NDArray[np.int64]
 AHEAD_COUNT: Final = 1_024
 AHEAD_BYTES: Final = 64 * 1024
 STRETCHES_MAX: Final = 4
-# A request follows another one where it is at most so many transactions after it: clients request
-# no data of transactions whose header does not concern them.
+# Maximum distance of a request that follows another one: clients skip transactions whose header
+# they do not need.
 NEAR_COUNT: Final = 32
 _ENDS_MAX: Final = 16
 
@@ -50,7 +50,7 @@ class ReadAhead:
         self.hits = 0
 
     def find(self, transaction_id: TransactionId) -> memoryview | None:
-        """Return the record of a transaction, if it is kept."""
+        """Return the record of a transaction, if it is cached."""
         for first, stretch in self._stretches.items():
             index = transaction_id - first
             if 0 <= index < stretch.offsets.size - 1:

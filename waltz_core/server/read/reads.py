@@ -1,21 +1,20 @@
-"""Committed transactions for clients: from memory where they are recent, else from a storage.
+"""Reads of committed transactions: recent ones from the caches, others from a storage.
 
-Reading must never be able to hurt appending, nor one reader another. What is remembered, what is
-asked of storages, how often and of which, is decided here.
+Reads must not slow down appends or other readers. This file decides what is cached, and which
+storage is queried, for what and how often.
 
 Rules:
-    1. Nothing above the high-water mark is ever told or asked for.
-    2. Equal fetches share one answer. A fetch that failed leaves nothing behind: it is tried at
-       the next replica, and later from the start, so no transaction becomes unreadable.
-    3. What a storage sends is checked whole before it goes on: first id, density, every CRC.
+    1. Nothing above the high-water mark is ever returned or requested.
+    2. Equal fetches share one answer. A failed fetch is retried at the next replica, and after all
+       replicas from the start, so no transaction becomes unreadable.
+    3. An answer of a storage is checked completely: first ID, density, every CRC.
     4. At most `fetches_max` fetches are under way; the others wait in order.
-    5. What was asked for while a session ends is asked again in the next one.
-    6. Replicas that are nearby are asked before the others, in turn; those that the session does
-       not have are never asked, however near.
-    7. A replica that is slow to answer is given up for another one soon, until all were tried; it
-       may be frozen. Who has failed is asked last for the next `SHUNNED_FETCHES`.
-    8. Requests for one transaction each that follow one another are read ahead. Whether that
-       succeeds decides nothing: each request is then made by itself.
+    5. A fetch that is pending when a session ends is made again in the next one.
+    6. Nearby replicas are queried first, in turn. Replicas outside the session are never queried.
+    7. A replica that answers slowly may be frozen: another one is queried soon, until all were
+       tried. A failed replica is queried last for the next `SHUNNED_FETCHES`.
+    8. Consecutive requests for single transactions are read ahead. If that fails, each request is
+       fetched separately.
 """
 
 from collections import deque
@@ -61,15 +60,15 @@ from waltz_core.wire.messages import (
 
 I64 = npt.NDArray[np.int64]
 
-# How often all replicas are tried for one request before its client is told.
+# How often all replicas are tried for a request before it fails.
 ROUNDS_MAX: Final = 2
 RETRY_FIRST_MS: Final = 100
 RETRY_MAX_MS: Final = 5_000
 SHUNNED_FETCHES: Final = 64
-# How many of the newest batches are known by their bounds, stamps and chains, beside the caches.
+# Number of the newest batches whose lineage entries are kept, in addition to the caches.
 ENTRIES_MAX: Final = 16_384
 _WHOLE_BYTES_MAX: Final = 1 << 62
-# An answer also carries up to 48 bytes of lineage for each row, and has to fit into a frame.
+# An answer also has up to 48 bytes of lineage for each row, and must fit into a frame.
 ROWS_MAX: Final = 65_536
 
 
@@ -85,7 +84,7 @@ class _Run(NamedTuple):
 
 
 class _Key(NamedTuple):
-    """What is fetched: requests with equal keys share one answer (rule 2)."""
+    """A fetch; requests with equal keys share one answer (rule 2)."""
 
     first: TransactionId
     last: TransactionId
@@ -96,7 +95,7 @@ class _Key(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """One stretch that must come from a storage, and who waits for it."""
+    """A stretch that must be fetched from a storage, and the requests that wait for it."""
 
     key: _Key
     waiting: list[Received] = field(default_factory=list)
@@ -131,13 +130,13 @@ class Reads:
         self._is_open = False
         self._jobs: dict[_Key, _Job] = {}
         self._ready: deque[_Job] = deque()
-        self._running: dict[int, _Job | None] = {}  # None: nobody waits for it any more
+        self._running: dict[int, _Job | None] = {}  # None: no request waits for it any more
         self._parked: list[tuple[int, _Job]] = []
         self._token = 0
         self._turn = 0
         self._shunned: dict[ReplicaId, int] = {}  # until how many fetches were made (rule 7)
         self.replicas: Sequence[ReplicaId] = ()
-        # Who is of this server's own group; may change at any time (rule 6).
+        # Storages of this server's own group; may change at any time (rule 6).
         self.nearby: Container[ReplicaId] = ()
         self.fetches = 0
         self.failed_fetches = 0
@@ -146,7 +145,7 @@ class Reads:
     # figures
 
     def cache_reads(self) -> dict[tuple[str, str], int]:
-        """Return how often each cache had what was asked for, and how often it had not."""
+        """Return the hits and misses of each cache."""
         return {
             ("transaction", "hit"): self._transactions.hits + self._ahead.hits,
             ("transaction", "miss"): self._transactions.misses,
@@ -158,7 +157,7 @@ class Reads:
     # the session
 
     def opened(self, session_id: SessionId, high_water_mark: TransactionId) -> list[ReadOutcome]:
-        """A session has opened: whatever waits is asked in it (rule 5)."""
+        """A session has opened: start all waiting fetches in it (rule 5)."""
         self._session_id, self._high_water_mark = session_id, high_water_mark
         self._is_open = True
         self._ready.extend(job for _, job in self._parked)
@@ -166,7 +165,7 @@ class Reads:
         return self._start()
 
     def closed(self) -> None:
-        """The session is over; fetches of it may still succeed, and new ones wait."""
+        """The session has ended; its fetches may still succeed, and new ones wait."""
         self._is_open = False
 
     def advanced(self, high_water_mark: TransactionId) -> None:
@@ -174,7 +173,7 @@ class Reads:
         self._high_water_mark = high_water_mark
 
     def remember(self, entry: LineageEntry, batch: Batch) -> None:
-        """Keep a committed batch while there is room."""
+        """Cache a committed batch."""
         lengths = raw_records.lengths_from_wire(batch.lengths, len(batch.records))
         self._transactions.put(entry, lengths, batch.records)
         self._feed.put(entry.first, raw_records.feed_headers_of(batch.records, lengths))
@@ -185,7 +184,7 @@ class Reads:
             del self._entries[:-ENTRIES_MAX]
 
     def forget_all(self) -> None:
-        """Somebody else may have written: nothing that is remembered counts."""
+        """Clear all caches: another owner may have written."""
         self._transactions.clear()
         self._ahead.clear()
         self._reading_ahead.clear()
@@ -193,11 +192,11 @@ class Reads:
         self._entries.clear()
 
     def abandon(self) -> list[Received]:
-        """The partition is given up: return all requests that wait."""
+        """The partition is released: return all waiting requests."""
         waiting = [question for job in self._jobs.values() for question in job.waiting]
         self._jobs.clear()
         self._ready.clear()
-        # What is under way counts until its answer has come, whoever has the partition then.
+        # Fetches under way count until they are answered, also after the release.
         self._running = dict.fromkeys(self._running)
         self._parked.clear()
         self._is_open = False
@@ -208,7 +207,7 @@ class Reads:
     # requests
 
     def range(self, question: Received, message: RangeRequest) -> list[ReadOutcome]:
-        """Answer a range request, now or when a storage has."""
+        """Answer a range request, now or after a fetch."""
         if fault := _range_fault(message):
             return [refuse(question, BadRequest(fault))]
         first = TransactionId(message.first)
@@ -223,7 +222,7 @@ class Reads:
         return self._fetch(_Key(first, last, bytes_max, message.form), question)
 
     def data(self, question: Received, message: TransactionDataRequest) -> list[ReadOutcome]:
-        """Answer a request for one transaction's data, now or when a storage has."""
+        """Answer a request for one transaction's data, now or after a fetch."""
         wanted = TransactionId(message.transaction_id)
         if not 0 <= wanted <= self._high_water_mark:
             fault = (
@@ -241,7 +240,7 @@ class Reads:
         return self._fetch(self._key_of_one(wanted), question)
 
     def _key_of_one(self, wanted: TransactionId) -> _Key:
-        """Return what to fetch for a request of one transaction (rule 8)."""
+        """Return the fetch for a request of one transaction (rule 8)."""
         for key in self._reading_ahead:
             if key.first <= wanted <= key.last:
                 return key
@@ -253,7 +252,7 @@ class Reads:
         return key
 
     def headers(self, first: TransactionId, last: TransactionId) -> list[ReadOutcome]:
-        """Get feed headers from a storage; a `FeedHeaders` follows."""
+        """Fetch feed headers from a storage; a `FeedHeaders` follows."""
         last = min(last, self._high_water_mark)
         assert first <= last
         bytes_max = self._limits.feed_frame_count_max * RECORD_HEADER.size
@@ -263,7 +262,7 @@ class Reads:
     # memory
 
     def recall(self, first: TransactionId, last: TransactionId) -> FeedHeaders | None:
-        """Return feed headers that are remembered (`feed.Memory`)."""
+        """Return cached feed headers (`feeds.Memory`)."""
         headers = self._feed.read(first, last)
         if not headers:
             return None
@@ -309,13 +308,13 @@ class Reads:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When a parked fetch wants to be tried again."""
+        """When the next parked fetch is due."""
         if not self._is_open or not self._parked:
             return None
         return min(at_ms for at_ms, _ in self._parked)
 
     def wake(self, now_ms: int) -> list[ReadOutcome]:
-        """Try again what has waited long enough."""
+        """Retry the parked fetches that are due."""
         if not self._parked:
             return []
         due = [job for at_ms, job in self._parked if at_ms <= now_ms]
@@ -342,11 +341,11 @@ class Reads:
         if job.for_feed:
             out.append(_feed_stretch(run))
         for question in job.waiting:
-            out += self._told(question, run)
+            out += self._answers(question, run)
         return out + self._start()
 
     def failed(self, token: int, reason: str, now_ms: int) -> list[ReadOutcome]:
-        """A storage did not send what was asked; rule 2."""
+        """A fetch has failed; rule 2."""
         job = self._running.get(token)
         if job is None:
             return self._dropped(token)
@@ -354,14 +353,14 @@ class Reads:
         self.failed_fetches += 1
         self._shunned[job.tried[-1]] = self.fetches + SHUNNED_FETCHES
         if job.key.is_ahead:
-            return self._give_up_ahead(job)
+            return self._fetch_separately(job)
         if all(replica in job.tried for replica in self.replicas):
             job.tried.clear()
             job.rounds += 1
         out: list[ReadOutcome] = []
         if not job.tried and job.rounds >= ROUNDS_MAX and job.waiting:
             error = Unreachable(
-                f"no replica of partition {self._partition_id} gave transactions "
+                f"no replica of partition {self._partition_id} returned transactions "
                 f"{job.key.first}..{job.key.last}: {reason}"
             )
             out.extend(refuse(question, error) for question in job.waiting)
@@ -376,8 +375,8 @@ class Reads:
             job.retry_ms = min(2 * job.retry_ms, RETRY_MAX_MS)
         return out + self._start()
 
-    def _give_up_ahead(self, job: _Job) -> list[ReadOutcome]:
-        """Fetch alone what was waited for: what follows it may be damaged."""
+    def _fetch_separately(self, job: _Job) -> list[ReadOutcome]:
+        """Fetch each requested transaction separately: later ones may be damaged (rule 8)."""
         del self._jobs[job.key]
         self._reading_ahead.pop(job.key, None)
         out: list[ReadOutcome] = []
@@ -388,7 +387,7 @@ class Reads:
         return out
 
     def _dropped(self, token: int) -> list[ReadOutcome]:
-        """An answer came that nobody waits for: there is room for another fetch."""
+        """Ignore an answer for which no request waits; there is room for another fetch."""
         self._running.pop(token, None)
         return self._start()
 
@@ -445,14 +444,14 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def _told(self, question: Received, run: _Run) -> list[ReadOutcome]:
+    def _answers(self, question: Received, run: _Run) -> list[ReadOutcome]:
         message = question.message
         if isinstance(message, RangeRequest):
             return [self._range_answer(question, message, run)]
         assert isinstance(message, TransactionDataRequest)
         skip = message.transaction_id - run.first
         if skip >= run.lengths.size:
-            return self.data(question, message)  # what was read ahead ends before it
+            return self.data(question, message)  # the read-ahead ended before it
         record, _ = raw_records.cut(run.records, run.lengths, skip=skip, count=1)
         return [_data_answer(question, message, record)]
 
@@ -480,7 +479,7 @@ _EMPTY: Final = np.empty(0, dtype=np.int64)
 
 
 def _range_fault(message: RangeRequest) -> str | None:
-    """Say what is wrong with a range request, if anything."""
+    """Return the fault of a range request, if any."""
     if not 0 <= message.first <= message.last:
         return f"range: expected 0 <= first <= last, found {message.first}..{message.last}"
     if message.form not in tuple(RangeForm):
@@ -505,7 +504,7 @@ def _feed_stretch(run: _Run) -> FeedHeaders:
     headers = heads[:, RECORD_HEADER.size - raw_records.FEED_HEADER_BYTES :].tobytes()
     chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
     for entry in reversed(run.lineage):
-        # One that a storage has made up for others has a chain that no other replica knows.
+        # A made-up batch of a storage has a chain that no other replica has.
         if run.first <= entry.last <= run.last and entry.session_id != MADE_UP:
             chain_at, chain = entry.last, entry.chain
             break
@@ -513,7 +512,7 @@ def _feed_stretch(run: _Run) -> FeedHeaders:
 
 
 def _filtered(run: _Run, header_values: Sequence[int]) -> tuple[I64, Buffer, int]:
-    """Return lengths, records and count of those with one of the application headers."""
+    """Return lengths, records and count of the records with one of the header values."""
     if run.form == RangeForm.HEADERS:
         heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
         kept = heads[np.isin(heads["header"].astype(np.int32), header_values)]
@@ -543,7 +542,7 @@ def _checked(message: RangeBytes, key: _Key) -> _Run:
         bad = raw_records.first_gap(message.records, lengths, first)
     if bad is not None:
         raise ChecksumMismatch(
-            f"range from a storage: transaction {first + bad} is damaged or another one"
+            f"range from a storage: transaction {first + bad} is damaged or has another ID"
         )
     return _Run(first, reach, form, lengths, message.records, message.lineage)
 
@@ -555,8 +554,8 @@ def _check_headers(message: RangeBytes) -> None:
             f"bytes, found {len(message.records)} bytes"
         )
     if crc32(message.records) != message.records_crc:
-        raise ChecksumMismatch("range from a storage: the headers' CRC does not fit")
+        raise ChecksumMismatch("range from a storage: the CRC of the headers does not match")
     heads = np.frombuffer(message.records, dtype=raw_records.HEADER_DTYPE)
     expected = np.arange(message.first, message.first + message.count, dtype=np.int64)
     if (heads["transaction_id"] != expected).any():
-        raise BadFormat(f"range from a storage: ids after {message.first} are not dense")
+        raise BadFormat(f"range from a storage: IDs after {message.first} are not dense")
