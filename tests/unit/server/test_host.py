@@ -4,13 +4,13 @@ from tests.unit.server.test_partition import ALICE, A, World
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.server.partition_events import Congested
-from waltz_core.server.process.host import Waits, _Told
+from waltz_core.server.process.host import Waits, _ShownFigures
 
 A_REPLICA = ReplicaId("10.0.0.1:5280")
 
 
 def test_the_feed_that_is_furthest_behind_is_told() -> None:
-    world, metrics, told = World(), Metrics("server"), _Told()
+    world, metrics, told = World(), Metrics("server"), _ShownFigures()
 
     def lag() -> float:
         told.show(PartitionId(0), world.partition, metrics)
@@ -39,7 +39,7 @@ class Counted(Metrics):
 
 
 def test_what_is_as_it_was_is_not_told_again() -> None:
-    world, metrics, told = World(), Counted("server"), _Told()
+    world, metrics, told = World(), Counted("server"), _ShownFigures()
     world.open()
     world.mount(ALICE, A, feed=True)
     told.show(PartitionId(0), world.partition, metrics)
