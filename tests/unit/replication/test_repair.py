@@ -428,7 +428,7 @@ def test_rot_that_the_source_has_not_noticed_is_noticed_here():
     data = bytearray(answer.records)
     data[-5] ^= 1  # the last byte before the record's CRC
     rotten = changed(answer, records=bytes(data), records_crc=zlib.crc32(data))
-    with pytest.raises(ChecksumMismatch, match="record 1 does not fit"):
+    with pytest.raises(ChecksumMismatch, match="record 1 does not match"):
         verify_records(rotten, first=0, last=1)
 
 
