@@ -1,19 +1,19 @@
 """Session after session of one partition: claim, open, lose, claim again.
 
-It holds what outlives a session (what was committed, what is in doubt, which replicas misbehaved)
-and the whole conversation with ZooKeeper, so that every compare-and-set of the protocol stands in
-one file.
+It has the state that outlives a session (committed mark, batches in doubt, misbehaving replicas)
+and all requests to ZooKeeper, so that every compare-and-set of the protocol is in one file.
 
 Rules (docs/design/correctness.md 2.1 A, B, G, K and the rows of 2.4):
-    1. Every write depends on the versions that were read, and each has one attempt number; the
-       outcome of any other attempt is dropped.
-    2. A write with unknown outcome is read again. The claim holds only if session and nonce are
-       ours; states are written again, unchanged, until one reading tells.
-    3. A session id is claimed once. A claim that did not hold is followed by another id.
-    4. Nothing is claimed for an older generation, nor where ZooKeeper has forgotten a history that
-       it once knew: an open partition without states, a session below what storages promised.
-    5. What is in doubt stays in doubt until a later session is settled.
-    6. There is a pause between failures, and it grows.
+    1. Every write depends on the versions that were read, and has its own attempt number; outcomes
+       of other attempts are dropped.
+    2. After a write with unknown outcome the nodes are read again. A claim has succeeded only if
+       session and nonce are its own; states are written again, unchanged, until a read shows the
+       outcome.
+    3. A session ID is claimed once. A failed claim is followed by one with another ID.
+    4. Nothing is claimed for an older generation, nor if ZooKeeper has lost data: an open partition
+       has no states, or storages have promised a later session.
+    5. Batches in doubt stay in doubt until a later session is settled.
+    6. There is a pause after each failure, and it grows.
 """
 
 from collections.abc import Mapping
@@ -69,24 +69,24 @@ if TYPE_CHECKING:
     from random import Random
 
 _NONCE_BYTES: Final = 16
-_NAMES_MAX: Final = 16  # of our own sessions that are remembered, to know them again
+_NAMES_MAX: Final = 16  # number of own sessions that are remembered, to recognize them
 
 
 class _Waiting(Enum):
-    """What the coordinator was asked; its answer is the next thing to happen."""
+    """The request to the coordinator that is under way."""
 
     NOTHING = auto()
     READ = auto()  # before a claim
     CLAIM = auto()  # CAS#1
-    CLAIM_CHECK = auto()  # CAS#1 has an unknown outcome: reading
+    CLAIM_CHECK = auto()  # reading: CAS#1 has an unknown outcome
     STATES = auto()  # CAS#2 or CAS#3
-    STATES_CHECK = auto()  # one of them has an unknown outcome, or lost: reading
+    STATES_CHECK = auto()  # reading: one of them has an unknown outcome, or a conflict
 
 
 class PartitionStore:
     """The machine of one partition (see `machine.py` for its contract).
 
-    `storage_ids` are the registered ids, 16 bytes each; the mapping may be updated at any time.
+    `storage_ids` are the registered IDs, 16 bytes each; the mapping may be updated at any time.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class PartitionStore:
         self._replicas: tuple[ReplicaId, ...] = ()
         # The session, and the coordinator.
         self._session: StoreSession | None = None
-        self._view: View | None = None  # what ZooKeeper holds, as far as we know
-        self._writing: View | None = None  # what it may hold if the write under way succeeds
+        self._view: View | None = None  # the nodes in ZooKeeper, if known
+        self._writing: View | None = None  # the nodes if the write under way succeeds
         self._waiting = _Waiting.NOTHING
         self._attempt = 0
-        self._retry_at_ms: int | None = None  # when to ask the coordinator the next question
-        # What outlives sessions.
+        self._retry_at_ms: int | None = None  # when to send the next request to the coordinator
+        # State that outlives sessions.
         self._our_names: list[tuple[SessionId, bytes]] = []
         self._is_unbroken = False
         self._high_water_mark = BEFORE_FIRST
@@ -132,11 +132,11 @@ class PartitionStore:
         self._final_refusal: str | None = None
 
     # -----------------------------------------------------------------------------------------
-    # what the owner may look at between steps
+    # state between steps
 
     @property
     def open_session(self) -> SessionId | None:
-        """The session that takes appends, if there is one and earlier ones are settled."""
+        """The session that accepts appends, if there is one and earlier ones are settled."""
         session = self._session
         if session is None or not session.is_open or not session.is_settled:
             return None
@@ -144,12 +144,12 @@ class PartitionStore:
 
     @property
     def high_water_mark(self) -> TransactionId:
-        """The last id that this machine knows to be committed."""
+        """The last ID that this machine knows to be committed."""
         return self._high_water_mark
 
     @property
     def next_transaction_id(self) -> TransactionId:
-        """The first id of the next batch; only meaningful while a session is open."""
+        """The first ID of the next batch; only meaningful while a session is open."""
         session = self._session
         last = self._high_water_mark
         if session is not None and session.window is not None:
@@ -158,16 +158,16 @@ class PartitionStore:
 
     @property
     def readable_replicas(self) -> list[ReplicaId]:
-        """Replicas that have the log up to (about) the mark, those that have most first."""
+        """The engaged replicas, those that have synced most first."""
         session = self._session
         return session.readable() if session is not None and session.is_open else []
 
     def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
-        """Return for how long each replica of the session has not answered what it was asked."""
+        """Return how long each replica of the session has owed an answer."""
         return {} if self._session is None else self._session.waits_ms(now_ms)
 
     def take_append_times(self) -> dict[ReplicaId, list[int]]:
-        """Return and forget the append latencies of each engaged replica, in ms."""
+        """Return and clear the append latencies of each engaged replica, in ms."""
         return {} if self._session is None else self._session.take_append_times()
 
     @property
@@ -180,13 +180,13 @@ class PartitionStore:
 
     @property
     def session(self) -> StoreSession | None:
-        """The session being made or open, for checks of invariants."""
+        """The present session, open or not, for checks of invariants."""
         return self._session
 
     @property
     def wake_at_ms(self) -> int | None:
         """When to send the next `Wakeup`; None for never."""
-        return self._wake_at_ms  # asked more often than it changes
+        return self._wake_at_ms  # cached: it is read more often than it changes
 
     def _wake_times(self) -> list[int]:
         times = [] if self._session is None else self._session.wake_times(self._now_ms)
@@ -201,13 +201,13 @@ class PartitionStore:
     # events
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:
-        """Take one event in, return what to do."""
+        """Process one event; return the effects."""
         assert now_ms >= self._now_ms, "time went backwards"
         assert not self._outbox
         self._now_ms = now_ms
         match event:
             case ReplicaAnswered() | ReplicaOpened() | ReplicaLost():
-                self._heard_replica(event)
+                self._replica_event(event)
             case Submit():
                 if self.open_session == event.session_id and self._session is not None:
                     self._session.submit(event.batch, now_ms)
@@ -215,7 +215,7 @@ class PartitionStore:
                 self._prove(event.token)
             case MetadataRead() | MetadataWritten() | MetadataConflict() | MetadataUnknown():
                 if event.attempt == self._attempt and self._waiting is not _Waiting.NOTHING:
-                    self._heard_coordinator(event)
+                    self._coordinator_event(event)
             case Own() | Reassign() | Disown() | Checkpoint():
                 self._ordered(event)
             case Wakeup():
@@ -228,7 +228,7 @@ class PartitionStore:
         self._outbox.clear()
         return effects
 
-    def _heard_replica(self, event: ReplicaAnswered | ReplicaOpened | ReplicaLost) -> None:
+    def _replica_event(self, event: ReplicaAnswered | ReplicaOpened | ReplicaLost) -> None:
         session = self._session
         if session is None or event.session_id != session.claim.session_id:
             return
@@ -261,7 +261,7 @@ class PartitionStore:
                     self._claim_after(0)
 
     def _own(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
-        """The partition is ours: claim a session, unless nothing is new."""
+        """Claim a session, unless generation and replicas are unchanged."""
         assert replicas, "a partition has at least one replica"
         assert len(set(replicas)) == len(replicas)
         if (generation, replicas) == (self._generation, self._replicas):
@@ -270,7 +270,7 @@ class PartitionStore:
         self._generation, self._replicas = generation, replicas
         self._final_refusal = None
         self._lost_race_count = self._failure_count = 0
-        # Counted from the first claim on: of many partitions, one may wait long for its turn.
+        # Set by the first claim: among many partitions, one may wait long for its turn.
         self._no_quorum_since_ms = None
         self._claim_after(0)
 
@@ -281,7 +281,7 @@ class PartitionStore:
         self._forget_question()
 
     def _release(self, reason: str, *, for_others: bool = False) -> None:
-        """Give the partition up until it is given again."""
+        """Release the partition until it is assigned again."""
         self._drop_ownership(reason)
         self._outbox.append(Released(reason, for_others))
 
@@ -289,7 +289,8 @@ class PartitionStore:
         now_ms = self._now_ms
         release_at_ms = self._release_at_ms()
         if release_at_ms is not None and release_at_ms <= now_ms:
-            self._release("no quorum of replicas for too long", for_others=True)
+            limit_ms = self._limits.quorum_ms_max
+            self._release(f"no quorum of replicas for {limit_ms} ms", for_others=True)
             return
         if self._session is not None:
             self._session.woken(now_ms)
@@ -298,13 +299,13 @@ class PartitionStore:
             self._ask_again()
 
     def _release_at_ms(self) -> int | None:
-        """Without a quorum while ZooKeeper answers, another server may do better (row 18)."""
+        """Return when to release: another server may reach a quorum (row 18)."""
         if self._no_quorum_since_ms is None or self._limits.quorum_ms_max == 0:
             return None
         return self._no_quorum_since_ms + self._limits.quorum_ms_max
 
     # -----------------------------------------------------------------------------------------
-    # the session's needs, after each step
+    # the session, after each step
 
     def _follow_session(self) -> None:
         session = self._session
@@ -346,13 +347,13 @@ class PartitionStore:
                 self._claim_after(self._pause_ms())
 
     def _end_session(self, reason: str, error_code: int = 0) -> None:
-        """Close the session and keep what outlives it (rule 5)."""
+        """Close the session and keep the state that outlives it (rule 5)."""
         session = self._session
         if session is None:
             return
         session.end(Ending(Cause.LEFT, reason))
         self._session = None
-        # A write under way may or may not happen: what ZooKeeper holds must be read.
+        # A write under way may or may not succeed: the nodes must be read again.
         if self._waiting is not _Waiting.NOTHING or self._writing is not None:
             self._view = None
         self._forget_question()
@@ -361,7 +362,7 @@ class PartitionStore:
             self._report("session.abandoned", session=session.claim.session_id, reason=reason)
             return
         if session.is_settled:
-            # Not before: of one that only opened nobody here knows what it has found in the log.
+            # If it only opened, the owner does not know the log that it found.
             self._is_unbroken = True
             doubt = InDoubt(session.claim.session_id, window.committed, window.last)
             self._in_doubt = doubt if window.last > window.committed else None
@@ -373,7 +374,7 @@ class PartitionStore:
         self._outbox.append(SessionClosed(session.claim.session_id, reason, error_code))
 
     def _pause_ms(self) -> int:
-        """Return how long to wait after one more failure of a session (rule 6)."""
+        """Return the pause after one more failure of a session (rule 6)."""
         self._failure_count += 1
         if self._failure_count == 1:
             return self._rng.randint(0, self._limits.first_retry_ms_max)
@@ -385,7 +386,7 @@ class PartitionStore:
         return self._rng.randint(longest // 2, longest)
 
     # -----------------------------------------------------------------------------------------
-    # questions to the coordinator
+    # requests to the coordinator
 
     def _claim_after(self, wait_ms: int) -> None:
         assert self._session is None
@@ -401,7 +402,7 @@ class PartitionStore:
         self._retry_at_ms = None
 
     def _ask_again(self) -> None:
-        """Ask what is to be asked now: the pause is over."""
+        """Send the next request: the pause is over."""
         if self._generation is None:
             return
         if self._waiting in (_Waiting.CLAIM_CHECK, _Waiting.STATES_CHECK):
@@ -417,7 +418,7 @@ class PartitionStore:
         self._outbox.append(ReadMetadata(self._attempt))
 
     def _write(self, view: View, waiting: _Waiting) -> None:
-        """Compare-and-set; `view` holds the new values at the versions that they replace."""
+        """Compare-and-set; `view` has the new values and the versions that they replace."""
         assert view.marker is not None
         self._waiting, self._writing = waiting, view
         self._attempt += 1
@@ -431,7 +432,7 @@ class PartitionStore:
             )
         )
 
-    def _heard_coordinator(
+    def _coordinator_event(
         self, event: MetadataRead | MetadataWritten | MetadataConflict | MetadataUnknown
     ) -> None:
         waiting, self._waiting = self._waiting, _Waiting.NOTHING
@@ -457,7 +458,7 @@ class PartitionStore:
                 self._coordinator_away(waiting, event.reason)
 
     def _coordinator_away(self, waiting: _Waiting, reason: str) -> None:
-        """Keep what is going on, and ask again after a pause; an open session goes on."""
+        """Repeat the request after a pause; an open session continues."""
         self._report("coordinator.away", waiting=waiting.name, reason=reason)
         self._view = None
         if waiting is _Waiting.CLAIM:
@@ -466,11 +467,11 @@ class PartitionStore:
             self._waiting = _Waiting.STATES_CHECK
         elif waiting is not _Waiting.READ:
             self._waiting = waiting
-        self._attempt += 1  # an answer that comes after all is not waited for
+        self._attempt += 1  # a late answer is dropped
         self._retry_at_ms = self._now_ms + self._growing_ms(self._away_count)
         self._away_count += 1
         if self._no_quorum_since_ms is not None:
-            # Other servers see no more of ZooKeeper than this one: releasing would not help.
+            # Other servers probably do not reach ZooKeeper either: releasing would not help.
             self._no_quorum_since_ms = self._now_ms
 
     def _heard_reading(self, waiting: _Waiting, view: View) -> None:
@@ -524,14 +525,14 @@ class PartitionStore:
             return
         nonce = self._rng.randbytes(_NONCE_BYTES)
         claimed = claim_over(view, self._generation, self._replicas, nonce)
-        # Whether anybody else was there since our last session is known only here.
+        # Only this machine knows whether another owner had a session since its own last one.
         self._is_unbroken = self._is_unbroken and view.name in self._our_names
         assert claimed.name is not None
         self._our_names = [*self._our_names, claimed.name][-_NAMES_MAX:]
         self._write(claimed, _Waiting.CLAIM)
 
     def _is_race_lost(self, view: View) -> bool:
-        """Count the sessions that others claimed since ours; stand back, or give up (row 17)."""
+        """Count sessions claimed by other servers since the own one; pause or release (row 17)."""
         if not self._our_names or view.name in self._our_names:
             return False
         if self._lost_to == view.name:
@@ -548,7 +549,7 @@ class PartitionStore:
         return False
 
     def _refused(self, reason: str) -> None:
-        """A human has to look; another server would find the same, so nothing is released."""
+        """An operator must act; nothing is released, since other servers would find the same."""
         self._report("partition.refused", reason=reason)
         self._view = None
         self._no_quorum_since_ms = self._now_ms
@@ -585,7 +586,7 @@ class PartitionStore:
 
     def _write_states(self, session: StoreSession, states: dict[ReplicaId, ReplicaState]) -> None:
         view = self._view
-        assert view is not None, "the claim, or the last write, told the versions"
+        assert view is not None, "the versions are known from the claim or the last write"
         assert view.marker is not None
         assert view.metadata.session_id == session.claim.session_id
         session.writing = states

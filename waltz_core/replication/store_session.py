@@ -1,18 +1,18 @@
 """One store session of one partition: fence, decide, repair, open, append, commit.
 
-It is the life of one session id. What was before and what comes after, and the conversation with
-ZooKeeper, belong to `partition_store`.
+`partition_store` handles the sequence of sessions and the requests to ZooKeeper.
 
 Rules (docs/design/correctness.md 2.1, letters C to K):
     1. Every replica of the last and of the new assignment is fenced (C).
     2. Nothing on a replica is changed before the mark is decided (E).
-    3. The session opens when ZooKeeper is known to hold its states (`wrote`), not before (G, H).
-    4. A replica counts, and gets what is not committed, only while ZooKeeper has it as engaged (I).
+    3. The session opens only when ZooKeeper is known to have its states (`wrote`) (G, H).
+    4. A replica counts, and gets uncommitted batches, only while ZooKeeper has it as engaged (I).
     5. The committed mark is the highest that a quorum of engaged replicas has synced (J).
-    6. The loss of an engaged replica, or of one that may be written down as engaged, ends the
-       session (K). The loss of any other one does not.
-    7. A slow replica is fed from memory, then from another replica's log; it holds up nobody, and
-       may join late as slowly as it can. Until the past is settled each has to answer in time.
+    6. The loss of an engaged replica, or of one that may be recorded as engaged, ends the session
+       (K). The loss of any other one does not.
+    7. A slow replica is supplied from memory, then from another replica's log. It blocks nothing,
+       and has no time limit for joining. Until earlier sessions are settled, every replica must
+       answer within `answer_ms_max`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,10 +53,12 @@ from waltz_core.wire.messages import StorageMessage
 if TYPE_CHECKING:
     from random import Random
 
-# Tickets of requests are those of `Repairs`, but for heartbeats (the proof's token) and `SETTLING`.
-# These are compared with many times in each step, and a member of an enum is slow to look up.
-# A stalled replica answers hundreds of appends late, all at once: one report a second names it.
+# Tickets of requests are those of `Repairs`, except for heartbeats (the proof's token) and
+# `SETTLING`.
+
+# A stalled replica answers hundreds of appends late, all at once: one report a second is enough.
 SLOW_REPORT_MS: Final = 1_000
+# Constants, because each step compares with them many times, and enum members are slow to look up.
 _ABSENT: Final = ReplicaStage.ABSENT
 _ENGAGED: Final = ReplicaStage.ENGAGED
 _READY: Final = ReplicaStage.READY
@@ -66,7 +68,7 @@ _NEARLY: Final = (ReplicaStage.PREPARING, ReplicaStage.REPAIRING)
 
 
 class PartitionConstants(NamedTuple):
-    """What never changes of a partition, but for the storage ids, which are read at each use."""
+    """The constants of a partition; only `storage_ids` changes, and is read at each use."""
 
     partition_id: PartitionId
     cluster_key: bytes
@@ -75,19 +77,19 @@ class PartitionConstants(NamedTuple):
 
 
 class Cause(Enum):
-    """Why a session ended, as far as the next one must know."""
+    """Why a session ended, as far as it matters to the next one."""
 
-    LEFT = auto()  # an engaged replica is gone, or refused
+    LEFT = auto()  # an engaged replica was lost, or rejected a request
     FENCED = auto()  # a storage is bound to a later session
-    RETURNED = auto()  # a replica is back that cannot come back into this session
-    STALLED = auto()  # no quorum for too long
-    REFUSED = auto()  # what was found makes it unsafe to go on
+    RETURNED = auto()  # a replica has returned that cannot join this session again
+    STALLED = auto()  # no quorum within the time limit
+    REFUSED = auto()  # it is unsafe to continue
 
 
 class Ending(NamedTuple):
-    """Why a session ended; the replica at fault and the session it is bound to, if any.
+    """Why a session ended; the replica at fault and the session to which it is bound, if any.
 
-    `is_final`: trying again would not find the same obstacle, and yet it must not be tried.
+    `is_final`: another session must not be tried, although it might not meet the same obstacle.
     """
 
     cause: Cause
@@ -96,11 +98,11 @@ class Ending(NamedTuple):
     refused_append: bool = False
     promised: SessionId | None = None
     is_final: bool = False
-    error_code: int = 0  # what the replica refused with, a code of `errors.py`; 0 if it did not
+    error_code: int = 0  # of the replica's rejection, a code of `errors.py`; 0 if there was none
 
 
 class StoreSession:
-    """See the module's rules. Effects go to the outbox in order; nothing is returned."""
+    """See the module's rules. Effects are added to the outbox in order, not returned."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class StoreSession:
         self.opened_ms: int | None = None
         self.is_settled = False
         self.ended: Ending | None = None
-        # The states that ZooKeeper is known to hold, and those it may hold after a write.
+        # The states that ZooKeeper is known to have, and those that a write under way would set.
         self.states: dict[ReplicaId, ReplicaState] = dict(claim.states)
         self.writing: dict[ReplicaId, ReplicaState] | None = None
         former = [replica for replica in claim.states if replica not in claim.assigned]
@@ -142,15 +144,15 @@ class StoreSession:
         self._rivals: list[ReplicaId] = []
 
     # -----------------------------------------------------------------------------------------
-    # what the owner asks
+    # state
 
     @property
     def is_open(self) -> bool:
-        """Whether ZooKeeper is known to hold this session's states and it has not ended."""
+        """Whether ZooKeeper is known to have this session's states, and it has not ended."""
         return self.window is not None and self.ended is None
 
     def is_useful(self, now_ms: int) -> bool:
-        """Whether it has taken appends for a while: what ends it now has been no obstacle to it."""
+        """Whether it has accepted appends for `useful_ms`, so that its end is not a failure."""
         opened_ms = self.opened_ms if self.is_settled else None
         return opened_ms is not None and now_ms - opened_ms >= self._limits.useful_ms
 
@@ -161,12 +163,12 @@ class StoreSession:
 
     def readable(self) -> list[ReplicaId]:
         """Return the engaged replicas, those that have synced most first."""
-        # Those that are alike stay in the order of the assignment.
+        # The sort is stable: equal ones stay in the order of the assignment.
         engaged = sorted(self.engaged, key=_SYNCED_LAST, reverse=True)
         return [each.replica for each in engaged]
 
     def waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
-        """Return for how long each replica owes an answer: one with time may owe it for ever."""
+        """Return how long each replica has owed an answer, which may exceed the timeout."""
         return {
             each.replica: now_ms - each.oldest_ms
             for each in self.replicas.values()
@@ -174,7 +176,7 @@ class StoreSession:
         }
 
     def take_append_times(self) -> dict[ReplicaId, list[int]]:
-        """Return and forget the append latencies of each engaged replica, in ms."""
+        """Return and clear the append latencies of each engaged replica, in ms."""
         taken: dict[ReplicaId, list[int]] = {}
         for each in self.replicas.values():
             if each.took_ms:
@@ -183,7 +185,7 @@ class StoreSession:
         return taken
 
     def wake_times(self, now_ms: int) -> list[int]:
-        """Return the times at which something is due; also those of what is due already."""
+        """Return the times at which something is due, including past ones."""
         times = self.repairs.wake_times(now_ms)
         for each in self.replicas.values():
             if each.stage is _ABSENT:
@@ -191,7 +193,7 @@ class StoreSession:
             elif not self._has_time(each) and (oldest_ms := each.oldest_ms) is not None:
                 times.append(oldest_ms + self._limits.answer_ms_max)
         times += self._proving.deadlines()
-        # What only changes `wanted_states` is looked at in every step; the past needs no step.
+        # These times only affect `wanted_states`, which every step evaluates: skip past ones.
         gates = [*self.claim.held.values()]
         if self._enough_since_ms is not None and self.window is None:
             gates.append(self._enough_since_ms + self._limits.grace_ms)
@@ -211,7 +213,7 @@ class StoreSession:
         self._advance(now_ms)
 
     def opened(self, replica: ReplicaId, now_ms: int) -> None:
-        """A connection stands: fence."""
+        """A connection is open: fence the replica."""
         each = self.replicas.get(replica)
         if each is None or each.stage is not ReplicaStage.DIALLING:
             return
@@ -225,7 +227,7 @@ class StoreSession:
         each.ask(messages.Prepare, self.claim.nonce, *identity, now_ms=now_ms)
 
     def lost(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
-        """A connection is gone, or could not be made."""
+        """A connection was lost, or could not be opened."""
         each = self.replicas.get(replica)
         if each is not None and each.stage is not ReplicaStage.ABSENT:
             each.is_broken = True
@@ -233,7 +235,7 @@ class StoreSession:
             self._advance(now_ms)
 
     def answered(self, replica: ReplicaId, answer: StorageMessage, now_ms: int) -> None:
-        """A storage has answered, or tells of damage unasked."""
+        """A storage has answered, or has reported damage."""
         each = self.replicas.get(replica)
         if each is None or not each.is_connected:
             return
@@ -247,7 +249,7 @@ class StoreSession:
         self._advance(now_ms)
 
     def woken(self, now_ms: int) -> None:
-        """Some time has passed."""
+        """Handle timeouts and redials."""
         self.repairs.give_up_slow(now_ms)
         for each in list(self.replicas.values()):
             oldest_ms = each.oldest_ms
@@ -273,12 +275,12 @@ class StoreSession:
                 self._feed(each, now_ms)
 
     def prove(self, token: int, now_ms: int) -> None:
-        """Ask a quorum whether a later session exists."""
+        """Query a quorum for a later session."""
         assert self.window is not None
         self._proving.begin(token, self.window.committed, self.engaged, now_ms)
 
     def wrote(self, states: Mapping[ReplicaId, ReplicaState], now_ms: int) -> None:
-        """ZooKeeper is known to hold these states (rule 3)."""
+        """ZooKeeper is known to have these states (rule 3)."""
         assert self.ended is None
         goal = self.repairs.goal
         assert goal is not None
@@ -297,7 +299,7 @@ class StoreSession:
         self._advance(now_ms)
 
     def end(self, ending: Ending) -> None:
-        """End the session: drop all connections, answer all proofs."""
+        """End the session: close all connections, answer all proofs."""
         if self.ended is not None:
             return
         self.ended = ending
@@ -306,10 +308,10 @@ class StoreSession:
         self._proving.end()
 
     # -----------------------------------------------------------------------------------------
-    # what ZooKeeper should hold
+    # states in ZooKeeper
 
     def wanted_states(self, now_ms: int) -> dict[ReplicaId, ReplicaState] | None:
-        """Return what to write next (G, I), or None when ZooKeeper holds what it should."""
+        """Return the states to write next (G, I), or None if there is nothing to write."""
         if self.ended is not None or self.writing is not None or self.repairs.goal is None:
             return None
         if self.window is not None:
@@ -329,7 +331,7 @@ class StoreSession:
         return self.recovery.opening_states(claim.session_id, claim.assigned, ready)
 
     def _marked(self, now_ms: int | None) -> list[ReplicaId]:
-        """Return the replicas that are marked; with a time, without those held back then."""
+        """Return the marked replicas; with a time, without those that are left out then."""
         held = self.claim.held
         return [
             each.replica
@@ -345,7 +347,9 @@ class StoreSession:
     def _joined_states(
         self, window: SessionWindow, now_ms: int
     ) -> dict[ReplicaId, ReplicaState] | None:
-        """Late replicas that have the log, or get the rest of it from memory (I)."""
+        """Return states that engage late replicas which have the log, or only lack batches that
+        are in memory (I).
+        """
         late = [each for each in self.replicas.values() if each.stage is _READY]
         if not late:
             return None
@@ -356,10 +360,10 @@ class StoreSession:
         return {**self.states, **dict.fromkeys(joining, self._engaged_state)}
 
     # -----------------------------------------------------------------------------------------
-    # replicas come and go
+    # loss and return of replicas
 
     def _lose(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
-        """A connection is gone, or given up."""
+        """A connection was lost, or has timed out."""
         if each.is_connected:
             self._report("replica.lost", replica=each.replica, reason=reason)
         self._drop(each, reason, now_ms)
@@ -367,11 +371,11 @@ class StoreSession:
     def _refuse(
         self, each: ReplicaSession, reason: str, now_ms: int, *, error_code: int = 0
     ) -> None:
-        """Do without a replica for a good while."""
+        """Leave a replica out for `refused_retry_ms`."""
         self._report("replica.refused", replica=each.replica, reason=reason)
         wait_ms = self._limits.refused_retry_ms
         if error_code == UnknownPartition.code:
-            wait_ms = self._limits.redial_ms_max  # It has not heard of its assignment yet.
+            wait_ms = self._limits.redial_ms_max  # It has not read its assignment yet.
         self._drop(each, reason, now_ms, wait_ms=wait_ms, error_code=error_code)
 
     def _drop(
@@ -383,7 +387,7 @@ class StoreSession:
         wait_ms: int = 0,
         error_code: int = 0,
     ) -> None:
-        """It is the session's end, or one voice less (rule 6); `wait_ms` is for a refusal."""
+        """Drop a replica; end the session if it counted (rule 6). `wait_ms` is for a rejection."""
         is_counted = self._is_counted(each)
         self.repairs.lost(each)
         each.close()
@@ -394,26 +398,26 @@ class StoreSession:
             self.end(ending._replace(error_code=error_code))
 
     def _is_counted(self, each: ReplicaSession) -> bool:
-        """Whether ZooKeeper has a replica as engaged, or may have."""
+        """Whether ZooKeeper has a replica as engaged, or may have it."""
         if each.stage is ReplicaStage.ENGAGED:
             return True
         return self.writing is not None and self.writing.get(each.replica) == self._engaged_state
 
     def _has_time(self, each: ReplicaSession) -> bool:
-        """Whether a replica may be slow: not while nothing can be appended before it answers.
+        """Whether a replica has no answer timeout; it has one until the session is settled.
 
-        A late one that is given up for that would end the session by its return, again and again.
+        If a slow replica were dropped later, each of its returns would end the session again.
         """
         return self.is_settled and each.stage in _AT_WORK
 
     def _returned(self, each: ReplicaSession, now_ms: int) -> None:
-        """A replica is back whose old connection may still carry changes: only a new session."""
+        """A tainted replica has returned: it needs a new session (replica_session.py, rule 3)."""
         each.close()
         earliest_ms = now_ms
         if self.opened_ms is not None:
             earliest_ms = self.opened_ms + self._limits.rejoin_ms_min
         if earliest_ms <= now_ms:
-            self.end(Ending(Cause.RETURNED, f"replica {each.replica} is back", each.replica))
+            self.end(Ending(Cause.RETURNED, f"replica {each.replica} has returned", each.replica))
             return
         each.lost(now_ms, self._rng, wait_ms=2 * (earliest_ms - now_ms))
 
@@ -457,7 +461,7 @@ class StoreSession:
         if is_fenced and self.claim.behind.get(each.replica) != promised:
             self.end(Ending(Cause.FENCED, reason, each.replica, promised=promised))
         elif isinstance(error, ReplicaSuspect) and isinstance(request.message, messages.Prepare):
-            # It does not know to whom it has promised this session, but takes the next one.
+            # It has lost the nonce of its promise, but will accept the next session.
             self.end(Ending(Cause.FENCED, reason, each.replica))
         elif is_same and isinstance(request.message, messages.Prepare):
             self._met_rival(each, reason, now_ms)
@@ -467,21 +471,23 @@ class StoreSession:
             self._refuse(each, reason, now_ms, error_code=nack.error_code)
 
     def _met_rival(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
-        """Somebody else had this very session: ZooKeeper gave its id away twice (row 15)."""
+        """Another owner has used this session's ID: ZooKeeper gave it out twice (row 15)."""
         self._rivals.append(each.replica)
         self._refuse(each, reason, now_ms)
         rivals = [name for name in self.claim.assigned if name in self._rivals]
         if self.window is None and len(rivals) > len(self.claim.assigned) - self.quorum:
             reason = (
                 f"replicas {', '.join(rivals)} promised session {self.claim.session_id} to another "
-                f"owner, but ZooKeeper had not given it to any: its data was rolled back"
+                f"owner, but in ZooKeeper it was unused: its data was rolled back"
             )
             self.end(Ending(Cause.REFUSED, reason, is_final=True))
 
     def _prepared(self, each: ReplicaSession, answer: messages.Prepared, now_ms: int) -> None:
         registered = self._facts.storage_ids.get(each.replica, NO_STORAGE_ID)
         if registered not in (NO_STORAGE_ID, bytes(answer.storage_id)):
-            self._refuse(each, "another storage answers at this address", now_ms)
+            found, expected = bytes(answer.storage_id).hex(), registered.hex()
+            fault = f"expected storage ID {expected} at this address, found {found}"
+            self._refuse(each, fault, now_ms)
             return
         reason = self.recovery.objection(answer)
         if reason is not None:
@@ -500,7 +506,7 @@ class StoreSession:
     # recovery, until the session opens
 
     def _advance(self, now_ms: int) -> None:
-        """Do whatever has become possible."""
+        """Take all steps that have become possible."""
         if self.ended is not None or not self._is_decided():
             return
         self.repairs.advance(now_ms)
@@ -531,7 +537,7 @@ class StoreSession:
         return True
 
     def _open(self, now_ms: int) -> None:
-        """ZooKeeper holds the states: let the owner in (H)."""
+        """ZooKeeper has the states: open the session (H)."""
         assert self.window is not None
         claim, mark = self.claim, self.window.committed
         for replica in [name for name in self.replicas if name not in claim.assigned]:
@@ -557,7 +563,7 @@ class StoreSession:
     # the live log
 
     def _feed(self, each: ReplicaSession, now_ms: int) -> None:
-        """Send a replica what it may have and lacks, within the limit (rules 4 and 7)."""
+        """Send a replica the next batches that it may get, within the limit (rules 4 and 7)."""
         window = self.window
         assert window is not None
         last = window.last if each.stage is _ENGAGED else window.committed
@@ -586,7 +592,7 @@ class StoreSession:
         window.trim(min(needed), self._limits.lag_bytes_max)
 
     def _measure(self, each: ReplicaSession, sent_ms: int, now_ms: int) -> None:
-        """Keep an append's latency; report slow ones, at most once in `SLOW_REPORT_MS`."""
+        """Record an append's latency; report slow ones, at most once in `SLOW_REPORT_MS`."""
         took_ms = now_ms - sent_ms
         each.took_ms.append(took_ms)
         if not 0 < self._limits.slow_append_ms <= took_ms:

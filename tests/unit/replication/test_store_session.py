@@ -616,7 +616,7 @@ def test_a_storage_that_takes_another_ones_name_is_not_believed():
     answer = bench.storages[A].handle(replace(message, storage_id=bytes(16)))
     assert isinstance(answer, Prepared)
     bench.step(session_events.ReplicaAnswered(0, A, answer))
-    assert "another storage" in bench.reports("replica.refused")[0]["reason"]
+    assert "expected storage ID" in bench.reports("replica.refused")[0]["reason"]
     bench.wait(LIMITS.grace_ms)
     bench.run()
     assert bench.store.readable_replicas == [B, C]
