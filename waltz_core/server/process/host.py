@@ -109,7 +109,7 @@ class Host:
             write_backlog_bytes_max=surroundings.write_backlog_bytes_max,
             ssl=surroundings.ssl,
         )
-        self._shown = _Told()
+        self._shown = _ShownFigures()
         self._turn: Turn | None = None
         self._answers = self._answer_bytes = 0
         self._driver: Driver[Event, Effect] = Driver(
@@ -344,7 +344,7 @@ class Waits:
         self._slow, self.silent = slow, silent
 
 
-class _Told:
+class _ShownFigures:
     """The figures of a partition that the metrics have; only changed ones are updated.
 
     The update runs every second for up to a thousand partitions, most of which are idle.
