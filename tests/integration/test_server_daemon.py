@@ -505,8 +505,8 @@ def test_a_partition_that_moves_tells_its_clients_and_leaves_nothing_behind() ->
                 assert isinstance(answer, messages.ErrorResponse)
                 assert answer.error_code == errors.NotOwned.code
                 # Its neighbour is connected, too, and hears nothing.
-                heard = [each.heard.values() for each in first._clients._clients.values()]
-                assert list(chain(*heard)) == [hosts[PartitionId(1 - moved)]]
+                asked = [each.hosts.values() for each in first._clients._clients.values()]
+                assert list(chain(*asked)) == [hosts[PartitionId(1 - moved)]]
                 assert second.hosts[moved].partition.generation > hosts[moved].partition.generation
                 world.stops[1].set()
                 await until(lambda: len(first.hosts) == 2)
