@@ -19,18 +19,20 @@ LAB ?= $(if $(DISPLAY)$(WAYLAND_DISPLAY)$(filter Darwin,$(shell uname)),,--no-br
 
 # Folders in the order in which they run, fast first; one that holds no tests yet is left out.
 present = $(foreach name,$(1),$(if $(shell find tests/$(name) -name 'test_*.py' 2>/dev/null),tests/$(name)))
-QUICK = $(call present,tidy unit property golden)
-SIMULATED = $(call present,sim crash)
-REAL = $(call present,integration fault chaos)
+QUICK = $(call present,tidy unit golden)
+SIMULATED = $(call present,property sim crash)
+# The longest files first: a worker takes the next file when it has finished one.
+REAL = $(call present,chaos fault integration)
 SPARK = $(call present,notebooks spark)
 # The PySparks that `make spark-versions` tests, oldest first. `make test` tests the one in .venv and,
 # with the tests that are marked `core`, the oldest one.
 SPARKS ?= 4.0.0 4.1.4 4.2.1 4.3.0
 OLDEST_SPARK = $(firstword $(SPARKS))
-# Each file has a cluster of its own. Three Sparks fill two cores; of tests with daemons, which wait
-# more than they work, four do.
-THREE = -n 3 --dist loadfile
-FOUR = -n 4 --dist loadfile
+# Each file has a cluster of its own, and files run in the order in which they are named. Three
+# Sparks keep two cores busy; of tests with daemons, which often wait, five do.
+BY_FILE = --dist loadfile --no-loadscope-reorder
+THREE = -n 3 $(BY_FILE)
+FIVE = -n 5 $(BY_FILE)
 # A stream's Python process has 10 s to start, which Spark does not let anyone change; on a machine
 # with many other processes it needs longer. Nothing else is tried twice.
 SPARK_AGAIN = --reruns 5 --only-rerun 'Python worker failed to connect back'
@@ -52,7 +54,7 @@ demo: ## 336,776 flights through Spark into three replicas and back, then a conf
 test: check ## Everything: check, then the simulator, real daemons, faults, Spark, notebooks
 	@$(RUN) python -m pytest -n auto $(SIMULATED) $(ARGS)
 	@$(RUN) python -m tests.java_classes
-	@$(RUN) python -m pytest $(FOUR) $(REAL) $(ARGS)
+	@$(RUN) python -m pytest $(FIVE) $(REAL) $(ARGS)
 	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) $(SPARK) $(ARGS)
 	@scripts/spark_version $(OLDEST_SPARK)
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest $(SPARK_AGAIN) -m core tests/spark $(ARGS)
@@ -71,7 +73,7 @@ check: ## Style, types, layers, and the quick tests; under a minute
 	@$(RUN) ruff check --quiet .
 	@$(RUN) python -m mypy
 	@$(RUN) lint-imports | sed -n "/^Contracts/,\$$p"
-	@$(RUN) python -m pytest -n $(ONE_MORE) $(QUICK) $(ARGS)
+	@$(RUN) python -m pytest -n $(ONE_MORE) --dist loadgroup $(QUICK) $(ARGS)
 
 format: ## Put the sources into the one format
 	@scripts/bootstrap dev

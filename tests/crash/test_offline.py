@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.crash.test_storage_crash import check_after_error, first_error
-from tests.offline_storage import PARTITION, flip, found, segments, spill
+from tests.offline_storage import PARTITION, flip, found, segments, some_world, spill
 from tests.property.test_storage_format import B16, INT64, SLOTS, entries
 from tests.storage_model import SURVIVALS, random_world, run_until_power_loss
 from waltz_core.errors import DiskFailed
@@ -16,7 +16,7 @@ from waltz_core.offline import layout
 from waltz_core.offline.layout import GENESIS, BatchEntry
 from waltz_core.records.record import PartitionId
 from waltz_core.storage.files import format as disk_format
-from waltz_sim.world.simulated_disk import DiskFault
+from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
 
 NOT_ASSIGNED = f"{PARTITION}: partition {PARTITION} is here but not assigned"
 
@@ -172,3 +172,33 @@ def test_any_bytes_decode_to_something(data, place):
 
 def test_the_second_crc_is_crc_32():
     assert struct.pack(">I", layout.crc32(b"hello-0")).hex() == "154677bc"  # the original's
+
+
+def cut_in_a_batch(world):
+    """Cut the last but one batch in its middle, both of which are trusted."""
+    for counts in ([9], [2], [1]):
+        world.append(counts)
+        world.sync()
+    base = world.entries[-4].last
+    world.log.truncate(world.session, base + 4, base, world.chain_at(base))
+
+
+@pytest.mark.parametrize("survival", list(Survival))
+def test_a_cut_that_a_crash_has_stopped_is_no_fault(tmp_path, survival):
+    step = cuts = 0
+    lost = True
+    while lost:
+        step += 1
+        world = some_world()
+        world.disk.plan(world.disk.step_count + step, DiskFault.POWER_LOSS)
+        lost = False
+        try:
+            cut_in_a_batch(world)
+        except PowerLoss:
+            lost = True
+        world.disk.power_loss(survival, world.rng)
+        wrong, notes = found(spill(world.disk, tmp_path / str(step)))
+        assert wrong == [], step
+        cuts += "2/waltz-x.ctl: truncation after 39 was begun; the next start finishes it" in notes
+    assert step > 15
+    assert cuts > 2

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tests.commands import run_command
 from tests.fault.load import Story, command, segments, shown, wait_until
 from tests.patience import HANG_S
 from waltz_core.cluster.change.storages import StorageLayout
@@ -36,16 +37,23 @@ def end(started: subprocess.Popen[str]) -> Ran:
     return Ran(started.returncode, json.loads(out) if out.strip() else None, error)
 
 
+def _run(cluster: LocalCluster, verb: str, *words: str) -> Ran:
+    done = run_command("cluster", verb, *words, "--connect", cluster.connect, "--json")
+    return Ran(
+        done.returncode, json.loads(done.stdout) if done.stdout.strip() else None, done.stderr
+    )
+
+
 def does(cluster: LocalCluster, verb: str, *words: str) -> Any:
     """Run a command that must succeed; return what it says as JSON."""
-    ran = end(begin(cluster, verb, *words))
+    ran = _run(cluster, verb, *words)
     assert ran.code == 0, ran
     return ran.told
 
 
 def refuses(cluster: LocalCluster, verb: str, *words: str) -> str:
     """Run a command that must fail; return its one sentence."""
-    ran = end(begin(cluster, verb, *words))
+    ran = _run(cluster, verb, *words)
     assert ran.code == 1, ran
     assert ran.told is None
     *_, sentence = ran.error.strip().splitlines()

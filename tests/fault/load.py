@@ -9,7 +9,6 @@ import json
 import random
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Self
 
+from tests.commands import run_command
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient, lock, partition_of
 from waltz_core.config import ClientConfig
@@ -29,6 +29,8 @@ from waltz_core.records.batches import encode_append
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, IN_FLIGHT = 20, 8
+# Between two bursts of IN_FLIGHT batches: a load keeps the log in use without using all CPU.
+PAUSE_S = 0.2
 # It ends a hang, and says nothing of how fast something is: machines are busy.
 CREATED_END = 12  # a segment begins with 4 bytes of version and 8 of its making
 
@@ -132,12 +134,11 @@ class Load:
 
     def _run(self) -> None:
         try:
-            for partition in itertools.cycle(range(len(self._locks))):
-                if self._is_stopping.is_set():
-                    break
-                self._send(partition)
-                self._settle(IN_FLIGHT)
-            self._settle(0)
+            partitions = itertools.cycle(range(len(self._locks)))
+            while not self._is_stopping.wait(PAUSE_S):
+                for partition in itertools.islice(partitions, IN_FLIGHT):
+                    self._send(partition)
+                self._settle()
         except BaseException as error:  # noqa: BLE001 - `stop` tells it
             self._failure = error
 
@@ -172,8 +173,8 @@ class Load:
         future.add_done_callback(lambda _: four_writers._stamp(told))
         self._pending.append(four_writers.Pending(future, told))
 
-    def _settle(self, in_flight: int) -> None:
-        while len(self._pending) > in_flight:
+    def _settle(self) -> None:
+        while self._pending:
             pending = self._pending.popleft()
             four_writers._decide(pending)
             self.ledger += pending.told
@@ -248,13 +249,7 @@ def command(*words: str) -> list[str]:
 
 def shown(cluster: LocalCluster) -> dict[str, object]:
     """Return what `waltz-core cluster show --json` says."""
-    done = subprocess.run(
-        command("cluster", "show", cluster.connect, "--json"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
+    done = run_command("cluster", "show", cluster.connect, "--json")
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout)
     return found

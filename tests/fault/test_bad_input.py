@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
 from tests.fault.load import Story, command, segments, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
@@ -27,6 +28,8 @@ pytestmark = pytest.mark.fault
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
+    if words[:2] != ("storage", "run"):
+        return run_command(*words)
     return subprocess.run(
         command(*words), capture_output=True, text=True, check=False, timeout=HANG_S
     )

@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.commands import run_command
 from tests.fault.changing import address, change_layout, does, replicas
 from tests.fault.doctor import Patient, await_findings, doctor, here, mend, sick_cluster
-from tests.fault.load import command, wait_until
+from tests.fault.load import wait_until
 from tests.fault.threads import let_threads_go, stop_threads
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
@@ -81,14 +82,7 @@ def all_of(*faults: Callable[[LocalCluster], None]) -> Callable[[LocalCluster], 
 
 def storage(cluster: LocalCluster, verb: str, name: str, *words: str) -> None:
     at = ("--connect", cluster.connect, "--storage", address(cluster, name), "--partition", "0")
-    done = subprocess.run(
-        command("storage", verb, *at, *words),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
+    run_command("storage", verb, *at, *words)
 
 
 def take_offline(cluster: LocalCluster) -> None:

@@ -6,13 +6,13 @@ to be ended is ended first, by the test.
 
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.commands import run_command
 from tests.fault.changing import address, change_layout, does, refuses
 from tests.fault.doctor import (
     Patient,
@@ -22,8 +22,7 @@ from tests.fault.doctor import (
     run_as_printed,
     sick_cluster,
 )
-from tests.fault.load import command, wait_until
-from tests.patience import HANG_S
+from tests.fault.load import wait_until
 from tests.ports import free_port
 from waltz_core.local import LocalCluster
 from waltz_core.records.record import ReplicaId
@@ -109,9 +108,7 @@ def test_of_a_frozen_storage_nothing_is_said_but_its_finding(patient: Patient):
     cluster.kill("storage-2", signal.SIGSTOP)
     try:
         await_findings(["storage-silent"], *look)
-        done = subprocess.run(
-            command("doctor", *look), capture_output=True, text=True, check=False, timeout=HANG_S
-        )
+        done = run_command("doctor", *look)
     finally:
         cluster.kill("storage-2", signal.SIGCONT)
     assert done.stdout.startswith(f"1. storage {address(cluster, 'storage-2')} accepts connections")
@@ -199,7 +196,7 @@ def mistaken(cluster: LocalCluster) -> dict[str, Callable[[Path], tuple[str, dic
         auth = directory / "zookeeper.auth"
         auth.write_text("digest:waltz:a long password\n", encoding="utf-8")
         make = ("cluster", "create", f"{hosts}/closed?auth={auth}", "--partitions", "1")
-        subprocess.run(command(*make), check=True, capture_output=True, timeout=HANG_S)
+        assert run_command(*make).returncode == 0
         return f"{hosts}/closed", {"FILE": str(auth)}
 
     def absent(_directory: Path) -> tuple[str, dict[str, str]]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.load import all_engaged, command, wait_until
+from tests.commands import run_command
+from tests.fault.load import all_engaged, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.nodes.model import ReplicaAssignments
@@ -31,9 +32,7 @@ def names(cluster: LocalCluster) -> list[str]:
 
 
 def storage(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command("storage", *words), capture_output=True, text=True, check=False, timeout=HANG_S
-    )
+    return run_command("storage", *words)
 
 
 def done(*words: str) -> object:

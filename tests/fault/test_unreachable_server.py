@@ -1,15 +1,14 @@
 """A server that no other server can connect to owns no partitions, and the doctor says why."""
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.certificates import make
+from tests.commands import run_command
 from tests.fault.child import Child
 from tests.fault.gate import Gate
-from tests.fault.load import Story, command, shown, wait_until
-from tests.patience import HANG_S
+from tests.fault.load import Story, shown, wait_until
 from tests.ports import free_port
 from waltz_core.config import render_toml
 from waltz_core.local import LocalCluster, running
@@ -48,10 +47,7 @@ def owners(cluster: LocalCluster) -> set[object]:
 def doctor(cluster: LocalCluster) -> str:
     """Return what the doctor says."""
     words = ("doctor", "--connect", cluster.connect, "--directory", "nowhere")
-    done = subprocess.run(
-        command(*words), capture_output=True, text=True, check=False, timeout=HANG_S
-    )
-    return done.stdout
+    return run_command(*words).stdout
 
 
 def test_a_server_whose_certificate_nobody_trusts_gets_no_partitions(tmp_path: Path):

@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import urllib.error
@@ -18,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
 from tests.fault.gate import Gate
-from tests.fault.load import Load, Story, command, role, shown, wait_until
+from tests.fault.load import Load, Story, role, shown, wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.coordinator import ServersView
@@ -128,10 +128,9 @@ def test_the_connect_string_names_all_nodes(story: Story):
     # Any root will do, however deep, and a host that is not there is passed over.
     elsewhere = f"127.0.0.1:1,{hosts}/waltz/of/another/team"
     for words in (("create", "--partitions", "1", "--storage", "127.0.0.1:2:3"), ("show",)):
-        done = subprocess.run(
-            command("cluster", *words, elsewhere), capture_output=True, check=True, timeout=HANG_S
-        )
-    assert b"waltz  key " in done.stdout
+        done = run_command("cluster", *words, elsewhere)
+        assert done.returncode == 0, done.stderr
+    assert "waltz  key " in done.stdout
 
 
 @pytest.mark.parametrize("kind", ["follower", "leader"])
@@ -311,9 +310,7 @@ def auth_file(tmp_path: Path) -> Path:
 
 def said(*words: str) -> str:
     """Return the one line that a command says before it fails."""
-    done = subprocess.run(
-        command(*words), capture_output=True, text=True, check=False, timeout=HANG_S
-    )
+    done = run_command(*words)
     assert done.returncode != 0, done.stdout
     assert done.stderr.count("\n") == 1, done.stderr
     return done.stderr
@@ -369,14 +366,7 @@ def test_a_cluster_is_protected_later(tmp_path: Path, auth_file: Path, cluster_o
     cluster.kill("server-1", signal.SIGTERM)
     cluster.start("server-1")
     wait_until("the server is back", lambda: mark(connect) == 0)
-    done = subprocess.run(
-        command("cluster", "protect", connect),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=HANG_S,
-    )
-    assert "protected " in done.stderr
+    assert "protected " in run_command("cluster", "protect", connect).stderr
     assert "requires authentication" in said("cluster", "show", place)
     with WaltzClient(connect) as client:
         client.append(b"closed", partition=0).result(HANG_S)

@@ -1,17 +1,16 @@
-"""A Spark job of four tasks, three of which are struck down in their first attempt.
+"""A Spark job that writes twice, each time with four tasks, three of which fail at first.
 
-    python -m tests.spark.once_job CONNECT DIRECTORY [OPTION=VALUE ...]
+    python -m tests.spark.once_job CONNECT DIRECTORY
 
 It runs on a master with two executors of their own (`local-cluster`). Task 0 raises, the Python
 worker of task 1 is killed with -9, the executor of task 2 too; each when some of its rows are in
-the log. The last line says what the driver was told.
+the log. The job checks the log after each write.
 """
 
-import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -19,14 +18,30 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 import waltz_spark
-from tests.spark.once_rows import ROWS, SMALL_BATCHES, TASKS, rows_of, until_some_are_there
+from tests.spark.once_rows import (
+    ROWS,
+    SMALL_BATCHES,
+    TASKS,
+    WRITES,
+    check_write,
+    marks_of,
+    rows_in,
+    rows_of,
+    until_some_are_there,
+)
 
 
 class Breaker:
-    """Passes rows on; in the middle of a first attempt it does what its task has coming."""
+    """Passes rows on; in the middle of a task's first attempt it makes the task fail.
 
-    def __init__(self, connect: str, directory: str) -> None:
-        self.connect, self.directory = connect, directory
+    Args:
+        connect: the cluster.
+        directory: has one file for each task that has failed.
+        after: the marks of the log when the write began.
+    """
+
+    def __init__(self, connect: str, directory: Path, after: Mapping[int, int]) -> None:
+        self.connect, self.directory, self.after = connect, directory, after
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         task = TaskContext.get().partitionId()
@@ -41,12 +56,12 @@ class Breaker:
 
     def _strike(self, task: int) -> None:
         try:
-            (Path(self.directory) / f"struck-{task}").touch(exist_ok=False)
+            (self.directory / f"struck-{task}").touch(exist_ok=False)
         except FileExistsError:
             return
         if task == TASKS - 1:
             return
-        until_some_are_there(self.connect, b"task%d-" % task)
+        until_some_are_there(self.connect, b"task%d-" % task, self.after)
         if task == 0:
             raise RuntimeError("struck")
         worker = psutil.Process()
@@ -55,8 +70,8 @@ class Breaker:
         signal.pause()  # it dies here
 
 
-def main(connect: str, directory: str, options: dict[str, str]) -> int:
-    """Run the job; return the exit code."""
+def main(connect: str, directory: Path) -> None:
+    """Run the job."""
     spark = waltz_spark.session(
         "once",
         master="local-cluster[2,2,1024]",
@@ -67,13 +82,16 @@ def main(connect: str, directory: str, options: dict[str, str]) -> int:
         },
     )
     rows = rows_of(spark)
-    broken = rows.mapInArrow(Breaker(connect, directory), rows.schema)
-    result = waltz_spark.append(broken, connect, batchSize="10", **options)
-    print(json.dumps(result.counts))  # noqa: T201 - the test reads it
+    for write, options in WRITES.items():
+        struck = directory / write
+        struck.mkdir()
+        after = marks_of(connect)
+        broken = rows.mapInArrow(Breaker(connect, struck, after), rows.schema)
+        result = waltz_spark.append(broken, connect, batchSize="10", **options)
+        check_write(write, result.counts, rows_in(connect, after))
     spark.stop()
-    return 0
 
 
 if __name__ == "__main__":
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    sys.exit(main(sys.argv[1], sys.argv[2], dict(each.split("=", 1) for each in sys.argv[3:])))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""The rows of the jobs that are struck in the middle of a write, and how they are found again."""
+"""The rows of the jobs that lose tasks in the middle of a write, and the check of their logs."""
 
 import time
 from collections import Counter
@@ -9,6 +9,8 @@ from pyspark.sql import DataFrame, SparkSession
 from tests.spark.in_log import FROM_THE_START, in_log
 from waltz_core.client import WaltzClient
 
+# Each job writes twice: name of the write -> its options.
+WRITES: Mapping[str, Mapping[str, str]] = {"on": {}, "off": {"exactlyOnce": "false"}}
 TASKS, ROWS = 4, 400
 EXPECTED = {b"task%d-%d-" % (n // ROWS, n) for n in range(TASKS * ROWS)}
 # After so long an attempt fails, and the job tells what it waited for.
@@ -27,15 +29,31 @@ def rows_of(spark: SparkSession) -> DataFrame:
 
 
 def rows_in(connect: str, after: Mapping[int, int] = FROM_THE_START) -> Counter[bytes]:
-    """Return which of the rows stand in the log behind marks, and how often."""
+    """Return which of the rows are in the log after the marks, and how often."""
     with WaltzClient(connect) as client:
         return Counter({data.rstrip(b"x"): n for data, n in in_log(client, after).items()})
+
+
+def marks_of(connect: str) -> dict[int, int]:
+    """Return the marks of the log."""
+    with WaltzClient(connect) as client:
+        return dict(client.high_water_marks(linearizable=True))
+
+
+def check_write(write: str, counts: Mapping[str, int], found: Counter[bytes]) -> None:
+    """Check what one of `WRITES` has left in the log: rows once each, or twice where it is off."""
+    if write == "on":
+        assert found == Counter(dict.fromkeys(EXPECTED, 1))
+        assert (counts["committed"], counts["rejected"]) == (TASKS * ROWS, 0)
+    else:
+        assert set(found) == EXPECTED
+        assert max(found.values()) > 1
 
 
 def until_some_are_there(
     connect: str, prefix: bytes, after: Mapping[int, int] = FROM_THE_START
 ) -> None:
-    """Wait until a row that begins so stands in the log, behind marks."""
+    """Wait until a row that begins so is in the log, after the marks."""
     deadline = time.monotonic() + WAIT_S_MAX
     with WaltzClient(connect) as client:
         while True:

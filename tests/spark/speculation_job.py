@@ -1,13 +1,12 @@
 """A Spark job with a task so slow that Spark starts it a second time on the other worker.
 
-    spark-submit ... speculation_job.py CONNECT DIRECTORY [OPTION=VALUE ...]
+    spark-submit ... speculation_job.py CONNECT DIRECTORY
 
 The first attempt waits in the middle of its rows, with some of them in the log, until the second
 one has written rows of its own. So both are inside `write()` at one time. Then the first one goes
-on, and never ends: it is the second one that wins. The last line says what the driver was told.
+on, and never ends: the second one wins. The job writes twice, and checks the log after each write.
 """
 
-import json
 import signal
 import sys
 import time
@@ -18,7 +17,17 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 import waltz_spark
-from tests.spark.once_rows import ROWS, SMALL_BATCHES, WAIT_S_MAX, rows_of, until_some_are_there
+from tests.spark.once_rows import (
+    ROWS,
+    SMALL_BATCHES,
+    WAIT_S_MAX,
+    WRITES,
+    check_write,
+    marks_of,
+    rows_in,
+    rows_of,
+    until_some_are_there,
+)
 
 SLOW = 1
 
@@ -28,11 +37,11 @@ class Gate:
 
     Args:
         connect: the cluster.
-        directory: where attempts tell one another how far they are.
-        after: the marks of the log when the job began.
+        directory: has one file for each step that an attempt has reached.
+        after: the marks of the log when the write began.
     """
 
-    def __init__(self, connect: str, directory: str, after: Mapping[int, int]) -> None:
+    def __init__(self, connect: str, directory: Path, after: Mapping[int, int]) -> None:
         self.connect, self.directory, self.after = connect, directory, after
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -69,16 +78,16 @@ class Gate:
         until_some_are_there(self.connect, prefix, self.after)
 
     def _tell(self, what: str) -> None:
-        (Path(self.directory) / what).touch()
+        (self.directory / what).touch()
 
     def _until(self, what: str) -> None:
         deadline = time.monotonic() + WAIT_S_MAX
-        while not (Path(self.directory) / what).exists():
+        while not (self.directory / what).exists():
             assert time.monotonic() < deadline, f"not within {WAIT_S_MAX} s: {what}"
             time.sleep(0.02)
 
 
-def main(connect: str, directory: str, options: dict[str, str]) -> None:
+def main(connect: str, directory: Path) -> None:
     """Run the job."""
     speculation = {
         "spark.speculation": "true",
@@ -87,14 +96,17 @@ def main(connect: str, directory: str, options: dict[str, str]) -> None:
         "spark.speculation.multiplier": "1.1",
     }
     spark = waltz_spark.session("speculation", **speculation, **SMALL_BATCHES)
-    after = dict(waltz_spark.snapshot(spark, connect).high_water_marks)
     rows = rows_of(spark)
-    slow = rows.mapInArrow(Gate(connect, directory, after), rows.schema)
-    results = f"{directory}/results"
-    result = waltz_spark.append(slow, connect, resultsPath=results, batchSize="10", **options)
-    print(json.dumps(result.counts))  # noqa: T201 - the test reads it
+    for write, options in WRITES.items():
+        steps = directory / write
+        steps.mkdir()
+        after = marks_of(connect)
+        slow = rows.mapInArrow(Gate(connect, steps, after), rows.schema)
+        results = str(steps / "results")
+        result = waltz_spark.append(slow, connect, resultsPath=results, batchSize="10", **options)
+        check_write(write, result.counts, rows_in(connect, after))
     spark.stop()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], dict(each.split("=", 1) for each in sys.argv[3:]))
+    main(sys.argv[1], Path(sys.argv[2]))

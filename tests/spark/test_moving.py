@@ -128,9 +128,17 @@ def await_task(place: Path, job: Future[Any]) -> None:
 
 def prefer(log: LocalCluster, name: str, other: str) -> None:
     """Have one server own everything."""
+    wait_until("both servers are registered", lambda: has_servers(log, name, other))
     # Of two that want the same partitions the older one would have them.
     does(log, "unprefer", "all", address(log, other))
     assert does(log, "prefer", "all", address(log, name))["owns"] == [0, 1]
+
+
+def has_servers(log: LocalCluster, *names: str) -> bool:
+    """Whether these servers are registered; one that was started a moment ago may not be yet."""
+    servers = shown(log)["servers"]
+    assert isinstance(servers, dict)
+    return {address(log, each) for each in names} <= set(servers.values())
 
 
 def marks(log: LocalCluster) -> dict[int, int]:

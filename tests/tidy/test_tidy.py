@@ -20,6 +20,9 @@ import pytest
 
 from waltz_core.config import KINDS
 
+# In one worker, as they share what they have read.
+pytestmark = pytest.mark.xdist_group("tidy")
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("waltz_core", "waltz_spark", "waltz_sim", "waltz_bench")
 FUNCTION_LINES_MAX = 60

@@ -24,7 +24,7 @@ from waltz_core.offline.layout import UNBATCHED, crc32
 from waltz_core.offline.lineage import batches_of, header_of
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.files.format import IdRange, Mark, Marker, Slot
-from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
+from waltz_sim.world.simulated_disk import DiskFault, Survival
 
 ONE, TWO, THREE = "2/0000000000000000000", "2/0000000000000000011", "2/0000000000000000024"
 SLOTS = "2/waltz-x.ctl"
@@ -440,36 +440,6 @@ def test_what_is_behind_the_end_of_a_file_is_a_fault_in_a_closed_log_only(tmp_pa
         f"{ONE}.idx at 216",
     ]
     assert len(wrong) == 3 * is_closed
-
-
-def cut_in_a_batch(world):
-    """Cut the last but one batch in its middle, both of which are vouched for."""
-    for counts in ([9], [2], [1]):
-        world.append(counts)
-        world.sync()
-    base = world.entries[-4].last
-    world.log.truncate(world.session, base + 4, base, world.chain_at(base))
-
-
-@pytest.mark.parametrize("survival", list(Survival))
-def test_a_cut_that_a_crash_has_stopped_is_no_fault(tmp_path, survival):
-    step = cuts = 0
-    lost = True
-    while lost:
-        step += 1
-        world = some_world()
-        world.disk.plan(world.disk.step_count + step, DiskFault.POWER_LOSS)
-        lost = False
-        try:
-            cut_in_a_batch(world)
-        except PowerLoss:
-            lost = True
-        world.disk.power_loss(survival, world.rng)
-        wrong, notes = found(spill(world.disk, tmp_path / str(step)))
-        assert wrong == [], step
-        cuts += f"{SLOTS}: truncation after 39 was begun; the next start finishes it" in notes
-    assert step > 15
-    assert cuts > 2
 
 
 def test_batches_that_the_storage_has_made_up_are_not_held_against_the_records(tmp_path):

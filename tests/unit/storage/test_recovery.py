@@ -1,8 +1,6 @@
 """Opening a log: what is believed, what is cut, what is damage, and when a replica is suspect."""
 
 import dataclasses
-import subprocess
-import sys
 from random import Random
 
 import pytest
@@ -11,7 +9,6 @@ from tests.unit.storage.logs import (
     BLANK,
     KEY,
     ROOT,
-    forge_log,
     make_batches,
     make_segments,
     new_disk,
@@ -610,27 +607,6 @@ def test_an_opening_that_fails_anywhere_leaves_no_file_open():
         slots.close()
         assert disk.open_count == open_count
     assert failures_count > 10
-
-
-@pytest.mark.parametrize("dirty", [False, True], ids=["clean", "unclean"])
-def test_five_thousand_segments_are_opened_and_read_with_64_descriptors_and_100_mib(
-    tmp_path, dirty
-):
-    forge_log(tmp_path, 5_000, dirty=dirty)
-    script = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from tests.unit.storage.logs import open_and_read_all\n"
-        "print(*open_and_read_all(Path(sys.argv[1]), 64, 48))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    last, opened_mib, read_mib = map(int, done.stdout.split())
-    assert last == 9_999
-    assert opened_mib < 100
-    assert read_mib < 100
 
 
 # ---- batches that are lost, or left over

@@ -1,0 +1,29 @@
+"""A log of 5,000 segments needs few descriptors and little memory."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.storage.logs import forge_log
+
+
+@pytest.mark.parametrize("dirty", [False, True], ids=["clean", "unclean"])
+def test_five_thousand_segments_are_opened_and_read_with_64_descriptors_and_100_mib(
+    tmp_path, dirty
+):
+    forge_log(tmp_path, 5_000, dirty=dirty)
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from tests.unit.storage.logs import open_and_read_all\n"
+        "print(*open_and_read_all(Path(sys.argv[1]), 64, 48))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    last, opened_mib, read_mib = map(int, done.stdout.split())
+    assert last == 9_999
+    assert opened_mib < 100
+    assert read_mib < 100
