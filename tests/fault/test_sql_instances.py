@@ -238,7 +238,7 @@ def test_an_error_that_is_caught_at_postgresql_moves_no_mark(postgres: postgres.
         connection.execute(SUMS.insert().values(partition_id=0, total=0))
     callbacks = Again(engine)
     alone = transaction(0)
-    with pytest.raises(BadRequest, match=r"had undone it .* caught \(duplicate key"):
+    with pytest.raises(BadRequest, match=r"had rolled it back .* caught \(duplicate key"):
         callbacks.apply_transaction(alone)
     assert callbacks.client_high_water_mark(0) == -1
     engine.dispose()

@@ -218,7 +218,7 @@ def test_a_mark_below_a_known_one_is_not_believed():
     effects = story.mounted(story.link(number=2), 8, link=2)
     assert settled(effects) == {}
     assert story.stream.phase is Phase.WAITING
-    assert "lies below 9" in story.stream.trouble
+    assert "is below the known mark 9" in story.stream.trouble
 
 
 def test_a_link_with_unanswered_appends_is_never_mounted_again():

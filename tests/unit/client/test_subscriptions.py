@@ -1,4 +1,4 @@
-"""Partitions that are taken up and laid down while a client runs."""
+"""Partitions that are subscribed, paused and resumed while a client runs."""
 
 import asyncio
 import contextlib
@@ -446,7 +446,7 @@ async def test_a_view_that_is_not_fed_claims_no_more_than_it_has_applied():
         with pytest.raises(errors.LockFailed):
             await (await two.append(b"4", partition=0, write_locks=account))
         context = Withdraw()
-        with pytest.raises(errors.Unavailable, match="laid down"):
+        with pytest.raises(errors.Unavailable, match="has paused"):
             await (await two.submit(context))
         assert context.marks == []
         # While it is taken up again the old mark holds until the application has returned its own.

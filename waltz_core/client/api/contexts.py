@@ -1,23 +1,22 @@
-"""Runs transaction contexts: execute, append, and execute again when the attempt came too late.
+"""Runs transaction contexts: execute, append, and execute again after a rejection.
 
-Optimistic locking is only as good as its retry. An attempt that a lock has refused was computed
-from an old state, so it is thrown away, the client takes in what it had not seen, and the context
-computes a new one.
+An attempt that a lock has rejected was computed from an old state. It is discarded, the client
+applies the transactions that it had not seen, and the context computes a new attempt.
 
 Rules:
     1. The mark is taken before `execute`, so that what the application reads is at least as new.
-    2. A retry begins after the conflicting transaction was consumed: applied, where the client has
-       a feed of the partition, else known to be in the log.
+    2. A retry begins after the conflicting transaction was consumed: applied, if the client has a
+       feed of the partition, else known to be in the log.
     3. Each attempt is final before the next one begins: no context is in the log twice.
-    4. Deadline and retry limit are the context's; the first to be reached expires it. The deadline
-       also ends an `execute` that waits; one that runs on a thread is not waited for any longer.
-       Only an attempt that was appended is waited for beyond it, until its outcome is known.
-    5. What `execute` goes by under a feed is what was applied. While the application has laid the
-       partition down, no attempt begins: nothing is applied, and the log's mark would claim that
-       all of it was.
-    6. An attempt of a context that follows, refused for what is in flight, is made again at once,
-       as though that were there. It holds for that one attempt, and is not applied.
-    7. A context that expires while its view is behind reports where the view and the log are.
+    4. A context has a deadline and a retry limit; the first to be reached expires it. The deadline
+       also ends an `execute` that waits; one on a thread keeps running, but its result is ignored.
+       Only an attempt that was appended is awaited beyond the deadline, until its outcome is known.
+    5. With a feed, `execute` reads what was applied. While the application has paused the
+       partition, no attempt begins: nothing is applied, and the log's mark would claim that
+       everything was.
+    6. A dependent attempt that is rejected because of appends in flight is repeated at once, on the
+       assumption that they commit. The assumption holds for that attempt only; nothing is applied.
+    7. A context that expires while its view is behind reports the positions of view and log.
 """
 
 import asyncio
@@ -57,7 +56,7 @@ class _Late(Exception):
 
 
 class RunnableContext(Protocol):
-    """A context as it is run here: `TransactionContext`, on the loop or on worker threads."""
+    """A `TransactionContext`, on the event loop or on worker threads."""
 
     @property
     def retries_max(self) -> int | None:
@@ -126,7 +125,7 @@ class LoopContext:
 
 
 class ContextRun:
-    """One context on its way into the log."""
+    """The run of one context, until its transaction is in the log or the context has ended."""
 
     def __init__(
         self, context: RunnableContext, partition: ClientPartition, random: Random
@@ -144,10 +143,10 @@ class ContextRun:
         self._began_s = loop.time()
         self._began_at = None if applier is None else applier.mark
         self.future: asyncio.Future[TransactionId | None] = loop.create_future()
-        # The hooks have told it; nobody needs to look at the future.
+        # The hooks report the error, so no caller has to retrieve it from the future.
         self.future.add_done_callback(_look_at)
         self._row: PendingRow | None = None
-        # What the next attempt follows; None where the context does not want to (rule 6).
+        # The in-flight appends that the next attempt depends on; None if it may not (rule 6).
         self._following = FOLLOW if context.follows else None
 
     async def begin(self) -> bool:
@@ -161,7 +160,7 @@ class ContextRun:
             return False
 
     async def follow(self) -> None:
-        """See the context to its end."""
+        """Run the context to its end."""
         try:
             while await self._step():
                 pass
@@ -174,15 +173,15 @@ class ContextRun:
             await self._fail(error)
 
     async def _attempt(self) -> bool:
-        """Execute and append; False when `execute` has given the transaction up."""
+        """Execute and append; False when `execute` has abandoned the transaction."""
         partition = self._partition
         await self._in_time(partition.mounted(), "the partition was not mounted")
         if partition.goes_by_feed:
-            await self._in_time(partition.fed(), "the partition was laid down by the application")
+            await self._in_time(partition.fed(), "the application has paused the partition")
         builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
         builder.following = self._following
         if self._following is not None:
-            self._following = FOLLOW  # what it was told holds for one attempt
+            self._following = FOLLOW  # the server's answer is valid for one attempt
         executing = self._context.execute(builder)
         is_wanted = await self._in_time(executing, "execute was still running")
         if not is_wanted:
@@ -206,7 +205,7 @@ class ContextRun:
         return True
 
     async def _in_time(self, answer: "Awaitable[ResultT]", what: str) -> ResultT:
-        """Return what is waited for; raises _Late, with `what` there was, at the deadline."""
+        """Return the awaited result; raises _Late, with `what` was missing, at the deadline."""
         limit = asyncio.timeout_at(self._deadline_s)
         try:
             async with limit:
@@ -248,13 +247,13 @@ class ContextRun:
         return await self._again(refusal, wait_for=outcome.conflicting)
 
     async def _again(self, error: errors.WaltzError, *, wait_for: TransactionId | None) -> bool:
-        """Try again, after what has to be waited for; False when the context has expired."""
+        """Try again, after `wait_for` or a delay; False when the context has expired."""
         self._retries += 1
         limit = self._context.retries_max
         if limit is not None and self._retries > limit:
             return await self._expire(error)
         if self._deadline_s is not None and self._loop.time() >= self._deadline_s:
-            # A timeout ends only what suspends.
+            # `asyncio.timeout` ends only code that suspends.
             return await self._expire(self._behind(wait_for) or error)
         try:
             async with asyncio.timeout_at(self._deadline_s):
@@ -268,7 +267,7 @@ class ContextRun:
         return await self._attempt()
 
     def _behind(self, wanted: TransactionId | None) -> errors.ViewBehind | None:
-        """Return how far the view has come, when it was to apply `wanted` and has not (rule 7)."""
+        """Return an error with the view's position if it has not applied `wanted` (rule 7)."""
         partition, applier = self._partition, self._partition.applier
         if wanted is None or applier is None or applier.is_laid_down:
             return None
@@ -278,7 +277,7 @@ class ContextRun:
         log = max(wanted, partition.stream.high_water_mark)
         took_s = max(self._loop.time() - self._began_s, 0.001)
         rate_per_s = 0 if self._began_at is None else (applied - self._began_at) / took_s
-        hint = "look at what the callbacks wait for, nothing was applied meanwhile."
+        hint = "nothing was applied in that time, check what the callbacks wait for."
         if rate_per_s:
             left_s = (log - applied) / rate_per_s
             hint = f"at this rate the view reaches that in {left_s:,.1f} s; submit it then."
@@ -314,11 +313,11 @@ class ContextRun:
             try:
                 await applier.reached(transaction_id)
             except errors.Unavailable:
-                return  # The feed has stopped; the application was told why.
+                return  # The feed has stopped, and the application was notified.
             await self._hook("on_application")
 
     def _close(self) -> None:
-        """The client ends: tell what is known of the last attempt."""
+        """End with the client: report what is known about the last attempt."""
         row = self._row
         if row is None or not row.future.done():
             error = errors.OutcomeUnknown("the client was closed before the outcome was settled")

@@ -1,25 +1,25 @@
 """Applies the log to an SQL database: the mark moves in the same transaction as the changes.
 
-It is the only part of the client that needs SQLAlchemy (extra `sql`), and the only one that knows
-what a database transaction is.
+Only this part of the client needs SQLAlchemy (extra `sql`).
 
 Rules:
-    1. A batch of the log's transactions is applied in one transaction of the database. It moves the
-       mark of the partition first, from where this instance knows it to be to the batch's end. Of
-       several instances that share a database one moves the mark; the others find it moved, and
-       leave out what it covers. So each transaction is applied once.
-    2. What would end that transaction early is refused: the changes and the mark would come apart.
-    3. Who computes from the database reads the mark before anything else (`reading`): what it reads
-       is at least as new.
-    4. A conflict between transactions of the database is tried again here, a database that cannot
-       be reached is waited for; neither is poison.
-    5. A batch that fails is undone and applied in halves, so that an error is always that of one
-       transaction, and those before it stay applied. After an outage too: a database may refuse a
-       batch for its size, or for the time that it takes.
-    6. Applying a batch takes about `BATCH_S`, because it holds locks: the size doubles or halves by
-       how long the last one took. The commit is not counted; larger batches make it cheaper. While
-       the feed is live a batch is what has arrived.
-    7. A view is of one log: the cluster's key is stored with each mark.
+    1. A batch of the log's transactions is applied in one database transaction. It first moves the
+       partition's mark from the value that this instance knows to the batch's end. If several
+       instances share a database, one of them moves the mark; the others find it moved and skip
+       what it covers. So each transaction is applied once.
+    2. A statement that would end that database transaction early is rejected: changes and mark
+       would come apart.
+    3. A context that computes from the database reads the mark first (`reading`): everything it
+       reads is at least as new.
+    4. A conflict between database transactions is retried here, and a database that is unreachable
+       is awaited; neither counts as poison.
+    5. A batch that fails is rolled back and applied in halves, so that an error always belongs to
+       one transaction and the previous ones stay applied. This holds after an outage, too: a
+       database may reject a batch for its size or its duration.
+    6. Applying a batch takes about `BATCH_S`, because it holds locks: the batch size doubles or
+       halves by the duration of the last one. The commit is not counted; larger batches make it
+       cheaper. While the feed is live, a batch is what has arrived.
+    7. A view belongs to one log: the cluster's key is stored with each mark.
 """
 
 import logging
@@ -62,9 +62,9 @@ _CONFLICTS = ("40001", "40P01", "55P03")
 # SQLSTATE of a change in a read-only transaction: the primary has become a standby, for example.
 _READ_ONLY = "25006"
 _CONFLICT_TEXTS = ("database is locked", "database table is locked", "Deadlock found")
-# What cannot hold a word that ends anything: comments and quoted texts.
+# Parts of a statement in which keywords do not count: comments and quoted texts.
 _ASIDE = re.compile(r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'|\"[^\"]*\"|\$(\w*)\$.*?\$\1\$", re.DOTALL)
-# What ends or begins a transaction; ROLLBACK TO and RELEASE of a savepoint do not.
+# Statements that end or begin a transaction; ROLLBACK TO and RELEASE of a savepoint do not.
 _ENDS = re.compile(
     r"(?:^|;)\s*(COMMIT|ROLLBACK(?!\s+(?:WORK\s+|TRANSACTION\s+)?TO\b)|ABORT|END|BEGIN"
     r"|START\s+TRANSACTION|PREPARE\s+TRANSACTION)\b",
@@ -75,9 +75,9 @@ T = TypeVar("T")
 
 
 class SqlCallbacks(BatchCallbacks):
-    """Callbacks whose mark lies in the application's own database.
+    """Callbacks whose mark is stored in the application's own database.
 
-    Subclass it and write `apply`, or `apply_batch` where the rate matters; give it to
+    Subclass it and implement `apply`, or `apply_batch` for high rates; pass it to
     `WaltzClient.subscribe`. Instances in any number of processes may share a database; they must
     subscribe with the same `headers`.
 
@@ -86,18 +86,19 @@ class SqlCallbacks(BatchCallbacks):
                 entry = transaction.value()
                 connection.execute(update(accounts).where(...).values(...))
 
-    Partitions are applied at one time, each on a thread and a connection of its own; at SQLite they
-    wait for each other.
+    Partitions are applied concurrently, each on its own thread and connection; on SQLite they wait
+    for each other.
 
     Args:
-        engine: the database, SQLAlchemy's; over a network best with `pool_pre_ping=True`.
-        application: whose marks these are, where several applications share a database.
-        table: the name of the table of marks; it is made when it is not there.
+        engine: the SQLAlchemy engine of the database; over a network, use `pool_pre_ping=True`.
+        application: the owner of the marks, if several applications share a database.
+        table: the name of the table of marks, which is created if it does not exist.
 
     Raises:
-        BadConfig: the engine commits each statement by itself, or has one connection for all; or
-            the class has neither `apply` nor `apply_batch`.
-        sqlalchemy.exc.SQLAlchemyError: the database cannot be reached, or the table not be made.
+        BadConfig: the engine commits each statement separately, or has one connection for all
+            threads; or the class has neither `apply` nor `apply_batch`.
+        sqlalchemy.exc.SQLAlchemyError: the database cannot be reached, or the table cannot be
+            created.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class SqlCallbacks(BatchCallbacks):
             sa.Column("cluster_key", sa.String(32)),
         )
         self._key: str | None = None
-        # By partition: the mark as this instance knows it, and the size of the next batch.
+        # By partition: the mark that this instance knows, and the size of the next batch.
         self._known: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         _check_class(type(self))
@@ -131,32 +132,31 @@ class SqlCallbacks(BatchCallbacks):
     # -- for the application ---------------------------------------------------------------------
 
     def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
-        """Bring one transaction of the log into the database, by this connection.
+        """Apply one transaction of the log to the database, with this connection.
 
-        It must not commit, roll back or close: that is refused with `BadRequest` (rule 2). What is
-        done behind SQLAlchemy's back, with the driver's own connection, is not seen. Savepoints
-        (`connection.begin_nested()`) are welcome. What it raises undoes the changes and the mark;
-        then `uncaught_exception` decides. It may be called again for the same transaction, so
-        whatever else it does must bear that.
+        It must not commit, roll back or close: `BadRequest` is raised then (rule 2), unless it uses
+        the driver's own connection, which SQLAlchemy does not see. Savepoints
+        (`connection.begin_nested()`) are allowed. An exception rolls changes and mark back; then
+        `uncaught_exception` decides. It may be called again for the same transaction, so its other
+        side effects must be idempotent.
         """
         raise NotImplementedError
 
     def apply_batch(self, connection: sa.Connection, transactions: Sequence[Transaction]) -> None:
-        """Bring 1 to 4,096 transactions of one partition into the database, in their order.
+        """Apply 1 to 4,096 transactions of one partition to the database, in order.
 
-        Calls `apply` for each, unless overridden: with one statement for many rows
-        (`connection.execute(statement, rows)`) a batch takes a fraction of the time. All that is
-        true of `apply` is true of it.
+        The default calls `apply` for each. Override it with one statement for many rows
+        (`connection.execute(statement, rows)`), which takes a fraction of the time. The conditions
+        of `apply` hold for it, too.
         """
         for each in transactions:
             self.apply(connection, each)
 
     @contextmanager
     def reading(self, builder: TransactionBuilder) -> Iterator[sa.Connection]:
-        """Give `execute` of a context a connection to read by, and the builder its mark (rule 3).
+        """Open a connection for a context's `execute`, and set the builder's mark (rule 3).
 
-        Nothing that is written by it stays. On SQLite and PostgreSQL all queries see the state of
-        one moment.
+        Writes by it are rolled back. On SQLite and PostgreSQL all queries see one snapshot.
 
         Raises:
             BadRequest: the partition is not applied to this database.
@@ -166,8 +166,8 @@ class SqlCallbacks(BatchCallbacks):
             found = self._row(connection, builder.partition_id)
             if found is None:
                 raise errors.BadRequest(
-                    f"partition {builder.partition_id}: nothing of it is applied to this database; "
-                    "subscribe to it, so that there is a high-water mark to compute from"
+                    f"partition {builder.partition_id}: nothing of it was applied to this "
+                    "database. Hint: subscribe to it first."
                 )
             builder.client_high_water_mark = TransactionId(found[0])
             yield connection
@@ -176,14 +176,14 @@ class SqlCallbacks(BatchCallbacks):
     # -- for the client --------------------------------------------------------------------------
 
     def begin(self, cluster_key: bytes) -> None:
-        """Take the key of the cluster whose log is applied (rule 7)."""
+        """Receive the key of the cluster whose log is applied (rule 7)."""
         self._key = cluster_key.hex()
 
     def client_high_water_mark(self, partition: int) -> int:
-        """Return the mark that the database has; a partition begins at -1.
+        """Return the mark in the database; a new partition begins at -1.
 
         Raises:
-            ClusterKeyMismatch: the mark is that of another cluster's log (rule 7).
+            ClusterKeyMismatch: the mark belongs to another cluster's log (rule 7).
         """
         mark = self._retried("mark", lambda: self._mark_or_begin(partition))
         self._known[partition] = mark
@@ -195,11 +195,12 @@ class SqlCallbacks(BatchCallbacks):
         self.apply_some(partition, [transaction], last)
 
     def apply_some(self, partition: int, transactions: Sequence[Transaction], last: int) -> int:
-        """Apply a batch of transactions, leaving out what another instance has applied (rule 1).
+        """Apply a batch of transactions, except those that another instance has applied (rule 1).
 
         Raises:
-            DataLoss: the database's mark is older than what was applied: it was set back.
-            BadRequest: `apply` has ended the database's transaction (rule 2).
+            DataLoss: the database's mark is below the applied one: the database was restored to an
+                older state.
+            BadRequest: `apply` has ended the database transaction (rule 2).
         """
         if partition not in self._known:
             self.client_high_water_mark(partition)
@@ -231,7 +232,7 @@ class SqlCallbacks(BatchCallbacks):
     def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
-        """Wait for a database that does not answer (rule 4), else as `Callbacks` does."""
+        """Retry while the database is unreachable (rule 4), else decide like `Callbacks`."""
         if is_outage(error) or is_conflict(error):
             cause = error.orig if isinstance(error, DBAPIError) else error
             _log.warning("sql.database_away partition=%d error=%s", partition, cause)
@@ -243,7 +244,7 @@ class SqlCallbacks(BatchCallbacks):
     # -- the database ----------------------------------------------------------------------------
 
     def _retried(self, what: str, action: Callable[[], T]) -> T:
-        """Try again what the database refuses because of another transaction (rule 4)."""
+        """Retry an action that the database rejects because of another transaction (rule 4)."""
         random = Random()  # noqa: S311 - spreads retries, keeps no secret
         backoff = Backoff(interval_ms_min=PAUSE_MS_MIN, interval_ms_max=PAUSE_MS_MAX, random=random)
         for _ in range(TRIES_MAX - 1):
@@ -290,7 +291,7 @@ class SqlCallbacks(BatchCallbacks):
         return mark
 
     def _claimed(self, partition: int) -> str | None:
-        """Give a mark that has no key this cluster's, unless it has one by now (rule 7)."""
+        """Add this cluster's key to a mark without one, unless it has got one by now (rule 7)."""
         with self._engine.begin() as connection:
             connection.execute(
                 self.marks.update()
@@ -304,7 +305,7 @@ class SqlCallbacks(BatchCallbacks):
         """Apply a batch; False when another instance has moved the mark."""
         known, found, took_s = self._known[partition], None, 0.0
         with self._turn, self._engine.begin() as connection:
-            # First of all: it takes the row's lock, so that other instances wait here.
+            # This comes first: it takes the row's lock, so that other instances wait here.
             is_moved = self._move(connection, partition, known, end)
             if not is_moved:
                 found = self._row(connection, partition)
@@ -322,14 +323,14 @@ class SqlCallbacks(BatchCallbacks):
         if found is None or found[0] <= known:
             raise errors.DataLoss(
                 f"partition {partition}: expected the database to have applied {known}, found "
-                f"{'nothing' if found is None else found[0]}: it was set back while this instance "
-                "ran; start it again, and it goes on from there"
+                f"{'nothing' if found is None else found[0]}: the database was restored to an "
+                "older state while this instance ran. Hint: restart it; it continues from there."
             )
         self._known[partition] = found[0]
         return False
 
     def _resize(self, partition: int, count: int, took_s: float) -> None:
-        """Choose the size of the next batch by how long one was applied (rule 6)."""
+        """Choose the size of the next batch by the duration of the last one (rule 6)."""
         size = self._sizes.get(partition, BATCH_MIN)
         if count == size and took_s < BATCH_S / 2:
             size = min(2 * size, BATCH_MAX)
@@ -338,7 +339,7 @@ class SqlCallbacks(BatchCallbacks):
         self._sizes[partition] = size
 
     def _move(self, connection: sa.Connection, partition: int, known: int, to: int) -> bool:
-        """Move the mark from where it is known to be; False when it is not there."""
+        """Move the mark from the known value; return False if it has another value."""
         moved = connection.execute(
             self.marks.update()
             .where(*self._its(partition), self.marks.c.high_water_mark == known)
@@ -349,16 +350,17 @@ class SqlCallbacks(BatchCallbacks):
     def _check_moved(
         self, connection: sa.Connection, partition: int, to: int, error: BaseException
     ) -> None:
-        """Refuse to go on after an error that `apply` caught and that undid all (rule 2)."""
+        """Raise if `apply` caught an error by which the database rolled back (rule 2)."""
         try:
             found = self._row(connection, partition)
         except DBAPIError as refused:
             if is_outage(refused):
                 raise
-            found = None  # PostgreSQL takes no statement after an error
+            found = None  # PostgreSQL accepts no statement after an error
         if found is None or found[0] != to:
             raise _early_end(
-                f"that the database had undone it because of an error that was caught ({error})"
+                f"that the database had rolled it back because of an error that `apply` caught "
+                f"({error})"
             ) from error
 
     def _row(self, connection: sa.Connection, partition: int) -> tuple[int, str | None] | None:
@@ -382,7 +384,7 @@ class SqlCallbacks(BatchCallbacks):
                         sa.text(f"ALTER TABLE {place} ADD COLUMN cluster_key VARCHAR(32)")
                     )
         except DatabaseError:
-            # Another instance may have made it just now.
+            # Another instance may have created it just now.
             if not sa.inspect(self._engine).has_table(self.marks.name) or not self._has_key():
                 raise
 
@@ -392,7 +394,7 @@ class SqlCallbacks(BatchCallbacks):
 
 
 def is_conflict(error: Exception) -> bool:
-    """Whether a database refused a transaction because of another one, and will take it later."""
+    """Whether a database rejected a transaction because of another one, so a retry may succeed."""
     if not isinstance(error, DBAPIError):
         return False
     state = _sqlstate(error)
@@ -407,7 +409,7 @@ def _sqlstate(error: Exception) -> str | None:
 
 
 def is_outage(error: Exception) -> bool:
-    """Whether a database could not be reached, or could not do its work for the moment."""
+    """Whether a database could not be reached, or is temporarily unable to work."""
     if not isinstance(error, DBAPIError):
         # All connections of the pool are in use, for example by callers that wait for the database.
         return isinstance(error, sa.exc.TimeoutError)
@@ -415,15 +417,15 @@ def is_outage(error: Exception) -> bool:
         return True
     if _sqlstate(error) == _READ_ONLY:
         return True
-    # SQLite has one class for a full disk and for a table that is not there.
+    # SQLite has one class for a full disk and for a missing table.
     is_mistake = getattr(error.orig, "sqlite_errorname", None) == "SQLITE_ERROR"
     return isinstance(error, OperationalError) and not is_mistake
 
 
 def _begin_reading(connection: sa.Connection) -> None:
-    """Have all queries see one state, by what each database has for that."""
+    """Start a transaction in which all queries see one snapshot."""
     if connection.dialect.name == "postgresql":
-        # At SERIALIZABLE a reader would be refused now and then; with a snapshot it never is.
+        # At SERIALIZABLE a reader would sometimes be rejected; with a snapshot it never is.
         connection.execution_options(isolation_level="REPEATABLE READ")
     elif connection.dialect.name == "sqlite":
         # The driver begins a transaction only before a change.
@@ -448,14 +450,12 @@ def _check_class(given: type[SqlCallbacks]) -> None:
 def _check_engine(engine: sa.Engine) -> None:
     given: object = engine
     if not isinstance(given, sa.Engine):
-        raise errors.BadConfig(
-            f"expected an engine as sqlalchemy.create_engine makes it, found {given!r}"
-        )
+        raise errors.BadConfig(f"expected an engine from sqlalchemy.create_engine, found {given!r}")
     if isinstance(engine.pool, sa.pool.SingletonThreadPool | sa.pool.StaticPool):
         raise errors.BadConfig(
             f"{engine.url!r}: expected a database that several connections share, found a pool of "
             f"class {type(engine.pool).__name__}: each thread would have its own database, or all "
-            "of them one transaction; with SQLite give a file"
+            "of them one transaction. Hint: with SQLite use a file."
         )
     with engine.connect() as connection:
         driver = connection.connection.dbapi_connection
@@ -468,22 +468,22 @@ def _check_engine(engine: sa.Engine) -> None:
 
 
 class _Guard(threading.local):
-    """The connection whose transaction must not end, on this thread, and what tried to end it."""
+    """This thread's connection whose transaction must not end, and the call that tried it."""
 
     connection: sa.Connection | None = None
     broken: str | None = None
-    error: BaseException | None = None  # of the database; `apply` may have caught it
+    error: BaseException | None = None  # raised by the database; `apply` may have caught it
 
 
 _guard = _Guard()
-# Private to SQLAlchemy. Its event for a commit is public, and makes every statement of a guarded
-# connection a half slower.
+# Private to SQLAlchemy. Its public event for a commit makes each statement of a guarded connection
+# slower by a half.
 assert hasattr(sa.Connection, "_commit_impl")
 
 
 @contextmanager
 def _guarded(connection: sa.Connection) -> Iterator[None]:
-    """Refuse what would end the connection's transaction (rule 2), also where it is swallowed."""
+    """Reject calls that would end the transaction (rule 2), also if `apply` catches the error."""
     _guard.connection, _guard.broken, _guard.error = connection, None, None
     vars(connection)["_commit_impl"] = partial(_refuse, "commit()")
     try:
@@ -494,9 +494,9 @@ def _guarded(connection: sa.Connection) -> Iterator[None]:
         if connection.closed:
             broken = "close()"
         elif broken is None and not connection.in_transaction():
-            broken = "rollback()"  # SQLAlchemy takes no statement after it
+            broken = "rollback()"  # SQLAlchemy accepts no statement after it
         elif broken is not None:
-            # SQLAlchemy takes the transaction for ended now; the driver does not.
+            # For SQLAlchemy the transaction has ended now, for the driver it has not.
             connection.connection.rollback()
     if broken is not None:
         raise _early_end(broken)
@@ -520,7 +520,7 @@ def _note_error(failure: sa.engine.ExceptionContext) -> None:
 
 
 def _check_statements(engine: sa.Engine) -> None:
-    """Have the statements of guarded connections checked, once for each engine."""
+    """Register the check of guarded connections' statements, once for each engine."""
     if not sa.event.contains(engine, "handle_error", _note_error):
         sa.event.listen(engine, "handle_error", _note_error)
     for name in ("do_execute", "do_executemany", "do_execute_no_params"):
@@ -535,7 +535,7 @@ def _ends_transaction(statement: str) -> bool:
 
 def _early_end(what: str) -> errors.BadRequest:
     return errors.BadRequest(
-        f"apply: expected to leave the database's transaction open, found {what}: the changes and "
-        "the high-water mark are committed together, after it has returned. Hint: run a statement "
+        f"apply: expected to leave the database transaction open, found {what}: changes and "
+        "high-water mark are committed together, after `apply` has returned. Hint: run a statement "
         "that may fail inside `with connection.begin_nested():`."
     )

@@ -1,22 +1,22 @@
-"""The client's connections: two to each server at most, shared by all partitions that it owns.
+"""The client's connections: at most two to each server, shared by all partitions that it owns.
 
-Many partitions speak over one connection, some requests are answered once and others for ever.
-Which message belongs to whom is decided here, by request id and partition.
+A connection carries the messages of many partitions. This module routes each message to its
+receiver, by request ID and partition.
 
 Rules:
-    1. A request that is no append has a negative sequence number, so that no answer is taken for
-       a row's. Streams use numbers down to `CONTROL_SEQUENCE_MIN`, this file those below.
-    2. Whoever waits for an answer waits under a timeout, and is told when the connection breaks.
-    3. A dial is shared by all who want the address meanwhile, and nobody's cancellation is
-       another's: when the one that dials is cancelled, one of those that wait dials again.
-    4. What is large has a connection of its own: a range on its way holds up whatever comes behind
-       it, and a server reads no appends from who does not take its answers. Each of the two is made
-       when it is first needed (docs/decisions/014).
-    5. At an original server (`legacy/old_server_link.py`) streams are translated here, between them
-       and the socket; requests are not: whoever makes them knows whom he asks.
-    6. A server that keeps somebody waiting, and says nothing to anybody meanwhile, is `silent`: it
-       may be frozen, and what it owned may be elsewhere, long before time is up for who waits.
-       The log tells of it once (`silence.py`).
+    1. A request that is not an append has a negative sequence number, so that its answer is never
+       taken for a row's. Streams use numbers down to `CONTROL_SEQUENCE_MIN`, this file lower ones.
+    2. Each wait for an answer has a timeout, and fails when the connection breaks.
+    3. Callers that need the same address share one dial. Cancelling one caller does not cancel
+       another: when the dialing caller is cancelled, one of the waiting callers dials again.
+    4. Large answers have a connection of their own: a range in transit delays every message after
+       it, and a server reads no appends from a client that does not read its answers. Each of the
+       two connections is opened when it is first needed (docs/decisions/014).
+    5. For a 0.13 server (`legacy/old_server_link.py`) the messages of streams are translated here,
+       between stream and socket. Requests are not: their callers know the server's version.
+    6. A server that owes an answer and sends nothing is `silent`: it may be frozen, and another
+       server may own its partitions long before the waiting caller times out. One line is logged
+       for each silence (`silence.py`).
 """
 
 import asyncio
@@ -48,7 +48,7 @@ _Key = tuple[str, bool]  # the server's address, and whether it is for large ans
 
 
 class _Stream(NamedTuple):
-    """Where a partition's messages go."""
+    """The receiver of a partition's messages."""
 
     on_message: MessageCallback
     on_lost: LostCallback
@@ -89,7 +89,7 @@ class ServerLink:
 
     @property
     def may_follow(self) -> bool:
-        """Whether the server knows authors who follow what is in flight."""
+        """Whether the server knows pipelined dependent appends."""
         return (self._link.version or 0) >= AppendFollowing.since
 
     def attach(
@@ -100,7 +100,7 @@ class ServerLink:
         is_waiting: Waiting,
         prove: ProveCallback,
     ) -> None:
-        """Hand what is not the answer to a `request` to the partition's stream from now on.
+        """Pass messages that do not answer a `request` to the partition's stream from now on.
 
         `prove` finds out whether the server owns the partition now; only for a 0.13 server.
         """
@@ -108,7 +108,7 @@ class ServerLink:
         self._used_by[partition_id] = is_waiting
 
     def leave(self, partition_id: int) -> None:
-        """The partition's stream sends elsewhere now; late answers still reach it."""
+        """The partition's stream uses another link now; late answers still reach it."""
         self._used_by.pop(partition_id, None)
         self._close_if_unused()
 
@@ -118,7 +118,7 @@ class ServerLink:
         self.leave(partition_id)
 
     def retire(self, close_after_s: float) -> None:
-        """Close it when all have left and had time for late answers: nothing new will use it."""
+        """Close it when all streams have left it and late answers had time to arrive."""
         self._close_after_s = close_after_s
         self._close_if_unused()
 
@@ -128,7 +128,7 @@ class ServerLink:
             loop.call_later(self._close_after_s, self._link.close, "replaced by a newer connection")
 
     def send(self, message: ClientMessage) -> None:
-        """Send a message of a stream; a closed connection reports by its callback."""
+        """Send a message of a stream; a closed connection calls `on_lost`."""
         if self._old_server is None:
             self._link.send(message)
         else:
@@ -177,11 +177,11 @@ class ServerLink:
             stream.prove(answer)
 
     def close(self, reason: str) -> None:
-        """End the connection once what is unsent is sent."""
+        """Close the connection once the unsent messages are sent."""
         self._link.close(reason)
 
     async def wait_closed(self) -> None:
-        """Wait until the connection is gone."""
+        """Wait until the connection is closed."""
         await self._link.wait_closed()
 
     def _closed(self, reason: str) -> None:
@@ -196,7 +196,7 @@ class ServerLink:
 
 
 class ServerLinks:
-    """The connections of one client, by the server's address and what they are for."""
+    """The connections of one client, by the server's address and purpose."""
 
     def __init__(
         self,
@@ -214,16 +214,16 @@ class ServerLinks:
         self._open: dict[int, ServerLink] = {}
         self._dialling: dict[_Key, asyncio.Future[None]] = {}
         self._count = 0
-        self._originals: set[str] = set()  # of which the log has told
+        self._originals: set[str] = set()  # 0.13 servers that are logged already
         self._is_closed = False
 
     async def get(
         self, address: str, *, is_bulk: bool = False, but: Container[int] = ()
     ) -> ServerLink:
-        """Return the open connection to a server, dialling when there is none `but` those.
+        """Return an open connection to a server that is not in `but`; dial if there is none.
 
         `is_bulk`: the one for large answers (rule 4).
-        Raises Unreachable, or RemoteProtocolError when somebody else answers at the address.
+        Raises Unreachable, or RemoteProtocolError if the peer speaks another protocol.
         """
         key = (address, is_bulk)
         while True:
@@ -242,7 +242,7 @@ class ServerLinks:
                 under_way.result()
 
     async def _dial_for_all(self, key: _Key) -> ServerLink:
-        """Dial; whoever wants the same meanwhile shares the outcome (rule 3)."""
+        """Dial; callers that need the same connection meanwhile share the outcome (rule 3)."""
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._dialling[key] = outcome
         overdue = self._watch_dial(key[0])
@@ -251,7 +251,7 @@ class ServerLinks:
         except errors.WaltzError as error:
             self._silences.left(key[0], _DIAL, error)
             outcome.set_exception(error)
-            outcome.exception()  # nobody may be waiting
+            outcome.exception()  # retrieved here, as there may be no waiting caller
             raise
         else:
             self._silences.spoke(key[0], _DIAL)
@@ -259,12 +259,12 @@ class ServerLinks:
             return made
         finally:
             overdue.cancel()
-            self._silences.left(key[0], _DIAL, "the dial was given up")  # unless it is told above
+            self._silences.left(key[0], _DIAL, "the dial was cancelled")  # if not reported above
             del self._dialling[key]
-            outcome.cancel()  # unless it is done: the dial was given up
+            outcome.cancel()  # unless it is done: the dial was cancelled
 
     def _watch_dial(self, address: str) -> asyncio.TimerHandle:
-        """Tell when a server has not greeted in time (rule 6); to be cancelled when it has."""
+        """Report a server that has sent no greeting in time (rule 6); cancel it when it has."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         return loop.call_later(
@@ -272,7 +272,7 @@ class ServerLinks:
         )
 
     async def dial_apart(self, address: str) -> net.Link:
-        """Return a connection that nobody shares, to be closed by whoever has asked for it.
+        """Return a connection that is not shared; the caller closes it.
 
         Raises Unreachable, or RemoteProtocolError.
         """

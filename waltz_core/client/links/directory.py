@@ -1,22 +1,22 @@
-"""Where the partitions are: which server owns each, at which address, in which generation.
+"""The directory of partitions: the server that owns each, its address and the generation.
 
-A service asks ZooKeeper and watches it; a Spark executor is told where things are and asks
-ZooKeeper only when that may have become wrong. The rest of the client sees no difference.
+A service reads ZooKeeper and watches it. A Spark executor gets the owners from the driver and reads
+ZooKeeper only when they may be outdated. The rest of the client sees no difference.
 
 Rules:
-    1. An owner is told only from a settled view: assignment and live servers agree.
+    1. Owners come from a settled view only: assignment and live servers agree.
     2. `changed` is called after each change, on the event loop.
-    3. A fixed directory asks ZooKeeper when what it was told has failed or has become doubtful, and
-       never before. From then on it watches as everybody does.
-    4. A question is shared by all who have it meanwhile, and nobody's cancellation is another's:
-       when the one that asks is cancelled, one of those that wait asks again. The session that a
-       fixed directory opens is nobody's: it goes on when all have given up, until `close`.
-    5. Groups are read once, and again when a storage turns up that is in none of them.
-    6. What a fixed directory knows grows newer only, whoever tells it; another cluster tells it
-       nothing. Each change makes a new mapping: another thread may be going through the old one.
-    7. Whoever still asks when the directory is closed is told so, and opens nothing again.
-    8. A cluster that is missing after `open` may be rebuilt, so it counts as ZooKeeper being away.
-       The owners are used again only after the key proves that it is the same cluster.
+    3. A fixed directory reads ZooKeeper when a known owner has failed or has become suspect, never
+       before. From then on it watches ZooKeeper.
+    4. Callers with the same query share one answer. Cancelling one caller does not cancel another:
+       when the querying caller is cancelled, one of the waiting callers queries again. The session
+       that a fixed directory opens belongs to no caller: it stays until `close`.
+    5. Groups are read once, and again when a storage appears that is in none of them.
+    6. A fixed directory accepts newer owners only, from any source, and none of another cluster.
+       Each change creates a new mapping: another thread may be iterating over the old one.
+    7. A query after `close` fails and opens no session.
+    8. A cluster that is missing after `open` may be rebuilt, so it counts as ZooKeeper being
+       unavailable. The owners are used again only after the key proves that it is the same cluster.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _CLOSED = "the client is closed"
 
 
 class ClusterInfo(NamedTuple):
-    """What never changes in a cluster's life."""
+    """The constants of a cluster."""
 
     name: str
     key: bytes
@@ -56,7 +56,7 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClusterLayout:
-    """Where everything is, in plain values: to be pickled and used where ZooKeeper is not asked.
+    """The known owners as plain values, for processes that do not read ZooKeeper.
 
     `owners` has the server's address and the generation of each partition that has an owner.
     """
@@ -66,7 +66,7 @@ class ClusterLayout:
     owners: dict[int, tuple[str, int]]
 
     def of(self, partition: int) -> "ClusterLayout":
-        """Return what is needed of it for one partition."""
+        """Return the layout with the owner of one partition only."""
         owners = {partition: self.owners[partition]} if partition in self.owners else {}
         return ClusterLayout(self.connect, self.cluster, owners)
 
@@ -75,18 +75,18 @@ Changed = Callable[[Mapping[PartitionId, Owner]], None]
 
 
 class Directory(Protocol):
-    """Finds partitions."""
+    """Finds the owners of partitions."""
 
     @property
     def cluster(self) -> ClusterInfo:
         """The cluster; known once `open` has returned."""
 
     async def open(self, changed: Changed) -> None:
-        """Get ready; `changed` is called from now on."""
+        """Open it; `changed` is called from now on."""
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
-        """The owners as far as they are known."""
+        """The known owners."""
 
     async def run(self) -> None:
         """Follow changes until cancelled."""
@@ -94,26 +94,26 @@ class Directory(Protocol):
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
         """Return the partition's server; raises NotOwned while there is none.
 
-        `after_failure`: what was told before did not work.
+        `after_failure`: the owner that was returned before did not work.
         """
 
     async def owner_now(self, partition_id: PartitionId) -> Owner:
-        """Return who owns it in ZooKeeper, in no state older than the question.
+        """Return the owner in ZooKeeper, read after this call began.
 
-        Raises NotOwned while nobody does, or while the assignment is being made anew.
+        Raises NotOwned while there is none, or while the assignment is being rebuilt.
         """
 
     def doubt(self) -> None:
-        """A server is silent, so that its partitions may be elsewhere by now."""
+        """Mark the owners suspect: a server is silent, so its partitions may have moved."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
-        """Return the groups of storages, of these at least, as far as they have any."""
+        """Return the groups of storages, at least those of `storages` that have one."""
 
     async def next_client_id(self) -> int:
-        """Take a client id that nobody had before."""
+        """Allocate a client id that was never used before."""
 
     async def close(self) -> None:
-        """Forget everything."""
+        """Close it."""
 
 
 class ZooKeeperDirectory:
@@ -167,7 +167,7 @@ class ZooKeeperDirectory:
     async def open(self, changed: Changed) -> None:
         """Connect and read the cluster; raises CoordinatorUnavailable or BadConfig."""
         self._changed = changed
-        self._owners, self._groups = {}, {}  # of the session before, if there was one
+        self._owners, self._groups = {}, {}  # those of an earlier session
         self._cluster, self._was_missing = None, False
         if self._coordinator is None:
             self._coordinator = await zookeeper_session.connect(
@@ -198,7 +198,7 @@ class ZooKeeperDirectory:
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
         """Return the partition's server; raises NotOwned while there is none."""
         if after_failure or partition_id not in self._owners:
-            # The watch may be late, as news of a server that has died always are.
+            # The watch may be late, as it always is after a server has died.
             await self._refresh()
         found = self._owners.get(partition_id)
         if found is None:
@@ -208,7 +208,7 @@ class ZooKeeperDirectory:
         return found
 
     async def owner_now(self, partition_id: PartitionId) -> Owner:
-        """Return who owns it in ZooKeeper, in no state older than the question."""
+        """Return the owner in ZooKeeper, read after this call began."""
         servers = await self._in_time(self.coordinator.read_servers_now())
         found = _owners_in(servers).get(partition_id) if servers.is_settled else None
         if found is None:
@@ -218,7 +218,7 @@ class ZooKeeperDirectory:
         return found
 
     def doubt(self) -> None:
-        """Nothing to do: whatever moves is told by the watch."""
+        """Do nothing: the watch reports every move."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """Return the groups of storages (rule 5)."""
@@ -228,7 +228,7 @@ class ZooKeeperDirectory:
         return self._groups
 
     async def next_client_id(self) -> int:
-        """Take a client id that nobody had before."""
+        """Allocate a client id that was never used before."""
         return await self._in_time(self.coordinator.next_client_id())
 
     async def close(self) -> None:
@@ -238,7 +238,7 @@ class ZooKeeperDirectory:
             await coordinator.close()
 
     async def _refresh(self) -> None:
-        """Read the servers; whoever asks meanwhile shares the answer (rule 4)."""
+        """Read the servers; callers that need them meanwhile share the answer (rule 4)."""
         while (under_way := self._refreshing) is not None:
             # NB: to await a future is to cancel it when one is cancelled; `wait` leaves it alone.
             await asyncio.wait([under_way])
@@ -254,11 +254,11 @@ class ZooKeeperDirectory:
             outcome.set_result(None)
         except errors.WaltzError as error:
             outcome.set_exception(error)
-            outcome.exception()  # nobody may be waiting
+            outcome.exception()  # retrieved here, as there may be no waiting caller
             raise
         finally:
             self._refreshing = None
-            outcome.cancel()  # unless it is done: the question was given up
+            outcome.cancel()  # unless it is done: the query was cancelled
 
     async def _in_time(self, answer: Awaitable[T]) -> T:
         try:
@@ -275,7 +275,7 @@ class ZooKeeperDirectory:
             ) from error
 
     def _missing(self, error: errors.NoCluster) -> errors.CoordinatorUnavailable:
-        """Return the error for a cluster that was there when the directory was opened (rule 8)."""
+        """Return the error for a cluster that existed when the directory was opened (rule 8)."""
         self._was_missing = True
         return errors.CoordinatorUnavailable(f"the cluster is missing in ZooKeeper: {error}")
 
@@ -297,7 +297,7 @@ class ZooKeeperDirectory:
 
 
 class FixedDirectory:
-    """The directory of a process that was told where things are (rule 3)."""
+    """The directory of a process that got the owners from another one (rule 3)."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class FixedDirectory:
         )
 
     def learn(self, layout: ClusterLayout) -> None:
-        """Take in what is news of the owners."""
+        """Accept the owners that are newer."""
         told = {
             PartitionId(partition): Owner(address, Generation(generation))
             for partition, (address, generation) in layout.owners.items()
@@ -340,32 +340,32 @@ class FixedDirectory:
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
-        """The owners as they were told, or found since."""
+        """The owners as they were passed, or read since."""
         return self._told
 
     @property
     def cluster(self) -> ClusterInfo:
-        """The cluster as it was told."""
+        """The cluster as it was passed."""
         return self._cluster
 
     async def open(self, changed: Changed) -> None:
-        """Nothing is asked yet."""
+        """Note `changed`; no session is opened yet."""
         self._changed = changed
 
     async def run(self) -> None:
         """Watch nothing until there is a reason; then follow changes until cancelled (rule 3)."""
         await self._is_doubtful.wait()
         if not self._is_open:
-            self._is_doubtful.clear()  # Whoever finds ZooKeeper away may doubt again.
+            self._is_doubtful.clear()  # If ZooKeeper is unavailable, `doubt` may set it again.
             await self._opened()
         await self._fallback.run()
 
     def doubt(self) -> None:
-        """Begin to watch (rule 3)."""
+        """Start to watch ZooKeeper (rule 3)."""
         self._is_doubtful.set()
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
-        """Return the server that was told, or ask ZooKeeper when it has failed."""
+        """Return the known server, or read ZooKeeper if it has failed."""
         told = self._told.get(partition_id)
         if told is not None and not after_failure:
             return told
@@ -373,7 +373,7 @@ class FixedDirectory:
         return await self._fallback.owner(partition_id, after_failure=True)
 
     async def owner_now(self, partition_id: PartitionId) -> Owner:
-        """Return who owns it in ZooKeeper, in no state older than the question."""
+        """Return the owner in ZooKeeper, read after this call began."""
         await self._opened()
         return await self._fallback.owner_now(partition_id)
 
@@ -383,7 +383,7 @@ class FixedDirectory:
         return await self._fallback.groups(storages)
 
     async def next_client_id(self) -> int:
-        """Take a client id that nobody had before, from ZooKeeper."""
+        """Allocate a client id that was never used before, from ZooKeeper."""
         await self._opened()
         return await self._fallback.next_client_id()
 
@@ -393,12 +393,12 @@ class FixedDirectory:
         if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(0.0)
         with contextlib.suppress(errors.WaltzError):
-            await self._opened()  # rule 7: what was under way is over then
+            await self._opened()  # rule 7: a session that is being opened has ended then
         if self._is_open:
             await self._fallback.close()
 
     async def _opened(self) -> None:
-        """Return when there is a session with ZooKeeper; raises why there is none."""
+        """Wait for a session with ZooKeeper; raises the reason if there is none."""
         if not self._is_open:
             await self._opening.answered()
 
@@ -417,7 +417,7 @@ class FixedDirectory:
         key = self._fallback.cluster.key
         if key != self._cluster.key:
             where = self._fallback.coordinator.where
-            # Closed again: whoever asks next is not answered from the wrong cluster.
+            # Closed again, so that no later query is answered from the wrong cluster.
             await self._fallback.close()
             raise _other_cluster(self._cluster.key, key, where)
         self._is_open = True
@@ -425,12 +425,12 @@ class FixedDirectory:
         self._found(self._fallback.owners)
 
     def _found(self, owners: Mapping[PartitionId, Owner]) -> None:
-        """Take in what ZooKeeper tells, once it is known to tell of the same cluster."""
+        """Accept owners from ZooKeeper, once it is known to be the same cluster."""
         if self._is_open:
             self._take(owners, ahead=0)
 
     def _take(self, owners: Mapping[PartitionId, Owner], *, ahead: int) -> None:
-        """Take in those whose generations are `ahead` of what is known, by so much at least."""
+        """Accept owners whose generation is at least `ahead` above the known one."""
         known = self._told
         news = {
             each: owner

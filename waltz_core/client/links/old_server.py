@@ -1,7 +1,6 @@
-"""The streams of one connection to a 0.13 server.
+"""Runs the machine that translates the streams of one connection to a 0.13 server.
 
-`legacy/old_server_link.py` translates between the streams and what such a server understands; here
-that machine is run.
+The machine is in `legacy/old_server_link.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ Prove = Callable[[PartitionId, Callable[[bool], None]], None]
 
 
 class OldServer:
-    """Translates for all streams of a connection; `hand_on` takes what is for a stream."""
+    """Translates for all streams of a connection; `hand_on` receives the streams' messages."""
 
     def __init__(
         self, link: net.Link, hand_on: Callable[[ClientMessage], None], prove: Prove
@@ -44,7 +43,7 @@ class OldServer:
         self._driver.post(SendToOld(message))
 
     def take(self, received: Sequence[ClientMessage]) -> None:
-        """Take what the server has sent that answers no request."""
+        """Process messages from the server that answer no request."""
         self._driver.post(ReceivedFromOld(received))
 
     def stop(self) -> None:

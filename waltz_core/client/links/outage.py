@@ -1,7 +1,7 @@
-"""Tells of an outage that goes on: soon after it began, and then now and then.
+"""Logs an outage that continues: soon after it began, then once in `AGAIN_S`.
 
-A feed lives through any outage by trying again, and a person must hear of it without a line for
-every try. Stream, catch-up and applier each see another part of it.
+A feed survives any outage by trying again; an operator must see it without a log line for every
+attempt. Stream, catch-up and applier each see another part of it.
 """
 
 import asyncio
@@ -11,16 +11,16 @@ from waltz_core.records.record import PartitionId
 
 _log = logging.getLogger(__name__)
 
-# A server that moves is away for some seconds; that is nobody's business.
+# A moving partition has no server for some seconds; that is not worth a log line.
 QUIET_S = 10.0
 AGAIN_S = 60.0
 
 
 class Outage:
-    """One part of a partition's feed; `what` says which, in the log.
+    """The outages of one part of a partition's feed; `what` names the part in the log.
 
-    `quiet_s` is how long an outage may last before it is told of: 0 where whoever reports it has
-    tried for long already.
+    `quiet_s` is how long an outage may last before it is logged: 0 if the caller has tried for a
+    long time already.
     """
 
     def __init__(self, partition_id: PartitionId, what: str, *, quiet_s: float = 0.0) -> None:
@@ -31,7 +31,7 @@ class Outage:
         self._told_s: float | None = None
 
     def goes_on(self, reason: object) -> None:
-        """Another try has failed."""
+        """Another attempt has failed."""
         now_s = asyncio.get_running_loop().time()
         if self._since_s is None:
             self._since_s = now_s
@@ -50,7 +50,7 @@ class Outage:
         )
 
     def is_over(self) -> None:
-        """It works again, or has worked all the time."""
+        """An attempt has succeeded."""
         if self._told_s is not None:
             _log.info("feed.goes_on partition=%d with=%s", self._partition_id, self._what)
         self._since_s = self._told_s = None

@@ -38,8 +38,8 @@ class PendingRequests:
     ) -> AnswerT:
         """Send a request and return its answer.
 
-        Raises what the server answers as an error, Unreachable when it does not answer in time,
-        RemoteProtocolError when it answers something else.
+        Raises the error that the server answers, Unreachable if it does not answer in time,
+        RemoteProtocolError if it answers with another kind of message.
         """
         link = self._link
         if link.is_closed:

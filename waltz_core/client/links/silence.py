@@ -1,7 +1,7 @@
-"""Reports servers that owe an answer and send nothing: once when it begins, once when it ends.
+"""Logs servers that owe an answer and send nothing: once when it begins, once when it ends.
 
-A server has two connections and is dialled again and again, and a person must hear of its silence
-as one thing, with its address, and without a line for every look.
+A server has two connections and is dialed repeatedly; its silence is one log line with its address,
+not one for each check.
 """
 
 import asyncio
@@ -13,13 +13,13 @@ from waltz_core.client.links.outage import AGAIN_S
 
 _log = logging.getLogger(__name__)
 
-# A quarter of the time after which ZooKeeper ends a server's session: found out within twice this.
+# A quarter of the time after which ZooKeeper ends a server's session; detected within twice this.
 SILENT_S = 1.0
 
 
 @dataclass(slots=True)
 class _Silence:
-    """Of one server: its silent connections, and whether the present silence was told of."""
+    """The silence of one server: its silent connections, and whether it was logged."""
 
     connections: set[int] = field(default_factory=set)
     since_s: float = 0.0
@@ -28,10 +28,10 @@ class _Silence:
 
 
 class Silences:
-    """The silent servers of one client, by address; connections are named by any numbers.
+    """The silent servers of one client, by address; connections have numbers.
 
-    `doubt` has ZooKeeper looked at: what the server owned may be elsewhere by now. A server that
-    falls silent again and again is told of every `AGAIN_S` at most. Without `doubt` (None) nothing
+    `doubt` makes the directory read ZooKeeper: the server's partitions may have moved. A server
+    that falls silent repeatedly is logged once in `AGAIN_S` at most. Without `doubt` (None) nothing
     is logged: the doctor reports servers that do not answer as findings.
     """
 
@@ -40,7 +40,7 @@ class Silences:
         self._known: dict[str, _Silence] = {}
 
     def goes_on(self, address: str, connection: int, *, since_s: float) -> None:
-        """It has said nothing here since `since_s` (the loop's clock), and somebody waits."""
+        """It has sent nothing here since `since_s` (the loop's clock), and a caller waits."""
         if self._doubt is None:
             return
         self._doubt()
@@ -60,13 +60,13 @@ class Silences:
         )
 
     def spoke(self, address: str, connection: int) -> None:
-        """It has said something here; nothing is told of one that was not silent."""
+        """It has sent something here; logged if it was silent."""
         known = self._ended(address, connection)
         if known is not None:
             _log.info("server.not_silent server=%s after_s=%.1f", address, _lasted_s(known))
 
     def left(self, address: str, connection: int, reason: object) -> None:
-        """Nobody waits for it here any more; nothing is told of one that was not silent."""
+        """No caller waits for it here any more; logged if it was silent."""
         known = self._ended(address, connection)
         if known is not None:
             lasted_s = _lasted_s(known)
@@ -75,7 +75,7 @@ class Silences:
             )
 
     def _ended(self, address: str, connection: int) -> _Silence | None:
-        """Return the silence that has ended with this connection's, if it was told of."""
+        """Return the silence that has ended with this connection's, if it was logged."""
         known = self._known.get(address)
         if known is None:
             return None
@@ -106,7 +106,7 @@ class SilenceWatch:
         self._is_ended = False
 
     def start(self) -> None:
-        """Look again in `SILENT_S`, unless that is planned: something was just sent."""
+        """Check after `SILENT_S`, unless a check is planned: a message was just sent."""
         if self._timer is None and not self._is_ended:
             self._has_spoken = False
             loop = asyncio.get_running_loop()
@@ -129,7 +129,7 @@ class SilenceWatch:
     def _look(self) -> None:
         self._timer = None
         if not self._is_waiting():
-            self._silences.left(self._address, self._connection, "nobody waits for it")
+            self._silences.left(self._address, self._connection, "no caller waits for it")
             return
         if not self._has_spoken:
             self._silences.goes_on(self._address, self._connection, since_s=self._since_s)

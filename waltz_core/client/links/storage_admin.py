@@ -1,11 +1,11 @@
-"""A connection to the administration of one storage: asks, and raises what it is refused with.
+"""A connection to the administration port of one storage.
 
-Commands, tests and whoever watches a cluster administer storages in the same way, and a storage of
-the original, which speaks less, has to be told from ours in one place.
+Commands, the doctor and tests administer storages through it. A 0.13 storage knows fewer messages
+and is recognized here.
 
 Rules:
-    1. One request at a time; an answer that is not of the expected kind is the peer's fault.
-    2. What a storage of version 0 cannot say is refused here, in a sentence.
+    1. One request at a time; an answer of another kind than expected is a protocol error.
+    2. A request that a storage of version 0 does not know fails here, with a clear error.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ AnswerT = TypeVar("AnswerT", bound=AdminMessage)
 
 
 class StorageAdmin:
-    """The administration of the storage at `address`, which is its admin port's."""
+    """The administration of the storage at `address`, the address of its admin port."""
 
     def __init__(self, link: Link, address: str) -> None:
         self.address = address
@@ -52,24 +52,24 @@ class StorageAdmin:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it speaks version 1; else it is an original, or answers like one."""
+        """Whether it speaks version 1; else it is a 0.13 storage, or answers like one."""
         return self._link.version != 0
 
     async def ask(
         self, expected: type[AnswerT], kind: Callable[..., AdminMessage], *fields: object
     ) -> AnswerT:
-        """Send a request made of its kind and the fields after its sequence; return the answer.
+        """Send a request of a kind, with the fields after its sequence; return the answer.
 
         Raises:
             Unreachable: no answer came.
-            WaltzError: what the storage refused it with.
+            WaltzError: the error that the storage answered.
         """
         self._sequence += 1
         message = kind(self._sequence, *fields)
         if message.since > 0 and not self.is_ours:
             raise BadRequest(
-                f"{self.address} is a storage of the original, or answers like one (A 0): expected "
-                f"one that knows {type(message).__name__}"
+                f"{self.address} is a Waltz 0.13 storage, or answers like one (A 0): expected a "
+                f"storage that knows {type(message).__name__}"
             )
         self._link.send(message)
         try:
@@ -81,13 +81,15 @@ class StorageAdmin:
         # A storage of 0.13 answers OPEN always with the number -1.
         is_open = not self.is_ours and isinstance(answer, Done) and answer.sequence == -1
         if more or (answer.sequence != message.sequence and not is_open):
-            raise RemoteProtocolError(f"{self.address} answers what it was not asked: {answer}")
+            raise RemoteProtocolError(
+                f"{self.address}: expected an answer to request {message.sequence}, found {answer}"
+            )
         if isinstance(answer, expected):
             return answer
         if isinstance(answer, AdminRefused):
             raise from_code(answer.error_code, answer.text)
         if isinstance(answer, AdminFailure):
-            raise WaltzError(f"{self.address}: {answer.text or 'failed, and does not say why'}")
+            raise WaltzError(f"{self.address}: {answer.text or 'failed without a reason'}")
         raise RemoteProtocolError(
             f"{self.address}: expected {expected.__name__}, found {type(answer).__name__}"
         )
@@ -97,7 +99,7 @@ class StorageAdmin:
 async def administered(
     address: str, *, ssl: SSLContext | None = None
 ) -> AsyncIterator[StorageAdmin]:
-    """Give a connection to an admin port; raises Unreachable, or BadConfig for another port."""
+    """Connect to an admin port; raises Unreachable, or BadConfig for another kind of port."""
     link = await net.dial(Surface.ADMIN, address, timeout_s=DIAL_S_MAX, ssl=ssl)
     try:
         found = "" if link.peer is None else link.peer.text
@@ -117,10 +119,10 @@ async def copy_partition(
     *,
     bytes_max: int = COPY_BYTES_MAX,
 ) -> int:
-    """Copy what is settled at a source behind a target's log; return the target's last id.
+    """Append a source's settled transactions to a target's log; return the target's last id.
 
-    `first` is the id after that. The target has to be offline, and its log a beginning of the
-    source's: whatever differs is refused there, and nothing is cut.
+    `first` is the id after the target's last one. The target must be offline, and its log a prefix
+    of the source's: the target rejects anything that differs, and truncates nothing.
     """
     last = first - 1
     while True:

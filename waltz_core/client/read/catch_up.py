@@ -1,12 +1,12 @@
-"""Brings the feed of one partition from the application's mark to the end of the log, and on.
+"""Runs the feed of one partition from the application's mark to the end of the log, and on.
 
-An application that comes back after a day is millions of transactions behind. It fetches those
-itself, in ranges of headers and at its own pace; only the rest comes as a feed.
+An application that was away for a day is millions of transactions behind. Its client fetches those
+in ranges of headers, at the application's pace; only the rest comes as a feed.
 
 Rules:
-    1. Whoever is asked may be away for as long as he likes: he is asked again until he answers, or
-       until the feed has ended for another reason.
-    2. What no second try can mend ends the feed, and the application is told.
+    1. A server may be unavailable for any time: the request is repeated until it answers, or until
+       the feed has ended for another reason.
+    2. An error that no retry can fix ends the feed and is reported to the application.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 
 class Recipient(NamedTuple):
-    """Who applies a feed, and which application headers are wanted; none for all."""
+    """The consumer of a feed, and the application headers that it wants; none for all."""
 
     consumer: Consumer
     header_values: tuple[int, ...]
 
 
 class CatchUp:
-    """One partition's way from a mark to its feed, and back to it whenever it falls behind."""
+    """Moves one partition from a mark to its feed, again whenever it falls far behind."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class CatchUp:
 
     @property
     def applier(self) -> Applier:
-        """What it feeds."""
+        """The applier that it feeds."""
         return self._applier
 
     async def run(self, mark: TransactionId | None) -> None:
-        """Feed the application after `mark`, where it has started; None for the end of the log."""
+        """Feed the application after `mark`, its start; None for the end of the log."""
         if mark is None:
             try:
                 mark = await self._until_answered(self._ask_mark)
@@ -76,7 +76,7 @@ class CatchUp:
         self._partition.subscribe(mark, self._header_values)
         try:
             await self._applier.run()
-        except Exception as error:  # not the application's: its thread cannot be started, say
+        except Exception as error:  # not the application's: a thread cannot be started, say
             await self._applier.stop(error)
             raise
 
@@ -85,7 +85,7 @@ class CatchUp:
         self._partition.applied(mark)
 
     async def _fetch_all(self, fed: TransactionId, last: TransactionId) -> None:
-        """Hand on what lies after `fed`, up to near the end of the log."""
+        """Pass on the transactions after `fed`, up to near the end of the log."""
         lag_max = self._partition.settings.feed_lag_max
         try:
             while last - fed > lag_max // 2 and self._applier.stopped is None:
@@ -102,7 +102,7 @@ class CatchUp:
             self._partition.caught_up(fed)
 
     async def _until_answered(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Rule 1; raises what is not `Unavailable`, and what a feed that has ended says."""
+        """Apply rule 1; raises other errors than `Unavailable`, and any error of an ended feed."""
         pause_s = self._config.retry_interval_ms_min / 1000
         while True:
             try:
@@ -118,7 +118,7 @@ class CatchUp:
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
 
     async def _fetch(self, fed: TransactionId, last: TransactionId) -> TransactionId:
-        """Hand on what one range request gives, once the application is near enough."""
+        """Pass on the answer of one range request, once the application is near enough."""
         partition_id = self._partition.partition_id
         query = RangeQuery(
             TransactionId(fed + 1),

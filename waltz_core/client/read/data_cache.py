@@ -7,8 +7,8 @@ Rules:
     1. A request for one transaction's data also fetches what follows it, more each time.
     2. A chunk is dropped when the application has applied all of it.
     3. The chunks of all partitions of a client share one budget (`DataBudget`). Each partition
-       fetches so much at a time that its chunks fit into an equal share; what is over the budget
-       all the same, because single transactions are large, goes oldest first.
+       limits its fetches so that its chunks fit into an equal share. If single large transactions
+       exceed the budget, the oldest chunks are dropped.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from waltz_core.records.record import BEFORE_FIRST, RECORD_PREFIX, TransactionId
 
 DATA_BYTES_MAX: Final = 64 * 1024 * 1024
 CHUNKS_KEPT_MAX: Final = 4
-# The first fetch after a jump is small, and each one that goes on doubles.
+# The first fetch after a jump is small; each one that continues doubles.
 PREFETCH_BYTES_MIN: Final = 64 * 1024
 # What a record costs in addition to its bytes: its place in a list, its part of the lineage.
 RECORD_COST_BYTES: Final = 96
-# How often a thread that waits for data looks whether there still is an event loop.
+# How often a thread that waits for data checks that the event loop still exists.
 LOOK_S = 1.0
 
 
@@ -68,15 +68,15 @@ class DataBudget:
         return self._bytes_max // (CHUNKS_KEPT_MAX * max(1, len(self._caches)))
 
     def enter(self, cache: "DataCache") -> None:
-        """Share with one more cache."""
+        """Add a cache."""
         self._caches[cache] = None
 
     def leave(self, cache: "DataCache") -> None:
-        """Share no longer with a cache whose feed has ended."""
+        """Remove a cache whose feed has ended."""
         self._caches.pop(cache, None)
 
     def take(self, cache: "DataCache", first: TransactionId, cost_bytes: int) -> None:
-        """Count a chunk, and drop the oldest other ones that are over the budget."""
+        """Count a chunk, and drop the oldest other ones while the budget is exceeded."""
         self._kept[cache, first] = cost_bytes
         self.used_bytes += cost_bytes
         while self.used_bytes > self._bytes_max and len(self._kept) > 1:
@@ -84,7 +84,7 @@ class DataBudget:
             holder.drop(its_first)
 
     def give_back(self, cache: "DataCache", first: TransactionId) -> None:
-        """A chunk was dropped."""
+        """Subtract a chunk that was dropped."""
         self.used_bytes -= self._kept.pop((cache, first))
 
 
@@ -109,7 +109,7 @@ class DataCache:
         self._budget = budget
         self._loop = loop
         self._header_values = header_values
-        # Oldest first. Read from other threads too, so it is never changed but in single steps.
+        # Oldest first. Other threads read it, so it changes in single (atomic) steps only.
         self._kept: dict[TransactionId, _Kept] = {}
         self._expected = BEFORE_FIRST
         self._bytes = PREFETCH_BYTES_MIN
@@ -128,21 +128,21 @@ class DataCache:
             return await self._load(transaction_id)
 
     def data_of_blocking(self, transaction_id: TransactionId) -> bytes:
-        """Return the same to a thread that is not the event loop's."""
+        """Return one transaction's data to a thread other than the event loop's."""
         found = self._find(transaction_id)
         if found is not None:
             return found
         asking = self.data_of(transaction_id)
         try:
             asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
-        except RuntimeError:  # a loop that was closed says it so
+        except RuntimeError:  # the loop is closed
             asking.close()
             raise errors.Unavailable("the client is closed") from None
         while True:
             try:
                 return asked.result(LOOK_S)
             except TimeoutError:
-                # A loop that was closed in the meantime tells nobody.
+                # A loop that was closed in the meantime never resolves the future.
                 if not asked.done() and self._loop.is_closed():
                     if inspect.getcoroutinestate(asking) == inspect.CORO_CREATED:
                         asking.close()
@@ -178,7 +178,7 @@ class DataCache:
 
     async def _load(self, transaction_id: TransactionId) -> bytes:
         goes_on = transaction_id == self._expected
-        if self._header_values:  # the next one that passes the filter is somewhere behind
+        if self._header_values:  # the next one that passes the filter has any later id
             goes_on = BEFORE_FIRST < self._expected <= transaction_id
         wanted_bytes = 2 * self._bytes if goes_on else PREFETCH_BYTES_MIN
         self._bytes = min(wanted_bytes, self._bytes_max, self._budget.fetch_bytes_max)

@@ -1,16 +1,16 @@
-"""Applies one partition's feed to the application: in order, once, whatever the application does.
+"""Applies one partition's feed to the application: in order, each transaction once.
 
-Between what the server sends and what the application has applied there is a queue, and a policy
-for a transaction that cannot be applied. Neither is part of the protocol, and both are part of what
-an application sees.
+It has a queue of fed transactions, and a policy for a transaction that cannot be applied.
 
 Rules:
-    1. A transaction is handed over when the one before it was applied (or skipped).
-    2. What waits here is bounded: the stream is told what was applied and asks for no more.
-    3. A transaction that raised follows `PoisonPolicy`; after STOP nothing more is handed over.
-    4. A feed that was ended hands nothing more over but what is being applied.
-    5. A batched consumer gets all that has arrived while it was applying. It is given the mark as
-       well, because a filtered feed moves on past the last transaction that passes.
+    1. A transaction is passed to the application when the previous one was applied (or skipped).
+    2. The queue is bounded: the stream learns what was applied and requests no more than that
+       allows.
+    3. `PoisonPolicy` decides about a transaction whose callback raised; after STOP nothing more is
+       passed on.
+    4. After the feed was ended nothing more is passed on; the running callback finishes.
+    5. A batched consumer gets everything that has arrived while it was applying. It gets the mark
+       as well, because a filtered feed advances past the last transaction that passes the filter.
 """
 
 import asyncio
@@ -34,25 +34,25 @@ _log = logging.getLogger(__name__)
 FEED_WORDS = struct.Struct(">iiiii")
 assert FEED_WORDS.size == raw_records.FEED_HEADER_BYTES
 
-# Transactions that are handed over between two looks at the event loop, and to a batched consumer.
+# The most transactions that are passed on between two turns of the event loop, and in a batch.
 HAND_OVER_MAX = 256
 BATCH_MAX = 4_096
-# Slow callbacks end a run early: the mark, and what waits for it, must not lag by the whole run.
+# Slow callbacks end a run early, so that the mark does not lag by the whole run.
 HAND_OVER_S_MAX = 0.05
-# How long the mark of a batched consumer may wait while the filter leaves everything out, so that
-# one write passes over many transactions.
+# How long the mark of a batched consumer may wait while no transaction passes the filter, so that
+# one write covers many transactions.
 PASS_S = 0.2
 RETRY_S_MIN, RETRY_S_MAX = 0.01, 10.0
 
 ResultT = TypeVar("ResultT")
 
 Words: TypeAlias = tuple[int, int, int, int, int]
-# Transactions that are handed over together: ids that rise, and the five numbers of each.
+# Transactions that are passed on together: ascending ids, and the five numbers of each.
 DeliveryRun: TypeAlias = list[tuple[int, Words]]
 
 
 class DeliveryProgress(NamedTuple):
-    """How far a consumer has come: so many applied, and what the next one raised."""
+    """The result of `apply`: how many were applied, and the error that the next one raised."""
 
     applied_count: int
     error: Exception | None
@@ -63,7 +63,7 @@ class Consumer(Protocol):
 
     @property
     def is_batched(self) -> bool:
-        """Whether it applies many at once, and keeps marks of its own (rule 5)."""
+        """Whether it applies many at once, and stores marks (rule 5)."""
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         """Return the application's mark, None for the end of the log."""
@@ -75,20 +75,21 @@ class Consumer(Protocol):
         last: TransactionId,
         goes_on: Callable[[], bool],
     ) -> DeliveryProgress:
-        """Apply transactions in order, up to the first that raises, and while the feed goes on.
+        """Apply transactions in order, up to the first that raises, while `goes_on` is true.
 
-        With all of them everything up to `last` is applied. A consumer may apply fewer, at least
-        one: a batched one as it likes, another one what it begins within `HAND_OVER_S_MAX`.
+        When all of them are applied, everything up to `last` is. A consumer may apply fewer, at
+        least one: a batched one any number, another one those that it begins within
+        `HAND_OVER_S_MAX`.
         """
 
     async def uncaught(
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
-        """Say what to do about a transaction that raised."""
+        """Return the policy for a transaction whose callback raised."""
 
 
 class LoopConsumer:
-    """Hands transactions to `AsyncCallbacks` on the event loop."""
+    """Passes transactions to `AsyncCallbacks` on the event loop."""
 
     is_batched = False
 
@@ -110,7 +111,7 @@ class LoopConsumer:
         last: TransactionId,
         goes_on: Callable[[], bool],
     ) -> DeliveryProgress:
-        """Apply transactions in order, up to the first that raises, and while the feed goes on."""
+        """Apply transactions in order, up to the first that raises, while `goes_on` is true."""
         source = self._source_of(partition_id)
         apply = self._callbacks.apply_transaction
         loop = asyncio.get_running_loop()
@@ -134,7 +135,7 @@ class LoopConsumer:
     async def uncaught(
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
-        """Say what to do about a transaction that raised."""
+        """Return the policy for a transaction whose callback raised."""
         return await _result_of(
             self._callbacks.uncaught_exception(partition_id, transaction_id, error)
         )
@@ -151,7 +152,7 @@ async def _result_of(answer: Awaitable[ResultT]) -> ResultT:
 def own_cancellation(error: asyncio.CancelledError) -> Exception:
     """Return an error for a CancelledError that the application raised.
 
-    Raises the CancelledError itself when it is this task that is being cancelled.
+    Raises the CancelledError itself if this task is being cancelled.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -165,14 +166,14 @@ LATEST = -2
 
 
 def mark_of(partition_id: PartitionId, mark: int) -> TransactionId | None:
-    """Return what `client_high_water_mark` has answered, None for LATEST."""
+    """Return the mark that `client_high_water_mark` has returned, None for LATEST."""
     if mark == LATEST:
         return None
     return check_mark(mark, f"client_high_water_mark of partition {partition_id}")
 
 
 class Applier:
-    """The feed of one partition on its way to a consumer."""
+    """Passes the feed of one partition to a consumer."""
 
     def __init__(
         self,
@@ -191,26 +192,26 @@ class Applier:
         self._waiting: list[tuple[TransactionId, asyncio.Future[None]]] = []
         self._outage = Outage(partition_id, "data")
         self.stopped: Exception | None = None
-        self.is_laid_down = False  # by the application, which may take the partition up again
+        self.is_laid_down = False  # paused by the application, which may resume it
 
     @property
     def mark(self) -> TransactionId | None:
-        """The last transaction applied; None before the application was asked."""
+        """The last transaction applied; None before the application has returned its mark."""
         return self._applied
 
     def start(self, mark: TransactionId) -> None:
-        """The application stands at `mark`."""
+        """Start at the application's mark."""
         self._advance(mark)
 
     def feed(self, ids: Sequence[int], headers: Buffer, last: TransactionId) -> None:
-        """Take a stretch of the feed in: 20 bytes for each id; the stretch goes up to `last`."""
+        """Queue a stretch of the feed up to `last`: 20 bytes for each id."""
         if self.stopped is not None:
             return
         self._queue.append((ids, headers, last))
         self._arrived.set()
 
     async def reached(self, mark: TransactionId) -> None:
-        """Wait until everything up to `mark` was applied; raises what has stopped the feed."""
+        """Wait until everything up to `mark` is applied; raises if the feed has stopped before."""
         while self._applied is None or self._applied < mark:
             if self.stopped is not None:
                 raise errors.Unavailable(
@@ -219,7 +220,7 @@ class Applier:
                 ) from self.stopped
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((mark, future))
-            self._arrived.set()  # a mark that is held back may be what is waited for
+            self._arrived.set()  # this wait may be for a mark that is held back
             await future
 
     async def run(self) -> None:
@@ -253,9 +254,9 @@ class Applier:
         return run, last
 
     async def _is_passed(self, last: TransactionId) -> bool:
-        """Hold a mark back that no transaction comes with; False when a later one takes its place.
+        """Hold a mark without transactions back; return False when a later one replaces it.
 
-        Not longer than PASS_S, and not while anything waits for it.
+        Not longer than PASS_S, and not while a caller waits for it.
         """
         due_s = self._advanced_s + PASS_S
         while not self._is_wanted(last) and self.stopped is None:
@@ -272,7 +273,7 @@ class Applier:
         return any(wanted <= mark for wanted, _ in self._waiting)
 
     async def stop(self, error: Exception) -> None:
-        """The feed cannot go on: tell the application, and whoever waits for it."""
+        """End a feed that cannot continue: notify the application, and callers that wait."""
         if self.stopped is not None:
             return
         self.end(error)
@@ -286,7 +287,7 @@ class Applier:
             )
 
     async def _apply(self, run: DeliveryRun, last: TransactionId) -> bool:
-        """Hand transactions over, and the mark; False when the feed has ended with one of them."""
+        """Pass transactions and the mark on; return False when one of them has ended the feed."""
         pause_s = RETRY_S_MIN
         while self._applied != last and self.stopped is None:
             verdict = await self._consumer.apply(self._partition_id, run, last, self._goes_on)
@@ -317,7 +318,7 @@ class Applier:
         return self.stopped is None
 
     async def _pause(self, pause_s: float, event: asyncio.Event) -> None:
-        """Wait for an event, such as the feed's end, for a while."""
+        """Wait for an event, such as the feed's end, at most `pause_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await event.wait()
@@ -333,7 +334,7 @@ class Applier:
                 exc_info=error,
             )
         try:
-            # An answer that is none is the application's fault, too: it is not to loop for ever.
+            # A result that is no policy is the application's fault, too: it must not loop forever.
             return PoisonPolicy(
                 await self._consumer.uncaught(self._partition_id, transaction_id, error)
             )
@@ -357,16 +358,16 @@ class Applier:
                     future.set_result(None)
 
     def lay_down(self, error: Exception) -> None:
-        """End it because the application wants to."""
+        """End the feed because the application has paused it."""
         self.is_laid_down = True
         self.end(error)
 
     def end(self, error: Exception) -> None:
-        """Hand nothing over any more, without a word to the application."""
+        """Pass nothing on any more, without notifying the application."""
         self.stopped = error
         self._arrived.set()
         self._ended.set()
         waiting, self._waiting = self._waiting, []
         for _, future in waiting:
             if not future.done():
-                future.set_result(None)  # `reached` looks again, and raises
+                future.set_result(None)  # `reached` checks again, and raises

@@ -1,22 +1,22 @@
-"""Ranges from a storage of this machine: it says where records lie, and they are read here.
+"""Reads ranges directly from the files of a storage on this machine.
 
-A socket copies each byte twice and has two processes look at it. Of a storage that shares its
-memory for files with the reader, only the places of the records are needed.
+The storage answers with the positions of the records, and the client reads the files: a socket
+would copy each byte twice, through two processes.
 
 Rules:
-    1. What is read is what the storage would have sent: it is asked in the session that the server
-       named, for what that session has committed, and answers only while it takes part. Such
-       records never change again, so that its answer holds for as long as the file is open.
-    2. Every record is checked here, id, length and CRC, for the storage has not looked at it.
-    3. Whatever is not as it should be (nobody there, a file that is shorter, a record that is
-       wrong) raises. Then the storage is asked for the records themselves: it finds damage
-       by itself, has it mended, and what it sends instead is right.
-    4. Bytes are read and never mapped: what a mapping meets (an error of the disk, a file that
-       was cut) would end the process.
-    5. One thread reads at a time, so that files and buffers need no lock. A read that took too long
-       is given up while its thread is still at it: then nothing more is read here.
-    6. What the system has in memory is read by the loop itself, which takes less than to have a
-       thread do it and be told. For what lies on the disk alone a thread waits.
+    1. The client reads the bytes that the storage would have sent: the request names the session
+       that the server named and records that it has committed, and the storage answers only while
+       it takes part in it. Such records never change, so the answer is valid while the file is
+       open.
+    2. Every record is checked here, ID, length and CRC, because the storage has not read it.
+    3. Any problem (no storage, a short file, a wrong record) raises. Then the client requests the
+       records themselves: the storage detects damage, has it repaired and sends correct records.
+    4. Files are read, never mapped: on a mapping, a disk error or a truncated file would end the
+       process.
+    5. One thread reads at a time, so that files and buffers need no lock. A read that takes too
+       long is abandoned while its thread still runs: then nothing more is read here.
+    6. Bytes in the page cache are read on the event loop, which costs less than a thread. A thread
+       reads bytes that are on the disk only.
 """
 
 import asyncio
@@ -41,21 +41,21 @@ from waltz_core.wire.places import FilePlace, encode_segment
 
 I64 = npt.NDArray[np.int64]
 
-# What is asked for at once: it costs the memory of its lengths and batches, and not of its bytes.
+# The size of one grant: it costs memory for lengths and batches, not for the bytes.
 GRANT_BYTES: Final = 32 * 1024 * 1024
-# Read and summed in one go, while they are in the processor's own memory.
+# Read and checksummed together, while they are in the processor's cache.
 _PIECE_BYTES: Final = 512 * 1024
-# One that is looked at, one that is on its way, and one more for who lags behind.
+# One that the caller uses, one that is being read, and one more for a slow caller.
 _BUFFERS_MAX: Final = 3
-# Read what is in memory, or fail; not every file system can tell.
+# Read only from the page cache, or fail; not every file system supports it.
 _NO_WAITING: Final = getattr(os, "RWF_NOWAIT", 0)
 _WAITING_IS_NEEDED: Final = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS)
-_REFERENCES_OF_OURS: Final = 2  # the list's, and that of who asks
+_REFERENCES_OF_OURS: Final = 2  # the list's, and that of `getrefcount`'s argument
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadGrant:
-    """Where transactions from `first` on lie, as the storage has said."""
+    """The positions of transactions from `first` on, as the storage has answered."""
 
     first: TransactionId
     lengths: I64
@@ -68,7 +68,7 @@ class ReadGrant:
         return TransactionId(self.first + int(self.lengths.size))
 
     def batches_of(self, first: TransactionId, last: TransactionId) -> tuple[LineageEntry, ...]:
-        """Return the batches that touch first..last."""
+        """Return the batches that overlap first..last."""
         low = bisect_left(self.lineage, first, key=lambda entry: entry.last)
         high = bisect_left(self.lineage, last + 1, lo=low, key=lambda entry: entry.first)
         return self.lineage[low:high]
@@ -76,7 +76,7 @@ class ReadGrant:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NearbyRecords:
-    """Records that were read and found right, with the batches that they belong to."""
+    """Records that were read and checked, with their batches."""
 
     lengths: I64
     records: memoryview
@@ -87,7 +87,7 @@ Ask = Callable[[], Awaitable[ReadGrant]]
 
 
 class Nearby:
-    """One storage of this machine, as the reader of one partition in one session uses it."""
+    """Reads one partition in one session from one storage on this machine."""
 
     def __init__(self, door: str, partition_id: PartitionId, *, timeout_s: float) -> None:
         self._door = door
@@ -96,11 +96,11 @@ class Nearby:
         self._files: dict[TransactionId, FileIO] = {}
         self._buffers = _Buffers()
         self._grant: ReadGrant | None = None
-        self._on_disk: ReadGrant | None = None  # it is not in memory, or was not just now
+        self._on_disk: ReadGrant | None = None  # the one that was not in the page cache
         self._is_at_it = False  # rule 5
 
     def close(self) -> None:
-        """Give the files back; what is being read of them comes to nothing."""
+        """Close the files; a read in progress fails."""
         files, self._files = self._files, {}
         for file in files.values():
             file.close()
@@ -108,11 +108,11 @@ class Nearby:
     async def read(
         self, first: TransactionId, last: TransactionId, bytes_max: int, ask: Ask
     ) -> NearbyRecords:
-        """Read first..last as far as `bytes_max` reaches, one record at least.
+        """Read first..last up to `bytes_max`, at least one record.
 
         Raises:
-            Unreachable, ReadFailed: the file cannot be had, or its bytes cannot.
-            ChecksumMismatch: a record is not what it should be.
+            Unreachable, ReadFailed: the file cannot be opened or read.
+            ChecksumMismatch: a record is damaged.
         """
         if self._is_at_it:
             raise errors.Unreachable(f"{self._door}: a read is not done yet")
@@ -130,13 +130,13 @@ class Nearby:
         return NearbyRecords(grant.lengths[low:high], records, grant.batches_of(first, end))
 
     def _read_at_once(self, grant: ReadGrant, low: int, high: int) -> memoryview | None:
-        """Read what needs no waiting for; None where something does (rule 6)."""
+        """Read from the page cache; return None if a part is not in it (rule 6)."""
         if self._on_disk is grant or any(each.segment not in self._files for each in grant.places):
             return None
         try:
             return self._read(grant, low, high, _NO_WAITING)
         except BlockingIOError:
-            self._on_disk = grant  # neither is the rest of it tried
+            self._on_disk = grant  # the rest of it is not tried either
             return None
 
     async def _read_on_a_thread(self, grant: ReadGrant, low: int, high: int) -> memoryview:
@@ -157,14 +157,14 @@ class Nearby:
             ) from error
 
     def _leave_all_but(self, segments: Collection[TransactionId]) -> None:
-        """Give files back that a reader has got beyond: a log may have more than it may open."""
+        """Close files that are read already: a log may have more than a process may open."""
         for segment in [each for each in self._files if each not in segments]:
             self._files.pop(segment).close()
 
     def _read(self, grant: ReadGrant, low: int, high: int, flags: int) -> memoryview:
         """Read records low..high-1 of a grant and check them (rule 2).
 
-        Raises BlockingIOError where the flags are not to wait and that is needed.
+        Raises BlockingIOError if the flags forbid to wait and the bytes are not cached.
         """
         lengths = grant.lengths[low:high]
         skip, size = raw_records.sum_of(grant.lengths[:low]), raw_records.sum_of(lengths)
@@ -188,7 +188,7 @@ class Nearby:
     def _fill(
         self, part: memoryview, segment: TransactionId, offset: int, crc: int, flags: int
     ) -> int:
-        """Read bytes of a segment; return the CRC of what `crc` is of followed by them."""
+        """Read bytes of a segment; return `crc` continued over them."""
         file = self._files.get(segment)
         try:
             if file is None:
@@ -198,7 +198,7 @@ class Nearby:
             while part:
                 count = os.preadv(file.fileno(), [part[:_PIECE_BYTES]], offset, flags)
                 if not count and flags:
-                    # Linux 5.9 and 5.10 say so of what is not in memory, too (preadv2(2), "Bugs").
+                    # Linux 5.9 and 5.10 return 0 for bytes not in memory, too (preadv2(2), "Bugs").
                     raise BlockingIOError(errno.EAGAIN, "perhaps not in memory")
                 if not count:
                     raise errors.ReadFailed(
@@ -216,19 +216,19 @@ class Nearby:
 
 
 class _Buffers:
-    """Memory for what is read, used again as soon as nobody holds a view of it.
+    """Read buffers, reused as soon as no view of them is held.
 
-    New memory for each read costs more than the read: the system clears it first. Views may be let
-    go by any thread, but only one takes (rule 5): two would find the same memory free.
+    New memory for each read costs more than the read: the system clears it first. Any thread may
+    release views, but only one thread takes buffers (rule 5): two could take the same one.
     """
 
     def __init__(self) -> None:
         self._all: list[npt.NDArray[np.uint8]] = []
 
     def take(self, size: int) -> memoryview:
-        """Return memory of a size, which nobody else has; its bytes are any."""
+        """Return unshared memory of a size, with arbitrary content."""
         for place in range(len(self._all)):
-            # Whoever has a view of it, or one of a view, counts as one more.
+            # Each view of it, also one of a view, holds one more reference.
             if sys.getrefcount(self._all[place]) == _REFERENCES_OF_OURS:
                 if self._all[place].size < size:
                     self._all[place] = np.empty(size, dtype=np.uint8)

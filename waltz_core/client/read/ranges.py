@@ -1,24 +1,26 @@
-"""Committed ranges of a partition as bytes, from a replica that vouches for them or the server.
+"""Reads committed ranges of a partition as bytes, from a replica or from the server.
 
-It is what bulk readers live on (Spark above all), on executors that know neither ZooKeeper nor
-assignments, and it must notice every gap and every flipped bit by itself.
+Bulk readers use it (Spark above all), on executors that do not know ZooKeeper or assignments. It
+detects every gap and every flipped bit itself.
 
 Rules:
-    1. Without a filter the ids are dense from the first asked to the last: anything else raises.
-    2. Every record's CRC and every length is checked before its bytes are handed out. Headers have
-       no CRC of their own: a replica's are checked by their answer's; a server has done so itself.
-    3. A replica is asked in the session that the server named, and only what that session has
-       committed. Whatever it answers but the records: the server is asked instead.
+    1. Without a filter the IDs are dense from the first requested to the last: anything else
+       raises.
+    2. Every record's CRC and every length is checked before its bytes are returned. Headers have no
+       CRC of their own: a replica's answer has one that is checked; a server checks them itself.
+    3. A replica gets requests in the session that the server named, and only for what that session
+       has committed. On any answer but the records, the reader turns to the next replica, at last
+       to the server.
     4. A chunk never ends in the middle of a record, and `next` of one is `first` of the following.
-    5. Nothing beyond the last id asked for is believed: it may not be committed.
-    6. Replicas that are nearby are asked before others, and no replica but those that the server
-       named: a storage that is near and not engaged is not asked.
-    7. A replica of this machine says where the records lie, and they are read from its files
-       (`nearby.py`); where that fails, it sends them like any other.
-    8. To greet takes a storage no disk: one that has not done so within `GREETING_S` may be frozen,
-       and another is asked. For the last one, and for records, the whole time is waited.
-    9. Reads from different ids begin at different replicas, and one that is made again begins at
-       the same: it finds in the system's memory what the last one had read from the disk.
+    5. IDs beyond the last requested one are rejected: they may not be committed.
+    6. Nearby replicas are read first, and only replicas that the server named: a storage that is
+       near but not engaged is not read.
+    7. A replica on this machine answers with the positions of the records, and the client reads its
+       files (`nearby.py`); if that fails, the replica sends the records like any other.
+    8. A greeting needs no disk: a storage that has not sent one within `GREETING_S` may be frozen,
+       and the next one is tried. The last one, and records, have the whole timeout.
+    9. Reads from different IDs begin at different replicas. A repeated read begins at the same one,
+       whose page cache has what the previous read fetched from the disk.
 """
 
 import asyncio
@@ -79,7 +81,7 @@ class RangeChunk:
     """A stretch of the log: `count` transactions from `first` on (fewer records under a filter).
 
     WHOLE: `records` are the segment file's bytes and `lengths` their lengths. HEADERS: `records`
-    are 28 bytes each, `lengths` is empty. `next` is where to go on. `lineage` covers the stretch.
+    are 28 bytes each, `lengths` is empty. `next` is the first ID after it. `lineage` covers it.
     """
 
     form: RangeForm
@@ -98,9 +100,9 @@ class RangeChunk:
         return [(entry.first, entry.last, entry.stamp_ms) for entry in self.lineage]
 
     def rows(self) -> Iterator[RangeRow]:
-        """Yield the transactions one by one, in order; raises UsageError where no data was read.
+        """Yield the transactions one by one, in order; raises UsageError if no data was read.
 
-        It copies each payload; whoever reads millions takes `records` and `lengths` as they are.
+        It copies each payload; for millions of rows use `records` and `lengths` directly.
         """
         if self.form is not RangeForm.WHOLE:
             raise errors.UsageError(
@@ -135,12 +137,12 @@ async def read_chunks(
 ) -> AsyncIterator[RangeChunk]:
     """Yield the chunks of a range in order; see the module's rules.
 
-    With `start`, which runs a fetch beside the reader, the next chunk is on its way while one is
-    looked at: a slow reader costs two chunks of memory, and no more.
+    With `start`, which runs a fetch as a task, the next chunk is fetched while the caller uses one:
+    a slow caller costs the memory of two chunks.
 
     Raises:
         DataLoss: the log ends before `last`, or there is a gap.
-        ChecksumMismatch, BadFormat: the bytes are not what was written.
+        ChecksumMismatch, BadFormat: the bytes are damaged.
     """
     rest = query
     coming: Awaitable[RangeChunk] | None = None
@@ -194,7 +196,7 @@ def chunk_of_server(
 
 
 def chunk_of_stretch(query: RangeQuery, found: OldRecords) -> RangeChunk:
-    """Return what a 0.13 server sent; its records were checked when they came."""
+    """Return the records of a 0.13 server, which were checked when they arrived."""
     is_whole = query.form is RangeForm.WHOLE
     return RangeChunk(
         query.form,
@@ -215,7 +217,7 @@ def chunk_of_stretch(query: RangeQuery, found: OldRecords) -> RangeChunk:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSet:
-    """What the server said about who may be read from: plain values, so that it can be pickled."""
+    """The replicas that may be read, as the server has answered; plain values, for pickling."""
 
     cluster_key: bytes
     partition_count: int
@@ -242,7 +244,7 @@ class ReaderConnection:
     ) -> "ReaderConnection":
         """Connect, and check that the storage is of this cluster.
 
-        Raises Unreachable, ClusterKeyMismatch, or what else the storage refuses with.
+        Raises Unreachable, ClusterKeyMismatch, or another error that the storage answers.
         """
         made = ReaderConnection(
             await net.dial(Surface.STORAGE, address, timeout_s=timeout_s, ssl=ssl)
@@ -252,14 +254,14 @@ class ReaderConnection:
         )
         try:
             await made._ask(request, timeout_s)
-        except BaseException:  # also when whoever asks is cancelled
+        except BaseException:  # also when the caller is cancelled
             made.close()
             raise
         return made
 
     @property
     def is_closed(self) -> bool:
-        """Whether it is of no more use."""
+        """Whether it cannot be used any more."""
         return self._link.is_closed
 
     def close(self) -> None:
@@ -275,7 +277,7 @@ class ReaderConnection:
         high_water_mark: TransactionId,
         timeout_s: float,
     ) -> RangeChunk:
-        """Read a stretch; raises SessionFenced, NotOwned, ... when the storage does not vouch."""
+        """Read a stretch; raises SessionFenced, NotOwned, ... if the storage may not answer."""
         assert query.last <= high_water_mark
         assert not query.header_values
         answer, where = await self._range(partition_id, query, query.form, session_id, timeout_s)
@@ -301,7 +303,7 @@ class ReaderConnection:
         session_id: SessionId,
         timeout_s: float,
     ) -> ReadGrant:
-        """Ask where the records of a stretch lie; raises as `fetch`, and where it is not known."""
+        """Request the positions of a stretch's records; raises like `fetch`, and if unsupported."""
         asked = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
         answer, where = await self._range(partition_id, asked, PLACES, session_id, timeout_s)
         if len(answer.lengths) != 4 * answer.count:
@@ -361,7 +363,7 @@ class ReaderConnection:
                 async with asyncio.timeout(timeout_s):
                     answer = (await self._link.receive())[0]
             except TimeoutError as error:
-                # What comes late must not be taken for the answer to another request.
+                # A late answer must not be taken for the answer to another request.
                 self.close()
                 raise errors.Unreachable(
                     f"{self._link.address}: no answer to {type(request).__name__} "
@@ -383,7 +385,7 @@ class ReaderConnection:
 
 
 class ReplicaReader:
-    """Reads from the replicas in turn, and from the server when none of them will (rule 3)."""
+    """Reads from one replica after the other, and from the server if all of them fail (rule 3)."""
 
     def __init__(
         self,
@@ -405,7 +407,7 @@ class ReplicaReader:
         Random(f"{partition_id}:{first}").shuffle(self._addresses)  # noqa: S311 - no secret
         self._addresses.sort(key=lambda each: each not in replicas.nearby)
         self._link: ReaderConnection | None = None
-        self._nearby: Nearby | None = None  # the storage at the other end, if it is here
+        self._nearby: Nearby | None = None  # the connected storage, if it is on this machine
         self._is_closed = False
         self.from_replica_count = 0
         self.from_nearby_count = 0  # of those
@@ -435,7 +437,7 @@ class ReplicaReader:
         return await self._fallback(query)
 
     def close(self) -> None:
-        """End the connection to the replica; nothing is asked of replicas any more."""
+        """Close the connection to the replica; no replica is read any more."""
         self._is_closed = True
         self._hang_up()
 
@@ -450,7 +452,7 @@ class ReplicaReader:
             self._hang_up()
             self._link = await self._greeted(address)
             self._nearby = self._nearby_at(address)
-        link = self._link  # the reader may be closed while something is read for it
+        link = self._link  # the reader may be closed during a read
         if self._nearby is not None and query.form is RangeForm.WHOLE:
             try:
                 return await self._fetch_nearby(self._nearby, link, query)
@@ -490,7 +492,7 @@ class ReplicaReader:
         return Nearby(door, self._partition_id, timeout_s=self._timeout_s)
 
     def _go_far(self) -> None:
-        """Have the storage send what is read, from now on."""
+        """Let the storage send the records from now on."""
         if self._nearby is not None:
             self._nearby.close()
             self._nearby = None
@@ -548,14 +550,14 @@ def _lengths(form: int, packed: Buffer, records: Buffer, where: str) -> I64:
 
 
 def _verify(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
-    """Raise unless the records are whole, right, and those of the stretch."""
+    """Raise unless the records are complete, undamaged, and those of the stretch."""
     if (
         chunk.form is RangeForm.WHOLE
         and not is_filtered
         and chunk.lengths.size == chunk.count == chunk.next - chunk.first > 0
         and raw_records.proven_crcs(chunk.records, chunk.lengths, chunk.first) is not None
     ):
-        return  # else it is looked for what is wrong
+        return  # else the checks below find the problem
     if chunk.form is RangeForm.WHOLE:
         bad = raw_records.first_bad_record(chunk.records, chunk.lengths)
         if bad is not None:

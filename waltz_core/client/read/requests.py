@@ -1,20 +1,19 @@
-"""Questions to the owner of a partition, asked again until it answers or time is up.
+"""Queries to the owner of a partition, repeated until it answers or the request times out.
 
-Marks, flushes, ranges and data all go to whoever owns the partition now, and each of them has to
-live through a server that has died, moved or is busy in the same way.
+Marks, flushes, ranges and data go to the partition's current owner, and all of them survive a
+server that has died, moved or is busy.
 
 Rules:
-    1. What is asked here changes nothing, so it may be asked any number of times.
-    2. Retriable errors are retried with a pause that doubles, and ZooKeeper is asked again where
-       the partition is; the last error is told when the request timeout has passed. It is the one
-       before where the last try had hardly any time left, and what ZooKeeper had said before where
-       it did not answer in what was left.
-    3. Which replicas are nearby is a preference: where it cannot be found out, none is.
-    4. An original server is asked in what it knows (`old_server_reads.py`). Its mark is proven not
-       to be stale by ZooKeeper: whoever owned the partition when it answered, and does so
-       afterwards, has committed all that there was.
-    5. When a partition moves, whoever still waits for the server that had it asks the new one: that
-       server may be frozen, or on a host that is gone, and would keep him waiting to the end.
+    1. Queries change nothing, so they may be sent any number of times.
+    2. Retriable errors are retried after a delay that doubles, with the owner read from ZooKeeper
+       again. When the request timeout has passed, the last error is raised, or the one before it
+       if the last attempt had hardly any time left.
+    3. Nearby replicas are a preference: if the groups cannot be read, no replica counts as nearby.
+    4. A 0.13 server gets the queries that it knows (`old_server_reads.py`). ZooKeeper proves that
+       its mark is not stale: a server that owned the partition when it answered, and still does
+       afterwards, has committed everything up to then.
+    5. When a partition moves, a query that waits for the former owner is sent to the new one: the
+       former one may be frozen or on a dead host, and would use up the timeout.
 """
 
 import asyncio
@@ -47,15 +46,15 @@ _log = logging.getLogger(__name__)
 
 # Answers that have a connection of their own (connections.py, rule 4).
 _LARGE = (messages.RangeData, messages.TransactionDataResponse)
-# An original that does not own the partition (yet) never answers these: then it is asked again. A
-# flush may have to wait for what is under way.
+# A 0.13 server that does not own the partition (yet) never answers these: they are sent again. A
+# flush may have to wait for appends in flight.
 UNANSWERED_S: dict[type[ClientMessage], float] = {
     messages.HighWaterMarkResponse: 1.0,
     messages.FlushResponse: 5.0,
 }
 # Requests without appends need no client id (docs/design/wire-format.md 2.1).
 NO_CLIENT_ID = -1
-# A try with less than this part of the request timeout has not failed when that is over (rule 2).
+# An attempt with less than this part of the request timeout left does not count (rule 2).
 _TRY_PART_MIN: Final = 0.1
 
 
@@ -74,7 +73,7 @@ Ask: TypeAlias = Callable[[OwnerLink], Coroutine[Any, Any, ToldT]]
 
 
 class _Question(NamedTuple):
-    """One that waits for an answer, and for whose."""
+    """A query that waits for an answer, and the server that it was sent to."""
 
     partition_id: PartitionId
     address: str
@@ -82,7 +81,7 @@ class _Question(NamedTuple):
 
 
 class OwnerRequests:
-    """Asks the partitions' owners."""
+    """Sends queries to the partitions' owners."""
 
     def __init__(
         self, directory: Directory, links: ServerLinks, config: ClientConfig, random: Random
@@ -104,7 +103,7 @@ class OwnerRequests:
                 each.patience.reschedule(0.0)
 
     def close(self) -> None:
-        """Hold nothing open any more."""
+        """Close what it holds open."""
         self._originals.close()
 
     async def ask(
@@ -113,7 +112,7 @@ class OwnerRequests:
         answer: type[AnswerT],
         make: Callable[[ReqId], ClientMessage],
     ) -> AnswerT:
-        """Ask until answered; raises the last error when the request timeout has passed."""
+        """Query until answered; raises the last error when the request timeout has passed."""
 
         async def ask_owner(reader: OwnerLink) -> AnswerT:
             return await _answer_of(reader, answer, make)
@@ -123,7 +122,7 @@ class OwnerRequests:
     async def _until_answered(
         self, partition_id: PartitionId, ask: Ask[ToldT], *, is_bulk: bool
     ) -> ToldT:
-        """Ask the owner until it answers; raises as `ask` does."""
+        """Query the owner until it answers; raises like `ask`."""
         loop = asyncio.get_running_loop()
         whole_s = self._config.request_timeout_ms / 1000
         deadline_s = loop.time() + whole_s
@@ -179,7 +178,7 @@ class OwnerRequests:
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._directory.owner(partition_id, after_failure=before is not None)
-        except TimeoutError as error:  # ZooKeeper's own time is a longer one
+        except TimeoutError as error:  # ZooKeeper's own timeout is longer
             reason = "" if before is None else f"; before that: {before}"
             raise errors.CoordinatorUnavailable(f"ZooKeeper names no owner{reason}") from error
 
@@ -187,7 +186,7 @@ class OwnerRequests:
         try:
             return await self._links.get(owner.address, is_bulk=is_bulk)
         except errors.RemoteProtocolError as error:
-            # Somebody else has the address now, so the server is not there.
+            # Another program has the address now, so the server is not there.
             raise errors.Unreachable(str(error)) from error
 
     async def high_water_mark(
@@ -210,9 +209,9 @@ class OwnerRequests:
         return await self._until_answered(partition_id, flush, is_bulk=False)
 
     async def replicas(self, partition_id: PartitionId, *, linearizable: bool) -> ReplicaSet:
-        """Return the session, its mark, and the replicas that may be read from.
+        """Return the session, its mark, and the replicas that may be read.
 
-        Of an original there are none: its storages answer no readers.
+        A 0.13 server has none: its storages answer no readers.
         """
 
         async def ask(reader: OwnerLink) -> ReplicaSet:
@@ -238,13 +237,13 @@ class OwnerRequests:
         return await self._until_answered(partition_id, ask, is_bulk=False)
 
     async def _prove(self, reader: OwnerLink) -> None:
-        """Return if the owner is the owner still (rule 4); raises NotOwned."""
+        """Check that the owner has not changed (rule 4); raises NotOwned."""
         now = await self._directory.owner_now(reader.partition_id)
         if now != reader.owner:
             raise errors.NotOwned(f"{reader.owner.address}: the partition has moved")
 
     async def has_original(self, partition_ids: Iterable[PartitionId]) -> bool:
-        """Return whether any of these partitions is an original server's now."""
+        """Return whether a 0.13 server owns any of these partitions now."""
 
         async def ask(reader: OwnerLink) -> bool:
             return reader.link.is_original
@@ -257,7 +256,7 @@ class OwnerRequests:
     async def replica_sets(
         self, partition_ids: Iterable[PartitionId], *, linearizable: bool, group: int
     ) -> dict[int, ReplicaSet]:
-        """Return what `replicas` does, with those nearby that are of a group (rule 3)."""
+        """Return `replicas` of each partition, with those of a group as nearby (rule 3)."""
         ask = partial(self.replicas, linearizable=linearizable)
         found = await by_partition(partition_ids, ask)
         if group == NO_GROUP:
@@ -278,7 +277,7 @@ class OwnerRequests:
     async def range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
         """Return a stretch of the log from the server, checked.
 
-        An answer that says that the log ends before the stretch has been confirmed by a quorum.
+        A quorum has confirmed an answer that the log ends before the stretch.
         """
         while True:
             chunk = await self._until_answered(
@@ -286,7 +285,7 @@ class OwnerRequests:
             )
             if chunk.next > query.first:
                 return chunk
-            # A server that has lost the partition may not know it yet, nor what was written since.
+            # A server that has lost the partition may not know it, nor newer transactions.
             if await self.high_water_mark(partition_id, linearizable=True) < query.first:
                 return chunk
             await asyncio.sleep(self._config.retry_interval_ms_min / 1000)
@@ -300,7 +299,7 @@ class OwnerRequests:
         return chunk_of_server(reader.partition_id, query, answer)
 
     async def data_range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
-        """Return the same of what is known to be committed, for who looks at ids and data only."""
+        """Return the same of known committed records; only IDs and data of it are valid."""
 
         async def ask(reader: OwnerLink) -> RangeChunk:
             if reader.link.is_original:
@@ -343,7 +342,7 @@ async def _mark_of(reader: OwnerLink) -> TransactionId:
 
 
 def _mark_in(reader: OwnerLink, mark: int) -> TransactionId:
-    """Return a mark; raises NotOwned for what an original answers while it has no session."""
+    """Return a mark; raises NotOwned for the answer of a 0.13 server without a session."""
     if mark < BEFORE_FIRST:
         raise errors.NotOwned(
             f"{reader.owner.address}: partition {reader.partition_id} has no store session"
@@ -354,7 +353,7 @@ def _mark_in(reader: OwnerLink, mark: int) -> TransactionId:
 async def by_partition(
     partition_ids: Iterable[PartitionId], ask: Callable[[PartitionId], Coroutine[Any, Any, ToldT]]
 ) -> dict[int, ToldT]:
-    """Ask of all of them at once; raise the first error alone, not in a group."""
+    """Query all of them at once; raise the first error alone, not in a group."""
     try:
         async with asyncio.TaskGroup() as group:
             asked = {int(each): group.create_task(ask(each)) for each in sorted(partition_ids)}

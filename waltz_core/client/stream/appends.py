@@ -1,18 +1,18 @@
-"""Appends of one partition on their way out: bounded, and gathered into parcels.
+"""The outgoing appends of one partition: bounded, and gathered into parcels.
 
-A thousand small appends cost what one batch costs only if nobody handles them one by one. Whatever
-is appended in one turn of the event loop leaves in one frame.
+Rows that are appended in one turn of the event loop leave in one frame, so that a thousand small
+appends cost about as much as one batch.
 
 Rules:
-    1. The window holds every row from `append` until its outcome is told; who finds it full waits,
-       first come, first served. Nothing is dropped.
+    1. The window holds every row from `append` until its outcome is reported. When it is full,
+       callers wait, first in, first out. No row is dropped.
     2. Rows leave in the order in which they were appended.
-    3. A row of `append` that is known not to be in the log, for a reason that passes, is sent
-       again until its deadline: nothing about it has become stale but its age. A row that a lock
-       refused is never sent again, nor one that follows what was in flight.
-    4. Rule 2 holds for what is sent again, too: it waits until every parcel that was under way
-       beside it has its outcome, and what was appended since, batches too, waits behind it. What
-       the stream had not sent by then comes back as lost (`monitor.Parcel.keeps_order`).
+    3. A row of `append` that is known not to be in the log for a transient reason is sent again
+       until its deadline: it is still valid. A row that a lock has rejected is never sent again,
+       nor is a pipelined dependent append.
+    4. Rule 2 holds for rows that are sent again: they wait until every parcel that was in flight
+       with them has its outcome, and all rows and batches that were appended since wait for them.
+       Parcels that the stream had not sent by then return as lost (`monitor.Parcel.keeps_order`).
 """
 
 import asyncio
@@ -36,14 +36,14 @@ from waltz_core.records.record import (
 )
 from waltz_core.wire.messages import Reason
 
-# Up to so many rows go as single appends; more of them are cheaper as one Arrow batch.
+# Up to this many rows go as single appends; more of them are cheaper as one Arrow batch.
 SINGLES_MAX = 8
-# While so many parcels are under way, rows are gathered until one of them has landed or a parcel
-# is full: under load many small writers then share a frame, and nobody waits while there is none.
+# While at least this many parcels are in flight, rows are gathered until one of them has its
+# outcome or a parcel is full: under load many small writers share a frame, else none waits.
 PARCELS_BEFORE_GATHERING = 1
-# A server may take its time to answer what a contended lock has refused; others do not wait for it.
+# The server delays its answer to a rejection by a contended lock; other rows do not wait for it.
 GATHERING_S_MAX = 0.005
-# What a full disk or a full queue refused is not sent again at once.
+# Delays before rows are sent again; the longer one after a full disk or a full queue.
 RESEND_DELAY_S = 0.005
 RESEND_FULL_DELAY_S = 0.1
 
@@ -68,7 +68,7 @@ class RowOutcome(NamedTuple):
 
 
 class PendingRow:
-    """One transaction to append, and who waits for it."""
+    """One transaction to append, and the future of its outcome."""
 
     __slots__ = (
         "append_locks",
@@ -98,16 +98,16 @@ class PendingRow:
         # An attempt of a context: its future gets a RowOutcome, whatever that is. Otherwise the
         # future gets the transaction id, or an error.
         self.is_attempt = False
-        # What it was computed from beside its mark; None where its author does not follow.
+        # In-flight appends that it depends on, in addition to its mark; None without any.
         self.follows: FollowedState | None = None
         self.future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
     def follow(self, following: FollowedState, mark: TransactionId | None) -> None:
-        """Have it follow what is in flight; `mark` is its state's, if that was told."""
+        """Make it depend on in-flight appends; `mark` is that of its state, if known."""
         if mark is None and following.has_seen:
             mark = following.base
         mark = self.mark if mark is None else mark
-        if mark < following.base:  # what lies between is not known
+        if mark < following.base:  # the transactions between are not known
             self.mark, self.follows = following.without(mark)
         else:
             locks = (*self.write_locks, *self.read_locks)
@@ -125,7 +125,7 @@ class PendingRow:
 
 
 class AppendWindow:
-    """Rows and bytes that one partition may have under way (rule 1)."""
+    """Rows and bytes that one partition may have in flight (rule 1)."""
 
     def __init__(self, *, rows_max: int, bytes_max: int) -> None:
         self._rows_max = rows_max
@@ -136,11 +136,11 @@ class AppendWindow:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether nothing is in flight."""
         return self._rows == 0
 
     def try_take(self, rows: int, size_bytes: int) -> bool:
-        """Take room if there is some and nobody waits for it."""
+        """Take room if there is some and no other caller waits for it."""
         if self._waiting or not self._fits(rows, size_bytes):
             return False
         self._rows += rows
@@ -177,7 +177,7 @@ class AppendWindow:
             self._waiting.popleft()
 
     def _fits(self, rows: int, size_bytes: int) -> bool:
-        # What is larger than the whole window goes when nothing else is under way.
+        # A batch larger than the whole window goes when nothing else is in flight.
         return self._rows == 0 or (
             self._rows + rows <= self._rows_max and self._bytes + size_bytes <= self._bytes_max
         )
@@ -189,10 +189,10 @@ Post: TypeAlias = Callable[[Parcel], None]
 class BatchOrder:
     """Keeps one writer's batches of one partition in order, also when some of them are lost.
 
-    Once a batch of this order was told with rows that were not taken (`told`), later ones are not
-    sent but answered LOST, but for those that the writer appends when it has counted that outcome
-    (`seen`) and so knows what to send again first. Without it a batch that was on its way from the
-    writer to the client, or waited there, could enter the log before the rows that were lost.
+    `told` counts the outcomes with lost rows that the client has reported, `seen` those that the
+    writer has processed. While they differ, later batches are not sent but answered LOST: the
+    writer must send the lost rows again first. Without this, a batch between the writer and the
+    client could enter the log before the lost rows.
     """
 
     __slots__ = ("seen", "told")
@@ -210,7 +210,7 @@ class _Batch(NamedTuple):
     payload: bytes | memoryview
     mark: TransactionId
     order: BatchOrder | None
-    seen: int  # what its writer had counted when it was appended
+    seen: int  # what its writer had processed when it was appended
 
     @property
     def size_bytes(self) -> int:
@@ -218,7 +218,7 @@ class _Batch(NamedTuple):
         return len(self.payload)
 
     def tell(self, outcome: BatchOutcome) -> None:
-        """Give the writer its outcome."""
+        """Pass the outcome to the writer."""
         if self.order is not None and np.isin(outcome.reasons, list(_TRANSIENT)).any():
             self.order.told += 1
         if not self.future.done():
@@ -226,7 +226,7 @@ class _Batch(NamedTuple):
 
 
 class Appends:
-    """What one partition has under way on this client."""
+    """The appends of one partition that are in flight on this client."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class Appends:
         self._batch_rows = batch_rows
         self._batch_bytes = batch_bytes
         self._loop = asyncio.get_running_loop()
-        self._gathered: list[PendingRow | _Batch] = []  # batches only behind rows that are held
+        self._gathered: list[PendingRow | _Batch] = []  # batches only after rows that are held
         self._gathered_bytes = 0
         self._is_scheduled = False
         self._has_landed = False
@@ -255,7 +255,7 @@ class Appends:
         self._held: list[PendingRow] = []
         self._barrier = 0
         self._pause: asyncio.Handle | None = None
-        self._pause_until_s = 0.0  # uvloop's handles cannot tell it where no time is left
+        self._pause_until_s = 0.0  # uvloop's handles do not have it when no time is left
         self._idle: list[asyncio.Future[None]] = []
 
     @property
@@ -274,7 +274,7 @@ class Appends:
         if len(self._gathered) >= self._batch_rows or self._gathered_bytes >= self._batch_bytes:
             self._send_gathered()
         elif row.follows is not None:
-            self._send_gathered()  # Those who wait for the same lock wait for it.
+            self._send_gathered()  # Other writers of the same lock wait for it.
         elif not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._turn)
@@ -287,7 +287,7 @@ class Appends:
         order: BatchOrder | None,
     ) -> asyncio.Future[BatchOutcome]:
         """Append a batch for which the window has room."""
-        # NB: while it waits its writer may count a loss that it comes behind; that is too late.
+        # NB: taken now: a loss that the writer counts while the batch waits came too late for it.
         seen = 0 if order is None else order.seen
         batch = _Batch(self._loop.create_future(), row_count, payload, mark, order, seen)
         self._gathered.append(batch)
@@ -380,7 +380,7 @@ class Appends:
     # --- outcomes
 
     def settled(self, token: int, outcome: BatchOutcome) -> None:
-        """Every row of a parcel has its outcome."""
+        """Handle the outcome of every row of a parcel."""
         parcel = self._parcels.pop(token)
         if isinstance(parcel, _Batch):
             self.window.give(parcel.row_count, parcel.size_bytes)
@@ -390,14 +390,14 @@ class Appends:
         self._landed()
 
     def refused(self, token: int, error: errors.WaltzError) -> None:
-        """A parcel has no outcome for its rows."""
+        """Handle an error that ends a parcel without an outcome for its rows."""
         parcel = self._parcels.pop(token)
         if isinstance(parcel, _Batch):
             self.window.give(parcel.row_count, parcel.size_bytes)
             if not parcel.future.done():
                 parcel.future.set_exception(error)
         elif isinstance(error, errors.TooLarge) and len(parcel) > 1:
-            # The server takes less in one frame than we had thought.
+            # The server accepts less in one frame than this client assumed.
             middle = len(parcel) // 2
             self._send_rows(parcel[:middle])
             self._send_rows(parcel[middle:])
@@ -409,9 +409,9 @@ class Appends:
         self._landed()
 
     def abandon(self, error: errors.WaltzError) -> None:
-        """Nothing more will be heard: refuse everything with this error."""
+        """Fail everything with this error: no more answers will arrive."""
         rows = [*self._held, *self._gathered]
-        # First, or what has waited for a parcel would be sent to nobody when that is refused.
+        # First, or rows that wait for a parcel would be sent when that parcel fails.
         self._held, self._gathered, self._gathered_bytes = [], [], 0
         for token in list(self._parcels):
             self.refused(token, error)
@@ -454,7 +454,7 @@ class Appends:
             self._hold(again, RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S)
 
     def _hold(self, rows: Sequence[PendingRow], pause_s: float) -> None:
-        """Send rows again after a pause, in their place among those that are lost with them."""
+        """Send rows again after a pause, in order with the others that were lost with them."""
         self._held += rows
         self._barrier = self._token
         until_s = self._loop.time() + pause_s
@@ -469,7 +469,7 @@ class Appends:
         self._release()
 
     def _release(self) -> None:
-        """Send again what is held, if nothing stands against it any more (rule 4)."""
+        """Send the held rows again, if rule 4 allows it now."""
         if not self._held or self._pause is not None:
             return
         if self._parcels and next(iter(self._parcels)) <= self._barrier:
@@ -484,7 +484,7 @@ class Appends:
         self.window.give(1, row.size_bytes)
 
     def _landed(self) -> None:
-        """A parcel has its outcome: what was gathered meanwhile may go."""
+        """A parcel has its outcome: rows that were gathered meanwhile may go."""
         self._release()
         self._has_landed = bool(self._gathered)
         if self._gathered and not self._is_scheduled:

@@ -1,7 +1,6 @@
-"""How long to wait before the next try, the more often it has failed.
+"""The delay before the next attempt: it doubles with each failure, with jitter.
 
-Clients of a server that has died must not all come back at once, and none may come back in a tight
-loop; that is one rule, kept in one place.
+Clients of a server that has died must not all reconnect at once, and none in a tight loop.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Backoff:
-    """Counts failures in a row: none before the first try, then doubling, with jitter."""
+    """Counts consecutive failures; the first retry comes at once, later delays double."""
 
     def __init__(self, *, interval_ms_min: int, interval_ms_max: int, random: "Random") -> None:
         assert 0 < interval_ms_min <= interval_ms_max
@@ -22,15 +21,15 @@ class Backoff:
 
     @property
     def stable_ms(self) -> int:
-        """What has worked for so long is not counted as a failure when it ends."""
+        """After this long a connection counts as a success, also when it ends."""
         return self._interval_ms_max
 
     def succeeded(self) -> None:
-        """Start over: the next try comes at once."""
+        """Reset: the next attempt comes at once."""
         self._failures = 0
 
     def failed(self) -> int:
-        """Count a failure; return how long to wait, 0 after the first."""
+        """Count a failure; return the delay in ms, 0 after the first."""
         self._failures += 1
         if self._failures == 1:
             return 0

@@ -1,15 +1,15 @@
-"""Everything one client has of one partition: its stream, its appends, its feed.
+"""One partition of a client: its stream, its appends, its feed.
 
-The stream is a machine and knows nothing of futures, sockets or ZooKeeper; this is the shell that
-performs its effects, one object for each partition.
+The stream is a machine without futures, sockets or ZooKeeper. This shell performs its effects; each
+partition has one.
 
 Rules:
-    1. Effects are performed in order and never wait; what takes time becomes a task whose outcome
-       is posted back as an event.
-    2. A stream that has ended tells everybody who waits for it, with its error.
-    3. What the application has applied is remembered for as long as the client lives, also while
-       the partition is paused or unsubscribed: the view that it computes from does not move then,
-       and the log's mark would claim that it had.
+    1. Effects are performed in order and never wait; what takes time becomes a task that posts its
+       outcome as an event.
+    2. A stream that ends passes its error to every caller that waits for it.
+    3. The mark that the application has applied is kept for as long as the client lives, also while
+       the partition is paused or unsubscribed: the application's view does not move then, and the
+       log's mark would claim that it did.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ PARCEL_BYTES = 512 * 1024
 
 
 class ClientServices(Protocol):
-    """What a partition needs of its client."""
+    """What a partition needs from its client."""
 
     config: ClientConfig
     directory: Directory
@@ -61,7 +61,7 @@ class ClientServices(Protocol):
         """Run a task until the client is closed."""
 
     def next_connection_sequence(self) -> int:
-        """Return a number higher than all before."""
+        """Return a number higher than all previous ones."""
 
 
 class ClientPartition:
@@ -95,7 +95,7 @@ class ClientPartition:
         self._consumed: TransactionId | None = None
         self._applier_changed = asyncio.Event()
         self._starts = 0
-        # Fetches the feed after one mark up to about another, and says `caught_up`.
+        # Fetches the feed after one mark up to about another, then calls `caught_up`.
         self.fetch: Fetch | None = None
         self._link: ServerLink | None = None
         self._outage = Outage(partition_id, "server", quiet_s=QUIET_S)
@@ -107,7 +107,7 @@ class ClientPartition:
 
     @property
     def applier(self) -> "Applier | None":
-        """Who applies the feed; None without one."""
+        """The applier of the feed; None without one."""
         return self._applier
 
     @applier.setter
@@ -121,12 +121,12 @@ class ClientPartition:
 
     @property
     def is_starting(self) -> bool:
-        """Whether a feed begins and the application has not stated its mark yet."""
+        """Whether a feed starts and the application has not returned its mark yet."""
         return self._starts > 0
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Begin a feed, by requesting the application's mark."""
+        """Start a feed, which first requests the application's mark."""
         self._starts += 1
         try:
             yield
@@ -141,14 +141,14 @@ class ClientPartition:
 
     @property
     def is_fed(self) -> bool:
-        """Whether there is a feed that the application has not laid down."""
+        """Whether there is a feed that the application has not paused."""
         return self._applier is not None and not self._applier.is_laid_down
 
     async def fed(self) -> "Applier | None":
-        """Return who applies the feed, once there is one that the application has not laid down.
+        """Wait for a feed that the application has not paused; return its applier.
 
-        None where the first feed of the partition could not be started: the application has no view
-        of it. Raises what has ended the stream.
+        None if the first feed of the partition could not be started: the application has no view of
+        it. Raises the error that has ended the stream.
         """
         while self._applier is None or self._applier.is_laid_down:
             if not self.goes_by_feed:
@@ -158,24 +158,24 @@ class ClientPartition:
             await self._applier_changed.wait()
         return self._applier
 
-    # --- what it is asked
+    # --- for the client
 
     @property
     def is_ready(self) -> bool:
-        """Whether appends flow; to a stream that has failed nothing does, whatever its phase."""
+        """Whether appends flow; never for a stream that has failed, whatever its phase."""
         return self.stream.phase is Phase.READY and self._stopped is None
 
     @property
     def mark(self) -> TransactionId:
         """The mark that a transaction computed now may claim to have seen.
 
-        Where the application was ever fed it is what it has applied (rule 3), else what is known of
-        the log.
+        If the application was ever fed, the mark that it has applied (rule 3), else the highest
+        known mark of the log.
         """
         return self.stream.high_water_mark if self._consumed is None else self._consumed
 
     async def mounted(self) -> None:
-        """Mount if need be; raises Unavailable when that takes longer than a request may."""
+        """Mount if necessary; raises Unavailable after `request_timeout_ms`."""
         if self.is_ready:
             return
         if self._stopped is not None:
@@ -208,13 +208,13 @@ class ClientPartition:
             self._spawn(self.applier.stop(self._stopped), "feed-stop")
 
     def unsubscribe(self) -> None:
-        """Feed nobody any more; the applier has ended."""
+        """End the feed; its applier has ended."""
         self.applier = None
         self.fetch = None
         self._driver.post(stream_events.Unsubscribe())
 
     def caught_up(self, mark: TransactionId) -> None:
-        """What the feed was behind with was fetched up to `mark`."""
+        """The transactions that the feed was behind have been fetched up to `mark`."""
         self._driver.post(stream_events.Resume(mark))
 
     def applied(self, mark: TransactionId) -> None:
@@ -228,23 +228,23 @@ class ClientPartition:
         self._driver.post(stream_events.Moved(generation))
 
     def begin_sequences(self, sequence: int) -> None:
-        """Number requests from `sequence` on, unless they are already further."""
+        """Number requests from `sequence` on, unless their numbers are higher already."""
         assert not self.stream.has_pending
         self.stream.next_sequence = max(self.stream.next_sequence, sequence)
 
     def close(self) -> None:
-        """Give up what is not final."""
+        """Abandon everything that is not final."""
         if self.applier is not None:
             self.applier.end(errors.Unreachable("the client was closed"))
         self._driver.post(stream_events.Close())
         self._driver.stop()
-        # What was to be sent again, or behind that, is not in the log.
+        # Rows that were waiting to be sent, first or again, are not in the log.
         self.appends.abandon(errors.Unreachable("the client was closed before it was sent"))
         if self._link is not None:
             self._link.detach(self.partition_id)
 
     def _send(self, parcel: Parcel) -> None:
-        if self._driver.is_stopped:  # it would never be heard of again
+        if self._driver.is_stopped:  # it would never get an outcome
             error = self._stopped or errors.Unreachable("the client was closed before it was sent")
             self.appends.refused(parcel.token, error)
             return
@@ -300,7 +300,7 @@ class ClientPartition:
             self._driver.post(stream_events.LinkFailed(attempt, _as_retriable(error)))
             return
         if attempt != self.stream.attempt:
-            return  # another one was asked for meanwhile
+            return  # a later attempt has begun meanwhile
         if self._link is not None and self._link is not link:
             self._link.leave(self.partition_id)
 
@@ -319,7 +319,7 @@ class ClientPartition:
             raise old_server_stream.no_claims(link.address)
 
     async def _ask_owner(self, known: Owner, told: Callable[[bool], None]) -> None:
-        """Tell if the partition is still where it was, for what an original alone cannot prove."""
+        """Pass on whether the partition's owner is unchanged, which a 0.13 server cannot prove."""
         now: Owner | None = None
         try:
             now = await self._surroundings.directory.owner_now(self.partition_id)
@@ -329,7 +329,7 @@ class ClientPartition:
 
     async def _renew_client_id(self) -> None:
         if self._surroundings.claim is not None:
-            self._died(errors.TooLarge("a task of a write has more rows than there are numbers"))
+            self._died(errors.TooLarge("a task of a write has more rows than sequence numbers"))
             return
         pause_s = self._surroundings.config.retry_interval_ms_min / 1000
         while self._stopped is None:
@@ -343,7 +343,7 @@ class ClientPartition:
             return
 
     def _is_waiting(self) -> bool:
-        """Tell whether it waits for its server; a stream that has failed keeps what it had."""
+        """Whether it waits for its server; a stream that has failed keeps its pending rows."""
         if self._stopped is not None:
             return False
         return self.stream.phase in (Phase.MOUNTING, Phase.SETTLING) or self.stream.has_pending
@@ -378,7 +378,7 @@ class ClientPartition:
             self._spawn(self.applier.stop(error), "feed-stop")
 
     def _died(self, error: Exception) -> None:
-        """The machine has raised: our own bug, or a log that contradicts itself."""
+        """Handle an error that the machine raised: a bug, or a log that contradicts itself."""
         told = error if isinstance(error, errors.WaltzError) else None
         why = f"partition {self.partition_id}: the stream has failed: {told or repr(error)}"
         self._end(told or errors.WaltzError(why))
@@ -386,7 +386,7 @@ class ClientPartition:
 
 
 def stream_settings(config: ClientConfig) -> StreamSettings:
-    """Return the stream's numbers."""
+    """Return the stream's settings."""
     return StreamSettings(
         request_timeout_ms=config.request_timeout_ms,
         mount_timeout_ms=config.mount_timeout_ms,
@@ -399,7 +399,7 @@ def stream_settings(config: ClientConfig) -> StreamSettings:
 
 
 def _as_retriable(error: Exception) -> errors.WaltzError:
-    """Whoever answers at a server's address in another language is a server that is not there."""
+    """Treat a peer that speaks another protocol like a server that is not reachable."""
     if isinstance(error, errors.WaltzError) and not isinstance(error, errors.ProtocolError):
         return error
     return errors.Unreachable(f"no connection to the partition's server: {error!r}")

@@ -1,12 +1,11 @@
-"""How far the feed of one partition has come: what was fed, what was applied, what comes next.
+"""The position of the feed of one partition: what was fed, what was applied, what comes next.
 
-The feed survives any number of mounts, and that it stays dense over all of them is easy to see only
-where nothing else is.
+A feed survives any number of mounts and stays dense over all of them.
 
 Invariants:
-    1. What is handed on is dense: each stretch starts after the last one, overlaps are cut off. Of
-       a filtered feed, too: a stretch covers what does not pass the filter.
-    2. No more is asked for while the application is too far behind what was fed.
+    1. What is passed on is dense: each stretch starts after the previous one, overlaps are cut off.
+       A stretch of a filtered feed also covers the transactions that do not pass the filter.
+    2. No more is requested while the application is too far behind what was fed.
 """
 
 from bisect import bisect_left
@@ -28,11 +27,11 @@ class FeedCursor:
         self.is_wanted = False
         # The application headers that are wanted; empty for all.
         self.header_values: tuple[int, ...] = ()
-        # A grant was used up, or none was asked for yet: the server waits for the next request.
+        # A grant is used up, or none was requested yet: the server waits for the next request.
         self.is_suspended = False
-        # The application was too far behind to ask for more; how far the log is now, nobody knows.
+        # The application was too far behind to request more; the end of the log is unknown now.
         self.is_held = False
-        # The driver fetches what lies between here and the end of the log.
+        # The driver fetches the transactions between here and the end of the log.
         self.is_lagging = False
         # The last batch end that was fed with a chain, and the chain there.
         self.chain: tuple[TransactionId, Chain] | None = None
@@ -56,23 +55,23 @@ class FeedCursor:
         self._fed = mark
 
     def know(self, mark: TransactionId) -> TransactionId:
-        """The log ends at `mark`; return where the feed stands."""
+        """Note that the log ends at `mark`; return the position of the feed."""
         assert self.is_wanted
         if self._fed is None:
             self._fed = self._applied = mark
         return self._fed
 
     def mounting(self) -> None:
-        """A new mount begins: what the server waited for in an older one is over."""
+        """A new mount begins: the server no longer waits for a request of an older one."""
         self.is_suspended = False
 
     def mounted(self) -> None:
-        """A mount with the feed has succeeded: the server waits to be asked."""
+        """A mount with the feed has succeeded: the server waits for a request."""
         assert self._fed is not None
         self.is_suspended = True
 
     def applied(self, mark: TransactionId) -> bool:
-        """The application has taken everything up to here; True when that ends a hold."""
+        """The application has applied everything up to here; True when that ends a hold."""
         # NB: while the driver fetches (`is_lagging`) it is ahead of what was fed here.
         self._applied = max(self._applied, mark)
         if not self.is_held or self._fed is None:
@@ -81,7 +80,7 @@ class FeedCursor:
         return not self.is_held
 
     def ask(self) -> TransactionId | None:
-        """Return the mark for the next request, None while there is nothing to ask for."""
+        """Return the mark for the next request, None while there is nothing to request."""
         if not self.is_suspended or self._fed is None or self.is_lagging or self.is_held:
             return None
         if self._fed - self._applied >= self._ahead_max:  # invariant 2
@@ -91,7 +90,7 @@ class FeedCursor:
         return self._fed
 
     def take(self, message: FeedBatch) -> Fed | str | None:
-        """Return what is new in a batch, None for nothing, or in words what is wrong with it."""
+        """Return what is new in a batch, None for nothing, or a text: what is wrong with it."""
         fed = self._fed
         if fed is None or self.is_lagging:
             return None
@@ -131,5 +130,5 @@ class FeedCursor:
         if self.header_values:
             values = np.frombuffer(message.headers, dtype=FEED_HEADER_DTYPE)["header"]
             if not np.isin(values.astype(np.int32), self.header_values).all():
-                return "a filtered feed has a header that was not asked for"
+                return "a filtered feed has a header that was not requested"
         return picked

@@ -1,18 +1,18 @@
-"""The transaction monitor: what this client has in flight on one partition, and what became of it.
+"""The transaction monitor: the appends in flight on one partition, and their outcomes.
 
-"which of my appends are in the log?" has one answer, and an application that is told a wrong one
-loses a transaction or writes it twice. All evidence meets here: answers of the server, the feed,
-and the headers read back after a connection has broken.
+An application that gets a wrong outcome loses a transaction or writes it twice. All evidence meets
+here: answers of the server, the feed, and the headers that are read back after a connection has
+broken.
 
 Rules:
     1. A parcel's rows have consecutive sequence numbers, and parcels are kept in that order.
-    2. An outcome is told once, and only when it is final for every row of the parcel.
-    3. A row is COMMITTED by an answer that says so, or because its request id stands in the log.
-    4. A row is LOST by an answer that says so, or because a mount has proven everything older
-       final and the log, read back to the mark of that mount, does not hold it.
+    2. An outcome is reported once, and only when it is final for every row of the parcel.
+    3. A row is COMMITTED if an answer says so, or if its request id is in the log.
+    4. A row is LOST if an answer says so, or if a mount has proven everything older final and the
+       log, read back to the mark of that mount, does not contain it.
     5. A row got its id, if any, above every mark that was known when it was sent: reading back
        starts there.
-    6. The log is the witness: an answer that contradicts it does not count.
+    6. The log decides: an answer that contradicts it is ignored.
 """
 
 import struct
@@ -39,16 +39,16 @@ from waltz_core.wire.messages import (
     Reason,
 )
 
-# Of a row that a lock has refused, made once: nobody writes into an outcome.
+# For a row that a lock has rejected, built once: outcomes are never written to.
 _NO_ID: Final = np.full(1, BEFORE_FIRST, dtype=np.int64)
 _LOCK: Final = np.full(1, Reason.LOCK, dtype=np.uint8)
 _NO_ID.flags.writeable = _LOCK.flags.writeable = False
-# What ends a parcel; an error does, too.
+# Answers that end a parcel; an error ends one, too.
 AppendAnswer: TypeAlias = AppendResult | Predecessors
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
 Structured = npt.NDArray[np.void]
-# A header of the feed: client id, generation, partition, sequence, and what its application set.
+# A header of the feed: client id, generation, partition, sequence, application header.
 _FEED = struct.Struct(">5i")
 assert _FEED.size == FEED_HEADER_DTYPE.itemsize
 
@@ -58,21 +58,21 @@ class BatchOutcome:
     """What became of each row: one place in each array for it, in the order of the rows.
 
     `transaction_ids` holds -1 for rows that are not in the log; `reasons` are `Reason` values;
-    `conflicting` is the id that a LOCK refusal conflicts with, else -1. `high_water_mark` is a
-    mark of the log at least as late as every id here.
+    `conflicting` is the id that a LOCK rejection conflicts with, else -1. `high_water_mark` is a
+    mark of the log, not below any id here.
     """
 
     high_water_mark: TransactionId
     transaction_ids: I64
     reasons: U8
     conflicting: I64
-    # For a single row that a lock has refused: what its author may follow.
+    # For a single row that a lock has rejected: the in-flight appends that a retry may depend on.
     following: FollowedState | None = None
 
     @property
     def has_refusals(self) -> bool:
         """Whether any row is not in the log."""
-        # Quicker than asking NumPy, which matters for the many outcomes of a single row.
+        # Faster than NumPy, which matters for the many outcomes of a single row.
         return any(self.reasons.tobytes())
 
     @property
@@ -84,7 +84,7 @@ class BatchOutcome:
     def uniform(
         row_count: int, reason: Reason, *, high_water_mark: TransactionId
     ) -> "BatchOutcome":
-        """Return the outcome of rows that were all refused for one reason."""
+        """Return the outcome of rows that were all rejected for one reason."""
         assert reason is not Reason.COMMITTED
         return BatchOutcome(
             high_water_mark,
@@ -109,8 +109,8 @@ class Single(NamedTuple):
 class Parcel:
     """Rows that travel in one frame: an Arrow payload, or a single row without Arrow.
 
-    `keeps_order`: it is not sent after others of its kind were lost that had been appended before
-    it, but told LOST as well, so that whoever sends them again can keep the order.
+    `keeps_order`: if an earlier parcel that keeps its order was lost, this one is not sent but
+    reported LOST as well, so that the caller can send both again in order.
     """
 
     token: int
@@ -127,13 +127,14 @@ class Parcel:
 
     @property
     def follows(self) -> FollowedState | None:
-        """What its author follows; None where he does not."""
+        """The in-flight appends that it depends on; None without any."""
         return self.content.follows if isinstance(self.content, Single) else None
 
     def message(self, req_id: ReqId, *, may_follow: bool = False) -> AppendRequest | AppendBatch:
-        """Return the request that carries it, to a server that knows what it is to follow or not.
+        """Return the request that carries it.
 
-        Nothing may have been followed for one that does not.
+        `may_follow`: the server knows dependent appends. If it does not, the parcel must not depend
+        on any.
         """
         mark, content = self.client_high_water_mark, self.content
         if isinstance(content, Single):
@@ -196,13 +197,13 @@ class Monitor:
 
     @property
     def oldest(self) -> Pending | None:
-        """The parcel that has waited longest."""
+        """The oldest parcel."""
         return next(iter(self._pending.values()), None)
 
     # --- sending
 
     def register(self, pending: Pending) -> None:
-        """Take note of a parcel that is about to be sent."""
+        """Register a parcel that is about to be sent."""
         assert pending.req_id.client_id == self._client_id
         assert pending.req_id.partition_id == self._partition_id
         assert pending.req_id.sequence > self._last_sequence  # rule 1
@@ -218,7 +219,7 @@ class Monitor:
         return pending if pending is not None and pending.req_id == req_id else None
 
     def remove(self, pending: Pending) -> None:
-        """Forget a parcel: its outcome was told."""
+        """Remove a parcel whose outcome was reported."""
         removed = self._pending.pop(pending.req_id.sequence)
         assert removed is pending
         self.in_flight_rows -= pending.parcel.row_count
@@ -228,7 +229,7 @@ class Monitor:
     # --- evidence
 
     def answered(self, result: AppendAnswer) -> tuple[Pending, BatchOutcome] | None:
-        """Take the server's answer; None for a parcel whose outcome is known already.
+        """Return the outcome in a server's answer; None if the parcel has its outcome already.
 
         Raises RemoteProtocolError when the answer does not fit its parcel.
         """
@@ -257,8 +258,8 @@ class Monitor:
     def saw_headers(self, first: TransactionId, count: int, headers: Buffer) -> bool:
         """Look for own rows in record headers (28 bytes each: id, request id, header).
 
-        False when they are not those of `count` transactions from `first` on; nothing was looked
-        at then.
+        Return False, and match nothing, if they are not those of `count` transactions from `first`
+        on.
         """
         if len(headers) != count * HEADER_DTYPE.itemsize:
             return False
@@ -289,7 +290,7 @@ class Monitor:
         return (first, last) if first <= last else None
 
     def settle(self, high_water_mark: TransactionId) -> list[tuple[Pending, BatchOutcome]]:
-        """The log was read back: tell every proven parcel's outcome (rule 4)."""
+        """The log was read back: return the outcome of every proven parcel (rule 4)."""
         settled = []
         for pending in [each for each in self if each.mark_proven is not None]:
             outcome = BatchOutcome.uniform(
@@ -302,7 +303,7 @@ class Monitor:
         return settled
 
     def _match_few(self, first: int, headers: Buffer) -> None:
-        """Do as `_match` does, for so few rows that arrays cost more than they save."""
+        """Match like `_match`, for so few rows that arrays would cost more."""
         ours = (self._client_id, self._partition_id)
         own = [
             (transaction_id, generation, sequence)
@@ -362,7 +363,7 @@ def _note(pending: Pending, rows: I64, ids: I64) -> None:
     if twice.size:
         place = int(twice[0])
         raise errors.DataLoss(
-            f"append {tuple(pending.req_id)} row {rows[place]} stands in the log twice: "
+            f"append {tuple(pending.req_id)} row {rows[place]} is in the log twice: "
             f"as transaction {told[place]} and as {pending.found[rows[place]]}"
         )
 
@@ -382,7 +383,7 @@ def _refused(result: Predecessors, pending: Pending) -> BatchOutcome:
     parcel, content = pending.parcel, pending.parcel.content
     if parcel.follows is None or not isinstance(content, Single):
         raise errors.RemoteProtocolError(
-            f"predecessors {tuple(result.req_id)}: told to somebody who did not ask"
+            f"predecessors {tuple(result.req_id)}: the append was not a dependent one"
         )
     mark = TransactionId(result.high_water_mark)
     locks = (*content.write_locks, *content.read_locks)
@@ -410,7 +411,7 @@ def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
 
 
 def _decode_one(result: AppendResult) -> BatchOutcome:
-    """The same as `_decode` for one row, at a third of its cost."""
+    """Decode one row, at a third of the cost of `_decode`."""
     transaction_id = int.from_bytes(result.transaction_ids, "big", signed=True)
     conflicting = int.from_bytes(result.conflicting, "big", signed=True)
     reason = result.reasons[0]

@@ -1,12 +1,12 @@
 """Parcels that wait to be sent on one partition, in order, each until its deadline.
 
-Whatever is still in here was never sent, so giving it up is a definite "no", while giving up what
-the monitor holds is a "nobody knows". The two must not be confused.
+A parcel in the outbox was never sent, so a timeout means "not in the log". For a parcel in the
+monitor it means "unknown".
 
 Rules:
     1. First in, first out; deadlines never decrease.
-    2. A parcel that the server could not take is refused before it is sent.
-    3. So is one that follows what was in flight in another mount (`predecessors.py`, rule 2).
+    2. A parcel that exceeds the server's limits is rejected before it is sent.
+    3. So is one that depends on appends in flight in another mount (`predecessors.py`, rule 2).
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from waltz_core.wire.messages import Mounted, Reason
 
 @value(frozen=True, slots=True)
 class MountLimits:
-    """What a mounted partition takes: rows and bytes of one frame, bytes in flight."""
+    """Limits of a mounted partition: rows and bytes of one frame, bytes in flight."""
 
     rows_max: int
     bytes_max: int
@@ -29,7 +29,7 @@ class MountLimits:
 
     @staticmethod
     def of(mounted: Mounted, in_flight_bytes_max: int) -> "MountLimits":
-        """Return what the server has told, and no more in flight than we want ourselves."""
+        """Return the server's limits, with at most `in_flight_bytes_max` in flight."""
         return MountLimits(
             mounted.batch_rows_max,
             mounted.batch_bytes_max,
@@ -39,14 +39,14 @@ class MountLimits:
 
 @value(frozen=True, slots=True, eq=False)
 class WaitingParcel:
-    """A parcel and the moment at which it is given up."""
+    """A parcel and its deadline."""
 
     parcel: Parcel
     deadline_ms: int
 
 
 class Outbox:
-    """What waits to be sent; see the module's docstring."""
+    """The queue; see the module's docstring."""
 
     def __init__(self, partition_id: PartitionId) -> None:
         self._partition_id = partition_id
@@ -57,7 +57,7 @@ class Outbox:
 
     @property
     def first(self) -> WaitingParcel | None:
-        """What is sent next."""
+        """The next parcel to send."""
         return self._waiting[0] if self._waiting else None
 
     def put(self, parcel: Parcel, deadline_ms: int) -> None:
@@ -76,7 +76,7 @@ class Outbox:
         return taken
 
     def lose_behind(self, parcel: Parcel, outcome: BatchOutcome) -> list[tuple[int, BatchOutcome]]:
-        """Take out what must not go before a parcel that was lost; return what it is told."""
+        """Remove the parcels that must not overtake a lost one; return their outcomes."""
         if not verdicts.is_order_lost(parcel, outcome):
             return []
         told: list[tuple[int, BatchOutcome]] = []
@@ -91,7 +91,7 @@ class Outbox:
         return told
 
     def take_expired(self, now_ms: int) -> list[WaitingParcel]:
-        """Take out what has waited too long."""
+        """Take out the parcels whose deadline has passed."""
         taken = []
         while self._waiting and self._waiting[0].deadline_ms <= now_ms:
             taken.append(self._waiting.popleft())
@@ -103,13 +103,13 @@ class Outbox:
         if follows is not None and follows.has_seen:
             if follows.partition_id != self._partition_id:
                 return errors.BadRequest(
-                    f"partition {self._partition_id}: what it was computed from is in flight in "
+                    f"partition {self._partition_id}: the append depends on appends in flight in "
                     f"partition {follows.partition_id}"
                 )
             if follows.mount != mount:
                 return errors.SessionLost(
-                    f"partition {self._partition_id}: what it was computed from was in flight on a "
-                    "connection that has ended; it is not in the log"
+                    f"partition {self._partition_id}: the append depends on appends that were in "
+                    "flight on a connection that has ended; it is not in the log"
                 )
         if parcel.row_count <= limits.rows_max and parcel.size_bytes <= limits.bytes_max:
             return None

@@ -1,28 +1,27 @@
-"""One partition as a client sees it: mount it, append, take in the feed, mount it again.
+"""The client's machine for one partition: it mounts, appends, receives the feed, mounts again.
 
-What a client may believe after a connection has broken is a protocol of its own, with the server's
-half in `server/partition/served_partition.py`. As a machine it is run by the client's driver and,
-unchanged, by the simulator.
+It implements the client's half of the recovery protocol after a broken connection; the server's
+half is `server/partition/served_partition.py`. The client's driver and the simulator run it.
 
     IDLE -> LINKING -> MOUNTING -> SETTLING -> READY        STOPPED ends all of it
                ^           |           |         |
                +-- WAITING (back-off) <+---------+
 
 Invariants:
-    1. Nothing is appended but in READY: after a mount whose answer has proven everything older
-       final, and after what was in doubt has been settled by reading the log back.
-    2. Generations of mounts never decrease: a server that has lost the partition, and may not know
-       it, cannot vouch for what a later owner does.
-    3. A mount whose mark lies below one that is known is not believed.
+    1. Appends are sent in READY only: after a mount whose answer has proven everything older final,
+       and after the rows in doubt have been settled by reading the log back.
+    2. Generations of mounts never decrease: a server that has lost the partition, perhaps without
+       knowing it, says nothing about what a later owner does.
+    3. A mount whose mark is below a known one is not trusted.
     4. Connection sequences of links increase, so that the newest one fences all others. A link on
-       which an append was never answered is not mounted again: the server's fence lies between
-       connections, and what still queues from before would pass it.
-    5. Sequence numbers of appended rows are never used twice, whatever became of the rows.
-    6. The feed is dense: the next transaction taken in is the one after the last.
-    7. A feed that is far behind is not asked of the server, which would send all of it at once:
-       `FeedLags` has the driver fetch it, at the application's pace.
-    8. Of the parcels that keep their order none is sent after an earlier one was told lost, unless
-       it was appended after that: what still waits to be sent is told LOST with it.
+       which an append was never answered is not mounted again: the server fences between
+       connections, and requests still queued on this one would pass the fence.
+    5. Sequence numbers of appended rows are never used twice, whatever the rows' outcome.
+    6. The feed is dense: the next accepted transaction is the one after the last.
+    7. A feed that is far behind is not requested from the server, which would send all of it at
+       once: on `FeedLags` the driver fetches it, at the application's pace.
+    8. No parcel that keeps its order is sent after an earlier one was reported lost, unless it was
+       appended after that: parcels that still wait are reported LOST with it.
 """
 
 from typing import TYPE_CHECKING, assert_never
@@ -91,16 +90,16 @@ class PartitionStream:
         self.next_sequence = 1
         self._next_control = -1
         self.phase = Phase.IDLE
-        # When the phase is over at the latest; in READY only while it waits to be mounted anew.
+        # When the phase ends at the latest; in READY only while a new mount is pending.
         self._phase_deadline_ms: int | None = None
         self._ready_since_ms = 0
-        # Numbers the links that were asked for; the outcome of an older one does not count.
+        # Numbers the `OpenLink`s; the outcome of an older one is ignored.
         self.attempt = 0
         self._wants_mount = False
-        # Why READY waits for its last answers and then mounts anew; None while it does not.
+        # Why READY waits for its last answers and then mounts again; None while it does not.
         self._remount_reason: str | None = None
         self._link = -1
-        # Links on which appends went out that were never answered (invariant 4).
+        # Links with appends that were never answered (invariant 4).
         self._spoiled: dict[int, None] = {}
         self._mount = 0
         self._mount_id: ReqId | None = None
@@ -111,21 +110,21 @@ class PartitionStream:
         self._limits = MountLimits(1, 1, 1)
         self._renewing = False
         self._stopped: errors.WaltzError | None = None
-        # Why it was not mounted when it last was not.
+        # Why it was last not mounted.
         self.trouble = "not connected yet"
-        # The greatest mark of the log that this client has heard of.
+        # The highest mark of the log that this client has received.
         self.high_water_mark = BEFORE_FIRST
 
-    # --- what the driver may look at
+    # --- for the driver
 
     @property
     def client_id(self) -> int:
-        """The client id of what is sent from now on."""
+        """The client id of the appends that are sent from now on."""
         return self._client_id
 
     @property
     def is_fed(self) -> bool:
-        """Whether a feed was asked for."""
+        """Whether a feed is requested."""
         return self._cursor.is_wanted
 
     @property
@@ -142,10 +141,10 @@ class PartitionStream:
                 wanted_ms = oldest.deadline_ms
         return wanted_ms
 
-    # --- what comes in
+    # --- events
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:  # noqa: C901, PLR0912
-        """Take one event in; see `machine.py`."""
+        """Process one event; see `machine.py`."""
         out: list[Effect] = []
         match event:
             case stream_events.SendAppends():
@@ -159,12 +158,12 @@ class PartitionStream:
                 self._start(out)
             case stream_events.Subscribe():
                 self._cursor.want(event.mark, event.header_values)
-                self._mount_anew("a feed was asked for", now_ms, out)
+                self._mount_again("a feed was requested", now_ms, out)
             case stream_events.Unsubscribe():
                 self._unsubscribe(now_ms, out)
             case stream_events.Resume():
                 self._cursor.resume(event.mark)
-                self._mount_anew("the feed has caught up", now_ms, out)
+                self._mount_again("the feed has caught up", now_ms, out)
             case stream_events.Linked():
                 self._linked(event, now_ms, out)
             case stream_events.LinkFailed():
@@ -231,7 +230,7 @@ class PartitionStream:
         self._connection_sequence = event.connection_sequence
         self._generation = event.generation
         self._link, self._may_follow = event.link, event.may_follow
-        # Without the feed at first: only the answer tells how far that would be.
+        # Without the feed at first: the answer says how long it would be.
         self._send_mount(LATEST_MARK, now_ms, out, wants_feed=False)
 
     def _send_mount(self, mark: int, now_ms: int, out: list[Effect], *, wants_feed: bool) -> None:
@@ -256,16 +255,16 @@ class PartitionStream:
 
     def _moved(self, generation: Generation, now_ms: int, out: list[Effect]) -> None:
         if self.phase in (Phase.WAITING, Phase.LINKING):
-            # A dial that is under way may be to a machine that is gone; its outcome is dropped.
-            self._backoff.succeeded()  # What has failed was another server.
+            # A dial in progress may go to a machine that is down; its outcome is ignored.
+            self._backoff.succeeded()  # The failures were those of another server.
             self._open_link(out)
         elif self.phase in _LINKED and generation > self._generation:
             self._leave("the partition has moved", now_ms, out)
 
-    def _mount_anew(self, reason: str, now_ms: int, out: list[Effect]) -> None:
-        """Mount again, on the same link if all that was sent on it is answered soon."""
+    def _mount_again(self, reason: str, now_ms: int, out: list[Effect]) -> None:
+        """Mount again, on the same link if everything that was sent on it is answered soon."""
         if self.phase is not Phase.READY:
-            # In IDLE nothing is mounted yet; in all others but MOUNTING the next mount will do.
+            # In IDLE nothing is mounted yet; in LINKING and WAITING the next mount suffices.
             if self.phase in (Phase.MOUNTING, Phase.SETTLING):
                 self._leave(reason, now_ms, out)
             self._start(out)
@@ -282,7 +281,7 @@ class PartitionStream:
         return True
 
     def _leave(self, reason: str, now_ms: int, out: list[Effect]) -> None:
-        """Give the link up and mount again if there is anything to mount for."""
+        """Leave the link, and mount again if anything needs it."""
         assert self.phase in _LINKED
         stable_ms = self._backoff.stable_ms
         if self.phase is Phase.READY and now_ms - self._ready_since_ms >= stable_ms:
@@ -314,7 +313,7 @@ class PartitionStream:
     ) -> None:
         message = event.message
         if isinstance(message, AppendAnswer):
-            # Final whichever link brings it: the server answers when every row is.
+            # Final on any link: the server answers when every row is final.
             self._append_result(message, now_ms, out)
             return
         if event.link != self._link or self.phase not in _LINKED:
@@ -340,7 +339,7 @@ class PartitionStream:
         mark = TransactionId(message.high_water_mark)
         if mark < self.high_water_mark:  # invariant 3
             known = self.high_water_mark
-            self._leave(f"the server's mark {mark} lies below {known}, known before", now_ms, out)
+            self._leave(f"the server's mark {mark} is below the known mark {known}", now_ms, out)
             return
         self._learn(mark, out)
         self._limits = MountLimits.of(message, self._settings.in_flight_bytes_max)
@@ -354,7 +353,7 @@ class PartitionStream:
         self._settle(now_ms, out)
 
     def _asks_for_feed(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> bool:
-        """Mount once more, with the feed, where that is wanted and near (invariant 7)."""
+        """Mount once more, with the feed, if it is wanted and not far behind (invariant 7)."""
         cursor = self._cursor
         if not cursor.is_wanted:
             return False
@@ -453,7 +452,7 @@ class PartitionStream:
         try:
             answer = self._monitor.answered(message)
         except errors.RemoteProtocolError as error:
-            # In doubt then, like an append that was not answered at all.
+            # The append is in doubt, like one that was not answered.
             if self.phase in _LINKED:
                 self._leave(str(error), now_ms, out)
             return
@@ -475,7 +474,7 @@ class PartitionStream:
             out.append(ParcelRefused(pending.parcel.token, error))
             self._leave_if_drained(now_ms, out)
         elif isinstance(error, errors.ConnectionSuperseded):
-            # An answer to an older mount of ours may say so, too: that one was replaced by us.
+            # An answer to an older mount may have it, too: this client has replaced that one.
             if pending.mount == self._mount:
                 self._stop(error, out)
         else:
@@ -490,7 +489,7 @@ class PartitionStream:
             return
         reason = verdicts.remount_reason(outcome) if pending.mount == self._mount else None
         if reason is not None:
-            self._mount_anew(f"an append was refused: {reason.name}", now_ms, out)
+            self._mount_again(f"an append was rejected: {reason.name}", now_ms, out)
         elif not self._leave_if_drained(now_ms, out):
             self._send_waiting(out)
 
@@ -508,7 +507,7 @@ class PartitionStream:
             out.append(ParcelRefused(waiting.parcel.token, error))
 
     def _give_up(self, pending: Pending, when: str, out: list[Effect]) -> None:
-        """Tell what is known of a parcel that waits no longer: all of it, or that nobody knows."""
+        """End a parcel: report its outcome if every row is known, else OutcomeUnknown."""
         self._monitor.remove(pending)
         self._spoiled[pending.link] = None
         outcome = pending.known_outcome(self.high_water_mark)
@@ -541,8 +540,8 @@ class PartitionStream:
     def _unsubscribe(self, now_ms: int, out: list[Effect]) -> None:
         self._cursor = FeedCursor(self._settings.feed_ahead_max)
         if self._mount_has_feed and self.phase in _LINKED:
-            self._mount_anew("the feed was ended", now_ms, out)
-        # NB: what the server still sends of it must not pass for the next one's.
+            self._mount_again("the feed was ended", now_ms, out)
+        # NB: what the server still sends of this feed must not be taken for the next one's.
         self._mount_has_feed = False
 
     def _feed_batch(self, message: messages.FeedBatch, now_ms: int, out: list[Effect]) -> None:
@@ -555,20 +554,20 @@ class PartitionStream:
         if self.phase is Phase.MOUNTING:
             self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
         if stretch is not None:
-            if stretch.picked is None:  # where it is filtered the log is read back
+            if stretch.picked is None:  # with a filter, the log is read back
                 self._monitor.saw_feed(stretch.first, stretch.headers)
             self._learn(stretch.last, out)
             out.append(stretch)
 
     def _take_applied(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> None:
         if self._cursor.applied(mark) and self.phase is Phase.READY:
-            # The log went on meanwhile, nobody knows how far: a mount tells (invariant 7).
-            self._mount_anew("the application has caught up", now_ms, out)
+            # The log has grown by an unknown amount: the next mount's answer says how far (7).
+            self._mount_again("the application has caught up", now_ms, out)
         else:
             self._ask_feed(out)
 
     def _ask_feed(self, out: list[Effect]) -> None:
-        """Ask for the next stretch, unless the application is too far behind already."""
+        """Request the next stretch, unless the application is too far behind."""
         if self._mount_id is None or not self._mount_has_feed:
             return
         mark = self._cursor.ask()

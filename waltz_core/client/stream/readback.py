@@ -1,12 +1,12 @@
-"""What is read from the log after a mount, before anything is believed or sent.
+"""The reads after a mount, before anything is sent.
 
-Two questions are asked of the log itself and of nobody else: which of the rows in doubt are in it,
-and is it still the log that the feed came from.
+The log itself answers two questions: which of the rows in doubt does it contain, and is it still
+the log that the feed came from?
 
 Rules:
-    1. Headers are read densely from the first to the last, however many answers that takes.
-    2. The feed's last known chain is compared with the lineage of the batch it belongs to. Another
-       chain there means another history: the feed must not go on.
+    1. Headers are read densely from the first to the last, in as many answers as that takes.
+    2. The feed's last known chain is compared with the lineage of its batch. Another chain there
+       means another history: the feed must not continue.
 """
 
 from waltz_core.client.stream.monitor import Monitor
@@ -41,7 +41,7 @@ class ReadBack:
         self._asked = None
 
     def cancel(self) -> None:
-        """The mount has come to nothing."""
+        """Drop the plan: the mount has failed."""
         self.begin(None, None)
 
     def request(self, req_id: ReqId) -> RangeRequest:
@@ -55,11 +55,11 @@ class ReadBack:
         return self._asked
 
     def is_asked(self, req_id: ReqId) -> bool:
-        """Whether this is the request that is under way."""
+        """Whether this is the outstanding request."""
         return self._asked is not None and self._asked.req_id == req_id
 
     def take(self, message: RangeData, monitor: Monitor) -> str | None:
-        """Take an answer in; return in words what is wrong with it, None when nothing is."""
+        """Process an answer; return a text that says what is wrong with it, or None."""
         asked = self._asked
         assert asked is not None
         self._asked = None
@@ -79,15 +79,15 @@ class ReadBack:
         return None
 
     def history_loss(self, message: RangeData) -> DataLoss | None:
-        """Return the error of a log that has changed below the feed (rule 2), None for the same."""
+        """Return an error if the log has changed below the feed (rule 2), else None."""
         if self._chain is None:
             return None
         at, chain = self._chain
         ends = [
             entry for entry in message.lineage if entry.last == at and entry.session_id != MADE_UP
         ]
-        # NB: without the batch's own entry (an original wrote it, or it was lost and another one
-        # made up in its place) nothing can be told.
+        # NB: without the batch's own entry (a 0.13 server wrote it, or the entry was lost and then
+        # reconstructed) the chains cannot be compared.
         if not ends or ends[0].chain == chain:
             return None
         return DataLoss(

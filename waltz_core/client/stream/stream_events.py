@@ -1,15 +1,15 @@
 """Every event and effect of a partition's stream (`partition_stream.py`).
 
-The client's driver and the simulator speak to a stream in these words only.
+The client's driver and the simulator use a stream only through these.
 
 Rules:
     1. `OpenLink` has one outcome with the same attempt number: `Linked` or `LinkFailed`.
-    2. A link that was handed over is lost once, by `LinkLost`; what else comes from a link that
-       is not the current one does no harm.
-    3. A parcel that was taken in by `SendAppends` has one outcome: `ParcelSettled` or
+    2. A link that `Linked` has passed is lost once, by `LinkLost`; other events from a link that is
+       not the current one have no effect.
+    3. A parcel that was passed by `SendAppends` has one outcome: `ParcelSettled` or
        `ParcelRefused`.
     4. `ParcelRefused` with `OutcomeUnknown` leaves the parcel in doubt; with any other error, none
-       of its rows is in the log nor ever will be.
+       of its rows is or will ever be in the log.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from waltz_core.wire.messages import Buffer, ClientMessage
 
 
 class Phase(Enum):
-    """Where the stream stands (the picture is in `partition_stream.py`)."""
+    """The phase of a stream (diagram in `partition_stream.py`)."""
 
     IDLE = auto()
     LINKING = auto()
@@ -38,15 +38,15 @@ class Phase(Enum):
 
 @value(frozen=True, slots=True)
 class StreamSettings:
-    """The numbers a stream needs; times in ms."""
+    """The settings of a stream; times in ms."""
 
-    request_timeout_ms: int  # from `SendAppends` to `OutcomeUnknown`, or to a definite no
+    request_timeout_ms: int  # from `SendAppends` to `OutcomeUnknown`, or to "not sent"
     mount_timeout_ms: int
     retry_interval_ms_min: int
     retry_interval_ms_max: int
     range_bytes_max: int
     in_flight_bytes_max: int
-    feed_ahead_max: int  # transactions fed but not applied, beyond which no more is asked for
+    feed_ahead_max: int  # transactions fed but not applied, beyond which no more is requested
     feed_lag_max: int = 20_000  # nearer to the end of the log than this, the server feeds
 
 
@@ -56,7 +56,7 @@ class StreamSettings:
 
 @value(frozen=True, slots=True, eq=False)
 class SendAppends:
-    """Send a parcel, and tell what became of it."""
+    """Send a parcel, and report its outcome."""
 
     parcel: Parcel
 
@@ -68,9 +68,9 @@ class Mount:
 
 @value(frozen=True, slots=True)
 class Subscribe:
-    """Bring the feed after this mark; None starts at the end of the log.
+    """Start the feed after this mark; None starts at the end of the log.
 
-    With `header_values` only transactions with one of these headers are brought.
+    With `header_values`, only transactions with one of these headers are fed.
     """
 
     mark: TransactionId | None
@@ -79,29 +79,29 @@ class Subscribe:
 
 @value(frozen=True, slots=True)
 class Unsubscribe:
-    """Bring no feed any more; a later `Subscribe` begins another one."""
+    """End the feed; a later `Subscribe` starts another one."""
 
 
 @value(frozen=True, slots=True)
 class Resume:
-    """What `FeedLags` has asked for was fetched up to this mark: let the server feed the rest."""
+    """The range of `FeedLags` was fetched up to this mark: let the server feed the rest."""
 
     mark: TransactionId
 
 
 @value(frozen=True, slots=True)
 class Applied:
-    """The application has taken the feed up to here; more may come."""
+    """The application has applied the feed up to here; more may come."""
 
     mark: TransactionId
 
 
 @value(frozen=True, slots=True)
 class Linked:
-    """A connection to the partition's owner stands.
+    """A connection to the partition's owner is open.
 
-    `link` numbers the connection; `connection_sequence` is higher than in every mount before.
-    `may_follow`: the server knows authors who follow what is in flight.
+    `link` numbers the connection; `connection_sequence` is higher than in every earlier mount.
+    `may_follow`: the server knows pipelined dependent appends.
     """
 
     attempt: int
@@ -129,7 +129,7 @@ class LinkLost:
 
 @value(frozen=True, slots=True)
 class Moved:
-    """The assignment has the partition at this generation now."""
+    """The assignment now has this generation for the partition."""
 
     generation: Generation
 
@@ -144,14 +144,14 @@ class MessageReceived:
 
 @value(frozen=True, slots=True)
 class Renewed:
-    """A client id that nobody had before; it ends the wait of `NeedClientId`."""
+    """A client id that was never used before: the answer to `NeedClientId`."""
 
     client_id: int
 
 
 @value(frozen=True, slots=True)
 class Close:
-    """Give up everything that is not final."""
+    """Abandon everything that is not final."""
 
 
 Event: TypeAlias = (
@@ -177,7 +177,7 @@ Event: TypeAlias = (
 
 @value(frozen=True, slots=True)
 class OpenLink:
-    """Find the partition's owner and connect to it, on another link than the `spoiled` ones."""
+    """Find the partition's owner and connect to it, on a link that is not in `spoiled`."""
 
     attempt: int
     spoiled: tuple[int, ...]
@@ -185,7 +185,7 @@ class OpenLink:
 
 @value(frozen=True, slots=True)
 class Send:
-    """Send a message on a link; if that is not possible the link is lost."""
+    """Send a message on a link; if that fails, the link is lost."""
 
     link: int
     message: ClientMessage
@@ -223,7 +223,7 @@ class ParcelRefused:
 class Fed:
     """Committed transactions, dense and in order: 20 bytes each, request id and header.
 
-    Of a filtered feed `picked` are those that have headers here; None: all of them.
+    In a filtered feed, `picked` are the ids that have headers here; None: all of them.
     """
 
     first: TransactionId
@@ -233,21 +233,21 @@ class Fed:
 
     @property
     def ids(self) -> Sequence[int]:
-        """Return the ids that have headers here."""
+        """The ids that have headers here."""
         everything = range(self.first, self.first + self.count)
         return everything if self.picked is None else self.picked
 
     @property
     def last(self) -> TransactionId:
-        """Return the last transaction that is covered."""
+        """The last transaction that is covered."""
         return TransactionId(self.first + self.count - 1)
 
 
 @value(frozen=True, slots=True)
 class FeedLags:
-    """The feed after `fed` is too long to be sent; fetch it in ranges, then `Resume`.
+    """The feed after `fed` is too long to be sent: fetch it in ranges, then post `Resume`.
 
-    Comes once, until `Resume`. What is fetched is not told to the stream.
+    Comes once, until `Resume`. The stream does not see what is fetched.
     """
 
     fed: TransactionId
@@ -256,14 +256,14 @@ class FeedLags:
 
 @value(frozen=True, slots=True)
 class MarkMoved:
-    """The log is known to reach further than before."""
+    """The known high-water mark has advanced."""
 
     high_water_mark: TransactionId
 
 
 @value(frozen=True, slots=True)
 class Stopped:
-    """The stream has ended for good; whatever comes later is refused with this error."""
+    """The stream has ended for good; later parcels fail with this error."""
 
     error: WaltzError
 

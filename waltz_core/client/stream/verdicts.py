@@ -1,12 +1,11 @@
-"""What an error says about the rows of an append: in the log, not in the log, or nobody knows.
+"""What an error means for the rows of an append: in the log, not in the log, or unknown.
 
-A wrong entry here turns a refusal into a duplicate or a doubt into a loss, so the whole table
-stands in one place.
+A wrong entry here turns a rejection into a duplicate, or doubt into a loss.
 
 Rules:
-    1. A refusal counts as final only for errors that the server gives before anything was stored,
-       or after the next session has settled what was.
-    2. Whatever is not in the table leaves the rows in doubt: they are settled by reading the log.
+    1. A rejection is final only for errors that the server returns before anything was stored, or
+       after the next session has settled what was stored.
+    2. An error that is not in the table leaves the rows in doubt: reading the log settles them.
 """
 
 from waltz_core import errors
@@ -26,7 +25,7 @@ _REASONS: dict[int, Reason] = {
     errors.Overloaded.code: Reason.OVERLOADED,
 }
 
-# What passes: the rows may be sent again as they are.
+# Transient reasons: the rows may be sent again as they are.
 TRANSIENT = (
     Reason.LOST,
     Reason.NOT_MOUNTED,
@@ -34,7 +33,7 @@ TRANSIENT = (
     Reason.NO_SPACE,
     Reason.OVERLOADED,
 )
-# After these the partition has to be mounted again before anything else is sent.
+# After these, the partition must be mounted again before anything else is sent.
 _REMOUNT = (Reason.NOT_MOUNTED, Reason.GENERATION)
 
 
@@ -44,7 +43,7 @@ def reason_of(error: errors.WaltzError) -> Reason | None:
 
 
 def remount_reason(outcome: BatchOutcome) -> Reason | None:
-    """Return why the partition has to be mounted again, None when it need not."""
+    """Return why the partition must be mounted again, None if it need not."""
     if not outcome.has_refusals:
         return None
     found = outcome.reasons.tobytes()
@@ -52,7 +51,7 @@ def remount_reason(outcome: BatchOutcome) -> Reason | None:
 
 
 def is_order_lost(parcel: Parcel, outcome: BatchOutcome) -> bool:
-    """Whether what was appended behind this parcel must not go before it is sent again."""
+    """Whether later parcels must wait until this one is sent again."""
     if not parcel.keeps_order or not outcome.has_refusals:
         return False
     found = outcome.reasons.tobytes()
@@ -65,7 +64,7 @@ def is_mount_again(error: errors.WaltzError) -> bool:
 
 
 def not_sent(partition_id: PartitionId, timeout_ms: int, trouble: str) -> errors.Unreachable:
-    """Return the error of a parcel that never left: a definite no."""
+    """Return the error of a parcel that was never sent, so it is not in the log."""
     return errors.Unreachable(
         f"partition {partition_id}: not sent within {timeout_ms} ms ({trouble}); "
         "it is not in the log"
@@ -73,7 +72,7 @@ def not_sent(partition_id: PartitionId, timeout_ms: int, trouble: str) -> errors
 
 
 def unknown(pending: Pending, when: str, trouble: str) -> errors.OutcomeUnknown:
-    """Return the error of a parcel that nobody can settle any more."""
+    """Return the error of a parcel whose outcome cannot be settled any more."""
     return errors.OutcomeUnknown(
         f"partition {pending.req_id.partition_id}: the outcome of {pending.parcel.row_count} rows "
         f"from request {tuple(pending.req_id)} on could not be settled {when} ({trouble}); "

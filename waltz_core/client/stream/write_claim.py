@@ -1,17 +1,17 @@
-"""A task's place in a write that must enter the log once, as its client uses it.
+"""The claim of a task's attempt in an exactly-once write.
 
-A client that writes as somebody's second attempt has to ask, before each mount, whether it still is
-the last one; everything else about it is like any client.
+A client that writes for an attempt of a task checks, before each mount, that no later attempt has
+begun; otherwise it is like any client.
 
 Rules (docs/spark.md, "Exactly once"; `cluster/writes.py`):
     1. An attempt appends with the task's client id, and mounts with connection sequences from
-       attempt * 2**32 on: whichever attempt mounts last by that order fences the others, for as
-       long as the generation lasts.
-    2. Before each mount, and after the generation that it names was read, `check` is asked: a
-       server of a later generation has forgotten who was fenced, but refuses an older generation.
-    3. A write that is done is not entered any more: `is_done` says so, and nothing is appended.
-    4. A task begins a write only where nobody else can: the tasks of a series (a stream's
-       micro-batches). Otherwise a write that is not there is over.
+       attempt * 2**32 on: the highest attempt that has mounted fences the others, for as long as
+       the generation lasts.
+    2. `check` runs before each mount, after the mount's generation was read: a server of a later
+       generation does not know which attempts were fenced, but rejects an older generation.
+    3. A write that is done is not entered again: `is_done` is true, and nothing is appended.
+    4. Only the tasks of a series (a stream's micro-batches), which have no driver for it, begin a
+       write. Otherwise a write that does not exist is over.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,11 +34,11 @@ class TaskClaim:
         write: the write's name; letters, digits, "-", "_", ".".
         task: the task's number, the same in each attempt.
         run: names one execution of the whole job.
-        series: where this task may begin the write (rule 4), the marks from which it starts, by
-            partition, and for how many ms it is kept; those of whoever came first hold.
+        series: if this task may begin the write (rule 4), the marks from which it starts, by
+            partition, and for how many ms it is kept; those of the first task apply.
 
     Raises:
-        BadRequest: the write cannot be called so.
+        BadRequest: the name is not valid.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class TaskClaim:
         self._task_state: TaskState | None = None
 
     async def open(self, config: ClientConfig) -> None:
-        """Take the place, unless the write is done.
+        """Enter the write, unless it is done.
 
         Raises:
             CoordinatorUnavailable: ZooKeeper does not answer.
-            ConnectionSuperseded: the write is forgotten.
+            ConnectionSuperseded: the write was removed.
         """
         coordinator = self._coordinator = await zookeeper_session.connect(
             self._connect,
@@ -85,7 +85,7 @@ class TaskClaim:
         else:
             state = await writes.read(self.write)
         if state is None:
-            raise ConnectionSuperseded(f"write {self.write}: it is over and forgotten")
+            raise ConnectionSuperseded(f"write {self.write}: it is over and was removed")
         self._write_state = state
         if not state.is_done:
             self._task_state = await writes.enter(
@@ -93,13 +93,13 @@ class TaskClaim:
             )
 
     async def close(self) -> None:
-        """End the session with ZooKeeper; the place is kept."""
+        """End the session with ZooKeeper; the claim is kept."""
         if self._coordinator is not None:
             await self._coordinator.close()
 
     @property
     def is_done(self) -> bool:
-        """Whether the write was done when this attempt came (rule 3)."""
+        """Whether the write was done when this attempt began (rule 3)."""
         assert self._write_state is not None, "open comes first"
         return self._write_state.is_done
 
@@ -121,11 +121,11 @@ class TaskClaim:
         return self.state.attempt * SEQUENCES_OF_ATTEMPT
 
     async def check(self) -> None:
-        """Return if this attempt may mount (rule 2).
+        """Check that this attempt may mount (rule 2).
 
         Raises:
-            ConnectionSuperseded: it is over.
-            CoordinatorUnavailable: nobody can tell now.
+            ConnectionSuperseded: a later attempt has begun, or the write is over.
+            CoordinatorUnavailable: ZooKeeper does not answer.
         """
         await self._open_coordinator().writes.check(self.write, self.task, self.state.attempt)
 
@@ -147,14 +147,14 @@ class TaskClaim:
 async def begin_write(
     connect: str, write: str, marks: Mapping[int, int], *, keep_ms: int
 ) -> dict[str, Any] | None:
-    """Begin a write unless it was; return its summary when it is done already, else None."""
+    """Begin a write unless it was begun; return its summary if it is done already, else None."""
     async with zookeeper_session.connected(connect) as coordinator:
         state = await coordinator.writes.begin(write, marks, keep_ms)
         return None if state.summary is None else dict(state.summary)
 
 
 async def summary_of_write(connect: str, write: str) -> dict[str, Any] | None:
-    """Return what a write has come to; None while it goes on, and when it is not known."""
+    """Return the summary of a write; None while it runs, and for an unknown one."""
     async with zookeeper_session.connected(connect) as coordinator:
         state = await coordinator.writes.read(write)
         return None if state is None or state.summary is None else dict(state.summary)
@@ -169,10 +169,10 @@ async def tasks_of_write(connect: str, write: str) -> list[int]:
 async def end_write(
     connect: str, write: str, summary: Mapping[str, Any], *, keep_ms: int
 ) -> dict[str, Any]:
-    """Mark a write as done; return the summary that holds, which is that of whoever was first.
+    """Mark a write as done; return its summary, which is that of the first caller.
 
     Raises:
-        ConnectionSuperseded: the write is forgotten.
+        ConnectionSuperseded: the write was removed.
     """
     async with zookeeper_session.connected(connect) as coordinator:
         state = await coordinator.writes.finish(write, summary, keep_ms)
@@ -181,7 +181,7 @@ async def end_write(
 
 
 async def forget_writes(connect: str, names: Sequence[str]) -> list[str]:
-    """Remove writes by name, and some of those whose time is over; return which."""
+    """Remove writes by name, and some expired ones; return their names."""
     async with zookeeper_session.connected(connect) as coordinator:
         writes = coordinator.writes
         removed = [*names, *await writes.out_of_time()]
