@@ -166,7 +166,7 @@ async def the_remains_of_a_creation_are_no_cluster(world: World, root: str) -> N
     await znodes.write([CreateNode(root), CreateNode(f"{root}/ids")])
     with pytest.raises(errors.BadConfig, match="no cluster at root"):
         await coordinator.read_cluster()
-    with pytest.raises(errors.CoordinatorConflict, match="remains of one"):
+    with pytest.raises(errors.CoordinatorConflict, match="remains of an unfinished one"):
         await coordinator.create_cluster(NewCluster("payments", 4, KEY))
     await znodes.write([Delete(f"{root}/ids", 0)])
     await coordinator.create_cluster(NewCluster("payments", 4, KEY))

@@ -63,7 +63,7 @@ def test_the_four_examples_of_recovery_with_writes_going_on(story: Story):
     assert "would be left without a replica" in refuses(
         cluster, "remove-replica", "0", *sorted(usual)
     )
-    assert "is no storage of this cluster" in refuses(cluster, "add-replica", "0", "127.0.0.1:1")
+    assert "is not a storage of this cluster" in refuses(cluster, "add-replica", "0", "127.0.0.1:1")
 
 
 def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_goes_on(story: Story):

@@ -338,7 +338,7 @@ def test_a_cluster_of_its_own_user(tmp_path: Path, auth_file: Path, cluster_of: 
     wrong = tmp_path / "wrong.auth"
     wrong.write_text("digest:waltz:another password\n")
     other = said("cluster", "show", f"{place}?auth={wrong}")
-    assert "does not let us at /waltz/local" in other
+    assert "denies access to /waltz/local" in other
     assert "user 'waltz'" in other
     assert "another password\n" not in other.replace("with another password", "")
     with pytest.raises(BadConfig, match="requires authentication"):

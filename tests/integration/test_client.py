@@ -172,7 +172,9 @@ def test_no_zookeeper_names_the_hosts():
         WaltzClient("zookeeper.invalid:2181/waltz", config)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(errors.CoordinatorUnavailable, match="ZooKeeper's hello does not come"):
+        with pytest.raises(
+            errors.CoordinatorUnavailable, match="ZooKeeper sends no session response"
+        ):
             WaltzClient(f"127.0.0.1:{port}/waltz", config)
 
 

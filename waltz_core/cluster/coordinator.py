@@ -1,18 +1,18 @@
-"""The coordinator: everything that servers, storages, clients and commands do in ZooKeeper.
+"""The coordinator: all operations of servers, storages, clients and commands in ZooKeeper.
 
-Each of these steps is a small protocol over versions, and a mistake in one of them loses data or
-splits a cluster. They are written once, over `znodes.Znodes`, so that the code that tests and the
-simulator run over memory is the code that runs over a real ZooKeeper.
+Each operation is a small protocol over versions, in which a mistake loses data or splits a cluster.
+They use the interface `znodes.Znodes`, so that tests and the simulator run the same code over
+memory that production runs over a real ZooKeeper.
 
 Rules:
-    1. Whatever is written depends on the version that was read: no write is unconditional.
+    1. Each write depends on the version that was read: no write is unconditional.
     2. A partition's metadata and marker change in one write and are read as one pair.
-    3. A write with unknown outcome is never taken for done or for undone: it is read again here
-       where reading can tell (ids, registrations), and raised to the caller where it cannot.
-    4. Nothing here waits for long, except `follow_...`, which run until they are cancelled.
+    3. A write with unknown outcome counts neither as done nor as failed. If reading again can
+       decide (ids, registrations), it is read here; if not, the error goes to the caller.
+    4. No call waits for long, except `follow_...`, which run until they are cancelled.
 
-Raises, all of it: CoordinatorUnavailable when ZooKeeper does not answer in time, BadFormat (with
-the path) for a node that cannot be decoded, BadConfig where there is no cluster.
+All of them raise CoordinatorUnavailable if ZooKeeper does not answer in time, BadFormat (with the
+path) for a node that cannot be decoded, BadConfig if there is no cluster.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,12 +61,12 @@ __all__ = [
 ID_ATTEMPTS_MAX = 1000
 READ_ATTEMPTS_MAX = 20
 WRITE_ATTEMPTS_MAX = 20
-# An absence of ZooKeeper that is shorter than so many session time-outs is no illness.
+# A shorter outage of ZooKeeper than this many session timeouts is not reported as unhealthy.
 ABSENCE_TIMEOUTS_MAX = 2
 
 
 class ClusterView(NamedTuple):
-    """What never changes in the life of a cluster."""
+    """The constants of a cluster."""
 
     params: model.ClusterParams
     store: model.StoreParams
@@ -89,7 +89,7 @@ class PartitionView(NamedTuple):
 
     @property
     def versions(self) -> PartitionVersions:
-        """What `write_partition` expects."""
+        """The versions for `write_partition`."""
         return PartitionVersions(self.metadata_version, self.marker_version)
 
 
@@ -116,20 +116,20 @@ class Coordinator:
 
     @property
     def session_state(self) -> SessionState:
-        """Where the session with ZooKeeper stands now."""
+        """The state of the session with ZooKeeper."""
         return self._znodes.state
 
     @property
     def session_timeout_ms(self) -> int:
-        """After this long without us ZooKeeper takes this process for dead."""
+        """The time without heartbeats after which ZooKeeper ends the session."""
         return self._znodes.session_timeout_ms
 
     @property
     def is_in_contact(self) -> bool:
-        """Whether ZooKeeper is there, or was a moment ago: what health tells.
+        """Whether ZooKeeper is connected, or was a moment ago, for health checks.
 
-        Without it everything goes on, and a new node of the ensemble is soon found; but after two
-        session time-outs somebody should look.
+        Without ZooKeeper the cluster continues, and another node of the ensemble is soon found; but
+        after two session timeouts an operator should look.
         """
         limit_ms = ABSENCE_TIMEOUTS_MAX * self._znodes.session_timeout_ms
         return self._nodes.contact.away_ms < limit_ms
@@ -139,13 +139,13 @@ class Coordinator:
         self._znodes.on_state(callback)
 
     async def close(self) -> None:
-        """End the session; a registered server is gone from ZooKeeper at once."""
+        """End the session; the node of a registered server is deleted at once."""
         await self._znodes.close()
 
     # --- the cluster
 
     async def read_cluster(self) -> ClusterView:
-        """Read what never changes."""
+        """Read the cluster's constants."""
         root = await self._znodes.get(self.paths.root)
         if root is None or not root.data:
             raise self._nodes.no_cluster()
@@ -170,9 +170,9 @@ class Coordinator:
         )
 
     async def create_for_rebuilding(self, new: NewCluster, ids: int) -> None:
-        """Create the nodes of a cluster whose storages are to tell what it has (rebuilding.py).
+        """Create the nodes of a cluster that is rebuilt from its storages (rebuilding.py).
 
-        `ids` is where client ids and generations go on.
+        Client ids and generations continue from `ids`.
         """
         await self._create(
             new, lambda version: rebuilding_steps(self.paths, new, root_version=version, ids=ids)
@@ -196,8 +196,8 @@ class Coordinator:
                     raise
             except errors.CoordinatorConflict as conflict:
                 raise errors.CoordinatorConflict(
-                    f"at {self.where} there is a cluster already, or the remains of one that was "
-                    f"never finished, to be deleted first ({conflict})"
+                    f"there is a cluster at {self.where} already, or the remains of an unfinished "
+                    f"one ({conflict}). Hint: delete it first."
                 ) from conflict
 
     async def _is_mine(self, new: NewCluster) -> bool:
@@ -218,21 +218,21 @@ class Coordinator:
         return Coordinator(self._znodes, root)
 
     async def delete_cluster(self, tell: Callable[[int, int], None]) -> int:
-        """Delete every node of the cluster, or what remains of one; return how many there were.
+        """Delete every node of the cluster, or its remains; return how many there were.
 
-        Whether anybody still needs it is for the caller to know. `tell` hears how many of how many
-        are deleted.
+        The caller must know that it is not needed any more. `tell` receives how many nodes of how
+        many are deleted.
         """
         return await delete_tree(self._znodes, self.paths.root, tell)
 
     # --- ids
 
     async def next_client_id(self) -> ClientId:
-        """Take a client id that nobody had before."""
+        """Allocate a client id that was never used before."""
         return ClientId(await self._next_id(self.paths.client_ids))
 
     async def next_server_id(self) -> ServerId:
-        """Take a server id that nobody had before."""
+        """Allocate a server id that was never used before."""
         return ServerId(await self._next_id(self.paths.server_ids))
 
     async def _next_id(self, path: str) -> int:
@@ -240,24 +240,24 @@ class Coordinator:
             node = await self._nodes.require(path)
             last_id = decode_node(path, node, model.decode_id)
             if last_id == model.INT32_MAX:
-                raise errors.BadFormat(f"{path}: all {last_id} ids have been given out")
+                raise errors.BadFormat(f"{path}: all {last_id} ids are allocated")
             try:
                 await self._znodes.write(
                     [Set(path, model.encode_id(last_id + 1), node.stat.version)]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
-                continue  # An id that may have been taken is left to nobody.
+                continue  # An id that may have been allocated is skipped.
             return last_id + 1
         raise errors.CoordinatorUnavailable(
-            f"no id from {path} in {ID_ATTEMPTS_MAX} attempts: too many take one at once"
+            f"no id from {path} in {ID_ATTEMPTS_MAX} attempts: too many concurrent requests"
         )
 
     async def raise_ids(
         self, client_id: ClientId, generations: Mapping[PartitionId, Generation]
     ) -> None:
-        """Give out only client ids above this one, and have no partition below its generation.
+        """Raise the last client id, and the generation of each partition, for a rebuilding.
 
-        For a rebuilding (rebuilding.py, rule 5).
+        See rebuilding.py, rule 5.
         """
         path = self.paths.client_ids
         for _ in range(ID_ATTEMPTS_MAX):
@@ -274,7 +274,7 @@ class Coordinator:
     # --- partitions
 
     async def read_partition(self, partition_id: PartitionId) -> PartitionView:
-        """Read metadata and marker as one pair, not older than anything written before the call."""
+        """Read metadata and marker as one pair, not older than any write before the call."""
         await self._znodes.sync()
         path = self.paths.partition(partition_id)
         marker_path = self.paths.marker(partition_id)
@@ -282,7 +282,7 @@ class Coordinator:
         for _ in range(READ_ATTEMPTS_MAX):
             marker = await self._znodes.get(marker_path)
             after = await self._znodes.get(path)
-            # Both change together, so a marker read while the metadata stood still belongs to it.
+            # Both change together, so a marker read while the metadata did not change matches it.
             if _version(before) == _version(after):
                 return PartitionView(
                     _decode_metadata(path, after, partition_id),
@@ -302,8 +302,8 @@ class Coordinator:
     ) -> PartitionVersions:
         """Write metadata and marker in one compare-and-set and return their new versions.
 
-        Raises CoordinatorConflict when either node is not at its expected version (nothing was
-        written), CoordinatorOutcomeUnknown when only reading again can tell: then compare session
+        Raises CoordinatorConflict if either node is not at its expected version (nothing was
+        written), CoordinatorOutcomeUnknown if only reading again can decide: then compare session
         and nonce (docs/design/correctness.md 2.1 B).
         """
         if NO_NODE in expected:
@@ -312,7 +312,7 @@ class Coordinator:
         path, data = self.paths.partition(partition_id), metadata.to_bytes(partition_id)
         steps: list[Operation] = []
         if expected.metadata == NO_NODE:
-            # An original's metadata starts out empty, too: the first session is version 1.
+            # The metadata of 0.13 is empty at first, too: the first session is version 1.
             steps.append(CreateNode(path, model.EMPTY_METADATA.to_bytes(partition_id)))
         steps.append(Set(path, data, max(expected.metadata, 0)))
         marker_path = self.paths.marker(partition_id)
@@ -342,10 +342,10 @@ class Coordinator:
     async def update_replica_assignment(
         self, change: Callable[[model.ReplicaAssignments], model.ReplicaAssignments]
     ) -> model.ReplicaAssignments:
-        """Replace the replica assignment by what `change` makes of it; return the new one.
+        """Replace the replica assignment by the result of `change`; return the new one.
 
-        `change` is called again when somebody else wrote in between. Raises BadRequest for a step
-        that is too wide (docs/design/correctness.md 2.4, row 36).
+        `change` is called again after a concurrent write. Raises BadRequest for a step that is too
+        wide (docs/design/correctness.md 2.4, row 36).
         """
         path = self.paths.replica_assignment
         partition_count = (await self.read_cluster()).params.partition_count
@@ -364,8 +364,8 @@ class Coordinator:
     async def register_storage_id(self, address: ReplicaId, storage_id: UUID) -> UUID:
         """Register the storage at `address`, and return the id that is registered for it.
 
-        The first to come is registered for good: an answer other than `storage_id` means that
-        another storage belongs to this address.
+        The first one stays registered: a result other than `storage_id` means that another storage
+        belongs to this address.
         """
         path = self.paths.storage_id(address)
         data = model.StorageRegistration(storage_id).to_bytes()
@@ -413,38 +413,38 @@ class Coordinator:
     # --- servers
 
     async def register_server(self, descriptor: model.ServerDescriptor) -> None:
-        """Make this process known as a live server, or change how it is known.
+        """Register this process as a live server, or change its registration.
 
-        The node lives as long as the session; `follow_servers` makes it anew after a session was
-        lost, under the same server id, and from now on does the lead server's duty whenever this
+        The node lives as long as the session. After a lost session `follow_servers` registers the
+        same server id again. From now on it also fulfils the lead server's duty whenever this
         process has the smallest live server id.
         """
         await self._membership.register(descriptor)
 
     async def prefer(self, descriptor: model.ServerDescriptor) -> None:
-        """Register with other preferred partitions, and assign all of them anew at once."""
+        """Register with other preferred partitions, and assign all partitions again at once."""
         await self._membership.prefer(descriptor)
 
     def keep_partitions_where_they_are(self) -> None:
-        """From now on, as the lead, leave servers what they have: it is moved by load."""
+        """From now on, as the lead, keep the assignment: partitions move by load."""
         self._membership.keeps_all = True
 
     async def move_partitions(
         self, seen: ServersView, moves: Mapping[PartitionId, ServerId]
     ) -> bool:
-        """As the lead, move partitions; False when the servers or their partitions have changed."""
+        """As the lead, move partitions; return False if servers or ownership have changed."""
         return await self._membership.move(seen, moves)
 
     async def unregister_server(self) -> None:
-        """Take this process out of the live servers (a clean shutdown)."""
+        """Remove this process from the live servers (a clean shutdown)."""
         await self._membership.unregister()
 
     async def take_out_server(self, dead: model.ServerDescriptor) -> None:
-        """Take another server out whose process is known to be dead, if it is still there."""
+        """Remove another server whose process is known to be dead, if it is still registered."""
         await self._membership.take_out(dead)
 
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
-        """Give a partition of this process to another server; False when there is nobody."""
+        """Give a partition of this process to another server; return False if there is none."""
         return await self._membership.hand_over(partition_id, generation)
 
     async def read_servers(self) -> ServersView:
@@ -452,7 +452,7 @@ class Coordinator:
         return await self._membership.read()
 
     async def read_servers_now(self) -> ServersView:
-        """Read the same, in no state older than the call."""
+        """Read the same, not older than the call."""
         await self._znodes.sync()
         return await self._membership.read()
 

@@ -1,23 +1,23 @@
-"""Writes that must enter the log once, however often their tasks are run: who is at which task.
+"""The registry of exactly-once writes: each enters the log once, however often its tasks run.
 
-A write is run by processes that know nothing of each other, several of which may believe to run the
-same task. What they have to agree on is small, and is here: from which marks the write started,
-which client id each task has, which attempt of a task is the last, and whether the write is over.
+The processes of a write do not know each other, and several may run the same task. They agree here
+on the marks from which the write started, the client id of each task, the latest attempt of a task,
+and whether the write is done.
 
 Rules (docs/spark.md, "Exactly once"):
-    1. The first to come writes the starting marks; they never change.
-    2. A task keeps its client id for ever. Each attempt raises the task's attempt number, by
-       compare-and-set; where the outcome of that is unknown, it is raised once more.
-    3. An attempt goes on while it is the last one, and the write neither done nor forgotten:
-       `check` says so from what ZooKeeper held after the call.
-    4. A write that is forgotten is not begun again by those who only enter it. Of a series (`X-7`
-       comes after `X-6`) none is begun when a later one is there.
-    5. A write is forgotten a given time after its node was last written: when it was begun, or when
-       it was done. ZooKeeper's clock measures that time; a driver's own clock may be days off.
-       A write that is forgotten is marked as done first, with an empty summary, so that no task
-       enters while its tasks are removed.
-    6. A run is one execution of the whole job. A task's runs are written down, because what another
-       run has written may be cut into other tasks.
+    1. The first process writes the starting marks; they never change.
+    2. A task keeps its client id forever. Each attempt increments the task's attempt number by
+       compare-and-set; if the outcome of that is unknown, it is incremented once more.
+    3. An attempt continues while it is the latest one, and the write is neither done nor removed:
+       `check` decides from the state of ZooKeeper after the call.
+    4. A process that only enters a write does not begin one that was removed. In a series (`X-7`
+       follows `X-6`) no write is begun if a later one exists.
+    5. A write expires a given time after its node was last written: when it was begun, or when it
+       was done. ZooKeeper's clock measures that time; a driver's own clock may be days off. An
+       expired write is marked as done first, with an empty summary, so that no task enters while
+       its tasks are removed.
+    6. A run is one execution of the whole job. A task's runs are recorded, because another run may
+       have split the rows into other tasks.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -36,7 +36,7 @@ RUNS_MAX = 1_000
 REMOVALS_MAX = 500
 LOOKED_AT_MAX = 50
 NAME_CHARACTERS_MAX = 200
-# How long a node of format 1 is kept: it says when, by a driver's clock.
+# How long a node of format 1 is kept: its time is that of a driver's clock.
 KEEP_MS_OF_FORMAT_1 = 365 * 24 * 3_600 * 1_000
 _FORMAT_OF_WRITES, _FORMAT_OF_TASKS = 2, 1
 
@@ -46,8 +46,8 @@ class WriteState:
     """`R/x/writes/W`: JSON with `format` 2 and these fields.
 
     `marks` are the log's high-water marks by partition when the write was first begun, `keep_ms` is
-    how long after the node was last written it may be forgotten, `summary` what the write has come
-    to (None while it goes on, empty when it is being forgotten).
+    the time after the last write of the node when it expires, `summary` the result of the write
+    (None while it runs, empty while it is being removed).
     """
 
     marks: Mapping[int, int]
@@ -56,7 +56,7 @@ class WriteState:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is to be appended any more."""
+        """Whether nothing may be appended any more."""
         return self.summary is not None
 
     def to_bytes(self) -> bytes:
@@ -113,7 +113,7 @@ class WriteRegistry:
         self._znodes = nodes.znodes
 
     async def read(self, write: str) -> WriteState | None:
-        """Return a write, None when it was never begun, or is forgotten."""
+        """Return a write, None if it was never begun, or was removed."""
         path = self._path(write)
         await self._znodes.sync()
         node = await self._znodes.get(path)
@@ -122,10 +122,10 @@ class WriteRegistry:
     async def begin(
         self, write: str, marks: Mapping[int, int], keep_ms: int, *, in_series: bool = False
     ) -> WriteState:
-        """Return the write, begun with these marks unless somebody else was first (rule 1).
+        """Return the write, begun with these marks unless it was begun already (rule 1).
 
         Raises:
-            ConnectionSuperseded: a later one of its series is there (rule 4).
+            ConnectionSuperseded: a later write of its series exists (rule 4).
         """
         path, made = self._path(write), WriteState(dict(marks), keep_ms)
         for _ in range(ATTEMPTS_MAX):
@@ -146,15 +146,15 @@ class WriteRegistry:
         for name in () if listing is None else listing.names:
             other, _, later = name.rpartition("-")
             if other == series and is_number(later) and int(later) > int(number):
-                raise _over(write, None, f"{name} has begun, so it is over and forgotten")
+                raise _over(write, None, f"{name} has begun, so it is over and was removed")
 
     async def enter(
         self, write: str, task: int, run: str, next_client_id: Callable[[], Awaitable[ClientId]]
     ) -> TaskState:
-        """Begin an attempt of a task, and return where it stands now (rule 2).
+        """Begin an attempt of a task, and return the task's state (rule 2).
 
         Raises:
-            ConnectionSuperseded: the write is done or forgotten.
+            ConnectionSuperseded: the write is done or was removed.
         """
         path = self._path(write, task)
         client_id: ClientId | None = None
@@ -177,15 +177,15 @@ class WriteRegistry:
     async def _check_goes_on(self, write: str, task: int) -> None:
         state = await self.read(write)
         if state is None:
-            raise _over(write, task, "it is over and forgotten")
+            raise _over(write, task, "it is over and was removed")
         if state.is_done:
             raise _over(write, task, "it is done")
 
     async def check(self, write: str, task: int, attempt: int) -> None:
-        """Return if this attempt may go on (rule 3).
+        """Check that this attempt may continue (rule 3).
 
         Raises:
-            ConnectionSuperseded: it is over; the message says why.
+            ConnectionSuperseded: it may not; the message states the reason.
         """
         await self._check_goes_on(write, task)
         path = self._path(write, task)
@@ -211,17 +211,17 @@ class WriteRegistry:
         return sorted(int(name) for name in names if is_number(name))
 
     async def finish(self, write: str, summary: Mapping[str, Any], keep_ms: int) -> WriteState:
-        """Mark a write as done, and return it: with the summary of whoever was first.
+        """Mark a write as done, and return it, with the summary of the first caller.
 
         Raises:
-            ConnectionSuperseded: the write is forgotten.
+            ConnectionSuperseded: the write was removed.
         """
         path = self._path(write)
         for _ in range(ATTEMPTS_MAX):
             await self._znodes.sync()
             node = await self._znodes.get(path)
             if node is None:
-                raise _over(write, None, "it is over and forgotten")
+                raise _over(write, None, "it is over and was removed")
             found = decode_node(path, node, WriteState.from_bytes)
             if found.is_done:
                 return found
@@ -231,7 +231,7 @@ class WriteRegistry:
         raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
 
     async def forget(self, write: str) -> None:
-        """Remove a write; whoever still runs a task of it gives up at its next mount (rule 5)."""
+        """Remove a write; a task that still runs ends at its next mount (rule 5)."""
         path = self._path(write)
         for _ in range(ATTEMPTS_MAX):
             if await self._znodes.get(path) is None:
@@ -256,7 +256,7 @@ class WriteRegistry:
             await self._try(removals[start : start + REMOVALS_MAX])
 
     async def out_of_time(self) -> list[str]:
-        """Return writes whose time is over, of the few that are looked at in one call (rule 5)."""
+        """Return expired writes, of the few that one call checks (rule 5)."""
         now_ms = await self._time_ms()
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
@@ -269,7 +269,7 @@ class WriteRegistry:
         return over
 
     async def _time_ms(self) -> int:
-        """Return ZooKeeper's time: that at which it has just written a node."""
+        """Return ZooKeeper's time, from a node that it has just written."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         if node is not None:
@@ -282,7 +282,7 @@ class WriteRegistry:
         return self._nodes.paths.write(write) + ("" if task is None else f"/{task}")
 
     async def _try(self, operations: list[Operation]) -> bool:
-        """Write; False when that was refused, or nobody knows: then it is read again."""
+        """Write; return False if it failed or the outcome is unknown: then it is read again."""
         try:
             await self._znodes.write(operations)
         except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
@@ -292,14 +292,14 @@ class WriteRegistry:
 
 
 def check_name(write: str) -> None:
-    """Raise BadRequest unless a write can be called so."""
+    """Raise BadRequest unless the name of a write is valid."""
     is_good = 0 < len(write) <= NAME_CHARACTERS_MAX and write not in {".", ".."}
     if not is_good or any(
         not (each.isalnum() or each in "-_.~") or ord(each) > 127 for each in write
     ):
         raise errors.BadRequest(
-            f"the name of a write is to be 1 to {NAME_CHARACTERS_MAX} letters, digits, '-', '_', "
-            f"'.' and '~'; found {write!r:.250}"
+            f"the name of a write: expected 1 to {NAME_CHARACTERS_MAX} letters, digits, '-', '_', "
+            f"'.' and '~', found {write!r:.250}"
         )
 
 

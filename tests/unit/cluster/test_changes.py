@@ -48,7 +48,7 @@ def step(now, wanted, joining=""):
 def test_replicas_are_added_one_by_one_and_awaited():
     assert step(seen("ABC"), "ABCDE", "DE") == "ABCD"
     assert step(seen("ABCD", known="ABC"), "ABCDE", "DE") == (
-        "its server has to open a session with A, B, C, D"
+        "its server must open a session with A, B, C, D"
     )
     assert step(seen("ABCD", "ABC"), "ABCDE", "DE") == "D copies the log"
     assert step(seen("ABCD"), "ABCDE", "DE") == "ABCDE"
@@ -63,7 +63,7 @@ def test_nothing_is_taken_away_before_what_was_added_is_level():
 
 def test_a_step_waits_for_an_open_session():
     reason = step(seen("ABC", session=4), "ABCD", "D")
-    assert reason.startswith("its server has to open a session; the last one was with A, B, C")
+    assert reason.startswith("its server must open a session; the last one was with A, B, C")
 
 
 def test_who_is_away_gives_its_place_to_who_comes():
@@ -78,9 +78,12 @@ def test_who_is_away_is_taken_out_first():
 def test_no_step_makes_appends_wait_for_a_copy():
     reason = step(seen("ABC", "AB"), "ABCD", "D")
     assert reason == (
-        "C is not level, and of A, B, C, D appends would need 3: start it, or replace its storage"
+        "C is not in sync, and appends would need 3 of A, B, C, D. "
+        "Hint: start it, or replace its storage."
     )
-    assert step(seen("ABC", "AB"), "BC").startswith("C is not level, and of B, C appends")
+    assert step(seen("ABC", "AB"), "BC").startswith(
+        "C is not in sync, and appends would need 2 of B, C."
+    )
 
 
 def test_a_single_replica_gets_a_second_one_though_it_has_to_copy_first():
@@ -106,7 +109,7 @@ def test_a_change_is_not_applied_to_other_replicas():
     assert moved == ReplicaAssignments({"A": (), "B": (0, 1), "C": (0, 1)})
     with pytest.raises(errors.CoordinatorConflict, match="partition 0 has the replicas A, B"):
         changes.apply([Change(0, ("A",), ("A", "C"))], assigned)
-    with pytest.raises(errors.BadRequest, match="D is no storage of this cluster"):
+    with pytest.raises(errors.BadRequest, match="D is not a storage of this cluster"):
         changes.apply([Change(0, ("A", "B"), ("A", "D"))], assigned)
 
 

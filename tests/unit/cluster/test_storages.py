@@ -148,7 +148,9 @@ def test_a_storage_goes_when_it_holds_nothing():
     )
     with pytest.raises(errors.BadRequest, match="still has replicas of 1 partitions"):
         layout().without_storage(A)
-    with pytest.raises(errors.BadRequest, match=f"{D} is no storage of this cluster; it has {A}"):
+    with pytest.raises(
+        errors.BadRequest, match=f"{D} is not a storage of this cluster; it has {A}"
+    ):
         layout().without_storage(D)
 
 
@@ -251,14 +253,18 @@ async def test_a_plan_waits_and_says_for_what(cluster):
                 await asyncio.sleep(0)
             assert not waiting.done()
             waiting.cancel()
-    assert str(told[-1].waits[0]).startswith(f"partition 0: {C} is not level, and of {B}, {C}")
+    assert str(told[-1].waits[0]).startswith(
+        f"partition 0: {C} is not in sync, and appends would need 2 of {B}, {C}"
+    )
     assert told[-1].step == ()
 
 
 @in_cluster
 async def test_a_wish_that_can_never_be_is_refused(cluster):
     async with cluster.owned():
-        with pytest.raises(errors.BadRequest, match=r"10\.0\.0\.9:1 is no storage of this cluster"):
+        with pytest.raises(
+            errors.BadRequest, match=r"10\.0\.0\.9:1 is not a storage of this cluster"
+        ):
             await carry_out(cluster, {0: (A, B, C, "10.0.0.9:1")})
 
 

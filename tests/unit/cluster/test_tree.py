@@ -171,7 +171,9 @@ async def test_a_cluster_below_another_one_is_not_deleted_with_it(it):
     await it.cluster("/w")
     await it.cluster("/w/team/payments", "payments")
     before = it.zookeeper.dump()
-    with pytest.raises(errors.BadRequest, match="found payments at /w/team/payments: delete that"):
+    with pytest.raises(
+        errors.BadRequest, match=r"payments at /w/team/payments\. Hint: delete that"
+    ):
         await tree.delete_tree(it.session, "/w")
     assert it.zookeeper.dump() == before
     await tree.delete_tree(it.session, "/w/team/payments")

@@ -1,13 +1,13 @@
-"""Who has changed the cluster, when, how, and what came of it: the newest changes, in ZooKeeper.
+"""The audit log in ZooKeeper: the newest changes of the cluster by commands.
 
-Whoever looks for the reason of something finds it where the cluster is, also when the machine that
-gave the command is gone.
+It has the user, time, command and outcome of each, also if the machine of the command is lost.
 
 Rules:
-    1. A change is written down before it begins; what has come of it is written when it is over.
-       One that says "begun" was broken off.
+    1. An entry is written before a change begins; its outcome is written when the change is over.
+       An entry with the outcome "begun" belongs to a change that was interrupted.
     2. Only the newest `ENTRIES_MAX` are kept.
-    3. A record that cannot be written is a reason not to begin, but no reason to break off.
+    3. A change does not begin if its entry cannot be written; if the outcome cannot be written, the
+       change continues.
 """
 
 from collections.abc import Sequence
@@ -80,19 +80,19 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 class AuditLog:
-    """The records of one cluster, through one session."""
+    """The audit entries of one cluster, through one session."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
         self._znodes = nodes.znodes
 
     async def begin(self, entry: AuditEntry) -> str:
-        """Write a change down that is about to begin; return where, for `end`."""
+        """Record a change that is about to begin; return its path, for `end`."""
         paths = self._nodes.paths
         await self._nodes.ensure((paths.ours, paths.audit))
         before = await self._names()
         step = CreateNode(paths.audit_prefix, entry.to_bytes(), sequential=True)
-        # ZooKeeper tells no name of what it has numbered: the new one is the one that is ours.
+        # ZooKeeper returns no names of sequential nodes: the new one is the one with this content.
         await self._znodes.write([step])
         after = [name for name in await self._names() if name not in before]
         for name in reversed(after):
@@ -101,10 +101,10 @@ class AuditLog:
             if node is not None and node.data == step.data:
                 await self._forget_oldest()
                 return path
-        raise errors.CoordinatorUnavailable(f"{paths.audit}: the record that was made is gone")
+        raise errors.CoordinatorUnavailable(f"{paths.audit}: the new entry is missing")
 
     async def end(self, path: str, entry: AuditEntry, outcome: str, ended_ms: int) -> None:
-        """Write down what has come of a change (rule 3)."""
+        """Record the outcome of a change (rule 3)."""
         done = replace(entry, outcome=outcome, ended_ms=ended_ms)
         with suppress(errors.WaltzError):
             node = await self._znodes.get(path)
@@ -112,7 +112,7 @@ class AuditLog:
                 await self._znodes.write([Set(path, done.to_bytes(), node.stat.version)])
 
     async def read(self) -> list[AuditEntry]:
-        """Return all records, oldest first."""
+        """Return all entries, oldest first."""
         await self._znodes.sync()
         found: list[AuditEntry] = []
         for name in await self._names():

@@ -1,20 +1,19 @@
-"""How a cluster's replicas get from where they are to where they should be, one safe step each.
+"""Plans changes of a cluster's replicas as a sequence of safe steps.
 
-Which step may be next is a question of quorums, not of waiting and writing, so that all of it can
-be tried out without a cluster. `storages.py` looks, writes and waits.
+It only decides the next step, which is a question of quorums; `storages.py` reads, writes and
+waits.
 
 Rules (docs/design/correctness.md 2.1 C and G, 2.4 row 36):
-    1. A partition's next step is taken only from an open session that has taken the last one in.
-    2. A step adds one replica, or takes one away, or puts one into the place of another that is
-       not level.
-    3. No step leaves a partition without a quorum of level replicas, nor in want of one that has
-       to copy the log first, unless it has a single replica.
-    4. Nothing is taken away before what has been added is level.
-    5. A plan is made of wishes only: looked at again after a crash, it goes on from where it is.
+    1. A partition's next step is taken only from an open session that includes the previous one.
+    2. A step adds one replica, removes one, or replaces one that is not in sync.
+    3. No step leaves a partition without a quorum of replicas in sync, or dependent on one that
+       must copy the log first, unless it has a single replica.
+    4. No replica is removed before the added ones are in sync.
+    5. A plan consists of the wanted placement only: after a crash it continues from the actual one.
 
 Invariants of a wanted placement:
-    1. A partition has its replicas on different storages, and in as many groups as it can.
-    2. What can stay where it is stays.
+    1. A partition has its replicas on different storages, and in as many groups as possible.
+    2. A replica that can stay stays.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -33,7 +32,7 @@ Placement: TypeAlias = Mapping[PartitionId, tuple[ReplicaId, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is wanted of some partitions; `joining` are the replicas that have to become level."""
+    """The wanted replicas of some partitions; `joining` are those that must get in sync."""
 
     wanted: Placement
     joining: Placement
@@ -50,7 +49,7 @@ class Plan:
 
 
 class PartitionReplicas(NamedTuple):
-    """One partition as it is: its replicas, and what its owner's session says of them."""
+    """The actual replicas of one partition, with their states in its owner's session."""
 
     assigned: tuple[ReplicaId, ...]
     metadata: PartitionMetadata | None
@@ -87,7 +86,7 @@ class Change(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A partition's next step has to wait; the reason is a sentence for whoever waits."""
+    """A partition's next step must wait; the reason is shown to the user."""
 
     partition_id: PartitionId
     reason: str
@@ -99,7 +98,7 @@ class Wait(NamedTuple):
 def next_step(
     partition_id: PartitionId, now: PartitionReplicas, plan: Plan
 ) -> Change | Wait | None:
-    """Return the next step of a partition, or why it has to wait; None when it is as wanted."""
+    """Return the next step of a partition, or why it must wait; None if it is as wanted."""
     wanted = plan.wanted[partition_id]
     if not wanted:
         raise errors.BadRequest(f"partition {partition_id} would be left without a replica")
@@ -108,7 +107,7 @@ def next_step(
     if not now.assigned:
         return Change(partition_id, (), tuple(wanted))
     if not now.was_opened:
-        # Without a history nothing has to be level: quorums that meet are enough.
+        # Without a history no replica must be in sync: overlapping quorums are enough.
         return _one_by_one(partition_id, now, lacking, leaving)
     reason = _unsettled(now) or _not_level(now, plan.joining[partition_id])
     if reason is not None:
@@ -123,7 +122,7 @@ def next_step(
 def apply(changes: Iterable[Change], old: ReplicaAssignments) -> ReplicaAssignments:
     """Return the assignment after some changes.
 
-    Raises CoordinatorConflict when a partition is not what its change was made for.
+    Raises CoordinatorConflict if a partition is not what its change was planned for.
     """
     held = {name: list(its) for name, its in old.partitions.items()}
     for partition_id, before, after in changes:
@@ -138,7 +137,7 @@ def apply(changes: Iterable[Change], old: ReplicaAssignments) -> ReplicaAssignme
                 held[name].remove(partition_id)
         for name in after:
             if name not in held:
-                raise errors.BadRequest(f"{name} is no storage of this cluster")
+                raise errors.BadRequest(f"{name} is not a storage of this cluster")
             if name not in before:
                 held[name].append(partition_id)
     return ReplicaAssignments({name: tuple(sorted(its)) for name, its in held.items()})
@@ -158,14 +157,14 @@ def _one_by_one(
 
 
 def _unsettled(now: PartitionReplicas) -> str | None:
-    """Say what rule 1 waits for."""
+    """Return what rule 1 waits for."""
     assert now.metadata is not None
     if set(now.metadata.states) != set(now.assigned):
-        return f"its server has to open a session with {_names(now.assigned)}"
+        return f"its server must open a session with {_names(now.assigned)}"
     if not now.level:
         return (
-            f"its server has to open a session; the last one was with {_names(_engaged(now))}, "
-            "of which a quorum has to answer"
+            f"its server must open a session; the last one was with {_names(_engaged(now))}, "
+            "of which a quorum must answer"
         )
     return None
 
@@ -177,7 +176,7 @@ def _engaged(now: PartitionReplicas) -> list[ReplicaId]:
 
 
 def _not_level(now: PartitionReplicas, joining: Collection[ReplicaId]) -> str | None:
-    """Say what rule 4 waits for."""
+    """Return what rule 4 waits for."""
     behind = [each for each in now.assigned if each in joining and each not in now.level]
     return f"{_names(behind)} copies the log" if behind else None
 
@@ -186,7 +185,7 @@ def _bring_in(
     partition_id: PartitionId, now: PartitionReplicas, added: ReplicaId, leaving: list[ReplicaId]
 ) -> Change | Wait:
     away = [each for each in leaving if each not in now.level]
-    if away:  # The quorum stays as large as it was, and appends need not wait for the copy.
+    if away:  # The quorum keeps its size, so appends need not wait for the copy.
         after = (*_without(now.assigned, away[0]), added)
         return _checked(partition_id, now, after, len(now.level))
     after = (*now.assigned, added)
@@ -216,8 +215,8 @@ def _checked(
     missing = [each for each in now.assigned if each not in now.level]
     return Wait(
         partition_id,
-        f"{_names(missing)} is not level, and of {_names(after)} appends would need {quorum}: "
-        "start it, or replace its storage",
+        f"{_names(missing)} is not in sync, and appends would need {quorum} of {_names(after)}. "
+        "Hint: start it, or replace its storage.",
     )
 
 
@@ -229,12 +228,12 @@ def _names(replicas: Iterable[ReplicaId]) -> str:
     return ", ".join(replicas) or "none"
 
 
-# --- what may be wanted
+# --- wanted placements
 
 
 @dataclass(slots=True)
 class _Places:
-    """A placement being made: who holds what, and where there is room."""
+    """A placement under construction: the replicas, and the number on each storage."""
 
     groups: Mapping[ReplicaId, int]
     held: dict[PartitionId, list[ReplicaId]]
@@ -260,7 +259,7 @@ class _Places:
     def best_for(
         self, replicas: Collection[ReplicaId], barred: Collection[ReplicaId]
     ) -> ReplicaId | None:
-        """Return where another replica goes: into a group that has none, where there is least."""
+        """Return the storage for another replica: in a group without one, with the fewest."""
         free = [each for each in self.groups if each not in replicas and each not in barred]
         before = self.group_count(replicas)
         return min(
@@ -270,7 +269,7 @@ class _Places:
         )
 
     def worst_of(self, replicas: list[ReplicaId]) -> ReplicaId:
-        """Return which replica to give up: of a group that has more than one, where most is."""
+        """Return the replica to remove: in a group with more than one, on the fullest storage."""
 
         def cost(each: ReplicaId) -> tuple[int, int]:
             rest = [other for other in replicas if other != each]
@@ -290,7 +289,7 @@ def placement_of(
 def without_storage(
     now: Placement, groups: Mapping[ReplicaId, int], address: ReplicaId
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
-    """Return where the replicas of one storage go; raises BadRequest when one has no place."""
+    """Return the placement without one storage; raises BadRequest if a replica has no place."""
     usual = _usual_count(now)
     places = _Places(groups, {each: list(replicas) for each, replicas in now.items()})
     moved: dict[PartitionId, tuple[ReplicaId, ...]] = {}
@@ -298,15 +297,15 @@ def without_storage(
         if address not in replicas:
             continue
         others = [each for each in replicas if each != address]
-        if len(others) >= usual:  # Its successor is there: this is the rest of an earlier move.
+        if len(others) >= usual:  # It has a successor: this completes an earlier move.
             moved[partition_id] = tuple(others)
             continue
         found = places.best_for(others, [address])
         if found is None:
             raise errors.BadRequest(
-                f"every other storage has a replica of partition {partition_id} already: add a "
-                f"storage first, or take its replica away (`cluster remove-replica {partition_id} "
-                f"{address}`)"
+                f"every other storage has a replica of partition {partition_id} already. Hint: add "
+                f"a storage first, or remove the replica (`cluster remove-replica {partition_id} "
+                f"{address}`)."
             )
         places.move(partition_id, address, found)
         moved[partition_id] = tuple(places.held[partition_id])
@@ -316,11 +315,10 @@ def without_storage(
 def replaced(
     now: Placement, old: ReplicaId, new: ReplicaId, partitions: Collection[PartitionId]
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
-    """Return the placement in which one storage has taken over what another one holds.
+    """Return the placement in which one storage has taken over the replicas of another one.
 
-    Where both hold a replica, this is the rest of an earlier move when the partition has one
-    replica more than usual. Raises BadRequest when it has not: the change would only take a
-    replica away.
+    If both hold a replica and the partition has one more than usual, this completes an earlier
+    move. Raises BadRequest if it has not: the change would only remove a replica.
     """
     usual = _usual_count(now)
     wanted: dict[PartitionId, tuple[ReplicaId, ...]] = {}
@@ -332,7 +330,7 @@ def replaced(
             raise errors.BadRequest(
                 f"partition {partition_id}: {new} has a replica already, so the partition would "
                 f"be left with {len(replicas) - 1} of the usual {usual} replicas; nothing was "
-                "changed. Hint: choose another storage, or take the replica away on purpose "
+                "changed. Hint: choose another storage, or remove the replica on purpose "
                 f"(`cluster remove-replica {partition_id} {old}`)."
             )
         wanted[partition_id] = tuple(
@@ -342,7 +340,7 @@ def replaced(
 
 
 def restored(now: Placement, address: ReplicaId) -> dict[PartitionId, tuple[ReplicaId, ...]]:
-    """Return the placement in which a storage makes up what partitions lack beside the others."""
+    """Return the placement in which a storage gets the replicas that partitions lack."""
     usual = _usual_count(now)
     return {
         partition_id: (*replicas, address)
@@ -352,7 +350,7 @@ def restored(now: Placement, address: ReplicaId) -> dict[PartitionId, tuple[Repl
 
 
 def _usual_count(now: Placement) -> int:
-    """Return how many replicas most partitions have; the greater number where two are as usual."""
+    """Return how many replicas most partitions have; of two equally frequent, the greater."""
     counts = [len(replicas) for replicas in now.values()]
     return max(counts, key=lambda each: (counts.count(each), each), default=0)
 
@@ -360,7 +358,7 @@ def _usual_count(now: Placement) -> int:
 def spread(
     now: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None = None
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
-    """Return the placement with replicas dealt out evenly over groups and storages.
+    """Return the placement with replicas spread evenly over groups and storages.
 
     Without `replica_count` a partition keeps as many replicas as it has, or gets one for each
     group. Raises BadRequest when there are too few storages.
@@ -416,7 +414,7 @@ def _spread_over_groups(places: _Places, partition_id: PartitionId) -> None:
 
 
 def _has_evened_out(places: _Places) -> bool:
-    """Move one replica from a storage to one with two or more less; False when none can be."""
+    """Move one replica to a storage with at least two fewer; return False if none can move."""
     by_load = sorted(places.groups, key=lambda each: places.load[each])
     for full in reversed(by_load):
         for empty in by_load:
@@ -433,7 +431,7 @@ def _has_evened_out(places: _Places) -> bool:
 
 
 def crowded(now: Placement, groups: Mapping[ReplicaId, int]) -> list[PartitionId]:
-    """Return the partitions whose replicas are in fewer groups than they could be."""
+    """Return the partitions whose replicas are in fewer groups than possible."""
     group_count = len(set(groups.values()))
     return [
         partition_id
@@ -443,7 +441,7 @@ def crowded(now: Placement, groups: Mapping[ReplicaId, int]) -> list[PartitionId
 
 
 def parse_partitions(text: str, partition_count: int) -> tuple[PartitionId, ...]:
-    """Return the partitions that "0-6,7,10-16" or "all" names; raises BadConfig."""
+    """Return the partitions named by a text like "0-6,7,10-16" or "all"; raises BadConfig."""
     expected = f"expected partitions like 0-3,7 of 0..{partition_count - 1}, or all"
     if text == "all":
         return tuple(map(PartitionId, range(partition_count)))

@@ -1,11 +1,11 @@
-"""The steps that create a cluster's nodes, as a pure function of what is wanted.
+"""The writes that create a cluster's nodes, as a pure function of the options.
 
-A cluster that was created half way must never be taken for a whole one, and the nodes must be those
-that the tools of Waltz 0.13 would have made (docs/zookeeper.md, "Creating a cluster").
+A cluster that was only partly created must never be taken for a complete one, and the nodes must be
+those that the tools of Waltz 0.13 create (docs/zookeeper.md, "Creating a cluster").
 
 Rules:
     1. The root's own data is written last. A root without data is not a cluster.
-    2. A small cluster is one atomic write; a large one is several, each within ZooKeeper's limit
+    2. A small cluster takes one atomic write; a large one several, each within ZooKeeper's limit
        for one request.
 """
 
@@ -35,7 +35,7 @@ class NewStorage(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, index: int) -> Self:
-        """Return what HOST:PORT:ADMIN_PORT[:GROUP] names; without a group it is `index`.
+        """Parse HOST:PORT:ADMIN_PORT[:GROUP]; the default group is `index`.
 
         Raises BadConfig.
         """
@@ -52,9 +52,9 @@ class NewStorage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NewCluster:
-    """What `cluster create` is told; raises BadConfig when it makes no sense.
+    """The options of `cluster create`; raises BadConfig if they are not valid.
 
-    The cluster key is made by the caller, at random. Without an assignment each group of storages
+    The caller generates the cluster key at random. Without an assignment each group of storages
     gets one replica of every partition.
     """
 
@@ -69,7 +69,7 @@ class NewCluster:
             raise errors.BadConfig("the cluster's name is empty")
         if not 1 <= self.partition_count <= model.INT32_MAX:
             raise errors.BadConfig(
-                f"a cluster has 1 partition or more, found {self.partition_count}"
+                f"expected a cluster of 1 or more partitions, found {self.partition_count}"
             )
         addresses = [storage.address for storage in self.storages]
         for storage in self.storages:
@@ -83,7 +83,7 @@ class NewCluster:
                 raise errors.BadConfig(f"storage {storage.address} is named twice")
         for address, held in (self.assignment or {}).items():
             if address not in addresses:
-                raise errors.BadConfig(f"the assignment names {address}, which is no storage here")
+                raise errors.BadConfig(f"the assignment names {address}, which is not a storage")
             if any(not 0 <= partition_id < self.partition_count for partition_id in held):
                 raise errors.BadConfig(
                     f"the assignment gives {address} the partitions {list(held)}: "

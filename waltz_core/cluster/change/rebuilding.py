@@ -1,30 +1,30 @@
-"""What ZooKeeper is told when it is the storages that know: one log is declared to be the log.
+"""Rebuilds a partition's metadata from its storages: one replica's log becomes the log.
 
-Nowhere else is a history decided by other means than a quorum's. It is needed when ZooKeeper has
-lost its data, and when too few replicas of a partition can vouch for themselves.
+Everywhere else a quorum decides the history. A rebuilding is needed when ZooKeeper has lost its
+data, and when too few replicas of a partition have a trusted log.
 
-What must not be lost was synced by a quorum of the replicas in some session. A storage writes the
-session down before it takes appends in it, and only with a log that has all that came before. So of
-the replicas that were heard, the one with the newest session, and of those the longest log, has
-everything, provided that fewer than a quorum were not heard: of n replicas with a quorum of Q, any
-n - Q + 1 include one that has synced what was acknowledged.
+A quorum of the replicas has synced every acknowledged record in some session. A storage stores the
+session before it accepts appends in it, and only with a log that has everything before it. So among
+the replicas that answer, one with the newest session and, of these, the longest log has everything,
+provided that fewer than a quorum are missing: of n replicas with a quorum of Q, any n - Q + 1
+include one that has synced what was acknowledged.
 
-They have to be of the replicas that the partition had at last, and nobody says any more who those
-were. A copy of an older session may be a replica that had fallen behind, or what was left lying
-when the partition moved away, and then it says nothing of what came later; meanwhile a replica
-that does not open its log, was taken offline or has an empty directory looks like a storage that
-never had one. Only a copy of the newest session was certainly a replica in it.
+The replicas must be those of the last assignment, which is lost. A copy of an older session may be
+a replica that had fallen behind, or one that remained when the partition moved away, and then it
+says nothing about later sessions. On the other hand, a replica that does not open its log, was
+taken offline or has an empty directory looks like a storage that never had one. Only a copy of the
+newest session was certainly a replica in it.
 
 Rules (docs/design/correctness.md 2.4, row 15):
-    1. Nodes that were made for a rebuilding have no partition that may be opened: its marker says
-       that there was a history, and no replica is engaged.
-    2. One replica is declared engaged, and nobody else. It is assigned together with a second one,
-       so that nothing is acknowledged by one disk alone; the others are added as replicas ever are.
-    3. A replica that is suspect, or damaged above its mark, is not chosen unasked. That it knows of
-       a later session than the others is believed all the same.
-    4. Who counts as heard is a copy of the newest session, and nobody else. This may refuse what
-       would have been safe (one replica behind and another one lost); a person can decide then.
-    5. Client ids and generations go on above all that were ever given out, so that no append is
+    1. Nodes that are created for a rebuilding contain no partition that may be opened: its marker
+       says that there was a history, and no replica is engaged.
+    2. One replica is declared engaged, and no other. It is assigned together with a second one, so
+       that no single disk acknowledges appends; the others are added like any new replica.
+    3. A replica that is suspect, or damaged above its mark, is not chosen automatically. A later
+       session that it knows of counts nevertheless.
+    4. Only a copy of the newest session counts towards the quorum. This may reject a safe case (one
+       replica behind and another one lost); an operator can decide then.
+    5. Client ids and generations continue above all that were ever allocated, so that no append is
        taken for an old one. They start at the seconds since 2020. The operator's clock may have
        been set back, so they also start above the greatest ones in the last records of each log.
     6. ZooKeeper is written before a replica is marked: a marked replica is trusted. If a command
@@ -54,14 +54,14 @@ from waltz_core.records.record import (
 
 # One of these has the bytes of a replica state for each storage, so fewer fit into a request.
 STEP_PARTITIONS_MAX = 200
-# No cluster gives out a client id a second for years, so these are above all that were given out.
+# No cluster allocates a client id a second for years, so these are above all allocated ones.
 IDS_EPOCH_S = 1_577_836_800  # the beginning of 2020
-# Stands in the first assignment as the owner of all: no server ever has this id.
+# The owner of all partitions in the first assignment: no server ever has this id.
 NOBODY = ServerId(0)
 
 
 class Log(NamedTuple):
-    """What a replica says of itself, after a fence and a sync."""
+    """The state that a replica reports after a fence and a sync."""
 
     last_session: SessionId
     synced_max: TransactionId
@@ -70,17 +70,17 @@ class Log(NamedTuple):
 
     @property
     def can_vouch(self) -> bool:
-        """Whether it may be chosen unasked (rule 3)."""
+        """Whether it may be chosen automatically (rule 3)."""
         return not (self.is_suspect or self.is_damaged)
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Greater has more."""
+        """The order of logs: a greater one has more."""
         return self.last_session, self.synced_max
 
 
 class Ids(NamedTuple):
-    """A client id and a generation that were given out (rule 5)."""
+    """An allocated client id and generation (rule 5)."""
 
     client_id: int
     generation: int
@@ -95,7 +95,7 @@ NO_IDS = Ids(0, -1)
 
 @dataclass(frozen=True, slots=True)
 class RebuildDecision:
-    """Whose log is the log of a partition, and who is to have it."""
+    """The replica whose log becomes the log of a partition, and the replicas that get it."""
 
     partition_id: PartitionId
     source: ReplicaId
@@ -104,27 +104,27 @@ class RebuildDecision:
 
     @property
     def first_members(self) -> tuple[ReplicaId, ...]:
-        """Who is assigned at first (rule 2)."""
+        """The replicas that are assigned first (rule 2)."""
         return self.members[:2]
 
     def declared_in(self, session_id: SessionId) -> "RebuildDecision":
-        """Return the verdict with a log that is marked in this session."""
+        """Return the decision with a log that is marked in this session."""
         return replace(self, log=self.log._replace(last_session=session_id))
 
     def metadata(self, generation: Generation, session_id: SessionId) -> model.PartitionMetadata:
-        """Return what ZooKeeper is told; `session_id` is the one that the replicas promised."""
+        """Return the metadata for ZooKeeper; `session_id` is the one that the replicas promised."""
         states = {self.source: model.ReplicaState(self.log.last_session, model.UNRESOLVED)}
         return model.PartitionMetadata(generation, session_id, states)
 
 
 class Hands(Protocol):
-    """What a log is declared with; each call returns when that is durable."""
+    """The operations that declare a log; each returns when it is durable."""
 
     async def write(self, metadata: model.PartitionMetadata) -> None:
         """Write the partition's metadata, with a marker of the session."""
 
     async def mark(self) -> None:
-        """Have the source's replica mark its log in the session, which makes it trusted."""
+        """Mark the log of the source's replica in the session, which makes it trusted."""
 
     async def assign(self) -> None:
         """Assign the first replicas."""
@@ -145,10 +145,10 @@ def choose(
     replica_count: int,
     unheard: Sequence[ReplicaId],
 ) -> RebuildDecision:
-    """Choose the log of a partition among all that were heard.
+    """Choose the log of a partition among those of the storages that answered.
 
-    `unheard` are storages that may have a replica. Raises BadRequest, with what would help, when
-    what a quorum has acknowledged may be on those only that cannot tell.
+    `unheard` are storages that did not answer and may have a replica. Raises BadRequest, with a
+    hint, if only those may have what a quorum has acknowledged.
     """
     able = {name: log for name, log in logs.items() if log.can_vouch}
     silent = [*unheard, *(name for name in logs if name not in able)]
@@ -158,12 +158,11 @@ def choose(
     quorum = replica_count // 2 + 1
     if max(len(silent), replica_count - len(heard)) >= quorum:
         raise errors.BadRequest(
-            f"partition {partition_id}: of {replica_count} replicas {len(heard)} were heard that "
-            f"took part in the last session ({', '.join(heard) or 'none'}); "
-            f"{', '.join(silent) or 'no other storage'} could not tell, "
-            f"{', '.join(older) or 'none'} knows of older sessions only; fewer than {quorum} may "
-            "be missing: bring more of them back, or decide with "
-            f"`cluster accept-replicas {partition_id}`"
+            f"partition {partition_id}: {len(heard)} of {replica_count} replicas have a trusted "
+            f"log of the last session ({', '.join(heard) or 'none'}); no trusted log from: "
+            f"{', '.join(silent) or 'none'}; only in older sessions: {', '.join(older) or 'none'}. "
+            f"Fewer than {quorum} may be missing. Hint: start more of them, or decide with "
+            f"`cluster accept-replicas {partition_id}`."
         )
     ranked = sorted(able, key=lambda name: able[name].rank, reverse=True)
     members = _members(ranked, groups, replica_count)
@@ -182,7 +181,7 @@ def _members(
 
 
 def losses(chosen: Log, logs: Mapping[ReplicaId, Log]) -> list[str]:
-    """Say what other replicas have that the chosen log has not."""
+    """Return what other replicas have that the chosen log lacks, as texts."""
     found: list[str] = []
     for name, log in logs.items():
         if log.last_session > chosen.last_session:
@@ -197,17 +196,17 @@ def losses(chosen: Log, logs: Mapping[ReplicaId, Log]) -> list[str]:
 
 
 def ids_from(now_s: int) -> int:
-    """Return where ids and generations go on after all was lost (rule 5)."""
+    """Return the first id and generation after a loss of all metadata (rule 5)."""
     return min(max(now_s - IDS_EPOCH_S, 1), model.INT32_MAX // 2)
 
 
 def rebuilding_steps(
     paths: ClusterPaths, new: NewCluster, *, root_version: int, ids: int
 ) -> list[list[Operation]]:
-    """Return the writes that make a cluster's nodes for a rebuilding (rules 1 and 5).
+    """Return the writes that create a cluster's nodes for a rebuilding (rules 1 and 5).
 
-    Every storage is named by every partition's metadata, so that each serves what lies in its
-    directory, and nothing else.
+    Every partition's metadata names every storage, so that each storage serves the logs in its
+    directory, and no others.
     """
     partitions = [PartitionId(number) for number in range(new.partition_count)]
     closed = model.ReplicaState(NO_SESSION, BEFORE_FIRST)
@@ -243,7 +242,7 @@ def rebuilding_steps(
 def is_waiting(
     metadata: model.PartitionMetadata | None, marker: model.PartitionMarker | None
 ) -> bool:
-    """Tell whether a partition was made for a rebuilding, and has not been decided yet."""
+    """Whether a partition was created for a rebuilding and is not decided yet."""
     return (
         marker is not None
         and marker.state is model.MarkerState.OPEN

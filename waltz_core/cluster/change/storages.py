@@ -1,13 +1,14 @@
-"""Which storages a cluster has, what each of them holds, and carrying out what changes that.
+"""The storages of a cluster and their partitions, and the execution of changes.
 
-The storages are in three nodes that must never disagree, and a change of replicas is many steps of
-which each may be taken only when the cluster has followed the last one.
+Three nodes describe the storages and must always agree. A change of replicas has many steps; each
+may be taken only when the cluster has completed the previous one.
 
 Rules:
     1. Assignment, groups and admin ports are read as one and change in one write.
-    2. What is next is decided by `changes.py`, from what ZooKeeper holds at that moment; after each
-       write everything is looked at again.
-    3. Only so many partitions change at a time, so that copying them does not crowd out appends.
+    2. `changes.py` decides the next step from the current state of ZooKeeper; after each write
+       everything is read again.
+    3. The number of partitions that change at a time is limited, so that their copies do not
+       displace appends.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,17 +40,17 @@ class StorageLayout:
     admin_ports: Mapping[ReplicaId, int]
 
     def check_known(self, address: ReplicaId) -> None:
-        """Raise BadRequest unless there is such a storage."""
+        """Raise BadRequest unless the cluster has this storage."""
         if address not in self.assignment.partitions:
             names = ", ".join(self.assignment.partitions) or "none"
-            raise errors.BadRequest(f"{address} is no storage of this cluster; it has {names}")
+            raise errors.BadRequest(f"{address} is not a storage of this cluster; it has {names}")
 
     def with_storage(
         self, address: ReplicaId, admin_port: int, group: int | None
     ) -> "StorageLayout":
-        """Return the layout with one more storage, which holds nothing; None: a new group.
+        """Return the layout with one more storage, without partitions; None: a new group.
 
-        Raises BadRequest when there is one, BadConfig when it has no right address or port.
+        Raises BadRequest if it exists, BadConfig if address or port are not valid.
         """
         check_address(address)
         _check_port(admin_port)
@@ -65,7 +66,7 @@ class StorageLayout:
     def with_admin_port(self, address: ReplicaId, admin_port: int) -> "StorageLayout":
         """Return the layout with another admin port of a storage.
 
-        Raises BadRequest when there is no such storage, BadConfig for no right port.
+        Raises BadRequest if there is no such storage, BadConfig for an invalid port.
         """
         self.check_known(address)
         _check_port(admin_port)
@@ -89,7 +90,7 @@ class StorageLayout:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a plan has come: partitions that are as wanted, all of them, what is waited for."""
+    """The progress of a plan: finished partitions, all partitions, and what it waits for."""
 
     done_count: int
     count: int
@@ -109,15 +110,15 @@ class Storages:
         self._paths = nodes.paths
 
     async def read(self) -> StorageLayout:
-        """Read the layout, not older than anything written before the call."""
+        """Read the layout, not older than any write before the call."""
         await self._nodes.znodes.sync()
         return (await self._read())[0]
 
     async def change(self, change: Callable[[StorageLayout], StorageLayout]) -> StorageLayout:
-        """Replace the layout by what `change` makes of it; return the new one.
+        """Replace the layout by the result of `change`; return the new one.
 
-        `change` is called again when somebody else wrote in between. Raises BadRequest for a step
-        that is too wide.
+        `change` is called again after a concurrent write. Raises BadRequest for a step that is too
+        wide.
         """
         params = await self._nodes.read(self._paths.root, model.ClusterParams.from_bytes)
         for _ in range(WRITE_ATTEMPTS_MAX):
@@ -146,7 +147,7 @@ class Storages:
         )
 
     async def forget_id(self, address: ReplicaId) -> None:
-        """Let another storage take an address: the next one to start there is registered."""
+        """Free an address for another storage: the next one that starts there is registered."""
         path = self._paths.storage_id(address)
         for _ in range(WRITE_ATTEMPTS_MAX):
             node = await self._nodes.znodes.get(path)
@@ -164,7 +165,7 @@ class Storages:
         partitions: Sequence[PartitionId],
         signal: Signal | None = None,
     ) -> dict[PartitionId, PartitionReplicas]:
-        """Read what the owners' sessions say of some partitions."""
+        """Read the replica states of some partitions in their owners' sessions."""
         found: dict[PartitionId, PartitionReplicas] = {}
         for partition_id in partitions:
             path = self._paths.partition(partition_id)
@@ -176,10 +177,10 @@ class Storages:
         return found
 
     async def carry_out(self, plan: Plan, tell: Callable[[Progress], None]) -> None:
-        """Take step after step until every partition is as it is wanted, or cancelled.
+        """Take steps until every partition is as wanted, or until cancelled.
 
-        Raises BadRequest when that can never be. Somebody else's change of the same partitions is
-        looked at like one of ours.
+        Raises BadRequest if that is impossible. Another command's change of the same partitions
+        counts like a step of this one.
         """
         open_ends = list(plan.wanted)
         failure: list[errors.WaltzError] = []
@@ -204,7 +205,7 @@ class Storages:
         tell: Callable[[Progress], None],
         signal: Signal,
     ) -> None:
-        """Look once, and write once if there is a step to be taken."""
+        """Read once, and write once if there is a next step."""
         while True:
             assignment = await self._nodes.read(
                 self._paths.replica_assignment, model.ReplicaAssignments.from_bytes, signal
@@ -229,7 +230,7 @@ class Storages:
         await self.change(lambda old: replace(old, assignment=changes.apply(todo, old.assignment)))
 
     async def _read(self) -> tuple[StorageLayout, list[Set]]:
-        """Read the layout, and the writes that would leave it as it is."""
+        """Read the layout, and the writes that would keep it unchanged."""
         steps: list[Set] = []
 
         async def read(path: str, decode: Callable[[bytes], T]) -> T:

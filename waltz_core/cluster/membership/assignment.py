@@ -1,16 +1,16 @@
-"""Decides which server owns which partition, and which storages hold it.
+"""Assigns partitions to servers and replicas to storages.
 
-The lead server decides for all, and any other server may become the lead at any moment, so the
-answer must depend on nothing but what ZooKeeper holds.
+The lead server decides for all. Any other server may become the lead at any moment, so the result
+depends only on the state of ZooKeeper.
 
 Invariants of `assign_partitions`:
     1. Every partition has exactly one owner.
     2. A generation rises by one exactly when a partition goes to a server that did not own it.
     3. Without preferences no two servers' counts differ by more than one.
-    4. Whoever may keep a partition keeps it: nothing moves without need.
-    5. With `keeps_all` (balance by load) who has partitions keeps all of them, however many, unless
-       somebody prefers them; the rest goes to whoever has the fewest. When a server is new, all is
-       dealt by count, and rule 3 holds again.
+    4. A server that may keep a partition keeps it: nothing moves without need.
+    5. With `keeps_all` (balance by load) servers keep all their partitions, any number, except
+       those that another server prefers; the rest goes to the servers with the fewest. When a
+       server is new, all partitions are assigned by count, and rule 3 holds again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ def is_in_force(
     cversion: int,
     partition_count: int,
 ) -> bool:
-    """Say whether an assignment was made for exactly these servers and all partitions.
+    """Whether an assignment was written for exactly these servers and all partitions.
 
     `cversion` is the child version of the assignment's own node (docs/zookeeper.md, rule 2 of
     "Membership and assignment").
@@ -58,9 +58,9 @@ def assign_partitions(
 ) -> PartitionAssignment:
     """Return the assignment for the live servers.
 
-    Preferred partitions go first, to the lowest server id that asks, even beyond its share; then
-    each server keeps what it has up to its share; then the rest is dealt out in order of ids.
-    Raises BadRequest when the cluster would lose partitions.
+    Preferred partitions go first, to the lowest server id that prefers them, even beyond its
+    share; then each server keeps its partitions up to its share; then the rest is assigned in order
+    of ids. Raises BadRequest if the cluster would lose partitions.
     """
     assert servers
     if partition_count < old.partition_count:
@@ -91,10 +91,10 @@ def handed_over(
 ) -> PartitionAssignment | None:
     """Return the assignment with one partition given by its owner to the next server.
 
-    Each partition has the servers in a ring of its own, so that it comes to all of them before it
-    is back, and those of one owner go to different ones. By count it would not: whoever has just
-    handed everything over has the fewest, and would get it back.
-    None when there is nobody else, or when the partition is not that owner's any more.
+    Each partition has its own ring of the servers, so that it visits all of them before it returns,
+    and the partitions of one owner go to different servers. By count they would not: a server that
+    has just handed everything over has the fewest, and would get it back.
+    None if there is no other server, or if the partition has another owner now.
     """
     if old.servers.get(owner, {}).get(partition_id) != generation:
         return None
@@ -108,7 +108,7 @@ def move_partitions(
 ) -> PartitionAssignment:
     """Return the assignment for the same servers after some partitions have moved.
 
-    A server that the old one does not name has owned nothing: whoever wrote it left it out.
+    A server that the old assignment does not name has owned nothing.
     """
     owned = {server_id: dict(its) for server_id, its in old.servers.items()}
     for source, its in old.servers.items():
@@ -138,7 +138,7 @@ def with_generations(
 
 
 class _Deal:
-    """One dealing of partitions: what is still free, and what each server has so far."""
+    """One assignment under construction: the free partitions, and those of each server."""
 
     def __init__(
         self, old: PartitionAssignment, server_ids: Sequence[ServerId], partition_count: int
@@ -188,8 +188,8 @@ class _Deal:
         if self._owner.get(partition_id) != server_id:
             generation = _next_generation(generation, partition_id)
         self.owned[server_id][partition_id] = generation
-        # The one over the share is paid for from the spare ones. It may go below zero when
-        # preferences take more than their due; the other servers then stay below their share.
+        # A partition over the share is subtracted from the spare ones. They may become negative if
+        # preferences exceed a share; the other servers then stay below their share.
         if len(self.owned[server_id]) > self._share:
             self._spare -= 1
 
@@ -203,7 +203,7 @@ def _next_generation(generation: Generation, partition_id: PartitionId) -> Gener
 
 
 def assign_replicas(groups: Mapping[ReplicaId, int], partition_count: int) -> ReplicaAssignments:
-    """Give each group of storages one replica of every partition, dealt out in turn."""
+    """Assign each group of storages one replica of every partition, round-robin."""
     held: dict[ReplicaId, list[PartitionId]] = {address: [] for address in groups}
     for group in sorted(set(groups.values())):
         members = [address for address, its_group in groups.items() if its_group == group]
@@ -217,9 +217,8 @@ def check_replica_change(
 ) -> None:
     """Raise BadRequest for a change after which old and new quorums might not meet.
 
-    A partition may gain fewer replicas than make a quorum of its new ones, and may not lose its
-    last one (docs/design/correctness.md 2.4, row 36). A partition without replicas may be
-    given any.
+    A partition may gain fewer replicas than a quorum of its new ones, and may not lose its last one
+    (docs/design/correctness.md 2.4, row 36). A partition without replicas may get any.
     """
     for partition in range(partition_count):
         partition_id = PartitionId(partition)

@@ -1,23 +1,21 @@
-"""Which partitions should move to which server, so that all servers do about the same work.
+"""Plans moves of partitions between servers, so that all servers have about the same load.
 
-A move costs every client of the partition a pause, so the question is less what the best order
-would be than when it is worth it. That can be answered, and tested over hours of virtual time,
-without a cluster.
+A move costs every client of the partition a pause, so a move must be worth it.
 
 Rules:
-    1. Nothing is taken from a partition that any live server prefers (assignment.py).
-    2. Work is moved from one server to the least loaded one, and only for a gain: by so much the
-       greater of the two loads falls. To begin with, the giver has to do a quarter more than
-       servers do on average, and the gain to be an eighth of that average, for `lasting_ms`: noise
-       does not reach that, nor does a load that has only begun to show. For `motion_ms` after that
-       a twentieth is enough, so that what has begun comes to its end. Each move makes two servers
-       more even, so while loads stay as they are moves end.
-    3. A partition that was moved stays for `rest_ms`; at most `moves_max` go at one time.
-    4. What is nearly idle counts as `IDLE_LOAD`: idle partitions are spread by count.
-    5. Nothing is ever left without an owner: an answer says where to, for partitions that have one.
-    6. A server gives once it was to give for `lasting_ms`, also while what has begun comes to its
-       end. Servers tell one after the other: when all have stood still and go on, one of them looks
-       busy before the others do.
+    1. A partition that any live server prefers is not moved (assignment.py).
+    2. Partitions move from one server to the least loaded one, and only for a gain, which is the
+       decrease of the greater of the two loads. To begin, the source must have a load of a quarter
+       above the servers' average, and the gain must be an eighth of that average, for
+       `lasting_ms`: neither noise nor a load that has just begun reaches that. For `motion_ms`
+       after that, a twentieth is enough, so that a rebalancing that has begun is completed. Each
+       move makes two servers more even, so with constant loads the moves end.
+    3. A partition that was moved stays for `rest_ms`; at most `moves_max` move at one time.
+    4. A nearly idle partition counts as `IDLE_LOAD`: idle partitions are spread by count.
+    5. No partition is left without an owner: a plan names the target, for partitions with an owner.
+    6. A server is a source only after it was overloaded for `lasting_ms`, also during a
+       rebalancing. Servers publish one after the other: when all were paused and continue, one of
+       them seems busy before the others do.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,14 +24,14 @@ from typing import Final, NamedTuple
 
 from waltz_core.records.record import PartitionId, ServerId
 
-# A load of 1 is about one KiB of appended data a second (server/process/load.py); ten are as good
-# as none.
+# A load of 1 is about one KiB of appended data a second (server/process/load.py); up to ten count
+# as idle.
 IDLE_LOAD: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class BalanceLimits:
-    """When a move is worth it; see the module's rules."""
+    """The thresholds for a move; see the module's rules."""
 
     rest_ms: int
     lasting_ms: int
@@ -45,7 +43,7 @@ class BalanceLimits:
 
 
 class _Shift(NamedTuple):
-    """Some partitions that could go from one server to another, and what that gains."""
+    """Some partitions that could move from one server to another, and the gain."""
 
     gain: float
     partitions: tuple[PartitionId, ...]
@@ -53,7 +51,7 @@ class _Shift(NamedTuple):
 
 
 class Balancer:
-    """Remembers what it has moved; see the module's rules."""
+    """Plans moves, with a memory of earlier ones; see the module's rules."""
 
     def __init__(self, limits: BalanceLimits) -> None:
         self._limits = limits
@@ -63,11 +61,11 @@ class Balancer:
         self._giving_since_ms: dict[ServerId, int] = {}
 
     def moved(self, partition_ids: Collection[PartitionId], now_ms: int) -> None:
-        """Take in that these have moved (rule 3)."""
+        """Note that these partitions have moved (rule 3)."""
         self._moved_ms.update(dict.fromkeys(partition_ids, now_ms))
 
     def look_away(self) -> None:
-        """Take in that loads were not looked at: nothing has lasted then (rules 2 and 6)."""
+        """Reset the history: loads were not observed, so nothing has lasted (rules 2 and 6)."""
         self._uneven_since_ms = None
         self._giving_since_ms = {}
 
@@ -79,10 +77,10 @@ class Balancer:
         servers: Collection[ServerId],
         now_ms: int,
     ) -> dict[PartitionId, ServerId]:
-        """Return where which partitions should go now.
+        """Return the moves to make now: partition and target server.
 
-        `servers` are those whose loads are known: the others neither give nor take. `preferred` are
-        the partitions that anybody prefers. A partition without a load is left alone.
+        `servers` are those with known loads: the others are neither sources nor targets.
+        `preferred` are the partitions that any server prefers. A partition without a load stays.
         """
         self._forget(now_ms)
         pinned = {*preferred, *self._moved_ms}
@@ -102,13 +100,13 @@ class Balancer:
             return {}
         before_ms = now_ms - self._limits.lasting_ms
         ready = {each for each, at_ms in self._giving_since_ms.items() if at_ms <= before_ms}
-        # Counted anew: nobody gives in view of what another one has only seemed to give.
+        # Planned again: no move may depend on another one that is not ready.
         return self._moves(held, {each for each in movable if owners[each] in ready})
 
     def _moves(
         self, held: dict[ServerId, dict[PartitionId, float]], movable: Collection[PartitionId]
     ) -> dict[PartitionId, ServerId]:
-        """Make what servers have more even; return what that takes (rule 2)."""
+        """Return the moves that make the servers' loads more even (rule 2)."""
         moves: dict[PartitionId, ServerId] = {}
         movable = set(movable)
         while len(moves) < self._limits.moves_max:
@@ -134,7 +132,7 @@ class Balancer:
         movable: Collection[PartitionId],
         now_ms: int,
     ) -> bool:
-        """Return whether anything is to move, which what lasts begins (rule 2)."""
+        """Whether a rebalancing is in progress; a lasting imbalance begins one (rule 2)."""
         limits = self._limits
         found = _best_shift(held, movable, limits.gain_to_begin, limits.excess_to_begin)
         if found is None:
@@ -154,9 +152,9 @@ def _best_shift(
     gain_min: float,
     excess_min: float = 0.0,
 ) -> tuple[ServerId, _Shift] | None:
-    """Return what to take from the most loaded server where that is worth it (rule 2).
+    """Return the best shift from the most loaded server, if it is worth it (rule 2).
 
-    Gain and excess are shares of what servers do on average.
+    Gain and excess are shares of the servers' average load.
     """
     totals = {each: sum(its.values()) for each, its in held.items()}
     target = min(totals, key=lambda each: (totals[each], each))
@@ -174,7 +172,7 @@ def _best_shift(
 def _shift(
     its: Mapping[PartitionId, float], source: float, target_load: float, target: ServerId
 ) -> _Shift:
-    """Return what brings two servers closest: some partitions within half their gap, or one."""
+    """Return the shift that makes two servers most even: partitions within half the gap, or one."""
     room = (source - target_load) / 2
     taken: list[PartitionId] = []
     moved = 0.0
@@ -187,5 +185,5 @@ def _shift(
         if moved + load <= room:
             taken.append(partition_id)
             moved += load
-    # Within half the gap the source stays the greater one, so all that is moved is gained.
+    # Within half the gap the source keeps the greater load, so everything moved is gain.
     return best if best.gain >= moved else _Shift(moved, tuple(taken), target)

@@ -1,17 +1,16 @@
-"""What each server's partitions cost it: how that is measured, told, and believed.
+"""Measures, publishes and evaluates the load of each partition.
 
-The lead decides from what others have measured, some seconds ago, of partitions that may have moved
-since. What a figure is worth is settled here.
+The lead server decides from loads that other servers measured some seconds ago, for partitions that
+may have moved since.
 
 Rules:
-    1. A load is a mean over the last `window_ms`, in which what is older counts exponentially less.
-       It is right from the first sample on, only less certain: what has not been seen counts for
-       nothing, not as zero.
-    2. A server tells its loads in an ephemeral node of its own, `R/x/load/ID`; nobody else writes
-       it, and an original neither writes nor reads one.
-    3. A load is believed once it has been measured for a window. Until then a partition that has
-       just moved is believed to do what it did: else whoever has taken it would look idle, and be
-       given more.
+    1. A load is a mean over the last `window_ms`, with exponentially decreasing weight of older
+       samples. It is correct from the first sample on, only less certain: time without samples has
+       no weight, it does not count as zero.
+    2. A server publishes its loads in its ephemeral node `R/x/load/ID`; no other process writes it,
+       and Waltz 0.13 neither writes nor reads one.
+    3. A load is used once it was measured for a window. Until then a partition that has just moved
+       keeps its previous load: otherwise its new server would seem idle, and would get more.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +28,7 @@ _FIGURE_LIMIT: Final = 1 << 63
 
 
 class PartitionLoad(NamedTuple):
-    """What a partition costs its server a second, and for how long that has been measured."""
+    """A partition's load per second, and for how long it was measured."""
 
     per_s: float
     age_ms: int
@@ -37,7 +36,7 @@ class PartitionLoad(NamedTuple):
 
 @dataclass(slots=True)
 class _Meter:
-    """One partition's count: where it stood, and the mean so far (rule 1)."""
+    """One partition's last count, and the mean so far (rule 1)."""
 
     total: float
     at_ms: int
@@ -46,7 +45,7 @@ class _Meter:
 
 
 class LoadMeter:
-    """Makes loads of counts that only rise."""
+    """Computes loads from counters."""
 
     def __init__(self, window_ms: int) -> None:
         self._window_ms = window_ms
@@ -55,12 +54,12 @@ class LoadMeter:
     def take(
         self, totals: Mapping[PartitionId, float], now_ms: int
     ) -> dict[PartitionId, PartitionLoad]:
-        """Take the counts of all partitions that are served now; return their loads."""
+        """Process the counters of all partitions that are served now; return their loads."""
         self._meters = {each: its for each, its in self._meters.items() if each in totals}
         found: dict[PartitionId, PartitionLoad] = {}
         for partition_id, total in totals.items():
             meter = self._meters.get(partition_id)
-            if meter is None or total < meter.total:  # New here, or given up and taken up again.
+            if meter is None or total < meter.total:  # New here, or closed and opened again.
                 self._meters[partition_id] = _Meter(total, now_ms, now_ms)
                 continue
             took_ms = now_ms - meter.at_ms
@@ -78,7 +77,7 @@ class LoadMeter:
 
 
 class LoadBook:
-    """What is believed of all partitions' loads (rule 3)."""
+    """The loads that are used for all partitions (rule 3)."""
 
     def __init__(self, window_ms: int) -> None:
         self._window_ms = window_ms
@@ -89,7 +88,7 @@ class LoadBook:
         told: Mapping[ServerId, Mapping[PartitionId, PartitionLoad]],
         owners: Mapping[PartitionId, ServerId],
     ) -> dict[PartitionId, float]:
-        """Take in what servers tell; return the loads of the partitions of which any is known."""
+        """Process published loads; return the loads of the partitions with a known one."""
         for partition_id, owner in owners.items():
             load = told.get(owner, {}).get(partition_id)
             if load is not None and load.age_ms >= self._window_ms:
@@ -99,7 +98,7 @@ class LoadBook:
 
 
 def encode_loads(loads: Mapping[PartitionId, PartitionLoad]) -> bytes:
-    """Return a node's bytes: JSON, each partition with its load and the age of that."""
+    """Return a node's bytes: JSON, each partition with its load and the load's age."""
     rows = {
         str(partition_id): [round(load.per_s, 1), load.age_ms]
         for partition_id, load in sorted(loads.items())
@@ -108,10 +107,10 @@ def encode_loads(loads: Mapping[PartitionId, PartitionLoad]) -> bytes:
 
 
 def decode_loads(data: bytes) -> dict[PartitionId, PartitionLoad]:
-    """Return what a node says.
+    """Decode a node.
 
     Raises:
-        BadFormat: it is not what `encode_loads` makes.
+        BadFormat: `encode_loads` does not produce these bytes.
     """
     try:
         values = strict_json.from_json(data)
@@ -140,21 +139,21 @@ def _is_row(item: tuple[str, object]) -> bool:
 
 
 class LoadBoard:
-    """Where servers tell their loads, through one session (rule 2)."""
+    """Publishes and reads loads, through one session (rule 2)."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
 
     async def tell(self, server_id: ServerId, loads: Mapping[PartitionId, PartitionLoad]) -> None:
-        """Say what this server's partitions cost; until the end of its session.
+        """Publish the loads of this server's partitions until its session ends.
 
-        Raises CoordinatorConflict and CoordinatorOutcomeUnknown, after which it is told next time.
+        Raises CoordinatorConflict and CoordinatorOutcomeUnknown; the next call tries again.
         """
         paths = self._nodes.paths
         await self._nodes.put_own(paths.load(server_id), encode_loads(loads), paths.loads)
 
     async def withdraw(self, server_id: ServerId) -> None:
-        """Say nothing any more of what this server's partitions cost; raises as `tell` does."""
+        """Remove this server's loads; raises like `tell`."""
         await self._nodes.remove(self._nodes.paths.load(server_id))
 
     async def read(
@@ -162,10 +161,10 @@ class LoadBoard:
         server_ids: Iterable[ServerId],
         on_ignored: Callable[[errors.BadFormat], None] = lambda _error: None,
     ) -> dict[ServerId, dict[PartitionId, PartitionLoad]]:
-        """Return what these servers tell.
+        """Return the loads that these servers have published.
 
-        One that tells nothing is left out: it neither gives nor takes. So is one whose node cannot
-        be decoded, of which `on_ignored` is notified.
+        A server without any is omitted: it is neither a source nor a target. So is one whose node
+        cannot be decoded; `on_ignored` is called for it.
         """
         told: dict[ServerId, dict[PartitionId, PartitionLoad]] = {}
         for server_id in server_ids:

@@ -1,23 +1,22 @@
-"""Who is registered as a live server, and the lead server's duty to keep the assignment in force.
+"""The registered live servers, and the lead server's duty to keep the assignment in force.
 
-Every process follows the membership, but exactly one acts on it, and which one that is follows from
-the membership itself.
+Every process follows the membership; the membership itself determines the one that acts on it.
 
 Rules (docs/zookeeper.md, "Membership and assignment"):
-    1. An assignment is in force only while its cversion is that of its own node: it was made for
-       exactly the servers that are registered. No other one reaches a caller.
-    2. The lead server is the live one with the smallest id. The lead computes the assignments, and
-       a server whose own preferences change the one that they change; whoever writes one writes at
-       the version that it has read, and a conflict means that it looks again.
+    1. An assignment is in force only while its cversion is that of its own node: it was written for
+       exactly the registered servers. No other assignment is returned.
+    2. The lead server is the live one with the smallest id. It computes the assignments, except the
+       one that a server's own change of preferences requires, which that server computes. Each is
+       written at the version that was read; after a conflict everything is read again.
     3. A registered server whose session was lost registers again, under the same server id.
-    4. A server that registers for the first time takes earlier processes at its address out.
-    5. When ZooKeeper has been away, sessions may end though nobody has died. So for one session
-       time-out after its return the lead moves nothing away from servers that are not registered
-       again yet, unless it knows that they are dead: this process has seen it (`take_out`), or
+    4. A server that registers for the first time removes earlier processes at its address.
+    5. When ZooKeeper was unavailable, sessions may end although no server has died. So for one
+       session timeout after its return the lead moves no partition away from servers that have not
+       registered again, unless they are known to be dead: this process has seen it (`take_out`), or
        another one is registered at their address. Otherwise it acts at once. A server that changes
-       its own preferences makes an assignment too, and waits as the lead does.
-    6. An assignment includes the servers that may own partitions (`reachability.py`). When these
-       are others than it includes, the lead writes another one for the same live servers.
+       its own preferences writes an assignment, too, and waits like the lead.
+    6. An assignment includes the servers that may own partitions (`reachability.py`). When that set
+       changes, the lead writes another one for the same live servers.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,12 +40,12 @@ from waltz_core.records.record import Generation, PartitionId, ServerId
 
 READ_ATTEMPTS_MAX = 20
 WRITE_ATTEMPTS_MAX = 20
-# A process finds ZooKeeper again within a second or two of its return, however short its session.
+# A process reconnects within two seconds of ZooKeeper's return, however short its session timeout.
 RETURN_MS_MIN = 3_000
 
 
 class Ownership(NamedTuple):
-    """Who owns a partition."""
+    """The owner of a partition, and the generation."""
 
     server_id: ServerId
     generation: Generation
@@ -54,20 +53,20 @@ class Ownership(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServersView:
-    """The live servers and what they own.
+    """The live servers and the partitions that they own.
 
-    `is_settled` says that the assignment was made for exactly these servers; `follow`
-    gives no other view, but for the one without any server.
+    `is_settled`: the assignment was written for exactly these servers. `follow` returns no other
+    view, except the one without any server.
     """
 
     servers: Mapping[ServerId, model.ServerDescriptor]
     owners: Mapping[PartitionId, Ownership]
     is_settled: bool
-    # Live servers that are given nothing, because no other server can connect to them (rule 6).
+    # Live servers that get no partitions, because no other server can connect to them (rule 6).
     left_out: frozenset[ServerId] = frozenset()
 
     def partitions_of(self, server_id: ServerId) -> dict[PartitionId, Generation]:
-        """Return what a server owns, by partition."""
+        """Return the generations of the partitions that a server owns."""
         return {
             partition_id: owner.generation
             for partition_id, owner in self.owners.items()
@@ -93,27 +92,27 @@ class _Membership(NamedTuple):
 
 
 class Membership:
-    """One process's view of the live servers and, if it is one, its part in them."""
+    """One process's view of the live servers and, if it is one, its registration."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
         self._reach = ReachBoard(nodes)
-        # What this process wants to be registered as; None while it does not serve.
+        # The wanted registration of this process; None while it does not serve.
         self._descriptor: model.ServerDescriptor | None = None
-        # For rule 5: where servers were last registered, who of them is known to be dead, and
-        # what wakes those who wait.
+        # For rule 5: the last addresses of servers, the servers known to be dead, and the signals
+        # of waiting callers.
         self._addresses: dict[ServerId, str] = {}
         self._dead: set[ServerId] = set()
         self._waiting: dict[Signal, None] = {}
-        # Whether partitions stay where load has brought them (assignment.py, rule 5).
+        # Whether the balance by load decides about moves (assignment.py, rule 5).
         self.keeps_all = False
 
     async def register(self, descriptor: model.ServerDescriptor) -> None:
-        """Make this process known as a live server, or change how it is known.
+        """Register this process as a live server, or change its registration.
 
-        The node lives as long as the session; `follow` makes it anew after a session was
-        lost, under the same server id. From now on `follow` also does the duty of the lead
-        server whenever this process has the smallest live server id.
+        The node lives as long as the session. After a lost session `follow` registers the same
+        server id again. From now on `follow` also fulfils the lead server's duty whenever this
+        process has the smallest live server id.
         """
         self._descriptor = descriptor
         for _ in range(WRITE_ATTEMPTS_MAX):
@@ -130,7 +129,7 @@ class Membership:
         )
 
     async def unregister(self) -> None:
-        """Take this process out of the live servers (a clean shutdown)."""
+        """Remove this process from the live servers (a clean shutdown)."""
         descriptor = self._descriptor
         self._descriptor = None
         if descriptor is None:
@@ -147,10 +146,11 @@ class Membership:
                 await self._nodes.znodes.sync()
 
     async def prefer(self, descriptor: model.ServerDescriptor) -> None:
-        """Register with other preferences, and have them in force at once.
+        """Register with other preferences, and apply them at once.
 
-        Both change in one write, so nobody sees one without the other; rule 5 may delay it. Raises
-        CoordinatorUnavailable when it cannot be written; nothing has changed then.
+        Registration and assignment change in one write, so that no process sees one without the
+        other; rule 5 may delay it. Raises CoordinatorUnavailable if it cannot be written; nothing
+        has changed then.
         """
         partition_count = await self._read_partition_count()
         before = self._descriptor
@@ -163,7 +163,7 @@ class Membership:
                         return
                 except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                     await self._nodes.znodes.sync()
-        except BaseException:  # also when whoever asks is cancelled
+        except BaseException:  # also when the caller is cancelled
             if self._descriptor is not None:
                 self._descriptor = before
             raise
@@ -173,7 +173,7 @@ class Membership:
         )
 
     async def _wait_for_owners(self) -> None:
-        """Return once nobody has to be waited for (rule 5); raises when this process leaves."""
+        """Wait while owners may register again (rule 5); raises when this process leaves."""
         signal = self._nodes.znodes.new_signal()
         try:
             while self._waits(await self._read_membership(signal), signal):
@@ -188,7 +188,7 @@ class Membership:
     async def _has_preferred(
         self, descriptor: model.ServerDescriptor, partition_count: int
     ) -> bool:
-        """Write descriptor and assignment; False when something has to come first."""
+        """Write descriptor and assignment; return False if something must come first."""
         membership = await self._read_membership()
         if self._grace_left_ms(membership) > 0:
             return False
@@ -214,9 +214,9 @@ class Membership:
         return True
 
     async def move(self, seen: ServersView, moves: Mapping[PartitionId, ServerId]) -> bool:
-        """Have partitions owned by others of the live servers; False when things have changed.
+        """Move partitions between live servers; return False if servers or owners have changed.
 
-        Nothing has moved then, and what was planned for what was seen is to be planned anew.
+        Nothing has moved then; the caller plans again.
         """
         partition_count = await self._read_partition_count()
         membership = await self._read_membership()
@@ -233,7 +233,7 @@ class Membership:
     async def raise_generations(self, at_least: Mapping[PartitionId, Generation]) -> None:
         """Raise the generations in the assignment that are below these; owners stay the same.
 
-        Raises CoordinatorUnavailable when others write it at each attempt.
+        Raises CoordinatorUnavailable if other processes write it at each attempt.
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
@@ -252,8 +252,8 @@ class Membership:
     async def take_out(self, dead: model.ServerDescriptor) -> None:
         """Delete the node of a server whose process is known to be dead, if it is still there.
 
-        Its session would end some seconds later. Safety does not hang on it: fencing does that.
-        Raises CoordinatorUnavailable when ZooKeeper does not answer.
+        Its session would end some seconds later. Safety does not depend on it, but on fencing.
+        Raises CoordinatorUnavailable if ZooKeeper does not answer.
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
@@ -271,10 +271,9 @@ class Membership:
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Give a partition of this process to another live server.
 
-        A preference for it goes in the same write: else whoever is next to assign would give it
-        back. Who wants it again gives it to `prefer`. False when nobody else is there, or when it
-        is not this process's any more. Raises CoordinatorUnavailable when ZooKeeper does not
-        answer.
+        The same write removes a preference for it, or the next assignment would give it back;
+        `prefer` sets it again. Return False if there is no other server, or if this process does
+        not own the partition any more. Raises CoordinatorUnavailable if ZooKeeper does not answer.
         """
         before = self._descriptor
         if before is None:
@@ -284,7 +283,7 @@ class Membership:
         try:
             changed = replace(before, preferred=kept)
             is_done = await self._has_handed_over(changed, partition_id, generation)
-        finally:  # also when whoever asks is cancelled
+        finally:  # also when the caller is cancelled
             if not is_done and self._descriptor is not None:
                 self._descriptor = before
         return is_done
@@ -292,19 +291,19 @@ class Membership:
     async def _has_handed_over(
         self, changed: model.ServerDescriptor, partition_id: PartitionId, generation: Generation
     ) -> bool:
-        """Write descriptor and assignment; False when there is nothing to give, or nobody."""
+        """Write descriptor and assignment; return False if it cannot be handed over."""
         partition_count = await self._read_partition_count()
         server_id, is_unsure = changed.server_id, False
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
             if self._descriptor is None or not _view(membership, partition_count).is_settled:
-                return False  # The lead is about to write another assignment anyway.
+                return False  # The lead is about to write another assignment.
             own = self._own_nodes(membership, server_id)
             assignment = handed_over(membership.assignment, partition_id, generation, server_id)
             if assignment is None or len(own) != 1:
                 owned = membership.assignment.servers.get(server_id, {})
                 return is_unsure and owned.get(partition_id) != generation
-            # Before it is written: `follow` would write what it takes for an old node anew.
+            # Before it is written: otherwise `follow` would write the old descriptor again.
             self._descriptor = changed
             try:
                 await self._nodes.znodes.write(
@@ -334,8 +333,8 @@ class Membership:
     async def follow(self, callback: Callable[[ServersView], None]) -> Never:
         """Call back with each settled view (or that there is no server), until cancelled.
 
-        While this process is registered, this also keeps it registered and does the lead server's
-        duty: computing the assignment for a changed set of servers (rules 1 and 2).
+        While this process is registered, this also keeps it registered and fulfils the lead
+        server's duty: computing the assignment for a changed set of servers (rules 1 and 2).
         """
         partition_count: int | None = None
         last: ServersView | None = None
@@ -348,7 +347,7 @@ class Membership:
             self._remember(membership)
             descriptor = self._descriptor
             if descriptor and not await self._ensure_registered(membership, descriptor):
-                return  # Registering has changed what was read; the signal comes.
+                return  # The registration has changed what was read; a signal follows.
             view = _view(membership, partition_count)
             if view != last and (view.is_settled or not view.servers):
                 last = view
@@ -359,7 +358,7 @@ class Membership:
         await self._nodes.follow(look)
 
     async def _do_duty(self, membership: _Membership, view: ServersView, signal: Signal) -> None:
-        """As the lead, write an assignment if there has to be another one (rules 1, 2, 5, 6)."""
+        """As the lead, write a new assignment if one is needed (rules 1, 2, 5, 6)."""
         may_own = await self._eligible(membership, signal)
         is_due = not view.is_settled or may_own != membership.assignment.servers.keys()
         if is_due and not self._waits(membership, signal):
@@ -371,7 +370,7 @@ class Membership:
         """Return which live servers may own partitions."""
         live = membership.servers.keys()
         if len(live) < 2:
-            return frozenset(live)  # the last one takes over without another look at ZooKeeper
+            return frozenset(live)  # the last one takes over without another read
         reports = await self._reach.read(live, signal)
         return eligible(live, membership.assignment.servers.keys(), reports)
 
@@ -391,7 +390,7 @@ class Membership:
             signal.set()
 
     def _waits(self, membership: _Membership, signal: Signal) -> bool:
-        """Tell whether owners may be about to register again; then the signal comes."""
+        """Whether owners may still register again; then a signal follows."""
         left_ms = self._grace_left_ms(membership)
         if left_ms <= 0:
             self._waiting.pop(signal, None)
@@ -401,7 +400,7 @@ class Membership:
         return True
 
     def _grace_left_ms(self, membership: _Membership) -> int:
-        """Return for how long owners may still register again; 0 when nobody is awaited."""
+        """Return for how long owners may still register again; 0 if none is awaited."""
         back_ms = self._nodes.contact.back_ms
         grace_ms = max(self._nodes.znodes.session_timeout_ms, RETURN_MS_MIN)
         if back_ms is None or back_ms >= grace_ms or not self._awaited(membership):
@@ -409,7 +408,7 @@ class Membership:
         return grace_ms - back_ms
 
     def _awaited(self, membership: _Membership) -> list[ServerId]:
-        """Return the owners that are not registered, and not known to be dead (rule 5)."""
+        """Return the owners that are neither registered nor known to be dead (rule 5)."""
         registered = membership.servers
         taken = {each.address for each in registered.values()}
         return [
@@ -437,7 +436,7 @@ class Membership:
     async def _ensure_registered(
         self, membership: _Membership, descriptor: model.ServerDescriptor
     ) -> bool:
-        """Write this process's node if it is missing or differs; True when nothing was to do."""
+        """Write this process's node if it is missing or differs; return True if it was correct."""
         own = self._own_nodes(membership, descriptor.server_id)
         if len(own) == 1 and own[0].descriptor == descriptor:
             return True
@@ -456,10 +455,10 @@ class Membership:
     async def _has_removed_predecessors(
         self, membership: _Membership, descriptor: model.ServerDescriptor
     ) -> bool:
-        """Delete the nodes of earlier processes at this address; True when there were any.
+        """Delete the nodes of earlier processes at this address; return True if there were any.
 
-        Whoever listens at an address now is proof that nobody else does, so partitions need not
-        wait for a dead process's session to end. Safety does not hang on it: fencing does that.
+        A process that listens at an address proves that no other one does, so partitions need not
+        wait for a dead process's session to end. Safety does not depend on it, but on fencing.
         """
         dead = [
             each
@@ -472,8 +471,8 @@ class Membership:
         return bool(dead)
 
     def _own_nodes(self, membership: _Membership, server_id: ServerId) -> list[_Registered]:
-        # A node of an earlier session of this process is not ours any more: ZooKeeper is about to
-        # delete it.
+        # A node of an earlier session of this process does not count: ZooKeeper is about to delete
+        # it.
         session = self._nodes.znodes.session_number
         return [
             each
@@ -491,7 +490,7 @@ class Membership:
             node = await self._nodes.require(path, signal)
             listing = await self._nodes.znodes.children(path, signal)
             if listing is None or listing.stat != node.stat:
-                continue  # A server came or went, or the assignment changed, in between.
+                continue  # Meanwhile the servers or the assignment have changed.
             registered = await self._read_descriptors(listing.names, signal)
             if registered is not None:
                 assignment = decode_node(path, node, model.PartitionAssignment.from_bytes)

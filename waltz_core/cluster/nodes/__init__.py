@@ -3,5 +3,5 @@
 `znodes.py` is the interface to ZooKeeper that everything else is written against. `paths.py` has
 the path of each node and `model.py` its value. `node_access.py` reads, writes and watches the
 nodes of one cluster, and `tree.py` lists or deletes whole clusters. `contact.py` records since when
-ZooKeeper has been unreachable; `sharing.py` merges identical requests.
+ZooKeeper has been unavailable; `sharing.py` merges identical requests.
 """

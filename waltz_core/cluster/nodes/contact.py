@@ -1,12 +1,11 @@
-"""Since when ZooKeeper is away, or back again after an absence that others have felt too.
+"""Records since when ZooKeeper is unavailable, or available again after an outage.
 
-What health tells of ZooKeeper and how long the lead server waits for those who may be about to
-register again rest on the same two moments.
+Health checks use it, and the lead server, which waits for servers that may register again.
 
 Rules:
-    1. A connection that is replaced within `ABSENCE_MS_MIN` was no absence: one node of the
-       ensemble has gone, and nobody's session ends by that.
-    2. The first connection of a process is no return: nothing that is missing was seen before.
+    1. A connection that is replaced within `ABSENCE_MS_MIN` is no outage: one node of the ensemble
+       has failed, which ends no session.
+    2. The first connection of a process is no return after an outage.
 """
 
 from waltz_core.cluster.nodes.znodes import SessionState, Znodes
@@ -26,12 +25,12 @@ class Contact:
 
     @property
     def away_ms(self) -> int:
-        """For how long there has been no connection; 0 while there is one."""
+        """How long there has been no connection; 0 while there is one."""
         return 0 if self._away_since_ms is None else self._znodes.now_ms - self._away_since_ms
 
     @property
     def back_ms(self) -> int | None:
-        """For how long ZooKeeper has been back after its last absence; None without any."""
+        """How long ago the last outage ended; None if there was none."""
         return None if self._back_since_ms is None else self._znodes.now_ms - self._back_since_ms
 
     def _changed(self, state: SessionState) -> None:

@@ -1,16 +1,17 @@
-"""What ZooKeeper holds for one cluster: every value and its bytes (`paths.py` says where).
+"""The values that ZooKeeper stores for one cluster, and their bytes (`paths.py` has the paths).
 
 These bytes are a contract with every process of a cluster, of this version and of others, so
-nothing else in the project encodes or decodes a node. Layouts are those of the original; what is
-ours alone lives below `R/x`, which an original never reads.
+nothing else in the project encodes or decodes a node. The layouts are those of Waltz 0.13;
+extensions are below `R/x`, which 0.13 never reads.
 
 Rules:
     1. Integers are big-endian; a structure starts with its version byte.
-    2. A decoder takes any bytes and gives a value or `errors.BadFormat`, nothing else. Counts are
-       checked against the bytes that are left before anything is allocated; bytes left over are
-       an error.
-    3. Strings are "modified UTF-8" behind an unsigned 16-bit length.
-    4. Maps keep the order they were decoded in, so that decoding and encoding gives the same bytes.
+    2. A decoder accepts any bytes and returns a value or raises `errors.BadFormat`, nothing else.
+       Counts are checked against the remaining bytes before anything is allocated; bytes left over
+       are an error.
+    3. Strings are "modified UTF-8" after an unsigned 16-bit length.
+    4. Maps keep the order in which they were decoded, so that decoding and encoding returns the
+       same bytes.
 """
 
 import struct
@@ -31,10 +32,10 @@ from waltz_core.records.record import (
     TransactionId,
 )
 
-# The closing high-water mark of a replica that is engaged in its session: nobody has decided yet.
+# The closing high-water mark of a replica that is engaged in its session: not decided yet.
 UNRESOLVED = TransactionId(-(1 << 63))
 NO_GENERATION = Generation(-1)
-# The membership version of an assignment that nobody has computed yet.
+# The membership version of an assignment that was not computed yet.
 NO_CVERSION = -1
 INT32_MAX = (1 << 31) - 1
 UTF_BYTES_MAX = 0xFFFF
@@ -83,7 +84,7 @@ class ServerDescriptor:
 
     @property
     def address(self) -> str:
-        """Where clients connect to, "host:port"."""
+        """The address for clients, "host:port"."""
         return f"{self.host}:{self.port}"
 
     def to_bytes(self) -> bytes:
@@ -241,7 +242,7 @@ class ConnectionMetadata:
 
 
 class ReplicaState(NamedTuple):
-    """What is agreed about one replica: engaged in `session_id`, or closed at a mark."""
+    """The state of one replica: engaged in `session_id`, or closed at a mark."""
 
     session_id: SessionId
     closing_high_water_mark: TransactionId = UNRESOLVED
@@ -252,7 +253,7 @@ class PartitionMetadata:
     """`R/store/partition/P`: byte 1, int32 generation, int64 session, int32 n, n x replica state.
 
     A replica state is byte 1, then (byte 1, int32 P, UTF "host:port"), int64 session, int64
-    closing high-water mark. P stands in every state, so encoding and decoding are told it.
+    closing high-water mark. Every state contains P, so encoding and decoding need it.
     """
 
     generation: Generation = NO_GENERATION
@@ -304,9 +305,9 @@ class MarkerState(Enum):
 class PartitionMarker:
     """`R/x/partition/P`: byte 1, byte state (1 new, 2 open), int64 session, 16 bytes nonce.
 
-    It changes in one transaction with the partition's metadata. The nonce tells apart two servers
-    that came to hold the same session id, which a restored ZooKeeper makes possible; it counts
-    only while `session_id` is that of the metadata.
+    It changes in one transaction with the partition's metadata. The nonce distinguishes two servers
+    with the same session id, which a restored ZooKeeper makes possible; it is valid only while
+    `session_id` is that of the metadata.
     """
 
     state: MarkerState
@@ -365,9 +366,9 @@ def decode_id(data: bytes) -> int:
 
 
 def encode_utf(text: str) -> bytes:
-    """Return length and modified UTF-8 of a string; raises BadRequest when it is too long.
+    """Return length and modified UTF-8 of a string; raises BadRequest if it is too long.
 
-    Modified means: U+0000 is two bytes, and a character above U+FFFF is its two surrogates.
+    In modified UTF-8, U+0000 is two bytes, and a character above U+FFFF is its two surrogates.
     """
     units = [text[i] if text[i] <= "\uffff" else _surrogates(text[i]) for i in range(len(text))]
     data = "".join(units).encode("utf-8", "surrogatepass").replace(b"\0", b"\xc0\x80")
@@ -412,7 +413,7 @@ T = TypeVar("T")
 
 
 class _Reader:
-    """A cursor over a node's bytes that turns every surprise into BadFormat."""
+    """A cursor over a node's bytes that raises BadFormat for any invalid input."""
 
     __slots__ = ("_data", "_kind", "_offset")
 

@@ -1,7 +1,6 @@
-"""Reading and following the nodes of one cluster: the few moves that every other file makes.
+"""Reads, writes and follows the nodes of one cluster.
 
-A missing node, bytes that cannot be decoded and a connection that breaks are met everywhere; what
-is said and done about each is settled once.
+It handles missing nodes, bytes that cannot be decoded and broken connections for all callers.
 """
 
 import re
@@ -33,7 +32,7 @@ class ClusterNodes:
         return f"{self.znodes.where}{self.paths.root}"
 
     async def require(self, path: str, signal: Signal | None = None) -> Node:
-        """Read a node that every cluster has; raises BadConfig where there is none."""
+        """Read a node that every cluster has; raises BadConfig if there is none."""
         node = await self.znodes.get(path, signal)
         if node is None:
             raise self.no_cluster()
@@ -46,17 +45,17 @@ class ClusterNodes:
         return decode_node(path, await self.require(path, signal), decode)
 
     async def ensure(self, paths: Sequence[str]) -> None:
-        """Create nodes without data where they are missing, parents before children."""
+        """Create missing nodes without data, parents before children."""
         for path in paths:
             if await self.znodes.get(path) is None:
-                # A conflict here means that somebody else was quicker.
+                # A conflict means that another process has just created it.
                 with suppress(errors.CoordinatorConflict):
                     await self.znodes.write([CreateNode(path)])
 
     async def put_own(self, path: str, data: bytes, parent: str) -> None:
         """Write a node that lives as long as this session.
 
-        Raises CoordinatorConflict and CoordinatorOutcomeUnknown, after which it is to be repeated.
+        Raises CoordinatorConflict and CoordinatorOutcomeUnknown: then the caller must repeat it.
         """
         node = await self.znodes.get(path)
         steps: list[Operation] = []
@@ -65,18 +64,18 @@ class ClusterNodes:
             steps.append(CreateNode(path, data, ephemeral=True))
         elif node.stat.owner == self.znodes.session_number:
             steps.append(Set(path, data, node.stat.version))
-        else:  # It is an earlier session's of ours, and would go with that.
+        else:  # It belongs to an earlier session of this process, and would end with that.
             steps += [Delete(path, node.stat.version), CreateNode(path, data, ephemeral=True)]
         await self.znodes.write(steps)
 
     async def remove(self, path: str) -> None:
-        """Delete a node if it is there; raises as `put_own` does."""
+        """Delete a node if it exists; raises like `put_own`."""
         node = await self.znodes.get(path)
         if node is not None:
             await self.znodes.write([Delete(path, node.stat.version)])
 
     async def follow(self, look: Callable[[Signal], Awaitable[None]]) -> Never:
-        """Look now, and again after each signal, until cancelled; ZooKeeper may come and go."""
+        """Call `look` now, and after each signal, until cancelled; survives outages."""
         signal = self.znodes.new_signal()
         try:
             while True:
@@ -84,9 +83,9 @@ class ClusterNodes:
                 try:
                     await look(signal)
                 except errors.CoordinatorOutcomeUnknown:
-                    continue  # It may never have been written, and then nothing will signal.
+                    continue  # If it was never written, no signal will follow.
                 except (errors.Unavailable, errors.CoordinatorConflict):
-                    pass  # What is away comes back, what was in conflict has changed: both signal.
+                    pass  # The end of an outage signals, and so does the change in conflict.
                 await signal.wait()
         finally:
             self.znodes.drop_signal(signal)
@@ -94,19 +93,19 @@ class ClusterNodes:
     def no_cluster(self) -> errors.NoCluster:
         """Return the error for a root without a cluster."""
         return errors.NoCluster(
-            f"no cluster at root {self.paths.root} of ZooKeeper {self.znodes.where}: "
-            f"`waltz-core cluster list {self.znodes.where}` shows which there are, "
-            "`waltz-core cluster create` makes one"
+            f"no cluster at root {self.paths.root} of ZooKeeper {self.znodes.where}. "
+            f"Hint: `waltz-core cluster list {self.znodes.where}` lists the existing ones, "
+            "`waltz-core cluster create` creates one."
         )
 
 
 def is_number(text: str) -> bool:
-    """Whether a text of a node is a number; `int` raises for one of over 4,300 digits."""
+    """Whether a text in a node is a number; `int` raises for one of over 4,300 digits."""
     return _NUMBER.fullmatch(text) is not None
 
 
 def decode_node(path: str, node: Node, decode: Callable[[bytes], T]) -> T:
-    """Decode a node; the BadFormat it may raise names the path."""
+    """Decode a node; raises BadFormat that names the path."""
     try:
         return decode(node.data)
     except errors.BadFormat as error:

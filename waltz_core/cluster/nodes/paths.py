@@ -1,10 +1,10 @@
-"""Where in ZooKeeper everything is: the table of nodes, and the path of each for a given root.
+"""The table of all nodes in ZooKeeper, and the path of each for a given root R.
 
-A path is part of the contract with every other process of a cluster, of this version and of others,
-as much as the bytes at its end (`model.py`). R is the cluster's root.
+Paths, like the bytes of the nodes (`model.py`), are a contract with every process of a cluster, of
+this version and of others.
 
 Rules:
-    1. What is ours alone lives below `R/x`, which an original neither reads nor minds.
+    1. Extensions are below `R/x`, which Waltz 0.13 ignores.
     2. A partition's name is its number in decimal; a storage's is its address, which has no "/".
 """
 
@@ -28,8 +28,8 @@ class Znode(NamedTuple):
 ZNODES = (
     Znode("R", "persistent", "ClusterParams", "cluster create"),
     Znode("R/ids", "persistent", "nothing", "cluster create"),
-    Znode("R/ids/client", "persistent", "int32, last id given out", "every client, once"),
-    Znode("R/ids/server", "persistent", "int32, last id given out", "every server, once"),
+    Znode("R/ids/client", "persistent", "int32, last allocated id", "every client, once"),
+    Znode("R/ids/server", "persistent", "int32, last allocated id", "every server, once"),
     Znode("R/serverDescriptors", "persistent", "PartitionAssignment", "the lead server"),
     Znode("R/serverDescriptors/s_N", "ephemeral sequential", "ServerDescriptor", "its server"),
     Znode("R/store", "persistent", "StoreParams", "cluster create"),
@@ -38,7 +38,7 @@ ZNODES = (
     Znode("R/store/assignment", "persistent", "ReplicaAssignments", "cluster commands"),
     Znode("R/store/group", "persistent", "GroupDescriptor", "cluster commands"),
     Znode("R/store/connection", "persistent", "ConnectionMetadata", "cluster commands"),
-    Znode("R/store/adminLock", "ephemeral", "nothing", "an original's cluster commands"),
+    Znode("R/store/adminLock", "ephemeral", "nothing", "the cluster commands of 0.13"),
     Znode("R/x", "persistent", "nothing", "cluster create, or adoption"),
     Znode("R/x/partition", "persistent", "nothing", "cluster create, or adoption"),
     Znode("R/x/partition/P", "persistent", "PartitionMarker", "the owner of P, with its metadata"),
@@ -60,7 +60,7 @@ ZNODES = (
 
 @dataclass(frozen=True, slots=True)
 class ClusterPaths:
-    """Where the nodes of the cluster with this root are."""
+    """The paths of the nodes of the cluster with this root."""
 
     root: str
 
@@ -90,12 +90,12 @@ class ClusterPaths:
 
     @property
     def descriptor_prefix(self) -> str:
-        """What ZooKeeper appends a sequence number to when a server registers."""
+        """The prefix to which ZooKeeper appends a sequence number when a server registers."""
         return f"{self.servers}/{DESCRIPTOR_PREFIX}"
 
     @property
     def store(self) -> str:
-        """Cluster key; parent of what storages are told."""
+        """Cluster key; parent of the nodes for storages."""
         return f"{self.root}/store"
 
     @property
@@ -124,7 +124,7 @@ class ClusterPaths:
 
     @property
     def ours(self) -> str:
-        """Parent of everything that an original does not know."""
+        """Parent of the nodes that Waltz 0.13 does not know."""
         return f"{self.root}/x"
 
     @property
@@ -147,7 +147,7 @@ class ClusterPaths:
 
     @property
     def writes(self) -> str:
-        """Parent of the writes that must enter the log once."""
+        """Parent of the exactly-once writes."""
         return f"{self.root}/x/writes"
 
     def write(self, name: str) -> str:
@@ -156,7 +156,7 @@ class ClusterPaths:
 
     @property
     def loads(self) -> str:
-        """Parent of what servers tell of their loads."""
+        """Parent of the loads that servers publish."""
         return f"{self.root}/x/load"
 
     def load(self, server_id: ServerId) -> str:
@@ -174,10 +174,10 @@ class ClusterPaths:
 
     @property
     def audit(self) -> str:
-        """Parent of the records of what has been changed by command."""
+        """Parent of the audit entries."""
         return f"{self.root}/x/audit"
 
     @property
     def audit_prefix(self) -> str:
-        """What ZooKeeper appends a sequence number to for a record."""
+        """The prefix to which ZooKeeper appends a sequence number for an audit entry."""
         return f"{self.audit}/e_"

@@ -1,9 +1,8 @@
-"""One answer for all who asked before the question was put.
+"""Merges identical requests: one answer for all callers that came before the request was sent.
 
-A server that takes over hundreds of partitions asks ZooKeeper the same thing for each of them. What
-an answer has to be is "not older than my question", and that one answer is for everybody who asked
-before it was put. It may be put again while an earlier one is under way: that one says nothing to
-those who came later.
+A server that takes over hundreds of partitions sends ZooKeeper the same request for each of them.
+Each caller needs an answer that is not older than its call, so one request serves all callers that
+came before it was sent. Later callers need another one, also while the first is in flight.
 """
 
 import asyncio
@@ -11,10 +10,10 @@ from collections.abc import Awaitable, Callable
 
 
 class Shared:
-    """A question to which all who ask at about the same time get one answer.
+    """A request that concurrent callers share.
 
     Args:
-        ask: puts the question; what it raises is raised to all who share it.
+        ask: sends the request; its exception is raised to all callers that share it.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[None]]) -> None:
@@ -23,7 +22,7 @@ class Shared:
         self._next: asyncio.Task[None] | None = None
 
     async def answered(self) -> None:
-        """Return when a question was answered that was put after this call."""
+        """Wait for the answer to a request that was sent after this call."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_task(self._put(self._running))
             self._next.add_done_callback(_take)
@@ -37,6 +36,6 @@ class Shared:
 
 
 def _take(answered: asyncio.Task[None]) -> None:
-    """Look at how it went: whoever asked may have been cancelled, and nobody needs to know then."""
+    """Retrieve the exception, as all callers may have been cancelled."""
     if not answered.cancelled():
         answered.exception()

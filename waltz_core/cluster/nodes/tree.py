@@ -1,15 +1,13 @@
-"""Clusters as whole trees of nodes: which there are below a path, and the end of one.
+"""Lists the clusters below a path, and deletes a cluster with all its nodes.
 
-Everywhere else a node is known by its path. Here nodes are met that nobody has foreseen, those of
-clusters half made and of versions to come.
+It handles nodes of unknown names, too: those of unfinished clusters and of later versions.
 
 Rules:
-    1. The root loses its data first: from then on it is no cluster, wherever the deletion ends.
-    2. Nodes go deepest first, each at the version that was read. What is made or changed meanwhile
-       is looked at again, and goes, too; what reappears for ever is told.
-    3. Nothing outside of the root is touched, nor another cluster below it; the nodes above it
-       stay. A root without a cluster is deleted only while it has no data and no children but
-       those of a cluster half made.
+    1. The root's data is deleted first: from then on it is no cluster, wherever the deletion stops.
+    2. Nodes are deleted deepest first, each at the version that was read. Nodes that are created or
+       changed meanwhile are read again and deleted, too; nodes that keep reappearing are an error.
+    3. Nodes outside of the root are not touched, nor is another cluster below it. A root without a
+       cluster is deleted only if it has no data and no children but those of an unfinished cluster.
 """
 
 from collections.abc import Callable
@@ -21,26 +19,26 @@ from waltz_core.cluster.nodes.znodes import Delete, Set, Znodes
 
 # ZooKeeper's own nodes.
 ITS_OWN: Final = "/zookeeper"
-# Who has more nodes that are no clusters has ZooKeeper for something else, and names a place.
+# With more other nodes, ZooKeeper serves other programs, too, and the user must name a path.
 NODES_MAX: Final = 10_000
 ATTEMPTS_MAX: Final = 20
 # A deletion of a node takes about 100 bytes; a request may have 1 MiB.
 STEP_NODES_MAX: Final = 1_000
-# What lies directly below a root (paths.py).
+# The nodes directly below a root (paths.py).
 TOP_NAMES: Final = ("ids", "serverDescriptors", "store", "x")
 
 
 class FoundCluster(NamedTuple):
-    """A cluster: where its root is, and what the root says."""
+    """A cluster: its root, and the data of the root."""
 
     root: str
     params: ClusterParams
 
 
 async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
-    """Return the clusters whose root is `below` or somewhere under it, by their roots.
+    """Return the clusters whose root is `below` or under it, sorted by root.
 
-    Raises BadRequest where there are too many other nodes.
+    Raises BadRequest if there are too many other nodes.
     """
     await znodes.sync()
     found: list[FoundCluster] = []
@@ -50,15 +48,15 @@ async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
         seen_count += 1
         if seen_count > NODES_MAX:
             raise errors.BadRequest(
-                f"more than {NODES_MAX} nodes below {below} of ZooKeeper {znodes.where}: name a "
-                "place further down"
+                f"more than {NODES_MAX} nodes below {below} of ZooKeeper {znodes.where}. "
+                "Hint: name a path further down."
             )
         try:
             node = await znodes.get(path)
             params = None if node is None else _params(node.data)
             listing = None if params is not None else await znodes.children(path)
         except errors.BadConfig:
-            continue  # Not for us to read, so not a cluster that we could do anything with.
+            continue  # No permission to read it, so not a cluster that could be used.
         if params is not None:
             found.append(FoundCluster(path, params))
         elif listing is not None:
@@ -69,10 +67,10 @@ async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
 async def delete_tree(
     znodes: Znodes, root: str, tell: Callable[[int, int], None] = lambda _done, _count: None
 ) -> int:
-    """Delete a root and all below it; return how many nodes that were (0: there was none).
+    """Delete a root and everything below it; return the number of nodes (0: there was none).
 
-    `tell` hears how many of how many are deleted. Raises BadRequest for nodes of somebody else,
-    CoordinatorConflict when somebody makes new ones as fast as they are deleted.
+    `tell` receives how many of how many are deleted. Raises BadRequest for nodes of another
+    program, CoordinatorConflict if new ones appear as fast as they are deleted.
     """
     await _check_ours(znodes, root)
     done_count = 0
@@ -93,8 +91,8 @@ async def delete_tree(
         except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
             continue  # rule 2
     raise errors.CoordinatorConflict(
-        f"{root} of ZooKeeper {znodes.where} is written to while it is deleted: stop the "
-        "processes that write"
+        f"{root} of ZooKeeper {znodes.where} is written to while it is deleted. "
+        "Hint: stop the processes that write."
     )
 
 
@@ -109,7 +107,7 @@ async def _check_ours(znodes: Znodes, root: str) -> None:
         for other in await find_clusters(znodes, path):
             raise errors.BadRequest(
                 f"{root} of ZooKeeper {znodes.where}: expected no other cluster below it, found "
-                f"{other.params.name} at {other.root}: delete that one first"
+                f"{other.params.name} at {other.root}. Hint: delete that one first."
             )
     if _params(node.data) is not None:
         return

@@ -1,17 +1,16 @@
-"""The door to ZooKeeper: nodes with versions, one atomic write, one-shot watches, a session.
+"""The interface to ZooKeeper: nodes with versions, one atomic write, one-shot watches, a session.
 
-What a cluster means by its nodes (`coordinator.py`) is written once, over this interface, and runs
-unchanged over a real ZooKeeper (`zookeeper_session.py`) and over one in memory
-(`zookeeper_in_memory.py`), so that tests and the simulator exercise the code that runs in
-production.
+`coordinator.py` uses only this interface, so that the same code runs over a real ZooKeeper
+(`zookeeper_session.py`) and, in tests and the simulator, over one in memory
+(`zookeeper_in_memory.py`).
 
 Rules for implementations:
-    1. Every write is an atomic list of operations, each with the version it expects. A write that
-       was refused raises `errors.CoordinatorConflict` and changed nothing; one whose answer was
-       lost raises `errors.CoordinatorOutcomeUnknown`; one that was never sent raises
+    1. Every write is an atomic list of operations, each with its expected version. A rejected write
+       raises `errors.CoordinatorConflict` and has changed nothing; one whose answer was lost raises
+       `errors.CoordinatorOutcomeUnknown`; one that was never sent raises
        `errors.CoordinatorUnavailable`.
     2. A watch is a signal: it is set once something that was read with it may have changed, and
-       whenever the session's state changes. Early and needless signals do no harm.
+       whenever the session's state changes. Early and unnecessary signals are harmless.
     3. Signals and state callbacks arrive on the thread of the caller's event loop.
 """
 
@@ -30,7 +29,7 @@ PERSISTENT = 0
 class NodeStat(NamedTuple):
     """A node's own version, the version of its list of children, and its owner session.
 
-    `mtime_ms` is when the node was last written, by the clock of ZooKeeper's leader.
+    `mtime_ms` is the time of the last write, by the clock of ZooKeeper's leader.
     """
 
     version: int
@@ -84,24 +83,24 @@ Operation = CreateNode | Set | Delete
 
 
 class SessionState(Enum):
-    """Where the session with ZooKeeper stands."""
+    """The state of the session with ZooKeeper."""
 
     CONNECTED = auto()
     SUSPENDED = auto()  # no connection; the session, its ephemeral nodes and watches may still live
-    LOST = auto()  # the session is over, and its ephemeral nodes are gone or about to go
+    LOST = auto()  # the session is over, and its ephemeral nodes are deleted or about to be
 
 
 class Signal(Protocol):
-    """Says that it is time to read again. `asyncio.Event` is one."""
+    """Signals that it is time to read again. `asyncio.Event` is one."""
 
     def set(self) -> None:
-        """Wake up whoever waits; stays set until cleared."""
+        """Wake up the waiting callers; it stays set until cleared."""
 
     def clear(self) -> None:
-        """Forget that it was set."""
+        """Reset it."""
 
     async def wait(self) -> object:
-        """Return once it is set (implementations may also return now and then, unasked)."""
+        """Return once it is set (implementations may also return without that)."""
 
 
 StateCallback = Callable[[SessionState], None]
@@ -116,7 +115,7 @@ class Znodes(Protocol):
 
     @property
     def state(self) -> SessionState:
-        """Where the session stands now."""
+        """The session's state."""
 
     @property
     def session_number(self) -> int:
@@ -124,35 +123,35 @@ class Znodes(Protocol):
 
     @property
     def session_timeout_ms(self) -> int:
-        """How long ZooKeeper waits for us before it ends the session."""
+        """The time without heartbeats after which ZooKeeper ends the session."""
 
     @property
     def now_ms(self) -> int:
-        """A clock that only goes forward."""
+        """A monotonic clock."""
 
     def set_later(self, signal: Signal, after_ms: int) -> None:
-        """Set a signal when so much time has passed."""
+        """Set a signal after `after_ms`."""
 
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:
-        """Read a node, None if there is none; the signal tells a change, creation or deletion."""
+        """Read a node, None if there is none; a change, creation or deletion sets the signal."""
 
     async def children(self, path: str, signal: Signal | None = None) -> Children | None:
-        """Read the names of the children, None if there is no node; the signal tells a change."""
+        """Read the names of the children, None if there is no node; a change sets the signal."""
 
     async def write(self, operations: Sequence[Operation]) -> list[int]:
         """Do all operations or none; return each node's new version (NO_NODE for a deleted one)."""
 
     async def sync(self) -> None:
-        """Return once reads see everything that was written anywhere before this call."""
+        """Return once reads see every write that completed before this call."""
 
     def new_signal(self) -> Signal:
         """Return a signal that is also set at each change of state; ends with `drop_signal`."""
 
     def drop_signal(self, signal: Signal) -> None:
-        """Forget a signal."""
+        """Release a signal."""
 
     def on_state(self, callback: StateCallback) -> None:
         """Call back at each change of the session's state, until closed."""
 
     async def close(self) -> None:
-        """End the session; its ephemeral nodes go at once. May be called twice."""
+        """End the session; its ephemeral nodes are deleted at once. May be called twice."""

@@ -1,16 +1,15 @@
-"""Who we are to ZooKeeper, and who may touch the nodes that we make: what an auth file says.
+"""Parses the auth file: the process's user at ZooKeeper, and the permissions of its nodes.
 
-A connect string travels through process lists, logs, plans of Spark and configuration files, so it
-names a file and holds no secret. What may stand in that file, and what is wrong with it, is told
-here; a message names the line and never its content.
+A connect string appears in process lists, logs, Spark plans and configuration files, so it names a
+file and contains no secret. Error messages name the line, never its content.
 
-    digest:waltz:a long password       the first line: the scheme, the user, the password
-    world:anyone:r                     each further line: who else may do what, as ZooKeeper spells
-                                       it, scheme:id:permissions (of c, d, r, w, a)
+    digest:waltz:a long password       the first line: scheme, user, password
+    world:anyone:r                     each further line: permissions of others, as in ZooKeeper,
+                                       scheme:id:permissions (of c, d, r, w, a)
 
 Rules:
-    1. The creator of a node may do everything with it; further lines only add to that.
-    2. Empty lines, and lines that begin with "#", say nothing.
+    1. The creator of a node has all permissions; further lines only add to that.
+    2. Empty lines, and lines that begin with "#", are ignored.
     3. All processes of a cluster have the same user: each must read what the others write.
 """
 
@@ -25,7 +24,7 @@ SCHEMES_OF_OTHERS = ("world", "digest", "ip", "sasl", "x509")
 
 
 class NodePermission(NamedTuple):
-    """What somebody may do with a node."""
+    """The permissions of one identity."""
 
     scheme: str
     identity: str
@@ -34,7 +33,7 @@ class NodePermission(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What an auth file says."""
+    """The content of an auth file."""
 
     user: str
     password: str = field(repr=False)
@@ -42,7 +41,7 @@ class Credentials:
 
 
 def parse_credentials(text: str, where: str) -> Credentials:
-    """Return what an auth file says; raises BadConfig that names the file and the line."""
+    """Parse an auth file; raises BadConfig that names the file and the line."""
     lines = [
         (number, line.strip())
         for number, line in enumerate(text.splitlines(), start=1)

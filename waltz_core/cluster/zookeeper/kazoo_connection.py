@@ -8,7 +8,7 @@ Rules:
        starting may never answer the first one, and kazoo would wait for a session timeout.
     2. The session timeout that ZooKeeper has granted is kept; kazoo does not show it.
     3. While the event loop hangs no heartbeat is sent and no new connection is made, so that the
-       session expires (`watchdog.py`). Other requests are the loop's, which sends none.
+       session expires (`watchdog.py`). The loop sends all other requests, and so sends none.
     4. A lookup of a host name that fails, for any reason, is repeated. kazoo repeats it only for a
        `gaierror`: where the process had no file descriptor left, its thread ended for good.
     5. A host whose lookup is slow does not delay the connection to the others; kazoo looks all of
@@ -32,8 +32,8 @@ from waltz_core.transport import lookup
 
 _log = logging.getLogger(__name__)
 
-# For rule 1: the first wait is short, and each next one doubled, up to what a ZooKeeper that can be
-# used at all needs.
+# For rule 1: the first wait is short, and each next one doubles, up to the time that any usable
+# ZooKeeper needs.
 CONNECT_ANSWER_S_MIN: Final = 0.5
 CONNECT_ANSWER_S_MAX: Final = 3.0
 # For rule 5: longer than a DNS server takes that works.
@@ -63,7 +63,7 @@ class Hooks:
 
     @property
     def session_timeout_ms(self) -> int:
-        """What ZooKeeper has granted, or what was asked for before that."""
+        """The granted session timeout, or the requested one before that."""
         return self.watchdog.timeout_ms
 
     def _invoke_hooked(self, timeout_s: float, request: object, xid: int | None = None) -> Any:  # noqa: ANN401 - kazoo's
@@ -111,7 +111,7 @@ class Hooks:
             _log.warning("zookeeper.lookup_failed host=%s error=%s", host, error)
 
     def _may_keep_session(self) -> bool:
-        """Ask the watchdog; log the beginning and the end of a hang, which the loop cannot."""
+        """Query the watchdog; log the beginning and the end of a hang, which the loop cannot."""
         now_ms = clock_ms()
         may_keep = self.watchdog.may_keep_session(now_ms)
         if self._is_withholding == may_keep:
@@ -125,7 +125,7 @@ class Hooks:
 
 
 class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no types
-    """kazoo's threads, with less patience for a host that does not answer at all."""
+    """kazoo's threads, with a shorter timeout for a host that does not answer at all."""
 
     def __init__(self, connect_timeout_s: float) -> None:
         super().__init__()
@@ -133,12 +133,12 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no
         self.trouble = "the name is not known, or the host is silent"
 
     def create_connection(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - kazoo's
-        """Connect, within our own time limit."""
+        """Connect within `connect_timeout_s`."""
         kwargs["timeout"] = min(kwargs["timeout"], self._connect_timeout_s)
         try:
             made = super().create_connection(*args, **kwargs)
         except OSError as error:
             self.trouble = error.strerror or str(error)
             raise
-        self.trouble = "the connection is taken, and ZooKeeper's hello does not come"
+        self.trouble = "connections are accepted, but ZooKeeper sends no session response"
         return made

@@ -1,11 +1,11 @@
-"""How a daemon starts while ZooKeeper is slow: it waits, repeats requests, and logs why.
+"""The start of a daemon while ZooKeeper is slow: it waits, repeats requests, and logs the reason.
 
-Servers and storages start alike, and everything after the start already waits for ZooKeeper
-(`node_access.py`, `follow`).
+Servers and storages use it; after the start they already wait for ZooKeeper (`node_access.py`,
+`follow`).
 
 Rules:
     1. A step that ZooKeeper does not answer is repeated until `zookeeper_connect_timeout_ms` after
-       its first failure. What is wrong for good (no cluster, no permission) ends the start at once.
+       its first failure. A permanent error (no cluster, no permission) ends the start at once.
     2. While a step waits, the log has `zookeeper.waiting` every `TELL_S` seconds.
 """
 
@@ -29,9 +29,9 @@ ResultT = TypeVar("ResultT")
 
 @contextlib.asynccontextmanager
 async def connected(config: ServerConfig | StorageConfig) -> AsyncIterator[Coordinator]:
-    """Connect as a daemon's settings say, and close the session at the end.
+    """Connect with a daemon's settings, and close the session at the end.
 
-    Raises as `zookeeper.connect` does.
+    Raises like `zookeeper_session.connect`.
     """
     async with contextlib.AsyncExitStack() as stack:
         session = zookeeper_session.connected(
@@ -48,9 +48,9 @@ async def connected(config: ServerConfig | StorageConfig) -> AsyncIterator[Coord
 async def patiently(
     what: str, step: Callable[[], Awaitable[ResultT]], *, timeout_ms: int
 ) -> ResultT:
-    """Return what a step of the start returns, which may be repeated (rules 1 and 2).
+    """Run a step of the start, with repetitions (rules 1 and 2); return its result.
 
-    Raises Unavailable when ZooKeeper still does not answer `timeout_ms` after the first failure.
+    Raises Unavailable if ZooKeeper does not answer until `timeout_ms` after the first failure.
     """
     last, give_up_s, clock_s = [""], None, asyncio.get_running_loop().time
     with _told(what, last):
@@ -70,7 +70,7 @@ async def patiently(
 
 @contextlib.contextmanager
 def _told(what: str, last: list[str]) -> Iterator[None]:
-    """Log now and then that the body still waits, with the last error in `last[0]`."""
+    """Log every `TELL_S` that the body still waits, with the last error in `last[0]`."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
 

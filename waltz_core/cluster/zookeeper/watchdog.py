@@ -4,28 +4,29 @@ The simulator runs it, too: in a real process kazoo's threads keep the session a
 event loop does, so the session would not show that the process works.
 
 Rules:
-    1. The event loop beats again and again. The thread that keeps the session asks before each
+    1. The event loop calls `beat` regularly. The thread that keeps the session checks before each
        heartbeat to ZooKeeper whether it may send it.
-    2. It may not once the loop has not beaten for a session timeout. The session then expires, and
-       the partitions move, between 5/3 and 7/3 of a session timeout after the last beat.
+    2. It may not once the loop has not called `beat` for a session timeout. The session then
+       expires, and the partitions move, between 5/3 and 7/3 of a session timeout after the last
+       beat.
     3. A process that was stopped as a whole (SIGSTOP, a paused virtual machine) does not hang:
-       after a gap in its own questions the thread may send one heartbeat, and the loop has until
-       the next question to beat.
+       after a gap in its own checks the thread may send one heartbeat, and the loop has until the
+       next check to beat.
 """
 
 from typing import Final
 
-# Beats in one session timeout. The thread asks about three times in it.
+# Beats in one session timeout. The thread checks about three times in it.
 BEATS: Final = 10
-# A longer gap between two questions, as a share of the session timeout, means that the thread
-# itself did not run (rule 3).
+# A longer gap between two checks, as a share of the session timeout, means that the thread itself
+# did not run (rule 3).
 GAP_SHARE: Final = 0.75
 
 
 class Watchdog:
     """See the module's rules. Two threads use it; each attribute is written by one of them.
 
-    Times are milliseconds of any clock that only goes forward.
+    Times are milliseconds of any monotonic clock.
     """
 
     def __init__(self, timeout_ms: int, now_ms: int) -> None:
@@ -38,7 +39,7 @@ class Watchdog:
         self._beat_ms = now_ms
 
     def silent_ms(self, now_ms: int) -> int:
-        """Return for how long the loop has not beaten."""
+        """Return the time since the loop's last beat."""
         return now_ms - self._beat_ms
 
     def may_keep_session(self, now_ms: int) -> bool:

@@ -1,14 +1,13 @@
-"""ZooKeeper in memory: the same nodes, versions, sessions and watches, and faults on request.
+"""ZooKeeper in memory: the same nodes, versions, sessions and watches, with injected faults.
 
-Servers, storages and the simulator need a ZooKeeper whose every failure can be called up at a
-chosen moment. It keeps only what `znodes.Znodes` promises, and it is tested by the same tests as
-the real one.
+Tests and the simulator inject any failure at a chosen moment. It implements only `znodes.Znodes`,
+and the tests of the real one cover it, too.
 
 Rules:
-    1. Nothing here waits: a method returns, or raises, in the call it was made in.
+    1. No method waits: each returns or raises at once.
     2. Watches fire after the write is complete, in the order in which they were set.
     3. A callback that writes does not overtake callbacks that are due already.
-    4. Time stands still until `advance` is called.
+    4. Time does not advance until `advance` is called.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,10 +35,10 @@ SESSION_TIMEOUT_MS = 10_000
 
 
 class WriteFault(Enum):
-    """What befalls a write."""
+    """A fault of a write."""
 
     REQUEST_LOST = auto()  # it never arrives
-    REPLY_LOST = auto()  # it is done, and nobody hears of it
+    REPLY_LOST = auto()  # it is done, and the reply is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Watches:
-    # Signals by path, in the order in which they were set; the values mean nothing.
+    # Signals by path, in the order in which they were set; the values have no meaning.
     of_data: dict[str, dict[Signal, None]] = field(default_factory=dict)
     of_children: dict[str, dict[Signal, None]] = field(default_factory=dict)
 
@@ -90,7 +89,7 @@ class MemoryZooKeeper:
         return {path: entry.data or b"" for path, entry in sorted(self._nodes.items())}
 
     def advance(self, ms: int) -> None:
-        """Let time pass for all sessions."""
+        """Advance the time of all sessions."""
         self.now_ms += ms
         due = [signal for at_ms, signal in self._later if at_ms <= self.now_ms]
         self._later = [each for each in self._later if each[0] > self.now_ms]
@@ -100,11 +99,11 @@ class MemoryZooKeeper:
     # --- for sessions
 
     def set_later(self, signal: Signal, after_ms: int) -> None:
-        """Set a signal once so much time has passed."""
+        """Set a signal after `after_ms`."""
         self._later.append((self.now_ms + after_ms, signal))
 
     def take_session_number(self) -> int:
-        """Return a number that no session had before."""
+        """Return a new session number."""
         self._next_session += 1
         return self._next_session - 1
 
@@ -197,7 +196,7 @@ class MemoryZooKeeper:
         for path in touched:
             for session in self._sessions:
                 self._due.extend(session.watches.of_data.pop(path, ()))
-                # NB: a child's change of data fires too; a needless signal does no harm.
+                # NB: a child's change of data fires, too; an unnecessary signal is harmless.
                 self._due.extend(session.watches.of_children.pop(_parent(path), ()))
         if self._is_firing:
             return  # rule 3
@@ -220,17 +219,17 @@ class MemorySession:
         self._callbacks: list[StateCallback] = []
         self._is_closed = False
         self.watches = _Watches()
-        # What befalls the next writes, in order.
+        # Faults of the next writes, in order.
         self.faults: list[WriteFault] = []
 
     # --- faults
 
     def suspend(self) -> None:
-        """Cut the connection; the session lives on."""
+        """Cut the connection; the session stays alive."""
         self._change_state(SessionState.SUSPENDED)
 
     def expire(self) -> None:
-        """End the session as ZooKeeper does: ephemeral nodes go, watches are forgotten."""
+        """End the session like ZooKeeper: delete its ephemeral nodes and watches."""
         self.watches = _Watches()
         self._zookeeper.end_session(self._number)
         self._change_state(SessionState.LOST)
@@ -250,7 +249,7 @@ class MemorySession:
 
     @property
     def state(self) -> SessionState:
-        """Where the session stands now."""
+        """The session's state."""
         return self._state
 
     @property
@@ -260,7 +259,7 @@ class MemorySession:
 
     @property
     def session_timeout_ms(self) -> int:
-        """A usual figure; nothing here measures time."""
+        """A usual value; it has no effect here."""
         return SESSION_TIMEOUT_MS
 
     @property
@@ -311,7 +310,7 @@ class MemorySession:
         return signal
 
     def drop_signal(self, signal: Signal) -> None:
-        """Forget a signal."""
+        """Release a signal."""
         self._signals.remove(signal)
 
     def on_state(self, callback: StateCallback) -> None:

@@ -1,16 +1,15 @@
 """A session with a real ZooKeeper, through kazoo.
 
-Kazoo runs threads of its own and calls back on them. Everything that crosses from there to the
-event loop crosses here, so nobody else needs a lock or has to ask which thread it is on.
-`kazoo_connection.py` has what runs on kazoo's own thread.
+kazoo has its own threads and calls back on them. Only this module passes results from there to the
+event loop, so no other module needs locks. `kazoo_connection.py` has the code on kazoo's thread.
 
 Rules:
-    1. kazoo's callbacks do one thing: hand over to the event loop, `call_soon_threadsafe`.
-    2. A write is sent only while there is a connection. What is asked while there is none waits
-       for one, within the time limit, and then was certainly never sent.
-    3. Every wait has a time limit. A write that was sent and not answered has an unknown outcome;
-       a read has not happened.
-    4. kazoo is never told version -1, which would mean "any".
+    1. kazoo's callbacks only pass results to the event loop, by `call_soon_threadsafe`.
+    2. A write is sent only while there is a connection. Without one it waits, within the timeout;
+       if it times out there, it was certainly never sent.
+    3. Every wait has a timeout. A write that was sent and not answered has an unknown outcome; a
+       read has not happened.
+    4. kazoo never gets version -1, which would mean "any".
     5. The session lives while the event loop runs: a loop that hangs loses it (`watchdog.py`).
 """
 
@@ -72,7 +71,7 @@ from waltz_core.config.connect_string import ConnectString, parse_connect_string
 CONNECT_TIMEOUT_MS = 10_000
 SESSION_TIMEOUT_MS = 10_000
 REQUEST_TIMEOUT_MS = 10_000
-# A watch should never be lost; should one be, what it watched is read again after this long.
+# In case a watch is lost, what it watched is read again after this time.
 RESYNC_MS = 30_000
 CLOSE_TIMEOUT_MS = 5_000
 RECONNECT_DELAY_S_MAX = 0.5
@@ -90,13 +89,13 @@ CONFLICT_ERRORS = (
     NoNodeError,
     NotEmptyError,
 )
-# What the other operations of a refused write are said to have met.
+# ZooKeeper's errors for the other operations of a rejected write.
 BYSTANDER_ERRORS = (RolledBackError, RuntimeInconsistency)
 
 _log = logging.getLogger(__name__)
 
 # kazoo logs each attempt to connect, several a second while no ZooKeeper answers, without a host.
-# A session logs the beginning and the end of that. Setting this logger's level brings all back.
+# A session logs the beginning and the end of that. This logger's level enables kazoo's lines.
 logger = logging.getLogger("waltz_core.kazoo")
 logger.addHandler(logging.NullHandler())
 if logger.level == logging.NOTSET:
@@ -112,11 +111,11 @@ async def connect(
     session_timeout_ms: int = SESSION_TIMEOUT_MS,
     request_timeout_ms: int = REQUEST_TIMEOUT_MS,
 ) -> Coordinator:
-    """Open a session for the cluster that a connect string names; to be closed by the caller.
+    """Open a session for the cluster that a connect string names; the caller closes it.
 
-    Raises BadConfig for a connect string or an auth file that is none, CoordinatorUnavailable when
-    no ZooKeeper answers within `connect_timeout_ms`. Whether there is a cluster, and whether we
-    may read it, shows at the first read.
+    Raises BadConfig for an invalid connect string or auth file, CoordinatorUnavailable if no
+    ZooKeeper answers within `connect_timeout_ms`. The first read shows whether the cluster exists
+    and may be read.
     """
     place = text if isinstance(text, ConnectString) else parse_connect_string(text)
     session = ZooKeeperSession(
@@ -152,9 +151,9 @@ async def connected(
 
 
 async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) -> int:
-    """Give a cluster's nodes the access list of an auth file; return how many there are.
+    """Set the access list of an auth file on a cluster's nodes; return their number.
 
-    Raises BadConfig where the connect string names none or ZooKeeper refuses.
+    Raises BadConfig if the connect string names no auth file or ZooKeeper denies the change.
     """
     place = parse_connect_string(text)
     credentials = _read_credentials(place)
@@ -175,7 +174,7 @@ async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) ->
 
 
 class ZooKeeperSession:
-    """One session; implements `znodes.Znodes`. Lives on the event loop on which it was opened."""
+    """One session; implements `znodes.Znodes`. It belongs to the event loop that opened it."""
 
     def __init__(
         self,
@@ -219,7 +218,7 @@ class ZooKeeperSession:
         self._syncs = Shared(lambda: self._read(lambda: self._client.sync_async("/"), "/"))
 
     async def open(self) -> None:
-        """Connect; raises CoordinatorUnavailable when it cannot, and then ends by itself."""
+        """Connect; raises CoordinatorUnavailable if that fails, and ends the session then."""
         self._loop = asyncio.get_running_loop()
         self._beat()
         self._client.add_listener(self._on_kazoo_state)
@@ -245,7 +244,7 @@ class ZooKeeperSession:
 
     @property
     def state(self) -> SessionState:
-        """Where the session stands."""
+        """The session's state."""
         return self._state
 
     @property
@@ -255,7 +254,7 @@ class ZooKeeperSession:
 
     @property
     def session_timeout_ms(self) -> int:
-        """What ZooKeeper has agreed to; it allows 2 to 20 of its ticks."""
+        """The granted session timeout; ZooKeeper allows 2 to 20 of its ticks."""
         return self._hooks.session_timeout_ms
 
     @property
@@ -275,7 +274,7 @@ class ZooKeeperSession:
             try:
                 data, stat = await self._read(lambda: self._client.get_async(path, watch), path)
             except NoNodeError:
-                # A failed read leaves no watch behind: only asking whether it exists does.
+                # A failed read sets no watch; a check for existence does.
                 if not watch or not await self._exists(path, watch):
                     return None
             else:
@@ -314,7 +313,7 @@ class ZooKeeperSession:
         return self._versions(operations, results)
 
     async def sync(self) -> None:
-        """Have the server that we read from catch up with the leader."""
+        """Let the connected ZooKeeper server catch up with the leader."""
         await self._syncs.answered()
 
     def new_signal(self) -> Signal:
@@ -325,7 +324,7 @@ class ZooKeeperSession:
         return signal
 
     def drop_signal(self, signal: Signal) -> None:
-        """Forget a signal."""
+        """Release a signal."""
         self._signals.remove(cast("_Signal", signal))
 
     def on_state(self, callback: StateCallback) -> None:
@@ -342,7 +341,7 @@ class ZooKeeperSession:
                 await done.wait()
 
     def _stop(self) -> asyncio.Event:
-        """Begin to end the session; the event is set when kazoo's threads have ended."""
+        """Start to end the session; the event is set when kazoo's threads have ended."""
         self._is_closed = True
         self._callbacks.clear()
         self._client.remove_listener(self._on_kazoo_state)
@@ -351,23 +350,23 @@ class ZooKeeperSession:
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
-            # kazoo waits here for its own threads, for 10 seconds if it must.
+            # kazoo waits here for its own threads, up to 10 seconds.
             with contextlib.suppress(Exception):
                 self._client.stop()
                 self._client.close()
             _call_soon(loop, done.set)
 
-        # A thread of its own, not of the loop's pool: the loop's end would wait for that.
+        # A separate thread, not of the loop's pool: the end of the loop would wait for the pool.
         try:
             threading.Thread(target=stop, name="kazoo-stop", daemon=True).start()
-        except RuntimeError:  # From 3.12 on Python starts no thread while it exits.
+        except RuntimeError:  # Python 3.12 and later start no thread during exit.
             stop()
         return done
 
     # --- the session's state
 
     def _beat(self) -> None:
-        """Say to kazoo's thread that the loop runs (`watchdog.py`), again and again."""
+        """Notify kazoo's thread regularly that the loop runs (`watchdog.py`)."""
         assert self._loop is not None
         if not self._is_closed:
             self._hooks.watchdog.beat(clock_ms())
@@ -389,7 +388,7 @@ class ZooKeeperSession:
         if not self._is_closed:
             self._log_change(state, is_same=number in (None, self._session_number))
         self._state = state
-        # While there is no connection the last number stands: the session may come back.
+        # Without a connection the last number stays: the session may continue.
         self._session_number = self._session_number if number is None else number
         if state is SessionState.CONNECTED:
             self._is_connected.set()
@@ -401,7 +400,7 @@ class ZooKeeperSession:
             signal.set()
 
     def _log_change(self, state: SessionState, *, is_same: bool) -> None:
-        """Log one line when the connection is lost, and one when there is one again."""
+        """Log one line when the connection is lost, and one when it is back."""
         if state is SessionState.CONNECTED and self._disconnected_ms is not None:
             away_ms, self._disconnected_ms = clock_ms() - self._disconnected_ms, None
             session = "same" if is_same else "new"
@@ -475,14 +474,14 @@ class ZooKeeperSession:
         return versions
 
     async def protect(self, path: str) -> int:
-        """Give a node and all below it the access list of new nodes; return how many there are.
+        """Set the access list of new nodes on a node and all below it; return their number.
 
-        Raises BadConfig where we may not, CoordinatorUnavailable when ZooKeeper does not answer.
+        Raises BadConfig without permission, CoordinatorUnavailable if ZooKeeper does not answer.
         """
         try:
             await self._read(lambda: self._client.set_acls_async(path, self._acl), path)
         except NoNodeError:
-            return 0  # It went meanwhile.
+            return 0  # It was deleted meanwhile.
         listing = await self.children(path)
         names = () if listing is None else listing.names
         return 1 + sum([await self.protect(f"{path}/{name}") for name in names])
@@ -501,19 +500,19 @@ class ZooKeeperSession:
                 "string that ends in ?auth=FILE, found none"
             )
         return (
-            f"ZooKeeper {self._hosts} does not let us at {path}: expected the user and the "
-            f"password that made it, found user {self._credentials.user!r} with another password "
-            "or another user"
+            f"ZooKeeper {self._hosts} denies access to {path}: expected the user and the password "
+            f"that created it, found user {self._credentials.user!r} with another password, or "
+            "another user"
         )
 
 
 def _utc_now() -> str:
-    """Return the time for a log that an application has not configured, which shows none."""
+    """Return the time, for applications whose log format has none."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 class _Signal:
-    """An event of the loop that kazoo's threads may set, and that is never waited for too long."""
+    """An event of the loop that kazoo's threads may set; its waits are limited."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -531,7 +530,7 @@ class _Signal:
                 await self._event.wait()
 
     def on_kazoo_event(self, _event: object) -> None:
-        # On kazoo's thread. NB: it must be one and the same callable for a signal, because kazoo
+        # On kazoo's thread. NB: it must be the same callable for a signal each time, because kazoo
         # keeps a set of callables for each path; bound methods of one object are equal.
         _call_soon(self._loop, self._event.set)
 
@@ -543,7 +542,7 @@ def _read_credentials(place: ConnectString) -> Credentials | None:
         with open(place.auth_file, encoding="utf-8") as file:
             return parse_credentials(file.read(), place.auth_file)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise errors.BadConfig(
             f"the auth file {place.auth_file!r} of the connect string cannot be read: {reason}"
         ) from error
@@ -572,7 +571,7 @@ def _add(request: TransactionRequest, operation: Operation, acl: list[ACL]) -> N
     match operation:
         case CreateNode(path, data, ephemeral, sequential):
             flags = EPHEMERAL_FLAG * ephemeral | SEQUENTIAL_FLAG * sequential
-            # Not request.create, which cannot make a node without data.
+            # Not request.create, which cannot create a node without data.
             request.operations.append(CreateRequest(path, data, acl, flags))
         case Set(path, data, version):
             assert version >= 0  # rule 4
@@ -592,7 +591,7 @@ def _conflict(operation: Operation, error: Exception) -> str:
 
 def _settle(future: asyncio.Future[Any], result: Any) -> None:  # noqa: ANN401 - kazoo's
     if future.done():
-        return  # Whoever asked has given up.
+        return  # The caller was cancelled.
     if result.exception is not None:
         future.set_exception(result.exception)
     else:
@@ -600,6 +599,6 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:  # noqa: ANN401 -
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
-    # A loop that has been closed needs no more news.
+    # A closed loop needs no more results.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call, *args)
