@@ -207,7 +207,7 @@ def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
 
 
 def test_a_cluster_is_deleted_when_nobody_needs_it_any_more(cluster: LocalCluster):
-    assert "expected the name of the cluster" in refused(cluster, "cluster", "delete", "payments")
+    assert "the name of the cluster at " in refused(cluster, "cluster", "delete", "payments")
     assert "expected all servers and storages to be stopped" in refused(
         cluster, "cluster", "delete", "local"
     )

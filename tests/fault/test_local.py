@@ -237,7 +237,7 @@ def test_a_port_base_names_all_ports(directory: Path):
     up(directory, *SMALL, "--port-base", str(base))
     assert LocalCluster(directory)._loaded().ports == set(range(base, base + 6))
     sentence = refused(local(directory, "up", "--port-base", "20000"))
-    assert f"--port-base: the cluster in {directory} was made with {base}" in sentence
+    assert f"--port-base: expected {base}, with which the cluster in {directory} was" in sentence
     assert local(directory, "down").returncode == 0
     server = LocalCluster(directory)._loaded().members[-1]
     for port in (server.http_port, server.port):

@@ -76,7 +76,7 @@ def test_a_new_zookeeper_learns_from_the_storages(story: Story):
     line = [sys.executable, "-c", CLOCK_OF_2020, *words]
     waited = subprocess.run(line, check=False, capture_output=True, text=True).stderr
     assert f"{address(cluster, 'storage-1')}" in waited
-    assert "to answer: start it, or say --missing" in waited
+    assert "Hint: start it, or use --missing" in waited
     command = begin(cluster, *rebuild)
     for name in (*STORAGES, "server-1", "server-2"):
         cluster.start(name)
@@ -89,7 +89,7 @@ def test_a_new_zookeeper_learns_from_the_storages(story: Story):
     check_level(story)
     story.check_agrees()
     story.check_whole()
-    assert "nothing is to rebuild" in refuses(cluster, *rebuild)
+    assert "there is nothing to rebuild" in refuses(cluster, *rebuild)
 
 
 def test_what_a_disk_has_lied_about_is_not_decided_without_the_others(story: Story, tmp_path: Path):

@@ -92,7 +92,7 @@ def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(s
         words = ("replace-storage", storage, storage)
         waited = refuses(cluster, *words, "--timeout-s", "5")
         last = cluster.partition_count - 1
-        assert f"start at {storage}, which then gets the partitions 0-{last}" in waited
+        assert f"start at {storage}, which then gets partitions 0-{last}" in waited
         cluster.up()
         assert "cluster add-replica" in does(cluster, *words)["summary"]
         does(cluster, "add-replica", "all", storage)

@@ -144,7 +144,7 @@ def test_a_partition_moves_away_and_comes_back(cluster: LocalCluster):
     )
     directory = Path(cluster.directory) / "storage-3" / "1"
     assert list(directory.iterdir()) == []
-    assert "not held" in refused("max-transaction-id", *at)
+    assert "not assigned" in refused("max-transaction-id", *at)
     assert done("sync-partitions", "--connect", cluster.connect) == {"is_done": True, "steps": []}
     assign(cluster, {one: (0, 1), other: (0, 1), third: (0, 1)})
     wait_until("it is held", lambda: storage("max-transaction-id", *at).returncode == 0)
@@ -169,7 +169,7 @@ def test_what_cannot_be_meant_is_told_in_a_sentence(words: tuple[str, ...], sent
 def test_a_storage_that_is_none_of_the_clusters_is_told(cluster: LocalCluster):
     at = ("--connect", cluster.connect, "--partition", "0")
     assert "expected a storage of this cluster" in refused("re-seed", *at, "--storage", "no:1")
-    assert "expected --storage HOST:PORT beside --connect" in refused("re-seed", *at)
+    assert "expected --storage HOST:PORT in addition to --connect" in refused("re-seed", *at)
     port = next(each.port for each in cluster.members if each.kind == "storage")
     assert "expected a storage's admin port, found a 'Waltz Storage Server'" in refused(
         "list", "--admin", f"127.0.0.1:{port}"

@@ -1,7 +1,7 @@
-"""Asking servers themselves: one question over one connection, and whether anybody answers at all.
+"""Single requests to servers, and checks whether any process answers at an address.
 
-Commands that change, check and list servers put the same questions, in the original's messages, so
-that its servers understand them, too.
+Commands that change, check and list servers use the messages of Waltz 0.13, so that 0.13 servers
+answer them, too.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from waltz_core.wire.messages import ClientMessage, Surface
 
 ANSWER_S = 10.0
 DIAL_TIMEOUT_S = 3.0
-# What an original's tools use where no client id is given out.
+# The client id in requests of 0.13 tools, which allocate none.
 NOT_A_CLIENT = -1
 
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
@@ -23,7 +23,7 @@ AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 async def ask(
     address: str, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
 ) -> AnswerT:
-    """Ask the server at an address; raises what it refuses with, or Unreachable."""
+    """Send a request to a server; raises the error that it answers, or Unreachable."""
     from waltz_core.client.links.connections import ServerLinks  # noqa: PLC0415 - loads Arrow
 
     links = ServerLinks(dial_timeout_s=ANSWER_S, late_answers_s=0.0, ssl=own_transport.ssl())
@@ -37,12 +37,12 @@ async def ask(
 
 
 async def answers(surface: Surface, address: str) -> bool:
-    """Return whether a process listens there and says hello."""
+    """Return whether a process at the address completes the hello."""
     return await name_at(surface, address) is not None
 
 
 async def name_at(surface: Surface, address: str) -> str | None:
-    """Return the text of the hello of whatever listens at an address; None where nothing does.
+    """Return the text of the hello at an address; None if no process listens there.
 
     Every port of Waltz completes the hello; the text distinguishes them (`Surface.listener_text`).
     """

@@ -1,12 +1,9 @@
-"""How every command that changes a cluster runs: under a time limit, with progress, on the record.
-
-A change that is not written down, or that ends in silence while it waits for something, must not be
-possible for any of them.
+"""Runs commands that change a cluster: with a timeout, progress and an audit entry.
 
 Rules:
-    1. The change is on record before it begins, with its outcome when it has ended.
-    2. Out of time, the error says what was waited for; what was done stays done, and the same
-       command goes on from there.
+    1. The audit entry is written before the change begins, and gets the outcome when it has ended.
+    2. At the timeout, the error states what the command was waiting for. Completed steps are kept,
+       and the same command continues from there.
 """
 
 import asyncio
@@ -37,7 +34,7 @@ from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 
 BROKEN_OFF = "failed: broken off"
-GOES_ON = "What was done stays done; the same command goes on from there"
+GOES_ON = "Completed steps are kept; run the same command again to continue"
 
 Result: TypeAlias = Mapping[str, object] | None
 
@@ -53,18 +50,18 @@ class Command:
     waits_for: str = ""
 
     def note(self, step: str) -> None:
-        """A step was taken: it is part of the result, and told at once."""
+        """Add a completed step to the result, and print it at once."""
         self.steps.append(step)
         if not self.as_json:
             say(step)
 
     def wait_for(self, what: str, done_count: int = 0, count: int = 1) -> None:
-        """Say what is waited for from now on."""
+        """Set what the command is waiting for."""
         self.waits_for = what
         self.line.show(done_count, count, what)
 
     async def carry_out(self, plan: Plan) -> None:
-        """Bring the replicas to where they are wanted."""
+        """Move the replicas as planned."""
         await self.coordinator.storages.carry_out(plan, self._tell)
 
     def _tell(self, progress: Progress) -> None:
@@ -75,10 +72,10 @@ class Command:
 
 
 def changes(*, creates: bool = False) -> Callable[[Callable[..., Awaitable[Result]]], VerbFunction]:
-    """Make a verb of what changes a cluster: it takes a `Command`, and returns what to print.
+    """Make a verb of a function that changes a cluster: it takes a `Command` and returns a result.
 
-    See the module's rules. `creates` is that of `recorded`; so is a verb's own `force`, which works
-    on what may be no whole cluster.
+    See the module's rules. `creates` is passed to `recorded`; a verb's option `force` has the same
+    effect, as it works on incomplete clusters, too.
     """
 
     def decorate(work: Callable[..., Awaitable[Result]]) -> VerbFunction:
@@ -90,7 +87,7 @@ def changes(*, creates: bool = False) -> Callable[[Callable[..., Awaitable[Resul
             may_be_none = creates or words.get("force", False)
             async with connected(connect) as coordinator:
                 if not may_be_none:
-                    await coordinator.read_cluster()  # or the record could be written nowhere
+                    await coordinator.read_cluster()  # the audit entry needs a cluster
                 with ProgressLine() as line:
                     command = Command(coordinator, line, as_json)
                     async with (
@@ -110,7 +107,7 @@ def changes(*, creates: bool = False) -> Callable[[Callable[..., Awaitable[Resul
 
 
 def placed(function: VerbFunction) -> VerbFunction:
-    """Declare the cluster as an argument, too: `cluster create CONNECT` and its like."""
+    """Declare the cluster as an argument, too, as in `cluster create CONNECT`."""
 
     @options.argument("place", "[CONNECT]", f"the cluster, {options.PLACE}", required=False)
     @click.option(
@@ -132,10 +129,10 @@ def placed(function: VerbFunction) -> VerbFunction:
 
 @asynccontextmanager
 async def recorded(coordinator: Coordinator, *, creates: bool = False) -> AsyncIterator[None]:
-    """Have the block on record (rule 1).
+    """Write an audit entry for the block (rule 1).
 
-    `creates`: it makes the cluster's nodes, or deletes them, so they may be there only before or
-    after it; the record is made when it is over, where there is a cluster then.
+    `creates`: the block creates or deletes the cluster's nodes, so they may exist only before or
+    only after it. Then the entry is written at the end, if there is a cluster.
     """
     audit, entry, outcome = coordinator.audit, _entry(), BROKEN_OFF
     path = None if creates else await audit.begin(entry)
@@ -164,7 +161,7 @@ async def _has_cluster(coordinator: Coordinator) -> bool:
 async def in_time(
     timeout_s: float, waits_for: Callable[[], str], *, afterwards: str = GOES_ON
 ) -> AsyncIterator[None]:
-    """Give a block so much time (rule 2); raises Unavailable, which says what it still awaits."""
+    """Limit the time of a block (rule 2); raises Unavailable with what it was waiting for."""
     try:
         async with asyncio.timeout(timeout_s):
             yield

@@ -1,4 +1,4 @@
-"""`waltz-core config show KIND`: every setting in force and where it came from."""
+"""`waltz-core config show KIND`: every effective setting and its source."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from waltz_core.config.settings import load
 
 
 @verb
-@options.argument("kind", "KIND", "whose settings", type=options.OneOf(sorted(KINDS)))
+@options.argument("kind", "KIND", "the kind of settings", type=options.OneOf(sorted(KINDS)))
 @options.config_file
 @options.as_json
 def show_command(*, kind: str, config: Path | None, as_json: bool) -> int:

@@ -1,7 +1,4 @@
-"""What `storage run` and `server run` share: settings by file and flag, the event loop, the end.
-
-Both daemons are started, told their settings and stopped in the same way.
-"""
+"""The common part of `storage run` and `server run`: settings, event loop, process limits, end."""
 
 import contextlib
 import ctypes
@@ -30,16 +27,16 @@ C = TypeVar("C", bound=Config)
 MIB = 1024 * 1024
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# After so many new objects cycles are looked for among the young ones; Python's 700 is for scripts.
+# New objects before a collection of the young generation; Python's 700 suits scripts.
 _NEW_OBJECTS = 10_000
-# Open files besides connections: the log, sockets of our own, those of ZooKeeper, a few segments.
+# Open files besides connections: the log, listening sockets, ZooKeeper's, a few segments.
 _OTHER_FILES = 100
 
 
 def daemon(kind: type[C]) -> Callable[[Callable[[], Callable[[C], None]]], VerbFunction]:
     """Declare `--config` and one option for each setting of a daemon.
 
-    What is decorated returns the daemon's `run`, which it imports: help needs no daemon.
+    The decorated function imports and returns the daemon's `run`: help needs no daemon.
     """
 
     def decorate(load_daemon: Callable[[], Callable[[C], None]]) -> VerbFunction:
@@ -68,19 +65,19 @@ def daemon(kind: type[C]) -> Callable[[Callable[[], Callable[[C], None]]], VerbF
 
 
 def _help(doc: str, example: str, default: object) -> str:
-    """Return what a flag's help says: the setting's own words, and what holds without it."""
+    """Return the help of a flag: the setting's description and default."""
     shown = str(default).lower() if isinstance(default, bool) else str(default) or "empty"
     return f"{doc} ({f'required, such as {example}' if example else f'default {shown}'})"
 
 
 def run_daemon(config: C, run: Callable[[C], None]) -> None:
-    """Run a daemon until it is told to stop.
+    """Run a daemon until it is stopped.
 
     Raises:
         BadConfig: Python runs without its assertions.
     """
     if not __debug__:
-        raise BadConfig("a daemon does not run under `python -O`: its assertions guard the log")
+        raise BadConfig("a daemon does not run under `python -O`: its assertions protect the log")
     keep_freed_memory()
     spare_what_stays()
     allow_open_files(getattr(config, "connections_max", 0))
@@ -88,7 +85,7 @@ def run_daemon(config: C, run: Callable[[C], None]) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process when its standard input ends: whoever started it is gone."""
+    """End this process when its standard input ends, because its parent has ended."""
 
     def watch() -> None:
         # Not through sys.stdin: its lock, held by a thread, ends the interpreter with an abort.
@@ -100,28 +97,28 @@ def end_with_parent() -> None:
 
 
 def spare_threads() -> None:
-    """Have numpy start no threads for matrices, of which a daemon has none; before its import.
+    """Prevent numpy from starting threads for matrices; call it before the import.
 
-    They cost a fifth of that import, and stay, one for each core but the first.
+    A daemon has no matrices. The threads, one for each further core, cost a fifth of the import.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def spare_what_stays() -> None:
-    """Look for cycles less often, and never among what the imports have made.
+    """Collect cycles less often, and never among the objects of the imports.
 
-    A daemon of a thousand partitions makes some hundred thousand objects when it starts, and all of
-    them stay: looking at all there is again and again was a third of that start.
+    A daemon with a thousand partitions creates some hundred thousand long-lived objects at its
+    start; repeated full collections were a third of the start.
     """
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS, 20, 20)
 
 
 def allow_open_files(connections_max: int) -> None:
-    """Take as many open files as this process may, and log where they are too few for its settings.
+    """Raise the limit of open files to its maximum, and log if it is too low for the settings.
 
-    A thousand partitions need as many connections. The limit that a shell sets is for programs that
-    wait with `select`, which no daemon does.
+    A thousand partitions need as many connections. The default limit of a shell protects programs
+    that use `select`, which the daemons do not.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -138,11 +135,11 @@ def allow_open_files(connections_max: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what is freed, up to a limit, instead of giving it back each time.
+    """Make the C library keep freed memory, up to a limit, instead of returning it to the kernel.
 
-    A daemon takes and frees a buffer of the size of a batch for every frame. Given back, each one
-    costs the kernel a page fault and a cleared page for every 4 KiB of it (measured: a sixth of a
-    storage's CPU). Where the C library has no `mallopt` nothing happens.
+    A daemon allocates and frees a buffer of the size of a batch for every frame. After a return to
+    the kernel, each costs a page fault and a cleared page per 4 KiB (measured: a sixth of a
+    storage's CPU). Without `mallopt` in the C library this does nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

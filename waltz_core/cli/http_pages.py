@@ -1,10 +1,8 @@
-"""`waltz-core server metrics | storage metrics`: a daemon's numbers, as its HTTP port tells them.
-
-It is the one place that speaks HTTP, and both kinds of daemon are asked alike.
+"""`waltz-core server metrics | storage metrics`: the metrics at a daemon's HTTP port.
 
 Rules:
-    1. A whole number is shown as one, however large: bytes and ids pass 2^31 soon.
-    2. `--json` has every metric under its whole name with its labels.
+    1. A whole number is printed as one, however large: bytes and ids soon exceed 2^31.
+    2. `--json` has every metric under its full name with its labels.
 """
 
 import http.client
@@ -22,12 +20,12 @@ from waltz_core.transport.net import split_address
 ANSWER_S: Final = 10.0
 PAGE_BYTES_MAX: Final = 64 * 1024 * 1024
 _LINE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
-# Every bucket of every histogram fills screens; `--all` shows them, and so does `--json`.
+# The buckets of histograms fill screens; only `--all` and `--json` show them.
 _DETAIL: Final = ("_bucket", "_created")
 
 
 class Sample(NamedTuple):
-    """One number of a page."""
+    """One sample of a page."""
 
     name: str
     labels: str
@@ -35,14 +33,14 @@ class Sample(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Return name and labels as the page has them."""
+        """Return name and labels as on the page."""
         return f"{self.name}{{{self.labels}}}" if self.labels else self.name
 
 
 @verb
 @options.argument("address", "HOST:HTTP_PORT", "setting `http_port` of the daemon")
-@click.option("--match", default="", metavar="TEXT", help="only names with this in them")
-@click.option("--all", "is_all", is_flag=True, help="the buckets of histograms, too")
+@click.option("--match", default="", metavar="TEXT", help="only names that contain this")
+@click.option("--all", "is_all", is_flag=True, help="also the buckets of histograms")
 @options.as_json
 def metrics(*, address: str, match: str, is_all: bool, as_json: bool) -> int:
     samples = [
@@ -84,7 +82,7 @@ def fetch(address: str, path: str) -> str:
 
 
 def parse(page: str, address: str) -> list[Sample]:
-    """Return the numbers of a page in Prometheus's text format; raises RemoteProtocolError."""
+    """Return the samples of a page in Prometheus's text format; raises RemoteProtocolError."""
     lines = [line.strip() for line in page.splitlines()]
     samples = []
     for line in lines:
@@ -100,7 +98,7 @@ def parse(page: str, address: str) -> list[Sample]:
 
 
 def _number(text: str) -> int | float | None:
-    """Rule 1; None for what is no number."""
+    """Parse a number (rule 1); None for another text."""
     if text.lstrip("+-").isdecimal():
         return int(text)
     try:

@@ -15,7 +15,7 @@ from waltz_core.config.settings import Loaded, load
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
-# option -> setting; all of them are fixed for the life of a directory
+# option -> setting; the directory of a cluster fixes all of them
 FIXED = {
     "--zookeepers": "zookeeper_count",
     "--storages": "storage_count",
@@ -49,10 +49,10 @@ def _fixed(function: VerbFunction) -> VerbFunction:
     "tls_file",
     type=options.PATH,
     metavar="FILE.toml",
-    help="settings of kind tls that all processes have (docs/operations.md)",
+    help="TLS settings of all processes (docs/operations.md)",
 )
 @click.option(
-    "--timeout-s", type=float, help="seconds until it must be ready [default: 60]", metavar="S"
+    "--timeout-s", type=float, help="seconds to wait until it is ready [default: 60]", metavar="S"
 )
 @_directory
 def up(
@@ -83,13 +83,13 @@ def up(
     began = time.monotonic()
     connect = cluster.up(found.ready_timeout_ms / 1000, say)
     took = time.monotonic() - began
-    say(f"ready in {took:.1f} s; data, configuration and logs lie in {cluster.directory}")
+    say(f"ready in {took:.1f} s; data, configuration and logs are in {cluster.directory}")
     show(connect)
     return 0
 
 
 def _check_made(cluster: LocalCluster, settings: Loaded[LocalConfig]) -> None:
-    """Refuse counts and ports that a directory's cluster was not made with; nothing starts then."""
+    """Raise BadConfig if counts or ports differ from those of the directory's cluster."""
     if not cluster.exists():
         return
     kinds = [member.kind for member in cluster.members]
@@ -101,15 +101,15 @@ def _check_made(cluster: LocalCluster, settings: Loaded[LocalConfig]) -> None:
         if origin and found != made[name]:
             where = flag if origin.startswith("flag ") else f"{origin}: {name}"
             raise BadConfig(
-                f"{where}: the cluster in {cluster.directory} was "
-                f"made with {made[name]}, found {found}; give another --directory for another one"
+                f"{where}: expected {made[name]}, with which the cluster in {cluster.directory} "
+                f"was created, found {found}. Hint: use another --directory for another cluster."
             )
 
 
 def _settings(
     directory: Path | None, config: Path | None = None, flags: dict[str, str | None] | None = None
 ) -> Loaded[LocalConfig]:
-    """Return the settings by file, environment and flag, and where from; raises BadConfig."""
+    """Return the settings of file, environment and flags, with sources; raises BadConfig."""
     flags = {**(flags or {}), "directory": None if directory is None else str(directory)}
     return load(LocalConfig, path=config, environment=os.environ, flags=flags)
 
@@ -138,5 +138,5 @@ def status(*, as_json: bool, directory: Path | None) -> int:
 def down(*, keep_zookeeper: bool, directory: Path | None) -> int:
     cluster = LocalCluster(Path(_settings(directory).config.directory))
     ended = cluster.down(keep_zookeeper=keep_zookeeper)
-    say(f"ended {', '.join(ended)}" if ended else "nothing was running")
+    say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
     return 0

@@ -1,7 +1,7 @@
-"""`waltz-core`: the table of commands, and what happens when one fails.
+"""`waltz-core`: the table of commands, and the handling of their errors.
 
-Every command ends the same way. A `WaltzError` is one sentence and exit code 1; anything else is a
-fault of ours and keeps its traceback.
+A `WaltzError` is printed as one sentence, with exit code 1. Any other exception is a bug and keeps
+its traceback.
 """
 
 import logging
@@ -23,7 +23,7 @@ from waltz_core.errors import BadConfig, WaltzError
 
 
 class NounEntry(NamedTuple):
-    """A noun: its line of help, its verbs with theirs, and examples a person may copy."""
+    """A noun: its line of help, its verbs with theirs, and examples to copy."""
 
     text: str
     verbs: Mapping[str, Mapping[str, str]] | str  # module -> verb -> text; or its module alone
@@ -36,9 +36,9 @@ NOUNS: Mapping[str, NounEntry] = {
         "run a whole cluster on this machine: up, status, down",
         {
             "local_command": {
-                "up": "start the cluster; a process that runs already is left alone",
-                "status": "show what runs",
-                "down": "stop what `up` started; the data stays",
+                "up": "start the cluster, except processes that run already",
+                "status": "show the running processes",
+                "down": "stop the processes that `up` started; keep the data",
             },
         },
         (
@@ -52,13 +52,13 @@ NOUNS: Mapping[str, NounEntry] = {
         "create, show, check and change a cluster: its storages, replicas, preferences",
         {
             "cluster.cluster_command": {
-                "create": "make a cluster's nodes in ZooKeeper",
+                "create": "create a cluster's nodes in ZooKeeper",
                 "show": "show servers, storages, partitions",
-                "protect": "let only the user of the connect string's auth file at the nodes",
+                "protect": "restrict the nodes to the user of the connect string's auth file",
             },
             "cluster.cluster_roots": {
                 "list": "list the clusters of a ZooKeeper, or below a root",
-                "show-key": "print the cluster key, which every storage carries",
+                "show-key": "print the cluster key, which every storage has",
                 "delete": (
                     "delete a cluster's nodes from ZooKeeper; the records stay on the storages"
                 ),
@@ -72,14 +72,14 @@ NOUNS: Mapping[str, NounEntry] = {
                 ),
             },
             "cluster.cluster_changes": {
-                "add-storage": "make a storage part of the cluster, empty",
-                "remove-storage": "move a storage's replicas away, then take it out of the cluster",
-                "set-admin-port": "set the port at which a storage is administered",
+                "add-storage": "add an empty storage to the cluster",
+                "remove-storage": "move a storage's replicas away, then remove it from the cluster",
+                "set-admin-port": "set a storage's admin port",
                 "replace-storage": (
-                    "give what a storage held to another one, or to its empty successor"
+                    "move a storage's replicas to another one, or to its empty successor"
                 ),
-                "add-replica": "give a storage a replica of some partitions",
-                "remove-replica": "take the replica of some partitions from a storage",
+                "add-replica": "add a replica of some partitions to a storage",
+                "remove-replica": "remove the replica of some partitions from a storage",
                 "move-replica": "move a replica from one storage to another",
                 "auto-assign": "spread all replicas evenly over groups and storages",
                 "remove-server": "delete the node of a dead server",
@@ -90,8 +90,8 @@ NOUNS: Mapping[str, NounEntry] = {
                 "audit": "show the changes of the cluster: user, time and outcome",
             },
             "cluster.cluster_rescue": {
-                "accept-replicas": "take one replica's log for the log when no quorum is trusted",
-                "rebuild-metadata": "rebuild ZooKeeper's nodes from what the storages have",
+                "accept-replicas": "accept one replica's log when there is no trusted quorum",
+                "rebuild-metadata": "rebuild ZooKeeper's nodes from the storages",
             },
         },
         (
@@ -106,7 +106,7 @@ NOUNS: Mapping[str, NounEntry] = {
         },
     ),
     "doctor": NounEntry(
-        "report what is wrong with a cluster, and which command repairs it",
+        "report problems of a cluster, and the commands that repair them",
         "doctor.doctor_command",
         (
             "doctor --connect zk1:2181/waltz/payments",
@@ -120,26 +120,26 @@ NOUNS: Mapping[str, NounEntry] = {
                 "run": "run a storage (sample: conf/storage.toml)",
             },
             "storage.storage_views": {
-                "list": "show which partitions storages hold, and their state",
+                "list": "list the partitions of storages, and their state",
                 "validate": "connect to every storage of a cluster at both ports",
-                "max-transaction-id": "show the last id that is on disk",
+                "max-transaction-id": "print the last id on disk",
             },
             "http_pages": {
                 "metrics": "show the metrics of one storage",
             },
             "storage.storage_partitions": {
-                "add-partition": "hold partitions",
-                "remove-partition": "hold partitions no longer",
-                "availability": "take partitions offline, or online",
-                "sync-partitions": "make storages hold what ZooKeeper assigns to them",
+                "add-partition": "assign partitions to a storage",
+                "remove-partition": "remove partitions from a storage",
+                "availability": "take partitions offline or online",
+                "sync-partitions": "make storages match the assignment in ZooKeeper",
                 "recover-partition": (
-                    "copy what is settled from another storage to a partition that is offline"
+                    "copy settled transactions from another storage to an offline partition"
                 ),
-                "mark-suspect": "trust replicas no longer, as after a restore from a backup",
-                "re-seed": "delete replicas' logs and have them copied from the others",
+                "mark-suspect": "mark replicas as suspect, as after a restore from a backup",
+                "re-seed": "delete replicas' logs and copy them from the others",
             },
             "storage.storage_scrub": {
-                "scrub": "read records again now, and show progress",
+                "scrub": "verify records on disk now, with progress",
             },
         },
         (
@@ -149,15 +149,13 @@ NOUNS: Mapping[str, NounEntry] = {
         ),
     ),
     "server": NounEntry(
-        "run a server daemon, list servers, choose what they own",
+        "run a server daemon, list servers, choose their partitions",
         {
             "server.server_run": {
                 "run": "run a server (sample: conf/server.toml)",
             },
             "server.server_command": {
-                "list": (
-                    "list the servers of a cluster, what each owns, and whether it can serve it"
-                ),
+                "list": "list the servers of a cluster, their partitions and states",
             },
             "http_pages": {
                 "metrics": "show the metrics of one server",
@@ -177,7 +175,7 @@ NOUNS: Mapping[str, NounEntry] = {
         "show a storage's files, verify them, repair an index",
         {
             "disk.disk_control": {
-                "dump-control-file": "show what the control files contain, broken or not",
+                "dump-control-file": "print the control files, also damaged ones",
             },
             "disk.disk_segment": {
                 "dump-segment": "print the records of segments, one a line",
@@ -185,11 +183,9 @@ NOUNS: Mapping[str, NounEntry] = {
             },
             "disk.disk_verify": {
                 "verify": (
-                    "compute every checksum and every chain again; exit code 1 if anything is wrong"
+                    "verify every checksum and every chain; exit code 1 if anything is wrong"
                 ),
-                "repair-index": (
-                    "rebuild .idx files from their .seg files, where they are not right"
-                ),
+                "repair-index": "rebuild wrong or missing .idx files from their .seg files",
             },
         },
         (
@@ -201,7 +197,7 @@ NOUNS: Mapping[str, NounEntry] = {
         "run the ZooKeeper that comes with PySpark",
         {
             "zookeeper_command": {
-                "run": "run one node with a zoo.cfg (sample: conf/zoo.cfg) and the SERVER_JVMFLAGS",
+                "run": "run one node with a zoo.cfg (sample: conf/zoo.cfg) and $SERVER_JVMFLAGS",
             },
         },
     ),
@@ -215,9 +211,9 @@ NOUNS: Mapping[str, NounEntry] = {
                 "high-water-mark": "print the id of the last transaction",
             },
             "client.client_check": {
-                "validate": "have clients write under one lock and check that all see the same log",
-                "produce": "run one producer of `validate` by itself",
-                "consume": "check what producers write, as `validate` does",
+                "validate": "let clients write under one lock and check that all see the same log",
+                "produce": "run one producer of `validate` alone",
+                "consume": "check the transactions of producers, like `validate`",
             },
         },
         (
@@ -228,15 +224,15 @@ NOUNS: Mapping[str, NounEntry] = {
         {"create-producer": "produce", "create-consumer": "consume"},
     ),
     "config": NounEntry(
-        "show every setting and where it came from",
+        "show every setting and its source",
         {
             "config_command": {
-                "show": "show settings: defaults, file, environment",
+                "show": "show settings and sources: default, file, environment",
             },
         },
     ),
     "bench": NounEntry(
-        "load a cluster and print one JSON line of figures",
+        "run a benchmark and print its results as one JSON line",
         "bench_command",
         (
             "bench append-batch --seconds 5",
@@ -245,17 +241,17 @@ NOUNS: Mapping[str, NounEntry] = {
     ),
 }
 OVERVIEW = """\
-waltz-core: the quorum-replicated log with optimistic locking. To begin with:
+waltz-core: the quorum-replicated log with optimistic locking. To start:
 
   export WALTZ_CONNECT=$(waltz-core local up)         start a cluster on this machine
   waltz-core client append --partition 0 hello world  append two transactions to it
   waltz-core client read --partition 0                read them
-  waltz-core cluster show                             see its servers, storages, partitions
-  waltz-core doctor                                   see what is wrong, and what repairs it
+  waltz-core cluster show                             show its servers, storages, partitions
+  waltz-core doctor                                   show problems and repair commands
 
 `waltz-core --help` lists all commands, `waltz-core cluster --help` those for a cluster."""
 NAME = "waltz-core"
-COMPLETE_VARIABLE = "_WALTZ_CORE_COMPLETE"  # what click's completion scripts set
+COMPLETE_VARIABLE = "_WALTZ_CORE_COMPLETE"  # set by click's completion scripts
 HELP_WIDTH_MAX = 100
 INTERRUPTED = 130
 
@@ -271,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(OVERVIEW)
         return NOT_UNDERSTOOD
     try:
-        # Loading a verb takes most of a second: ctrl-C belongs to the command from here on.
+        # Loading a verb takes most of a second: ctrl-C is handled from here on.
         return run(words)
     except WaltzError as error:
         say(f"waltz-core: {error}")
@@ -279,13 +275,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone (`waltz-core ... | head`): nothing left to say.
+        # The reader of the output has ended (`waltz-core ... | head`).
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         return 0
 
 
 def run(words: list[str]) -> int:
-    """Run one command; raises what it raises. Click's own `main` has other exit codes."""
+    """Run one command; raises its exceptions. Click's own `main` has other exit codes."""
     try:
         with program.make_context(NAME, words) as context:
             code = program.invoke(context)

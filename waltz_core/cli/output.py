@@ -1,20 +1,20 @@
-"""What commands print: tables for people, JSON for programs.
+"""The output of commands: tables for people, JSON for programs.
 
 Rules:
     1. Results go to standard output, everything else to standard error.
     2. `--json` prints one JSON value and nothing else on standard output.
-    3. A terminal gets tables from rich, with states in colour unless $NO_COLOR is set; what is not
-       a terminal gets the same rows as aligned text, and rich is not imported.
+    3. A terminal gets tables from rich, with states in colour unless $NO_COLOR is set; any other
+       output gets the same rows as aligned text, and rich is not imported.
 """
 
 import json
 import sys
 from collections.abc import Sequence
 
-# What a cell says -> its style on a terminal.
+# Text of a cell -> its style on a terminal.
 _STYLES = {
     **dict.fromkeys(("ok", "well", "up", "online", "reached", "done", "right", "yes"), "green"),
-    **dict.fromkeys(("FAILED", "NOT REACHED", "down", "no", "NO", "not heard", "damaged"), "red"),
+    **dict.fromkeys(("FAILED", "NOT REACHED", "down", "no", "NO", "no answer", "damaged"), "red"),
     **dict.fromkeys(("offline", "suspect", "not served", "not held"), "yellow"),
 }
 
@@ -71,7 +71,7 @@ def _draw_table(
 
 
 def ranges_of(numbers: list[int]) -> str:
-    """Return rising numbers as commands take them, "0-6,9"; "-" for none."""
+    """Return ascending numbers in the format of options, "0-6,9"; "-" for none."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][-1] + 1 == number:

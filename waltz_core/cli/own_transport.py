@@ -1,12 +1,11 @@
-"""What a command's own connections to servers and storages are wrapped in.
+"""The TLS settings of a command's own connections to servers and storages.
 
-A process runs one command, for one cluster, and its parts dial from many places. Whether they speak
-TLS is said once, by the words of the command.
+A process runs one command, for one cluster, and many of its parts open connections.
 
 Rules:
-    1. `--tls` says it where a command has it, else ?tls= of the command's connect string, else of
-       $WALTZ_CONNECT.
-    2. Clients (`WaltzClient`) read their own connect string and ask nothing of this.
+    1. The settings come from `--tls`, if the command has it, else from ?tls= of the command's
+       connect string, else of $WALTZ_CONNECT.
+    2. Clients (`WaltzClient`) use their own connect string.
 """
 
 import functools
@@ -23,7 +22,7 @@ _PLACE: Final[ContextVar[str]] = ContextVar("tls", default="")
 
 
 def begin(*, tls: str | None = None, connect: str | None = None) -> None:
-    """Take the words of the command that begins (rule 1)."""
+    """Set the options of the command that begins (rule 1)."""
     if tls is not None:
         _PLACE.set(tls)
     else:
@@ -31,18 +30,18 @@ def begin(*, tls: str | None = None, connect: str | None = None) -> None:
 
 
 def speak_as(connect: str) -> None:
-    """Take a cluster's connect string, once it is known."""
+    """Set the cluster's connect string, once it is known."""
     _PLACE.set(tls_settings.place_in(connect))
 
 
 def ssl() -> SSLContext | None:
-    """Return what to dial in; raises BadConfig for files that are none."""
+    """Return the TLS context, None without TLS; raises BadConfig for invalid files."""
     place = _PLACE.get()
     return _context(place) if place else None
 
 
 async def dial(surface: Surface, address: str, *, timeout_s: float = 5.0) -> net.Link:
-    """Dial as `net.dial`, and raise what it raises."""
+    """Connect like `net.dial`, with the same errors."""
     return await net.dial(surface, address, timeout_s=timeout_s, ssl=ssl())
 
 

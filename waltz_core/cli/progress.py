@@ -1,9 +1,9 @@
-"""A progress bar for people who watch a command.
+"""The progress bar of commands.
 
 Rules:
-    1. Nothing is shown unless standard error is a terminal, nor before a second has passed.
-    2. The bar is gone when the command ends.
-    3. It is drawn when progress is reported, by no thread.
+    1. It is shown only if standard error is a terminal, after the first second.
+    2. It is removed when the command ends.
+    3. It is drawn when progress is reported, without a thread.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class ProgressLine:
     """The bar; usable as a context manager."""
 
     def __init__(self) -> None:
-        self.awaited = ""  # what was waited for last, terminal or not
+        self.awaited = ""  # what the command was last waiting for, terminal or not
         self._progress: tuple[int, int, str] = (0, 1, "")
         self._bar: Progress | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -46,7 +46,7 @@ class ProgressLine:
             self._bar = None
 
     def show(self, done_count: int, count: int, what: str) -> None:
-        """Report how much of it is done, and what happens or is waited for."""
+        """Report the progress, and what the command does or waits for."""
         self.awaited = what.removeprefix("waiting for ")
         self._progress = (done_count, count, what)
         self._draw()

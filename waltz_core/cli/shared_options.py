@@ -1,8 +1,8 @@
-"""The options and arguments that several verbs have, each declared once.
+"""The options and arguments of several verbs, each declared once.
 
 Rules:
-    1. A name of an earlier version is understood and not shown (`older`).
-    2. `@gathered(Kind)` hands a verb the values of several options as one `Kind`.
+    1. A name of an earlier version is accepted and not shown (`older`).
+    2. `@gathered(Kind)` passes the values of several options to a verb as one `Kind`.
 """
 
 import functools
@@ -24,14 +24,14 @@ PATH: Final = click.Path(path_type=Path)
 
 
 class ExplainedArgument(click.Argument):
-    """An argument that the help of its verb explains."""
+    """An argument with a text in the help of its verb."""
 
     def __init__(self, names: list[str], *, help: str, **rest: Any) -> None:  # noqa: A002, ANN401
         super().__init__(names, **rest)
         self.help = help
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Return what the help says."""
+        """Return the line of help."""
         return self.make_metavar(ctx), self.help or ""
 
 
@@ -43,7 +43,7 @@ class RenamedOption(click.Option):
         self.shown = [each for each in self.opts if each != older]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return what the help says, without the older name."""
+        """Return the line of help, without the older name."""
         every, self.opts = self.opts, self.shown
         try:
             return super().get_help_record(ctx)
@@ -52,10 +52,10 @@ class RenamedOption(click.Option):
 
 
 class OneOf(click.Choice[str]):
-    """One of some words; the error names the nearest."""
+    """A choice; the error names the nearest value."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:  # noqa: ANN401
-        """Return what is wrong."""
+        """Return the error message."""
         return f"there is no {value!r}{nearest(str(value), list(self.choices))}"
 
 
@@ -65,13 +65,13 @@ def argument(name: str, metavar: str, text: str, **rest: Any) -> Callable[[FC], 
 
 
 def timeout_s(
-    what: str = "seconds after which it stops waiting",
+    what: str = "seconds to wait at most",
     *,
     default_s: float = TIMEOUT_S,
     older: str = "--timeout",
     name: str = "timeout_s",
 ) -> Callable[[FC], FC]:
-    """Declare for how long a verb may wait."""
+    """Declare the timeout of a verb."""
     return click.option(
         "--timeout-s",
         name,
@@ -85,7 +85,7 @@ def timeout_s(
 
 
 def wait_s(function: FC) -> FC:
-    """Declare for how long a verb may wait that waits for ZooKeeper only."""
+    """Declare the timeout of a verb that waits for ZooKeeper only."""
     what = "seconds to wait for ZooKeeper"
     return timeout_s(what, default_s=CONNECT_WAIT_S, older="--wait-s", name="wait_s")(function)
 
@@ -100,23 +100,23 @@ connect = click.option(
     metavar="CONNECT",
     help=f"the cluster, {PLACE} [default: ${CONNECT_VARIABLE}]",
 )
-config_file = click.option("--config", type=PATH, help="a TOML file; options win over it")
+config_file = click.option("--config", type=PATH, help="a TOML file; options override it")
 exit_with_parent = click.option("--exit-with-parent", is_flag=True, hidden=True)
 partition = click.option(
     "--partition", type=int, default=0, metavar="P", help="the partition [default: 0]"
 )
-partitions = argument("partitions", "PARTITIONS", "such as 3 or 0-6,9 or all")
+partitions = argument("partitions", "PARTITIONS", "3, 0-6,9 or all, for example")
 server = argument("server", "HOST:PORT", "the server, as `server list` shows it")
 storage_address = argument("address", "HOST:PORT", "the address at which servers reach the storage")
 tls = click.option(
     "--tls",
     metavar="FILE",
-    help="TLS, as ?tls=FILE of a connect string has it (docs/operations.md)",
+    help="TLS settings, like ?tls=FILE in a connect string (docs/operations.md)",
 )
 
 
 def gathered(kind: type[Any]) -> Callable[[VerbFunction], VerbFunction]:
-    """Hand the options that `kind` has fields for to the verb as one value, its first argument."""
+    """Pass the options that are fields of `kind` to the verb as one value, its first argument."""
 
     def decorate(function: VerbFunction) -> VerbFunction:
         @functools.wraps(function)
@@ -130,7 +130,7 @@ def gathered(kind: type[Any]) -> Callable[[VerbFunction], VerbFunction]:
 
 
 def files(what: str) -> Callable[[FC], FC]:
-    """Declare the files that a verb of `disk` works on, and `--json`."""
+    """Declare the files of a verb of `disk`, and `--json`."""
     path = argument("path", "PATH", what, type=PATH)
     chosen = click.option(
         "-p",
@@ -140,6 +140,6 @@ def files(what: str) -> Callable[[FC], FC]:
         multiple=True,
         metavar="P",
         callback=lambda _ctx, _parameter, value: list(value) or None,
-        help="only this one of a storage directory; give it once for each",
+        help="only this partition of a storage directory; repeat it for several",
     )
     return lambda function: path(chosen(as_json(function)))

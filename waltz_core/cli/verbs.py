@@ -1,10 +1,9 @@
-"""What nouns and verbs are to click, and the one sentence for a command that was not understood.
+"""Nouns and verbs as classes of click, and the error messages for wrong usage.
 
-Click answers with a usage line and its own words, and knows neither the nearest verb nor where a
-connect string comes from.
+Click's own messages name neither the nearest verb nor the sources of a connect string.
 
 Rules:
-    1. A verb is imported when it is called; a help or a completion of its noun imports nothing.
+    1. A verb is imported when it is called; help and completion of its noun import nothing.
     2. A verb is a function or a coroutine, takes its options as keywords and returns the exit code.
 """
 
@@ -21,8 +20,8 @@ from waltz_core.config.settings import nearest
 
 NOT_UNDERSTOOD = 2
 WHICH_CLUSTER = (
-    "which cluster? Give --connect zk1:2181,zk2:2181/waltz/payments or set $WALTZ_CONNECT "
-    "(`waltz-core local up` starts one on this machine and prints what to give)"
+    "no cluster is specified. Hint: use --connect zk1:2181,zk2:2181/waltz/payments or set "
+    "$WALTZ_CONNECT (`waltz-core local up` starts a cluster on this machine and prints its value)"
 )
 
 VerbFunction: TypeAlias = Callable[..., Any]
@@ -31,8 +30,8 @@ VerbFunction: TypeAlias = Callable[..., Any]
 class Verb(click.Command):
     """A verb as its module declares it (rule 2); its help is in the table of `main.py`."""
 
-    allow_extra_args = True  # to report them in our words
-    details = ""  # what its help says after that line
+    allow_extra_args = True  # reported by `parse_args`
+    details = ""  # the text of its help after that line
     examples: Sequence[str] = ()
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -51,7 +50,7 @@ class Verb(click.Command):
         return rest
 
     def _missing(self, words: list[str]) -> str:
-        """Return the sentence about everything that is missing; click names the first only."""
+        """Return the message about everything that is missing; click names the first only."""
         lenient = click.Context(self, resilient_parsing=True)
         super().parse_args(lenient, words)
         missing = [
@@ -84,9 +83,9 @@ def verb(function: VerbFunction) -> Verb:
 
 
 class LazyVerb(click.Command):
-    """The name of a verb, its help, and its module, where its function has its name (rule 1).
+    """The name of a verb, its help, and its module, which has a function of its name (rule 1).
 
-    A function that would hide another one of its name is called like `list_command`.
+    If the name would shadow a builtin, the function has a name like `list_command`.
     """
 
     def __init__(self, name: str, module: str, text: str, *, verb: str = "", **rest: Any) -> None:  # noqa: ANN401
@@ -110,7 +109,7 @@ class LazyVerb(click.Command):
         parent: click.Context | None = None,
         **extra: Any,  # noqa: ANN401 - click's
     ) -> click.Context:
-        """Parse as the verb itself."""
+        """Parse like the verb itself."""
         return self.load().make_context(info_name, args, parent, **extra)
 
 
@@ -153,14 +152,14 @@ def sentence(text: str) -> str:
 
 
 def name_of(parameter: click.Parameter) -> str:
-    """Return what the usage line calls an option or argument."""
+    """Return the name of an option or argument in the usage line."""
     if isinstance(parameter, click.Argument):
         return parameter.human_readable_name.strip("[].")
     return parameter.opts[0]
 
 
 def explained(error: click.UsageError) -> str:
-    """Return where a command was not understood, why, and what may have been meant."""
+    """Return the command, what is wrong with it, and the nearest valid name."""
     where = error.ctx.command_path if error.ctx is not None else "waltz-core"
     why = error.format_message().rstrip(".")
     match error:
@@ -170,7 +169,7 @@ def explained(error: click.UsageError) -> str:
             why = f"{name_of(parameter)}: {error.message.rstrip('.')}"
         case _:
             pass
-    return f"{where}: {why}\n`{where} --help` has the rest"
+    return f"{where}: {why}\nSee `{where} --help`."
 
 
 def _close_option(name: str, command: click.Command) -> str:

@@ -1,4 +1,4 @@
-"""`waltz-core zookeeper run`: ZooKeeper out of PySpark's jars, in the foreground."""
+"""`waltz-core zookeeper run`: ZooKeeper from PySpark's jars, in the foreground."""
 
 from pathlib import Path
 
@@ -15,5 +15,5 @@ from waltz_core.local import zookeeper_process
 @options.exit_with_parent
 def run_command(*, config: Path, exit_with_parent: bool) -> int:
     if not config.is_file():
-        raise BadConfig(f"no such file: {config} (conf/zoo.cfg is a sample)")
+        raise BadConfig(f"no such file: {config}. Hint: conf/zoo.cfg is a sample.")
     return zookeeper_process.run(config, exit_with_parent=exit_with_parent)

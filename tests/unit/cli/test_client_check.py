@@ -95,8 +95,8 @@ def test_who_produces_and_who_consumes_may_be_two(capsys, connected):
     [
         (["validate", "--clients", "0"], "--clients: expected 1 or more, found 0"),
         (["validate", "--transactions", "0"], "--transactions: expected 1 or more, found 0"),
-        (["validate", "--partitions", "3"], "expected at most 2, as many as the cluster has"),
-        (["produce", "--interval-ms", "-1"], "expected no negative time"),
+        (["validate", "--partitions", "3"], "expected at most 2, the cluster's number"),
+        (["produce", "--interval-ms", "-1"], "--interval-ms of 0 or more"),
         (["consume", "--first", "-1"], "--first: expected an id, 0 or more, found -1"),
     ],
 )

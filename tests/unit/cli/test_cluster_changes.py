@@ -89,5 +89,5 @@ def test_an_empty_storage_that_gets_no_replicas_back_says_so():
 
     result = asyncio.run(bring_back())
     assert result["moved"] == 0
-    assert "holds nothing: no partition has fewer replicas" in result["summary"]
+    assert "has no replicas: no partition has fewer" in result["summary"]
     assert "cluster add-replica" in result["summary"]

@@ -48,7 +48,7 @@ def test_the_one_that_has_most_is_taken_and_a_damaged_one_last():
 
 def test_who_is_named_is_taken_if_he_was_heard():
     assert _chosen(B, 0, {A: log(), B: log(last=1)}) == B
-    with pytest.raises(BadConfig, match="was not heard"):
+    with pytest.raises(BadConfig, match="did not answer as a replica"):
         _chosen(C, 0, {A: log()})
     with pytest.raises(Unavailable, match="no replica answers"):
         _chosen(None, 0, {})
@@ -228,7 +228,7 @@ def test_a_log_whose_end_cannot_be_read_is_rebuilt_with_ids_of_the_clock(monkeyp
     storage.is_readable = False
     client_id, owned, _, notes = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000)
     assert (client_id, owned) == (1_001, 1_001)
-    assert any("only the clock of this machine" in each for each in notes)
+    assert any("start at the clock of this machine" in each for each in notes)
 
 
 def test_a_rebuilding_that_died_before_it_assigned_replicas_goes_on(monkeypatch):

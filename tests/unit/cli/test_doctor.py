@@ -44,8 +44,8 @@ def without(facts, address):
 def test_a_healthy_cluster_is_said_to_be_so(told, capsys):
     assert main(["doctor", "--connect", CONNECT]) == 0
     first, clocks = capsys.readouterr().out.splitlines()
-    assert first.startswith("nothing is wrong: 2 servers, 4 storages,")
-    assert "4 storages and of this machine are at most 3 ms apart" in clocks
+    assert first.startswith("no problems: 2 servers, 4 storages,")
+    assert "4 storages and of this machine differ by at most 3 ms" in clocks
 
 
 def test_what_is_wrong_is_numbered_with_its_command(told, capsys):
@@ -91,7 +91,7 @@ def test_tls_files_that_do_not_fit_are_told_in_a_sentence(told, tmp_path, capsys
 
 
 def test_a_cluster_that_could_not_be_asked_is_not_called_healthy():
-    assert "could not be asked" in doctor_command.as_text(Facts(CONNECT), [])[0]
+    assert "could not be queried" in doctor_command.as_text(Facts(CONNECT), [])[0]
     assert "zookeeper" in doctor_command.value_of(Facts(CONNECT), [])["seen"]
 
 

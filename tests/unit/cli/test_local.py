@@ -48,14 +48,15 @@ def test_a_cluster_that_is_there_is_not_started_with_other_counts(tmp_path, monk
     up = ["local", "up", "--directory", str(tmp_path)]
     assert main([*up, "--partitions", "5"]) == 1
     refused = capsys.readouterr()
-    assert f"--partitions: the cluster in {tmp_path} was made with 4, found 5" in refused.err
+    assert f"--partitions: expected 4, with which the cluster in {tmp_path} was" in refused.err
+    assert "found 5" in refused.err
     assert refused.out == ""
     assert main([*up, "--storages", "3", "--partitions", "4"]) == 0
     assert main(up) == 0
     monkeypatch.setenv("WALTZ_LOCAL_SERVER_COUNT", "3")
     assert main(up) == 1
     assert (
-        "environment WALTZ_LOCAL_SERVER_COUNT: server_count: the cluster in"
+        "environment WALTZ_LOCAL_SERVER_COUNT: server_count: expected"
         in capsys.readouterr().err
     )
 

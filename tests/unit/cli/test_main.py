@@ -45,7 +45,7 @@ def test_a_verbs_help_begins_with_what_it_does(capsys):
 def test_a_cluster_is_asked_for_in_a_sentence(verb, capsys, monkeypatch):
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     assert main(["cluster", *verb]) == 1
-    assert "which cluster? Give --connect zk1:2181" in capsys.readouterr().err
+    assert "no cluster is specified. Hint: use --connect" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

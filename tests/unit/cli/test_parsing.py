@@ -27,8 +27,11 @@ def _no_cluster(monkeypatch):
         ("storage recover-partition --admin h:1 --partition 0", "expected either --from or --fr"),
         ("--jsn", "waltz-core: there is no '--jsn' here\n"),
         ("client read --partition x", "client read: --partition: 'x' is not a valid integer\n"),
-        ("client append hi", "waltz-core client append: which cluster? Give --connect zk1:2181"),
-        ("cluster add-replica", "required: PARTITIONS, HOST:PORT; and which cluster? Give --co"),
+        (
+            "client append hi",
+            "waltz-core client append: no cluster is specified. Hint: use --connect",
+        ),
+        ("cluster add-replica", "required: PARTITIONS, HOST:PORT; and no cluster is specified."),
     ],
 )
 def test_what_was_not_understood_is_said_in_a_line_and_where_to_read_on(capsys, words, sentence):
@@ -36,7 +39,7 @@ def test_what_was_not_understood_is_said_in_a_line_and_where_to_read_on(capsys, 
     told = capsys.readouterr()
     assert sentence in told.err
     assert told.err.count("\n") == 2
-    assert "--help` has the rest" in told.err
+    assert told.err.endswith("--help`.\n")
     assert told.out == ""
 
 

@@ -38,5 +38,5 @@ def test_a_pass_that_does_not_come_to_its_end_is_told_in_time(capsys):
     assert told.out == ""
     assert told.err == (
         "waltz-core: not done within 0.3 s, still waiting: records of partition 4, 7 of 40. The "
-        "storage goes on with the pass that was begun; --status tells how far it is\n"
+        "storage continues the pass; --status shows its progress\n"
     )

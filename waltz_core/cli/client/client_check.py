@@ -1,14 +1,13 @@
-"""`waltz-core client validate | produce | consume`: is the log what it promises, seen from outside?
+"""`waltz-core client validate | produce | consume`: check the guarantees of the log from outside.
 
-Each producer writes what it can only know when nobody came in between: the id that its transaction
-will have. All of them write under one lock, so each transaction is its client's mark + 1, or
-refused and computed anew. Whoever reads checks that every transaction says its own id, and that ids
-have no gap. So a refusal that is missing, a transaction that is lost, doubled or out of order is
-seen by everybody.
+Each producer writes the id that its transaction will have, as data. All producers write under one
+lock, so each transaction's id is its client's mark + 1, or the server rejects it and the client
+computes it again. Readers check that the data of every transaction is its own id, and that ids have
+no gap. So every reader detects a missing rejection, and lost, duplicate or reordered transactions.
 
 Rules:
-    1. Nobody else writes to these partitions meanwhile; a stranger's transaction counts as wrong.
-    2. Ids are text, as long as they need to be, so that `waltz-core client read` shows them twice.
+    1. No other client may write to these partitions meanwhile; its transactions count as wrong.
+    2. Ids are written as text, so that `waltz-core client read` shows each id twice.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ WRONG_SHOWN_MAX = 10
 
 
 class CheckLoad(NamedTuple):
-    """The options of a check, of which each verb has some."""
+    """The options of a check; each verb has some of them."""
 
     connect: str
     as_json: bool
@@ -62,18 +61,18 @@ _interval_ms = click.option(
 
 
 def _checks(function: VerbFunction) -> VerbFunction:
-    """Declare what all three verbs take."""
+    """Declare the common options of the three verbs."""
     for declare in (
         options.gathered(CheckLoad),
         options.as_json,
         options.connect,
-        options.timeout_s("seconds until it fails"),
+        options.timeout_s("seconds after which it fails"),
         click.option(
             "--partitions",
             type=int,
             default=1,
             metavar="N",
-            help="the first N partitions, in turn [default: 1]",
+            help="number of partitions, from 0 on [default: 1]",
         ),
         click.option(
             "--transactions",
@@ -88,25 +87,25 @@ def _checks(function: VerbFunction) -> VerbFunction:
 
 
 def _partitions_of(chosen: CheckLoad, client: AsyncWaltzClient) -> list[int]:
-    """Return the partitions that are meant; raises BadConfig for numbers that make no sense."""
+    """Return the chosen partitions; raises BadConfig for invalid numbers."""
     for name in ("transactions", "partitions", "clients"):
         if getattr(chosen, name) < 1:
             raise BadConfig(f"--{name}: expected 1 or more, found {getattr(chosen, name)}")
     if chosen.timeout_s <= 0 or chosen.interval_ms < 0:
-        raise BadConfig("--timeout-s, --interval-ms: expected no negative time, and some to wait")
+        raise BadConfig("expected --timeout-s above 0 and --interval-ms of 0 or more")
     if chosen.partitions > client.partition_count:
         raise BadConfig(
-            f"--partitions: expected at most {client.partition_count}, as many as the cluster has, "
+            f"--partitions: expected at most {client.partition_count}, the cluster's number, "
             f"found {chosen.partitions}"
         )
     return list(range(chosen.partitions))
 
 
-# --- what is written
+# --- writing
 
 
 class Numbered(TransactionContext):
-    """One transaction that says which id it will have."""
+    """One transaction whose data is the id that it will have."""
 
     def __init__(self, partition: int, timeout_s: float) -> None:
         super().__init__()
@@ -115,7 +114,7 @@ class Numbered(TransactionContext):
         self.attempts = 0
 
     def partition_id(self, partition_count: int) -> int:
-        """Return the partition that was chosen."""
+        """Return the chosen partition."""
         assert self._partition < partition_count
         return self._partition
 
@@ -134,7 +133,7 @@ def text_of(transaction_id: int) -> bytes:
 
 @dataclass(slots=True)
 class CheckResult:
-    """What producers have written, and how often they had to compute it anew."""
+    """The transactions of producers, and how often they were computed again."""
 
     wanted: int
     ends: dict[int, int] = field(default_factory=dict)  # the last id, by partition
@@ -148,7 +147,7 @@ class CheckResult:
         self.attempts += attempts
 
     def __str__(self) -> str:
-        return f"{self.count} of {self.wanted} transactions are written"
+        return f"{self.count} of {self.wanted} transactions were written"
 
 
 async def _write(
@@ -158,23 +157,23 @@ async def _write(
     written: CheckResult,
     line: ProgressLine,
 ) -> None:
-    """Write one client's transactions, one after the other, to the partitions by turns."""
+    """Write one client's transactions, one after the other, to the partitions round-robin."""
     for turn in range(chosen.transactions):
         partition = (first + turn) % chosen.partitions
         context = Numbered(partition, chosen.timeout_s)
         told = await (await client.submit(context))
-        assert told is not None, "it never gives up"
+        assert told is not None, "it never aborts"
         written.add(partition, told, context.attempts)
         line.show(written.count, written.wanted, "written")
         if chosen.interval_ms:
             await asyncio.sleep(chosen.interval_ms / 1000)
 
 
-# --- what is read
+# --- reading
 
 
 class Checking(AsyncCallbacks):
-    """Checks the transactions of a feed, from some marks on; `limit` of them where one is given."""
+    """Checks the transactions of a feed after some marks, at most `limit` of them."""
 
     def __init__(self, marks: Mapping[int, int], limit: int | None = None) -> None:
         self.marks = dict(marks)
@@ -185,11 +184,11 @@ class Checking(AsyncCallbacks):
         self._changed = asyncio.Event()
 
     async def client_high_water_mark(self, partition: int) -> int:
-        """Return where the check begins, or has come to."""
+        """Return the mark after which the check continues."""
         return self.marks[partition]
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
-        """Check one, unless enough were."""
+        """Check one, unless the limit is reached."""
         if self.seen_count == self._limit:
             return
         partition, data = transaction.partition_id, await transaction.data()
@@ -202,7 +201,7 @@ class Checking(AsyncCallbacks):
     async def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
-        """Note what ends a feed; what is only away comes back."""
+        """Note an error that ends the feed; an unavailable server is retried."""
         policy = policy_of(error)
         if policy is PoisonPolicy.STOP:
             self.wrong.append(f"partition {partition}, id {transaction_id}: {error}")
@@ -211,14 +210,14 @@ class Checking(AsyncCallbacks):
         return policy
 
     async def has_seen(self, count: int, tell: Callable[[], None]) -> None:
-        """Return when so many transactions were checked, or nothing more will be."""
+        """Wait until `count` transactions were checked, or the feed has ended."""
         while self.seen_count < count and not self.is_stopped:
             tell()
             self._changed.clear()
             await self._changed.wait()
 
     async def has_reached(self, ends: Mapping[int, int]) -> None:
-        """Return when these ids were checked, or nothing more will be."""
+        """Wait until these ids were checked, or the feed has ended."""
         while any(self.marks[each] < end for each, end in ends.items()) and not self.is_stopped:
             self._changed.clear()
             await self._changed.wait()
@@ -264,7 +263,9 @@ async def validate(chosen: CheckLoad) -> int:
     wrong = list(dict.fromkeys(fault for check in checks for fault in check.wrong))
     strange = sum(end - starts[each] for each, end in written.ends.items()) - written.count
     if strange:
-        wrong.append(f"{strange} transactions more than were written: by others, or doubled")
+        wrong.append(
+            f"{strange} transactions more than were written: by other clients, or duplicates"
+        )
     told = {
         "clients": len(clients),
         "written": written.count,
@@ -320,7 +321,7 @@ async def consume(chosen: CheckLoad) -> int:
 
 
 def mark_before(first: int) -> int:
-    """Return the mark of who has seen all before `--first`; raises BadConfig for no id."""
+    """Return the mark that precedes `--first`; raises BadConfig for an invalid id."""
     if first < 0:
         raise BadConfig(f"--first: expected an id, 0 or more, found {first}")
     return first - 1
@@ -329,7 +330,7 @@ def mark_before(first: int) -> int:
 async def _write_all(
     clients: list[AsyncWaltzClient], chosen: CheckLoad, written: CheckResult
 ) -> None:
-    """Have all clients write at once; raises the first of their errors when all have ended."""
+    """Let all clients write concurrently; raises the first error when all have ended."""
     failures: list[WaltzError] = []
 
     async def write(number: int, client: AsyncWaltzClient, line: ProgressLine) -> None:
@@ -364,7 +365,7 @@ def _behind(checks: list[Checking], written: CheckResult) -> str:
 
 
 def _spans(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list[int]]:
-    """Return the first and last id by partition, without those that nothing came to."""
+    """Return the first and last id by partition, without partitions that got none."""
     return {each: [starts[each] + 1, end] for each, end in ends.items() if end > starts[each]}
 
 
@@ -385,6 +386,6 @@ def _tell(chosen: CheckLoad, wrong: Sequence[str] | None, told: Mapping[str, obj
     for fault in wrong[:WRONG_SHOWN_MAX]:
         show(fault)
     if len(wrong) > WRONG_SHOWN_MAX:
-        show(f"and {len(wrong) - WRONG_SHOWN_MAX} more that are wrong")
+        show(f"and {len(wrong) - WRONG_SHOWN_MAX} more errors")
     show("failed" if wrong else "passed")
     return 1 if wrong else 0

@@ -26,7 +26,9 @@ from waltz_core.records.record import BEFORE_FIRST
 
 
 @verb
-@options.argument("data", "[DATA]...", "the payloads; else the lines of standard input", nargs=-1)
+@options.argument(
+    "data", "[DATA]...", "the payloads [default: the lines of standard input]", nargs=-1
+)
 @click.option(
     "--partition",
     type=int,
@@ -34,7 +36,9 @@ from waltz_core.records.record import BEFORE_FIRST
     help="the partition [default: derived from the first lock, otherwise round-robin]",
 )
 @click.option("--header", type=int, default=0, help="32 bits for the application [default: 0]")
-@click.option("--write-lock", multiple=True, metavar="NAME:KEY", help="a lock; KEY is an integer")
+@click.option(
+    "--write-lock", multiple=True, metavar="NAME:KEY", help="a write lock; KEY is an integer"
+)
 @click.option(
     "--high-water-mark",
     type=int,
@@ -84,7 +88,7 @@ def _payloads(words: tuple[str, ...]) -> Iterator[bytes]:
 def _lock(text: str) -> int:
     name, colon, key = text.rpartition(":")
     if not colon or not key.lstrip("-").isdigit():
-        raise BadConfig(f"a lock is NAME:KEY with a whole number as key; found {text!r}")
+        raise BadConfig(f"expected a lock NAME:KEY with an integer as key, found {text!r}")
     return lock(name, int(key))
 
 
@@ -102,8 +106,8 @@ def read(*, partition: int, first: int, last: int | None, connect: str, as_json:
             last = client.high_water_mark(partition)
             if first > last + 1:
                 raise BadConfig(
-                    f"--first: the last transaction of partition {partition} is {last}, "
-                    f"found {first}"
+                    f"--first: expected at most {last}, the last transaction of partition "
+                    f"{partition}, found {first}"
                 )
         for chunk in client.read_range(partition, first, last, form=RangeForm.WHOLE):
             for each in chunk.rows():
@@ -134,7 +138,7 @@ async def watch(
 
 
 class _Printing(AsyncCallbacks):
-    """Prints a feed, as `read` does a range."""
+    """Prints a feed, in the format of `read`."""
 
     def __init__(self, mark: int, wanted: int | None, *, as_json: bool) -> None:
         self._mark = mark
@@ -144,11 +148,11 @@ class _Printing(AsyncCallbacks):
         self.is_over = asyncio.Event()
 
     async def client_high_water_mark(self, partition: int) -> int:
-        """Return where to begin, whatever the `partition`."""
+        """Return the mark after which to begin."""
         return self._mark
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
-        """Print one, unless enough were."""
+        """Print one, unless the limit is reached."""
         if self._wanted == 0:
             return
         data = (await transaction.data()).decode("utf-8", "backslashreplace")
@@ -161,7 +165,7 @@ class _Printing(AsyncCallbacks):
     async def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
-        """End with what ends the feed."""
+        """Note the error that ends the feed."""
         policy = policy_of(error)
         if policy is PoisonPolicy.STOP:
             self.error = error

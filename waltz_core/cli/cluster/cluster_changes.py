@@ -1,7 +1,7 @@
 """`waltz-core cluster add-storage | move-replica | auto-assign | ...`: replicas and storages.
 
-Each verb says what it wants; `cluster/change/changes.py` finds the steps, `cli/changing.py` runs
-them.
+Each verb determines the wanted placement; `cluster/change/changes.py` plans the steps,
+`cli/changing.py` runs them.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ async def add_storage(
 ) -> Result:
     address, port = ReplicaId(address), _port_of(admin_port, address)
     before = await command.coordinator.storages.read()
-    before.with_storage(address, port, group)  # bad words are refused first
+    before.with_storage(address, port, group)  # rejects invalid options first
     await _check_storage(address)
     layout = await command.coordinator.storages.change(
         lambda old: old.with_storage(address, port, group)
@@ -55,17 +55,17 @@ async def add_storage(
     return {
         "storage": address,
         "group": group,
-        "summary": f"{address} is a storage of group {group} and holds nothing yet",
+        "summary": f"{address} is a storage of group {group}, without replicas",
     }
 
 
 async def _check_storage(address: ReplicaId) -> None:
-    """Raise Unreachable where nothing listens, BadConfig where it is no storage's own port."""
+    """Raise Unreachable if nothing listens there, BadConfig if it is not a storage's data port."""
     name = await name_at(Surface.STORAGE, address)
     if name is None:
         raise Unreachable(
             f"{address}: expected a storage that answers, found none; nothing was changed. "
-            "Hint: start the storage with an empty directory, then give the command again."
+            "Hint: start the storage with an empty directory, then run the command again."
         )
     if name != Surface.STORAGE.listener_text:
         raise BadConfig(
@@ -76,12 +76,12 @@ async def _check_storage(address: ReplicaId) -> None:
 
 @verb
 @options.storage_address
-@options.argument("admin_port", "ADMIN_PORT", "the port at which it listens now", type=int)
+@options.argument("admin_port", "ADMIN_PORT", "the port at which it listens", type=int)
 @changes()
 async def set_admin_port(command: Command, *, address: str, admin_port: int) -> Result:
     storage = ReplicaId(address)
     await command.coordinator.storages.change(lambda old: old.with_admin_port(storage, admin_port))
-    return {"storage": storage, "summary": f"{storage} is administered at port {admin_port}"}
+    return {"storage": storage, "summary": f"the admin port of {storage} is {admin_port}"}
 
 
 @verb
@@ -97,13 +97,15 @@ async def remove_storage(command: Command, *, address: str) -> Result:
     return {
         "storage": address,
         "moved": len(wanted),
-        "summary": f"{address} is no storage of this cluster any more; its files are still there",
+        "summary": f"{address} was removed from the cluster; its files are kept",
     }
 
 
 @verb
-@options.argument("address", "OLD", "HOST:PORT of the storage that is lost")
-@options.argument("successor", "NEW", "may be OLD: an empty one at its address")
+@options.argument("address", "OLD", "HOST:PORT of the lost storage")
+@options.argument(
+    "successor", "NEW", "HOST:PORT of its successor; OLD for an empty one at the same address"
+)
 @_admin_port
 @changes()
 async def replace_storage(
@@ -117,7 +119,7 @@ async def replace_storage(
     if new not in layout.assignment.partitions:
         port = _port_of(admin_port, new)
         group = layout.groups.get(old)
-        layout.with_storage(new, port, group)  # bad words are refused first
+        layout.with_storage(new, port, group)  # rejects invalid options first
         await _check_storage(new)
         layout = await command.coordinator.storages.change(
             lambda before: before.with_storage(new, port, group)
@@ -129,14 +131,14 @@ async def replace_storage(
     return {
         "storage": new,
         "moved": len(wanted),
-        "summary": f"{new} holds every replica that {old} had: {len(wanted)}",
+        "summary": f"{new} has all replicas of {old}: {len(wanted)}",
     }
 
 
 async def _replace_in_place(
     command: Command, layout: StorageLayout, now: Placement, address: ReplicaId
 ) -> Result:
-    """Leave a storage out, forget who it was, and let its successor begin with nothing."""
+    """Remove a storage and its registration, and add its empty successor."""
     held = {each: replicas for each, replicas in now.items() if address in replicas}
     if not held:
         return await _bring_back(command, placements.restored(now, address), address)
@@ -144,30 +146,32 @@ async def _replace_in_place(
     if alone:
         raise BadRequest(f"{address} has the only replica of partition {alone[0]}")
     if await answers(Surface.STORAGE, address):
-        raise BadRequest(f"{address} is alive: stop it, and give its successor an empty directory")
+        raise BadRequest(
+            f"{address} answers. Hint: stop it, and start its successor with an empty directory."
+        )
     without = {each: tuple(its for its in held[each] if its != address) for each in held}
     await command.carry_out(Plan.to(without, layout.assignment))
     return await _bring_back(command, held, address)
 
 
 async def _bring_back(command: Command, wanted: Placement, address: ReplicaId) -> Result:
-    """Let an empty storage take an address, and give it its replicas."""
+    """Register an empty storage at an address, and add the missing replicas to it."""
     if not await answers(Surface.STORAGE, address):
         await command.coordinator.storages.forget_id(address)
-        command.note(f"{address} may be taken by an empty storage")
+        command.note(f"an empty storage may start at {address}")
     while not await answers(Surface.STORAGE, address):
         command.wait_for(
-            f"a storage with an empty directory to start at {address}, which then gets the "
+            f"a storage with an empty directory to start at {address}, which then gets "
             f"partitions {ranges_of(sorted(wanted))}"
         )
         await asyncio.sleep(LOOK_AGAIN_S)
     layout = await command.coordinator.storages.read()
     await command.carry_out(Plan.to(wanted, layout.assignment))
-    summary = f"the new storage at {address} has every replica of the old one: {len(wanted)}"
+    summary = f"the new storage at {address} has all replicas of the old one: {len(wanted)}"
     if not wanted:
         summary = (
-            f"{address} holds nothing: no partition has fewer replicas than the others. "
-            "Hint: if it held replicas before, `waltz-core cluster add-replica` gives them back."
+            f"{address} has no replicas: no partition has fewer than the others. "
+            "Hint: if it had replicas before, add them with `waltz-core cluster add-replica`."
         )
     return {"storage": address, "moved": len(wanted), "summary": summary}
 
@@ -175,7 +179,7 @@ async def _bring_back(command: Command, wanted: Placement, address: ReplicaId) -
 async def _leave_out(command: Command, address: ReplicaId) -> None:
     await command.coordinator.storages.change(lambda old: old.without_storage(address))
     await command.coordinator.storages.forget_id(address)
-    command.note(f"{address} is left out")
+    command.note(f"{address} is excluded")
 
 
 def _port_of(asked: int | None, address: str) -> int:
@@ -190,7 +194,7 @@ def _port_of(asked: int | None, address: str) -> int:
 @_storages
 @changes()
 async def add_replica(command: Command, *, partitions: str, addresses: tuple[str, ...]) -> Result:
-    """Add to each partition one storage after the other."""
+    """Add one storage after the other to each partition."""
     layout, now = await _look(command)
     chosen = await _chosen(command, partitions)
     added = [ReplicaId(each) for each in addresses]
@@ -221,8 +225,8 @@ async def remove_replica(
 
 @verb
 @options.partitions
-@options.argument("origin", "FROM", "HOST:PORT of the storage that has it")
-@options.argument("target", "TO", "HOST:PORT of the storage that gets it")
+@options.argument("origin", "FROM", "HOST:PORT of the storage with the replicas")
+@options.argument("target", "TO", "HOST:PORT of the storage that gets them")
 @changes()
 async def move_replica(command: Command, *, partitions: str, origin: str, target: str) -> Result:
     layout, now = await _look(command)
@@ -236,7 +240,7 @@ async def move_replica(command: Command, *, partitions: str, origin: str, target
 
 @verb
 @click.option(
-    "--replicas", type=int, metavar="N", help="number for each partition [default: as many as now]"
+    "--replicas", type=int, metavar="N", help="number for each partition [default: unchanged]"
 )
 @changes()
 async def auto_assign(command: Command, *, replicas: int | None) -> Result:
@@ -259,17 +263,17 @@ async def _go(
     await _delete_files(command, layout, moved)
     return {
         "changed": sorted(moved),
-        "summary": f"{len(moved)} of {len(wanted)} partitions have changed"
+        "summary": f"{len(moved)} of {len(wanted)} partitions were changed"
         if moved
-        else "nothing had to change",
+        else "nothing to change",
     }
 
 
 async def _delete_files(command: Command, layout: StorageLayout, moved: Placement) -> None:
-    """Have storages delete what they hold of partitions that are assigned to others now.
+    """Delete the files of partitions on storages that are not assigned to them any more.
 
-    The partition's session is open without them. A storage that does not answer keeps its files,
-    and the doctor names them.
+    The partition's session is open without these storages. A storage that does not answer keeps its
+    files, and the doctor reports them.
     """
     left: dict[ReplicaId, list[PartitionId]] = {}
     for partition_id, replicas in moved.items():
@@ -313,7 +317,7 @@ async def remove_server(command: Command, *, server: str) -> Result:
         names = ", ".join(each.address for each in servers.values()) or "none"
         raise BadConfig(f"no server is registered at {server}; registered are {names}")
     if await answers(Surface.CLIENT, server):
-        raise BadRequest(f"the server at {server} answers: stop it, and it takes itself out")
+        raise BadRequest(f"the server at {server} answers. Hint: stop it; it unregisters itself.")
     for each in found:
         await command.coordinator.take_out_server(each)
-    return {"server": server, "summary": f"{server} is taken out; others own its partitions"}
+    return {"server": server, "summary": f"{server} was removed; other servers own its partitions"}

@@ -1,4 +1,4 @@
-"""`waltz-core cluster prefer | unprefer | audit`: what servers own, and the record."""
+"""`waltz-core cluster prefer | unprefer | audit`: preferred partitions, and the audit log."""
 
 import asyncio
 import datetime
@@ -25,7 +25,7 @@ from waltz_core.wire.messages import (
 LOOK_AGAIN_S = 0.1
 
 
-# --- preferred partitions; `server` has these verbs under other names
+# --- preferred partitions; the noun `server` has these verbs under other names
 
 
 @verb
@@ -70,7 +70,7 @@ async def _change_preference(
     command.wait_for(f"the server at {address}")
     answer = await ask(address, response, lambda req_id: request(req_id, partitions))
     if not answer.is_done:
-        raise Unavailable(f"the server at {address} has refused the partitions {partitions}")
+        raise Unavailable(f"the server at {address} has rejected the partitions {partitions}")
     view = await _all_open(command, partitions)
     owned = sorted(
         partition_id
@@ -80,12 +80,12 @@ async def _change_preference(
     return {
         "server": address,
         "owns": owned,
-        "summary": f"{address} owns the partitions {', '.join(map(str, owned)) or 'none'} now",
+        "summary": f"{address} owns partitions {', '.join(map(str, owned)) or 'none'}",
     }
 
 
 async def _all_open(command: Command, partitions: Sequence[PartitionId]) -> ServersView:
-    """Return the servers once those that own these partitions have them open."""
+    """Return the servers once the owners of these partitions have opened them."""
     while True:
         view = await command.coordinator.read_servers()
         owners = {each: view.owners[each].server_id for each in partitions if each in view.owners}
@@ -94,7 +94,7 @@ async def _all_open(command: Command, partitions: Sequence[PartitionId]) -> Serv
         if view.is_settled and len(is_open) == len(partitions):
             return view
         waits = ", ".join(str(each) for each in partitions if each not in is_open) or "all"
-        what = f"partitions to be open at their servers: {waits}"
+        what = f"servers to open their partitions: {waits}"
         command.wait_for(what, len(is_open), len(partitions))
         await asyncio.sleep(LOOK_AGAIN_S)
 
@@ -102,7 +102,7 @@ async def _all_open(command: Command, partitions: Sequence[PartitionId]) -> Serv
 async def _open_at(address: str) -> set[int]:
     try:
         told = await ask(address, PartitionsHealthResponse, PartitionsHealthRequest)
-    except WaltzError:  # It has just gone; who comes after it is asked next time.
+    except WaltzError:  # It has just ended; the next check queries its successor.
         return set()
     return {partition for partition, is_healthy in told.healthy if is_healthy}
 

@@ -19,15 +19,17 @@ from waltz_core.records.record import PartitionId
 
 @verb
 @click.option("--name", default="waltz", help="the cluster's name [default: waltz]")
-@click.option("--partitions", type=int, required=True, help="the partition count, fixed for ever")
+@click.option(
+    "--partitions", type=int, required=True, help="the partition count, which is fixed forever"
+)
 @click.option(
     "--storage",
     multiple=True,
     metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
-    help="a storage; give it once for each. Every group holds one replica of each partition; "
-    "without GROUP each storage is a group of its own",
+    help="a storage; repeat it for each. Every group has one replica of each partition; "
+    "without GROUP each storage is a separate group",
 )
-@click.option("--if-absent", is_flag=True, help="an existing cluster is fine")
+@click.option("--if-absent", is_flag=True, help="succeed if the cluster exists already")
 @placed
 @options.wait_s
 async def create(
@@ -43,7 +45,7 @@ async def create(
     new = NewCluster(
         name=name,
         partition_count=partitions,
-        cluster_key=uuid.uuid4(),  # noqa: TID251 - a new cluster's key is made here
+        cluster_key=uuid.uuid4(),  # noqa: TID251 - the only place that generates a key
         storages=storages,
     )
     async with connected(connect, wait_s) as found:
@@ -73,8 +75,8 @@ async def _exists(coordinator: Coordinator) -> bool:
 async def protect(*, connect: str, wait_s: float) -> int:
     count = await zookeeper_session.protect(connect, connect_timeout_ms=round(wait_s * 1000))
     if not count:
-        raise BadConfig(f"no cluster at {connect}: there is no such root in ZooKeeper")
-    # What was just protected is written with the same credentials.
+        raise BadConfig(f"no cluster at {connect}: ZooKeeper has no such root")
+    # The audit entry is written with the same credentials.
     async with connected(connect, wait_s) as found, recorded(found, creates=True):
         say(f"protected {count} nodes")
     return 0

@@ -1,7 +1,7 @@
-"""`waltz-core cluster check-connectivity`: who reaches whom, as each server itself finds it.
+"""`waltz-core cluster check-connectivity`: connections to servers, and from them to storages.
 
-A firewall between a server and a storage cannot be seen from here. So every server is asked to try
-every storage (the original's message 13, which its servers answer, too).
+A firewall between a server and a storage is not visible from here. So each server tries to connect
+to every storage (message 13 of Waltz 0.13, which 0.13 servers answer, too).
 """
 
 import asyncio
@@ -21,7 +21,7 @@ HERE: Final = "this command"
 
 
 class Reach(NamedTuple):
-    """Whether one reaches the other; `why_not` where that is known."""
+    """Whether one process reaches another; `why_not` if known."""
 
     origin: str
     target: str
@@ -46,7 +46,7 @@ async def check_connectivity(*, connect: str, as_json: bool) -> int:
         (each.origin, each.target, "reached" if each.is_reached else each.why_not or "NOT REACHED")
         for each in found
     ]
-    show_table(("from", "to", "found"), rows or [("-", "-", "no server is registered: start one")])
+    show_table(("from", "to", "found"), rows or [("-", "-", "no server is registered")])
     return 0 if is_well else 1
 
 
@@ -71,11 +71,11 @@ async def _ask_all(servers: list[str], storages: list[str], line: ProgressLine) 
 
 
 def reached_by(server: str, storages: list[str], told: Mapping[str, bool]) -> list[Reach]:
-    """Return what a server says of every storage, also of one that it has not heard of yet."""
+    """Return a server's answer for every storage, also for one that it does not know yet."""
     name = f"server {server}"
     found = [Reach(HERE, name, is_reached=True)]
     for storage in dict.fromkeys([*storages, *told]):
-        unknown = None if storage in told else "it does not know this storage (yet)"
+        unknown = None if storage in told else "the server does not know this storage (yet)"
         is_reached = told.get(storage, False)
         found.append(Reach(name, f"storage {storage}", is_reached=is_reached, why_not=unknown))
     return found

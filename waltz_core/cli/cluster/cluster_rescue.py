@@ -1,7 +1,7 @@
-"""`waltz-core cluster accept-replicas | rebuild-metadata`: when it is the storages that know.
+"""`waltz-core cluster accept-replicas | rebuild-metadata`: recovery from the storages' logs.
 
-Both take a replica's log for the log by decision, not by quorum. What is decided stands in
-`cluster/change/rebuilding.py`; here storages are asked, people told, and ZooKeeper written.
+Both choose a replica's log by decision, not by quorum. `cluster/change/rebuilding.py` has the
+decision; this module queries storages, reports to the user, and writes ZooKeeper.
 """
 
 import asyncio
@@ -66,14 +66,14 @@ NONCE_BYTES = 16
 
 @dataclass(slots=True)
 class _Heard:
-    """What the replicas of one partition have said in a session that was claimed for it."""
+    """The answers of one partition's replicas in a session that was claimed for it."""
 
     session: Session
     view: PartitionView
     told: dict[ReplicaId, Prepared]
     links: dict[ReplicaId, OwnerConnection]
     unheard: dict[ReplicaId, str]
-    is_rolled_back: bool  # a replica knows a session that ZooKeeper does not
+    is_rolled_back: bool  # a replica knows a later session than ZooKeeper
 
     @property
     def logs(self) -> dict[ReplicaId, Log]:
@@ -86,8 +86,10 @@ class _Heard:
 
 @verb
 @options.argument("partition", "PARTITION", "a partition without a trusted quorum", type=int)
-@click.option("--replica", metavar="HOST:PORT", help="the replica [default: the one with most]")
-@click.option("--yes", is_flag=True, help="do it; otherwise only show what may be lost")
+@click.option(
+    "--replica", metavar="HOST:PORT", help="the replica [default: the one with the most data]"
+)
+@click.option("--yes", is_flag=True, help="make the change; otherwise only show the possible loss")
 @changes()
 async def accept_replicas(
     command: Command, *, partition: int, replica: str | None, yes: bool
@@ -97,8 +99,7 @@ async def accept_replicas(
     partition_id = PartitionId(partition)
     if not 0 <= partition_id < cluster.params.partition_count:
         raise BadConfig(
-            f"there is no partition {partition_id}: the cluster has "
-            f"{cluster.params.partition_count}, from 0 on"
+            f"expected a partition of 0..{cluster.params.partition_count - 1}, found {partition_id}"
         )
     facts = ExpectedCluster(cluster.store.cluster_key.bytes, cluster.params.partition_count)
     newest = NO_SESSION
@@ -113,20 +114,20 @@ async def accept_replicas(
         except SessionFenced as fenced:
             newest = SessionId(max(newest, fenced.promised))
         except CoordinatorConflict:
-            pass  # Its server has claimed a session at the same moment: ask again.
-    raise Unavailable(f"partition {partition_id}: its server claims it again and again; try again")
+            pass  # Its server has claimed a session at the same moment: try again.
+    raise Unavailable(f"partition {partition_id}: its server keeps claiming it. Hint: try again.")
 
 
 async def _hear(
     coordinator: Coordinator, partition_id: PartitionId, facts: ExpectedCluster, newest: SessionId
 ) -> _Heard:
-    """Claim a session later than `newest`, as an owner does, and hear every replica in it."""
+    """Claim a session later than `newest`, like an owner, and query every replica in it."""
     view = await coordinator.read_partition(partition_id)
     metadata, marker = view.metadata, view.marker
     if metadata is None or marker is None or not metadata.states:
         raise BadRequest(
             f"ZooKeeper knows no replica of partition {partition_id}: it was never opened, or "
-            "ZooKeeper's data was lost (`cluster rebuild-metadata`)"
+            "ZooKeeper's data was lost. Hint: for lost data, run `cluster rebuild-metadata`."
         )
     assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)
     members = tuple(dict.fromkeys([*assigned, *metadata.states]))
@@ -167,7 +168,7 @@ async def _decide(
     logs, (replica, is_accepted) = heard.logs, asked
     chosen = _chosen(replica, partition_id, logs)
     lost = rebuilding.losses(logs[chosen], logs)
-    lost += [f"{each} was not heard: {reason}" for each, reason in heard.unheard.items()]
+    lost += [f"{each} did not answer: {reason}" for each, reason in heard.unheard.items()]
     shown: dict[str, object] = {
         "partition": partition_id,
         "chosen": chosen,
@@ -183,8 +184,8 @@ async def _decide(
     if not is_accepted:
         return {
             **shown,
-            "summary": f"nothing was changed; with --yes the log of {chosen} is the log of "
-            f"partition {partition_id} from then on, and what only others have is lost",
+            "summary": f"nothing was changed; with --yes the log of {chosen} becomes the log of "
+            f"partition {partition_id}, and records that only others have are lost",
         }
     _check_needed(partition_id, heard)
     members = await _declare(command, partition_id, heard, chosen)
@@ -196,7 +197,7 @@ async def _decide(
 
 
 def _check_needed(partition_id: PartitionId, heard: _Heard) -> None:
-    """Raise BadRequest where its server can open a session without a decision."""
+    """Raise BadRequest if its server can open a session without a decision."""
     metadata, marker = heard.view.metadata, heard.view.marker
     assert metadata is not None
     if heard.is_rolled_back or rebuilding.is_waiting(metadata, marker):
@@ -212,7 +213,7 @@ def _check_needed(partition_id: PartitionId, heard: _Heard) -> None:
         raise BadRequest(
             f"partition {partition_id}: expected fewer than {quorum} of {count} replicas with a "
             f"trusted log, found {len(trusted)} ({', '.join(trusted)}); nothing was changed. "
-            "Hint: its server opens a session by itself; `waltz-core doctor` says if it does not."
+            "Hint: its server opens a session by itself; `waltz-core doctor` reports if it cannot."
         )
 
 
@@ -220,16 +221,16 @@ def _chosen(
     asked: str | None, partition_id: PartitionId, logs: Mapping[ReplicaId, Log]
 ) -> ReplicaId:
     if not logs:
-        raise Unavailable(f"partition {partition_id}: no replica answers; start a storage")
+        raise Unavailable(f"partition {partition_id}: no replica answers. Hint: start a storage.")
     if asked is None:
         return max(logs, key=lambda each: _worth(logs[each]))
     if asked not in logs:
-        raise BadConfig(f"{asked} was not heard as a replica of partition {partition_id}")
+        raise BadConfig(f"{asked} did not answer as a replica of partition {partition_id}")
     return ReplicaId(asked)
 
 
 def _worth(log: Log) -> tuple[bool, int, int, bool]:
-    """Return what is greater for a log that should be taken: whole, has most, can be believed."""
+    """Return the order of logs: undamaged first, then the most data, then trusted."""
     return not log.is_damaged, *log.rank, not log.is_suspect
 
 
@@ -243,14 +244,14 @@ def _show_replicas(logs: Mapping[ReplicaId, Log], unheard: Mapping[ReplicaId, st
         )
         for each, log in logs.items()
     ]
-    rows += [(each, "-", "-", "not heard") for each in unheard]
+    rows += [(each, "-", "-", "no answer") for each in unheard]
     show_table(("replica", "last session", "last id", "trouble"), rows)
 
 
 async def _declare(
     command: Command, partition_id: PartitionId, heard: _Heard, chosen: ReplicaId
 ) -> tuple[ReplicaId, ...]:
-    """Take one log for the log, and have the others copy what they lack of it."""
+    """Declare one log; the other replicas copy what they lack."""
     session_id, logs = heard.session.session_id, heard.logs
     others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
     members = (chosen, *(each for each in others if each != chosen))
@@ -259,7 +260,7 @@ async def _declare(
     assert metadata is not None
     hands = _Hands(command.coordinator, verdict, heard)
     await rebuilding.declare(verdict.metadata(metadata.generation, session_id), hands)
-    command.note(f"partition {partition_id}: the log of {chosen} is the log")
+    command.note(f"partition {partition_id}: the log of {chosen} is accepted")
     layout = await command.coordinator.storages.read()
     await command.carry_out(Plan.to({partition_id: members}, layout.assignment))
     return members
@@ -294,7 +295,7 @@ class _Hands:
 
 
 async def _assign(coordinator: Coordinator, verdicts: Sequence[RebuildDecision]) -> None:
-    """Assign the first replicas of partitions whose log has been chosen (rule 2 there)."""
+    """Assign the first replicas of partitions whose log was chosen (rebuilding.py, rule 2)."""
 
     def assigned(old: ReplicaAssignments) -> ReplicaAssignments:
         held = {each: list(its) for each, its in old.partitions.items()}
@@ -314,7 +315,7 @@ async def _assign(coordinator: Coordinator, verdicts: Sequence[RebuildDecision])
 
 
 class FormerCluster(NamedTuple):
-    """Which cluster there was."""
+    """The options that describe the lost cluster."""
 
     name: str
     storage: tuple[str, ...]
@@ -333,21 +334,21 @@ class FormerCluster(NamedTuple):
     multiple=True,
     required=True,
     metavar="HOST:PORT:ADMIN_PORT[:GROUP]",
-    help="every storage that there was, also one that is lost; as for `cluster create`",
+    help="a storage of the cluster, also a lost one; repeat it for each, as for `cluster create`",
 )
 @click.option(
     "--missing",
     multiple=True,
     metavar="HOST:PORT",
-    help="one of these storages that is lost for good",
+    help="one of these storages that is lost permanently",
 )
 @click.option("--cluster-key", type=click.UUID, help="the key that `cluster show` printed")
-@click.option("--partitions", type=int, help="the partition count that there was")
+@click.option("--partitions", type=int, help="the cluster's partition count")
 @click.option(
     "--from-directory",
     type=options.PATH,
     metavar="DIRECTORY",
-    help="a storage's directory, which has key and partition count",
+    help="a storage's directory, which contains key and partition count",
 )
 @click.option(
     "--replicas", type=int, help="number for each partition [default: one for each group]"
@@ -355,7 +356,7 @@ class FormerCluster(NamedTuple):
 @click.option(
     "--only-nodes",
     is_flag=True,
-    help="end when the nodes are made, before storages are started; give it again without",
+    help="end after creating the nodes, before storages are started; run it again without",
 )
 @changes(creates=True)
 async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: ANN401
@@ -371,7 +372,10 @@ async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
     await _make_nodes(command, new)
     if chosen.only_nodes:
         key = str(new.cluster_key)
-        return {"cluster_key": key, "summary": "start the storages, then the servers, and go on"}
+        return {
+            "cluster_key": key,
+            "summary": "start the storages, then the servers, then run the command again",
+        }
     facts = ExpectedCluster(new.cluster_key.bytes, new.partition_count)
     there = [each for each in new.groups if each not in missing]
     links = await _await_storages(command, there, facts)
@@ -389,7 +393,7 @@ async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
             )
             for verdict in verdicts
         }
-        # Before any partition can be opened, so that no server has a generation that was used.
+        # Before any partition can be opened, so that no server gets a generation that was used.
         await command.coordinator.raise_ids(
             ClientId(max((each.client_id for each in newest.values()), default=0)),
             {each: Generation(its.generation + 1) for each, its in newest.items()},
@@ -407,7 +411,7 @@ async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
     result = await _open_all(command, new, verdicts, replica_count, missing)
     if failures:
         raise BadRequest(
-            f"{len(verdicts)} partitions are open again, {len(failures)} are not; {failures[0]}"
+            f"{len(verdicts)} partitions are open again, {len(failures)} are not: {failures[0]}"
         )
     return result
 
@@ -419,7 +423,7 @@ def _choose_all(
     replica_count: int,
     missing: Sequence[ReplicaId],
 ) -> tuple[list[RebuildDecision], list[BadRequest]]:
-    """Choose the log of every partition, and tell of which it cannot be chosen."""
+    """Choose the log of every partition; also return the partitions without a choice."""
     verdicts: list[RebuildDecision] = []
     failures: list[BadRequest] = []
     for each in undecided:
@@ -450,39 +454,39 @@ def _new_cluster(chosen: FormerCluster) -> NewCluster:
     if key is None or count is None:
         raise BadConfig(
             "expected --cluster-key and --partitions, or --from-directory with the directory of "
-            "one of the storages, which says both"
+            "one of the storages, which contains both"
         )
     storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(chosen.storage))
     return NewCluster(chosen.name, count, key, storages)
 
 
 async def _make_nodes(command: Command, new: NewCluster) -> None:
-    """Make the nodes, unless this command has done so before."""
+    """Create the nodes, unless an earlier run has created them."""
     coordinator = command.coordinator
     try:
         found = await coordinator.read_cluster()
     except BadConfig:
         await coordinator.create_for_rebuilding(new, rebuilding.ids_from(int(time.time())))  # noqa: TID251
-        command.note(f"the nodes of cluster {new.cluster_key} are made")
+        command.note(f"created the nodes of cluster {new.cluster_key}")
         return
     if found.store.cluster_key != new.cluster_key:
         raise BadRequest(
-            f"at {coordinator.where} there is another cluster, {found.store.cluster_key}"
+            f"there is another cluster at {coordinator.where}, with key {found.store.cluster_key}"
         )
     for number in range(new.partition_count):
         if await _is_undecided(coordinator, PartitionId(number)):
             return
     raise BadRequest(
-        f"the cluster at {coordinator.where} has its metadata: nothing is to rebuild. Where only "
-        "some of it is lost, the rest has to go first (`cluster delete`)"
+        f"the cluster at {coordinator.where} has its metadata, so there is nothing to rebuild. "
+        "Hint: if only a part of it is lost, run `cluster delete` first."
     )
 
 
 async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:
-    """Whether a partition waits for its log to be chosen, or for that log's replicas.
+    """Whether a partition still needs a chosen log, or that log's replicas.
 
-    A command that died before it assigned them has left the second. It was never opened, so its log
-    is chosen again.
+    A command that died before it assigned the replicas has left the latter. The partition was never
+    opened, so its log is chosen again.
     """
     view = await coordinator.read_partition(partition_id)
     assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)
@@ -499,7 +503,7 @@ async def _await_storages(
         for link in links.values():
             link.close()
         command.wait_for(
-            f"{', '.join(failures)} to answer: start it, or say --missing if it is lost",
+            f"an answer of {', '.join(failures)}. Hint: start it, or use --missing if it is lost.",
             len(links),
             len(storages),
         )
@@ -509,7 +513,7 @@ async def _await_storages(
 async def _hear_all(
     partitions: Sequence[PartitionId], links: Mapping[ReplicaId, OwnerConnection]
 ) -> tuple[dict[PartitionId, Session], dict[ReplicaId, dict[PartitionId, Prepared]]]:
-    """Fence every replica at a session that is later than all, and hear what it has."""
+    """Fence every replica at a session later than all others, and get its state."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     newest = dict.fromkeys(partitions, NO_SESSION)
     for link in links.values():
@@ -517,7 +521,7 @@ async def _hear_all(
         for each, answer in asked.items():
             if isinstance(answer, Nack):
                 newest[each] = max(newest[each], SessionId(answer.promised))
-    # Two more: a storage that has lost to whom it promised a session takes the one after it.
+    # Two more: a storage that has lost its promise's nonce accepts the session after it.
     sessions = {each: Session(SessionId(newest[each] + 2), nonce) for each in partitions}
     told: dict[ReplicaId, dict[PartitionId, Prepared]] = {}
     for address, link in links.items():
@@ -537,14 +541,14 @@ async def _newest_ids(
     session: Session,
     links: Mapping[ReplicaId, OwnerConnection],
 ) -> Ids:
-    """Return the greatest ids at the end of the chosen log (rule 5 there)."""
+    """Return the greatest ids at the end of the chosen log (rebuilding.py, rule 5)."""
     last = verdict.log.synced_max
     try:
         return await links[verdict.source].newest_ids(verdict.partition_id, session, last)
     except Damaged as error:
         command.note(
-            f"partition {verdict.partition_id}: the ids in its last records are unknown, only the "
-            f"clock of this machine says where new ones start: {error}"
+            f"partition {verdict.partition_id}: the ids in its last records are unknown, so new "
+            f"ids start at the clock of this machine: {error}"
         )
         return NO_IDS
 
@@ -569,7 +573,7 @@ async def _open_all(
     replica_count: int,
     missing: Sequence[ReplicaId],
 ) -> Result:
-    """Assign what was decided, wait until servers have opened it, and add the other replicas."""
+    """Assign the chosen logs, wait until servers have opened them, add the other replicas."""
     await _assign(command.coordinator, verdicts)
     groups = {each: group for each, group in new.groups.items() if each not in missing}
     members = {each.partition_id: each.members for each in verdicts}

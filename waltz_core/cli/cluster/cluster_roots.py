@@ -1,4 +1,4 @@
-"""`waltz-core cluster list | show-key | delete`: which clusters there are, and the end of one."""
+"""`waltz-core cluster list | show-key | delete`: list, identify and delete clusters."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
 from waltz_core.wire.messages import Surface
 
-# A session has a root; where only hosts are named, it is one that no cluster has.
+# A session needs a root; if only hosts are given, this is one that no cluster has.
 NO_ROOT = "/zookeeper"
 DETAILS = ("servers", "storages", "key")
 
@@ -36,7 +36,7 @@ async def list_command(*, connect: str, as_json: bool) -> int:
             }
             try:
                 rows.append({**row, **await _told_of(session.at(root))})
-            except WaltzError as error:  # One that is half deleted hides no other.
+            except WaltzError as error:  # A partly deleted cluster must not hide the others.
                 rows.append({**row, **dict.fromkeys(DETAILS)})
                 say(f"{root}: {error}")
     if as_json:
@@ -58,7 +58,7 @@ async def _told_of(cluster: Coordinator) -> dict[str, object]:
 
 
 def _place(text: str) -> tuple[str, str]:
-    """Return a connect string, and below which path of ZooKeeper to look."""
+    """Return a connect string, and the path of ZooKeeper to search."""
     place, question, query = text.partition("?")
     hosts, _, path = place.partition("/")
     if path.strip("/"):
@@ -87,7 +87,7 @@ async def show_key(*, connect: str, as_json: bool) -> int:
 @click.option(
     "--force",
     is_flag=True,
-    help="also while servers or storages run, and what remains of a cluster half deleted",
+    help="also while servers or storages run, and for the remains of a partly deleted cluster",
 )
 @changes()
 async def delete(command: Command, *, name: str, force: bool) -> Result:
@@ -98,13 +98,13 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
     except BadConfig:
         if not force:
             raise
-        command.note(f"no whole cluster at {coordinator.where}: only remains of one are deleted")
+        command.note(f"no complete cluster at {coordinator.where}: only its remains are deleted")
     else:
         key = str(view.store.cluster_key)
         if view.params.name != name:
             raise BadRequest(
-                f"expected the name of the cluster at {coordinator.where}, which is "
-                f"{view.params.name}, found {name}"
+                f"expected {view.params.name}, the name of the cluster at {coordinator.where}, "
+                f"found {name}"
             )
         if not force:
             await _expect_nobody(command)
@@ -115,12 +115,12 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
     count = await coordinator.delete_cluster(tell)
     if not count:
         raise BadRequest(f"there is nothing at {coordinator.where} to delete")
-    what = f"{name}, key {key}" if key else "what remained of a cluster"
+    what = f"{name}, key {key}" if key else "remains of a cluster"
     return {
         "name": name,
         "cluster_key": key,
         "nodes": count,
-        "summary": f"deleted {count} nodes: {what}. The storages' directories are as they were",
+        "summary": f"deleted {count} nodes: {what}. The storages' directories are unchanged",
     }
 
 
@@ -130,7 +130,7 @@ async def _expect_nobody(command: Command) -> None:
     servers = (await coordinator.read_servers()).servers
     found = [f"server {each.address}" for each in servers.values()]
     storages = list((await coordinator.storages.read()).assignment.partitions)
-    command.wait_for("the storages to be found stopped")
+    command.wait_for("a check that the storages are stopped")
     async with asyncio.TaskGroup() as tasks:
         asked = {
             each: tasks.create_task(answers(Surface.STORAGE, each), name=f"ask {each}")
@@ -139,6 +139,6 @@ async def _expect_nobody(command: Command) -> None:
     found += [f"storage {each}" for each, task in asked.items() if task.result()]
     if found:
         raise BadRequest(
-            f"expected all servers and storages to be stopped, found {', '.join(found)}; --force "
-            "deletes the cluster under them"
+            f"expected all servers and storages to be stopped, found {', '.join(found)}. "
+            "Hint: stop them, or delete the cluster nevertheless with --force."
         )

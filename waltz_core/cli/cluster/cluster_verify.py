@@ -1,8 +1,7 @@
 """`waltz-core cluster verify`: seven checks of every partition, from ZooKeeper to storages.
 
-Nothing is changed here, and what is found is told twice, as sentences for people and by partition
-and check for programs. What has failed is judged in `ops/checks.py`, from what the doctor asks,
-too.
+It changes nothing. It reports failures as sentences for people, and by partition and check for
+programs. `ops/checks.py` judges the answers to the doctor's queries.
 """
 
 from typing import Final
@@ -17,16 +16,16 @@ from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change import changes
 from waltz_core.ops.checks import CHECKS, check, failed_checks
 
-# How long an answer may take.
+# Timeout of an answer.
 ANSWER_S: Final = 10.0
 
 
 @verb
-@click.option("--partitions", default="all", help="such as 3 or 0-6,9 [default: all]")
+@click.option("--partitions", default="all", help="3 or 0-6,9, for example [default: all]")
 @click.option(
     "--by-partition",
     is_flag=True,
-    help=f"show each check of each partition, too: {', '.join(CHECKS)}",
+    help=f"also show each check of each partition: {', '.join(CHECKS)}",
 )
 @options.connect
 @options.as_json

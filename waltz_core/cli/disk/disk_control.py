@@ -1,4 +1,4 @@
-"""`waltz-core disk dump-control-file`: both structures and both slots, whichever of them counts."""
+"""`waltz-core disk dump-control-file`: both structures and both slots, valid or not."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ _SLOT_FLAGS = {
 
 
 @verb
-@click.option("-a", "--assigned", is_flag=True, help="only partitions that are held here")
+@click.option("-a", "--assigned", is_flag=True, help="only assigned partitions")
 @options.files("a storage directory, a partition's, waltz-storage.ctl or waltz-x.ctl")
 def dump_control_file(
     *, path: Path, partitions: list[int] | None, assigned: bool, as_json: bool
@@ -77,7 +77,7 @@ def dump_control_file(
 
 
 def _found_at(path: Path) -> tuple[Control | None, bytes | None, dict[int, Path]]:
-    """Return the control file of a place, its storage's id, and the slots by partition."""
+    """Return the control file of a path, its storage's id, and the slots by partition."""
     if path.is_file() and path.name == SLOTS_NAME:
         return None, None, {_number(path.absolute().parent): path}
     if path.is_file() and path.name == CONTROL_NAME:
@@ -92,7 +92,7 @@ def _found_at(path: Path) -> tuple[Control | None, bytes | None, dict[int, Path]
 
 def _number(directory: Path) -> int:
     if not directory.name.isdecimal():
-        raise BadRequest(f"{directory}: expected a directory that is named by its partition")
+        raise BadRequest(f"{directory}: expected a directory named by its partition")
     return int(directory.name)
 
 
@@ -229,7 +229,7 @@ def _slot_texts(one: ControlSlot, *, is_current: bool) -> dict[str, str]:
         "version": str(one.version),
         "partition": str(one.partition),
         "sequence": str(one.sequence),
-        "the original's sequence": str(one.original_sequence),
+        "sequence of 0.13": str(one.original_sequence),
         "flags": " ".join(_names(one.flags, _SLOT_FLAGS)) or "-",
         "promised session": str(one.promised),
         "nonce": one.nonce.hex(),

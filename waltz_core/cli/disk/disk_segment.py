@@ -1,9 +1,9 @@
-"""`waltz-core disk dump-segment | segment-statistic`: what stands in segments.
+"""`waltz-core disk dump-segment | segment-statistic`: print the content of segments.
 
 Rules:
-    1. A dump is written as it is read: a segment of any size takes a few blocks of memory.
+    1. A dump is written while it is read: a segment of any size takes a few blocks of memory.
     2. With `--json` a dump is one value a line, each with its `kind`; a statistic is one list.
-    3. What is broken is shown as it stands there, and the dump goes on behind it.
+    3. Damaged parts are shown as they are, and the dump continues after them.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ from waltz_core.offline.statistic import PERCENTILES, Statistic, percentile, sta
 
 
 class _Wanted(NamedTuple):
-    """What of a segment is printed."""
+    """The parts of a segment to print."""
 
     header: bool
     records: bool
@@ -52,7 +52,7 @@ class _Wanted(NamedTuple):
 
 
 class SegmentChoice(NamedTuple):
-    """What the command asked for."""
+    """The options of the command."""
 
     as_json: bool
     metadata: bool
@@ -71,19 +71,19 @@ class SegmentChoice(NamedTuple):
     "-r",
     "--record",
     is_flag=True,
-    help="print records; without -m, -r and --batches: all",
+    help="print records [default without -m, -r and --batches: all three]",
 )
-@click.option("--batches", is_flag=True, help="print the batches of .chn too")
+@click.option("--batches", is_flag=True, help="print the batches of the .chn file")
 @click.option("-t", "--transaction", type=int, metavar="ID", help="print this record only")
 @click.option("--first", type=int, metavar="ID", help="first id")
 @click.option("--last", type=int, metavar="ID", help="last id")
-@click.option("--data", is_flag=True, help="print the data of records, too")
+@click.option("--data", is_flag=True, help="also print the data of records")
 @click.option(
     "-d",
     "--deserializer",
     metavar="NAME",
-    help="deserializer of the data: bytes, msgpack, json, or module:name for a function of bytes "
-    "or a serializer of yours; implies --data [default: bytes]",
+    help="deserializer of the data: bytes, msgpack, json, or module:name for your own function of "
+    "bytes or serializer; implies --data [default: bytes]",
 )
 @options.files("a .seg file, a partition's directory or a storage directory")
 @options.gathered(SegmentChoice)
@@ -141,7 +141,7 @@ def _dump_segment(path: Path, wanted: _Wanted) -> None:
 def _dump_records(
     file: OpenFile, path: Path, first: int, wanted: _Wanted, batches: Iterator[BatchEntry]
 ) -> Iterator[BatchEntry]:
-    """Print records, each batch behind its last one; return the batches that are left."""
+    """Print records, each batch after its last record; return the remaining batches."""
     if not wanted.json:
         _show_record_titles(wanted)
     batch = next(batches, None)
@@ -169,7 +169,7 @@ def _with(batch: BatchEntry, rest: Iterator[BatchEntry]) -> Iterator[BatchEntry]
 
 
 def _start(file: OpenFile, path: Path, first: int, wanted: int) -> tuple[int, int]:
-    """Return an id and the offset of its record from which to walk: the index may know it."""
+    """Return an id and the offset of its record at which to start, from the index if possible."""
     index = segment_path(path.parent, first, ".idx")
     if wanted > first and index.exists():
         with OpenFile(index) as entries:

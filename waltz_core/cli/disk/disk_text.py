@@ -1,7 +1,4 @@
-"""How `waltz-core disk` writes times, keys and payloads.
-
-All its verbs print the same kinds of values.
-"""
+"""Formats times, keys and payloads for `waltz-core disk`."""
 
 import json
 import sys
@@ -18,7 +15,7 @@ Deserializer = Callable[[bytes], object]
 
 
 def when(milliseconds: int) -> str:
-    """Return a time in UTC; a broken header may hold one that no calendar has."""
+    """Return a time in UTC; a damaged header may contain an impossible one."""
     try:
         time = datetime.fromtimestamp(milliseconds / 1000, UTC)
     except (ValueError, OverflowError, OSError):
@@ -27,15 +24,15 @@ def when(milliseconds: int) -> str:
 
 
 def uuid(key: bytes) -> str:
-    """Return 16 bytes as they are written elsewhere."""
+    """Return 16 bytes in the usual notation of UUIDs."""
     return str(UUID(bytes=key))
 
 
 def named_deserializer(name: str) -> Deserializer:
-    """Return what reads payloads, by its name.
+    """Return the deserializer of payloads with a name.
 
     Raises:
-        BadConfig: there is no such thing, or it cannot be called.
+        BadConfig: it does not exist, or cannot be called.
     """
     if name == "bytes":
         return bytes
@@ -48,7 +45,7 @@ def named_deserializer(name: str) -> Deserializer:
         raise BadConfig(
             f"--deserializer: expected bytes, msgpack, json or module:name, found {name!r}"
         )
-    # As for `python -m`: a file of one's own is found where one stands.
+    # Like `python -m`: modules in the current directory are found.
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = attrgetter(path)(import_module(module))
@@ -64,14 +61,14 @@ def named_deserializer(name: str) -> Deserializer:
             f"--deserializer {name}: expected a function of bytes or something with a "
             f"`deserialize`, found {type(found).__name__}"
         )
-    return read  # type: ignore[no-any-return]  # the person says that it takes bytes
+    return read  # type: ignore[no-any-return]  # the user states that it takes bytes
 
 
 def payload(read: Deserializer, data: bytes) -> dict[str, object]:
-    """Return what a payload is, for JSON; bytes as hexadecimal digits, a failure by its reason."""
+    """Return a payload for JSON: bytes as hexadecimal digits, an error as its reason."""
     try:
         value = read(data)
-    except Exception as error:  # noqa: BLE001 - code of the person who asks; the dump goes on
+    except Exception as error:  # noqa: BLE001 - the user's code; the dump continues
         return {"data_error": f"{type(error).__name__}: {error}"}
     if isinstance(value, bytes | bytearray | memoryview):
         return {"data_hex": bytes(value).hex()}
@@ -79,7 +76,7 @@ def payload(read: Deserializer, data: bytes) -> dict[str, object]:
 
 
 def payload_text(read: Deserializer, data: bytes) -> str:
-    """Return what a payload is, on one line."""
+    """Return a payload as one line of text."""
     shown = payload(read, data)
     if "data_error" in shown:
         return f"({shown['data_error']})"

@@ -1,4 +1,4 @@
-"""`waltz-core disk verify | repair-index`: judge a directory, and mend what is only a cache."""
+"""`waltz-core disk verify | repair-index`: verify a directory, and rebuild index files."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -123,7 +123,7 @@ def _row(number: int, seen: LogSeen) -> tuple[object, ...]:
 
 
 @verb
-@click.option("--dry-run", is_flag=True, help="only show what would be done")
+@click.option("--dry-run", is_flag=True, help="only show the changes")
 @options.files("a .seg file, a partition's directory or a storage directory")
 def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_json: bool) -> int:
     disk = RealDisk()
@@ -134,7 +134,7 @@ def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_
         for segment in segments:
             try:
                 repaired.append(make_anew(disk, segment, dry_run=dry_run))
-            except BadFormat as error:  # The others can be mended all the same.
+            except BadFormat as error:  # The others can be repaired nevertheless.
                 refused.append(str(error))
     if as_json:
         show_json([_repaired_json(one, dry_run=dry_run) for one in repaired])
@@ -164,10 +164,10 @@ def _repaired_json(one: Repaired, *, dry_run: bool) -> dict[str, object]:
 
 def _repaired_text(one: Repaired, *, dry_run: bool) -> str:
     if one.is_right:
-        return f"{one.path}: right, {one.entries} entries; left as it is"
-    done = "would be made anew" if dry_run else "made anew"
+        return f"{one.path}: correct, {one.entries} entries; unchanged"
+    done = "would be rebuilt" if dry_run else "rebuilt"
     was = "missing" if one.old_entries is None else f"wrong in {one.wrong} places"
     if one.wrong == 1 and one.old_entries is not None:
         was = "wrong in 1 place"
-    kept = f"; {one.kept} of them are of records that cannot be read" if one.kept else ""
+    kept = f"; {one.kept} of them belong to unreadable records" if one.kept else ""
     return f"{one.path}: {was}; {done}, {one.entries} entries{kept}"

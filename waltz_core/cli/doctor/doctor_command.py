@@ -1,13 +1,12 @@
-"""`waltz-core doctor`: what is wrong with a cluster, in sentences, and which command mends it.
+"""`waltz-core doctor`: report the problems of a cluster, with commands that repair them.
 
-Everything else in `waltz-core` does one thing that somebody has decided on; this says what there is
-to decide. What may be wrong stands in `ops/findings.py`.
+`ops/findings.py` has all findings.
 
 Rules:
-    1. It changes nothing, and it ends: each question has a timeout.
-    2. Whatever is gone when it looks again was on its way (a partition that moves, a replica that
-       catches up), and is not told.
-    3. Exit code 0: nothing is wrong, 1: something is, or nobody could be asked.
+    1. It changes nothing, and it ends: each query has a timeout.
+    2. It looks twice. A problem that has gone by the second time (a partition that moves, a replica
+       that catches up) is not reported.
+    3. Exit code 0: no problem; 1: problems, or no process could be queried.
 """
 
 import asyncio
@@ -30,13 +29,13 @@ from waltz_core.ops.findings import KINDS, Finding
 from waltz_core.records.record import PartitionId
 
 TIMEOUT_S: Final = 3.0
-# Long enough for a session to open or a partition to move, where nothing is in the way.
+# Long enough for a session to open or a partition to move on a healthy cluster.
 LOOK_AGAIN_S: Final = 1.5
 NOT_MEASURED: Final = (
-    "the clocks of ZooKeeper's nodes, which tell no time",
-    "the clocks of servers, but for commit times that lie in the future",
-    "whether the processes can reach each other, but for servers to storages",
-    "which machines reach the ports: without certificates they belong in a private network",
+    "the clocks of ZooKeeper's nodes, which do not report them",
+    "the clocks of servers, except for commit times in the future",
+    "whether the processes can reach each other, except servers to storages",
+    "which machines can reach the ports: without TLS they belong in a private network",
 )
 
 
@@ -46,14 +45,14 @@ NOT_MEASURED: Final = (
     envvar=options.CONNECT_VARIABLE,
     metavar="CONNECT",
     help=f"the cluster, {options.PLACE} [default: ${options.CONNECT_VARIABLE}, otherwise the "
-    "cluster that `waltz-core local up` has made here]",
+    "cluster of `waltz-core local up` on this machine]",
 )
 @click.option(
     "--directory",
     type=options.PATH,
     envvar="WALTZ_LOCAL_DIRECTORY",
     default=LocalConfig().directory,
-    help="directory of a cluster on this machine, whose processes are checked, too "
+    help="directory of a cluster on this machine, to check its processes, too "
     f"[default: $WALTZ_LOCAL_DIRECTORY, otherwise {LocalConfig().directory}]",
 )
 @click.option(
@@ -69,7 +68,7 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
         raise BadConfig(f"--timeout-s: expected more than 0, found {timeout_s:g}")
     connect, local = _cluster_of(connect, directory)
     own_transport.speak_as(connect)
-    own_transport.ssl()  # raises BadConfig for the files that ?tls= names, before it asks anything
+    own_transport.ssl()  # raises BadConfig for the files of ?tls= before any query
     facts = await gather(connect, timeout_s=timeout_s, local=local)
     found = diagnose(facts)
     if found:
@@ -85,14 +84,14 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
 
 
 doctor.details = (
-    f"It changes nothing. It reports what lasts for {LOOK_AGAIN_S:g} s: a sentence, and below it "
-    "the command, where words in capitals are for you to fill in. Exit code 0: nothing is wrong; "
-    "1: something is, or no process could be asked. docs/doctor.md has all sentences."
+    f"It changes nothing. It reports problems that last for {LOOK_AGAIN_S:g} s, each with a "
+    "command in which you replace the words in capitals. Exit code 0: no problem; 1: problems, or "
+    "no process could be queried. docs/doctor.md lists all findings."
 )
 
 
 def _cluster_of(connect: str | None, directory: Path) -> tuple[str, LocalCluster | None]:
-    """Return which cluster is meant, and what of it belongs to this machine."""
+    """Return the cluster's connect string, and its processes on this machine."""
     local = local_cluster(directory)
     if connect is None:
         if local is None:
@@ -105,7 +104,7 @@ def _cluster_of(connect: str | None, directory: Path) -> tuple[str, LocalCluster
 
 
 def lasting(before: list[Finding], after: list[Finding]) -> list[Finding]:
-    """Return what was found twice (rule 2), as it was found last."""
+    """Return the findings of both times (rule 2), as of the second."""
     known = {each.key for each in before}
     return [each for each in after if each.key in known]
 
@@ -114,8 +113,8 @@ def as_text(facts: Facts, found: list[Finding]) -> list[str]:
     """Return the lines for people."""
     if not found:
         if facts.cluster is None:
-            return ["nothing that lasts was found, and the cluster could not be asked: try again"]
-        return [f"nothing is wrong: {summary(facts)}", f"clocks: {_clocks(facts)}"]
+            return ["no lasting problem was found, but the cluster could not be queried: try again"]
+        return [f"no problems: {summary(facts)}", f"clocks: {_clocks(facts)}"]
     lines = []
     for number, each in enumerate(found, 1):
         lines += [f"{number}. {each.sentence}", f"   {each.command}"]
@@ -127,10 +126,10 @@ def _clocks(facts: Facts) -> str:
     apart = [each.clock_ahead_ms for each in facts.cluster.storages.values()]
     known = [0.0, *(each for each in apart if each is not None)]
     if len(known) == 1:
-        return "no storage tells its own"
+        return "no storage reports its clock"
     return (
-        f"those of {len(known) - 1} storages and of this machine are at most "
-        f"{max(known) - min(known):.0f} ms apart; servers and ZooKeeper do not tell theirs"
+        f"those of {len(known) - 1} storages and of this machine differ by at most "
+        f"{max(known) - min(known):.0f} ms; servers and ZooKeeper do not report theirs"
     )
 
 

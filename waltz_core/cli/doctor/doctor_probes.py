@@ -1,11 +1,11 @@
-"""Asks everybody how they are: ZooKeeper's nodes, the servers, the storages, this machine.
+"""Queries ZooKeeper's nodes, the servers, the storages and this machine for the doctor.
 
-It only asks. What is made of the answers is `ops/diagnosis.py`'s.
+`ops/diagnosis.py` judges the answers.
 
 Rules:
-    1. Each question has a timeout, and those that can be asked side by side are.
-    2. Whoever does not answer costs one timeout, or two, and no more is asked of him.
-    3. Nothing is changed by a question, and no answer of anybody raises: it is part of the facts.
+    1. Each query has a timeout, and independent queries run concurrently.
+    2. A process that does not answer costs one timeout, or two, and gets no further queries.
+    3. Queries change nothing. Errors do not raise: they are part of the facts.
 """
 
 import asyncio
@@ -83,13 +83,12 @@ from waltz_core.wire.messages import (
 )
 
 AT_ONCE: Final = 32
-# Reads of one storage side by side: one that does not come back holds up no more than its list.
+# Concurrent lists of reads of one storage: a read that hangs delays its own list only.
 LISTS_COUNT: Final = 8
-# A clock that was read within a longer time says nothing of a second.
+# If reading a clock took longer, the result is not precise to a second.
 READ_MS_MAX: Final = 500.0
 NOT_A_CLIENT: Final = -1
-# As a storage words it of a log that has not failed to open, and is not open
-# (storage/service/upkeep.py).
+# A storage's text for a log that is not open yet, without an error (storage/service/upkeep.py).
 OPENING: Final = "its log is not open"
 NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
 ResultT = TypeVar("ResultT")
@@ -99,11 +98,11 @@ ProbeProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 def _tell_nobody(_done_count: int, _count: int, _what: str) -> None:
-    """Nobody watches."""
+    """Report to no one."""
 
 
 async def gather(connect: str, *, timeout_s: float, local: LocalCluster | None) -> Facts:
-    """Ask everybody; raises BadConfig for a connect string that is none."""
+    """Query all processes; raises BadConfig for an invalid connect string."""
     place = parse_connect_string(connect)
     found = Facts(connect, local=None if local is None else _members_of(local))
     async with asyncio.TaskGroup() as tasks:
@@ -113,7 +112,7 @@ async def gather(connect: str, *, timeout_s: float, local: LocalCluster | None) 
 
 
 def local_cluster(directory: Path) -> LocalCluster | None:
-    """Return the cluster that lies in a directory of this machine, if one does."""
+    """Return the cluster in a directory of this machine, if there is one."""
     found = LocalCluster(directory)
     return found if found.exists() else None
 
@@ -129,7 +128,7 @@ def _members_of(local: LocalCluster) -> LocalFacts:
 async def _side_by_side(
     items: Iterable[ItemT], ask: Callable[[ItemT], Awaitable[ResultT]]
 ) -> list[ResultT]:
-    """Ask of all items, so many at a time; return the answers in their order."""
+    """Query all items, a limited number concurrently; return the answers in order."""
     room = asyncio.Semaphore(AT_ONCE)
 
     async def one(item: ItemT) -> ResultT:
@@ -150,7 +149,7 @@ def _now_ms() -> float:
 
 
 async def _is_taking(address: str, timeout_s: float) -> bool:
-    """Tell whether somebody takes connections there, whether or not he says anything."""
+    """Whether a process accepts connections there, even if it does not answer."""
     host, port = net.split_address(address)
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(timeout_s):
@@ -167,7 +166,7 @@ class _Trouble(TypedDict):
 
 
 async def _trouble(error: WaltzError, address: str, timeout_s: float) -> _Trouble:
-    """Return what is told of a process that could not be asked."""
+    """Return the facts about a process that could not be queried."""
     is_shut = isinstance(error, TlsMismatch)
     is_silent = not is_shut and await _is_taking(address, timeout_s)
     return {"trouble": str(error), "is_silent": is_silent, "is_shut": is_shut}
@@ -177,7 +176,7 @@ async def _trouble(error: WaltzError, address: str, timeout_s: float) -> _Troubl
 
 
 async def _node(address: str, timeout_s: float) -> NodeFacts:
-    """Ask one node for `srvr`, which every ZooKeeper answers unless it was told not to."""
+    """Query one node with `srvr`, which every ZooKeeper answers unless it is disabled."""
     host, port = net.split_address(address)
     began_s = time.monotonic()
     try:
@@ -197,7 +196,7 @@ async def _node(address: str, timeout_s: float) -> NodeFacts:
 
 
 def mode_of(answer: bytes) -> str:
-    """Return what a node says that it is; empty for one that serves nobody."""
+    """Return the mode of a node; empty for one without a quorum."""
     if NOT_ALLOWED in answer:
         return "not told"
     for line in answer.decode("utf-8", "replace").splitlines():
@@ -226,12 +225,12 @@ async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Fact
 async def ask_cluster(
     coordinator: Coordinator, *, timeout_s: float, tell: ProbeProgress
 ) -> ClusterFacts:
-    """Ask the processes of one cluster; `tell` hears how many have answered, and who has not."""
+    """Query the processes of one cluster; `tell` receives the progress."""
     return await (await _Seen.read(coordinator)).ask(timeout_s, None, tell)
 
 
 class _Asked:
-    """Who was asked, and has not answered yet."""
+    """The processes that were queried and have not answered yet."""
 
     def __init__(self, tell: ProbeProgress) -> None:
         self._tell = tell
@@ -250,7 +249,7 @@ class _Asked:
 
 
 class _Seen:
-    """What ZooKeeper says of a cluster."""
+    """The state of a cluster in ZooKeeper."""
 
     def __init__(
         self,
@@ -285,7 +284,7 @@ class _Seen:
     async def ask(
         self, timeout_s: float, local: LocalFacts | None, tell: ProbeProgress = _tell_nobody
     ) -> ClusterFacts:
-        """Ask the cluster's processes, all at once."""
+        """Query the cluster's processes concurrently."""
         servers = self.servers.servers
         asked = _Asked(tell)
         async with asyncio.TaskGroup() as tasks:
@@ -333,7 +332,7 @@ _Mark = tuple[TransactionId | None, str, float | None]
 
 
 class _Server:
-    """The questions to one server."""
+    """The queries to one server."""
 
     def __init__(self, seen: _Seen, server_id: int, timeout_s: float) -> None:
         servers = seen.servers.servers
@@ -403,8 +402,8 @@ class _Server:
                 timeout_s=self._timeout_s,
             )
         except WaltzError:
-            # A storage that says nothing takes longer, and is told by itself; an original's server
-            # may not know the question.
+            # A silent storage takes longer, and has its own finding; a 0.13 server may not know the
+            # query.
             return ()
         return tuple(ReplicaId(name) for name, is_there in answer.reachable if not is_there)
 
@@ -425,7 +424,7 @@ class _Server:
         return dict(zip(map(ReplicaId, told.storages), figures, strict=True))
 
     async def _mark(self, link: ServerLink, partition_id: PartitionId) -> _Mark:
-        """Ask as a client does: the mark, and when its transaction was committed."""
+        """Query like a client: the mark, and the commit time of its transaction."""
         try:
             mark = await self._of_partition(
                 link, HighWaterMarkResponse, HighWaterMarkRequest, partition_id
@@ -447,7 +446,7 @@ class _Server:
         try:
             told = await self._of_partition(link, RangeData, request, partition_id)
         except WaltzError:
-            return None  # an original's server, which keeps no times; or the log is told elsewhere
+            return None  # a 0.13 server, which has no times; other findings report the rest
         return told.lineage[-1].stamp_ms - _now_ms() if told.lineage else None
 
     async def _of_partition(
@@ -470,7 +469,7 @@ class _Server:
 
 
 class _Storage:
-    """The questions to one storage."""
+    """The queries to one storage."""
 
     def __init__(
         self, seen: _Seen, address: ReplicaId, timeout_s: float, local: LocalFacts | None
@@ -480,7 +479,7 @@ class _Storage:
         members = () if local is None else local.members
         noted = [each.admin_port for each in members if each.address == address]
         registered_port = seen.layout.admin_ports.get(address, port + 1)
-        # Where its administration may be: at the next port, unless it was told else.
+        # Possible admin ports: the registered one, noted ones, the next port.
         self._admin_ports = list(dict.fromkeys([registered_port, *filter(None, noted), port + 1]))
         admin = f"{self._host}:{registered_port}"
         registered = seen.storage_ids.get(address)
@@ -528,7 +527,7 @@ class _Storage:
         )
 
     async def _stuck(self, replicas: Mapping[PartitionId, ReplicaFacts]) -> set[PartitionId]:
-        """Return which of the served logs do not answer; rule 2 holds for each of some lists."""
+        """Return the served logs that do not answer; rule 2 holds for each list separately."""
         served = [each for each, its in replicas.items() if its.is_served and its.last >= 0]
         lists = [served[at::LISTS_COUNT] for at in range(min(LISTS_COUNT, len(served)))]
         first_stuck = await _side_by_side(lists, lambda each: self._first_stuck(each, replicas))
@@ -543,7 +542,7 @@ class _Storage:
                 for partition in partitions:
                     last = replicas[partition].last
                     try:
-                        # One that is refused was answered, and its trouble is told by others.
+                        # An error is an answer; other findings report its cause.
                         with suppress(WaltzError):
                             async with asyncio.timeout(self._timeout_s):
                                 await admin.ask(
@@ -554,7 +553,7 @@ class _Storage:
         return None
 
     async def _with_gauges(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
-        """Read disk and clock, which an older storage does not tell."""
+        """Read disk and clock, which an older storage does not report."""
         async with asyncio.timeout(self._timeout_s):
             before_ms = _now_ms()
             answer = await admin.ask(MetricsResponse, MetricsRequest)
@@ -596,7 +595,7 @@ class _Storage:
         )
 
     async def _admin_port(self) -> int | None:
-        """Look for its administration everywhere where it may be."""
+        """Try all possible admin ports."""
         found = await _side_by_side(self._admin_ports, self._is_admin_port)
         return next(
             (port for port, is_it in zip(self._admin_ports, found, strict=True) if is_it), None

@@ -1,1 +1,1 @@
-"""`waltz-core server`: run a server daemon, and choose which partitions it owns."""
+"""`waltz-core server`: run a server daemon, list servers, choose their partitions."""

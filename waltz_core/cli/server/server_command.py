@@ -1,4 +1,4 @@
-"""`waltz-core server list`: the servers of a cluster, what each owns and its state."""
+"""`waltz-core server list`: the servers of a cluster, their partitions and states."""
 
 import asyncio
 from typing import NamedTuple
@@ -16,7 +16,7 @@ WELL = "well"
 
 
 class ServerRow(NamedTuple):
-    """A registered server; `state` is WELL, or what is wrong with it."""
+    """A registered server; `state` is WELL, or the problem."""
 
     server: int
     address: str

@@ -1,7 +1,4 @@
-"""`waltz-core server run`: a server daemon.
-
-As `storage_run.py`.
-"""
+"""`waltz-core server run`: a server daemon; see `storage_run.py`."""
 
 from collections.abc import Callable
 

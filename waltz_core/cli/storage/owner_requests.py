@@ -1,11 +1,11 @@
-"""Speaks to storages as the owner of a session does: promise, tell what you have, mark your log.
+"""Sends storages the requests of a session's owner: promise a session, report, mark the log.
 
-These are the same messages as those of a server's sessions, and a storage keeps its rules whoever
-asks; what is made of the answers is decided in `cluster/change/rebuilding.py`.
+These are the messages of a server's sessions, and a storage applies the same rules to them.
+`cluster/change/rebuilding.py` decides from the answers.
 
 Rules:
-    1. A session that a storage is asked to promise is one that ZooKeeper has given to nobody else.
-    2. A link is used for one purpose and closed: what is promised over it binds nobody longer.
+    1. ZooKeeper has allocated the session that a storage promises to this command only.
+    2. A link serves one purpose and is closed then, which ends its promises.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ _ANY_STORAGE: Final = bytes(16)
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCluster:
-    """What a storage is asked to be of."""
+    """The cluster that a storage must belong to."""
 
     cluster_key: bytes
     partition_count: int
@@ -75,7 +75,7 @@ class OwnerConnection:
 
     @staticmethod
     async def open(address: ReplicaId, facts: ExpectedCluster) -> "OwnerConnection":
-        """Dial; raises Unreachable, or ClusterKeyMismatch for another cluster's storage."""
+        """Connect; raises Unreachable, or ClusterKeyMismatch for another cluster's storage."""
         link = await own_transport.dial(Surface.STORAGE, address, timeout_s=DIAL_TIMEOUT_S)
         made = OwnerConnection(address, link, facts)
         opening = OpenRequest(_NOBODY, _NOBODY, _NOBODY, facts.cluster_key, facts.partition_count)
@@ -90,7 +90,7 @@ class OwnerConnection:
     async def prepare(
         self, sessions: Mapping[PartitionId, Session]
     ) -> dict[PartitionId, Prepared | Nack]:
-        """Have the storage promise sessions, and tell what it has of each partition."""
+        """Let the storage promise sessions; return its state of each partition."""
         asked = [
             Prepare(
                 session.session_id,
@@ -112,7 +112,7 @@ class OwnerConnection:
         return found
 
     async def set_mark(self, partition_id: PartitionId, session: Session, told: Prepared) -> None:
-        """Make session and mark durable at the log's end, which clears what made it suspect."""
+        """Make session and mark durable at the log's end, which makes the log trusted."""
         fields = (session.session_id, 1_000_000, partition_id)
         mark = SetLowWaterMark(*fields, told.synced_max, bytes(told.chain))
         (answer,) = await self._ask([mark])
@@ -123,7 +123,7 @@ class OwnerConnection:
     ) -> Ids:
         """Return the greatest ids in the last `IDS_ROWS_MAX` records, up to `last`.
 
-        Raises what the storage answers, also for records that it cannot read.
+        Raises the error that the storage answers, also for records that it cannot read.
         """
         first = max(0, last - IDS_ROWS_MAX + 1)
         fields = (session.session_id, 1_000_001, partition_id)
@@ -157,7 +157,7 @@ class OwnerConnection:
                 while len(answers) < len(requests):
                     for message in await self._link.receive():
                         if isinstance(message, DamageFound):
-                            continue  # nobody has asked for that
+                            continue  # it answers no request
                         if not isinstance(message, StorageMessage):
                             raise self._unexpected(message)
                         answers.append(message)
@@ -178,7 +178,7 @@ class OwnerConnection:
 async def open_links(
     storages: Sequence[ReplicaId], facts: ExpectedCluster
 ) -> tuple[dict[ReplicaId, OwnerConnection], dict[ReplicaId, str]]:
-    """Dial all storages at once; return the links, and why there is none to the others."""
+    """Connect to all storages concurrently; return the links, and the errors of the others."""
     links: dict[ReplicaId, OwnerConnection] = {}
     failures: dict[ReplicaId, str] = {}
 
@@ -195,7 +195,7 @@ async def open_links(
 
 
 def log_of(told: Prepared) -> Log:
-    """Return what a replica says of itself."""
+    """Return the log that a replica reports."""
     pairs = memoryview(told.damaged)
     lasts = (int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16))
     return Log(

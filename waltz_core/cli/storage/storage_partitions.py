@@ -1,9 +1,9 @@
-"""`waltz-core storage add-partition | remove-partition | …`: what changes the replicas of storages.
+"""`waltz-core storage add-partition | remove-partition | …`: change the replicas of storages.
 
 Rules:
-    1. One partition at a time; the first refusal ends the command, and what was done is told.
-    2. What may lose data is refused by the storage, not here: tools of any age ask the same one.
-    3. What is changed is on the cluster's record, where a cluster was named.
+    1. One partition at a time; the first error ends the command, which reports what was done.
+    2. The storage rejects changes that may lose data, so that this holds for all tools.
+    3. Changes are recorded in the cluster's audit log, if a cluster is named.
 """
 
 from collections.abc import Awaitable, Callable
@@ -50,7 +50,7 @@ from waltz_core.wire.admin_messages import (
 _force = click.option(
     "--force",
     is_flag=True,
-    help="insist, though the last session counts on this replica; read the refusal first",
+    help="also if the last session depends on this replica; read the error first",
 )
 
 
@@ -64,7 +64,7 @@ async def _each(
     what: str,
     one: Callable[[StorageAdmin, int], Awaitable[object]],
 ) -> int:
-    """Do something with each partition of a storage, and tell (rule 1)."""
+    """Apply a change to each partition of a storage, and report it (rule 1)."""
     chosen = numbers_of(partitions)
     target = await target_of(where)
     done: list[int] = []
@@ -100,7 +100,7 @@ async def add_partition(where: StorageChoice, *, partitions: str) -> int:
 
 @verb
 @partitions
-@click.option("--delete-files", is_flag=True, help="delete the files, too")
+@click.option("--delete-files", is_flag=True, help="also delete the files")
 @_force
 @targeted()
 async def remove_partition(
@@ -121,7 +121,7 @@ async def remove_partition(
     "--online",
     type=options.OneOf(("true", "false")),
     required=True,
-    help="false: no server may use them",
+    help="false: no server can use them",
 )
 @targeted()
 async def availability(where: StorageChoice, *, partitions: str, online: str) -> int:
@@ -162,13 +162,15 @@ async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
 @click.option(
     "--from", "source", metavar="HOST:PORT", help="the storage to copy from; needs --connect"
 )
-@click.option("--from-admin", metavar="HOST:ADMIN_PORT", help="the same by its admin port")
+@click.option(
+    "--from-admin", metavar="HOST:ADMIN_PORT", help="the storage to copy from, by its admin port"
+)
 @click.option(
     "--batch-bytes",
     type=int,
     default=COPY_BYTES_MAX,
     metavar="BYTES",
-    help=f"bytes that are copied at once [default: {COPY_BYTES_MAX}]",
+    help=f"bytes per request [default: {COPY_BYTES_MAX}]",
 )
 @targeted()
 async def recover_partition(
@@ -216,7 +218,9 @@ async def _source_of(where: StorageChoice, source: str | None, from_admin: str |
     if from_admin is not None:
         return Target(from_admin, None)
     if where.cluster is None or source is None:
-        raise BadConfig("--from needs --connect; or give --from-admin HOST:ADMIN_PORT")
+        raise BadConfig(
+            "--from needs --connect. Hint: use --from-admin HOST:ADMIN_PORT without it."
+        )
     facts = await read_facts(where)
     return Target(facts.admin_address(source), source)
 
@@ -224,11 +228,11 @@ async def _source_of(where: StorageChoice, source: str | None, from_admin: str |
 async def _last_of(admin: StorageAdmin, target: Target, partition: int) -> int:
     replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
     if not replica.is_held:
-        raise BadRequest(f"{target}: partition {partition} is not held there")
+        raise BadRequest(f"{target}: partition {partition} is not assigned to it")
     if replica.is_available:
         raise BadRequest(
-            f"{target}: expected partition {partition} to be offline while it is copied to, found "
-            "it online (availability)"
+            f"{target}: expected partition {partition} to be offline, found it online. Hint: run "
+            "`waltz-core storage availability` first."
         )
     if replica.why_not:
         raise BadRequest(f"{target}: partition {partition} cannot be used: {replica.why_not}")
@@ -258,7 +262,7 @@ async def sync_partitions(where: StorageChoice) -> int:
         failed_count = sum(outcome != "done" for *_, outcome in rows)
         _tell_synced(rows, is_done=not failed_count, as_json=where.as_json)
         if failed_count:
-            raise WaltzError(f"{failed_count} of {len(rows)} steps have failed, see their outcome")
+            raise WaltzError(f"{failed_count} of {len(rows)} steps failed, see their outcome")
     return 0
 
 
@@ -269,13 +273,13 @@ def _tell_synced(rows: list[tuple[str, str, object, str]], *, is_done: bool, as_
     elif rows:
         show_table(titles, rows)
     else:
-        show("nothing to do: every storage holds what ZooKeeper assigns to it")
+        show("nothing to do: all storages match the assignment in ZooKeeper")
 
 
 async def _synced(
     admin: StorageAdmin, target: Target, wanted: list[int]
 ) -> list[tuple[str, str, object, str]]:
-    """Have a storage hold what it should and nothing else; files are never deleted by this."""
+    """Make a storage match its assignment; this never deletes files."""
     held = [partition for partition, _ in (await admin.ask(HeldResponse, HeldRequest)).available]
     steps = [(partition, True) for partition in wanted if partition not in held]
     steps += [(partition, False) for partition in held if partition not in wanted]

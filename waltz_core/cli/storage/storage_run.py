@@ -1,7 +1,6 @@
 """`waltz-core storage run`: a storage daemon.
 
-A daemon is started for this verb and imports nothing that only the others need, which would be a
-quarter of the time until it serves.
+The module imports nothing that only other verbs need, which would be a quarter of the start time.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
-"""`waltz-core storage scrub`: have records read again now, wait, and tell what came of it.
+"""`waltz-core storage scrub`: verify records on disk now, wait, and report the result.
 
-It is the one verb that takes as long as a disk takes. The pass is the storage's: it goes on when
-the command has waited long enough.
+The storage runs the pass, which may take hours: it continues after the command's timeout.
 """
 
 import asyncio
@@ -33,13 +32,13 @@ from waltz_core.wire.admin_messages import (
 )
 
 LOOK_S: Final = 0.2
-_GOES_ON: Final = "The storage goes on with the pass that was begun; --status tells how far it is"
+_GOES_ON: Final = "The storage continues the pass; --status shows its progress"
 _TITLES: Final = ("partition", "next id", "last id", "passes", "damaged", "error")
 
 
 @verb
 @partitions
-@click.option("--status", is_flag=True, help="only show the progress of the scrub; begin nothing")
+@click.option("--status", is_flag=True, help="only show the progress of the scrub")
 @options.timeout_s()
 @targeted(has_timeout=True)
 async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_s: float) -> int:
@@ -53,7 +52,7 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
         ):
             if not admin.is_ours:
                 raise BadRequest(
-                    f"{target}: expected a storage that scrubs, found one of the original"
+                    f"{target}: expected a storage that can scrub, found a Waltz 0.13 storage"
                 )
             found = [
                 await _looked_at(admin, partition, line, is_asked=not status)
@@ -67,14 +66,14 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
         )
     bad = [row["partition"] for row in found if row["damaged"] or row["error"]]
     if bad:
-        say(f"{target}: damaged, or not read to the end: partitions {bad}; the owner mends damage")
+        say(f"{target}: damaged or not completely read: partitions {bad}; the owner repairs damage")
     return 1 if bad else 0
 
 
 async def _looked_at(
     admin: StorageAdmin, partition: int, line: ProgressLine, *, is_asked: bool
 ) -> dict[str, object]:
-    """Begin a pass and wait for its end, if that was asked for; tell how the partition stands."""
+    """Start a pass and wait for its end, if requested; return the partition's state."""
     line.show(0, 1, f"waiting for {admin.address} to answer about partition {partition}")
     state = await admin.ask(ScrubResponse, ScrubRequest, partition, is_asked)
     passes_count = state.passes_count
@@ -83,7 +82,7 @@ async def _looked_at(
         line.show(at, count, f"records of partition {partition}, {at} of {count}")
         await asyncio.sleep(LOOK_S)
         state = await admin.ask(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
-    line.show(1, 1, f"waiting for {admin.address} to tell the damage of partition {partition}")
+    line.show(1, 1, f"waiting for {admin.address} to report damage of partition {partition}")
     replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
     return _row(state, damaged_count(replica))
 

@@ -1,7 +1,7 @@
-"""Which storages a command means, and which partitions: what the verbs of `storage` share.
+"""The options by which the verbs of `storage` select storages and partitions.
 
-A storage has two names, the address of its admin port and, within a cluster, the address that
-servers know it by. Both are understood wherever one is asked for.
+A storage has two names, the address of its admin port and, within a cluster, the address for
+servers. All verbs accept both.
 """
 
 import os
@@ -24,7 +24,7 @@ PARTITIONS_MAX: Final = 1 << 20
 
 
 class ClusterStorages(NamedTuple):
-    """What ZooKeeper says of a cluster's storages."""
+    """The storages of a cluster in ZooKeeper."""
 
     view: ClusterView
     assignments: ReplicaAssignments
@@ -32,7 +32,7 @@ class ClusterStorages(NamedTuple):
     storage_ids: dict[ReplicaId, bytes]
 
     def admin_address(self, storage: str) -> str:
-        """Return the address of a storage's admin port; raises BadConfig for no storage of it."""
+        """Return the address of a storage's admin port; raises BadConfig for an unknown one."""
         port = self.admin_ports.get(ReplicaId(storage))
         if port is None:
             known = ", ".join(self.admin_ports) or "none"
@@ -43,7 +43,7 @@ class ClusterStorages(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A storage: where its admin port is, and its name in the cluster, where one was given."""
+    """A storage: the address of its admin port, and its name in the cluster, if given."""
 
     admin: str
     name: str | None
@@ -76,24 +76,24 @@ partitions = click.option(
     "partitions",
     required=True,
     metavar="PARTITIONS",
-    help="such as 3 or 0-6,9",
+    help="3 or 0-6,9, for example",
 )
 
 
 def targeted(
     *, is_cluster: bool = False, has_timeout: bool = False
 ) -> Callable[[VerbFunction], VerbFunction]:
-    """Hand a verb its `StorageChoice`; `is_cluster`: it needs a cluster, and means all."""
+    """Pass a `StorageChoice` to a verb; `is_cluster`: it works on all storages of a cluster."""
     connect = click.option(
         "--connect",
         metavar="CONNECT",
         help=f"the cluster, {options.PLACE} [default without --admin: ${options.CONNECT_VARIABLE}]",
     )
     storage = click.option(
-        "--storage", metavar="HOST:PORT", help="the storage, by the address that its cluster has"
+        "--storage", metavar="HOST:PORT", help="the storage, by its address in the cluster"
     )
     admin = click.option("--admin", metavar="HOST:ADMIN_PORT", help="the storage's admin port")
-    # Of a verb that waits for more, ZooKeeper's share; an option of earlier versions.
+    # The timeout for ZooKeeper only; an option of earlier versions.
     hidden = click.option("--wait-s", type=float, default=options.CONNECT_WAIT_S, hidden=True)
     wait_s = hidden if has_timeout else options.wait_s
     declared = [options.gathered(StorageChoice), options.as_json, wait_s, storage]
@@ -109,7 +109,7 @@ def targeted(
 
 @asynccontextmanager
 async def on_record(where: StorageChoice) -> AsyncIterator[None]:
-    """Have the block on record in the cluster; who names only an admin port names no cluster."""
+    """Write an audit entry for the block, unless only an admin port is given."""
     if where.cluster is None:
         yield
         return
@@ -118,7 +118,7 @@ async def on_record(where: StorageChoice) -> AsyncIterator[None]:
 
 
 def numbers_of(text: str) -> tuple[int, ...]:
-    """Return the partitions of `--partition`, each once, in their order; raises BadConfig."""
+    """Return the partitions of `--partition`, each once, in order; raises BadConfig."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -132,7 +132,7 @@ def numbers_of(text: str) -> tuple[int, ...]:
 
 
 async def read_facts(where: StorageChoice) -> ClusterStorages:
-    """Ask ZooKeeper about a cluster's storages; raises CoordinatorUnavailable, BadConfig."""
+    """Read a cluster's storages from ZooKeeper; raises CoordinatorUnavailable, BadConfig."""
     async with connected(where.cluster or "", where.wait_s) as found:
         ids = {address: one.bytes for address, one in (await found.read_storage_ids()).items()}
         return ClusterStorages(
@@ -144,7 +144,7 @@ async def read_facts(where: StorageChoice) -> ClusterStorages:
 
 
 async def targets_of(where: StorageChoice) -> tuple[Target, ...]:
-    """Return the storage that is meant, or all of a cluster; raises BadConfig for neither."""
+    """Return the chosen storage, or all of a cluster; raises BadConfig for neither."""
     if where.admin is not None and (where.connect is not None or where.storage is not None):
         raise BadConfig("expected either --admin or --connect with --storage, found both")
     if where.admin is not None:
@@ -156,14 +156,16 @@ async def targets_of(where: StorageChoice) -> tuple[Target, ...]:
 
 
 def storages_of(facts: ClusterStorages, where: StorageChoice) -> tuple[Target, ...]:
-    """Return the storage of a cluster that is meant, or all."""
+    """Return the chosen storage of a cluster, or all."""
     names = facts.admin_ports if where.storage is None else (where.storage,)
     return tuple(Target(facts.admin_address(name), str(name)) for name in names)
 
 
 async def target_of(where: StorageChoice) -> Target:
-    """Return the one storage that is meant; raises BadConfig where it is not one."""
+    """Return the one chosen storage; raises BadConfig if it is not exactly one."""
     if where.admin is None and where.cluster is not None and where.storage is None:
-        raise BadConfig("expected --storage HOST:PORT beside --connect: this is for one storage")
+        raise BadConfig(
+            "expected --storage HOST:PORT in addition to --connect: this verb works on one storage"
+        )
     (target,) = await targets_of(where)
     return target

@@ -1,4 +1,4 @@
-"""`waltz-core storage list | validate | max-transaction-id`: how storages and replicas stand."""
+"""`waltz-core storage list | validate | max-transaction-id`: the state of storages and replicas."""
 
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from waltz_core.wire.messages import Surface
 
 
 class ReplicaRow(NamedTuple):
-    """One partition of one storage; None where a storage of the original does not say."""
+    """One partition of one storage; None for values that a 0.13 storage does not report."""
 
     storage: str
     partition: int
@@ -103,7 +103,7 @@ def _row(name: str, replica: ReplicaResponse) -> ReplicaRow:
 
 
 def state_of(replica: ReplicaResponse) -> str:
-    """Return in a word or two how a replica stands."""
+    """Return the state of a replica in one or two words."""
     if not replica.is_held:
         return "not held"
     words = ["online" if replica.is_served else "not served"]
@@ -143,7 +143,7 @@ async def validate(where: StorageChoice) -> int:
         show_json({"is_well": is_well, "storages": results})
     else:
         rows = [
-            (name, port, wrong or "as it should be")
+            (name, port, wrong or "ok")
             for name, ports in results.items()
             for port, wrong in ports.items()
         ]
@@ -162,7 +162,7 @@ async def _wrong_with_data_port(address: str) -> str | None:
 
 
 async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str | None:
-    """Reach it, and see that it is of this cluster and the one that is registered."""
+    """Connect, and check that it belongs to this cluster and is the registered storage."""
     store = facts.view.store
     try:
         async with administered(target.admin, ssl=own_transport.ssl()) as admin:
@@ -173,8 +173,8 @@ async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str 
                 if registered != bytes(told.storage_id):
                     known = "none" if registered is None else registered.hex()
                     raise StorageIdMismatch(
-                        f"expected storage {known}, as ZooKeeper has it registered for "
-                        f"{target}, found {bytes(told.storage_id).hex()}"
+                        f"expected storage {known}, which is registered for {target}, found "
+                        f"{bytes(told.storage_id).hex()}"
                     )
     except WaltzError as error:
         return str(error)
@@ -196,8 +196,8 @@ async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:
         for partition in chosen:
             replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
             if not replica.is_held or replica.why_not:
-                why = replica.why_not if replica.is_held else "it is not held there"
-                raise WaltzError(f"{target}: partition {partition} cannot be asked: {why}")
+                why = replica.why_not if replica.is_held else "it is not assigned to the storage"
+                raise WaltzError(f"{target}: partition {partition} cannot be queried: {why}")
             found[partition] = replica.synced_max
     if where.as_json:
         show_json(found)
