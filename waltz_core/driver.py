@@ -1,13 +1,10 @@
-"""The asyncio program that runs one machine.
-
-Every process has the same few lines between its sockets and its machines, and the contract of
-`machine.py` (order, wake-ups, what a failure means) has to hold in one place.
+"""Runs one machine on asyncio, with the contract of `machine.py` (order, wake-ups, failures).
 
 Rules:
-    1. One step at a time. An event that is posted while effects are performed waits its turn.
+    1. One step at a time. An event that is posted while effects are performed is queued.
     2. All effects of a step are performed, in list order, before the next event is taken.
     3. `wake_at_ms` is read again after every step; there is at most one timer.
-    4. A machine that raises is dead: nothing is posted to it any more, and its owner is told once.
+    4. A machine that raises is dead: it gets no more events, and its owner is notified once.
 """
 
 import asyncio
@@ -30,7 +27,7 @@ def loop_clock_ms() -> int:
 
 
 class Driver(Generic[EventT, EffectT]):
-    """Runs one machine on the running loop; makes no tasks and no threads."""
+    """Runs one machine on the running loop, without tasks or threads."""
 
     def __init__(
         self,
@@ -62,9 +59,9 @@ class Driver(Generic[EventT, EffectT]):
         return self._is_stopped
 
     def post(self, event: EventT | Wakeup) -> None:
-        """Give the machine an event, and perform the effects before returning (but see rule 1).
+        """Pass an event to the machine, and perform the effects before returning (but see rule 1).
 
-        A stopped driver drops it. Never raises what the machine raises: see `on_failure`.
+        A stopped driver drops it. Errors of the machine are not raised: see `on_failure`.
         """
         if self._is_stopped:
             return
@@ -73,7 +70,7 @@ class Driver(Generic[EventT, EffectT]):
             self._run()
 
     def stop(self) -> None:
-        """Take no more events and cancel the timer; harmless when repeated."""
+        """Stop: accept no more events and cancel the timer; may be repeated."""
         self._is_stopped = True
         self._inbox.clear()
         if self._timer is not None:
@@ -85,7 +82,7 @@ class Driver(Generic[EventT, EffectT]):
         try:
             while self._inbox and not self._is_stopped:
                 self._step(self._inbox.popleft())
-        except Exception as error:  # noqa: BLE001 - rule 4: whatever it is, the machine is dead
+        except Exception as error:  # noqa: BLE001 - rule 4: after any error the machine is dead
             self._fail(error)
         finally:
             self._is_stepping = False
@@ -109,7 +106,7 @@ class Driver(Generic[EventT, EffectT]):
             self._on_failure(error)
 
     def _set_timer(self) -> None:
-        """Arm the timer; leave one that is too early, as an early wake-up does no harm."""
+        """Arm the timer; keep one that is too early, as an early wake-up is harmless."""
         wake_at_ms = self._machine.wake_at_ms
         if wake_at_ms is None:
             return

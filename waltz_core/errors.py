@@ -1,26 +1,26 @@
-"""Every exception of the project, sorted by what the caller should do about it.
+"""Every exception of the project, grouped by what the caller should do.
 
-Errors cross the wire, so each class carries its wire code and whether a retry can help, and both
-ends must agree on them. Nothing else in the project defines exceptions.
+Errors cross the wire, so each class has a wire code and states whether a retry can help. No other
+module defines exceptions.
 
     WaltzError
-      UsageError        you called it wrong; do not retry
+      UsageError        the call is wrong; do not retry
         BadConfig (NoCluster), BadRequest, ClientAhead, TooLarge, UnknownPartition, NotOpen
       Unavailable       try again (retriable)
         NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsMismatch),
         CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind
-      Superseded        someone newer owns this; give up the handle
+      Superseded        a newer owner or writer exists; start again from current state
         SessionFenced, GenerationMismatch, LockFailed, ConnectionSuperseded, CoordinatorConflict
-      Damaged           bytes are wrong; stop and tell a human
+      Damaged           bytes are wrong; stop and notify an operator
         ChecksumMismatch, BadFormat, MissingSegment, ClusterKeyMismatch, StorageIdMismatch,
         DataLoss, ReplicaSuspect, DiskFailed (ReadFailed)
-      ProtocolError     somebody broke the rules of the wire
-        LocalProtocolError (we did), RemoteProtocolError (the peer did)
+      ProtocolError     the wire protocol was broken
+        LocalProtocolError (by this side), RemoteProtocolError (by the peer)
 
 Rules:
-    1. A message says what was expected, what was found, and where.
-    2. Codes are unique and never reused; 0 means "no error" and belongs to nobody.
-    3. `retriable` is a property of the class, never of the moment.
+    1. A message states what was expected, what was found, and where.
+    2. Codes are unique and never reused; 0 means "no error".
+    3. `retriable` is a property of the class, not of the situation.
 """
 
 from typing import Any, ClassVar
@@ -34,31 +34,31 @@ class WaltzError(Exception):
 
 
 class UsageError(WaltzError):
-    """The caller asked for something that can never work."""
+    """The call can never succeed."""
 
     code = 10
 
 
 class BadConfig(UsageError):
-    """A setting, option or argument is unknown, misspelt or out of bounds."""
+    """A setting, option or argument is unknown, misspelled or out of bounds."""
 
     code = 11
 
 
 class NoCluster(BadConfig):
-    """ZooKeeper answers, and has no cluster at the root that was named."""
+    """ZooKeeper answers, and has no cluster at the given root."""
 
     code = 16
 
 
 class BadRequest(UsageError):
-    """A request is well-formed but makes no sense to its receiver."""
+    """A request is well-formed but not valid."""
 
     code = 12
 
 
 class ClientAhead(UsageError):
-    """A client's high-water mark lies above the log's: wrong cluster, or a log that was lost."""
+    """A client's high-water mark is above the log's: wrong cluster, or a lost log."""
 
     code = 13
 
@@ -70,26 +70,26 @@ class TooLarge(UsageError):
 
 
 class UnknownPartition(UsageError):
-    """There is no such partition in this cluster."""
+    """The cluster has no such partition."""
 
     code = 15
 
 
 class NotOpen(UsageError, AttributeError):
-    """A client was used before it was opened; it has nothing of a client yet, `hasattr` says so."""
+    """A client was used before it was opened; `hasattr` is false for its attributes until then."""
 
     code = 17
 
 
 class Unavailable(WaltzError):
-    """Not now; the same call may work later."""
+    """The call failed now; the same call may succeed later."""
 
     code = 20
     retriable = True
 
 
 class NotMounted(Unavailable):
-    """The connection has not mounted the partition (or was replaced since)."""
+    """The connection has not mounted the partition, or was replaced since."""
 
     code = 21
 
@@ -113,19 +113,19 @@ class SessionLost(Unavailable):
 
 
 class NoSpace(Unavailable):
-    """A storage has no room for the append; reads go on."""
+    """A storage has no space for the append; reads continue."""
 
     code = 25
 
 
 class Unreachable(Unavailable):
-    """No connection to a peer could be made, or it broke, or it did not answer in time."""
+    """No connection to a peer, or it broke, or the peer did not answer in time."""
 
     code = 26
 
 
 class TlsMismatch(Unreachable):
-    """Somebody is there, and the two do not speak TLS alike, or do not believe each other."""
+    """A TLS handshake failed: one side does not use TLS, or does not trust the other."""
 
     code = 30
 
@@ -137,22 +137,22 @@ class CoordinatorUnavailable(Unavailable):
 
 
 class OutcomeUnknown(Unavailable):
-    """The append may or may not be in the log; only the log itself can tell."""
+    """The append may or may not be in the log; reading the log shows it."""
 
     code = 28
 
 
 class CoordinatorOutcomeUnknown(Unavailable):
-    """A write to ZooKeeper may or may not have happened; only reading again can tell."""
+    """A write to ZooKeeper may or may not have happened; reading again shows it."""
 
     code = 29
 
 
 class ViewBehind(Unavailable):
-    """A context's time was over before its callbacks had applied what the log holds.
+    """A context timed out before its callbacks had applied the log.
 
-    `applied` and `high_water_mark` are where the callbacks and the log are, and `rate_per_s` is how
-    many transactions a second were applied meanwhile. The context is not in the log.
+    `applied` and `high_water_mark` are the positions of the callbacks and the log, and `rate_per_s`
+    is the number of transactions applied per second. The context is not in the log.
     """
 
     code = 31
@@ -162,13 +162,13 @@ class ViewBehind(Unavailable):
 
 
 class Superseded(WaltzError):
-    """Somebody newer has taken over."""
+    """A newer owner, session or writer has taken over."""
 
     code = 40
 
 
 class SessionFenced(Superseded):
-    """A storage has promised itself to a later store session: `promised`, where it is known."""
+    """A storage has promised a later store session: `promised`, if known."""
 
     code = 41
 
@@ -178,7 +178,7 @@ class SessionFenced(Superseded):
 
 
 class GenerationMismatch(Superseded):
-    """The partition has moved on to another generation."""
+    """The partition has another generation."""
 
     code = 42
 
@@ -186,9 +186,9 @@ class GenerationMismatch(Superseded):
 class LockFailed(Superseded):
     """A lock of the transaction was written above the client's high-water mark.
 
-    Where they are known, `conflicting` is the transaction that it conflicts with (or a later one),
-    and `high_water_mark` a mark of the log from which to compute the transaction again.
-    `following` is for who asked for it: what the next `append` may follow (`client.Following`).
+    If known, `conflicting` is the transaction that it conflicts with (or a later one), and
+    `high_water_mark` a mark of the log from which to compute the transaction again. For appends
+    that may depend on others, `following` is the state for the next `append` (`client.Following`).
     """
 
     code = 43
@@ -198,13 +198,13 @@ class LockFailed(Superseded):
 
 
 class ConnectionSuperseded(Superseded):
-    """A later connection of the same client, or of a partition's same owner, is in its place."""
+    """A later connection of the same client, or of the same partition owner, has replaced it."""
 
     code = 44
 
 
 class CoordinatorConflict(Superseded):
-    """A node in ZooKeeper has changed (or appeared, or gone) since it was read."""
+    """A node in ZooKeeper was changed, created or deleted since it was read."""
 
     code = 45
 
@@ -216,7 +216,7 @@ class Damaged(WaltzError):
 
 
 class ChecksumMismatch(Damaged):
-    """A checksum does not fit its bytes."""
+    """A checksum does not match its bytes."""
 
     code = 61
 
@@ -228,7 +228,7 @@ class BadFormat(Damaged):
 
 
 class MissingSegment(Damaged):
-    """The segments of a partition do not follow one another."""
+    """The segments of a partition are not contiguous."""
 
     code = 63
 
@@ -240,43 +240,43 @@ class ClusterKeyMismatch(Damaged):
 
 
 class StorageIdMismatch(Damaged):
-    """Another storage answers at this address than the one that was registered."""
+    """The storage at this address is not the registered one."""
 
     code = 65
 
 
 class DataLoss(Damaged):
-    """The log is shorter than a mark that was handed out, or has changed below it."""
+    """The log is shorter than a reported mark, or has changed below it."""
 
     code = 66
 
 
 class ReplicaSuspect(Damaged):
-    """A replica cannot vouch for its own log until it has been repaired."""
+    """A replica's log is not trusted until it was repaired."""
 
     code = 67
 
 
 class DiskFailed(Damaged):
-    """A write or an fsync failed; the file it was meant for is given up."""
+    """A write or an fsync failed; its file is not used any more."""
 
     code = 68
 
 
 class ReadFailed(DiskFailed):
-    """The disk did not give bytes that were asked for; what is written is not touched by that."""
+    """The disk failed to read bytes; writes are not affected."""
 
     code = 69
 
 
 class ProtocolError(WaltzError):
-    """The rules of the wire were broken."""
+    """The wire protocol was broken."""
 
     code = 80
 
 
 class LocalProtocolError(ProtocolError):
-    """Our own side tried to send what the protocol does not allow."""
+    """This side tried to send what the protocol does not allow."""
 
     code = 81
 
@@ -299,5 +299,5 @@ assert len(BY_CODE) == len(_family(WaltzError)), "rule 2: two errors share a cod
 
 
 def from_code(code: int, message: str) -> WaltzError:
-    """Rebuild an error that came over the wire; an unknown code gives the base class."""
+    """Rebuild an error from the wire; an unknown code gives the base class."""
     return BY_CODE.get(code, WaltzError)(message)

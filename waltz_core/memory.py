@@ -1,21 +1,19 @@
-"""A Waltz in this process, for the tests of applications: `MemoryWaltz`, with faults on request.
+"""An in-process Waltz for tests of applications: `MemoryWaltz`, with injected faults.
 
     with MemoryWaltz(partition_count=2) as waltz, waltz.client() as client:
         waltz.refuse_next(1)
         transaction_id = client.submit(Transfer(...)).result()
 
-It is the one place where client and server meet other than by the wire's messages. Nothing here is
-a second Waltz: the clients are `WaltzClient` and `AsyncWaltzClient`, the partitions are the
-server's machines, and they speak over a real connection to this process. What is not there is what
-lies below and beside: replicas, disks, ZooKeeper (decision 009).
+The clients are `WaltzClient` and `AsyncWaltzClient`, the partitions are the server's machines, and
+they use real connections to this process. There are no replicas, disks or ZooKeeper (decision 009).
 
 Rules:
-    1. A knob changes what happens to messages, never what a machine decides: whatever a test sees,
-       a cluster may show it as well.
-    2. Everything drawn comes from the seed, in the order in which messages arrive.
-    3. Knobs may be turned from any thread; they hold for what arrives afterwards.
-    4. A suspended feed holds back what was committed; what is being applied is finished, a batch as
-       well as a transaction.
+    1. A knob changes what happens to messages, never the decision of a machine: a cluster may show
+       everything that a test sees.
+    2. All random choices come from the seed, in the order in which messages arrive.
+    3. Knobs may be set from any thread; they apply to messages that arrive afterwards.
+    4. A suspended feed holds committed transactions back; a running callback finishes, for a batch
+       as well as for a transaction.
 """
 
 import asyncio
@@ -41,22 +39,22 @@ from waltz_core.server.process.in_process import GENERATION, Failures, Faults, M
 from waltz_core.server.process.log_in_memory import StoredTransaction
 from waltz_core.transport import net
 
-# What clients are given unless a test says otherwise: a process waits for nobody long.
+# The default settings of clients: within one process, waits are short.
 QUICK: Final = ClientConfig(
     request_timeout_ms=5_000, retry_interval_ms_min=1, retry_interval_ms_max=50
 )
 KEY: Final = b"Waltz in memory."
 assert len(KEY) == 16
-# How often a suspended feed looks whether it has ended.
+# How often a suspended feed checks whether it has ended.
 LOOK_S: Final = 0.05
 
 
 class MemoryWaltz:
-    """A log of some partitions in this process, and any number of clients of it.
+    """A log of some partitions in this process, with any number of clients.
 
-    `delay_ms` is how long answers take: a number, or a least and a most of which each one draws its
-    own. `fault_rate` is how often (0.0 to 1.0) an append or its answer is lost with its connection;
-    clients mend that by themselves, and tell each outcome once, as they do with a cluster.
+    `delay_ms` is the delay of answers: a number, or a minimum and a maximum. `fault_rate` is the
+    probability (0.0 to 1.0) that an append or its answer is lost with its connection; clients
+    recover from that and report each outcome once, as with a cluster.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class MemoryWaltz:
             raise
 
     def close(self) -> None:
-        """End its clients and itself; may be called twice. Raises what has failed in it."""
+        """Close its clients and itself; may be called twice. Raises its error, if it has failed."""
         if not self._thread.is_alive():
             return
         for client in self._clients:
@@ -118,12 +116,12 @@ class MemoryWaltz:
     ) -> None:
         self.close()
 
-    # --- who uses it
+    # --- clients
 
     def client(
         self, config: ClientConfig | None = None, *, client_id: int | None = None
     ) -> WaltzClient:
-        """Open a client, as `WaltzClient(connect, config)` does of a cluster."""
+        """Open a client, like `WaltzClient(connect, config)` for a cluster."""
         client = WaltzClient.over(lambda: self.async_client(config, client_id=client_id))
         self._clients.append(client)
         return client
@@ -131,8 +129,8 @@ class MemoryWaltz:
     def async_client(
         self, config: ClientConfig | None = None, *, client_id: int | None = None
     ) -> Opening[AsyncWaltzClient]:
-        """Open a client for asyncio; to be awaited, or used as `async with`."""
-        # One request for each append, so that knobs can count them.
+        """Open a client for asyncio; await it, or use it with `async with`."""
+        # One request for each append, so that knobs can count appends.
         settings = replace(config or QUICK, batch_rows_max=1)
         return Opening(_MemoryClient(self._server, self._gate, settings, client_id))
 
@@ -141,7 +139,7 @@ class MemoryWaltz:
         return self._server.partition_count
 
     def transactions(self, partition: int) -> list[StoredTransaction]:
-        """Return everything that a partition's log holds; after `close` as well."""
+        """Return everything in a partition's log; also after `close`."""
         if not 0 <= partition < self.partition_count:
             raise errors.UnknownPartition(f"there is no partition {partition}")
         log = self._server.hosts[PartitionId(partition)].store.log
@@ -157,7 +155,7 @@ class MemoryWaltz:
 
     @property
     def delay_ms(self) -> float | tuple[float, float]:
-        """How long answers take from now on."""
+        """The delay of answers from now on."""
         return self._faults.delay_ms
 
     @delay_ms.setter
@@ -169,7 +167,7 @@ class MemoryWaltz:
 
     @property
     def fault_rate(self) -> float:
-        """How often an append or its answer is lost from now on."""
+        """The probability that an append or its answer is lost from now on."""
         return self._faults.rate
 
     @fault_rate.setter
@@ -180,39 +178,39 @@ class MemoryWaltz:
 
     @property
     def fault_count(self) -> int:
-        """How many appends or answers the fault rate has lost until now."""
+        """The number of appends or answers that the fault rate has lost."""
         return self._faults.count
 
     def refuse_next(self, count: int = 1) -> None:
-        """Refuse the next appends that check a lock, as if somebody had just been faster.
+        """Reject the next `count` appends that check a lock, as if another client had been faster.
 
-        Nobody was: a lock table that errs, which it may to the safe side, does the same. 0 for no
-        more; what `append_batch` sends is not counted.
+        No other client was: a false rejection by a lock table has the same effect. 0 ends it; rows
+        of `append_batch` are not counted.
         """
         self._faults.refusals = count
 
     def fail_next_append(
         self, count: int, error: errors.WaltzError, *, enters_log: bool | None = None
     ) -> None:
-        """Fail the next `count` appends with an error, whoever makes them; 0 for no more.
+        """Fail the next `count` appends of any client with an error; 0 ends it.
 
-        With `OutcomeUnknown` the append is lost, or its answer (`enters_log` says which; drawn if
-        not), and its client cannot find out which before its `request_timeout_ms` is over. With any
-        other error it is not in the log. What clients mend by sending it again (`Overloaded`,
-        `NoSpace`, `SessionLost`) they mend here too: the application hears of it when it has gone
-        on for `request_timeout_ms`. Raises BadRequest for an error that no append ends in.
+        With `OutcomeUnknown`, either the append is lost or its answer (`enters_log` chooses; random
+        by default), and its client cannot find out before its `request_timeout_ms` has passed. With
+        any other error it is not in the log. Clients send an append again after `Overloaded`,
+        `NoSpace` and `SessionLost`: the application sees these errors only if they last for
+        `request_timeout_ms`. Raises BadRequest for an error that an append cannot end with.
         """
         is_told = isinstance(error, errors.UsageError | errors.OutcomeUnknown)
         if not is_told and reason_of(error) is None:
-            raise errors.BadRequest(f"no append ends in {type(error).__name__}")
+            raise errors.BadRequest(f"an append cannot end with {type(error).__name__}")
         self._faults.failures = Failures(count, error, enters_log)
 
     def suspend_feed(self) -> None:
-        """Hand nothing to any callbacks until `resume_feed` (rule 4); appends go on."""
+        """Pass nothing to callbacks until `resume_feed` (rule 4); appends continue."""
         self._gate.close()
 
     def resume_feed(self) -> None:
-        """Hand over what has waited, and what comes."""
+        """Pass on the transactions that have waited, and later ones."""
         self._gate.open()
 
 
@@ -221,7 +219,7 @@ class MemoryWaltz:
 
 
 class _MemoryClient(AsyncWaltzClient):
-    """The client, but that its feed goes through a gate."""
+    """A client whose feed passes through a gate."""
 
     def __init__(
         self, server: "MemoryServer", gate: "_Gate", config: ClientConfig, client_id: int | None
@@ -232,13 +230,13 @@ class _MemoryClient(AsyncWaltzClient):
         super().__init__(directory, f"{server.address}/memory", config, client_id=client_id)
         self._gate = gate
 
-    async def subscribe_consumer(self, consumer: Consumer, *rest: Any, **named: Any) -> None:  # noqa: ANN401 - handed on
+    async def subscribe_consumer(self, consumer: Consumer, *rest: Any, **named: Any) -> None:  # noqa: ANN401 - passed on
         """Apply the feed to any consumer, while it is not suspended."""
         await super().subscribe_consumer(_GatedConsumer(consumer, self._gate), *rest, **named)
 
 
 class _MemoryDirectory:
-    """Where the partitions are: here (`client.directory.Directory`)."""
+    """A `client.directory.Directory` in which this process owns all partitions."""
 
     def __init__(self, server: "MemoryServer", patience_s: float) -> None:
         self._server = server
@@ -248,10 +246,10 @@ class _MemoryDirectory:
         self.owners: Mapping[PartitionId, Owner] = dict.fromkeys(server.hosts, owner)
 
     async def open(self, changed: Changed) -> None:
-        """Nothing will change."""
+        """Do nothing: nothing will change."""
 
     async def run(self) -> None:
-        """Nothing is watched."""
+        """Watch nothing."""
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
         """Return the partition's server."""
@@ -262,28 +260,28 @@ class _MemoryDirectory:
         return self.owners[partition_id]
 
     def doubt(self) -> None:
-        """Nothing moves."""
+        """Do nothing: nothing moves."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
-        """There are no storages, and no groups."""
+        """Return no groups, as there are no storages."""
         return dict.fromkeys(storages, 0)
 
     async def next_client_id(self) -> int:
-        """Take a client id that nobody had before."""
+        """Allocate a client id that was never used before."""
         client_id = next(self._server.client_ids)
         self.take(client_id)
         return client_id
 
     def take(self, client_id: int) -> None:
-        """Remember how long a client waits for an outcome."""
+        """Note a client's timeout for outcomes."""
         self._server.patience_s[client_id] = self._patience_s
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds nothing open."""
 
 
 class _Gate:
-    """What a suspended feed waits at, on whatever event loop."""
+    """A gate at which suspended feeds wait, on any event loop."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -291,7 +289,7 @@ class _Gate:
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     async def passed(self, goes_on: Callable[[], bool]) -> bool:
-        """Wait until it is open; False when the feed that wants through has ended before."""
+        """Wait until it is open; return False if the waiting feed has ended before."""
         while goes_on():
             with self._lock:
                 if self._is_open:
@@ -299,23 +297,23 @@ class _Gate:
                 event = asyncio.Event()
                 self._waiting.append((asyncio.get_running_loop(), event))
             with contextlib.suppress(TimeoutError):
-                # A feed that ends tells nobody here.
+                # The end of a feed does not wake this up.
                 async with asyncio.timeout(LOOK_S):
                     await event.wait()
         return False
 
     @property
     def is_open(self) -> bool:
-        """Whether everybody is let through."""
+        """Whether feeds may pass."""
         return self._is_open
 
     def close(self) -> None:
-        """Let nobody through."""
+        """Let no feed pass."""
         with self._lock:
             self._is_open = False
 
     def open(self) -> None:
-        """Let everybody through."""
+        """Let all feeds pass."""
         with self._lock:
             self._is_open = True
             waiting, self._waiting = self._waiting, []
@@ -325,7 +323,7 @@ class _Gate:
 
 
 class _GatedConsumer:
-    """Hands transactions on while the gate is open (rule 4)."""
+    """Passes transactions on while the gate is open (rule 4)."""
 
     def __init__(self, consumer: Consumer, gate: _Gate) -> None:
         self._gate = gate

@@ -1,19 +1,18 @@
-"""Every metric by name, and the three pages that a daemon shows: /metrics, /health, /ping.
+"""The table of all metrics, and the three pages of a daemon: /metrics, /health, /ping.
 
-Names are an interface to people's dashboards, so they stand in one table, and prometheus_client is
-named nowhere else.
+Dashboards depend on the names, so they are in one table.
 
 Rules:
     1. A name is `waltz_<area>_<what>_<unit>`; a counter ends with `_total`, times are in seconds.
-    2. What is not in `TABLE` cannot be counted: a misspelt name or label is our bug.
+    2. A name or label that is not in `TABLE` raises: it is a bug.
     3. A machine's `Report` is counted under its own name, as the label `event`; its log line has
        the same name.
-    4. Each process, and in tests each daemon, has a `Metrics` of its own, used on one thread.
-       Counters are sums of our own until somebody looks: prometheus_client takes a lock for each
-       count, which is felt where there are five for every append.
-    5. Labels come from closed sets (partitions, replicas, reasons), never from what clients send.
-    6. The pages take GET only, within `HEAD_BYTES_MAX`, `HEAD_S_MAX` and `PAGES_MAX`: whoever is
-       slow or greedy loses the connection.
+    4. Each process, and in tests each daemon, has one `Metrics`, used on one thread. Counters are
+       plain sums until a page is requested: prometheus_client takes a lock for each count, which is
+       too slow for five counts in every append.
+    5. Labels come from closed sets (partitions, replicas, reasons), never from clients' input.
+    6. The pages accept GET only, within `HEAD_BYTES_MAX`, `HEAD_S_MAX` and `PAGES_MAX`: a client
+       that is slower or sends more is disconnected.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ HEAD_S_MAX: Final = 5.0
 PAGES_MAX: Final = 32
 CLOSE_S_MAX: Final = 1.0
 
-# From a sync in the page cache to a disk that stalls.
+# From a sync in the page cache to a stalling disk.
 SECONDS_BUCKETS: Final = (
     *(0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
@@ -44,7 +43,7 @@ SECONDS_BUCKETS: Final = (
 
 
 class MetricKind(Enum):
-    """What prometheus calls a type."""
+    """The type of a metric in Prometheus."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -73,10 +72,15 @@ def _table() -> dict[str, Metric]:
         ("server_replica_append_seconds", histogram, replica[1:], "until an append's answer"),
         ("server_high_water_mark", gauge, one, "id of the last committed transaction"),
         ("server_store_session", gauge, one, "number of the open store session, 0 when none"),
-        ("server_feed_lag_transactions", gauge, one, "committed, and not sent to the slowest feed"),
+        ("server_feed_lag_transactions", gauge, one, "committed, not sent to the slowest feed"),
         ("server_engaged_replicas", gauge, one, "replicas whose acknowledgement counts"),
-        ("server_replica_wait_ms", gauge, replica, "for how long a replica has owed an answer"),
-        ("server_false_refusals_ratio", gauge, one, "estimate: refused by a shared slot alone"),
+        ("server_replica_wait_ms", gauge, replica, "how long a replica has owed an answer"),
+        (
+            "server_false_refusals_ratio",
+            gauge,
+            one,
+            "estimate: rejected by a shared slot alone",
+        ),
         ("server_lock_table_bytes", gauge, (), "all lock tables"),
         ("server_feed_cache_bytes", gauge, (), "the feed cache of all partitions"),
         ("server_transaction_cache_bytes", gauge, (), "the transaction cache of all partitions"),
@@ -84,7 +88,7 @@ def _table() -> dict[str, Metric]:
         ("server_fetched_bytes_total", counter, one, "read from storages for readers and feeds"),
         ("server_queued_bytes", gauge, (), "requests that are not answered yet"),
         ("server_connections", gauge, (), "clients connected now"),
-        ("server_original_connections", gauge, (), "of them those of the original's versions"),
+        ("server_original_connections", gauge, (), "clients of Waltz 0.13 connected now"),
         ("server_partitions", gauge, (), "partitions owned now"),
         ("storage_events_total", counter, ("event",), "reports of the service and its shell"),
         ("storage_requests_total", counter, ("request",), "requests taken, by message"),
@@ -95,18 +99,23 @@ def _table() -> dict[str, Metric]:
         ("storage_read_transactions_total", counter, one, "given to readers and servers"),
         ("storage_read_bytes_total", counter, one, "bytes of records given to readers and servers"),
         ("storage_last_transaction", gauge, one, "id of the last transaction synced here"),
-        ("storage_low_water_mark", gauge, one, "below it nothing is ever cut"),
+        ("storage_low_water_mark", gauge, one, "nothing below it is ever truncated"),
         ("storage_suspect_replicas", gauge, (), "replicas whose log is not trusted"),
         ("storage_failed_writes_total", counter, (), "writes and syncs that failed"),
-        ("storage_failed_reads_total", counter, one, "reads that the disk refused"),
-        ("storage_damaged_transactions", gauge, one, "known here, and not to be read"),
+        ("storage_failed_reads_total", counter, one, "reads that failed"),
+        ("storage_damaged_transactions", gauge, one, "known and unreadable here"),
         ("storage_damage_found_transactions_total", counter, one, "found damaged here"),
-        ("storage_damage_mended_transactions_total", counter, one, "mended from other replicas"),
-        ("storage_scrubbed_bytes_total", counter, one, "bytes of records read again and right"),
-        ("storage_scrub_passes_total", counter, one, "logs read again from beginning to end"),
-        ("storage_full_disks", gauge, (), "1 while appends are refused for want of room, else 0"),
-        ("storage_reserve_bytes", gauge, (), "kept back for repair on a full disk"),
-        ("storage_queued_bytes", gauge, (), "appends that wait for a writer"),
+        ("storage_damage_mended_transactions_total", counter, one, "repaired from other replicas"),
+        ("storage_scrubbed_bytes_total", counter, one, "bytes of records verified by scrubs"),
+        ("storage_scrub_passes_total", counter, one, "completely scrubbed logs"),
+        (
+            "storage_full_disks",
+            gauge,
+            (),
+            "1 while appends are rejected: no space, else 0",
+        ),
+        ("storage_reserve_bytes", gauge, (), "reserved for repairs on a full disk"),
+        ("storage_queued_bytes", gauge, (), "appends that wait for a writer thread"),
         ("storage_free_bytes", gauge, (), "free on the disk of the directory"),
         ("storage_connections", gauge, (), "servers and readers connected now"),
         ("client_events_total", counter, ("event",), "reports of streams"),
@@ -114,7 +123,7 @@ def _table() -> dict[str, Metric]:
         ("client_refused_transactions_total", counter, ("reason",), "reported as failed"),
     ]
     table = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in rows}
-    assert len(table) == len(rows), "a name stands twice in the table"
+    assert len(table) == len(rows), "a duplicate name in the table"
     return table
 
 
@@ -122,7 +131,7 @@ TABLE: Final = _table()
 
 
 class Reported(Protocol):
-    """What is counted of a `machine.Report`."""
+    """The part of a `machine.Report` that is counted."""
 
     @property
     def name(self) -> str:
@@ -136,11 +145,11 @@ class Metrics:
         self._area = area
         self._registry = CollectorRegistry(auto_describe=False)
         self._live: dict[str, Any] = {}
-        # What counters have grown by since somebody looked (rule 4).
+        # The growth of counters since the last page (rule 4).
         self._grown: dict[tuple[object, ...], float] = {}
-        # By name and labels, as they were given: finding them anew costs more than counting.
+        # By name and labels as they were passed: looking them up costs more than counting.
         self._labelled: dict[tuple[object, ...], Any] = {}
-        # The same, by one label and its text: what one partition has is found without the others'.
+        # The same, by one label and its text, to find the metrics of one partition.
         self._of_label: dict[tuple[str, str], dict[tuple[object, ...], None]] = {}
         prefix = f"waltz_{area}_"
         for metric in TABLE.values():
@@ -151,28 +160,28 @@ class Metrics:
             ProcessCollector(registry=self._registry)
 
     def add(self, name: str, amount: float = 1, **labels: str | int) -> None:
-        """Count something up."""
+        """Increment a counter."""
         assert amount >= 0
         key = (name, *labels.items())
         try:
             self._grown[key] += amount
         except KeyError:
             assert TABLE[name].kind is MetricKind.COUNTER
-            self._at(name, labels)  # Shown from now on, if only as 0.
+            self._at(name, labels)  # Shown from now on, also as 0.
             self._grown[key] = amount
 
     def set(self, name: str, value: float, **labels: str | int) -> None:
-        """Say how much of something there is now."""
+        """Set a gauge."""
         assert TABLE[name].kind is MetricKind.GAUGE
         self._at(name, labels).set(value)
 
     def ask(self, name: str, read: Callable[[], float], **labels: str | int) -> None:
-        """Have a gauge read whenever the page is; `read` runs on the thread that shows the page."""
+        """Read a gauge at each page; `read` runs on the thread that builds the page."""
         assert TABLE[name].kind is MetricKind.GAUGE
         self._at(name, labels).set_function(read)
 
     def observe(self, name: str, seconds: float, **labels: str | int) -> None:
-        """Put a duration into its histogram."""
+        """Add a duration to a histogram."""
         assert TABLE[name].kind is MetricKind.HISTOGRAM
         self._at(name, labels).observe(seconds)
 
@@ -181,9 +190,9 @@ class Metrics:
         self.add(f"waltz_{self._area}_events_total", event=report.name)
 
     def forget(self, **labels: str | int) -> None:
-        """Drop everything with these labels, such as a partition that moved away."""
+        """Drop everything with these labels, for a partition that has moved away, for example."""
         wanted = {(label, str(value)) for label, value in labels.items()}
-        assert wanted, "forgetting everything is never meant"
+        assert wanted, "expected at least one label"
         for key in list(self._of_label.get(min(wanted), ())):
             name, *given = key
             texts = {label: str(value) for label, value in cast("list[tuple[str, object]]", given)}
@@ -193,24 +202,24 @@ class Metrics:
             self._grown.pop(key, None)
             for pair in texts.items():
                 self._of_label[pair].pop(key)
-            # Absent where the same labels were given in another order, and dropped with that.
+            # Absent if the same labels were passed in another order, and dropped with that.
             with contextlib.suppress(KeyError):
                 self._live[str(name)].remove(*(texts[label] for label in TABLE[str(name)].labels))
 
     def value(self, name: str, **labels: str | int) -> float:
-        """Return what a counter or gauge shows; 0 when it was never touched."""
+        """Return the value of a counter or gauge; 0 if it was never set."""
         assert name in self._live
         self._settle()
         texts = {key: str(value) for key, value in labels.items()}
         return self._registry.get_sample_value(name, texts) or 0.0
 
     def page(self) -> bytes:
-        """Return all metrics in prometheus' text format."""
+        """Return all metrics in Prometheus's text format."""
         self._settle()
         return generate_latest(self._registry)
 
     def _settle(self) -> None:
-        """Bring the counters up to date."""
+        """Add the growth to the counters."""
         for (name, *labels), amount in self._grown.items():
             if amount:
                 pairs = cast("list[tuple[str, str | int]]", labels)
@@ -249,7 +258,7 @@ def _made(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Hist
 
 
 class Health(NamedTuple):
-    """Whether a daemon does its work, and what a person should know about it."""
+    """Whether a daemon works, and details for people."""
 
     is_well: bool
     details: Mapping[str, object]
@@ -270,10 +279,10 @@ HealthCallback: TypeAlias = Callable[[], Awaitable[Health]]
 async def serve_pages(
     metrics: Metrics, health: HealthCallback, *, host: str, port: int
 ) -> AsyncIterator[int]:
-    """Serve /metrics, /health and /ping while the block runs; gives the port (0 asks for any).
+    """Serve /metrics, /health and /ping while the block runs; yields the port (0: any free one).
 
     Raises:
-        BadConfig: the address cannot be listened at.
+        BadConfig: it is not possible to listen at the address.
     """
     open_count = 0
 
@@ -312,13 +321,13 @@ async def _serve_one(
             writer.write(_answer(await _page(head, metrics, health)))
             await writer.drain()
     except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
-        writer.transport.abort()  # rule 6; what is not taken yet must not wait in memory
+        writer.transport.abort()  # rule 6; unsent bytes must not stay in memory
     except Exception:  # noqa: BLE001 - the top of a task; a page must not end a daemon
         _log.exception("page_failed")
 
 
 async def _page(head: bytes, metrics: Metrics, health: HealthCallback) -> Page:
-    """Return the page that a request's head asks for."""
+    """Return the page for a request's head."""
     method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
     if method != b"GET":

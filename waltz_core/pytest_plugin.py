@@ -1,6 +1,6 @@
-"""Fixtures for applications' own tests: `waltz_cluster`, a real cluster, and `waltz_memory`, none.
+"""Fixtures for applications' tests: `waltz_cluster`, a real cluster, and `waltz_memory`.
 
-It is the only file that names pytest, and it is loaded by pytest itself.
+pytest loads it.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def waltz_cluster() -> Iterator[str]:
-    """Give the connect string of a cluster on this machine; it ends with the test session."""
+    """The connect string of a cluster on this machine; it ends with the test session."""
     import waltz_core.local  # noqa: PLC0415 - a session without this fixture pays nothing
 
     with waltz_core.local.cluster() as connect:
@@ -23,7 +23,7 @@ def waltz_cluster() -> Iterator[str]:
 
 @pytest.fixture
 def waltz_memory() -> Iterator["MemoryWaltz"]:
-    """Give a Waltz of four partitions in this process, empty, with faults on request."""
+    """An empty in-process Waltz with four partitions and injected faults."""
     import waltz_core.memory  # noqa: PLC0415 - as above
 
     with waltz_core.memory.MemoryWaltz() as waltz:

@@ -1,13 +1,13 @@
-"""`value`: a dataclass that nobody changes, and that is made as fast as one that may be changed.
+"""`value`: an immutable dataclass that is created as fast as a mutable one.
 
-Each message, event and effect is such an object, and a lone append makes some fifty of them on its
-way. `dataclass(frozen=True)` goes through `object.__setattr__` for each field when an object is
-made, which takes three times as long as making it without.
+Messages, events and effects are such objects; a lone append creates about fifty of them.
+`dataclass(frozen=True)` calls `object.__setattr__` for each field, which makes creation three times
+as slow.
 
 Rules:
-    1. mypy sees a frozen dataclass, and refuses whatever would change one. At run time nothing
-       does: there it is one with the same fields, the same equality and the same hash.
-    2. For what is made once in a while there is `dataclass(frozen=True)`, which refuses for itself.
+    1. mypy sees a frozen dataclass, and rejects code that changes one. At run time it is a mutable
+       dataclass with the same fields, equality and hash.
+    2. Objects that are rarely created use `dataclass(frozen=True)`, which also checks at run time.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
 
     def value(*, frozen: bool, slots: bool, eq: bool = True) -> Callable[[type[_T]], type[_T]]:
-        """Return a decorator; what it is given is as for a dataclass."""
+        """Return a decorator; the arguments are those of `dataclass`."""
         assert frozen
         assert slots
         return dataclass(slots=True, eq=eq, unsafe_hash=eq)

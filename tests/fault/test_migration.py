@@ -226,9 +226,9 @@ def test_a_cluster_of_0_13_is_taken_over_and_given_back(
         other = log_of(client, 1)
         wait_until("all replicas are engaged", lambda: all_engaged(cluster))
     line = refused_0_13_server(cluster, STORAGES[0])
-    assert "we speak [1, 2]" in line
+    assert "this side has [1, 2]" in line
     assert "speaks [0]" in line
-    assert "Hint: Migrate the whole cluster at once" in line
+    assert "Hint: migrate the whole cluster at once" in line
 
     # The way back: 0.13 finds its files and nodes.
     cluster.down(keep_zookeeper=True)

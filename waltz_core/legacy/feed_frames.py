@@ -1,8 +1,8 @@
-"""Many FEED_DATA at once: a stretch of the feed as frames, for clients of the original's versions.
+"""Encodes a stretch of the feed as many FEED_DATA frames at once, for 0.13 clients.
 
-There a transaction has a message of its own, so a client that catches up is sent millions of them.
-They are all 36 bytes long, so they are made as rows of one array; the layout is that of
-`messages.FeedData`, and a test compares the two.
+A 0.13 client gets one message for each transaction, so one that catches up gets millions. Each is
+36 bytes long, so they are built as rows of one array. The layout is that of `messages.FeedData`; a
+test compares the two.
 
     magic (1) | version (2) | length (4) | type (1) | request id (16) | id (8) | header (4)
 """

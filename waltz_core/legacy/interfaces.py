@@ -1,4 +1,4 @@
-"""What the reads at a 0.13 server need of the client, and what they return."""
+"""The interfaces that reads at a 0.13 server need from the client, and their results."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
@@ -11,7 +11,7 @@ AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 
 
 class OwnerAddress(Protocol):
-    """The server of a partition, and its generation of it."""
+    """The server that owns a partition, and the generation."""
 
     @property
     def address(self) -> str:
@@ -19,11 +19,11 @@ class OwnerAddress(Protocol):
 
     @property
     def generation(self) -> Generation:
-        """Grows with each change of owner."""
+        """The generation, which increases with each change of owner."""
 
 
 class SharedLink(Protocol):
-    """A connection to a server that many share."""
+    """A shared connection to a server."""
 
     async def request(
         self,
@@ -42,11 +42,11 @@ class OwnerLinkLike(Protocol):
 
     @property
     def link(self) -> SharedLink:
-        """To the owner."""
+        """The link to the owner."""
 
     @property
     def owner(self) -> OwnerAddress:
-        """Of the partition."""
+        """The owner of the partition."""
 
     @property
     def partition_id(self) -> PartitionId:
@@ -54,25 +54,25 @@ class OwnerLinkLike(Protocol):
 
     @property
     def timeout_s(self) -> float:
-        """How long an answer may take."""
+        """The timeout of an answer."""
 
 
 class Links(Protocol):
-    """Makes connections."""
+    """Opens connections."""
 
     async def dial_apart(self, address: str) -> net.Link:
-        """Return a connection that nobody shares; raises Unreachable, RemoteProtocolError."""
+        """Return a connection that is not shared; raises Unreachable, RemoteProtocolError."""
 
 
 class ClientIds(Protocol):
-    """Makes client ids that nobody else has."""
+    """Allocates client ids."""
 
     async def next_client_id(self) -> int:
-        """Return a new one."""
+        """Return a client id that was never used before."""
 
 
 class Query(Protocol):
-    """What to read: `first` to `last` (closed), about `bytes_max` of it, under a filter."""
+    """What to read: `first` to `last` (inclusive), about `bytes_max`, with a filter."""
 
     @property
     def first(self) -> TransactionId:
@@ -88,15 +88,15 @@ class Query(Protocol):
 
     @property
     def header_values(self) -> tuple[int, ...]:
-        """The application headers that are wanted; all without any."""
+        """The wanted application headers; empty for all."""
 
     @property
     def bytes_max(self) -> int:
-        """Where to stop."""
+        """The limit in bytes."""
 
 
 class OldRecords(NamedTuple):
-    """What was read up to `last`; `lengths` are those of whole records, empty for headers."""
+    """The records up to `last`; `lengths` are those of whole records, empty for headers."""
 
     last: TransactionId
     lengths: list[int]

@@ -1,20 +1,20 @@
-"""A client of the original at our server: what it is told, of what our partitions say.
+"""Adapter for Waltz 0.13 clients: translates partition responses into messages they understand.
 
-Up to L 4 there is no word for the outcome of an append, for a refusal, or for the end of a mount.
-Partitions need not know that. Here, between partitions and links, every answer becomes something
-that such a client understands, or nothing, and in no case something untrue. docs/decisions/020 has
-each state in which a client might wait for ever, and what becomes of it.
+Up to L 4 the protocol cannot express the outcome of an append, a rejection, or the end of a mount.
+The adapter, between partitions and links, translates every answer into a message that such a client
+understands, or drops it; it never sends anything untrue. docs/decisions/020 has each state in which
+a client might wait forever, and how it ends.
 
 Rules:
-    1. That an append has failed is told only when it is final: by LOCK_FAILURE, or by the answer to
-       the flush that the client sends when it has mounted, and every 5 s while something is open.
-    2. A mount that has ended is told as NOT_READY, under its own request id: the client mounts
-       again on the same connection, and flushes. Once for each mount: the next one is its answer.
-    3. A connection ends where the original ends it, and where a mark cannot be told: the client
-       comes back with the next connection sequence, mounts again, and asks again.
-    4. What was asked under a mount that is no longer the connection's latest is not answered.
-    5. Who goes on as if his mount had not ended, `MOUNT_WAIT_S` after he was told, did not take it
-       in: his connection ends.
+    1. A failed append is reported only when that is final: by LOCK_FAILURE, or by the answer to the
+       flush that the client sends after its mount, and every 5 s while an append is open.
+    2. The end of a mount is reported as NOT_READY, with the mount's request id: the client mounts
+       again on the same connection, and flushes. It is sent once for each mount.
+    3. The adapter closes a connection in the cases in which 0.13 closes it, and if a mark cannot be
+       reported: the client reconnects with the next connection sequence, mounts, and asks again.
+    4. A request under a mount that is not the connection's latest gets no answer.
+    5. If a client continues as if its mount had not ended, `MOUNT_WAIT_S` after the report, it has
+       not processed the report: its connection is closed.
 """
 
 from dataclasses import dataclass
@@ -48,24 +48,24 @@ from waltz_core.wire.messages import (
 )
 
 VERSION_MAX: Final = 4
-_OUTCOMES_UP_TO: Final = 2  # of versions: the mount's answer is a bool
-# So long a question for a mark stays open that cannot be answered.
+_OUTCOMES_UP_TO: Final = 2  # the last version in which the answer to a mount is a bool
+# How long a request for a mark stays open that cannot be answered.
 MARK_WAIT_S: Final = 5.0
 # A client mounts again 500 ms after NOT_READY (docs/design/wire-format.md 2.2).
 MOUNT_WAIT_S: Final = 5.0
-# The original's words, which its clients know.
+# Texts of 0.13 that its clients check.
 _NOT_FOUND: Final = "com.wepay.waltz.store.exception.TransactionNotFoundException: "
 _NOT_HERE: Final = "partition not ready"
 
-# What is refused for these is not in the log, and its client had better mount before it goes on.
+# A row rejected with one of these is not in the log, and its client must mount again.
 _ENDS_MOUNT: Final = frozenset(
     (Reason.LOST, Reason.AHEAD, Reason.NOT_MOUNTED, Reason.GENERATION, Reason.NO_SPACE)
 )
-# Of a mount or a feed: the original ends the connection, or has no use for it.
+# Errors of a mount or a feed after which 0.13 closes the connection, or that it cannot use.
 _ENDS_CONNECTION: Final = frozenset(
     each.code for each in (errors.BadRequest, errors.ClientAhead, errors.ConnectionSuperseded)
 )
-# Of data: the partition is elsewhere, or between two sessions.
+# Errors of a request for data: the partition has moved, or is between two sessions.
 _ELSEWHERE: Final = frozenset(
     each.code
     for each in (
@@ -79,14 +79,14 @@ _ELSEWHERE: Final = frozenset(
 
 @value(frozen=True, slots=True)
 class Frames:
-    """Whole frames of the agreed version."""
+    """Complete frames of the agreed version."""
 
     data: bytes
 
 
 @value(frozen=True, slots=True)
 class EndConnection:
-    """The connection ends, after so many seconds."""
+    """Close the connection after a delay in seconds."""
 
     reason: str
     after_s: float = 0
@@ -94,7 +94,7 @@ class EndConnection:
 
 @value(frozen=True, slots=True)
 class Unheard:
-    """Something that the client cannot be told, for whoever looks after the server."""
+    """An error that the protocol cannot express, for the server's log."""
 
     text: str
 
@@ -104,14 +104,14 @@ OldAnswer: TypeAlias = ClientMessage | Frames | EndConnection | Unheard
 
 @dataclass(slots=True)
 class _Mount:
-    """The latest mount of a partition on this connection; `is_ready` from READY to its end."""
+    """The latest mount of a partition on this connection; `is_ready` between READY and its end."""
 
     req_id: ReqId
     is_ready: bool = False
 
 
 class Original:
-    """One connection of an original; see the module's rules."""
+    """One connection of a 0.13 client; see the module's rules."""
 
     __slots__ = ("_ended_s", "_ends_soon", "_mounts", "_version")
 
@@ -119,21 +119,21 @@ class Original:
         assert version <= VERSION_MAX
         self._version = version
         self._mounts: dict[PartitionId, _Mount] = {}
-        # When the client was told last that its mount has ended, where it has none now (rule 5).
+        # When the end of a partition's mount was last reported, if it has no mount now (rule 5).
         self._ended_s: dict[PartitionId, float] = {}
         self._ends_soon = False
 
     # -----------------------------------------------------------------------------------------
-    # what it asks
+    # requests
 
     def ask(self, message: ClientMessage, now_s: float) -> EndConnection | None:
-        """Note a request before it is dealt with; return the end that is made of it, if any."""
+        """Note a request before it is processed; return EndConnection if it must be closed."""
         partition_id = message.req_id.partition_id
         if isinstance(message, AppendRequest | FeedRequest):
             ended_s = self._ended_s.get(partition_id)
             if ended_s is not None and now_s - ended_s > MOUNT_WAIT_S:
                 return EndConnection(
-                    f"the mount of partition {partition_id} has ended, and it goes on"
+                    f"the mount of partition {partition_id} has ended, but the client continues"
                 )
         if isinstance(message, MountRequest):
             self._ended_s.pop(partition_id, None)
@@ -145,12 +145,12 @@ class Original:
         return None
 
     # -----------------------------------------------------------------------------------------
-    # what it is told
+    # answers
 
     def tell(
         self, message: ClientMessage, question: ClientMessage | None, now_s: float
     ) -> OldAnswer | None:
-        """Return what the answer to a question becomes."""
+        """Translate the answer to a request."""
         told = self._told(message, question)
         if isinstance(told, MountResponse | MountOutcome):
             partition_id = told.req_id.partition_id
@@ -174,19 +174,19 @@ class Original:
                 return message
 
     def _append_ended(self, message: AppendResult) -> OldAnswer | None:
-        """Tell the outcome of an append; that it is in the log is told by the feed alone."""
+        """Report the outcome of an append; only the feed reports committed ones."""
         req_id, reason = message.req_id, Reason(message.reasons[0])
-        assert len(message.reasons) == 1, "an original appends one by one"
+        assert len(message.reasons) == 1, "a 0.13 client appends single transactions"
         if reason is Reason.LOCK:
             conflict = int.from_bytes(message.conflicting, "big", signed=True)
-            # The client does not act before its mark is there, so it must be one that comes.
+            # The client waits until its mark reaches this id, so it must be a committed one.
             assert conflict <= message.high_water_mark
             return LockFailure(req_id, conflict)
         if reason in _ENDS_MOUNT:
             return self._mount_ended(req_id.partition_id)
         if reason is Reason.TOO_LARGE:
-            return Unheard(f"append {req_id} is too large, and will be sent again and again")
-        return None  # In the log, or (OVERLOADED) refused until the client's next flush.
+            return Unheard(f"append {req_id} is too large, and the client will keep sending it")
+        return None  # In the log, or (OVERLOADED) rejected until the client's next flush.
 
     # -----------------------------------------------------------------------------------------
     # mounts
@@ -202,7 +202,7 @@ class Original:
         return self._mount_state(req_id, state)
 
     def _mount_ended(self, partition_id: PartitionId) -> OldAnswer | None:
-        """Have the client mount again, unless it is about to (rule 2)."""
+        """Make the client mount again, unless it is about to (rule 2)."""
         mount = self._mounts.get(partition_id)
         if mount is None or not mount.is_ready:
             return None
@@ -214,17 +214,17 @@ class Original:
         return MountResponse(req_id, state)
 
     # -----------------------------------------------------------------------------------------
-    # refusals
+    # rejections
 
     def _refused(self, question: ClientMessage | None, error: ErrorResponse) -> OldAnswer | None:
-        """Return what becomes of an error; it depends on what was asked."""
+        """Translate an error, depending on the request."""
         req_id = error.req_id
         told: OldAnswer | None = None
         match question:
             case MountRequest() | FeedRequest():
                 told = self._mount_refused(req_id, error)
             case AppendRequest():
-                # Where the partition has gone, its feed is refused as well, and ends the mount.
+                # If the partition has moved, its feed is rejected as well, which ends the mount.
                 if error.error_code == errors.ChecksumMismatch.code:
                     told = EndConnection(error.message)
             case FlushRequest():
@@ -251,13 +251,13 @@ class Original:
         return self._mount_answered(req_id, MountState.NOT_READY)
 
     def _flush_refused(self, req_id: ReqId, error: ErrorResponse) -> OldAnswer | None:
-        """Say nothing, as the original does; where the mount goes on, have it begin anew."""
+        """Send nothing, like 0.13; if the mount still exists, make the client mount again."""
         if error.error_code in (errors.NotOwned.code, errors.UnknownPartition.code):
             return None
         return self._mount_ended(req_id.partition_id)
 
     def _mark_refused(self, error: ErrorResponse) -> OldAnswer | None:
-        """Say nothing, and let the client ask again on its next connection (rule 3)."""
+        """Send nothing, and let the client ask again on its next connection (rule 3)."""
         if self._ends_soon:
             return None
         self._ends_soon = True

@@ -1,14 +1,14 @@
-"""The rows that a stream appends at a 0.13 server: waiting, in flight, refused by a lock.
+"""The rows that a stream appends at a 0.13 server: waiting, in flight, rejected by a lock.
 
 Rules (4 to 6 and 8: `old_server_stream.py`):
-    1. A row is COMMITTED because its request ID was seen in the feed, and for no other reason.
-    2. It is LOST because a later row of this connection was seen there: the server takes appends in
-       the order in which they arrive, and assigns IDs in that order.
-    3. It is LOCK because the server has answered so. The stream gets this answer when the feed has
+    1. A row is COMMITTED if, and only if, its request ID was seen in the feed.
+    2. It is LOST if a later row of this connection was seen there: the server processes appends in
+       order of arrival, and assigns IDs in that order.
+    3. It is LOCK if the server has answered so. The stream gets this answer when the feed has
        passed the estimate.
-    7. So many rows are in flight that the storages always have a batch to write and the next one
-       gathers behind it, and no more: beyond 300 a 0.13 server stops reading the connection, which
-       other partitions share.
+    7. The rows in flight suffice for one batch that the storages write and one that gathers
+       meanwhile, not more: beyond 300 a 0.13 server stops reading the connection, which other
+       partitions share.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from waltz_core.legacy.old_server_rows import OldRow, ParcelRows
 from waltz_core.records.record import ReqId, TransactionId
 from waltz_core.wire.messages import AppendRequest, Reason
 
-# Rule 7: twice what a 0.13 server puts into one batch for its storages.
+# Rule 7: twice the size of a 0.13 server's batch for its storages.
 IN_FLIGHT_MAX: Final = 200
 
 
@@ -28,18 +28,18 @@ class OldAppends:
     def __init__(self) -> None:
         self.waiting: deque[OldRow] = deque()
         self.in_flight: dict[ReqId, OldRow] = {}  # in the order in which they were sent
-        self._refused: list[OldRow] = []  # of those: by a lock (rule 3)
+        self._refused: list[OldRow] = []  # those of them that a lock has rejected (rule 3)
         self.sent_count = 0
 
     @property
     def oldest_ms(self) -> int | None:
-        """When the row that has been in flight for the longest time was sent."""
+        """When the oldest row in flight was sent."""
         oldest = next(iter(self.in_flight.values()), None)
         return None if oldest is None else oldest.sent_ms
 
     @property
     def newest(self) -> ReqId:
-        """The row in flight that was sent last; there is one."""
+        """The newest row in flight; there must be one."""
         return next(reversed(self.in_flight))
 
     @property
@@ -62,7 +62,7 @@ class OldAppends:
         return row.request
 
     def committed(self, req_id: ReqId, transaction_id: TransactionId) -> list[ParcelRows]:
-        """The feed has brought a row: all that was sent before it is final, too (rules 1, 2)."""
+        """Process a row in the feed: all rows sent before it are final, too (rules 1, 2)."""
         row = self.in_flight.get(req_id)
         if row is None:
             return []
@@ -71,14 +71,14 @@ class OldAppends:
         return [*ended, row.parcel] if row.committed(transaction_id) else ended
 
     def lock_failed(self, req_id: ReqId, estimate: TransactionId) -> None:
-        """The server has refused a row for the transaction `estimate`, or an earlier one."""
+        """The server has rejected a row because of transaction `estimate`, or an earlier one."""
         row = self.in_flight.get(req_id)
         if row is not None and row.estimate is None:
             row.estimate = estimate
             self._refused.append(row)
 
     def end_refused(self, mark: TransactionId) -> list[ParcelRows]:
-        """End what locks have refused, up to the feed's mark (rule 3)."""
+        """End the rows that locks have rejected, up to the feed's mark (rule 3)."""
         ended = []
         refused, self._refused = self._refused, []
         for row in refused:

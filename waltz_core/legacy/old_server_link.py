@@ -1,10 +1,9 @@
 """The partitions of one connection to a 0.13 server, as a machine.
 
-Partitions share what the server knows of a connection, its sequence, and nothing else; each of them
-is an `OriginalPartition`.
+Partitions share only the connection sequence; each of them is an `OriginalPartition`.
 
-Rule: all mounts of one connection have the connection sequence of the first one. The server goes
-by that for as long as the connection lasts, and drops whatever comes with another one.
+Rule: all mounts of one connection have the connection sequence of the first one. The server keeps
+that one for as long as the connection lasts, and drops messages with another one.
 """
 
 from collections.abc import Sequence
@@ -19,14 +18,14 @@ from waltz_core.wire.messages import ClientMessage, MountWriter
 
 @value(frozen=True, slots=True)
 class SendToOld:
-    """A stream sends this."""
+    """A message from a stream."""
 
     message: ClientMessage
 
 
 @value(frozen=True, slots=True)
 class ReceivedFromOld:
-    """The server has sent these, in order."""
+    """Messages from the server, in order."""
 
     messages: Sequence[ClientMessage]
 
@@ -49,16 +48,16 @@ class OriginalLink:
     def __init__(self) -> None:
         self._partitions: dict[int, OriginalPartition] = {}
         self._connection_sequence: int | None = None
-        # The earliest that was wanted since all of them were asked: most have nothing to wake for.
+        # The earliest wake-up since all partitions were checked: most have none.
         self._wake_at_ms: int | None = None
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to send the next `Wakeup`, or before that: what is not due then is left alone."""
+        """When to send the next `Wakeup`, or an earlier time, at which nothing is due."""
         return self._wake_at_ms
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:
-        """Take one event in; raises LocalProtocolError for what 0.13 has no request for."""
+        """Process one event; raises LocalProtocolError for a request that 0.13 does not have."""
         match event:
             case SendToOld():
                 return self._send(event.message, now_ms)

@@ -1,19 +1,18 @@
-"""Ranges of a partition at an original server, which has none: a feed, and data one by one.
+"""Reads ranges at a 0.13 server, which has no ranges: headers from a feed, data one by one.
 
-It is the slow way to what `ranges.py` gets in one answer, and nobody else needs to know how it is
-done. What comes out has none of what an original does not keep: no session, no commit stamps, no
-chain.
+This is the slow way to what `ranges.py` gets in one answer. The result lacks what 0.13 does not
+store: session, commit stamps and chain.
 
 Rules:
-    1. Headers come from a mount: an original feeds everything from the mark on. Whoever reads has a
-       connection of his own for it, with a client id that writes nothing and that nobody else
-       mounts with; while he reads no further, what is sent waits in the kernel.
-    2. Data is asked for only where the feed has brought the header, or the caller knows that it is
-       committed: an original that was asked too early never finds that transaction again
-       (docs/design/wire-format.md 2.6).
-    3. So many questions for data are under way that a round trip costs little, and no more: they
-       share a connection with everybody else's.
-    4. A connection sequence is never used twice, for an original drops what comes with an old one.
+    1. Headers come from a mount: a 0.13 server feeds everything from the mark on. Each reader has
+       its own connection for it, with a client id that writes nothing and is not shared; while the
+       reader does not continue, the feed waits in the kernel.
+    2. Data is requested only after the feed has delivered the header, or if the caller knows that
+       it is committed: a 0.13 server that gets the request too early never finds that transaction
+       again (docs/design/wire-format.md 2.6).
+    3. Enough requests for data are in flight that a round trip costs little, but not more: they
+       share a connection with other requests.
+    4. A connection sequence is never used twice: a 0.13 server drops messages with an old one.
 """
 
 import asyncio
@@ -49,17 +48,17 @@ if TYPE_CHECKING:
 
 # Rule 3.
 QUESTIONS_MAX = 64
-# Headers in one chunk: as many as questions are worth starting for, or as fill a frame of ours.
+# Headers in one chunk: for reads of data, and for reads of headers (one frame).
 WHOLE_COUNT_MAX = 4_096
 HEADERS_COUNT_MAX = 65_536
-# Feeds of one partition that are kept for whoever reads on.
+# Feeds of one partition that are kept for readers that continue.
 FEEDS_MAX = 4
 
 _NOBODY = ReqId(ClientId(0), 0, PartitionId(0), 0)  # type: ignore[arg-type]
 
 
 class OriginalReads:
-    """What one client reads at originals."""
+    """The reads of one client at 0.13 servers."""
 
     def __init__(self, client_ids: ClientIds, links: Links, client_id: int) -> None:
         self._client_ids = client_ids
@@ -67,7 +66,7 @@ class OriginalReads:
         self._asks_as = client_id  # for data
         self._idle_ids: list[int] = []  # for feeds
         self._sequences = count()
-        # Those that somebody may read on from, the oldest first.
+        # Open feeds that a reader may continue, the oldest first.
         self._feeds: dict[PartitionId, list[HeaderFeed]] = {}
 
     def close(self) -> None:
@@ -77,9 +76,9 @@ class OriginalReads:
                 each.close()
 
     async def range(self, reader: OwnerLinkLike, query: Query) -> OldRecords:
-        """Return a stretch of the log; empty where it ends before.
+        """Return a stretch of the log; empty if it ends before.
 
-        Raises Unavailable, as a server of ours answers it.
+        Raises Unavailable, like a read at a current server.
         """
         heads = await self._headers(reader, query)
         last = heads[-1].transaction_id if heads else query.first - 1
@@ -95,10 +94,10 @@ class OriginalReads:
         return OldRecords(TransactionId(last), [], records)
 
     async def data_range(self, reader: OwnerLinkLike, query: Query) -> OldRecords:
-        """Return a stretch whose end is known to be committed, for who looks at ids and data only.
+        """Return a stretch whose end is known to be committed; only IDs and data of it are valid.
 
-        The records say nothing of who wrote them. Under a filter it is the first transaction alone,
-        which passed it.
+        The records have no request IDs. With a filter it is the first transaction alone, which
+        passes the filter.
         """
         last = min(query.last, query.first + WHOLE_COUNT_MAX - 1)
         if query.header_values:
@@ -121,12 +120,12 @@ class OriginalReads:
                 f"{reader.owner.address}: partition {reader.partition_id} was not fed within "
                 f"{reader.timeout_s:.3g} s"
             ) from error
-        finally:  # also when whoever asks is cancelled
+        finally:  # also when the caller is cancelled
             self._leave(reader.partition_id, feed, is_over=is_over)
         return found
 
     async def _feed_at(self, reader: OwnerLinkLike, first: TransactionId) -> "HeaderFeed":
-        """Return the feed that goes on at a transaction, or a new one."""
+        """Return the feed that continues at a transaction, or a new one."""
         feeds = self._feeds.setdefault(reader.partition_id, [])
         for each in feeds:
             if each.is_at(reader.owner, first):
@@ -137,7 +136,7 @@ class OriginalReads:
         made = HeaderFeed(reader.owner, reader.partition_id, client_id)
         try:
             await made.open(self._links, next(self._sequences), first)
-        except BaseException:  # also when whoever asks is cancelled
+        except BaseException:  # also when the caller is cancelled
             idle.append(client_id)
             raise
         return made
@@ -148,7 +147,7 @@ class OriginalReads:
             feeds.append(feed)
             if len(feeds) <= FEEDS_MAX:
                 return
-            feed = feeds.pop(0)  # somebody has lost interest
+            feed = feeds.pop(0)  # its reader does not continue
         feed.close()
         self._idle_ids.append(feed.client_id)
 
@@ -165,7 +164,7 @@ class OriginalReads:
             asked = heads[start : start + QUESTIONS_MAX]
             datas = await self._datas(reader, [each.transaction_id for each in asked])
             for head, data in zip(asked, datas, strict=True):
-                # The CRC of its data was right when it came.
+                # The CRC of its data was checked when it arrived.
                 record = encode_record(
                     head.transaction_id, head.req_id, head.header, data, crc32(data)
                 )
@@ -202,7 +201,7 @@ class OriginalReads:
 
 
 class HeaderFeed:
-    """The feed of one partition from a mark on, read as far as somebody wants it (rule 1)."""
+    """The feed of one partition from a mark on, read on demand (rule 1)."""
 
     def __init__(self, owner: OwnerAddress, partition_id: PartitionId, client_id: int) -> None:
         self._owner = owner
@@ -213,26 +212,26 @@ class HeaderFeed:
         self._received: list[messages.ClientMessage] = []
 
     async def open(self, links: Links, connection_sequence: int, first: TransactionId) -> None:
-        """Have the server feed everything from a transaction on; raises Unreachable."""
+        """Start a feed of everything from a transaction on; raises Unreachable."""
         address = self._owner.address
         try:
             link = await links.dial_apart(address)
         except errors.RemoteProtocolError as error:
             raise errors.Unreachable(str(error)) from error
         if (link.version or 0) > VERSION_MAX:
-            link.abort("no original")
-            raise errors.Unreachable(f"{address}: it is no original any more")
+            link.abort("not a 0.13 server")
+            raise errors.Unreachable(f"{address}: it is not a Waltz 0.13 server any more")
         self._link, self._next = link, first
         req_id = ReqId(ClientId(self.client_id), self._owner.generation, self._partition_id, 1)
         link.send(messages.MountRequest(req_id, first - 1, connection_sequence))
 
     def is_at(self, owner: OwnerAddress, first: TransactionId) -> bool:
-        """Whether it goes on at a transaction of this owner's."""
+        """Whether it continues at a transaction of this owner."""
         return not self.is_closed and self._owner == owner and self._next == first
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether nothing more will arrive."""
         return self._link is None or self._link.is_closed
 
     def close(self) -> None:
@@ -244,7 +243,7 @@ class HeaderFeed:
     async def read(
         self, first: TransactionId, last: TransactionId, count_max: int
     ) -> list[RecordHeader]:
-        """Return headers from `first` up to `last` or fewer; none where the log ends before.
+        """Return headers from `first` up to `last` or fewer; none if the log ends before.
 
         Raises NotOwned, Unreachable, RemoteProtocolError.
         """
@@ -265,7 +264,7 @@ class HeaderFeed:
                     raise errors.NotOwned(
                         f"{self._owner.address} is not ready for partition {self._partition_id}"
                     )
-                case messages.MountResponse():  # that is all there is, or less
+                case messages.MountResponse():  # the end of the log, or before it
                     self.close()
                     return found
                 case _:

@@ -1,10 +1,10 @@
-"""Our appends taken apart into an original's, and outcomes and feeds put together as we know them.
+"""Splits appends into 0.13 requests, and combines outcomes and feeds into those of the stream.
 
-An original takes one transaction in each request and feeds one in each message, while our stream
-speaks of parcels and stretches. What lies between is bookkeeping.
+A 0.13 server accepts one transaction in each request and feeds one in each message, while the
+stream uses parcels and stretches.
 
 Rules:
-    1. Row i of a parcel has the sequence number of its request id plus i, as at our own server.
+    1. Row i of a parcel has the sequence number of its request id plus i, as at a current server.
     2. A parcel is answered once, when every row of it is final.
 """
 
@@ -37,7 +37,7 @@ _FEED_HEADER: Final = struct.Struct(">16si")
 
 @dataclass(slots=True, eq=False)
 class ParcelRows:
-    """What is known of the rows of one append of ours."""
+    """The known outcomes of the rows of one append of the stream."""
 
     req_id: ReqId  # of its first row
     row_count: int
@@ -53,7 +53,7 @@ class ParcelRows:
         self.open_count = self.row_count
 
     def result(self, high_water_mark: TransactionId) -> AppendResult:
-        """Return the answer of a server of ours (rule 2)."""
+        """Return the answer in the form of a current server (rule 2)."""
         assert self.open_count == 0
         layout = f">{self.row_count}q"
         return AppendResult(
@@ -67,29 +67,29 @@ class ParcelRows:
 
 @dataclass(slots=True, eq=False)
 class OldRow:
-    """One transaction on its way: the original's request for it, and where its outcome belongs."""
+    """One transaction in flight: the 0.13 request for it, and its parcel and place."""
 
     parcel: ParcelRows
     place: int  # in its parcel
     request: AppendRequest
     number: int = 0  # in the order in which rows were sent on this connection
     sent_ms: int = 0
-    estimate: TransactionId | None = None  # of a lock that has refused it
+    estimate: TransactionId | None = None  # of a lock that has rejected it
 
     @property
     def mark(self) -> int:
-        """What its author has seen."""
+        """The author's mark."""
         return self.request.client_high_water_mark
 
     def committed(self, transaction_id: TransactionId) -> bool:
-        """It is in the log; True when its parcel can be answered."""
+        """Note that it is in the log; return True when its parcel can be answered."""
         self.parcel.ids[self.place] = transaction_id
         return self._ended(Reason.COMMITTED)
 
     def refused(self, reason: Reason) -> bool:
-        """It is not in the log nor ever will be; True when its parcel can be answered.
+        """Note that it will never be in the log; return True when its parcel can be answered.
 
-        What a lock has refused is told as that, whatever else would have ended it.
+        A rejection by a lock is reported as that, whatever other reason would have ended it.
         """
         if self.estimate is None:
             return self._ended(reason)
@@ -103,7 +103,7 @@ class OldRow:
 
 
 def rows_of(message: AppendRequest | AppendBatch) -> list[OldRow]:
-    """Return the rows of an append of ours in order, each with a request of its own (rule 1)."""
+    """Return the rows of an append in order, each with its own request (rule 1)."""
     if isinstance(message, AppendRequest):
         return [OldRow(ParcelRows(message.req_id, 1), 0, message)]
     found = batches.decode_append(
@@ -135,7 +135,7 @@ def _locks_of(column: batches.LockColumn) -> list[tuple[int, ...]]:
 
 
 class FeedRun:
-    """Transactions of the feed that go to the stream together."""
+    """Transactions of the feed that are passed to the stream together."""
 
     def __init__(self, mount: MountWriter) -> None:
         self._mount = mount
@@ -148,7 +148,7 @@ class FeedRun:
         self._picked: list[int] = []
 
     def add(self, message: FeedData) -> None:
-        """Take one in; a filter leaves its header out, as a server of ours would."""
+        """Add one; a filter omits its header, as a current server would."""
         if self._count == 0:
             self._first = message.transaction_id
         if not self._values or message.header in self._values:
@@ -157,7 +157,7 @@ class FeedRun:
         self._count += 1
 
     def take(self) -> FeedBatch | None:
-        """Return what was taken in since the last time, None for nothing."""
+        """Return what was added since the last call, None for nothing."""
         if self._count == 0:
             return None
         is_whole = len(self._picked) == self._count

@@ -1,21 +1,21 @@
-"""One partition at a 0.13 server: translates between our stream and protocol version 3 or 4.
+"""One partition at a 0.13 server: translates between a stream and protocol version 3 or 4.
 
-A 0.13 server acknowledges nothing and never answers some requests. The outcome of an append has to
-be concluded from the feed. All of these conclusions are here and in `old_server_appends.py`; the
+A 0.13 server acknowledges nothing and never answers some requests, so the outcome of an append is
+inferred from the feed. This module and `old_server_appends.py` contain all such inferences; the
 stream and the monitor do not know of them (docs/design/wire-format.md 2, decision 022).
 
 Rules (1 to 3 and 7: `old_server_appends.py`):
-    4. What else is not in the log is concluded from a mark of the server that the feed has reached:
-       of a flush, or of a mount and a flush. A server that has lost the partition and does not know
-       it may name a mark that is too old. So ZooKeeper is asked afterwards, and the conclusion is
-       drawn only if the server is still the owner (`Prove`).
+    4. That other rows are not in the log is inferred from a mark of the server that the feed has
+       reached: that of a flush, or of a mount and a flush. A server that has lost the partition
+       without knowing it may name an old mark. So ZooKeeper is read afterwards, and the inference
+       holds only if the server is still the owner (`Prove`).
     5. All mounts of one connection have one connection sequence, that of its first: the server
-       keeps that one as long as the connection lasts. A mount that was never answered was dropped,
-       and all others of this connection will be: it is closed.
-    6. A row whose mark lies above everything that was seen is sent once the server's mark has
-       reached it, and refused if that lies below: 0.13 does not compare them.
-    8. The server's feed continues while anything is in flight, and otherwise as far as the stream
-       asks.
+       keeps that one as long as the connection lasts. A mount without an answer was dropped, and
+       all others of this connection would be: the connection is closed.
+    6. A row whose mark is above everything seen is sent once the server's mark has reached it, and
+       rejected if that is below: 0.13 does not compare them.
+    8. The server's feed continues while rows are in flight, otherwise as far as the stream
+       requests.
 """
 
 from collections.abc import Callable, Iterable
@@ -40,12 +40,12 @@ from waltz_core.wire import messages
 from waltz_core.wire.messages import LATEST_MARK, ClientMessage, MountState, RangeForm, Reason
 
 VERSION_MAX: Final = 4  # of the client protocol at 0.13
-# The client of 0.13, too, asks for a flush after so long without an outcome.
+# The 0.13 client, too, requests a flush after this time without an outcome.
 FLUSH_AFTER_MS: Final = 5_000
 # A server that does not own a partition (yet) does not answer a request for its mark.
 ASK_AGAIN_MS: Final = 500
-# The limits that our stream keeps; 0.13 names none. Little is in flight, so that the rest waits
-# where an append can still be withdrawn (`outbox.py`).
+# The limits for the stream; 0.13 names none. Little is in flight, so that the rest waits in the
+# outbox, where an append can still be withdrawn (`outbox.py`).
 BATCH_ROWS_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 8 * 1024 * 1024
 IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024
@@ -60,14 +60,14 @@ class ToServer:
 
 @value(frozen=True, slots=True)
 class ToStream:
-    """Hand this message to the partition's stream."""
+    """Pass this message to the partition's stream."""
 
     message: ClientMessage
 
 
 @value(frozen=True, slots=True)
 class Prove:
-    """Ask ZooKeeper who owns the partition now; answer by `proven`, with the same number."""
+    """Read the partition's owner from ZooKeeper; answer by `proven`, with the same number."""
 
     partition_id: PartitionId
     number: int
@@ -75,7 +75,7 @@ class Prove:
 
 @value(frozen=True, slots=True)
 class CloseLink:
-    """Close the connection: the server drops all that it sends."""
+    """Close the connection: the server drops everything that is sent on it."""
 
     reason: str
 
@@ -90,12 +90,12 @@ class _Phase(Enum):
     FLUSHING = auto()
     PROVING = auto()
     MOUNTED = auto()
-    READING = auto()  # mounted once more, to be fed what was fed before
+    READING = auto()  # mounted once more, to be fed the same range again
 
 
 @dataclass(slots=True)
 class _Reading:
-    """Headers that the stream wants to see again (`readback.py`)."""
+    """Headers that the stream reads back (`readback.py`)."""
 
     request: messages.RangeRequest
     next: int
@@ -124,16 +124,16 @@ class OriginalPartition:
         self._feed_id: ReqId | None = None
         self._mark = BEFORE_FIRST  # the last transaction of the feed
         self._asked_ms = 0
-        self._known = BEFORE_FIRST  # the server's own mark, when it last answered
+        self._known = BEFORE_FIRST  # the server's mark in its last answer
         self._flush_mark: TransactionId | None = None  # of the mount's flush
         self._proof = 0
-        # What to do when ZooKeeper has answered, by the number of the question (rule 4).
+        # The continuations of `Prove`, by its number (rule 4).
         self._proofs: dict[int, Callable[[bool], None]] = {}
-        self._is_suspended = False  # the server has sent what was asked for
-        self._is_granted = False  # the stream has asked for more
+        self._is_suspended = False  # the server has sent what was requested
+        self._is_granted = False  # the stream has requested more
         self._reading: _Reading | None = None
         self._appends = OldAppends()
-        # The row for which the server was asked for its mark, and the one above it (rule 6).
+        # The row for which the server's mark was requested (rule 6).
         self._asked_for: ReqId | None = None
         self._ahead: OldRow | None = None
         self._flush: _Flush | None = None
@@ -160,12 +160,12 @@ class OriginalPartition:
             return None
         return max(oldest_ms, self._flushed_ms) + FLUSH_AFTER_MS
 
-    # --- what comes in
+    # --- events
 
     def send(self, message: ClientMessage, connection_sequence: int, now_ms: int) -> list[Effect]:
-        """Send what the stream sends; the sequence is that of the connection (rule 5).
+        """Send a message of the stream; the sequence is that of the connection (rule 5).
 
-        Raises LocalProtocolError for what 0.13 has no request for.
+        Raises LocalProtocolError for a request that 0.13 does not have.
         """
         match message:
             case messages.MountWriter():
@@ -185,7 +185,7 @@ class OriginalPartition:
     def receive(
         self, received: Iterable[ClientMessage], connection_sequence: int, now_ms: int
     ) -> list[Effect]:
-        """Take what the server has sent for this partition."""
+        """Process a message from the server for this partition."""
         for message in received:
             match message:
                 case messages.FeedData():
@@ -202,7 +202,7 @@ class OriginalPartition:
                 case messages.HighWaterMarkResponse():
                     self._mark_answered(message, connection_sequence)
                 case _:
-                    pass  # a late answer to a question that no longer matters
+                    pass  # a late answer that does not matter any more
         self._conclude()
         self._send_waiting(now_ms)
         return self._taken()
@@ -217,7 +217,7 @@ class OriginalPartition:
         return self._taken()
 
     def wake(self, now_ms: int) -> list[Effect]:
-        """Ask again for the mark, or for a flush when something was in flight for too long."""
+        """Request the mark again, or a flush if a row was in flight for too long."""
         again_at_ms, flush_at_ms = self._ask_again_at_ms, self._flush_at_ms
         if again_at_ms is not None and again_at_ms <= now_ms:
             self._ask_mark(now_ms)
@@ -233,8 +233,8 @@ class OriginalPartition:
         if self._phase is _Phase.MOUNTING:  # rule 5
             self._out.append(
                 CloseLink(
-                    f"a mount of partition {self._partition_id} was never answered: the server may "
-                    "go by another connection of this client id"
+                    f"a mount of partition {self._partition_id} got no answer: the server may "
+                    "have another connection of this client id"
                 )
             )
             return
@@ -329,7 +329,7 @@ class OriginalPartition:
         self._send_mount(request.req_id, request.first - 1, connection_sequence)
 
     def _read(self, *, is_ready: bool) -> None:
-        """Answer the stream: the server has sent all that the log holds once more."""
+        """Answer the stream: the server has sent the whole log once more."""
         reading, self._reading = self._reading, None
         assert reading is not None
         request = reading.request
@@ -393,7 +393,7 @@ class OriginalPartition:
     def _append(self, message: messages.AppendRequest | messages.AppendBatch, now_ms: int) -> None:
         try:
             self._appends.waiting += rows_of(message)
-        except errors.UsageError as error:  # as a server of ours refuses it
+        except errors.UsageError as error:  # as a current server rejects it
             self._refuse(message.req_id, str(error), type(error))
         self._send_waiting(now_ms)
 
@@ -432,7 +432,7 @@ class OriginalPartition:
         flush, self._flush = self._flush, None
         assert flush is not None
         if is_owner:
-            # Dropped, or lost with a store session: a new mount shows whether it may write at all.
+            # Dropped, or lost with a store session: a new mount shows whether it may write.
             self._answer(self._appends.end_up_to(flush.number, Reason.NOT_MOUNTED))
 
     def _ahead_proven(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
@@ -444,7 +444,7 @@ class OriginalPartition:
             self._answer([row.parcel])
 
     def _conclude(self) -> None:
-        """Draw the conclusions that the feed's position permits (rules 3 and 4)."""
+        """Settle the rows that the feed's position allows to settle (rules 3 and 4)."""
         self._answer(self._appends.end_refused(self._mark))
         if self._phase is _Phase.FLUSHING and _is_reached(self._flush_mark, self._mark):
             self._phase = _Phase.PROVING
@@ -461,7 +461,7 @@ class OriginalPartition:
 
     def _answer(self, parcels: Iterable[ParcelRows]) -> None:
         for each in parcels:
-            # An estimate is of a transaction that is in the log, whether it was fed here or not.
+            # An estimate is the id of a transaction in the log, whether it was fed here or not.
             mark = max(self._mark, *each.conflicting)
             self._to_stream(each.result(TransactionId(mark)))
 
@@ -469,13 +469,13 @@ class OriginalPartition:
 
     def _to_server(self, message: ClientMessage) -> None:
         last = self._out[-1] if self._out else None
-        if isinstance(last, ToServer):  # one call of the system sends them
+        if isinstance(last, ToServer):  # sent with one system call
             last.messages.append(message)
         else:
             self._out.append(ToServer([message]))
 
     def _to_stream(self, message: ClientMessage) -> None:
-        """Hand it to the stream, behind what was fed before it."""
+        """Pass it to the stream, after everything that was fed before it."""
         self._end_run()
         self._out.append(ToStream(message))
 
@@ -493,8 +493,8 @@ class OriginalPartition:
 def no_claims(address: str) -> errors.UsageError:
     """Return the error of an exactly-once write at a 0.13 server."""
     return errors.UsageError(
-        f"{address} is a Waltz 0.13 server: it forgets the writers when a connection ends, so a "
-        "write cannot be kept from entering the log twice there"
+        f"{address} is a Waltz 0.13 server, which does not support exactly-once writes: it forgets "
+        "the fenced writers when a connection ends"
     )
 
 

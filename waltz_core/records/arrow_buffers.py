@@ -1,7 +1,7 @@
-"""Arrow arrays over memory that is there already, without a copy of what they hold.
+"""Arrow arrays over existing memory, without copying it.
 
-`pa.array` and `pa.scalar` import pandas, which takes a daemon longer than all else it imports, and
-stops it in the midst of work when that happens later. These import nothing.
+`pa.array` and `pa.scalar` import pandas, which takes longer than all other imports of a daemon, and
+would interrupt its work if it happened later. These functions import nothing.
 """
 
 from typing import Any, Final
@@ -23,7 +23,7 @@ def rows_of_one_width(rows: npt.NDArray[Any], width: int) -> pa.BinaryArray:
 
 
 def as_binary(run: Buffer, lengths: I64) -> pa.BinaryArray:
-    """Return the parts of a run, which have these lengths, as a binary array over the run."""
+    """Return the parts of a run, with these lengths, as a binary array over the run."""
     offsets = raw_records.offsets_of(lengths).astype(np.int32)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(run)]
     return pa.BinaryArray.from_buffers(pa.binary(), lengths.size, buffers)
@@ -34,7 +34,7 @@ def numbers(
 ) -> pa.Array:
     """Return numbers as an array of a type of their width over the same memory.
 
-    Where `are_there` is given and false, there is a null.
+    Values for which `are_there` is false are null.
     """
     assert values.flags.c_contiguous
     assert values.itemsize * 8 == kind.bit_width
@@ -43,7 +43,7 @@ def numbers(
 
 
 def booleans(mask: npt.NDArray[np.bool_]) -> pa.BooleanArray:
-    """Return a mask as an array to filter by."""
+    """Return a mask as an array for a filter."""
     buffers = [None, pa.py_buffer(np.packbits(mask, bitorder="little"))]
     return pa.BooleanArray.from_buffers(pa.bool_(), mask.size, buffers)
 

@@ -1,16 +1,15 @@
-"""Arrow batches: append batches in and out, record bytes from them, record bytes to DataFrames.
+"""Arrow batches: encode and decode append batches, convert them to records and records to Arrow.
 
-It is the door to pyarrow, the only file of the core that names it. A Spark batch stays a batch from
-the DataFrame to the disk and back; whatever turns one into another form does so here, in C++ and
-NumPy, at a cost that does not depend on Python per row.
+Rows stay in batches from the DataFrame to the disk and back. The conversions run in C++ and NumPy,
+without Python code per row.
 
 Rules:
-    1. Bytes from outside are refused with BadRequest or TooLarge and nothing else, before anything
+    1. Invalid bytes from outside raise BadRequest or TooLarge and nothing else, before anything
        larger than the bytes themselves is allocated: exact schema, no compression, no dictionaries,
        every offset validated, every data CRC verified.
-    2. A row's data CRC is made by its sender; here it is verified and carried into the record, so
-       that one checksum spans the way from the DataFrame to the reader.
-    3. Row i of a request has sequence number `first + i`, whether or not other rows are refused.
+    2. The sender computes a row's data CRC; it is verified here and copied into the record, so that
+       one checksum protects the data from the DataFrame to the reader.
+    3. Row i of a request has sequence number `first + i`, whether or not other rows are rejected.
     4. The bytes of `encode_records` are exactly those of a segment file.
 """
 
@@ -55,12 +54,12 @@ APPEND_SCHEMA_WITH_MARKS: Final = APPEND_SCHEMA.append(MARK_FIELD)
 _TYPES: Final = {field.name: field.type for field in APPEND_SCHEMA_WITH_MARKS}
 LOCK_COLUMNS: Final = ("write_locks", "read_locks", "append_locks")
 
-# One Arrow metadata message of ours takes about 700 bytes; a longer one is no batch of ours.
+# The Arrow metadata message of an append batch takes about 700 bytes.
 _METADATA_BYTES_MAX: Final = 16 * 1024
 _STREAM_END_BYTES: Final = 8  # a continuation marker, and a length of 0
-# To copy a row for its CRC costs more than a view of it from about so many bytes on.
+# From about this size on, copying a row for its CRC costs more than a view of it.
 _VIEWED_BYTES_MIN: Final = 1024
-# What pyarrow raises on bytes it cannot read; some of these are no ArrowException.
+# The exceptions of pyarrow for bytes that it cannot read; some are no ArrowException.
 _UNREADABLE: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, OverflowError)
 
 
@@ -83,10 +82,10 @@ class LockColumn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AppendRows:
-    """The rows of one append, checked. Views of the frame: whoever keeps them keeps the frame.
+    """The checked rows of one append: views of the frame, which they keep in memory.
 
     `data` is an Arrow binary array, `lengths` and `crcs` the length and CRC-32 of each row's data.
-    `marks` is None when the request's one high-water mark holds for all rows.
+    `marks` is None if the request's high-water mark applies to all rows.
     """
 
     headers: I32
@@ -120,7 +119,7 @@ class AppendRows:
 
 
 class EncodedBatch(NamedTuple):
-    """Records first..last as they will lie on every disk.
+    """Records first..last as they will be on every disk.
 
     `lengths` are big-endian int32, `record_crcs` big-endian uint32, one a record; `records_crc`
     is the CRC-32 over all of `records`. The fields are those of `replication.events.Batch`.
@@ -177,12 +176,12 @@ def encode_append(
 def encode_append_arrow(rows: pa.RecordBatch) -> memoryview:
     """Return the payload of an append batch from Arrow columns with the names of `APPEND_SCHEMA`.
 
-    `data` is needed; `header` absent means 0, absent or null locks mean none, and without a
-    `client_high_water_mark` the request's own mark holds. `crc`, where it is there, has the
-    `data_crcs`. Other columns are refused.
+    `data` is required; an absent `header` means 0, absent or null locks mean none, and without a
+    `client_high_water_mark` the request's mark applies. `crc`, if present, contains the
+    `data_crcs`. Other columns are rejected.
 
     Raises:
-        BadRequest: a column is missing, unknown, there twice, of a wrong type, or has wrong nulls.
+        BadRequest: a column is missing, unknown, duplicate, of a wrong type, or has wrong nulls.
         TooLarge: a row's data is over `TRANSACTION_BYTES_MAX`.
     """
     names = rows.schema.names
@@ -214,14 +213,14 @@ def _encode_columns(found: dict[str, pa.Array]) -> memoryview:
         columns["crc"] = data_crcs(data)
     schema = APPEND_SCHEMA_WITH_MARKS if MARK_FIELD.name in columns else APPEND_SCHEMA
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
-    # Made in one piece of memory, of the size that it takes, whatever the environment tells Arrow.
+    # In one allocation of exactly the needed size, independent of Arrow's environment settings.
     size = schema.serialize().size + pa.ipc.get_record_batch_size(batch) + _STREAM_END_BYTES
     encoded = pa.allocate_buffer(size)
     with pa.FixedSizeBufferWriter(encoded) as sink:
         with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions()) as stream:
             stream.write_batch(batch)
         assert sink.tell() == size
-    return memoryview(encoded).cast("B").toreadonly()  # Arrow's own views have signed numbers.
+    return memoryview(encoded).cast("B").toreadonly()  # Arrow's views have signed numbers.
 
 
 def data_crcs(data: pa.Array) -> pa.Array:
@@ -247,7 +246,7 @@ def _cast(name: str, column: pa.Array) -> pa.Array:
             f"append batch: column {name}: expected {kind}, found {column.type}: {error}"
         ) from error
     if name in LOCK_COLUMNS:
-        # `values` may hold more than the lists do, and is had for nothing.
+        # `values` may contain more than the lists, but its count costs nothing.
         if cast.values.null_count and cast.flatten().null_count:
             raise BadRequest(f"append batch: column {name}: a lock is null")
     elif cast.null_count:
@@ -264,7 +263,7 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
 
     Raises:
         TooLarge: the payload is over `bytes_max`, or there are more than `rows_max` rows.
-        BadRequest: anything else is wrong with it.
+        BadRequest: it is not valid for another reason.
     """
     if len(payload) > bytes_max:
         raise TooLarge(f"append batch: expected at most {bytes_max} bytes, found {len(payload)}")
@@ -288,7 +287,7 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
 
 
 def _brief(error: BaseException) -> str:
-    """Return what pyarrow says, which may quote the whole input, at a length fit for an answer."""
+    """Return pyarrow's message, shortened, as it may quote the whole input."""
     return str(error).partition("\n")[0][:300]
 
 
@@ -316,11 +315,11 @@ def _read_batch(payload: Buffer) -> pa.RecordBatch:
 
 
 def _is_compressed(metadata: memoryview) -> bool:
-    """Tell whether a record batch message's buffers are compressed, before any is expanded.
+    """Whether a record batch message's buffers are compressed, before any is expanded.
 
-    pyarrow does not say, and would allocate what the compressed buffers claim to hold. So the two
-    flatbuffer tables on the way are followed here: Message.header (slot 2), then
-    RecordBatch.compression (slot 3). Offsets that lead outside raise struct.error.
+    pyarrow does not report it, and would allocate the size that the compressed buffers claim. So
+    this follows the two flatbuffer tables: Message.header (slot 2), then RecordBatch.compression
+    (slot 3). Offsets that lead outside raise struct.error.
     """
     try:
         (root,) = struct.unpack_from("<I", metadata, 0)
@@ -334,7 +333,7 @@ def _is_compressed(metadata: memoryview) -> bool:
 
 
 def _slot(metadata: memoryview, table: int, slot: int) -> int | None:
-    """Return where a flatbuffer table keeps a field, or None when the field is absent."""
+    """Return the position of a field of a flatbuffer table, or None if the field is absent."""
     (to_vtable,) = struct.unpack_from("<i", metadata, table)
     vtable = table - to_vtable
     if vtable < 0:
@@ -378,14 +377,14 @@ def _values(column: pa.Array, kind: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def _offsets(column: pa.Array) -> I64:
-    """Return the offsets of a binary or list column: one more than it has rows."""
+    """Return the offsets of a binary or list column: its number of rows + 1."""
     return _window(column, np.int32, len(column) + 1).astype(np.int64)
 
 
 def _window(column: pa.Array, kind: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
     """Return `count` numbers of a column's second buffer, from the column's own offset on.
 
-    A buffer may be longer than the column needs, by any number of bytes.
+    A buffer may be longer than the column needs.
     """
     if count == 0:
         return np.zeros(0, dtype=kind)
@@ -396,7 +395,7 @@ def _window(column: pa.Array, kind: npt.DTypeLike, count: int) -> npt.NDArray[An
 def _lock_column(name: str, column: pa.ListArray) -> LockColumn:
     values = column.values
     if column.null_count or values.null_count:
-        # A null list may still span values; `flatten` leaves those out, so the counts must too.
+        # A null list may still span values; `flatten` omits those, so the counts must, too.
         values = column.flatten()
         counts = pc.fill_null(pc.list_value_length(column), 0)
         offsets = raw_records.offsets_of(_values(counts, np.int32).astype(np.int64))
@@ -410,8 +409,8 @@ def _lock_column(name: str, column: pa.ListArray) -> LockColumn:
 
 
 def _verify_data(rows: AppendRows) -> None:
-    # One CRC over all rows, compared with what theirs add up to, would cost a third. But a client
-    # could choose wrong CRCs that add up, and records with wrong CRCs would be in the log for good.
+    # One CRC over all rows, compared with the combination of theirs, would cost a third. But a
+    # client could choose wrong CRCs that combine correctly, and the log would keep wrong records.
     wrong = np.flatnonzero(checksum.crc32_of_each(rows.data.to_pylist()) != rows.crcs)
     if wrong.size:
         raise BadRequest(
@@ -429,7 +428,7 @@ def encode_records(
 ) -> EncodedBatch:
     """Return the records of the rows that `keep` marks (all, if None), with ids from `first` on.
 
-    `req_id` is that of row 0; the caller has checked that the last row's sequence number fits in
+    `req_id` is that of row 0; the caller has checked that the last row's sequence number fits into
     31 bits. At least one row is kept.
     """
     assert req_id.sequence + rows.count - 1 <= 0x7FFFFFFF
@@ -470,7 +469,7 @@ def encode_records(
 
 
 def select_records(records: Buffer, lengths: I64, keep: Mask) -> tuple[memoryview, I64]:
-    """Return the records that `keep` marks as a run of their own."""
+    """Return the records that `keep` marks as a new run."""
     kept = lengths[keep]
     if kept.size == 0:
         return memoryview(b""), kept
@@ -513,10 +512,10 @@ def range_to_arrow(
     *,
     partition_id: PartitionId,
 ) -> list[pa.RecordBatch]:
-    """Return a run of records as Arrow batches with the asked columns of `READ_SCHEMA`, in order.
+    """Return a run of records as Arrow batches with the given columns of `READ_SCHEMA`, in order.
 
-    `stamps` are (first, last, stamp in ms) in id order; ids outside of all of them and
-    stamps of 0 give a null commit time. A batch has at most 8,192 rows and about 8 MiB.
+    `stamps` are (first, last, stamp in ms) in id order; the commit time is null for ids outside of
+    all of them and for stamps of 0. A batch has at most 8,192 rows and about 8 MiB.
     """
     heads = np.frombuffer(raw_records.headers_of(records, lengths), raw_records.HEADER_DTYPE)
     made = _header_columns(heads, stamps, columns, partition_id)
@@ -565,7 +564,7 @@ def _slice_of(
         array = made[name]
         if stop - start < len(array):
             array = array.slice(start, stop - start)
-        # Of a whole record only what lies between its prefix and its CRC is data.
+        # In a whole record, the data is between the prefix and the CRC.
         if name == "data":
             array = pc.binary_slice(array, raw_records.PREFIX_DTYPE.itemsize, -4)
         arrays.append(array)
@@ -579,7 +578,7 @@ def _header_columns(
     columns: Sequence[str],
     partition_id: PartitionId,
 ) -> dict[str, pa.Array]:
-    """Return the asked columns that come from headers; data is the caller's."""
+    """Return the given columns that come from headers; the caller adds data."""
     made: dict[str, pa.Array] = {}
     for name in columns:
         if name == "partition":
@@ -608,7 +607,7 @@ def _request_ids(req_ids: npt.NDArray[np.void]) -> pa.StructArray:
 
 
 def _commit_times(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> pa.Array:
-    # Not every int64 of ms is one of us: a wild stamp is cut off, as nothing is decided by it.
+    # Not every int64 of ms fits into us: such a stamp is clipped, as nothing depends on it.
     most = np.iinfo(np.int64).max // 1000
     stamps_us = raw_records.stamps_of(
         ids, [(first, last, 1000 * min(max(ms, 0), most)) for first, last, ms in stamps]

@@ -1,7 +1,6 @@
-"""A structure of bytes as a list of named fields, from which its `struct` is made.
+"""Declares a structure of bytes as a list of named fields, from which its `struct` is built.
 
-The tables of docs/design/disk-format.md are generated from these declarations, so a layout is
-written down once.
+The tables of docs/design/disk-format.md are generated from these declarations.
 
 Rules:
     1. All integers are big-endian.

@@ -1,17 +1,16 @@
 """CRC-32 of bytes, of many short rows at once, and of two runs of bytes from their two CRCs.
 
-The record checksum is the one thing that travels unchanged from a client's DataFrame over three
-disks to a reader, so there must be one definition of it. CRC-32 is linear over XOR. Hence the
-checksum of a record follows from that of its header and that of its data, and the checksum of a run
-of records from those inside it, without a second pass over the bytes.
+CRC-32 is linear over XOR. Hence the checksum of a record follows from that of its header and that
+of its data, and the checksum of a run of records from those inside it, without a second pass over
+the bytes.
 
 Rules:
-    1. CRC-32 IEEE 802.3 as zlib has it, always as an unsigned number . ISA-L
-       takes it with the processor's own instructions, ten times as fast as zlib.
+    1. CRC-32 IEEE 802.3 like zlib, always as an unsigned number. ISA-L computes it with processor
+       instructions, ten times as fast as zlib.
     2. `combine(crc32(a), crc32(b), len(b)) == crc32(a + b)`.
-    3. No function here runs Python per row; tables are built once and are never changed.
-    4. What is linear can be made to cancel out: where the CRCs themselves come from somebody who
-       may mean harm, each row is checked, and `crc32_of_run` is not the means.
+    3. No function here runs Python code per row; tables are built once and never changed.
+    4. Linear checksums can be made to cancel out: CRCs from an untrusted sender are checked row by
+       row, not with `crc32_of_run`.
 """
 
 from collections.abc import Sequence
@@ -27,22 +26,22 @@ U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
 Bytes = bytes | bytearray | memoryview
 
-# A length is taken apart into digits of six bits: 16 MiB, the largest frame, has four of them,
-# and one digit's tables (256 KiB) still fit into a core's second-level cache.
+# A length is split into digits of six bits: 16 MiB, the largest frame, has four of them, and one
+# digit's tables (256 KiB) fit into a core's second-level cache.
 _DIGIT_BITS: Final = 6
 _DIGIT_VALUES: Final = 1 << _DIGIT_BITS
 _POLYNOMIAL: Final = 0xEDB88320
 LENGTH_MAX: Final = (1 << 36) - 1
 assert LENGTH_MAX.bit_length() % _DIGIT_BITS == 0
-# Polynomials are written with the highest bit for the lowest power, as the CRC has them.
+# Polynomials are written with the highest bit for the lowest power, like the CRC.
 _ONE: Final = 1 << 31
 _TRAILER_BYTES: Final = 4
 _RUN_BYTES: Final = 1 << 20
 _TABLE_STARTS: Final = np.arange(33 * 4) << 8
 
 
-# The CRC-32 of bytes, or of what a second argument stands for followed by them. It is asked for
-# several times for each append, so there is no function of ours around it.
+# The CRC-32 of bytes, or the continuation of a second argument over them. Each append calls it
+# several times, so there is no wrapper.
 crc32 = isal_zlib.crc32
 
 
@@ -77,7 +76,7 @@ def combine_many(crc_a: U32, crc_b: U32, len_b: I64 | int) -> U32:
 
 
 def shift_many(crcs: U32, length: I64 | int) -> U32:
-    """Return what each CRC becomes when `length` bytes follow, before their own CRC is XORed in.
+    """Return each CRC shifted by `length` following bytes, before their own CRC is XORed in.
 
     `length` is one number of bytes for each row, or one for all rows, which is cheaper.
     """
@@ -94,19 +93,19 @@ def shift_many(crcs: U32, length: I64 | int) -> U32:
 
 
 def crc32_of_run(crcs: U32, lengths: I64) -> int:
-    """Return the CRC-32 of rows back to back that each end with their own CRC, big-endian.
+    """Return the CRC-32 of consecutive rows that each end with their own CRC, big-endian.
 
-    That is how records lie on the disk. `crcs` are the CRCs of the rows up to there, `lengths`
-    those of the whole rows, and no pass over the bytes is needed: with d bytes behind it, a row
-    adds `x**8d` times the CRC of all of it, which follows from its own CRC bit by bit. So for each
-    bit there is one sum of powers, over the rows whose CRC has it, and only 33 products.
+    Records on disk have this form. `crcs` are the CRCs in the rows, `lengths` the lengths of the
+    whole rows, and no pass over the bytes is needed: with d bytes after it, a row adds `x**8d`
+    times the CRC of the whole row, which follows from its own CRC bit by bit. So for each bit there
+    is one sum of powers, over the rows whose CRC has it, and only 33 products.
     """
     assert crcs.shape == lengths.shape
     powers = _powers()
     ends = lengths.cumsum()
     run = start = done = 0
     while start < crcs.size:
-        # As many rows as the powers reach over; rows are rarely so many or so long.
+        # The rows that the table of powers covers; rarely are there more or longer ones.
         stop = int(ends.searchsorted(done + powers.size, side="right"))
         stop = min(max(stop, start + 1), crcs.size)
         end = int(ends[stop - 1])
@@ -117,12 +116,12 @@ def crc32_of_run(crcs: U32, lengths: I64) -> int:
 
 
 def _run_within(crcs: U32, powers: U32) -> int:
-    # Plane k has bit 31 - k of each CRC as its sign. Shifts by one number are the fast ones.
+    # Plane k has bit 31 - k of each CRC as its sign. Shifts by one number are fast.
     planes = np.empty((32, crcs.size), dtype=np.int32)
     planes[0] = crcs.view(np.int32)
     for done in (1, 2, 4, 8, 16):
         np.left_shift(planes[:done], done, out=planes[done : 2 * done])
-    planes >>= 31  # all ones where the CRC has the bit, else nothing
+    planes >>= 31  # all ones if the CRC has the bit, else zero
     planes &= powers.view(np.int32)
     sums = np.empty(33, dtype=np.uint32)
     np.bitwise_xor.reduce(planes, axis=1, out=sums[31::-1].view(np.int32))
@@ -134,8 +133,8 @@ def _run_within(crcs: U32, powers: U32) -> int:
 def crc32_of_rows(rows: U8) -> U32:
     """Return the CRC-32 of each row of a (row count, row bytes) array.
 
-    Columns that hold the same byte in all rows cost nothing: they are in the one CRC of a
-    model row. In record headers that is most of them.
+    Columns with the same byte in all rows, which are most of a record header's, cost nothing: they
+    are part of the CRC of one model row.
     """
     count, width = rows.shape
     if count == 0:
@@ -179,7 +178,7 @@ def _shift_each(crcs: U32, lengths: I64, longest: int) -> U32:
 
 
 def _apply(table: U32, crcs: U32) -> U32:
-    """Map each CRC through a linear map given as four tables, one for each of its octets."""
+    """Map each CRC through a linear map of four tables, one for each of its octets."""
     octets = _octets(crcs)
     mapped: U32 = table[0].take(octets[0])
     mapped ^= table[1].take(octets[1])
@@ -235,11 +234,11 @@ def _powers() -> U32:
 
 @cache
 def _trailer_products() -> U32:
-    """Return what a sum of powers adds to a run, for each bit of the CRCs it was taken over.
+    """Return what a sum of powers adds to a run, for each bit of the summed CRCs.
 
-    The CRC of bytes with their own CRC behind them is a linear map of that CRC, plus a constant.
-    The map's image of each bit is one factor, and the constant, for the sum of all powers, the
-    last. Of each there are four tables of 256 products, one for each octet of the sum.
+    The CRC of bytes followed by their own CRC is a linear map of that CRC, plus a constant. The
+    map's image of each bit is one factor, and the constant, for the sum of all powers, the last.
+    Each has four tables of 256 products, one for each octet of the sum.
     """
     units = np.zeros(33, dtype=np.uint32)
     units[:32] = np.uint32(1) << np.arange(32, dtype=np.uint32)
@@ -258,7 +257,7 @@ def _trailer_products() -> U32:
 
 @lru_cache(maxsize=16)
 def _row_tables(width: int) -> U32:
-    """Return [column, value] -> what this byte adds to the CRC of a row of `width` bytes."""
+    """Return [column, value] -> the byte's part of the CRC of a row of `width` bytes."""
     tables = np.empty((width, 256), dtype=np.uint32)
     image = _byte_table()
     for column in range(width - 1, -1, -1):

@@ -1,24 +1,25 @@
-"""Lock blocks: which locks the transactions of one batch have entered, and which batch that was.
+"""Lock blocks: the locks that the transactions of one batch have written, and the batch.
 
-The owner of a partition writes them, storages keep them unread, and the next owner believes them.
-Whatever makes one believable is here, and nowhere else.
+The owner of a partition writes them, storages keep them unread, and the next owner uses them. This
+module defines when a block is valid.
 
     | lock hashes (4 bytes each) | behind (a byte each) | trailer (`TRAILER`) |
 
-All integers are big-endian, as everywhere. A block ends with its trailer, so that a run of blocks
-is read from its end, where the newest ones are.
+All integers are big-endian. A block ends with its trailer, so that a run of blocks is read from its
+end, which has the newest ones.
 
 Rules:
-    1. A block holds the write and append locks of all transactions first..last, and of each how
-       far its writer is behind `last`. Of more than `TOLD_APART_MAX` transactions that is left out
-       ("WLB1"): each lock counts as written by `last`, which is not below its writer.
-    2. The chain is that of the log after `last` (replication/window.py): it covers all that the
-       log holds up to there. Who knows the log's chain at `last` and finds it in a block knows that
-       the block is of this very log, and with `chain before` the log's chain before `first`.
-    3. So blocks are believed from a known end of the log downwards, each by the one above it. What
-       ends higher than it should is passed over: its batch was lost, or it comes twice. What ends
-       lower shows that a block is missing.
-    4. Nothing older than the first bytes that are no block, or than a gap, is believed.
+    1. A block contains the write and append locks of all transactions first..last, and for each
+       lock the distance of its writer from `last`. With more than `TOLD_APART_MAX` transactions
+       there are no distances ("WLB1"): each lock counts as written by `last`, which is not below
+       its writer.
+    2. The chain is that of the log after `last` (replication/window.py): it covers the whole log up
+       to there. If a block contains the log's known chain at `last`, the block belongs to this log,
+       and its `chain before` is the log's chain before `first`.
+    3. So blocks are validated from a known end of the log downwards, each by the one above it. A
+       block that ends higher is skipped: its batch was lost, or the block is a duplicate. A block
+       that ends lower shows that one is missing.
+    4. Blocks older than bytes that are no block, or older than a gap, are not used.
 """
 
 from typing import Final, NamedTuple
@@ -30,7 +31,7 @@ from waltz_core.records.record import Chain, TransactionId
 Buffer = bytes | memoryview
 
 HASH_BYTES: Final = 4
-# More locks than this in one batch are not told: the frame that they go in has room for so much.
+# A batch with more locks has no block: this is the room in a frame.
 LOCKS_BYTES_MAX: Final = 1024 * 1024
 
 TRAILER: Final = ByteLayout(
@@ -43,7 +44,7 @@ TRAILER: Final = ByteLayout(
     Field("CRC-32", "I", "of the whole block before it"),
 )
 _TRAILER: Final = TRAILER.struct
-# Up to so many transactions a block tells by which of them each lock was written.
+# Up to this many transactions, a block has the writer of each lock.
 TOLD_APART_MAX: Final = 256
 _MARK: Final = b"WLB1"
 _MARK_APART: Final = b"WLB2"
@@ -52,7 +53,7 @@ TRAILER_BYTES: Final = _TRAILER.size
 
 
 class LogEnd(NamedTuple):
-    """Where the log ends, or ended once: the last id of a batch, and the chain there."""
+    """An end of the log, now or earlier: the last id of a batch, and the chain there."""
 
     last: TransactionId
     chain: Chain
@@ -69,14 +70,14 @@ class Block(NamedTuple):
 
     @property
     def before(self) -> LogEnd:
-        """Where the log ended before it."""
+        """The end of the log before it."""
         return LogEnd(TransactionId(self.first - 1), self.chain_before)
 
 
 def encode(
     first: TransactionId, end: LogEnd, chain_before: Chain, locks: Buffer, behind: Buffer = b""
 ) -> bytes:
-    """Return the bytes of a block; none where there are too many locks."""
+    """Return the bytes of a block; empty if there are too many locks."""
     if len(locks) > LOCKS_BYTES_MAX:
         return b""
     count = len(locks) // HASH_BYTES
@@ -95,10 +96,10 @@ class Blocks:
     def __init__(self, data: Buffer) -> None:
         self._data = memoryview(data)
         self._end = len(self._data)
-        self.is_spent = False  # there is no block any more that could be believed
+        self.is_spent = False  # no further block can be valid
 
     def below(self, end: LogEnd, steps_max: int) -> Block | None:
-        """Return the block that ends where the log does, if it comes within so many blocks."""
+        """Return the block that ends at `end`, if it is among the next `steps_max`."""
         for _ in range(steps_max):
             block = self._take()
             if block is None or block.end.last < end.last:
@@ -109,7 +110,7 @@ class Blocks:
         return None
 
     def _take(self) -> Block | None:
-        """Return the last block that was not taken yet, whatever log it is of."""
+        """Return the last remaining block, of any log."""
         start = self._end - TRAILER_BYTES
         if start < 0:
             return None

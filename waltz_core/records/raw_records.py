@@ -1,18 +1,17 @@
-"""Runs of raw records: records back to back, exactly as they lie in a segment file.
+"""Runs of raw records: consecutive records, exactly as in a segment file.
 
-The same bytes go from the owner to three disks, into a cache, to a reader and from replica to
-replica in repair. Each of them must find a record's place, id, header and checksum in the bytes
-without taking the records apart, and all must do it in the same way. A run is a buffer and the
-lengths of its records; nothing else describes it.
+The same bytes go from the owner to three disks, into a cache, to readers and from replica to
+replica in repair. These functions find positions, ids, headers and checksums in the bytes without
+decoding the records. A run is a buffer and the lengths of its records.
 
     0                8                       24       28  32         36     36+n         40+n
     | transaction id | request id (16 bytes) | header | n | data crc | data | record crc |
 
 Rules:
-    1. All integers are big-endian; the data CRC covers the data, the record CRC all that is before
+    1. All integers are big-endian; the data CRC covers the data, the record CRC everything before
        it (docs/design/disk-format.md 4).
-    2. No function here runs Python per record, except to name the bad one once a run is known bad.
-    3. Lengths from outside are checked by `lengths_from_wire` before any other function sees them.
+    2. No function here runs Python code per record, except to find the bad one in a bad run.
+    3. Lengths from outside pass `lengths_from_wire` before any other function uses them.
 """
 
 import struct
@@ -45,7 +44,7 @@ _ID_AND_LENGTH = struct.Struct(">q20xi")
 _ID = struct.Struct(">q")
 _LENGTH = struct.Struct(">i")
 _CRC = struct.Struct(">I")
-# So few records, of so few bytes in all, are looked at in plain Python.
+# Up to this many records, of this many bytes in total, are processed in plain Python.
 FEW = 32
 FEW_BYTES = 32 * 1024
 RECORD_BYTES_MAX = RECORD_OVERHEAD_BYTES + TRANSACTION_BYTES_MAX
@@ -68,7 +67,7 @@ assert FEED_HEADER_DTYPE.itemsize == FEED_HEADER_BYTES
 
 
 def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
-    """Return the lengths that came with a run of `records_bytes` bytes, as int64.
+    """Return the lengths of a run of `records_bytes` bytes, as int64.
 
     Raises:
         BadFormat: they are no int32 array, one is impossible, or they do not add up to the run.
@@ -96,9 +95,9 @@ def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
 
 
 def sum_of(lengths: I64) -> int:
-    """Return how many bytes the records have together."""
+    """Return the total number of bytes of the records."""
     if lengths.size <= FEW:
-        return sum(lengths.tolist())  # a sixth of what arrays take for so few
+        return sum(lengths.tolist())  # a sixth of the time of arrays for so few
     return int(lengths.sum())
 
 
@@ -108,19 +107,19 @@ def lengths_to_wire(lengths: I64) -> bytes:
 
 
 def offsets_of(lengths: I64) -> I64:
-    """Return where each record starts, and last where the run ends: one more than lengths."""
+    """Return the start of each record, and the end of the run: one more than lengths."""
     offsets = np.zeros(lengths.size + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def lengths_between(offsets: I64) -> I64:
-    """Return how far each offset is from the next one: one less than there are offsets."""
-    return offsets[1:] - offsets[:-1]  # `np.diff` takes many times as long for a few
+    """Return the distance of each offset to the next one: one less than offsets."""
+    return offsets[1:] - offsets[:-1]  # `np.diff` takes many times as long for few of them
 
 
 def count_within(lengths: I64, bytes_max: int) -> int:
-    """Return how many records from the first on fit into `bytes_max`, but one at least."""
+    """Return how many records from the first on fit into `bytes_max`, at least one."""
     assert lengths.size > 0
     return max(1, int(np.searchsorted(np.cumsum(lengths), bytes_max, side="right")))
 
@@ -135,16 +134,16 @@ def cut(records: Buffer, lengths: I64, *, skip: int, count: int) -> tuple[memory
 
 
 # ---------------------------------------------------------------------------------------------
-# what the records say
+# the content of records
 
 
 def headers_of(records: Buffer, lengths: I64) -> bytes:
-    """Return the record headers, 28 bytes each: id, request id, header (as on the wire)."""
+    """Return the record headers, 28 bytes each: id, request id, header (the wire format)."""
     return _gather(records, _starts(lengths), HEADER_DTYPE).tobytes()
 
 
 def feed_headers_of(records: Buffer, lengths: I64) -> bytes:
-    """Return what the feed carries of each record, 20 bytes: request id, header."""
+    """Return the feed headers, 20 bytes each: request id, header."""
     if lengths.size <= FEW:
         view, at = memoryview(records), 0
         pieces: list[memoryview] = []
@@ -171,12 +170,12 @@ def application_headers_of(records: Buffer, lengths: I64) -> I32:
 
 
 def record_crcs(records: Buffer, lengths: I64) -> bytes:
-    """Return the record CRCs, 4 big-endian bytes each, as the chain is made of them."""
+    """Return the record CRCs, 4 big-endian bytes each, as for the chain."""
     return _trailers(records, lengths).tobytes()
 
 
 def from_feed_headers(first: TransactionId, packed: Buffer) -> bytes:
-    """Return 28-byte record headers for 20-byte feed headers whose ids begin at `first`."""
+    """Return 28-byte record headers for 20-byte feed headers with ids from `first` on."""
     feed = np.frombuffer(packed, dtype=FEED_HEADER_DTYPE)
     whole = np.empty(feed.size, dtype=HEADER_DTYPE)
     whole["transaction_id"] = np.arange(first, first + feed.size, dtype=np.int64)
@@ -186,27 +185,27 @@ def from_feed_headers(first: TransactionId, packed: Buffer) -> bytes:
 
 
 def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
-    """Return the commit stamp of each id, 0 where it has none.
+    """Return the commit stamp of each id, 0 if it has none.
 
-    `ids` rise; `stamps` are (first, last, stamp) in id order.
+    `ids` are ascending; `stamps` are (first, last, stamp) in id order.
     """
     if not stamps:
         return np.zeros(ids.size, dtype=np.int64)
     firsts, lasts, stamps_ms = np.array(stamps, dtype=np.int64).T
-    # Looked up for each stamp and not for each id: there are many of these for one of those.
+    # Looked up for each stamp, not for each id: there are many more ids.
     starts = np.maximum.accumulate(ids.searchsorted(firsts))
     ends = np.minimum(ids.searchsorted(lasts, side="right"), np.append(starts[1:], ids.size))
     bounds = np.zeros(2 * starts.size + 2, dtype=np.int64)
     bounds[1:-1:2] = starts
     bounds[2:-1:2] = np.maximum(ends, starts)
     bounds[-1] = ids.size
-    between = np.zeros(bounds.size - 1, dtype=np.int64)  # before the first, and wherever there is
+    between = np.zeros(bounds.size - 1, dtype=np.int64)  # before the first, and between two stamps
     between[1::2] = stamps_ms
     return between.repeat(lengths_between(bounds))
 
 
 # ---------------------------------------------------------------------------------------------
-# are they what was written
+# checks
 
 
 def proven_crcs(
@@ -214,9 +213,9 @@ def proven_crcs(
 ) -> bytes | None:
     """Return `record_crcs` if each record has its id, from `first` on, its length and its CRC.
 
-    Else None: `first_bad_record` and `first_gap` tell which one is wrong. There is one pass over
-    the bytes. `records_crc` is what it gives, for a caller who has made it already; what a sender
-    states is not that.
+    Else None: `first_bad_record` and `first_gap` find the wrong one. This takes one pass over the
+    bytes. `records_crc` is the CRC of the bytes, if the caller has computed it; never the one that
+    a sender states.
     """
     if lengths.size <= FEW and len(records) <= FEW_BYTES:
         return _proven_one_by_one(memoryview(records), lengths.tolist(), first)
@@ -230,12 +229,12 @@ def proven_crcs(
         return None
     trailers = _gather(records, ends - _TRAILER_BYTES, np.dtype(">u4"))
     found = crc32(records) if records_crc is None else records_crc
-    # CRC-32 is linear: all records agree with their own CRCs if the run agrees with those.
+    # CRC-32 is linear: all records match their own CRCs if the run matches those.
     return trailers.tobytes() if found == run_crc(trailers, lengths) else None
 
 
 def _proven_one_by_one(records: memoryview, lengths: list[int], first: int) -> bytes | None:
-    """Do the same for so few records that arrays cost more than they save."""
+    """Do the same for so few records that arrays would cost more."""
     assert len(records) == sum(lengths)
     crcs: list[memoryview] = []
     start = 0
@@ -253,10 +252,10 @@ def _proven_one_by_one(records: memoryview, lengths: list[int], first: int) -> b
 
 
 def first_bad_record(records: Buffer, lengths: I64) -> int | None:
-    """Return the index of the first record that its own CRC or length contradicts, else None.
+    """Return the index of the first record that does not match its CRC or length, else None.
 
-    One pass over the bytes, compared with what the CRCs inside the records say the pass
-    must give; only when they disagree is each record looked at alone.
+    It computes one CRC over the bytes and compares it with the one that follows from the CRCs in
+    the records; only if they differ, each record is checked separately.
     """
     assert len(records) == sum_of(lengths)
     if lengths.size <= FEW and len(records) <= FEW_BYTES:
@@ -273,7 +272,7 @@ def first_bad_record(records: Buffer, lengths: I64) -> int | None:
         start, end = int(offsets[index]), int(offsets[index + 1])
         if crc32(view[start : end - _TRAILER_BYTES]) != int(crcs[index]):
             return index
-    # CRC-32 is linear: when every record agrees with its own CRC, so does the whole run.
+    # CRC-32 is linear: if every record matches its own CRC, so does the whole run.
     assert suspects < lengths.size
     return suspects
 
@@ -316,13 +315,13 @@ def _first_gap_one_by_one(records: Buffer, lengths: list[int], first: int) -> in
 
 
 # ---------------------------------------------------------------------------------------------
-# making them
+# encoding
 
 
 def encode_record(
     transaction_id: int, req_id: ReqId, header: int, data: Buffer, data_crc: int
 ) -> bytes:
-    """Return one record as a segment file has it; many at once: `batches.encode_records`."""
+    """Return one record as in a segment file; for many at once see `batches.encode_records`."""
     before = RECORD_PREFIX.pack(transaction_id, req_id.to_bytes(), header, len(data), data_crc)
     return b"".join((before, data, crc32(data, crc32(before)).to_bytes(4, "big")))
 
@@ -333,7 +332,7 @@ def prefixes(
     """Return the 36 bytes before each record's data, as a (record count, 36) array.
 
     `req_id` is that of row 0 of the request and `rows` the row of each record in it: a row keeps
-    its sequence number when rows before it are refused. `lengths` are those of the data.
+    its sequence number if rows before it are rejected. `lengths` are those of the data.
     """
     assert ids.shape == rows.shape == headers.shape == lengths.shape == data_crcs.shape
     made = np.empty(ids.size, dtype=PREFIX_DTYPE)
@@ -351,7 +350,7 @@ def prefixes(
 
 
 def prefix_crcs(made: U8) -> U32:
-    """Return the CRC-32 of each prefix; columns that are alike in all of them cost nothing."""
+    """Return the CRC-32 of each prefix; columns that are equal in all of them cost nothing."""
     assert made.shape[1] == PREFIX_DTYPE.itemsize
     return crc32_of_rows(made)
 
@@ -367,8 +366,8 @@ def _trailers(records: Buffer, lengths: I64) -> npt.NDArray[np.generic]:
 def _gather(records: Buffer, places: I64, kind: np.dtype) -> npt.NDArray:  # type: ignore[type-arg]
     """Return the values of one dtype at byte offsets of a buffer, by a single fancy index.
 
-    The buffer is looked at as overlapping values, one starting at each byte. Structures are
-    moved as opaque bytes: NumPy would copy them field by field.
+    It views the buffer as overlapping values, one starting at each byte. Structures are copied as
+    opaque bytes: NumPy would copy them field by field.
     """
     if places.size == 0:
         return np.empty(0, dtype=kind)

@@ -1,7 +1,7 @@
-"""The values every layer speaks of: ids, records, record headers, lineage, lock hashes.
+"""The values that every layer uses: ids, records, record headers, lineage, lock hashes.
 
-These are the words of the system. Whatever is said on the wire, on disk or in ZooKeeper is made of
-them, and their bytes never change meaning (docs/design/wire-format.md).
+Messages, files and ZooKeeper nodes consist of them; the meaning of their bytes never changes
+(docs/design/wire-format.md).
 
 Rules:
     1. Transaction ids start at 0 in each partition and have no gaps.
@@ -19,14 +19,14 @@ SessionId = NewType("SessionId", int)
 ClientId = NewType("ClientId", int)
 ServerId = NewType("ServerId", int)
 Generation = NewType("Generation", int)
-# A replica is named by the address of its storage, "host:port", as the assignment node has it.
+# The name of a replica is the address of its storage, "host:port", as in the assignment node.
 ReplicaId = NewType("ReplicaId", str)
-# blake2b-16 over everything a partition holds up to and including one batch.
+# blake2b-16 over everything in a partition up to and including one batch.
 Chain = NewType("Chain", bytes)
 
 BEFORE_FIRST = TransactionId(-1)
 NO_SESSION = SessionId(-1)
-# Of a batch that stands for others which could not be read any more: nobody may copy it.
+# The session of a batch that replaces unreadable entries: it must not be copied.
 MADE_UP = SessionId(-2)
 CHAIN_BYTES = 16
 GENESIS_CHAIN = Chain(bytes(CHAIN_BYTES))
@@ -41,20 +41,21 @@ assert RECORD_HEADER.size == 28
 assert RECORD_PREFIX.size + 4 == RECORD_OVERHEAD_BYTES
 
 TRANSACTION_BYTES_MAX = 4 * 1024 * 1024
-# Locks of one kind in a transaction: a frame takes no longer list (`messages.ENTRIES_MAX`).
+# Locks of one kind in a transaction: the longest list in a frame (`messages.ENTRIES_MAX`).
 LOCKS_MAX = 64 * 1024
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 assert TRANSACTION_BYTES_MAX + RECORD_OVERHEAD_BYTES < FRAME_BYTES_MAX
 
-# A request that is no append has a negative sequence number, so that none is taken for a row. A
-# client's streams use numbers down to this one, its other requests those below.
+# A request that is not an append has a negative sequence number, so that none is taken for a row.
+# A client's streams use numbers down to this one, its other requests lower ones.
 CONTROL_SEQUENCE_MIN = -(1 << 30)
 
 
 class ReqId(NamedTuple):
     """The identity of one append (or of one request): no two transactions in the log share one.
 
-    What is known as lost gives its own free: a Spark task goes on behind what the log has.
+    The numbers of rows that are known to be lost may be used again: a Spark task continues after
+    the highest number in the log.
     """
 
     client_id: ClientId
@@ -76,7 +77,7 @@ class ReqId(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """What the feed carries of a transaction: who wrote it and the application's metadata."""
+    """A transaction in the feed: its writer's request id and the application header."""
 
     transaction_id: TransactionId
     req_id: ReqId
@@ -93,10 +94,10 @@ class Record(NamedTuple):
 
 
 class LineageEntry(NamedTuple):
-    """One appended batch as all replicas know it: its bounds, its session, its stamp, its chain.
+    """One appended batch: its bounds, session, commit stamp and chain, equal on all replicas.
 
     `chain` is the chain value AFTER this batch. The owner sets the bounds, every replica copies
-    them; a batch that is cut in the middle gets an entry (and a chain) of its own.
+    them; a batch that is truncated in the middle gets a new entry (and chain).
     """
 
     first: TransactionId
@@ -118,8 +119,8 @@ def next_chain(
 ) -> Chain:
     """Return the chain after a batch; `record_crcs` is 4 big-endian bytes for each record.
 
-    docs/design/correctness.md 2.3, "Lineage", has the rule. The commit stamp is not part of it:
-    nothing is ever decided by a clock.
+    docs/design/correctness.md 2.3, "Lineage", has the rule. The commit stamp is not part of it: no
+    decision depends on a clock.
     """
     assert len(record_crcs) == 4 * (last - first + 1)
     digest = hashlib.blake2b(_CHAIN_INPUT.pack(previous, first, last, session_id), digest_size=16)

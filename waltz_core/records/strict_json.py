@@ -1,13 +1,13 @@
-"""JSON as its standard has it: a number is finite, in both directions.
+"""Standard JSON: only finite numbers, in both directions.
 
-Python's own module writes `NaN` and `Infinity`, which no other reader of a log takes, and reads
-them too, beside numbers like `1e999` that it makes an infinity of. The client's serializer and
-Spark's payloads share what is here.
+Python's `json` writes `NaN` and `Infinity`, which other readers reject, and also reads them, as
+well as numbers like `1e999`, as an infinity. The client's serializer and Spark's payloads use this
+module.
 
 Rules:
-    1. What is written is UTF-8 without needless blanks, the same bytes from both.
-    2. What JSON does not have is refused with its value and its place, `$.prices[2]`.
-    3. A value that is nested deeper than Python can follow is refused like one that is no JSON.
+    1. The output is UTF-8 without unnecessary blanks.
+    2. A value that JSON does not have is an error with its value and position, `$.prices[2]`.
+    3. A value that is nested too deeply for Python is an error, like invalid JSON.
 """
 
 import json
@@ -20,13 +20,13 @@ NOT_JSON = "JSON has neither NaN nor infinities"
 TOO_DEEP = "nested too deeply: expected at most some hundred lists and objects in one another"
 
 
-def to_json(value: Any) -> bytes:  # noqa: ANN401 - whatever JSON can hold
+def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
     """Return a value as JSON.
 
     Raises:
-        ValueError: a number is not finite (value and place are named), or the value holds itself
+        ValueError: a number is not finite (with value and position), or the value contains itself
             or is nested too deeply.
-        TypeError: a type that JSON does not know.
+        TypeError: a type that JSON does not have.
     """
     try:
         text = _ENCODER.encode(value)
@@ -42,11 +42,11 @@ def to_json(value: Any) -> bytes:  # noqa: ANN401 - whatever JSON can hold
 
 
 def from_json(data: bytes) -> Any:  # noqa: ANN401
-    """Return the value of some JSON.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is none, or is nested too deeply; `NaN` and its like, and numbers that are
-            too great, are named with their place.
+        ValueError: it is not JSON, or is nested too deeply; the error names `NaN`, infinities and
+            numbers that are too large with their position.
     """
     text = data.decode(json.detect_encoding(data), "surrogatepass")
     try:
@@ -56,10 +56,10 @@ def from_json(data: bytes) -> Any:  # noqa: ANN401
 
 
 def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
-    """Return the same with each number that has a fraction or an exponent as a Decimal.
+    """Return the value, with each number that has a fraction or an exponent as a Decimal.
 
     Raises:
-        ValueError: as `from_json`; no number is too great.
+        ValueError: like `from_json`; no number is too large.
     """
     text = data.decode(json.detect_encoding(data), "surrogatepass")
     try:
@@ -78,15 +78,15 @@ def _decoded(text: str) -> Any:  # noqa: ANN401
     except json.JSONDecodeError:
         raise
     except ValueError as error:
-        # Read once more with the words kept, which tells where they stand.
+        # Read once more with these words kept, to find their position.
         place = _place(_LENIENT.decode(text), lambda part: type(part) is _Word)
-        if place is None:  # A later value of the same key has taken its place.
+        if place is None:  # A later value of the same key has replaced it.
             raise ValueError(f"found {error}; {NOT_JSON}") from error
         raise ValueError(f"found {place[0]} at {place[1]}; {NOT_JSON}") from error
 
 
 class _Word(str):
-    """`NaN`, `Infinity`, `-Infinity` or a number that is too great, as it was read."""
+    """`NaN`, `Infinity`, `-Infinity` or a number that is too large, as it was read."""
 
     __slots__ = ()
 
@@ -116,7 +116,7 @@ def _is_not_finite(part: object) -> bool:
 
 
 def _place(value: object, is_wrong: Callable[[object], bool]) -> tuple[object, str] | None:
-    """Return the first wrong part of a value and its place, without recursion and its limits."""
+    """Return the first wrong part of a value and its position, without recursion."""
     waiting: list[tuple[object, str]] = [(value, "$")]
     seen: set[int] = set()
     while waiting:

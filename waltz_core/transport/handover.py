@@ -1,17 +1,16 @@
-"""Handing an open file over to another process of this machine, through a Unix socket.
+"""Passes an open file to another process on this machine, through a Unix socket.
 
-Besides `net.py` it is the one file that opens sockets of our own. Bytes that lie in a file here
-need no socket at all: who is given the file reads them from the system's memory.
+The receiver reads the file from the page cache, without a copy through a socket.
 
 Rules:
-    1. The socket's name is an abstract one: it ends with its process, it leaves no file behind, and
-       nobody on another machine, or in another network namespace, reaches it.
-    2. One connection, one question of a fixed size, one answer: an open file, or nothing.
-    3. What is handed over can be read and not be written.
-    4. Where there are no abstract names (they are Linux's), nothing is offered and nothing is had.
-    5. Only processes of the same user, and root's, are given anything: a file holds more than what
-       was asked for, and they could open it by its path as well. Nor is anything taken from others:
-       anybody may have the name before its owner has it, and hand over a file of his own making.
+    1. The socket has an abstract name: it ends with its process, leaves no file behind, and is not
+       reachable from other machines or network namespaces.
+    2. A connection carries one request of a fixed size and one answer: an open file, or nothing.
+    3. The file is open for reading only.
+    4. Without abstract names (they exist on Linux only), nothing is offered or received.
+    5. Only processes of the same user and of root get files: a file contains more than what was
+       requested, and these processes could open it by its path as well. Files are accepted from
+       these users only: any other process may bind the name first, and pass a forged file.
 """
 
 import asyncio
@@ -37,14 +36,14 @@ _HERE: Final = b"\x01"
 _CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 _ROOT: Final = 0
 
-# Opens what a question asks for, for reading only, and returns its descriptor; raises WaltzError.
+# Opens the requested file for reading and returns its descriptor; raises WaltzError.
 Open = Callable[[bytes], Awaitable[int]]
 
 
 async def offer(name: str, question_bytes: int, open_asked: Open) -> None:
-    """Hand files over to whoever asks under this name, until it is cancelled.
+    """Serve files under this name until cancelled.
 
-    Returns when that is not possible here: who asks finds nobody, and has other ways.
+    Returns if that is not possible here: then readers use the storage's connection.
     """
     if not IS_POSSIBLE:
         return
@@ -62,7 +61,7 @@ async def offer(name: str, question_bytes: int, open_asked: Open) -> None:
                 await room.acquire()
                 try:
                     caller, _ = await _accept(listening)
-                except OSError as error:  # too many files are open, or he has gone again
+                except OSError as error:  # too many open files, or the caller has disconnected
                     room.release()
                     _log.warning("handover.not_let_in name=%s error=%s", name, error)
                     await asyncio.sleep(PAUSE_S)
@@ -76,7 +75,7 @@ async def _accept(listening: socket.socket) -> tuple[socket.socket, object]:
 
 
 def is_offered(name: str) -> bool:
-    """Return whether somebody of this machine offers files under a name; never waits."""
+    """Return whether a process on this machine offers files under a name; never waits."""
     if not IS_POSSIBLE:
         return False
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as made:
@@ -89,18 +88,18 @@ def is_offered(name: str) -> bool:
 
 
 def take(name: str, question: bytes, *, timeout_s: float) -> int:
-    """Return the descriptor of the file that is asked for; blocks, and the caller closes it.
+    """Return the descriptor of a requested file; blocks, and the caller closes it.
 
     Raises:
-        Unreachable: nobody of this machine has the name, or he does not have what is asked for.
+        Unreachable: no process on this machine has the name, or it does not have the file.
     """
     if not IS_POSSIBLE:
-        raise Unreachable(f"{name}: this system has no abstract names")
+        raise Unreachable(f"{name}: this system has no abstract socket names")
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as made:
         made.settimeout(timeout_s)
         try:
             made.connect(_abstract(name))
-            user = _user_of(made)  # who listens
+            user = _user_of(made)  # of the listening process
             if user not in _trusted():
                 raise Unreachable(f"{name}: user {user} has bound that name and is not trusted")
             made.sendall(question)
@@ -110,13 +109,13 @@ def take(name: str, question: bytes, *, timeout_s: float) -> int:
         if answer != _HERE or len(descriptors) != 1:
             for each in descriptors:
                 os.close(each)
-            raise Unreachable(f"{name}: what was asked for is not there")
+            raise Unreachable(f"{name}: the requested file is not available")
         os.set_inheritable(descriptors[0], False)  # noqa: FBT003 - NB: `recv_fds` ignores its flags
         return descriptors[0]
 
 
 async def _answer(caller: socket.socket, question_bytes: int, open_asked: Open) -> None:
-    """Rule 2; who asks nothing in time is not answered."""
+    """Apply rule 2; a connection without a request in time gets no answer."""
     loop = asyncio.get_running_loop()
     with closing(caller):
         user = _user_of(caller)
@@ -131,14 +130,14 @@ async def _answer(caller: socket.socket, question_bytes: int, open_asked: Open) 
                     if not part:
                         return
                     question += part
-            # NB: not under the timeout: what a thread has opened for nobody stays open for ever.
+            # NB: not under the timeout: a file that a thread opens after it would never be closed.
             descriptor = await open_asked(question)
         except (WaltzError, OSError, TimeoutError) as error:
             _log.info("handover.refused error=%s", error)
             return
         try:
             socket.send_fds(caller, [_HERE], [descriptor])
-        except OSError as error:  # he has gone away meanwhile
+        except OSError as error:  # the caller has disconnected meanwhile
             _log.info("handover.not_taken error=%s", error)
         finally:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Look up host names so that a slow lookup delays nothing but its own host.
+"""Looks host names up so that a slow lookup delays only its own host.
 
 Both event loops run lookups in a small pool of threads: a name whose DNS server does not answer
 occupies it for half a minute, and each retry adds another lookup. Then no connection to any other
@@ -27,10 +27,10 @@ _running: dict[str, Future[Addresses]] = {}
 
 
 async def addresses_of(host: str) -> Addresses:
-    """Return the numeric addresses of a host, in the order in which they are to be tried.
+    """Return the numeric addresses of a host, in the order in which to try them.
 
     Raises:
-        OSError: there is no such name, there can be none, or no DNS server answers.
+        OSError: the name is unknown or invalid, or no DNS server answers.
     """
     loop = asyncio.get_running_loop()
     arrived: asyncio.Future[None] = loop.create_future()
@@ -51,7 +51,7 @@ async def addresses_of(host: str) -> Addresses:
 
 
 def begin(host: str) -> Future[Addresses]:
-    """Return the lookup of a host that is under way, or begin one; errors as `addresses_of`."""
+    """Return the running lookup of a host, or start one; errors like `addresses_of`."""
     if is_numeric(host):
         found: Future[Addresses] = Future()
         found.set_result([host])

@@ -1,22 +1,22 @@
-"""TCP for every process: dial, listen, and links that carry messages.
+"""TCP connections: dial, listen, and links that carry messages.
 
-It is the one file that opens sockets for the system's own protocols, but for ports that speak TLS,
-which accept by `tls_port.py`. A link wraps a `wire.connection.Connection`; what a message means is
-nobody's business here.
+All connections with Waltz's protocols are opened here; ports with TLS accept by `tls_port.py`. A
+link wraps a `wire.connection.Connection`.
 
-Who uses a link sees it only after both hellos, and then either gives callbacks (`start`: messages
-are handed over as they come, the fastest way) or awaits `receive`.
+A link is passed to its user after both hellos. The user either sets callbacks (`start`: the fastest
+way to get messages) or awaits `receive`.
 
 Rules:
-    1. Callbacks run on the loop, in the order of arrival; `on_closed` comes once, and comes last.
+    1. Callbacks run on the loop, in the order of arrival; `on_closed` is called once, as the last.
     2. Messages that arrive before `start` wait in an inbox; over `_INBOX_BYTES_MAX` reading pauses.
-    3. Over `WRITE_BACKLOG_BYTES_HIGH` a link is congested. A listener's link then stops reading:
-       who does not take answers may not ask. A dialler's reads on, because answers make room.
-    4. Over its hard limit of unsent bytes a link is cut, with a reason.
-    5. A peer that is silent in its hello, or trickles a frame, is cut.
-    6. The dialling side sends an empty frame when it has sent nothing for a while.
-    7. All of this holds under TLS; what has left TLS for the socket is not counted as unsent, which
-       may be as much again as rules 3 and 4 allow.
+    3. Over `WRITE_BACKLOG_BYTES_HIGH` a link is congested. A listener's link then stops reading: a
+       client that does not read answers may not send requests. A dialer's link keeps reading,
+       because answers make room.
+    4. Over its hard limit of unsent bytes a link is closed, with a reason.
+    5. A peer that sends no hello in time, or sends a frame too slowly, is disconnected.
+    6. The dialing side sends an empty frame when it has sent nothing for a while.
+    7. All of this holds with TLS; bytes that TLS has passed to the socket do not count as unsent,
+       which may be as many again as rules 3 and 4 allow.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ WRITE_BACKLOG_BYTES_MAX: Final = 64 * 1024 * 1024
 LINKS_MAX: Final = 10_000
 _INBOX_BYTES_MAX: Final = 1024 * 1024
 _TICK_S: Final = 15.0
-# The original's diallers send their sign of life after 600 s; whoever misses two is gone.
+# 0.13 dialers send a keep-alive after 600 s; a peer that misses two is dead.
 _IDLE_TICKS_MAX: Final = int(1_300 / _TICK_S)
 _FRAME_BYTES_PER_TICK_MIN: Final = 1024 * int(_TICK_S)
 
@@ -61,7 +61,7 @@ ResultT = TypeVar("ResultT")
 
 
 def run(main: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Run a program on uvloop until it returns; what every daemon's entry point calls."""
+    """Run a daemon's main coroutine on uvloop until it returns."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
 
@@ -84,13 +84,13 @@ async def dial(
     ssl: SSLContext | None = None,
     write_backlog_bytes_max: int = WRITE_BACKLOG_BYTES_MAX,
 ) -> "Link":
-    """Return a link to "host:port" on which both sides have said hello.
+    """Return a link to "host:port" after both hellos.
 
-    With `ssl` (`tls.dialling`) it is wrapped in TLS.
+    With `ssl` (`tls.dialling`) it uses TLS.
 
-    Raises Unreachable when there is no connection within `timeout_s` seconds, TlsMismatch when one
-    side speaks TLS and the other does not, or a certificate is not accepted, RemoteProtocolError
-    when somebody answers who does not speak our language.
+    Raises Unreachable if there is no connection within `timeout_s` seconds, TlsMismatch if only one
+    side uses TLS, or a certificate is not accepted, RemoteProtocolError if the peer speaks another
+    protocol.
     """
     host, port = split_address(address)
     loop = asyncio.get_running_loop()
@@ -103,7 +103,7 @@ async def dial(
     def is_gone(link: Link) -> None:
         if not ready.done():
             ready.set_exception(_why_gone(address, link))
-            ready.exception()  # so that nobody complains when the dial was given up before this
+            ready.exception()  # retrieved here, as the dial may have been cancelled
 
     link = Link(surface, is_listener=False, write_backlog_bytes_max=write_backlog_bytes_max)
     link._on_ready = is_ready
@@ -121,8 +121,8 @@ async def dial(
     except BaseException as error:
         if isinstance(error, TlsMismatch):
             tls.tell(address, str(error).removeprefix(f"{address}: "))
-        # NB: a caller may be cancelled when the link is ready already; nobody else knows of it.
-        link.abort("the dial was given up")
+        # NB: a caller may be cancelled when the link is ready already; only this code knows it.
+        link.abort("the dial was cancelled")
         raise
     return link
 
@@ -130,7 +130,7 @@ async def dial(
 async def _connect(
     make_protocol: Callable[[], asyncio.BaseProtocol], host: str, port: int, ssl: SSLContext | None
 ) -> None:
-    """Connect to the first address of a host that accepts; TLS checks the host's name.
+    """Connect to the first address of a host that accepts; TLS verifies the host's name.
 
     Raises OSError.
     """
@@ -160,10 +160,10 @@ async def listen(
     ssl: SSLContext | None = None,
     links_max: int = LINKS_MAX,
 ) -> "Listener":
-    """Listen and call `on_connection` with every link once both sides have said hello.
+    """Listen and call `on_connection` with every link after both hellos.
 
-    Port 0 takes a free one; `Listener.port` tells which. With `ssl` (`tls.listening`) whoever does
-    not speak TLS is told so. Raises BadConfig when the address cannot be listened on.
+    Port 0 takes a free one, see `Listener.port`. With `ssl` (`tls.listening`) a peer without TLS
+    gets an alert. Raises BadConfig if it is not possible to listen at the address.
     """
     listener = Listener(surface, on_connection, links_max)
     try:
@@ -175,7 +175,7 @@ async def listen(
 
 
 class Listener:
-    """An open port and the links that came in through it."""
+    """An open port and its links."""
 
     def __init__(
         self, surface: Surface, on_connection: Callable[["Link"], None], links_max: int
@@ -192,11 +192,11 @@ class Listener:
 
     @property
     def links(self) -> tuple["Link", ...]:
-        """The links that are open, those still saying hello among them."""
+        """The open links, including those without a complete hello."""
         return tuple(self._links)
 
     async def close(self, reason: str = "shutting down") -> None:
-        """Take no more connections, close those that are open, wait until they are."""
+        """Accept no more connections, and close the open ones."""
         self._is_closed = True
         if self._server is not None:
             self._server.close()
@@ -228,7 +228,7 @@ class Listener:
         return _LinkProtocol(link)
 
     def _link_made(self, link: "Link") -> None:
-        if self._is_closed:  # It was accepted before that, and is told only now.
+        if self._is_closed:  # It was accepted before, and is reported only now.
             link.abort("shutting down")
             return
         if len(self._links) >= self._links_max:
@@ -250,7 +250,7 @@ class Link:
         assert write_backlog_bytes_max > WRITE_BACKLOG_BYTES_HIGH
         self.address = ""
         self.closed_reason: str | None = None
-        # More unsent bytes than this end the link (rule 4); its owner may lower it.
+        # More unsent bytes close the link (rule 4); its user may lower the limit.
         self.write_backlog_bytes_max = write_backlog_bytes_max
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -258,14 +258,14 @@ class Link:
         self._is_listener = is_listener
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
-        # Who listens: to its beginning, to messages, to its end.
+        # Callbacks: for its beginning, messages, its end.
         self._on_made: Callable[[Link], None] | None = None
         self._on_ready: Callable[[Link], None] | None = None
         self._on_lost: Callable[[Link], None] | None = None
         self._on_messages: MessagesCallback | None = None
         self._on_closed: ClosedCallback | None = None
         self._on_drained: DrainedCallback | None = None
-        # What waits: messages before `start`, whoever awaits.
+        # Waiting: messages before `start`, and callers.
         self._inbox: list[Message] = []
         self._inbox_bytes = 0
         self._arrived = asyncio.Event()
@@ -275,18 +275,18 @@ class Link:
         self._is_paused_by_owner = False
         self._is_reading = True
         self._has_tls_failed = False
-        # What the last tick saw.
+        # The state at the last tick.
         self._timer: asyncio.TimerHandle | None = None
         self._tick_sent = 0
         self._tick_received = 0
         self._tick_was_inside_frame = False
         self._idle_ticks = 0
 
-    # ------------------------------------------------------------------ what it is
+    # ------------------------------------------------------------------ state
 
     @property
     def version(self) -> int | None:
-        """The version that both ends speak; None before the peer's hello."""
+        """The agreed version; None before the peer's hello."""
         return self._connection.version
 
     @property
@@ -300,24 +300,24 @@ class Link:
         return self.closed_reason is not None
 
     def limit_write_buffer(self, high_bytes: int) -> None:
-        """Be congested over so many bytes that the peer has not taken, instead of 1 MiB."""
+        """Set the unsent bytes above which it is congested, instead of 1 MiB."""
         assert self._transport is not None
         self._transport.set_write_buffer_limits(high=high_bytes, low=high_bytes // 4)
         self.write_backlog_bytes_max = max(self.write_backlog_bytes_max, 2 * high_bytes)
 
     @property
     def is_congested(self) -> bool:
-        """Whether so much is unsent that the owner should produce no more (rule 3)."""
+        """Whether so much is unsent that the user should produce no more (rule 3)."""
         return not self._drained.is_set()
 
     @property
     def write_backlog_bytes(self) -> int:
-        """How many bytes are handed over but not yet taken by the kernel."""
+        """The bytes that the kernel has not accepted yet."""
         if self._transport is None or self.is_closed:
             return 0
         return self._transport.get_write_buffer_size()
 
-    # ------------------------------------------------------------------ coming in
+    # ------------------------------------------------------------------ receiving
 
     def start(
         self,
@@ -325,7 +325,7 @@ class Link:
         on_closed: ClosedCallback,
         on_drained: DrainedCallback | None = None,
     ) -> None:
-        """Hand messages, the end and the end of a congestion to callbacks from now on (rule 1)."""
+        """Call back for messages, the end, and the end of a congestion from now on (rule 1)."""
         assert self._on_messages is None
         self._on_messages = on_messages
         self._on_closed = on_closed
@@ -337,7 +337,7 @@ class Link:
             on_closed(self.closed_reason)
 
     async def receive(self) -> list[Message]:
-        """Return what has arrived, at least one message; raise Unreachable when none will come."""
+        """Return the arrived messages, at least one; raise Unreachable when none will arrive."""
         assert self._on_messages is None
         while not self._inbox:
             if self.is_closed:
@@ -347,7 +347,7 @@ class Link:
         return self._take_inbox()
 
     def pause_reading(self) -> None:
-        """Leave what the peer sends in the kernel, so that it has to stop by and by."""
+        """Stop reading, so that the peer must stop sending when the kernel's buffers are full."""
         self._is_paused_by_owner = True
         self._update_reading()
 
@@ -356,13 +356,13 @@ class Link:
         self._is_paused_by_owner = False
         self._update_reading()
 
-    # ------------------------------------------------------------------ going out
+    # ------------------------------------------------------------------ sending
 
     def send(self, message: Message) -> None:
-        """Send a message; nothing happens when the link is closed (`on_closed` tells).
+        """Send a message; a closed link drops it (`on_closed` reports that).
 
-        The message's buffers must not change any more. Raises LocalProtocolError for a message
-        that cannot be sent in the agreed version.
+        The message's buffers must not change any more. Raises LocalProtocolError for a message that
+        the agreed version cannot express.
         """
         if self.is_closed:
             return
@@ -375,7 +375,7 @@ class Link:
         self._sent(sum(map(len, buffers)))
 
     def send_all(self, messages: Sequence[Message]) -> None:
-        """Send messages in order by one call of the system; see `send`."""
+        """Send messages in order with one system call; see `send`."""
         if self.is_closed:
             return
         assert self._transport is not None
@@ -384,7 +384,7 @@ class Link:
         self._sent(sum(map(len, buffers)))
 
     def send_frames(self, frames: bytes) -> None:
-        """Send whole frames of the agreed version, made elsewhere; see `send`."""
+        """Send complete frames of the agreed version; see `send`."""
         if self.is_closed:
             return
         assert self._transport is not None
@@ -399,13 +399,13 @@ class Link:
             self.abort(f"the peer does not read: {backlog_bytes} bytes are unsent")
 
     async def drained(self) -> None:
-        """Wait until the link is not congested, or closed."""
+        """Wait until the link is not congested, or is closed."""
         await self._drained.wait()
 
-    # ------------------------------------------------------------------ ending
+    # ------------------------------------------------------------------ closing
 
     def close(self, reason: str) -> None:
-        """Send what is unsent, within `CLOSE_S_MAX`, then end."""
+        """Send what is unsent, within `CLOSE_S_MAX`, then close."""
         if self.is_closed:
             return
         self.closed_reason = reason
@@ -415,14 +415,14 @@ class Link:
         self._set_timer(CLOSE_S_MAX, self._transport.abort)
 
     def abort(self, reason: str) -> None:
-        """End now; what is unsent is lost."""
+        """Close now; what is unsent is lost."""
         if not self.is_closed:
             self.closed_reason = reason
         if self._transport is not None:
             self._transport.abort()
 
     async def wait_closed(self) -> None:
-        """Wait until the connection is gone and `on_closed` was called."""
+        """Wait until the connection is closed and `on_closed` was called."""
         await self._closed.wait()
 
     # ------------------------------------------------------------------ private
@@ -432,7 +432,7 @@ class Link:
         self.address = _peer_address(transport)
         if self._on_made is not None:
             self._on_made(self)
-        if self.is_closed:  # refused, or the dial was given up meanwhile
+        if self.is_closed:  # rejected, or the dial was cancelled meanwhile
             transport.abort()
             return
         _set_socket_options(transport.get_extra_info("socket"))
@@ -476,7 +476,7 @@ class Link:
         if failed is not None:
             if str(failed) != FOUND_TLS:
                 _log.warning("net.protocol peer=%s error=%s", self.address, failed)
-            elif self._is_listener:  # who dials is told by his error
+            elif self._is_listener:  # a dialer gets an exception
                 tls.tell(self.address.rpartition(":")[0], FOUND_TLS)
             self.abort(str(failed))
 
@@ -529,13 +529,13 @@ class Link:
         self.abort(f"expected a hello within {HELLO_S_MAX} s")
 
     def _tick(self) -> None:
-        """Look after rules 5 and 6, every `_TICK_S`."""
+        """Enforce rules 5 and 6, every `_TICK_S`."""
         received = self.bytes_received - self._tick_received
         is_inside_frame = self._connection.is_inside_frame
         is_slow = is_inside_frame and self._tick_was_inside_frame
         self._idle_ticks = 0 if received or not self._is_reading else self._idle_ticks + 1
         if is_slow and received < _FRAME_BYTES_PER_TICK_MIN and self._is_reading:
-            self.abort(f"a frame came too slowly: {received} bytes in {_TICK_S} s")
+            self.abort(f"a frame arrived too slowly: {received} bytes in {_TICK_S} s")
             return
         if self._is_listener and self._idle_ticks > _IDLE_TICKS_MAX:
             self.abort(f"nothing was received for {int(_IDLE_TICKS_MAX * _TICK_S)} s")
@@ -562,7 +562,7 @@ class Link:
 
 
 class _LinkProtocol(asyncio.BufferedProtocol):
-    """What the loop calls; a link's own callers do not see these methods."""
+    """The methods that the loop calls, hidden from a link's users."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -590,12 +590,12 @@ class _LinkProtocol(asyncio.BufferedProtocol):
 
 
 def _only_messages(events: list[ConnectionEvent]) -> list[Message]:
-    """Return the same list: the hello was its first entry, a failure its last, both are gone."""
+    """Return the messages of a list from which hello and failure were removed."""
     return cast("list[Message]", events)
 
 
 def _why_gone(address: str, link: Link) -> WaltzError:
-    """Return what to raise for a link that is gone before the peer's hello."""
+    """Return the error for a link that was closed before the peer's hello."""
     broken = link._connection.failure
     if link._has_tls_failed or (broken is not None and str(broken) == FOUND_TLS):
         return TlsMismatch(f"{address}: {broken or link.closed_reason}")
@@ -610,7 +610,7 @@ def _peer_address(transport: asyncio.Transport) -> str:
 
 
 def _set_socket_options(sock: socket.socket) -> None:
-    """Send at once, and learn within seconds that a peer's machine is gone."""
+    """Disable delays, and detect within seconds that a peer's host is dead."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -618,6 +618,6 @@ def _set_socket_options(sock: socket.socket) -> None:
         ("TCP_KEEPINTVL", 3),
         ("TCP_KEEPCNT", 3),
     ):
-        option = getattr(socket, name, None)  # Linux has them all, others some
+        option = getattr(socket, name, None)  # Linux has all of them, other systems some
         if option is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)

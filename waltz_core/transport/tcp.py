@@ -1,4 +1,4 @@
-"""What the kernel knows of a TCP connection's other end: whether its host still answers.
+"""Whether the peer's host of a TCP connection still answers, according to the kernel.
 
 `TCP_USER_TIMEOUT` also ends a connection whose peer reads nothing: the kernel counts the time in
 which a full window keeps data from being sent, although the peer's host answers every probe.
@@ -18,16 +18,16 @@ UNANSWERED_MIN: Final = 3
 
 
 class Socket(Protocol):
-    """What is needed of a socket; uvloop's are no `socket.socket`."""
+    """The interface of a socket that is used here; uvloop's sockets are not `socket.socket`."""
 
     def getsockopt(self, level: int, optname: int, buflen: int, /) -> bytes:
         """Return an option's bytes."""
 
 
 def silence_ms(sock: Socket) -> int | None:
-    """Return for how long the peer's host has acknowledged nothing, if that means that it is gone.
+    """Return how long the peer's host has acknowledged nothing, if that means that it is dead.
 
-    None where it answers, where nothing waits for an answer, and where the system does not say.
+    None if it answers, if nothing waits for an answer, and if the system does not report it.
     """
     option = getattr(socket, "TCP_INFO", None)
     if option is None:

@@ -1,24 +1,23 @@
-"""TLS: from settings and a connect string to what `net.py` wraps connections in.
+"""TLS trust settings and handshake errors: from settings to the contexts that `net.py` uses.
 
-Daemons, clients and commands decide in one place whether they speak TLS, whom they believe, and
-what is said when two ends do not fit. Only the standard library's `ssl` is used; certificates are
-files that somebody has made (docs/operations.md, "TLS").
+Daemons, clients and commands share it. It uses the standard library's `ssl` only;
+docs/operations.md, "TLS", describes the certificate files.
 
 Rules:
-    1. `tls = "off"` wins over everything, the connect string's ?tls= over a default, and each
-       setting that is given over what ?tls= says of it. Who names authorities means them: a
-       ?tls=unverified that a whole cluster has does not keep him from asking them.
+    1. `tls = "off"` overrides everything, the connect string's ?tls= overrides a default, and each
+       explicit setting overrides that of ?tls=. Explicit authorities are used for verification also
+       with a cluster-wide ?tls=unverified.
     2. ?tls=FILE names the authorities; a FILE.toml has settings of kind "tls", with file names
-       beside it. ?tls=on believes the system's authorities, ?tls=unverified anybody.
-    3. TLS 1.2 is the least: an original speaks nothing newer.
-    4. Whoever listens beyond this machine in the clear is told so once, unless `tls = "off"` says
-       that it is meant.
-    5. A daemon reads its files again on SIGHUP (`renew`). Authorities are added, and leave at a
-       restart only.
-    6. The same failure of the same peer is news once in `NEWS_AGAIN_S`: whoever dials again and
-       again fills no disk.
-    7. A daemon checks its own certificate as its peers will: for the host that it advertises, and
-       for its dates. What does not fit is logged as an error when its files are read.
+       relative to it. ?tls=on trusts the system's authorities, ?tls=unverified any peer.
+    3. TLS 1.2 is the minimum: Waltz 0.13 supports nothing newer.
+    4. A daemon that listens beyond this machine without TLS logs that once, unless `tls = "off"` is
+       explicit.
+    5. A daemon reads its files again on SIGHUP (`renew`). Authorities are added; only a restart
+       removes them.
+    6. The same failure of the same peer is logged once in `NEWS_AGAIN_S`, so that a peer that keeps
+       dialing does not fill the disk.
+    7. A daemon checks its own certificate like its peers: the advertised host, and the dates. A
+       mismatch is logged as an error when the files are read.
 """
 
 import contextlib
@@ -42,12 +41,12 @@ UNVERIFIED: Final = "unverified"
 # The first byte of a record: a handshake, or the alert that ends one.
 HANDSHAKE: Final = 0x16
 ALERT: Final = 0x15
-# What we say to somebody who has not begun a handshake: a fatal alert, unexpected_message.
+# The answer to a peer that has not begun a handshake: a fatal alert, unexpected_message.
 REFUSAL: Final = bytes((ALERT, 3, 3, 0, 2, 2, 10))
 
 NEWS_AGAIN_S: Final = 60.0
 _NEWS_MAX: Final = 1_024
-_NEWS: Final[dict[tuple[str, str], float]] = {}  # when what was told of whom, by this process
+_NEWS: Final[dict[tuple[str, str], float]] = {}  # (peer, failure) -> when this process logged it
 _FILES: Final = ("tls_certificate", "tls_key", "tls_authorities")
 _FOUND_PLAIN: Final = "expected TLS, found plain TCP"
 _NO_VERSION: Final = "no common version: expected TLS 1.2 or 1.3"
@@ -57,30 +56,30 @@ _SENTENCES: Final = {
     "UNSUPPORTED_PROTOCOL": _NO_VERSION,
     "TLSV1_ALERT_PROTOCOL_VERSION": _NO_VERSION,
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "expected a certificate of the peer, found none",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer expects a certificate, and we showed none",
-    # What TLS 1.2 has for that, and for more.
-    "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer refuses us: perhaps it expects a certificate",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer expects a certificate, found none",
+    # TLS 1.2 uses this one for that, and for other failures.
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer rejects us: perhaps it expects a certificate",
 }
 _REFUSED_BY_PEER: Final = ("CERTIFICATE", "UNKNOWN_CA")
 
 
 def dialling(config: TlsConfig, connect: str) -> ssl.SSLContext | None:
-    """Return what to wrap connections in that we make; None: they are plain.
+    """Return the context for outgoing connections; None: without TLS.
 
     Raises:
-        BadConfig: the connect string, a setting or a file of them is wrong.
+        BadConfig: the connect string, a setting or a file is not valid.
     """
     chosen = _effective(config, place_in(connect))
     return None if chosen is None else _client_context(chosen)
 
 
 def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None) -> None:
-    """Read a daemon's files again; connections that are made from now on go by them.
+    """Read a daemon's files again, for new connections.
 
-    Where they are wrong the log says so, and what was read before goes on to hold.
+    If they are not valid, that is logged, and the previous ones stay in use.
     """
     try:
-        listening(config)  # a new one: half of a pair of files must not get into those in use
+        listening(config)  # a new one first: half of a pair of files must not be used
         chosen = _effective(config, place_in(config.connect))
     except BadConfig as error:
         _log.error("tls.not_renewed error=%s", error)
@@ -96,26 +95,26 @@ def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None
 
 
 def named(place: str) -> ssl.SSLContext | None:
-    """Return what to dial in, as ?tls= names it, for whoever has no connect string.
+    """Return the context for a value of ?tls=, for callers without a connect string.
 
     Raises:
-        BadConfig: as `dialling`.
+        BadConfig: like `dialling`.
     """
     chosen = _effective(TlsConfig(), place)
     return None if chosen is None else _client_context(chosen)
 
 
 def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
-    """Return what to wrap connections in that come to a daemon; None: they are plain (rule 4).
+    """Return the context for a daemon's incoming connections; None: without TLS (rule 4).
 
     Raises:
-        BadConfig: as `dialling`; or there is no certificate, or nothing to check a peer's against.
+        BadConfig: like `dialling`; or there is no certificate, or no authority for peers.
     """
     chosen = _effective(config, place_in(config.connect))
     if chosen is None:
         is_meant = config.tls == "off"
         if isinstance(config, ServerConfig) and config.tls_require_certificate and not is_meant:
-            raise BadConfig('tls: expected "on" beside tls_require_certificate = true')
+            raise BadConfig('tls: expected "on" with tls_require_certificate = true')
         if not is_meant and not _is_loopback(config.listen_host):
             _log.warning(
                 "tls.off host=%s: every host that can connect may read and write, without "
@@ -128,14 +127,14 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
         raise BadConfig("tls_certificate: expected a file, which a daemon needs for TLS")
     if config.tls_require_certificate and not chosen.tls_authorities:
         raise BadConfig(
-            "tls_authorities: expected a file, to check those certificates against that "
-            "tls_require_certificate asks for; or tls_require_certificate = false"
+            "tls_authorities: expected a file, to verify peers for tls_require_certificate = true, "
+            "or tls_require_certificate = false"
         )
     context = _Context(ssl.PROTOCOL_TLS_SERVER)
     context.sslobject_class = _Handshake
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
-    context.num_tickets = 0  # nobody resumes
+    context.num_tickets = 0  # no client resumes sessions
     _load_certificate(context, chosen)
     _check_own_certificate(chosen, config.advertised_host or config.listen_host)
     if config.tls_require_certificate:
@@ -145,7 +144,7 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
 
 
 def tell(peer: str, failure: str) -> None:
-    """Log why we and a peer do not come to speak (rule 6); a host, where its ports are any."""
+    """Log why a handshake with a peer failed (rule 6); `peer` is a host if its ports vary."""
     now_s = time.monotonic()
     if now_s < _NEWS.get((peer, failure), -NEWS_AGAIN_S) + NEWS_AGAIN_S:
         return
@@ -156,43 +155,43 @@ def tell(peer: str, failure: str) -> None:
 
 
 def alert_of(error: Exception) -> bytes:
-    """Return what a peer has to be sent whose handshake has failed with this; may be nothing."""
+    """Return the alert to send to a peer after this handshake error; may be empty."""
     notes = getattr(error, "__notes__", [])
     return bytes.fromhex(notes[-1]) if isinstance(error, ssl.SSLError) and notes else b""
 
 
 def place_in(connect: str) -> str:
-    """Return what stands behind ?tls= of a connect string.
+    """Return the value of ?tls= of a connect string.
 
-    One without is not looked at: a storage without ZooKeeper may have any, and what is wrong with
-    it is told by who connects.
+    A string without it is not checked: a storage without ZooKeeper may have any, and connecting
+    reports its errors.
     """
     return parse_connect_string(connect).tls if "tls=" in connect else ""
 
 
 def told(error: Exception) -> str:
-    """Return an error of a handshake, or after it, as the end of a sentence."""
+    """Return the text for an error of a handshake, or after it."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the peer's certificate is not accepted: {error.verify_message}"
     if not isinstance(error, ssl.SSLError):
         return str(error) or type(error).__name__
     reason = error.reason or ""
     if "ALERT" in reason and any(each in reason for each in _REFUSED_BY_PEER):
-        sentence = f"our certificate is not accepted by the peer: {_words(reason)}"
+        sentence = f"the peer does not accept this side's certificate: {_words(reason)}"
         return _SENTENCES.get(reason, sentence)
     return _SENTENCES.get(reason) or f"TLS has failed: {_words(reason) or error}"
 
 
 class _Handshake(ssl.SSLObject):
-    """One end of a connection, which keeps the alert that a failure would have sent.
+    """One end of a connection; it keeps the alert of a failure.
 
-    Both loops drop what is unsent when a handshake fails, so that the peer would never learn why.
+    Both event loops drop unsent bytes when a handshake fails, so the peer would not get the reason.
     """
 
     outgoing: ssl.MemoryBIO
 
     def do_handshake(self) -> None:
-        """Go on; raises SSLError, with the alert as its note (`alert_of`)."""
+        """Continue; raises SSLError, with the alert as its note (`alert_of`)."""
         try:
             super().do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -212,7 +211,7 @@ class _Context(ssl.SSLContext):
         *arguments: Any,  # noqa: ANN401 - handed on
         **options: Any,  # noqa: ANN401 - handed on
     ) -> ssl.SSLObject:
-        """As the loop asks for it."""
+        """Return the object that the loop requests."""
         made = super().wrap_bio(incoming, outgoing, *arguments, **options)
         assert isinstance(made, _Handshake)
         made.outgoing = outgoing
@@ -224,7 +223,7 @@ def _words(reason: str) -> str:
 
 
 def _effective(config: TlsConfig, place: str) -> TlsConfig | None:
-    """Return the settings that hold (rule 1); None: no TLS."""
+    """Return the effective settings (rule 1); None: no TLS."""
     said = _read(ON if place == UNVERIFIED and config.tls_authorities else place)
     given = {
         each.name: getattr(config, each.name)
@@ -235,7 +234,7 @@ def _effective(config: TlsConfig, place: str) -> TlsConfig | None:
     if chosen.tls == ON:
         return chosen
     if not chosen.tls and given:
-        raise BadConfig(f'tls: expected "on" or "off" beside {next(iter(given))}, found neither')
+        raise BadConfig(f'tls: expected "on" or "off" with {next(iter(given))}, found neither')
     return None
 
 
@@ -270,12 +269,12 @@ def _client_context(chosen: TlsConfig) -> ssl.SSLContext:
 
 
 def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
-    """Log why peers will not accept our certificate at the host that we advertise (rule 7)."""
+    """Log if peers will not accept the own certificate for the advertised host (rule 7)."""
     if chosen.tls_verify == "nothing":
         return
     host = host.removeprefix("[").removesuffix("]")
     theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever has signed it is trusted here
+    theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # its issuer is trusted here
     theirs.check_hostname = chosen.tls_verify in ("", "name")
     theirs.load_verify_locations(chosen.tls_certificate)
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -313,7 +312,7 @@ def _load_certificate(context: ssl.SSLContext, chosen: TlsConfig) -> None:
     file, key = chosen.tls_certificate, chosen.tls_key or chosen.tls_certificate
     for name, each in (("tls_certificate", file), ("tls_key", key)):
         try:
-            Path(each).read_bytes()  # `ssl` does not say which one it is
+            Path(each).read_bytes()  # the errors of `ssl` do not name the file
         except OSError as error:
             raise _unreadable(name, each, error) from None
 

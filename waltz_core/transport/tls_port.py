@@ -1,13 +1,13 @@
-"""A listening port that speaks TLS: accepts, shakes hands, and tells who does not.
+"""A listening port with TLS: it accepts connections, performs handshakes, and logs failures.
 
-The loop's own listening port drops in silence whoever fails in his handshake, and an operator who
-has forgotten TLS on one side would see nothing on the other. Messages are `net.py`'s.
+The event loop's own listening port drops connections with a failed handshake silently, so that an
+operator who has configured TLS on one side only would see nothing on the other.
 
 Rules:
-    1. Whoever does not begin with a handshake is told by an alert, which our own diallers know, and
-       the log says so in a sentence. Whoever connects and says nothing is no news.
-    2. A handshake takes `HANDSHAKE_S_MAX` at most, and only so many are under way at one time.
-    3. Nothing of a connection reaches its protocol before the handshake is done.
+    1. A peer that does not begin with a handshake gets an alert, which Waltz's dialers recognize,
+       and is logged. A connection without any byte is not logged.
+    2. A handshake takes `HANDSHAKE_S_MAX` at most, and the number of concurrent ones is limited.
+    3. No bytes reach a connection's protocol before the handshake is done.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 HANDSHAKE_S_MAX: Final = 5.0
 HANDSHAKES_MAX: Final = 1_024
 BACKLOG: Final = 1_024
-# The system is out of descriptors, or of memory: it is of no use to ask again at once.
+# After a lack of descriptors or memory; an immediate retry would fail, too.
 _ACCEPT_PAUSE_S: Final = 0.5
 
 
 class TlsPort:
-    """See the module's rules; `make_protocol` is called for who has come through."""
+    """See the module's rules; `make_protocol` is called after a successful handshake."""
 
     def __init__(
         self, context: ssl.SSLContext, make_protocol: Callable[[], asyncio.BaseProtocol]
@@ -44,7 +44,7 @@ class TlsPort:
         self._handshakes_count = 0
 
     async def open(self, host: str, port: int) -> None:
-        """Listen at all addresses of a host, as `loop.create_server` does; raises OSError."""
+        """Listen at all addresses of a host, like `loop.create_server`; raises OSError."""
         infos = await self._loop.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
@@ -55,11 +55,11 @@ class TlsPort:
             self._close_sockets()
             raise
         self.port = self._sockets[0].getsockname()[1]
-        # Nobody's child, as the loop's own ports are nobody's: it ends with `close`.
+        # Not in a task group, like the loop's own ports: it ends with `close`.
         self._accepting = self._loop.create_task(self._accept_all(), name="tls-port")
 
     async def close(self) -> None:
-        """Accept nobody any more; who is in his handshake is dropped."""
+        """Accept no more connections; handshakes in progress are dropped."""
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait([self._accepting])
@@ -84,7 +84,7 @@ class TlsPort:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             if self._handshakes_count >= HANDSHAKES_MAX:
-                tls.tell(address[0], f"{self._handshakes_count} handshakes are under way")
+                tls.tell(address[0], f"{self._handshakes_count} handshakes are in progress")
                 accepted.close()
                 continue
             self._handshakes_count += 1
@@ -95,7 +95,7 @@ class TlsPort:
         is_handed_over = False
         try:
             if await self._begins_with_handshake(accepted, host):
-                # The loop's transport is gone when it tells of a failure; this one is there still.
+                # The loop closes its transport before it reports a failure; this socket stays open.
                 telling = accepted.dup()
                 is_handed_over = True
                 await self._loop.connect_accepted_socket(
@@ -109,7 +109,7 @@ class TlsPort:
         except ConnectionResetError:
             tls.tell(
                 host,
-                "it has gone within the handshake: perhaps our certificate is not accepted there",
+                "it disconnected during the handshake: perhaps it does not accept the certificate",
             )
         except OSError as error:
             tls.tell(host, tls.told(error))
@@ -126,7 +126,7 @@ class TlsPort:
                 accepted.close()
 
     async def _begins_with_handshake(self, accepted: socket.socket, host: str) -> bool:
-        """Wait for the first byte, and leave it where it is (rule 1)."""
+        """Wait for the first byte, without reading it (rule 1)."""
         accepted.settimeout(0)
         readable = self._loop.create_future()
         self._loop.add_reader(accepted, _set, readable)
@@ -142,7 +142,7 @@ class TlsPort:
         if not first or first[0] == tls.HANDSHAKE:
             return bool(first)
         tls.tell(host, "expected TLS, found plain TCP")
-        accepted.recv(64 * 1024)  # what is left unread would have the system take the alert back
+        accepted.recv(64 * 1024)  # with unread bytes the system would drop the alert
         accepted.send(tls.REFUSAL)
         return False
 

@@ -1,11 +1,10 @@
-"""Every message of surface A: a storage and whoever administers it.
+"""Every message of surface A: the administration of a storage.
 
-It is a table like `messages.py`, of a port that no transaction passes through. Version 0 is that of
-Waltz 0.13, byte for byte (docs/design/wire-format.md 3.2); version 1 is version 0 and what our
-rules need besides. The rules are those of `messages.py`.
+It is a table like `messages.py`, with the same rules. Version 0 has the bytes of Waltz 0.13
+(docs/design/wire-format.md 3.2); version 1 adds messages.
 
-Prefix: type (1 byte), sequence (8). An answer echoes its request's sequence. The original's type 5
-means nothing.
+Prefix: type (1 byte), sequence (8). An answer echoes its request's sequence. Type 5 of 0.13 has no
+meaning.
 """
 
 from typing import Annotated
@@ -37,26 +36,26 @@ Stack = Annotated[tuple[tuple[str, str, str | None, int], ...], FieldKind.STACK]
 
 @value(frozen=True, slots=True)
 class AdminMessage(Message):
-    """A message between a storage and its administration."""
+    """A message between a storage and an administration tool."""
 
     surface = Surface.ADMIN
     sequence: Int64
 
 
 # ---------------------------------------------------------------------------------------------
-# A 0: the original's
+# A 0: Waltz 0.13
 
 
 @value(frozen=True, slots=True)
 class Done(AdminMessage):
-    """What was asked for is done, durably; answers 3, 4 and 6, and of ours 69, 70 and 71."""
+    """The request is done, durably; answers 3, 4, 6, 69, 70 and 71."""
 
     code = 1
 
 
 @value(frozen=True, slots=True)
 class AdminFailure(AdminMessage):
-    """What was asked for is not done, and why; ours sends it to peers of version 0 only."""
+    """The request failed, with the reason; sent to peers of version 0 only."""
 
     code = 2
     text: TextOrNull
@@ -65,7 +64,7 @@ class AdminFailure(AdminMessage):
 
 @value(frozen=True, slots=True)
 class CheckCluster(AdminMessage):
-    """Check that the storage is of this cluster; the sequence is -1."""
+    """Check that the storage belongs to this cluster; the sequence is -1."""
 
     code = 3
     cluster_key: Raw16
@@ -83,7 +82,7 @@ class SetAvailable(AdminMessage):
 
 @value(frozen=True, slots=True)
 class SetAssigned(AdminMessage):
-    """Begin to hold partitions, or hold them no longer and maybe delete their files."""
+    """Assign partitions to the storage, or remove them, optionally with their files."""
 
     code = 6
     partitions: Int32s
@@ -103,7 +102,7 @@ class RecordListRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class RecordListResponse(AdminMessage):
-    """What there is of them, maybe nothing."""
+    """The records that exist, maybe none."""
 
     code = 8
     partition_id: Int32
@@ -112,7 +111,7 @@ class RecordListResponse(AdminMessage):
 
 @value(frozen=True, slots=True)
 class SessionInfoRequest(AdminMessage):
-    """Ask for the marks in the control file."""
+    """Request the marks in the control file."""
 
     code = 9
     partition_id: Int32
@@ -120,7 +119,7 @@ class SessionInfoRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class SessionInfoResponse(AdminMessage):
-    """The marks in the control file: up to the local one the log was whole when it was set."""
+    """The marks in the control file: the log was complete up to the local one when it was set."""
 
     code = 10
     partition_id: Int32
@@ -131,14 +130,14 @@ class SessionInfoResponse(AdminMessage):
 
 @value(frozen=True, slots=True)
 class MetricsRequest(AdminMessage):
-    """Ask for the gauges."""
+    """Request the gauges."""
 
     code = 11
 
 
 @value(frozen=True, slots=True)
 class MetricsResponse(AdminMessage):
-    """The gauges as JSON, in the original's form and under its names; longer than a text may be."""
+    """The gauges as JSON, with the structure and names of 0.13; longer than a text may be."""
 
     code = 12
     json: Blob
@@ -146,26 +145,26 @@ class MetricsResponse(AdminMessage):
 
 @value(frozen=True, slots=True)
 class HeldRequest(AdminMessage):
-    """Ask which partitions the storage holds."""
+    """Request the assigned partitions."""
 
     code = 13
 
 
 @value(frozen=True, slots=True)
 class HeldResponse(AdminMessage):
-    """Each partition that is held, and whether it is available."""
+    """Each assigned partition, and whether it is available."""
 
     code = 14
     available: Int32BoolMap
 
 
 # ---------------------------------------------------------------------------------------------
-# A 1: what our rules need besides
+# A 1
 
 
 @value(frozen=True, slots=True)
 class AdminRefused(AdminMessage):
-    """What was asked for is not done; the code is that of `errors.py`."""
+    """The request failed; the code is that of `errors.py`."""
 
     code = 64
     since = 1
@@ -175,7 +174,7 @@ class AdminRefused(AdminMessage):
 
 @value(frozen=True, slots=True)
 class StorageRequest(AdminMessage):
-    """Ask which storage this is."""
+    """Request the identity of the storage."""
 
     code = 65
     since = 1
@@ -183,7 +182,7 @@ class StorageRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class StorageResponse(AdminMessage):
-    """Which storage this is, and which partitions it holds."""
+    """The storage's identity, and its partitions."""
 
     code = 66
     since = 1
@@ -196,7 +195,7 @@ class StorageResponse(AdminMessage):
 
 @value(frozen=True, slots=True)
 class ReplicaRequest(AdminMessage):
-    """Ask how one partition stands here."""
+    """Request the state of one partition."""
 
     code = 67
     since = 1
@@ -205,10 +204,11 @@ class ReplicaRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class ReplicaResponse(AdminMessage):
-    """How one partition stands here.
+    """The state of one partition.
 
-    `why_not` says why its log cannot be used, and is empty when it can; what follows then is
-    nothing. `low_water_mark` is the confirmed one. `damaged` holds pairs first, last of ids.
+    `why_not` is the reason why its log cannot be used, and empty if it can; with a reason the
+    fields after it are empty. `low_water_mark` is the confirmed one. `damaged` holds pairs first,
+    last of ids.
     """
 
     code = 68
@@ -229,7 +229,7 @@ class ReplicaResponse(AdminMessage):
 
 @value(frozen=True, slots=True)
 class RemovePartition(AdminMessage):
-    """Hold a partition no longer; `is_forced`: though the last session counts on this replica."""
+    """Remove a partition; `is_forced`: also if the last session depends on this replica."""
 
     code = 69
     since = 1
@@ -240,7 +240,7 @@ class RemovePartition(AdminMessage):
 
 @value(frozen=True, slots=True)
 class MarkSuspect(AdminMessage):
-    """Believe a replica no longer, until a session has brought it up to its mark."""
+    """Mark a replica as suspect, until a session has brought it up to its mark."""
 
     code = 70
     since = 1
@@ -250,7 +250,7 @@ class MarkSuspect(AdminMessage):
 
 @value(frozen=True, slots=True)
 class ReSeed(AdminMessage):
-    """Throw a replica's log away: it begins empty and suspect, and is copied from the others."""
+    """Delete a replica's log: it starts empty and suspect, and is copied from the others."""
 
     code = 71
     since = 1
@@ -271,9 +271,9 @@ class CopyRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class Copy(AdminMessage):
-    """Whole batches of a log; as an answer to 72 empty when `first` is above the mark.
+    """Whole batches of a log; as an answer to 72 empty if `first` is above the mark.
 
-    As a request: put them behind the log of a replica that is offline.
+    As a request: append them to the log of a replica that is offline.
     """
 
     code = 73
@@ -299,7 +299,7 @@ class Copied(AdminMessage):
 
 @value(frozen=True, slots=True)
 class ScrubRequest(AdminMessage):
-    """Tell how far a partition's records were read again; `begins`: have it done anew first."""
+    """Request the progress of a partition's scrub; `begins`: start a new pass first."""
 
     code = 76
     since = 1
@@ -309,10 +309,10 @@ class ScrubRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class ScrubResponse(AdminMessage):
-    """Up to `next_id` they were read in this pass; answers 76.
+    """This pass has read the records below `next_id`; answers 76.
 
-    `read_bytes` are those of this pass, `finished_age_ms` is the time since the last pass that came
-    to its end, -1 for none; `error` is why the last one did not.
+    `read_bytes` are those of this pass, `finished_age_ms` is the time since the last completed
+    pass, -1 for none; `error` is why the last one was not completed.
     """
 
     code = 77

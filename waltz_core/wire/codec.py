@@ -1,18 +1,17 @@
-"""Message to frame and frame to message, derived from the tables of messages.
+"""Encodes messages to frames and decodes them, derived from the tables of messages.
 
-It is the only file that knows how a value lies in a frame. It holds no state of a connection and
-trusts no byte: what a peer sent is a value or a `RemoteProtocolError`, what we cannot say in a
-version is a `LocalProtocolError`.
+It has no state of a connection. Decoding returns a message or raises `RemoteProtocolError` for any
+bytes; encoding raises `LocalProtocolError` for what a version cannot express.
 
-A plan is made once for each message class and version. It joins neighbouring fields of fixed size
+There is one plan for each message class and version. It joins neighbouring fields of fixed size
 into one `struct` call and has one function for each field of variable size.
 
 Rules:
-    1. `decode(encode(m)) == m` for whatever both versions can carry; no field is skipped silently
-       but those that messages.py marks `is_extra`.
-    2. Bytes left over after the last field are an error.
-    3. Large byte fields are never copied: encoding hands out the caller's buffers, decoding hands
-       out views of the frame.
+    1. `decode(encode(m)) == m` for every value that both versions can express; no field is skipped
+       silently except those that messages.py marks `is_extra`.
+    2. Bytes after the last field are an error.
+    3. Large byte fields are never copied: encoding returns the caller's buffers, decoding returns
+       views of the frame.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ assert FRAME_HEADER.size == 7
 
 
 class FrameHeader(NamedTuple):
-    """What stands before every payload; `payload_bytes` is as received and may be negative."""
+    """The header of a frame; `payload_bytes` is as received and may be negative."""
 
     magic: int
     version: int
@@ -46,17 +45,17 @@ class FrameHeader(NamedTuple):
 
 
 def decode_frame_header(data: Buffer, offset: int = 0) -> FrameHeader:
-    """Read 7 bytes; the caller has checked that they are there."""
+    """Decode 7 bytes; the caller has checked that they exist."""
     return FrameHeader._make(FRAME_HEADER.unpack_from(data, offset))
 
 
 def encode_keep_alive(surface: Surface, version: int) -> bytes:
-    """Return the empty frame that says nothing but "I am here" (docs/design/wire-format.md 1.1)."""
+    """Return the empty frame of a keep-alive (docs/design/wire-format.md 1.1)."""
     return FRAME_HEADER.pack(surface.magic, version, 0)
 
 
 def encode_hello(hello: Hello) -> bytes:
-    """Return the whole frame of a hello."""
+    """Return the complete frame of a hello."""
     text = hello.text.encode()
     payload = struct.pack(f">i{len(hello.versions)}h", len(hello.versions), *hello.versions)
     payload += _INT32.pack(len(text)) + text
@@ -64,7 +63,7 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def decode_hello(payload: Buffer) -> Hello:
-    """Return what a hello's payload says; raise RemoteProtocolError for any other bytes."""
+    """Decode a hello's payload; raise RemoteProtocolError for any other bytes."""
     view = memoryview(payload)
     values: list[Any] = []
     try:
@@ -79,10 +78,10 @@ def decode_hello(payload: Buffer) -> Hello:
 
 
 def encode(message: Message, version: int) -> list[Buffer]:
-    """Return the message's frame as buffers to be written one after the other.
+    """Return the message's frame as buffers to write one after the other.
 
-    Buffers of the message itself are among them (rule 3), so they must not change until they
-    are written. Raises LocalProtocolError for what this version cannot carry.
+    They include buffers of the message itself (rule 3), which must not change until they are
+    written. Raises LocalProtocolError for a message that this version cannot express.
     """
     plan = _plan(type(message), version)
     out = Out()
@@ -90,7 +89,7 @@ def encode(message: Message, version: int) -> list[Buffer]:
         for write in plan.writers:
             write(message, out)
     except (struct.error, UnicodeEncodeError) as error:
-        raise LocalProtocolError(f"{plan.name} {version} cannot carry this: {error}") from error
+        raise LocalProtocolError(f"{plan.name} {version} cannot express this: {error}") from error
     if not out.done:
         header = FRAME_HEADER.pack(plan.magic, version, len(out.small) + 1)
         return [header + plan.code_byte + out.small]
@@ -102,7 +101,7 @@ def encode(message: Message, version: int) -> list[Buffer]:
 
 
 def decode(surface: Surface, version: int, payload: memoryview) -> Message:
-    """Return the message in a payload; raise RemoteProtocolError for bytes that are none."""
+    """Return the message in a payload; raise RemoteProtocolError for invalid bytes."""
     if len(payload) == 0:
         raise RemoteProtocolError(f"surface {surface.name} {version}: a message without a type")
     plan = _plans(surface, version).get(payload[0])
@@ -137,7 +136,7 @@ _Writer: TypeAlias = Callable[[Message, Out], None]
 
 
 class _Plan(NamedTuple):
-    """How one message lies in a frame of one version."""
+    """The layout of one message in a frame of one version."""
 
     name: str
     magic: int
@@ -147,7 +146,7 @@ class _Plan(NamedTuple):
     readers: tuple[FieldReader, ...]
 
 
-# Filled as they are asked for, never changed: the table has a few dozen classes and few versions.
+# Filled on demand, never changed: the table has a few dozen classes and few versions.
 _plans_made: dict[tuple[type[Message], int], _Plan] = {}
 _tables_made: dict[tuple[Surface, int], dict[int, _Plan]] = {}
 
@@ -237,7 +236,7 @@ def _make_plan(message_class: type[Message], version: int) -> _Plan:
 
 
 def _fixed_run(run: tuple[tuple[str, FieldKind], ...]) -> tuple[_Writer, FieldReader]:
-    """Return how neighbouring fields of fixed size are written and read in one go."""
+    """Return the writer and the reader of neighbouring fields of fixed size."""
     layout = struct.Struct(">" + "".join(FIXED[kind].letter for _, kind in run))
     pack, unpack_from, size = layout.pack, layout.unpack_from, layout.size
     names = [name for name, _ in run]
@@ -284,9 +283,9 @@ def _variable(name: str, kind: FieldKind) -> tuple[_Writer, FieldReader]:
 
 
 def _absent(field: "dataclasses.Field[Any]", kind: FieldKind) -> tuple[_Writer, FieldReader]:
-    """Return a field that this version does not have: only its empty value can be sent.
+    """Return the layout of a field that this version does not have: only its empty value fits.
 
-    Of one that is extra any value can be, and none arrives.
+    If the field is extra, any value is allowed, and none is sent.
     """
     is_extra = field.metadata.get("is_extra", False)
     empty = field.default if is_extra else EMPTY[kind]

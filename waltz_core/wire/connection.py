@@ -1,18 +1,18 @@
-"""The life of one connection without any I/O: bytes in, hello and messages out, and the reverse.
+"""One connection without any I/O: bytes in, hello and messages out, and the reverse.
 
-Version agreement, frame limits and what ends a connection are rules of the protocol, not of
-sockets. The simulator's network and `net.py` use this same object.
+It implements version negotiation, frame limits and protocol errors. `net.py` and the simulator's
+network use it.
 
-Bytes come in through `get_buffer` and `buffer_updated`, so that a socket can read straight into the
-memory of a large frame; `receive` does both for bytes that are there already.
+Bytes arrive through `get_buffer` and `buffer_updated`, so that a socket can read directly into the
+memory of a large frame; `receive` does both for bytes that have arrived already.
 
 Rules:
-    1. The first frame of either side is a hello; the highest common version is spoken from then on.
+    1. The first frame of either side is a hello; then the highest common version is used.
     2. After a failure nothing is received and nothing can be sent any more.
-    3. What was received before a failure is handed out before it.
-    4. A frame is refused by its length before memory is taken for it.
-    5. An empty frame of the right surface and version is a sign of life and nothing else.
-    6. Each frame's payload has memory of its own: a view of it is good for as long as it is kept.
+    3. Messages that were received before a failure are returned before it.
+    4. A frame over the limit is rejected before memory is allocated for it.
+    5. An empty frame of the correct surface and version is a keep-alive.
+    6. Each frame's payload has its own memory: a view of it stays valid as long as it is kept.
 """
 
 from dataclasses import dataclass
@@ -27,24 +27,24 @@ from waltz_core.wire.codec import FRAME_HEADER, FrameHeader
 from waltz_core.wire.messages import Buffer, Hello, Message, Surface
 
 HELLO_BYTES_MAX: Final = 64 * 1024
-# One read of small frames; a large frame is read into memory of its own from its second read on.
+# One read of small frames; a large frame is read into its own memory from its second read on.
 _SCRATCH_BYTES: Final = 64 * 1024
 _SCRATCHES_KEPT_MAX: Final = 16
-# What a peer's first bytes are who speaks TLS: an alert or a handshake, of a version 3.x.
+# The first bytes of a peer with TLS: an alert or a handshake, of a version 3.x.
 _TLS_RECORDS: Final = ((0x15, 3), (0x16, 3))
 FOUND_TLS: Final = "expected plain TCP, found TLS"
 assert FRAME_HEADER.size < _SCRATCH_BYTES
 _TOO_OLD: Final = {
-    Surface.CLIENT: "a server before version 3 cannot say that a client is ahead of its log, and "
-    "one before version 2 takes no append locks: it has to be upgraded first",
+    Surface.CLIENT: "a server before version 3 cannot report that a client is ahead of its log, "
+    "one before version 2 does not support append locks. Hint: upgrade the server.",
     Surface.STORAGE: "servers and storages of Waltz 0.13 and of this version cannot work together. "
-    "Hint: Migrate the whole cluster at once, as docs/compatibility.md describes.",
+    "Hint: migrate the whole cluster at once, as docs/compatibility.md describes.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class HelloReceived:
-    """Both sides can speak; `version` is the one they will."""
+    """The hello of the peer has arrived; `version` is the agreed one."""
 
     peer: Hello
     version: int
@@ -52,7 +52,7 @@ class HelloReceived:
 
 @dataclass(frozen=True, slots=True)
 class ProtocolFailed:
-    """The peer broke the rules; the connection has to be closed."""
+    """The peer broke the protocol; the connection must be closed."""
 
     error: RemoteProtocolError
 
@@ -61,9 +61,9 @@ ConnectionEvent: TypeAlias = HelloReceived | Message | ProtocolFailed
 
 
 class Connection:
-    """One end of a connection: what it has agreed on, and a frame that is half there.
+    """One end of a connection: the agreed version, and an incomplete frame.
 
-    Memory to read into it has only from `get_buffer` until nothing of a frame is left in it: of a
+    It has a read buffer only from `get_buffer` until no part of a frame is left in it: of a
     thousand connections nearly all are idle.
     """
 
@@ -89,22 +89,22 @@ class Connection:
         self._frame_bytes_max = frame_bytes_max
         self._scratch: memoryview | None = None
         self._scratch_end = 0
-        # A frame that did not arrive whole in one read: its header, its memory, how much is there.
+        # A frame that did not arrive in one read: its header, its memory, the bytes that arrived.
         self._header: FrameHeader | None = None
         self._frame = memoryview(b"")
         self._frame_end = 0
 
-    # ------------------------------------------------------------------ going out
+    # ------------------------------------------------------------------ sending
 
     def first_bytes(self) -> bytes:
-        """Return our hello; it is sent at once, without waiting for the peer's."""
+        """Return the own hello, to send at once, without waiting for the peer's."""
         return codec.encode_hello(Hello(self._versions, self._text))
 
     def send(self, message: Message) -> list[Buffer]:
-        """Return the message's frame, to be written in order.
+        """Return the message's frame as buffers to write in order.
 
-        Raises LocalProtocolError before the peer's hello is here (its version is not known), after
-        a failure, for a frame over the limit, and for what the agreed version cannot carry.
+        Raises LocalProtocolError before the peer's hello (the version is not known), after a
+        failure, for a frame over the limit, and for what the agreed version cannot express.
         """
         if self.version is None or self.failure is not None:
             state = "has failed" if self.failure else "has no version yet"
@@ -125,15 +125,15 @@ class Connection:
             return codec.encode_keep_alive(Surface.HELLO, codec.HELLO_VERSION)
         return codec.encode_keep_alive(self.surface, self.version)
 
-    # ------------------------------------------------------------------ coming in
+    # ------------------------------------------------------------------ receiving
 
     @property
     def is_inside_frame(self) -> bool:
-        """Whether the peer owes us the rest of a frame."""
+        """Whether the peer still owes the rest of a frame."""
         return self._header is not None or self._scratch_end > 0
 
     def receive(self, data: Buffer) -> list[ConnectionEvent]:
-        """Take bytes in and return what they complete, in order."""
+        """Process bytes; return the completed events in order."""
         view = memoryview(data)
         events: list[ConnectionEvent] = []
         while view and self.failure is None:
@@ -145,7 +145,7 @@ class Connection:
         return events
 
     def get_buffer(self) -> memoryview:
-        """Return where the next bytes belong; never empty."""
+        """Return the buffer for the next bytes; never empty."""
         if self._header is None:
             if self._scratch is None:
                 self._scratch = self._take_scratch()
@@ -153,7 +153,7 @@ class Connection:
         return self._frame[self._frame_end :]
 
     def buffer_updated(self, count: int) -> list[ConnectionEvent]:
-        """Take in the first `count` bytes of `get_buffer`; return what they complete, in order."""
+        """Process `count` bytes of `get_buffer`; return the completed events in order."""
         assert count > 0
         if self.failure is not None:
             return []
@@ -187,7 +187,7 @@ class Connection:
             self._scratches.append(scratch)
 
     def _read_scratch(self, events: list[ConnectionEvent]) -> None:
-        """Take all whole frames out of the scratch; give one that is not whole its own memory."""
+        """Take all complete frames from the scratch; move an incomplete one to its own memory."""
         scratch, end, at = self._scratch, self._scratch_end, 0
         assert scratch is not None, "buffer_updated without get_buffer"
         while end - at >= FRAME_HEADER.size:
@@ -195,7 +195,7 @@ class Connection:
             self._check_header(header)
             at += FRAME_HEADER.size
             if header.payload_bytes > end - at:
-                # numpy does not clear the memory first, which for large frames is most of the cost
+                # numpy does not clear the memory, which would be most of the cost of large frames
                 self._frame = np.empty(header.payload_bytes, dtype=np.uint8).data
                 self._frame_end = end - at
                 self._frame[: end - at] = scratch[at:end]
@@ -216,7 +216,7 @@ class Connection:
         self._take(payload, events)
 
     def _check_header(self, header: FrameHeader) -> None:
-        """Raise RemoteProtocolError unless the frame may come now (rules 1 and 4)."""
+        """Raise RemoteProtocolError unless this frame is allowed now (rules 1 and 4)."""
         if self.version is None:
             surface, version, limit = Surface.HELLO, codec.HELLO_VERSION, HELLO_BYTES_MAX
         else:
@@ -235,7 +235,7 @@ class Connection:
             )
 
     def _why_not(self, peer: Hello) -> str:
-        """Return why a peer is refused that is older than all versions of this side."""
+        """Return why a peer is rejected that is older than all versions of this side."""
         is_older = bool(peer.versions) and max(peer.versions) < min(self._versions)
         return f"; {_TOO_OLD[self.surface]}" if is_older and self.surface in _TOO_OLD else ""
 
@@ -248,8 +248,8 @@ class Connection:
         if not common:
             raise RemoteProtocolError(
                 f"no common version of surface {chr(self.surface.magic)!r}: "
-                f"we speak {list(self._versions)}, "
-                f"{peer.text[:80]!r} speaks {list(peer.versions[:32])}{self._why_not(peer)}"
+                f"this side has {list(self._versions)}, "
+                f"{peer.text[:80]!r} has {list(peer.versions[:32])}{self._why_not(peer)}"
             )
         self.peer = peer
         self.version = max(common)

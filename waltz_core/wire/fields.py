@@ -1,13 +1,13 @@
-"""How each kind of field lies in a payload: one function that puts it, one that reads it.
+"""The layout of each kind of field in a payload: one function writes it, one reads it.
 
-`codec.py` knows messages and versions, this file knows values. A reader takes a view of the payload
-and a place in it, appends the value it finds and returns the place after it.
+A reader gets a view of the payload and an offset, appends the value and returns the offset after
+it.
 
 Rules:
-    1. A count is held against the bytes that are left before anything is allocated for it.
-    2. Entries that become Python objects are at most `ENTRIES_MAX`, on the way out and in.
+    1. A count is compared with the remaining bytes before anything is allocated for it.
+    2. At most `ENTRIES_MAX` entries become Python objects, in both directions.
     3. Reading raises RemoteProtocolError, `struct.error` or UnicodeDecodeError, and nothing else;
-       putting raises LocalProtocolError, `struct.error` or UnicodeEncodeError.
+       writing raises LocalProtocolError, `struct.error` or UnicodeEncodeError.
 """
 
 import struct
@@ -30,13 +30,13 @@ from waltz_core.wire.messages import ENTRIES_MAX, TEXT_BYTES_MAX, Buffer, FieldK
 _INT32: Final = struct.Struct(">i")
 _UINT32: Final = struct.Struct(">I")
 _LINEAGE_ENTRY: Final = struct.Struct(">qqqq16s")
-# A shorter byte field is joined with its neighbours: a buffer of its own would cost more.
+# A shorter byte field is joined with its neighbours: a separate buffer would cost more.
 _INLINE_BYTES_MAX: Final = 2048
 assert _LINEAGE_ENTRY.size == 48
 
 
 class Out:
-    """A frame in the making: the small bytes at its end so far, and the buffers before them."""
+    """A frame under construction: the small bytes at its end, and the buffers before them."""
 
     __slots__ = ("done", "small")
 
@@ -45,7 +45,7 @@ class Out:
         self.done: list[Buffer] = []
 
     def put_bytes(self, data: Buffer) -> None:
-        """Take in bytes; a large buffer is kept as it is and not copied."""
+        """Add bytes; a large buffer is not copied."""
         if len(data) <= _INLINE_BYTES_MAX:
             self.small += data
             return
@@ -54,7 +54,7 @@ class Out:
         self.small = bytearray()
 
     def finish(self) -> list[Buffer]:
-        """Return all buffers in order; nothing may be put any more."""
+        """Return all buffers in order; nothing may be added any more."""
         if self.small or not self.done:
             self.done.append(bytes(self.small))
         return self.done
@@ -69,7 +69,7 @@ FieldReader: TypeAlias = Callable[[memoryview, int, list[Any]], int]
 
 
 class Fixed(NamedTuple):
-    """A letter of `struct`, and how the value changes on the way out and in."""
+    """A format character of `struct`, and the conversions of the value."""
 
     letter: str
     to_wire: Callable[[Any], object] | None = None
@@ -102,7 +102,7 @@ FIXED: Final[dict[FieldKind, Fixed]] = {
 
 
 def read_count(view: memoryview, at: int, entry_bytes_min: int) -> tuple[int, int]:
-    """Return a count that the bytes left can hold (rule 1), and the place after it."""
+    """Return a count that the remaining bytes can hold (rule 1), and the offset after it."""
     (count,) = _INT32.unpack_from(view, at)
     at += _INT32.size
     if count < 0 or count * entry_bytes_min > len(view) - at:
@@ -113,7 +113,7 @@ def read_count(view: memoryview, at: int, entry_bytes_min: int) -> tuple[int, in
 
 
 def _read_entries(view: memoryview, at: int, entry_bytes_min: int) -> tuple[int, int]:
-    """Return a count of entries that each become a Python object."""
+    """Return a count of entries that become Python objects."""
     count, at = read_count(view, at, entry_bytes_min)
     if count > ENTRIES_MAX:
         raise RemoteProtocolError(f"expected at most {ENTRIES_MAX} entries, found {count}")
@@ -134,7 +134,7 @@ def _put_blob(value: Buffer, out: Out) -> None:
 def _octets(value: Buffer) -> int:
     """Return a buffer's length; a view whose items are not bytes would break every count."""
     if type(value) is memoryview and (value.itemsize != 1 or value.ndim != 1):
-        raise LocalProtocolError("expected a view of bytes, found one of larger items")
+        raise LocalProtocolError("expected a view of bytes, found a view of larger items")
     return len(value)
 
 
@@ -145,7 +145,7 @@ def _read_blob(view: memoryview, at: int, values: list[Any]) -> int:
 
 
 def _packed(width: int) -> tuple[Putter, FieldReader]:
-    """Return the layout of numbers that stay packed, `width` bytes each."""
+    """Return the layout of packed numbers, `width` bytes each."""
 
     def put(value: Buffer, out: Out) -> None:
         count, rest = divmod(_octets(value), width)
@@ -209,7 +209,7 @@ def _read_int32s(view: memoryview, at: int, values: list[Any]) -> int:
 def _listed(
     put_one: Putter, read_one: FieldReader, entry_bytes_min: int
 ) -> tuple[Putter, FieldReader]:
-    """Return the layout of a tuple of values, each laid out by `put_one` and `read_one`."""
+    """Return the layout of a tuple of values, each with `put_one` and `read_one`."""
 
     def put(value: tuple[Any, ...], out: Out) -> None:
         _put_entries(len(value), out)
@@ -263,7 +263,7 @@ def _read_record(view: memoryview, at: int, values: list[Any]) -> int:
 
 
 def _read_checked_blob(view: memoryview, at: int, values: list[Any]) -> int:
-    """Read a blob and the CRC after it; the original closes the connection on a mismatch too."""
+    """Read a blob and the CRC after it; 0.13, too, closes the connection on a mismatch."""
     at = _read_blob(view, at, values)
     (expected,) = _UINT32.unpack_from(view, at)
     found = crc32(values[-1])
@@ -353,6 +353,6 @@ VARIABLE: Final[dict[FieldKind, tuple[Putter, FieldReader]]] = {
     FieldKind.DATA_OR_ERROR: (_put_data_or_error, _read_data_or_error),
     FieldKind.STACK: _listed(_put_stack_frame, _read_stack_frame, 16),
 }
-# What a field of a newer version is when it was not sent.
+# The value of a field of a newer version that was not sent.
 EMPTY: Final[dict[FieldKind, object]] = {FieldKind.INT32S: ()}
 assert FIXED.keys() | VARIABLE.keys() == set(FieldKind), "a kind has no layout"

@@ -1,17 +1,16 @@
-"""Every message of L and S, one table by type code; A is in `admin_messages.py`.
+"""Every message of surfaces L and S, one table by type code; A is in `admin_messages.py`.
 
-What two programs of different ages say to each other must be readable in one place. `codec.py`
-derives the bytes from the declarations here and adds nothing. docs/design/wire-format.md has the
-conversations that they belong to, and tables of these declarations, which `make docs` writes.
+`codec.py` derives the bytes from these declarations alone. docs/design/wire-format.md describes the
+exchanges, with tables that `make docs` generates from here.
 
 Rules:
     1. Fields are written in declaration order, big-endian, with the layouts of `FieldKind`.
-    2. `since` and `until` say in which versions of its surface a message or a field exists. What a
-       peer of an older version cannot be told is refused here, unless it is marked `is_extra`: the
-       peer does without it, and who reads the older version has the field's default.
-    3. A code is never reused; our own codes start at 64.
-    4. Large byte fields are decoded as views of the frame: whoever keeps one keeps the frame.
-    5. A payload that is shorter or longer than its message is an error of the peer.
+    2. `since` and `until` are the versions of its surface in which a message or a field exists. A
+       value that an older version cannot express is an error, unless the field is marked
+       `is_extra`: it is not sent then, and the peer reads the field's default.
+    3. A code is never reused; codes that 0.13 does not have start at 64.
+    4. Large byte fields are decoded as views of the frame: keeping one keeps the frame.
+    5. A payload that is shorter or longer than its message is a protocol error of the peer.
 """
 
 from dataclasses import field
@@ -25,14 +24,14 @@ Buffer: TypeAlias = bytes | memoryview
 
 
 class FieldKind(Enum):
-    """How a field is laid out. n is an int32 count; a negative n is null where null is allowed."""
+    """The layout of a field. n is an int32 count; a negative n is null, if null is allowed."""
 
     BOOL = "one byte, 1 is true"
     INT8 = "one signed byte"
     INT32 = "4 bytes"
     INT64 = "8 bytes"
     CRC32 = "4 bytes, unsigned: a CRC-32 as `checksum.py` returns it"
-    RAW16 = "16 bytes as they are: a UUID, a nonce, a chain"
+    RAW16 = "16 bytes: a UUID, a nonce, a chain"
     REQ_ID = "16 bytes: client id, generation, partition id, sequence"
     BLOB = "n, then n bytes; never null"
     TEXT = "n, then n bytes of UTF-8; never null"
@@ -72,13 +71,13 @@ DataOrError = Annotated[tuple[Buffer | None, str | None], FieldKind.DATA_OR_ERRO
 
 
 class Surface(Enum):
-    """A port's language: its magic byte, the versions that exist, the texts of its hellos.
+    """The protocol of a port: its magic byte, the existing versions, the texts of its hellos.
 
-    Which of the versions a listener of ours takes, and a dialler of ours offers, may differ.
+    The versions that a listener accepts and those that a dialer offers may differ.
     """
 
     HELLO = ("H", (0,), (0,), "", "")
-    # Of the original's versions 3 is the first whose servers can say that a client is ahead.
+    # 3 is the first version of 0.13 whose servers can report that a client is ahead.
     CLIENT = ("L", (0, 1, 2, 3, 4, 5, 6), (3, 4, 5, 6), "Waltz Server", "Waltz Client")
     STORAGE = ("S", (1, 2), (1, 2), "Waltz Storage Server", "Waltz Storage Client")
     ADMIN = ("A", (0, 1), (0, 1), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
@@ -99,17 +98,17 @@ class Surface(Enum):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """All versions that one side or the other of ours can speak, rising."""
+        """All versions that either side supports, ascending."""
         return tuple(sorted({*self.versions_taken, *self.versions_offered}))
 
 
 class Reason(IntEnum):
-    """Why one row of an append is not in the log. COMMITTED is no refusal."""
+    """Why one row of an append is not in the log. COMMITTED is no rejection."""
 
     COMMITTED = 0
     LOCK = 1  # final: the conflicting transaction is in the log
     LOST = 2  # the store session broke; the row is not in the log and may be sent again
-    AHEAD = 3  # the row's high-water mark lies above the log's
+    AHEAD = 3  # the row's high-water mark is above the log's
     NOT_MOUNTED = 4
     GENERATION = 5
     NO_SPACE = 6
@@ -118,15 +117,15 @@ class Reason(IntEnum):
 
 
 class RangeForm(IntEnum):
-    """What a range answer carries of each transaction."""
+    """The part of each transaction that a range answer contains."""
 
-    WHOLE = 0  # records as they lie in the segment file
+    WHOLE = 0  # records as in the segment file
     HEADERS = 1  # 28 bytes each: id, request id, header
 
 
-# MOUNT_WRITER: the writer has no mark of its own and takes the log's.
+# MOUNT_WRITER: the writer has no mark and uses the log's.
 LATEST_MARK = -2
-# Limits on counts that a decoder allocates for, beside the frame's own size.
+# Limits on counts for which a decoder allocates memory, in addition to the frame's size.
 TEXT_BYTES_MAX = 64 * 1024
 # Entries of one field that become Python objects: locks, texts, lineage, records, pairs.
 ENTRIES_MAX = 64 * 1024
@@ -148,7 +147,7 @@ class Message:
 
 @value(frozen=True, slots=True)
 class Hello:
-    """Which versions a side can speak. Not typed by a code: it is the only message of its magic."""
+    """The versions of a side. It has no type code: it is the only message of its magic."""
 
     versions: tuple[int, ...]
     text: str
@@ -176,7 +175,7 @@ class MountRequest(ClientMessage):
 
 
 class MountState(IntEnum):
-    """What the answer to a mount says; `CLIENT_AHEAD`: its mark is above the log's."""
+    """The result of a mount; `CLIENT_AHEAD`: the client's mark is above the log's."""
 
     READY = 0
     NOT_READY = 1
@@ -185,7 +184,7 @@ class MountState(IntEnum):
 
 @value(frozen=True, slots=True)
 class MountOutcome(ClientMessage):
-    """As `MountResponse`, before that could say why not."""
+    """The older form of `MountResponse`, without a reason."""
 
     code = 1
     until: ClassVar[int | None] = 2
@@ -241,7 +240,7 @@ class FeedSuspended(ClientMessage):
 
 @value(frozen=True, slots=True)
 class TransactionDataRequest(ClientMessage):
-    """Fetch one transaction's data."""
+    """Request one transaction's data."""
 
     code = 6
     transaction_id: Int64
@@ -249,7 +248,7 @@ class TransactionDataRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class TransactionDataResponse(ClientMessage):
-    """One transaction's data, or why there is none."""
+    """One transaction's data, or the reason why there is none."""
 
     code = 7
     transaction_id: Int64
@@ -273,7 +272,7 @@ class FlushResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class LockFailure(ClientMessage):
-    """An append was refused; the id is the estimate that exceeded the client's mark."""
+    """An append was rejected; the id is the estimate that exceeded the client's mark."""
 
     code = 10
     transaction_id: Int64
@@ -281,7 +280,7 @@ class LockFailure(ClientMessage):
 
 @value(frozen=True, slots=True)
 class HighWaterMarkRequest(ClientMessage):
-    """Ask for the partition's high-water mark."""
+    """Request the partition's high-water mark."""
 
     code = 11
 
@@ -296,7 +295,7 @@ class HighWaterMarkResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class CheckConnectivityRequest(ClientMessage):
-    """Ask the server to try every storage of the assignment."""
+    """Request that the server tries to connect to every assigned storage."""
 
     code = 13
     since = 1
@@ -313,7 +312,7 @@ class CheckConnectivityResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ServerPartitionsRequest(ClientMessage):
-    """Ask which partitions the server owns."""
+    """Request the partitions that the server owns."""
 
     code = 15
     since = 2
@@ -330,7 +329,7 @@ class ServerPartitionsResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class AddPreferredRequest(ClientMessage):
-    """Have the server own these partitions before all others, as long as its process lives."""
+    """Make the server the preferred owner of these partitions, as long as its process lives."""
 
     code = 17
     since = 2
@@ -339,7 +338,7 @@ class AddPreferredRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class AddPreferredResponse(ClientMessage):
-    """Whether the assignment has been made anew; false for partitions that there are not."""
+    """Whether the assignment was rewritten; false for partitions that do not exist."""
 
     code = 18
     since = 2
@@ -348,7 +347,7 @@ class AddPreferredResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class RemovePreferredRequest(ClientMessage):
-    """Let these partitions go where any other goes."""
+    """End the preference for these partitions."""
 
     code = 19
     since = 2
@@ -357,7 +356,7 @@ class RemovePreferredRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class RemovePreferredResponse(ClientMessage):
-    """As with adding them."""
+    """Whether the assignment was rewritten."""
 
     code = 20
     since = 2
@@ -366,7 +365,7 @@ class RemovePreferredResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class PartitionsHealthRequest(ClientMessage):
-    """Ask which partitions have a usable store session."""
+    """Request which partitions have an open store session."""
 
     code = 21
     since = 4
@@ -408,8 +407,8 @@ class AppendTimesResponse(ClientMessage):
 class AppendBatch(ClientMessage):
     """Append many transactions: one Arrow IPC record batch (`batches.APPEND_SCHEMA`).
 
-    Row i has the sequence number of the request id plus i, also when earlier rows are refused.
-    The mark holds for every row unless the batch has a mark column.
+    Row i has the sequence number of the request id plus i, also when earlier rows are rejected.
+    The mark applies to every row unless the batch has a mark column.
     """
 
     code = 64
@@ -423,8 +422,8 @@ class AppendBatch(ClientMessage):
 class AppendResult(ClientMessage):
     """The outcome of every row of an append, sent when all of them are final.
 
-    `transaction_ids` holds -1 for refused rows, `reasons` one byte each (`Reason`), `conflicting`
-    the id that a LOCK refusal conflicts with (an estimate from above), -1 otherwise.
+    `transaction_ids` holds -1 for rejected rows, `reasons` one byte each (`Reason`), `conflicting`
+    the id that a LOCK rejection conflicts with (an upper estimate), -1 otherwise.
     """
 
     code = 65
@@ -437,11 +436,11 @@ class AppendResult(ClientMessage):
 
 @value(frozen=True, slots=True)
 class AppendFollowing(AppendRequest):
-    """Append one transaction whose author wants to follow what is in flight.
+    """Append one transaction that may depend on appends in flight.
 
-    Its mark may lie above the log's, if what is in flight up to there was told in the store session
-    `session_id` by `Predecessors`; -1 for a mark of the log. Refused for a lock it is answered by
-    `Predecessors` where that can be, otherwise by an `AppendResult` like any other.
+    Its mark may be above the log's, if `Predecessors` has reported the appends in flight up to it
+    in the store session `session_id`; -1 for a mark of the log. If a lock rejects it, the answer is
+    `Predecessors` where possible, otherwise an `AppendResult`.
     """
 
     code = 83
@@ -451,12 +450,12 @@ class AppendFollowing(AppendRequest):
 
 @value(frozen=True, slots=True)
 class Predecessors(ClientMessage):
-    """A transaction was refused for a lock; what its author has not seen of its locks is here.
+    """A lock has rejected a transaction; these are the writes of its locks that it has not seen.
 
     `records` are all those above the request's mark, up to `last`, that have written one of its
-    write or read locks, as they lie in the segment file, and `lengths` their lengths. Those above
+    write or read locks, as in the segment file, and `lengths` their lengths. Those above
     `high_water_mark`, the log's, are in flight in the session: they may never be in the log, and
-    then nothing that follows them will be.
+    then no append that depends on them will be.
     """
 
     code = 84
@@ -473,7 +472,7 @@ class MountWriter(ClientMessage):
     """Mount a partition for writing (and, if wanted, its feed from the mark on).
 
     `connection_sequence` fences older connections of the same client id: the highest one wins for
-    the whole generation, after its connection has closed too. `high_water_mark` is the client's
+    the whole generation, also after its connection was closed. `high_water_mark` is the client's
     mark or `LATEST_MARK`. `header_values` filters the feed by application header; empty means no
     filter.
     """
@@ -488,7 +487,7 @@ class MountWriter(ClientMessage):
 
 @value(frozen=True, slots=True)
 class Mounted(ClientMessage):
-    """The partition takes this connection's appends; everything older of the client is final."""
+    """The partition accepts this connection's appends; the client's older ones are final."""
 
     code = 67
     since = 5
@@ -517,7 +516,7 @@ class RangeRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class RangeData(ClientMessage):
-    """A stretch of a range. `next` is where to go on: past the asked last id when it is done.
+    """A stretch of a range. `next` is the next id to read: above the requested last id at the end.
 
     WHOLE: `lengths` are the records' lengths, `records` the segment file's bytes. HEADERS: no
     `lengths`, `records` are 28 bytes each. `lineage` covers the stretch; its first and last entries
@@ -541,12 +540,11 @@ class RangeData(ClientMessage):
 class FeedBatch(ClientMessage):
     """Committed transactions first..first+count-1 as 20 bytes each: request id, header.
 
-    In a filtered feed only some of them have headers here, and `picked` says which, as rising
-    offsets from `first`; it is empty where all of them have. The stretch is covered all the same:
-    what has none does not pass the filter.
+    In a filtered feed only some of them have headers here: `picked` are their ascending offsets
+    from `first`, empty if all have. The others of the stretch do not pass the filter.
 
-    `chain` is the log's chain at `chain_at` (a batch's last id, or BEFORE_FIRST and zeros when the
-    server does not know one inside the stretch), so that a client can tell a changed history.
+    `chain` is the log's chain at `chain_at` (a batch's last id, or BEFORE_FIRST and zeros if the
+    server does not know one inside the stretch), by which a client detects a changed history.
     """
 
     code = 70
@@ -562,9 +560,9 @@ class FeedBatch(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ReplicasRequest(ClientMessage):
-    """Ask for the session, the mark and the replicas that readers may use.
+    """Request the session, the mark and the replicas that readers may use.
 
-    `linearizable`: prove by a quorum's heartbeat that no later session exists before answering.
+    `linearizable`: before the answer, a quorum's heartbeats prove that there is no later session.
     """
 
     code = 71
@@ -587,7 +585,7 @@ class ReplicasResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ErrorResponse(ClientMessage):
-    """Why a request got no other answer; the code is that of `errors.py`."""
+    """The error of a request; the code is that of `errors.py`."""
 
     code = 73
     since = 5
@@ -613,7 +611,7 @@ class StorageMessage(Message):
 
 @value(frozen=True, slots=True)
 class OpenRequest(StorageMessage):
-    """Check that the storage is of this cluster. Session, sequence and partition are -1."""
+    """Check that the storage belongs to this cluster. Session, sequence and partition are -1."""
 
     code = 1
     cluster_key: Raw16
@@ -622,7 +620,7 @@ class OpenRequest(StorageMessage):
 
 @value(frozen=True, slots=True)
 class SuccessResponse(StorageMessage):
-    """Done, with nothing to tell."""
+    """The request is done."""
 
     code = 7
 
@@ -631,7 +629,7 @@ class SuccessResponse(StorageMessage):
 class Prepare(StorageMessage):
     """Fence: promise the session, end older ones, sync the log, then answer with its state.
 
-    `storage_id` is the registered one, or 16 zeros when none is registered yet.
+    `storage_id` is the registered one, or 16 zeros if none is registered yet.
     """
 
     code = 64
@@ -644,11 +642,11 @@ class Prepare(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Prepared(StorageMessage):
-    """What the replica has on disk, read after the fence and a sync.
+    """The replica's state on disk, read after the fence and a sync.
 
     `damaged` holds pairs first, last of ids whose records cannot be read. `engaged_session`:
-    the last one that had opened with the replica in it, so that ZooKeeper has known of it; or -1,
-    also from a storage that does not tell it (S 1).
+    the last one that was opened with the replica in it, so that ZooKeeper has known of it; or -1,
+    also from a storage that does not report it (S 1).
     """
 
     code = 65
@@ -666,7 +664,7 @@ class Prepared(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ReplicaEnd(StorageMessage):
-    """Done; the last id on disk and the chain there. Answers 67, 68, 69 and 75."""
+    """The request is done: the last id on disk and the chain there. Answers 67, 68, 69 and 75."""
 
     code = 66
     since = 1
@@ -676,7 +674,7 @@ class ReplicaEnd(StorageMessage):
 
 @value(frozen=True, slots=True)
 class SetLowWaterMark(StorageMessage):
-    """Make the session and the mark durable; refused unless the log ends exactly at the mark."""
+    """Make the session and the mark durable; rejected unless the log ends exactly at the mark."""
 
     code = 67
     since = 1
@@ -686,10 +684,10 @@ class SetLowWaterMark(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Truncate(StorageMessage):
-    """Cut everything after `last_to_keep`.
+    """Truncate the log after `last_to_keep`.
 
     `base` is the last batch end at or below it that the owner knows, `base_chain` the chain there;
-    refused when the replica's chain at `base` differs, or below the confirmed low-water mark.
+    rejected if the replica's chain at `base` differs, or below the confirmed low-water mark.
     """
 
     code = 68
@@ -701,7 +699,7 @@ class Truncate(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Engage(StorageMessage):
-    """ZooKeeper has the replica as engaged in this session: the mark is confirmed."""
+    """The replica is engaged in this session in ZooKeeper: the mark is confirmed."""
 
     code = 69
     since = 1
@@ -710,10 +708,10 @@ class Engage(StorageMessage):
 
 @value(frozen=True, slots=True)
 class AppendRaw(StorageMessage):
-    """Append records as they will lie on disk, one or more whole batches (`lineage`).
+    """Append records as they will be on disk, one or more whole batches (`lineage`).
 
     `locks` is the batch's lock block (`lock_blocks.py`), which the storage keeps for the next
-    owner; empty where the sender does not know the locks.
+    owner; empty if the sender does not know the locks.
     """
 
     code = 70
@@ -740,8 +738,8 @@ class Appended(StorageMessage):
 class RangeRaw(StorageMessage):
     """Read records first..last, at most about `bytes_max` (one batch or record at least).
 
-    `reader`: the asker is no owner; answered only while this storage is engaged in the session of
-    the prefix, and only up to what it has synced. `whole_batches`: first is a batch's first id,
+    `reader`: the sender is not an owner; answered only while this storage is engaged in the session
+    of the prefix, and only up to what it has synced. `whole_batches`: first is a batch's first id,
     and the answer ends at a batch's last one (repair, catch-up).
     """
 
@@ -773,7 +771,7 @@ class RangeBytes(StorageMessage):
 
 @value(frozen=True, slots=True)
 class LineageRequest(StorageMessage):
-    """Ask for the batches that cover first..last."""
+    """Request the batches that cover first..last."""
 
     code = 74
     since = 1
@@ -783,7 +781,7 @@ class LineageRequest(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Repair(StorageMessage):
-    """Fill a damaged range below the mark with the usher's records."""
+    """Replace a damaged range below the mark by another replica's records."""
 
     code = 75
     since = 1
@@ -795,7 +793,7 @@ class Repair(StorageMessage):
 
 @value(frozen=True, slots=True)
 class LineageResponse(StorageMessage):
-    """Batches in order, and the chain before the first of them (newest ones when cut short)."""
+    """Batches in order, and the chain before the first (the newest ones, if not all fit)."""
 
     code = 76
     since = 1
@@ -805,7 +803,7 @@ class LineageResponse(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Heartbeat(StorageMessage):
-    """Ask whether the storage still knows no later session."""
+    """Request whether the storage still knows no later session."""
 
     code = 77
     since = 1
@@ -821,7 +819,7 @@ class HeartbeatAnswer(StorageMessage):
 
 @value(frozen=True, slots=True)
 class LockBlocksRequest(StorageMessage):
-    """Ask for the newest lock blocks, as a reader does: this storage must be engaged."""
+    """Request the newest lock blocks, as a reader: this storage must be engaged."""
 
     code = 81
     since = 1
@@ -830,7 +828,7 @@ class LockBlocksRequest(StorageMessage):
 
 @value(frozen=True, slots=True)
 class LockBlocks(StorageMessage):
-    """The newest bytes of the lock files, as they are: the log has to prove what they say."""
+    """The newest bytes of the lock files, unchecked: the receiver compares them with the log."""
 
     code = 82
     since = 1
@@ -839,7 +837,7 @@ class LockBlocks(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Nack(StorageMessage):
-    """Refused: the code is that of `errors.py`, `promised` the session the storage is bound to."""
+    """An error: the code is that of `errors.py`, `promised` the session that was promised."""
 
     code = 79
     since = 1
@@ -850,9 +848,9 @@ class Nack(StorageMessage):
 
 @value(frozen=True, slots=True)
 class DamageFound(StorageMessage):
-    """Told to the owner unasked (sequence 0): there are records that cannot be read, new ones too.
+    """A notification to the owner (sequence 0): more records cannot be read.
 
-    `damaged` holds pairs first, last, of everything that is known now, as in PREPARED.
+    `damaged` holds pairs first, last, of all damage that is known now, like PREPARED.
     """
 
     code = 80

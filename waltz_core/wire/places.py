@@ -1,13 +1,13 @@
-"""Where the records of a range lie on a storage's disk, for a reader on the same machine.
+"""The positions of a range's records in a storage's files, for a reader on the same machine.
 
-A storage answers a `RangeRaw` of form `PLACES` with `RangeBytes` that hold lengths and lineage as
-always, and these places instead of the records. A storage that does not know the form refuses it,
-so nothing else of the protocol changes.
+A storage answers a `RangeRaw` of form `PLACES` with `RangeBytes` that contain lengths and lineage
+as usual, and these places instead of the records. An older storage rejects the form, so nothing
+else of the protocol changes.
 
 Rules:
     1. The places are runs of a segment file's bytes, in the order of the ids, without a gap between
        their records.
-    2. Together they have as many bytes as the lengths of the answer add up to.
+    2. Their sizes add up to the lengths of the answer.
 """
 
 from collections.abc import Iterable
@@ -19,9 +19,9 @@ from waltz_core.errors import BadFormat
 from waltz_core.records.record import PartitionId, TransactionId
 from waltz_core.wire.messages import Buffer
 
-# The form of the request and the answer, beside those of `RangeForm`, which are for everybody.
+# The form of the request and the answer, in addition to those of `RangeForm`.
 PLACES: Final = 2
-# More records than that in one answer, by their bytes, are not worth the memory of their lengths.
+# The limit of the records in one answer, in bytes, because their lengths take memory.
 PLACES_BYTES_MAX: Final = 64 * 1024 * 1024
 _PLACE: Final = Struct(">qqq")
 _SEGMENT: Final = Struct(">iq")
@@ -42,7 +42,7 @@ def encode_places(places: Iterable[FilePlace]) -> bytes:
 
 
 def decode_places(packed: Buffer, records_bytes: int) -> tuple[FilePlace, ...]:
-    """Return the places of `records_bytes` bytes of records; raise BadFormat for what is wrong."""
+    """Decode the places of `records_bytes` bytes of records; raise BadFormat if not valid."""
     if len(packed) % _PLACE.size:
         raise BadFormat(f"places: expected {_PLACE.size} bytes each, found {len(packed)} in all")
     places = tuple(
@@ -59,20 +59,20 @@ def decode_places(packed: Buffer, records_bytes: int) -> tuple[FilePlace, ...]:
 
 
 def door_of(cluster_key: bytes, address: str) -> str:
-    """Return the name under which the storage of an address hands its open segments over.
+    """Return the socket name under which the storage of an address passes its open segments.
 
-    A cluster has one storage of an address, so no other one of this machine has the name.
+    A cluster has one storage for each address, so the name is unique on a machine.
     """
-    # An address may be longer than such a name.
+    # An address may be longer than a socket name.
     return f"waltz/{cluster_key.hex()}/{sha256(address.encode()).hexdigest()[:32]}"
 
 
 def encode_segment(partition_id: PartitionId, segment: TransactionId) -> bytes:
-    """Return the question for a segment."""
+    """Return the request for a segment."""
     return _SEGMENT.pack(partition_id, segment)
 
 
 def decode_segment(question: bytes) -> tuple[PartitionId, TransactionId]:
-    """Return which segment is asked for; the question has `SEGMENT_QUESTION_BYTES`."""
+    """Return the requested segment; the request has `SEGMENT_QUESTION_BYTES`."""
     partition_id, segment = _SEGMENT.unpack(question)
     return PartitionId(partition_id), TransactionId(segment)

@@ -55,10 +55,7 @@ def test_a_cluster_that_is_there_is_not_started_with_other_counts(tmp_path, monk
     assert main(up) == 0
     monkeypatch.setenv("WALTZ_LOCAL_SERVER_COUNT", "3")
     assert main(up) == 1
-    assert (
-        "environment WALTZ_LOCAL_SERVER_COUNT: server_count: expected"
-        in capsys.readouterr().err
-    )
+    assert "environment WALTZ_LOCAL_SERVER_COUNT: server_count: expected" in capsys.readouterr().err
 
 
 def test_all_processes_of_a_cluster_are_told_of_tls_by_its_connect_string(tmp_path):

@@ -85,7 +85,7 @@ def test_what_is_not_there_is_not_had(tmp_path, name):
 
     def asks():
         for question in (b"that", b"this"):  # refused, and a file that does not exist
-            with pytest.raises(errors.Unreachable, match="what was asked for is not there"):
+            with pytest.raises(errors.Unreachable, match="the requested file is not available"):
                 handover.take(name, question, timeout_s=30)
 
     run(name, path, asks)
@@ -225,7 +225,7 @@ def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
     monkeypatch.setattr(handover, "IS_POSSIBLE", False)
     net.run(handover.offer(name, 4, None))
     assert not handover.is_offered(name)
-    with pytest.raises(errors.Unreachable, match="no abstract names"):
+    with pytest.raises(errors.Unreachable, match="no abstract socket names"):
         handover.take(name, b"this", timeout_s=1)
 
 

@@ -366,7 +366,7 @@ async def test_who_trickles_a_frame_is_cut():
     writer.write(b"x")
     await until(lambda: link.bytes_received == before + 1)
     link._tick()
-    assert "a frame came too slowly" in link.closed_reason
+    assert "a frame arrived too slowly" in link.closed_reason
     writer.close()
     await listener.close()
 

@@ -181,7 +181,7 @@ def test_a_server_lets_anybody_in_and_a_storage_those_with_a_certificate(files):
 
 
 def test_who_wants_certificates_does_not_listen_in_the_clear_by_mistake():
-    with pytest.raises(BadConfig, match='tls: expected "on" beside tls_require_certificate'):
+    with pytest.raises(BadConfig, match='tls: expected "on" with tls_require_certificate'):
         tls.listening(server(tls_require_certificate=True))
     assert tls.listening(server(tls="off", tls_require_certificate=True)) is None
 
@@ -210,7 +210,7 @@ def test_a_daemon_without_a_certificate_is_told_so(files):
 
 
 def test_settings_without_the_word_are_a_mistake(files):
-    with pytest.raises(BadConfig, match='tls: expected "on" or "off" beside tls_authorities'):
+    with pytest.raises(BadConfig, match='tls: expected "on" or "off" with tls_authorities'):
         tls.dialling(ClientConfig(tls_authorities=files.authorities), CONNECT)
     assert tls.dialling(ClientConfig(tls="off", tls_authorities=files.authorities), CONNECT) is None
 
@@ -323,9 +323,9 @@ def failure(reason: str) -> ssl.SSLError:
     [
         ("WRONG_VERSION_NUMBER", "expected TLS, found plain TCP"),
         ("UNSUPPORTED_PROTOCOL", "no common version: expected TLS 1.2 or 1.3"),
-        ("TLSV1_ALERT_UNKNOWN_CA", "our certificate is not accepted by the peer: tlsv1 alert unkn"),
-        ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "our certificate is not accepted by the peer: sslv3"),
-        ("TLSV13_ALERT_CERTIFICATE_REQUIRED", "the peer expects a certificate, and we showed none"),
+        ("TLSV1_ALERT_UNKNOWN_CA", "the peer does not accept this side's certificate: tlsv1"),
+        ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "the peer does not accept this side's certificate: sslv3"),
+        ("TLSV13_ALERT_CERTIFICATE_REQUIRED", "the peer expects a certificate, found none"),
         ("BAD_SIGNATURE", "TLS has failed: bad signature"),
     ],
 )

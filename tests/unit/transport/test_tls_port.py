@@ -291,7 +291,7 @@ async def test_a_certificate_of_another_authority_is_told_to_both(files, tmp_pat
     async with open_port(listening(files)) as (_, _, address):
         with pytest.raises(TlsMismatch, match="the peer's certificate is not accepted: unable to"):
             await net.dial(Surface.STORAGE, address, ssl=believing(make(tmp_path)))
-        await until(lambda: "perhaps our certificate is not accepted there" in said())
+        await until(lambda: "perhaps it does not accept the certificate" in said())
 
 
 @on_loop
@@ -329,7 +329,7 @@ async def test_a_certificate_that_nobody_has_signed_is_told_to_both(files, tmp_p
     stranger = make(tmp_path, name="stranger")
     settings = stranger.settings | {"tls_authorities": files.authorities}
     async with open_port(listening(files, tls_require_certificate=True)) as (_, _, address):
-        with pytest.raises(TlsMismatch, match="our certificate is not accepted by the peer"):
+        with pytest.raises(TlsMismatch, match="the peer does not accept this side's certificate"):
             await net.dial(Surface.STORAGE, address, ssl=tls.dialling(ClientConfig(**settings), ""))
         await until(lambda: "the peer's certificate is not accepted" in said())
 
@@ -431,7 +431,7 @@ async def test_too_many_handshakes_at_one_time_are_refused(files, monkeypatch, s
             await until(lambda: listener._tls_port._handshakes_count)
             with pytest.raises(Unreachable):
                 await net.dial(Surface.STORAGE, address, ssl=believing(files))
-            assert "1 handshakes are under way" in said()
+            assert "1 handshakes are in progress" in said()
         await until(lambda: not listener._tls_port._handshakes_count)
         async with linked(address, believing(files)):
             pass

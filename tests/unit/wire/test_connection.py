@@ -55,8 +55,8 @@ def test_the_highest_common_version_is_spoken():
 def test_no_common_version_ends_the_connection():
     listener = storage(is_listener=True)
     text = failure(listener, codec.encode_hello(Hello((7, 8), "Waltz Storage Client")))
-    assert "we speak [1, 2]" in text
-    assert "speaks [7, 8]" in text
+    assert "this side has [1, 2]" in text
+    assert "has [7, 8]" in text
     assert "Hint" not in text
 
 
@@ -65,9 +65,9 @@ def test_no_common_version_ends_the_connection():
 )
 def test_a_server_or_storage_of_0_13_is_refused_with_what_to_do(is_listener, peer):
     text = failure(storage(is_listener=is_listener), codec.encode_hello(Hello((0,), peer)))
-    assert text.startswith("no common version of surface 'S': we speak [1, 2], ")
-    assert f"{peer!r} speaks [0]" in text
-    assert "Hint: Migrate the whole cluster at once, as docs/compatibility.md describes." in text
+    assert text.startswith("no common version of surface 'S': this side has [1, 2], ")
+    assert f"{peer!r} has [0]" in text
+    assert "Hint: migrate the whole cluster at once, as docs/compatibility.md describes." in text
 
 
 def test_nothing_is_sent_before_the_peers_hello():
