@@ -227,7 +227,7 @@ def test_a_cluster_of_0_13_is_taken_over_and_given_back(
         wait_until("all replicas are engaged", lambda: all_engaged(cluster))
     line = refused_0_13_server(cluster, STORAGES[0])
     assert "this side has [1, 2]" in line
-    assert "speaks [0]" in line
+    assert "has [0]" in line
     assert "Hint: migrate the whole cluster at once" in line
 
     # The way back: 0.13 finds its files and nodes.

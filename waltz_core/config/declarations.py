@@ -219,7 +219,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
         least=0,
     )
     trust_fsync: bool = setting(
-        True,  # noqa: FBT003 - it stands for itself, beside its name
+        True,  # noqa: FBT003 - the name explains it
         "Whether the disk keeps what it reports as synced. False: after every restart of the "
         "machine a replica is suspect until it is repaired.",
     )

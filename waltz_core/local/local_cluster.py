@@ -236,7 +236,7 @@ class LocalCluster:
         return self.directory / "logs" / f"{name}.log"
 
     def exists(self) -> bool:
-        """Tell whether the directory holds a cluster."""
+        """Whether the directory contains a cluster."""
         return (self.directory / STATE_FILE).exists()
 
     # -- commands ---------------------------------------------------------------------------

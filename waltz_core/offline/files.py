@@ -126,9 +126,9 @@ def is_storage(directory: Path) -> bool:
 
 
 def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
-    """Return the `.seg` files that a path on the command line stands for.
+    """Return the `.seg` files that a path on the command line selects.
 
-    A storage directory stands for all its partitions, or for the chosen ones.
+    A storage directory selects all its partitions, or the chosen ones.
 
     Raises:
         BadRequest: the path does not exist, or has no segment.

@@ -191,11 +191,11 @@ class ControlSlot(NamedTuple):
 
     @property
     def is_suspect(self) -> bool:
-        """Can the replica not vouch for its log?"""
+        """Whether the log is not trusted."""
         return bool(self.flags & SUSPECT)
 
     def lists(self, first: int, last: int) -> bool:
-        """Tell if all of these IDs are listed as damaged."""
+        """Whether all of these IDs are listed as damaged."""
         return any(low <= first and last <= high for low, high in self.damaged)
 
 

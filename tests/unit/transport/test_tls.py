@@ -324,7 +324,10 @@ def failure(reason: str) -> ssl.SSLError:
         ("WRONG_VERSION_NUMBER", "expected TLS, found plain TCP"),
         ("UNSUPPORTED_PROTOCOL", "no common version: expected TLS 1.2 or 1.3"),
         ("TLSV1_ALERT_UNKNOWN_CA", "the peer does not accept this side's certificate: tlsv1"),
-        ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "the peer does not accept this side's certificate: sslv3"),
+        (
+            "SSLV3_ALERT_CERTIFICATE_EXPIRED",
+            "the peer does not accept this side's certificate: sslv3",
+        ),
         ("TLSV13_ALERT_CERTIFICATE_REQUIRED", "the peer expects a certificate, found none"),
         ("BAD_SIGNATURE", "TLS has failed: bad signature"),
     ],

@@ -75,7 +75,7 @@ class OffsetIndex:
         write_over(self._file, offsets.astype(">i8").tobytes(), _offset_place(place))
         self.count = max(self.count, place + int(offsets.size))
         with suppress(ReadFailed):
-            if not any(self._file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was given up
+            if not any(self._file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was abandoned
                 self._file.pwrite([self._header.encode()], 0)
 
     def add(self, offset: int) -> None:

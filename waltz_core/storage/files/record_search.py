@@ -173,7 +173,7 @@ class HoleSearch:
             read = self._index.read if is_hurt else self._index.known  # rule 3
             self._starts = read(self._from - self._first, self._last - hole)
             if is_hurt and (self._starts < SEGMENT_HEADER_BYTES).any():
-                # Their block of the index was given up (file_system.py, rule 8).
+                # Their block of the index was abandoned (file_system.py, rule 8).
                 raise ReadFailed(f"record {hole}: neither it nor the index behind it can be read")
         starts = self._starts[hole + 1 - self._from :]
         found = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)

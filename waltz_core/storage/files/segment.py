@@ -335,7 +335,7 @@ class Segment:
             self.size_bytes = filled if whole else max(filled, end)
             file.truncate(self.size_bytes)
         write_over(file, records, start)
-        if not any(file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was given up
+        if not any(file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was abandoned
             file.pwrite([self._header.encode()], 0)
         starts = offsets_of(lengths) + start
         place = hole.first - self.first

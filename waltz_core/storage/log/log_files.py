@@ -81,7 +81,7 @@ class LogFiles:
 
     @property
     def slot(self) -> Slot:
-        """What is durable beside the records."""
+        """The durable state in addition to the records."""
         return self.slots.slot
 
     @property

@@ -22,7 +22,7 @@ Rules:
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
        that the directory knows are rejected, and the replica is suspect. That is durable before
        anything else is written, since the next opening may not see that this one fell back. The
-       older slot does not know who wrote last, either: what looks like a write of 0.13 may be one
+       older slot does not know which program wrote last, either: what looks like a write of 0.13 may be one
        of this version.
     6. That a replica is suspect is durable before the evidence for it is repaired: otherwise a
        crash in between would leave files in which nothing is wrong.
@@ -149,7 +149,7 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
     if disk.exists(directory / SLOTS_NAME):
         return SlotFile.open(disk, directory, blank.partition_id)
     if any(name.endswith(".chn") for name in disk.list(directory)):
-        raise BadFormat(f"{directory}: expected {SLOTS_NAME} beside .chn files, found none")
+        raise BadFormat(f"{directory}: expected {SLOTS_NAME} with .chn files, found none")
     # A sequence below that in the control file means "adopt", also after a crash on the way.
     slot = Slot(blank.partition_id, original_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)

@@ -118,7 +118,7 @@ class PartitionLog:
 
     @property
     def slot(self) -> Slot:
-        """What is durable beside the log."""
+        """The durable state in addition to the log."""
         return self._files.slots.slot
 
     @property
@@ -484,7 +484,7 @@ class PartitionLog:
         """Fill damaged records with good ones, durably; raises like `damage.fill`."""
         if self._files.has_failed:  # Its marker may not be moved.
             raise BadRequest(f"partition {self.partition_id}: a write failed in this session")
-        # Blocks may be given up (file_system.py, rule 8). The caller then needs the rest of each
+        # Blocks may be abandoned (file_system.py, rule 8). The caller then needs the rest of each
         # block, which was synced.
         self._files.mark_acked()
         left = damage.fill(self.slot, self._files.segments, first, lengths, records)

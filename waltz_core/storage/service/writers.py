@@ -69,5 +69,5 @@ class Writers:
 def _outcome_of(work: Work) -> WriteOutcome:
     try:
         return work.run(time.perf_counter)
-    except BaseException as error:  # noqa: BLE001 - rule 1: whoever waits must know
+    except BaseException as error:  # noqa: BLE001 - rule 1: the waiting caller must get it
         return error
