@@ -22,8 +22,8 @@ Rules:
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
        that the directory knows are rejected, and the replica is suspect. That is durable before
        anything else is written, since the next opening may not see that this one fell back. The
-       older slot does not know which program wrote last, either: what looks like a write of 0.13 may be one
-       of this version.
+       older slot does not know which program wrote last, either: what looks like a write of 0.13
+       may be one of this version.
     6. That a replica is suspect is durable before the evidence for it is repaired: otherwise a
        crash in between would leave files in which nothing is wrong.
     7. Bytes that a killed process has written can be read but may not be durable: they are synced
