@@ -1,14 +1,14 @@
 """A bank on a log: accounts, deposits, withdrawals, transfers, at a terminal.
 
-    python examples/bank.py                              a prompt; `help` tells the rest
+    python examples/bank.py                              a prompt; `help` lists the commands
     python examples/bank.py open 7                       one command
-    python examples/bank.py deposit 7 100 --id invoice-12    given again, it is done once
+    python examples/bank.py deposit 7 100 --id invoice-12    repeated, it is done once
     python examples/bank.py accounts --connect zk1:2181/waltz/bank \\
         --database postgresql+psycopg://user@host/bank
 
-Without --connect a small cluster runs for the length of the command and keeps its data in
---directory; without --database the database is an SQLite file there. Several may work at one time
-with one cluster and one database. See `bank_books.py` for what makes it right.
+Without --connect a small cluster runs during the command and keeps its data in --directory; without
+--database the database is an SQLite file there. Several processes may use one cluster and one
+database concurrently. `bank_books.py` explains the rules.
 """
 
 import argparse
@@ -34,7 +34,7 @@ DIRECTORY = Path(".waltz/bank")
 
 
 class Command(NamedTuple):
-    """One thing that can be typed."""
+    """One command of the prompt."""
 
     arguments: str
     about: str
@@ -43,18 +43,18 @@ class Command(NamedTuple):
 
 
 class Desk:
-    """Turns words into commands of the bank, and answers into lines."""
+    """Runs the commands of the bank, and prints their results."""
 
     def __init__(self, bank: Bank) -> None:
         self.bank = bank
         self.key: str | None = None
 
     def run(self, words: Sequence[str], key: str | None = None) -> None:
-        """Do what was typed; raises Refused for what cannot be understood."""
+        """Run a command; raises Refused for an invalid one."""
         name, *rest = words
         command = COMMANDS.get(name)
         if command is None:
-            raise Refused(f"there is no command {name!r}; `help` tells them all")
+            raise Refused(f"there is no command {name!r}; `help` lists all")
         if len(rest) != len(command.arguments.split()):
             raise Refused(f"expected: {name} {command.arguments}".rstrip())
         if key is not None and not command.is_write:
@@ -62,7 +62,7 @@ class Desk:
         self.key = key
         command.run(self, rest)
 
-    # -- what can be typed
+    # -- commands
 
     def open(self, words: list[str]) -> None:
         """Open an account."""
@@ -71,13 +71,13 @@ class Desk:
         say(f"account {account} is open")
 
     def deposit(self, words: list[str]) -> None:
-        """Bring money in."""
+        """Deposit money."""
         account = account_of(words[0])
         self.bank.deposit(account, cents_of(words[1]), key=self.key)
         self._tell(account)
 
     def withdraw(self, words: list[str]) -> None:
-        """Take money out."""
+        """Withdraw money."""
         account = account_of(words[0])
         self.bank.withdraw(account, cents_of(words[1]), key=self.key)
         self._tell(account)
@@ -96,11 +96,11 @@ class Desk:
         say(f"account {account} is deactivated")
 
     def balance(self, words: list[str]) -> None:
-        """Tell what an account holds."""
+        """Print the balance of an account."""
         self._tell(account_of(words[0]))
 
     def accounts(self, _: list[str]) -> None:
-        """Tell what all accounts hold."""
+        """Print all accounts."""
         rows = self.bank.accounts()
         if not rows:
             say("there are no accounts yet; `open 1` opens one")
@@ -114,7 +114,7 @@ class Desk:
         say(f"{'together':>12}  {money(moving + sum(cents for _, cents, _ in rows)):>20}")
 
     def history(self, words: list[str]) -> None:
-        """Tell what has happened to an account, in the order of the log."""
+        """Print the entries of an account, in the order of the log."""
         say(f"{'transaction':>12}  {'':<10}  {'amount':>20}")
         for partition, transaction, kind, cents, other in self.bank.history(account_of(words[0])):
             amount = money(cents) if cents else ""
@@ -122,12 +122,12 @@ class Desk:
             say(f"{f'{partition}/{transaction}':>12}  {kind:<10}  {amount:>20}{side}".rstrip())
 
     def settle(self, _: list[str]) -> None:
-        """Bring to its end what a desk that has died left under way."""
+        """Complete transfers that a dead process has left in progress."""
         count = self.bank.settle_all()
         say(f"{count} transfers were under way" if count else "nothing was under way")
 
     def help(self, _: list[str]) -> None:
-        """Tell what can be typed."""
+        """List the commands."""
         tell_commands()
 
     def _tell(self, account: int) -> None:
@@ -149,7 +149,7 @@ COMMANDS = {
 
 
 def tell_commands() -> None:
-    """Print what can be typed."""
+    """Print the commands."""
     for name, command in COMMANDS.items():
         say(f"  {f'{name} {command.arguments}':<34} {command.about}")
     say(f"  {'quit':<34} leave; so does ctrl-D")
@@ -180,7 +180,7 @@ def say(text: str) -> None:
 
 
 def sentence_of(error: Exception) -> str:
-    """Return what a person is told of an error."""
+    """Return the message for an error."""
     if isinstance(error, Refused):
         return f"no: {error}"
     if isinstance(error, OutcomeUnknown):
@@ -191,7 +191,7 @@ def sentence_of(error: Exception) -> str:
 
 
 def attempt(desk: Desk, words: Sequence[str], key: str | None = None) -> bool:
-    """Run a command; False, and one sentence, when it was not done."""
+    """Run a command; return False, and print one sentence, if it was not done."""
     try:
         desk.run(words, key)
     except (Refused, WaltzError, SQLAlchemyError) as error:
@@ -201,9 +201,9 @@ def attempt(desk: Desk, words: Sequence[str], key: str | None = None) -> bool:
 
 
 def prompt(desk: Desk) -> None:
-    """Do what is typed until `quit`."""
+    """Run commands until `quit`."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401, PLC0415 - arrow keys at the prompt, where there is one
+        import readline  # noqa: F401, PLC0415 - arrow keys at the prompt, if it exists
     say("the bank is open; `help` tells what can be done here")
     while True:
         try:
@@ -219,7 +219,7 @@ def prompt(desk: Desk) -> None:
 
 @contextlib.contextmanager
 def opened(options: argparse.Namespace) -> Iterator[Desk]:
-    """Give a desk with a cluster and a database behind it."""
+    """Open a desk with a cluster and a database."""
     with contextlib.ExitStack() as stack:
         directory: Path = options.directory
         directory.mkdir(parents=True, exist_ok=True)

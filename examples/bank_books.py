@@ -1,19 +1,19 @@
-"""The bank's books: what it writes to the log, and what its database makes of that.
+"""The bank's books: its entries in the log, and the database that is computed from them.
 
-`bank_desk.py` decides what is written, `bank.py` is the terminal.
+`bank_desk.py` decides about entries, `bank.py` is the terminal.
 
 Rules:
-    1. The log decides. An entry that is in it has happened; the database is made from the log.
-    2. An account lives in the partition of its lock. Whatever touches it was computed from a state
-       at least as new as the entry's mark, under the account's write lock. So no balance is ever
-       below zero, and nothing happens to a deactivated account. The database checks that, too, and
-       never has anything to say.
-    3. An entry has a key, with a write lock of its own: sent again, it enters its partition once.
-    4. Locks hold within one partition. A transfer between accounts of one partition is one entry.
-       Between partitions it cannot be: `send` takes the money out of the one account, and then the
-       other account's partition decides, once: `arrive`, or `reject`, after which `return` brings
-       it back. Meanwhile the money is under way, in no balance. Whoever comes next brings to its
-       end what somebody has left there (`settle_all`).
+    1. The log decides. An entry in it has happened; the database is computed from the log.
+    2. An account is in the partition of its lock. Each of its entries was computed from a state at
+       least as new as the entry's mark, under the account's write lock. So no balance is ever below
+       zero, and a deactivated account has no new entries. The database has the same constraints,
+       and they never fail.
+    3. An entry has a key with its own write lock: sent again, it enters its partition once.
+    4. Locks apply within one partition. A transfer between accounts of one partition is one entry.
+       Between partitions it takes several: `send` takes the money from one account, then the other
+       account's partition decides, once: `arrive`, or `reject`, after which `return` puts it back.
+       Meanwhile the money is in transit, in no balance. The next process completes transfers that
+       another one has left there (`settle_all`).
     5. Each row of the database is written by the entries of one partition only.
 """
 
@@ -70,7 +70,7 @@ ARRIVALS = sa.Table(  # written by the entries of the target's partition
 
 
 class Entry(NamedTuple):
-    """What one transaction of the log says."""
+    """The content of one transaction."""
 
     kind: str
     key: str
@@ -79,7 +79,7 @@ class Entry(NamedTuple):
     other: int | None = None
 
     def effects(self) -> list[tuple[int, int, int | None]]:
-        """Return which accounts change by how much, and who stands on the other side."""
+        """Return the changed accounts with amount and counterparty."""
         match self.kind:
             case "withdraw" | "send":
                 return [(self.account, -self.cents, self.other)]
@@ -95,7 +95,7 @@ class Entry(NamedTuple):
                 return [(self.account, self.cents, self.other)]
 
     def locks(self) -> list[int]:
-        """Return what it must not meet another one on (rules 2 and 3)."""
+        """Return its write locks (rules 2 and 3)."""
         accounts = [account_lock(account) for account, _, _ in self.effects()]
         return [*accounts, lock("bank-entry", self.key)]
 
@@ -106,7 +106,7 @@ def account_lock(account: int) -> int:
 
 
 class Books(SqlCallbacks):
-    """Brings the bank's entries into its database."""
+    """Applies the bank's entries to its database."""
 
     def __init__(self, engine: sa.Engine) -> None:
         super().__init__(engine, application="bank")
@@ -115,14 +115,14 @@ class Books(SqlCallbacks):
         self._stopped: dict[int, Exception] = {}
         self._moved = threading.Condition()
         for _ in range(TRIES_MAX - 1):
-            # Another instance may be making the same tables.
+            # Another instance may be creating the same tables.
             with contextlib.suppress(sa.exc.DBAPIError):
                 METADATA.create_all(engine)
                 return
         METADATA.create_all(engine)
 
     def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
-        """Bring one entry in; the log's other transactions are not the bank's."""
+        """Apply one entry; other transactions of the log are ignored."""
         if transaction.header != HEADER:
             return
         entry = Entry(*transaction.value())
@@ -157,16 +157,16 @@ class Books(SqlCallbacks):
             row = {"account": account, "kind": entry.kind, "cents": cents, "other": other}
             connection.execute(ENTRIES.insert().values(key=entry.key, **where, **row))
 
-    # -- how far it has come
+    # -- progress
 
     def client_high_water_mark(self, partition: int) -> int:
-        """Return where the feed of a partition begins."""
+        """Return the mark of a partition."""
         mark = super().client_high_water_mark(partition)
         self._note(partition, mark)
         return mark
 
     def apply_some(self, partition: int, transactions: Sequence[Transaction], last: int) -> int:
-        """Bring transactions in, or see that another instance has."""
+        """Apply transactions, unless another instance has."""
         count = super().apply_some(partition, transactions, last)
         if count:
             self._note(partition, transactions[count - 1].transaction_id)
@@ -175,7 +175,7 @@ class Books(SqlCallbacks):
     def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
-        """Whoever waits for a feed that ends here is told."""
+        """Notify the callers that wait for a feed that ends here."""
         policy = super().uncaught_exception(partition, transaction_id, error)
         if policy is PoisonPolicy.STOP:
             with self._moved:
@@ -187,7 +187,7 @@ class Books(SqlCallbacks):
         """Wait until the database has a transaction.
 
         Raises:
-            Unavailable: it does not come.
+            Unavailable: it does not arrive.
         """
 
         def is_over() -> bool:
@@ -198,8 +198,10 @@ class Books(SqlCallbacks):
             if is_over() or self._moved.wait_for(is_over, WAIT_S_MAX):
                 if partition not in self._stopped:
                     return
-                raise Unavailable(f"the books cannot go on: {self._stopped[partition]}")
-        raise Unavailable(f"the books are behind the log for {WAIT_S_MAX:.0f} s now; try again")
+                raise Unavailable(f"the books cannot continue: {self._stopped[partition]}")
+        raise Unavailable(
+            f"the books have not caught up with the log within {WAIT_S_MAX:.0f} s. Hint: try again."
+        )
 
     def _note(self, partition: int, mark: int) -> None:
         with self._moved:
@@ -213,7 +215,7 @@ def sent_as(key: str) -> str:
 
 
 def engine_of(url: str) -> sa.Engine:
-    """Return an engine; SQLite's users wait for each other for a while."""
+    """Return an engine; users of SQLite wait for each other."""
     if url.startswith("sqlite"):
         return sa.create_engine(url, connect_args={"timeout": 30})
     return sa.create_engine(url, pool_pre_ping=True)

@@ -1,6 +1,6 @@
-"""The bank's desk: what one can do there, and what is refused.
+"""The bank's desk: its operations, and their checks.
 
-The rules stand in `bank_books.py`. Desks in any number may share a database; each has its client.
+`bank_books.py` has the rules. Any number of desks may share a database; each has its own client.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ Decide = Callable[[sa.Connection], Entry]
 
 
 class Refused(Exception):
-    """The bank does not do that; the message says why."""
+    """The bank rejects the operation; the message states the reason."""
 
 
 class Write(TransactionContext):
-    """Writes one entry, decided from the books; decided anew when somebody was faster."""
+    """Writes one entry, decided from the books; decided again after a rejection by a lock."""
 
     def __init__(self, books: Books, home: int, key: str, decide: Decide) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class Write(TransactionContext):
         self._decide = decide
 
     def partition_id(self, partition_count: int) -> int:
-        """Return where the account lives."""
+        """Return the account's partition."""
         return partition_of(account_lock(self._home), partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Decide; False when an entry of this key is there already (rule 3)."""
+        """Decide; return False if an entry with this key exists (rule 3)."""
         with self._books.reading(builder) as connection:
             its = (ENTRIES.c.partition_id == builder.partition_id) & (ENTRIES.c.key == self._key)
             if connection.execute(sa.select(ENTRIES.c.kind).where(its)).first() is not None:
@@ -50,11 +50,10 @@ class Write(TransactionContext):
 
 
 class Bank:
-    """What one can do at the bank; amounts are cents.
+    """The operations of the bank; amounts are cents.
 
-    A command that was given a `key` may be given again with it, after a crash say: it is done once.
-    Everything raises `Refused` for what the bank does not do, and `waltz_core.errors` for what it
-    could not do.
+    An operation with a `key` may be repeated, after a crash for example: it is done once. All raise
+    `Refused` if the bank rejects the operation, and `waltz_core.errors` if it fails.
     """
 
     def __init__(self, connect: str, engine: sa.Engine) -> None:
@@ -63,7 +62,7 @@ class Bank:
         self._client.subscribe(self._books)
 
     def close(self) -> None:
-        """End the client; the database is the caller's."""
+        """Close the client; the caller owns the database."""
         self._client.close()
 
     # -- commands
@@ -81,7 +80,7 @@ class Bank:
         self._write(account, key, decide)
 
     def deposit(self, account: int, cents: int, *, key: str | None = None) -> None:
-        """Bring money in."""
+        """Deposit money."""
         key = checked_key(key)
 
         def decide(connection: sa.Connection) -> Entry:
@@ -91,7 +90,7 @@ class Bank:
         self._write(account, key, decide)
 
     def withdraw(self, account: int, cents: int, *, key: str | None = None) -> None:
-        """Take money out."""
+        """Withdraw money."""
         key = checked_key(key)
 
         def decide(connection: sa.Connection) -> Entry:
@@ -101,7 +100,7 @@ class Bank:
         self._write(account, key, decide)
 
     def transfer(self, source: int, target: int, cents: int, *, key: str | None = None) -> None:
-        """Move money: in one entry where both accounts live in one partition, else in two."""
+        """Transfer money: in one entry if both accounts are in one partition, else in several."""
         if source == target:
             raise Refused("a transfer needs two accounts")
         key = checked_key(key)
@@ -109,7 +108,8 @@ class Bank:
 
         def decide(connection: sa.Connection) -> Entry:
             check_has(connection, source, cents)
-            check_takes(connection, target, cents)  # of a `send` the target decides again
+            # For a `send`, the target's partition decides again.
+            check_takes(connection, target, cents)
             return Entry(kind, key, source, cents, target)
 
         self._catch_up(self.home(target))
@@ -118,7 +118,7 @@ class Bank:
             self._settle(key)
 
     def deactivate(self, account: int, *, key: str | None = None) -> None:
-        """Close an account for ever; it must be empty, and nothing of it under way."""
+        """Close an account permanently; it must be empty, with no transfer in transit."""
         key = checked_key(key)
 
         def decide(connection: sa.Connection) -> Entry:
@@ -132,7 +132,7 @@ class Bank:
         self._write(account, key, decide)
 
     def settle_all(self) -> int:
-        """Bring transfers to their end that somebody has left under way; return how many."""
+        """Complete transfers that were left in transit; return how many."""
         self.catch_up()
         with self._books.engine.connect() as connection:
             keys = [row.key for row in connection.execute(under_way())]
@@ -141,10 +141,10 @@ class Bank:
                 self._settle(key)
         return len(keys)
 
-    # -- questions
+    # -- queries
 
     def balance(self, account: int) -> int:
-        """Return what an account holds."""
+        """Return the balance of an account."""
         self._catch_up(self.home(account))
         its = ACCOUNTS.c.account == account
         with self._books.engine.connect() as connection:
@@ -161,7 +161,7 @@ class Bank:
         return [(row.account, row.cents, row.is_active) for row in rows]
 
     def cents_under_way(self) -> int:
-        """Return how much is in no balance, between two partitions."""
+        """Return the amount in transit between partitions."""
         with self._books.engine.connect() as connection:
             return sum(row.cents for row in connection.execute(under_way()))
 
@@ -170,7 +170,7 @@ class Bank:
 
         They are in the order of the log.
         """
-        self.balance(account)  # it is there, and all of it
+        self.balance(account)  # checks that it exists, and catches up
         e = ENTRIES.c
         query = sa.select(e.partition_id, e.transaction_id, e.kind, e.cents, e.other)
         with self._books.engine.connect() as connection:
@@ -186,7 +186,7 @@ class Bank:
         return partition_of(account_lock(account), self._client.partition_count)
 
     def catch_up(self) -> None:
-        """Wait until the books have everything that is in the log now."""
+        """Wait until the books have caught up with the log."""
         for partition, mark in self._client.high_water_marks(linearizable=True).items():
             self._books.wait_for(partition, mark)
 
@@ -195,13 +195,13 @@ class Bank:
         self._books.wait_for(partition, mark)
 
     def _write(self, home: int, key: str, decide: Decide) -> None:
-        self._catch_up(self.home(home))  # so that nothing is refused for what is long over
+        self._catch_up(self.home(home))  # so that no operation is rejected because of an old state
         transaction_id = self._client.submit(Write(self._books, home, key, decide)).result()
         if transaction_id is not None:
             self._books.wait_for(self.home(home), transaction_id)
 
     def _settle(self, key: str) -> None:
-        """Bring one transfer between partitions to its end (rule 4)."""
+        """Complete one transfer between partitions (rule 4)."""
         with self._books.engine.connect() as connection:
             sent = connection.execute(sa.select(SENDS).where(SENDS.c.key == key)).one()
 
@@ -226,7 +226,7 @@ class Bank:
 
 
 def active_cents(connection: sa.Connection, account: int) -> int:
-    """Return what an account holds that one can work with."""
+    """Return the balance of an active account."""
     found = connection.execute(sa.select(ACCOUNTS).where(ACCOUNTS.c.account == account)).first()
     if found is None:
         raise Refused(f"there is no account {account}")
@@ -236,7 +236,7 @@ def active_cents(connection: sa.Connection, account: int) -> int:
 
 
 def check_takes(connection: sa.Connection, account: int, cents: int) -> None:
-    """See that an account can take so much."""
+    """Check that an account can receive an amount."""
     if not 0 < cents <= CENTS_MAX:
         raise Refused(f"an amount is more than 0 and at most {money(CENTS_MAX)}")
     if active_cents(connection, account) + cents > CENTS_MAX:
@@ -244,7 +244,7 @@ def check_takes(connection: sa.Connection, account: int, cents: int) -> None:
 
 
 def check_has(connection: sa.Connection, account: int, cents: int) -> None:
-    """See that an account can give so much."""
+    """Check that an account can pay an amount."""
     if not 0 < cents <= CENTS_MAX:
         raise Refused(f"an amount is more than 0 and at most {money(CENTS_MAX)}")
     held = active_cents(connection, account)
@@ -253,14 +253,14 @@ def check_has(connection: sa.Connection, account: int, cents: int) -> None:
 
 
 def under_way() -> sa.Select[tuple[str, int, int, int, bool]]:
-    """Return the query for what was sent, and has neither arrived nor come back."""
+    """Return the query for transfers that have neither arrived nor returned."""
     both = SENDS.outerjoin(ARRIVALS, ARRIVALS.c.key == SENDS.c.key)
     has_arrived = sa.func.coalesce(ARRIVALS.c.is_rejected, sa.true()) == sa.false()
     return sa.select(SENDS).select_from(both).where(~SENDS.c.is_returned & sa.not_(has_arrived))
 
 
 def checked_key(key: str | None) -> str:
-    """Return the key of a command, one that no other command has where none was given."""
+    """Return the key of a command, by default a unique one."""
     if key is None:
         return secrets.token_hex(8)
     if not re.fullmatch(r"[\w.:-]{1,80}", key):
@@ -269,5 +269,5 @@ def checked_key(key: str | None) -> str:
 
 
 def money(cents: int) -> str:
-    """Return an amount as people write it."""
+    """Format an amount."""
     return f"{'-' if cents < 0 else ''}{abs(cents) // 100:,}.{abs(cents) % 100:02}"

@@ -1,11 +1,11 @@
-"""A balance that must never be negative, and two services that both find enough in it.
+"""A balance that must never be negative, and two services that withdraw concurrently.
 
-    python examples/constraint.py             the second withdrawal is refused: not enough is left
+    python examples/constraint.py             the second withdrawal is rejected: not enough is left
     python examples/constraint.py --plain     the problem: the balance ends below zero
 
-The log holds differences (+100, -80), so nothing is overwritten; yet whoever writes "-80" has first
-looked whether 80 are there. On a plain log both look at the same 100. Here the second withdrawal
-is refused by the lock, looks again at what the first one has left, and gives itself up.
+The log contains differences (+100, -80), so nothing is overwritten; but before a service writes
+-80, it checks that the balance is at least 80. On a plain log both services see the same 100. Here
+the lock rejects the second withdrawal, which then reads the new balance, and aborts.
 """
 
 import threading
@@ -25,7 +25,7 @@ DEPOSIT, WITHDRAWAL = 100, 80
 
 
 class Balance(FromLog):
-    """One account, as the log has it."""
+    """The balance of one account, computed from the log."""
 
     def __init__(self, account: str) -> None:
         super().__init__(HEADER)
@@ -33,13 +33,13 @@ class Balance(FromLog):
         self.amount = 0
 
     def take(self, value: dict[str, object]) -> None:
-        """Take in a difference."""
+        """Apply a difference."""
         if value["account"] == self.account:
             self.amount += int(str(value["difference"]))
 
 
 class Change(TransactionContext):
-    """Adds a difference to a balance if it does not fall below zero."""
+    """Adds a difference to a balance unless it would fall below zero."""
 
     def __init__(
         self, balance: Balance, difference: int, have_read: threading.Barrier, *, plain: bool
@@ -52,14 +52,14 @@ class Change(TransactionContext):
         self._is_first = True
 
     def partition_id(self, partition_count: int) -> int:
-        """Return where the account lives."""
+        """Return the account's partition."""
         return partition_of(lock("account", self._balance.account), partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Look whether there is enough; False gives it up."""
+        """Check the balance; return False to abort."""
         amount = self._balance.amount
         if self._is_first:
-            self._have_read.wait()  # so that it does not depend on luck
+            self._have_read.wait()  # makes the conflict deterministic
             self._is_first = False
         if amount + self._difference < 0:
             return False
@@ -72,7 +72,7 @@ class Change(TransactionContext):
 
 
 class Service:
-    """One of the two: a client of its own, and the balance as it has read it."""
+    """One of the two services: its client, and its view of the balance."""
 
     def __init__(self, name: str, connect: str, account: str) -> None:
         self.name = name
@@ -82,7 +82,7 @@ class Service:
         self.client.subscribe(self.balance, [self.partition])
 
     def change(self, difference: int, have_read: threading.Barrier, *, plain: bool) -> None:
-        """Make one change, or say that it cannot be made."""
+        """Make one change, or report that it is rejected."""
         self.balance.catch_up(self.client, self.partition)
         context = Change(self.balance, difference, have_read, plain=plain)
         done = self.client.submit(context).result()
@@ -91,7 +91,7 @@ class Service:
 
 
 def play(connect: str, *, plain: bool) -> int:
-    """Deposit once, withdraw twice at one time; return the balance."""
+    """Deposit once, withdraw twice concurrently; return the balance."""
     account = fresh_name()
     services = [Service(name, connect, account) for name in ("Anna", "Boris")]
     services[0].change(DEPOSIT, threading.Barrier(1), plain=plain)

@@ -1,11 +1,11 @@
-"""Two services raise one counter: each reads it, adds one, and writes the new value to the log.
+"""Two services increment one counter: each reads it, adds one, and writes the new value.
 
     python examples/counter.py             every increment counts
     python examples/counter.py --plain     the problem: increments get lost
 
 In each round both services read before either writes. On a plain log both write the same new
-value. Here each write carries a write lock on the counter and the mark up to where its author had
-read: the second one is refused, and its context is executed again from what the first has written.
+value. Here each write has a write lock on the counter and the mark of its author: the log rejects
+the second one, and its context is executed again with the value that the first one has written.
 """
 
 import threading
@@ -25,7 +25,7 @@ ROUNDS = 5
 
 
 class Counter(FromLog):
-    """One counter, as the log has it."""
+    """The value of one counter, from the log."""
 
     def __init__(self, name: str) -> None:
         super().__init__(HEADER)
@@ -33,7 +33,7 @@ class Counter(FromLog):
         self.value = 0
 
     def take(self, value: dict[str, object]) -> None:
-        """Take in a new value."""
+        """Apply a new value."""
         if value["counter"] == self.name:
             self.value = int(str(value["value"]))
 
@@ -49,15 +49,15 @@ class Increment(TransactionContext):
         self.tries = 0
 
     def partition_id(self, partition_count: int) -> int:
-        """Return where the counter lives."""
+        """Return the counter's partition."""
         return partition_of(lock("counter", self._counter.name), partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Compute the next value; called again whenever somebody was faster."""
+        """Compute the next value; called again after a rejection."""
         value = self._counter.value
         self.tries += 1
         if self.tries == 1:
-            self._both_have_read.wait()  # so that it does not depend on luck
+            self._both_have_read.wait()  # makes the conflict deterministic
         builder.set_header(HEADER)
         builder.set_transaction_data({"counter": self._counter.name, "value": value + 1})
         if not self._plain:
@@ -66,7 +66,7 @@ class Increment(TransactionContext):
 
 
 class Service:
-    """One of the two: a client of its own, and the counter as it has read it."""
+    """One of the two services: its client, and its view of the counter."""
 
     def __init__(self, connect: str, counter: str) -> None:
         self.counter = Counter(counter)
@@ -75,7 +75,7 @@ class Service:
         self.client.subscribe(self.counter, [self.partition])
 
     def increment(self, both_have_read: threading.Barrier, *, plain: bool) -> None:
-        """Raise the counter by one."""
+        """Increment the counter."""
         self.counter.catch_up(self.client, self.partition)
         context = Increment(self.counter, both_have_read, plain=plain)
         transaction_id = self.client.submit(context).result()
@@ -84,7 +84,7 @@ class Service:
 
 
 def play(connect: str, *, plain: bool) -> int:
-    """Let two services raise a counter; return its value."""
+    """Let two services increment a counter; return its value."""
     name = fresh_name()
     services = [Service(connect, name), Service(connect, name)]
     for number in range(1, ROUNDS + 1):

@@ -2,13 +2,13 @@
 
     1. A real cluster on this machine: ZooKeeper, three storages that sync, two servers.
     2. 336,776 departures, one transaction each, under an append lock on the aircraft.
-    3. Read back through Spark and compared whole: every column of every row.
-    4. A table built from the log: the busiest aircraft, and where each one is.
-    5. Two dispatchers decide from one snapshot about the same aircraft. The log takes the first
-       one's decisions and hands the second one's conflicting rows back, with the transactions
-       that won. Decided anew from a new snapshot, they are taken.
+    3. Read back through Spark and compared completely: every column of every row.
+    4. A table computed from the log: the busiest aircraft, and where each one is.
+    5. Two dispatchers decide from one snapshot about the same aircraft. The log accepts the first
+       one's decisions and rejects the second one's conflicting rows, with the conflicting
+       transactions. After a new decision from a new snapshot, it accepts them.
 
-Any difference ends it with exit code 1.
+Any difference ends the demo with exit code 1.
 """
 
 import argparse
@@ -38,12 +38,12 @@ CONTESTED = ANNA_TAKES[1] - BORIS_TAKES[0]
 
 
 class Failed(Exception):
-    """The log did not do what it promises."""
+    """The log has broken a guarantee."""
 
 
 @dataclass
 class Figures:
-    """What the last lines say."""
+    """The figures of the last lines."""
 
     rows: int = 0
     rejected: int = 0
@@ -51,7 +51,7 @@ class Figures:
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Note how long something took, and say so."""
+        """Measure and print the duration of a step."""
         began = time.monotonic()
         yield
         self.seconds[what] = time.monotonic() - began
@@ -64,7 +64,7 @@ def say(text: str) -> None:
 
 
 def check(what: str, *, found: object, expected: object) -> None:
-    """Compare one figure; end the demo when it is not as it must be."""
+    """Compare one figure; end the demo if it differs."""
     if found != expected:
         raise Failed(f"{what}: expected {expected}, found {found}")
 
@@ -82,13 +82,13 @@ def load(table: DataFrame, connect: str, partition_count: int) -> None:
 
 
 def departures(snapshot: waltz_spark.Snapshot) -> DataFrame:
-    """Return the flights as the log has them, with where each one lies in it."""
+    """Return the flights in the log, with their positions."""
     columns = f"{SCHEMA}, partition int, transaction_id long"
     return snapshot.read(columns, dataFormat="msgpack", headers="0")
 
 
 def differing_rows(table: DataFrame, back: DataFrame) -> int:
-    """Count the rows that one table has more often than the other, all columns compared."""
+    """Count the rows that one table has more often than the other, comparing all columns."""
     columns = table.columns
     both = table.select(*columns, F.lit(1).alias("side")).unionAll(
         back.select(*columns, F.lit(-1).alias("side"))
@@ -97,7 +97,7 @@ def differing_rows(table: DataFrame, back: DataFrame) -> int:
 
 
 def whereabouts(back: DataFrame) -> DataFrame:
-    """Build the table of aircraft from the log: how busy each one was, and where it is."""
+    """Compute the table of aircraft from the log: departures and position."""
     latest = F.struct("time_hour", "sched_dep_time", "partition", "transaction_id")
     return (
         back.where("tailnum IS NOT NULL")
@@ -108,7 +108,7 @@ def whereabouts(back: DataFrame) -> DataFrame:
 
 
 def dispatch(spark: SparkSession, who: str, aircraft: list[tuple[str, str]], to: str) -> DataFrame:
-    """Decide where aircraft fly next: rows under a write lock on each."""
+    """Decide where aircraft fly next: rows with a write lock on each."""
     rows = [(tailnum, at, to, who) for tailnum, at in aircraft]
     table = spark.createDataFrame(rows, DISPATCH_SCHEMA)
     return table.select(
@@ -119,7 +119,7 @@ def dispatch(spark: SparkSession, who: str, aircraft: list[tuple[str, str]], to:
 
 
 def conflict(spark: SparkSession, connect: str, busiest: list[tuple[str, str]]) -> int:
-    """Let two dispatchers meet; return how many decisions the log refused."""
+    """Let two dispatchers conflict; return how many decisions the log has rejected."""
     snapshot = waltz_spark.snapshot(spark, connect)
     marks = snapshot.high_water_marks
     anna = dispatch(spark, "Anna", busiest[slice(*ANNA_TAKES)], "BOS")
@@ -137,21 +137,23 @@ def conflict(spark: SparkSession, connect: str, busiest: list[tuple[str, str]]) 
     )
     both = {tailnum for tailnum, _ in busiest[BORIS_TAKES[0] : ANNA_TAKES[1]]}
     check(
-        "Boris's refused aircraft",
+        "Boris's rejected aircraft",
         found={row.tailnum for row in refused.collect()},
         expected=both,
     )
     named = refused.join(won, ["tailnum", "partition", "lock_failure_transaction_id"]).count()
-    check("refusals that name Anna's transaction", found=named, expected=CONTESTED)
-    say("   Boris gets back exactly the rows that Anna was faster with, and who won:")
+    check("rejections that name Anna's transaction", found=named, expected=CONTESTED)
+    say(
+        "   the log rejects exactly the rows that conflict with Anna's, and names her transactions:"
+    )
     refused.orderBy("partition", "lock_failure_transaction_id").show(5, truncate=False)
     again = decide_anew(spark, connect, both)
-    check("Boris's rows committed after he looked again", found=again, expected=CONTESTED)
+    check("Boris's rows committed after a new decision", found=again, expected=CONTESTED)
     return int(second.counts["rejected"])
 
 
 def decide_anew(spark: SparkSession, connect: str, tailnums: set[str]) -> int:
-    """Recompute the refused decisions from a new snapshot: fly on from where Anna sends them."""
+    """Recompute the rejected decisions from a new snapshot, after Anna's."""
     snapshot = waltz_spark.snapshot(spark, connect)
     sent = snapshot.read(DISPATCH_SCHEMA, dataFormat="msgpack", headers=DISPATCH)
     now = [
@@ -198,7 +200,7 @@ def run(spark: SparkSession, connect: str, scratch: Path) -> Figures:
 def end(spark: SparkSession) -> None:
     """Stop Spark, and its idle Python workers first.
 
-    It would only close their pipes, and now and then one of them prints a traceback about that.
+    It would only close their pipes, and sometimes one of them prints a traceback about that.
     """
     below = psutil.Process().children(recursive=True)
     workers = [each for each in below if any("pyspark.daemon" in word for word in _words(each))]
@@ -218,7 +220,7 @@ def _words(process: psutil.Process) -> list[str]:
 def main() -> int:
     """Run the demo; return the exit code."""
     parser = argparse.ArgumentParser(description="A year of flights through Waltz and Spark.")
-    parser.add_argument("--connect", help="an empty cluster; else one is started and ended")
+    parser.add_argument("--connect", help="an empty cluster [default: a temporary one]")
     given = parser.parse_args().connect
     began = time.monotonic()
     try:
@@ -239,7 +241,7 @@ def main() -> int:
     say(f"write      {write:.1f} s, {figures.rows / write:,.0f} rows/s, into three replicas")
     say(f"read       {read:.1f} s, {figures.rows / read:,.0f} rows/s")
     say(f"rejected   {figures.rejected} of the second dispatcher's rows")
-    say(f"in all     {time.monotonic() - began:.1f} s")
+    say(f"total      {time.monotonic() - began:.1f} s")
     say("demo: OK")
     return 0
 

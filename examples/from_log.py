@@ -1,7 +1,4 @@
-"""What the three problems share: state that is made from the log, and a cluster to run on.
-
-Used by `counter.py`, `constraint.py` and `payments.py`; it does nothing by itself.
-"""
+"""What `counter.py`, `constraint.py` and `payments.py` share: state from the log, a cluster."""
 
 import argparse
 import contextlib
@@ -18,7 +15,7 @@ WAIT_S_MAX = 60.0
 
 
 class FromLog(Callbacks):
-    """An application's state: every transaction of one header, taken in in the log's order."""
+    """An application's state: it applies every transaction of one header, in the log's order."""
 
     def __init__(self, header: int) -> None:
         self._header = header
@@ -26,11 +23,11 @@ class FromLog(Callbacks):
         self._moved = threading.Condition()
 
     @abstractmethod
-    def take(self, value: Any) -> None:  # noqa: ANN401 - whatever the application has written
-        """Take in what one transaction says."""
+    def take(self, value: Any) -> None:  # noqa: ANN401 - any value of the application
+        """Apply the value of one transaction."""
 
     def apply_transaction(self, transaction: Transaction) -> None:
-        """Called by the client for each committed transaction."""
+        """Apply a committed transaction."""
         value: Any = transaction.value() if transaction.header == self._header else None
         with self._moved:
             if value is not None:
@@ -39,19 +36,19 @@ class FromLog(Callbacks):
             self._moved.notify_all()
 
     def wait_for(self, transaction_id: int) -> None:
-        """Wait until the state has come so far."""
+        """Wait until the state includes a transaction."""
         with self._moved:
             if not self._moved.wait_for(lambda: self._applied >= transaction_id, WAIT_S_MAX):
-                raise SystemExit(f"nothing comes from the log: it stands at {self._applied}")
+                raise SystemExit(f"the feed has stopped at transaction {self._applied}")
 
     def catch_up(self, client: WaltzClient, partition: int) -> None:
-        """Wait until the state holds everything that is in the log now."""
+        """Wait until the state has caught up with the log."""
         self.wait_for(client.high_water_mark(partition, linearizable=True))
 
 
 @contextlib.contextmanager
 def cluster(connect: str | None) -> Iterator[str]:
-    """Give the connect string of a cluster: the one that was named, or a small one of its own."""
+    """Yield the connect string of a cluster: the given one, or that of a temporary one."""
     if connect is not None:
         yield connect
         return
@@ -61,15 +58,15 @@ def cluster(connect: str | None) -> Iterator[str]:
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:
-    """Return what all three take from their command lines."""
+    """Return the common parser of command lines."""
     parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
-    parser.add_argument("--connect", help="a running cluster; default: one of its own")
+    parser.add_argument("--connect", help="a running cluster [default: a temporary one]")
     parser.add_argument(
-        "--plain", action="store_true", help="without locks, as a log like Kafka's would take it"
+        "--plain", action="store_true", help="without locks, like a log without optimistic locking"
     )
     return parser
 
 
 def fresh_name() -> str:
-    """Return a name that nothing in the log has yet."""
+    """Return a unique name."""
     return secrets.token_hex(4)

@@ -1,13 +1,13 @@
-"""A payment is made once, though the client that sent it dies before it hears the answer.
+"""A payment is made once, although the client that sent it dies before it gets the answer.
 
     python examples/payments.py             paid once
     python examples/payments.py --plain     the problem: paid twice
 
-A payer sends a payment and is killed with -9 before the answer reaches it. Started again it cannot
-know whether the payment is in the log, so it sends it again. Here a payment carries a write lock on
-its own number: whoever sends it first reads the log up to a mark, gives up if the number is there,
-and is refused if it came in between. That holds as well for a message of the dead payer which the
-network delivers late. On a plain log the second message stands beside the first.
+A payer sends a payment and is killed with -9 before the answer reaches it. After a restart it does
+not know whether the payment is in the log, so it sends it again. Here a payment has a write lock on
+its own number: the payer first reads the log up to a mark, aborts if the number exists, and is
+rejected if it was written in between. That also covers a message of the dead payer that the network
+delivers late. A plain log would contain both messages.
 """
 
 import argparse
@@ -30,19 +30,19 @@ CENTS = 4_999
 
 
 class Payments(FromLog):
-    """The payments that the log has."""
+    """The payments in the log."""
 
     def __init__(self) -> None:
         super().__init__(HEADER)
         self.made: list[str] = []
 
     def take(self, value: dict[str, object]) -> None:
-        """Take in a payment."""
+        """Apply a payment."""
         self.made.append(str(value["payment"]))
 
 
 class Pay(TransactionContext):
-    """Makes a payment unless it was made."""
+    """Makes a payment unless it exists."""
 
     def __init__(self, payment: str, payments: Payments, *, plain: bool) -> None:
         super().__init__()
@@ -51,11 +51,11 @@ class Pay(TransactionContext):
         self._plain = plain
 
     def partition_id(self, partition_count: int) -> int:
-        """Return where the payment lives."""
+        """Return the payment's partition."""
         return partition_of(lock("payment", self._payment), partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Write the payment; False when it is in the log already."""
+        """Write the payment; return False if it is in the log already."""
         builder.set_header(HEADER)
         builder.set_transaction_data({"payment": self._payment, "cents": CENTS})
         if self._plain:
@@ -65,7 +65,7 @@ class Pay(TransactionContext):
 
 
 def pay(connect: str, payment: str, *, plain: bool, is_to_die: bool) -> None:
-    """Be the payer."""
+    """Run the payer."""
     payments = Payments()
     with WaltzClient(connect) as client:
         partition = partition_of(lock("payment", payment), client.partition_count)
@@ -73,7 +73,7 @@ def pay(connect: str, payment: str, *, plain: bool, is_to_die: bool) -> None:
         payments.catch_up(client, partition)
         outcome = client.submit(Pay(payment, payments, plain=plain))
         if is_to_die:
-            # It never looks at the answer: whoever started it kills it here.
+            # It never reads the answer: its parent kills it here.
             sys.stdin.read()
             os._exit(1)
         done = outcome.result()
@@ -81,7 +81,7 @@ def pay(connect: str, payment: str, *, plain: bool, is_to_die: bool) -> None:
 
 
 def play(connect: str, options: argparse.Namespace) -> int:
-    """Start a payer, kill it, start it again; return how often was paid."""
+    """Start a payer, kill it, start it again; return the number of payments."""
     payment = fresh_name()
     command = [sys.executable, __file__, "--connect", connect, "--pay", payment]
     command += ["--plain"] if options.plain else []

@@ -1,7 +1,6 @@
-"""Write what is generated: samples in `conf/`, tables in `docs/`, layers in ARCHITECTURE.md.
+"""Generate the samples in `conf/`, the tables in `docs/` and the layers in ARCHITECTURE.md.
 
-A test runs `generated()` and compares, so that no sample and no table can drift from the code that
-it describes.
+A test compares the files with `generated()`, so that they always match the code.
 """
 
 import ast
@@ -49,37 +48,37 @@ class = "logging.StreamHandler"
 stream = "ext://sys.stderr"
 formatter = "line"
 
-# INFO: a person wants it once. WARNING: someone should look. ERROR: a guarantee is touched.
+# INFO: events. WARNING: an operator should look. ERROR: a guarantee is at risk.
 [root]
 level = "INFO"
 handlers = ["stderr"]
 
-# DEBUG here is the replay log: every event and effect of every state machine.
+# DEBUG logs every event and effect of every state machine.
 [loggers."waltz_core.driver"]
 level = "INFO"
 
-# INFO or WARNING: kazoo logs each attempt to connect, several a second while ZooKeeper is away.
+# INFO or WARNING: kazoo logs each attempt to connect, several per second without ZooKeeper.
 [loggers."waltz_core.kazoo"]
 level = "ERROR"
 """
 
 SPARK = """\
-# Spark settings that go well with Waltz; copy what you like into $SPARK_HOME/conf/.
+# Spark settings for Waltz; copy them into $SPARK_HOME/conf/.
 # `waltz_spark.session()` sets them by itself.
 
-# Tasks of Python sources start in 20 ms rather than 50.
+# Tasks of Python sources start in 20 ms instead of 50.
 spark.python.unix.domain.socket.enabled  true
 
-# commit_time is told in this zone; the log itself has UTC milliseconds.
+# commit_time is shown in this zone; the log stores UTC milliseconds.
 spark.sql.session.timeZone  UTC
 
-# Rows that a write task gets at once, and so the size of its append batches.
+# Rows that a write task gets at once, and the size of its append batches.
 spark.sql.execution.arrow.maxRecordsPerBatch  10000
 
 # Workers stay alive between tasks, and with them their connections. This is the default.
 spark.python.worker.reuse  true
 
-# NB: the workers' Python is no setting here: set PYSPARK_PYTHON to the one that has waltz-spark.
+# NB: the workers' Python is not a setting: set PYSPARK_PYTHON to one with waltz-spark.
 """
 
 
@@ -87,13 +86,13 @@ def zoo_cfg() -> str:
     """Return the sample for `waltz-core zookeeper run`."""
     head = (
         "# One ZooKeeper node on this machine, for development: waltz-core zookeeper run\n"
-        "# A production cluster has three or five; see ZooKeeper's own guide.\n"
+        "# A production cluster has three or five; see ZooKeeper's guide.\n"
     )
     return head + zookeeper_config(Path("data/zookeeper"), 2181)
 
 
 def generated() -> dict[Path, str]:
-    """Return every generated file with the text that it should have."""
+    """Return every generated file with its expected text."""
     texts = {
         ROOT / "conf" / "zoo.cfg": zoo_cfg(),
         ROOT / "conf" / "logging.toml": LOGGING,
@@ -119,7 +118,7 @@ def generated() -> dict[Path, str]:
 def filled(path: Path, name: str, text: str, *, page: str | None = None) -> str:
     """Return a page with a text between its marks `<!-- name: ... -->` and `<!-- /name -->`.
 
-    `page` is the page so far, if it is not what the file has.
+    `page` is the text so far, if it differs from the file's.
     """
     page = path.read_text(encoding="utf-8") if page is None else page
     head, mark, rest = page.partition(f"<!-- {name}: ")
@@ -145,7 +144,7 @@ def nodes() -> str:
 
 
 def node_values() -> str:
-    """Return the table of what nodes hold, and its bytes."""
+    """Return the table of the nodes' values, with their bytes."""
     rows = [
         (each.__name__, first_line(each))
         for each in vars(model).values()
@@ -197,8 +196,8 @@ def surfaces() -> str:
         )
         for each in Surface
     ]
-    head = ("magic", "surface", "a listener accepts", "a dialler offers")
-    return table((*head, "text of the listener's hello", "text of the dialler's hello"), rows)
+    head = ("magic", "surface", "a listener accepts", "a dialer offers")
+    return table((*head, "text of the listener's hello", "text of the dialer's hello"), rows)
 
 
 def field_kinds() -> str:
@@ -207,7 +206,7 @@ def field_kinds() -> str:
 
 
 def message_table(surface: Surface, prefix: type[Message]) -> str:
-    """Return the messages of a surface by code; the fields of `prefix` are left out."""
+    """Return the messages of a surface by code, without the fields of `prefix`."""
     classes = [
         value
         for module in (messages, admin_messages)
@@ -223,7 +222,7 @@ def message_table(surface: Surface, prefix: type[Message]) -> str:
 
 
 def versions_of(message: type[Message]) -> str:
-    """Return in which versions of its surface a message exists."""
+    """Return the versions of its surface in which a message exists."""
     since = max(message.since, message.surface.versions[0])
     return f"{since}+" if message.until is None else f"{since}-{message.until}"
 
@@ -345,7 +344,7 @@ def summary(container: str, name: str) -> str:
 
 
 def drifted() -> list[str]:
-    """Return the generated files that do not have the text that they should have."""
+    """Return the generated files that are not up to date."""
     return [
         str(path.relative_to(ROOT))
         for path, text in sorted(generated().items())
@@ -354,7 +353,7 @@ def drifted() -> list[str]:
 
 
 def main() -> int:
-    """Write what has drifted, or only name it with `--check`; return the exit code."""
+    """Write outdated files, or only name them with `--check`; return the exit code."""
     stale = drifted()
     if "--check" in sys.argv[1:]:
         for name in stale:

@@ -1,7 +1,7 @@
-"""The workloads of `waltz-core bench` that need no Spark.
+"""The workloads of `waltz-core bench` with batches, without Spark.
 
-A workload is what an application would do, told in one function each; how it is started, timed and
-reported is `command.py`.
+Each workload is one function that does what an application would do; `command.py` starts it and
+reports the result.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 I64 = npt.NDArray[np.int64]
 LAGS = (0, 1_000, 10_000, 50_000, 100_000)
-# Locks are drawn from so many: two rows of one run hardly ever meet.
+# The number of locks to draw from: two rows of one run rarely share one.
 LOCK_SPACE = 1 << 31
 
 
 @dataclass
 class _Ledger:
-    """What the log has told: ids by partition, times of answers, and what went wrong."""
+    """The answers of the log: ids by partition, times, and errors."""
 
     ids: dict[int, list[I64]] = field(default_factory=dict)
     latencies_s: list[float] = field(default_factory=list)
@@ -50,7 +50,7 @@ class _Ledger:
 
 
 def append_batch(load: BenchLoad, meter: Meter) -> Measured:
-    """Append batches to every partition, several in flight, for some seconds; read all back."""
+    """Append batches to every partition, several in flight, for `--seconds`; read all back."""
     return uvloop.run(_append_batch(load, meter))
 
 
@@ -88,7 +88,7 @@ async def _append_batch(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def _payload(load: BenchLoad, chance: Random, *, is_checked: bool = True) -> bytes:
-    """Make a batch under write locks, or under append locks, which are never refused."""
+    """Build a batch with write locks, or with append locks, which are never rejected."""
     count = load.batch_rows
     data = [chance.randbytes(load.payload_bytes) for _ in range(count)]
     locks = [[chance.randrange(LOCK_SPACE) for _ in range(load.lock_count)] for _ in range(count)]
@@ -117,7 +117,7 @@ async def _lane(
     limits: tuple[float, int],
     ledger: _Ledger,
 ) -> None:
-    """Keep some batches of one partition in flight until the time is up."""
+    """Keep some batches of one partition in flight until the time is over."""
     until, in_flight = limits
     mark = await client.high_water_mark(partition)
     waiting: deque[tuple[float, Awaitable[BatchOutcome]]] = deque()
@@ -151,7 +151,7 @@ async def _lane(
 async def _check(
     client: AsyncWaltzClient, starts: Mapping[int, int], ledger: _Ledger
 ) -> tuple[int, int]:
-    """Read the headers of all that was written; return how many ids are lost, and doubled."""
+    """Read the headers of all written rows; return how many ids are lost, and how many doubled."""
     lost = doubled = 0
     for partition, told in ledger.ids.items():
         ids = np.sort(np.concatenate(told)) if told else np.zeros(0, np.int64)
@@ -211,7 +211,7 @@ async def _replay(load: BenchLoad, meter: Meter) -> Measured:
 
 
 async def fill(client: AsyncWaltzClient, load: BenchLoad) -> None:
-    """Append `--rows` rows under append locks, spread over all partitions."""
+    """Append `--rows` rows with append locks, spread over all partitions."""
     payload = _payload(load, Random(1), is_checked=False)  # noqa: S311 - test data
     per_partition = -(-load.rows // (load.batch_rows * client.partition_count))
     async with asyncio.TaskGroup() as group:
@@ -237,10 +237,10 @@ async def _fill_one(
 
 
 def false_refusals(load: BenchLoad, meter: Meter) -> Measured:
-    """Measure how often a transaction without a real conflict is refused, by its author's lag.
+    """Measure how often a transaction without a real conflict is rejected, by its author's lag.
 
-    Fills one partition with write-locked transactions, then offers rows with locks that nobody
-    ever wrote, at marks that lie so many transactions behind.
+    It fills one partition with transactions with write locks, then appends rows with locks that
+    were never written, at marks with different lags.
     """
     return uvloop.run(_false_refusals(load, meter))
 
@@ -258,7 +258,7 @@ async def _false_refusals(load: BenchLoad, meter: Meter) -> Measured:
         began = time.perf_counter()
         first = await client.high_water_mark(partition)
         while await client.high_water_mark(partition) < first + max(LAGS):
-            # Even locks are written, odd ones are only asked for: no real conflict can be.
+            # Even locks are written, odd ones are only checked: there is no real conflict.
             locks = [[2 * chance.randrange(1 << 30)] for _ in range(count)]
             payload = encode_append(
                 [0] * count, data, write_locks=locks, read_locks=none, append_locks=none

@@ -1,13 +1,12 @@
-"""The workload `checkpoint`: what a new session costs those who append all the time.
+"""The workload `checkpoint`: the pauses of a constant load at a new session.
 
-It measures pauses, not speed: a session every quarter of a million transactions raises the
-low-water marks, and appends stand still while one follows another.
+A new session every quarter of a million transactions raises the low-water marks; appends pause
+while it replaces the previous one.
 
 Rules:
-    1. One writer has one partition to itself and always a few batches in flight: every answer is
-       a sign of life, and the longest silence around a new session is what that session cost.
-    2. It goes on until it has seen a new session, for a minute if it has to: without one there is
-       nothing to tell.
+    1. One writer uses one partition alone, always with a few batches in flight: the longest time
+       without an answer around a new session is the cost of that session.
+    2. It continues until it has seen a new session, up to a minute.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LOOK_S = 0.01
 
 
 class _Run:
-    """When answers came, and when the session was seen to be another one."""
+    """The times of answers, and the times at which a new session was seen."""
 
     def __init__(self, seconds: float) -> None:
         self.began = time.perf_counter()
@@ -53,7 +52,7 @@ class _Run:
         return now >= self.until and (bool(self.changed_s) or now >= self.began + WAIT_S_MAX)
 
     def gaps_s(self) -> list[float]:
-        """Return the longest silence around each new session."""
+        """Return the longest time without an answer around each new session."""
         times = np.array(self.answered_s)
         starts, ends = times[:-1], times[1:]
         return [
@@ -63,7 +62,7 @@ class _Run:
 
 
 def checkpoint(load: BenchLoad, meter: Meter) -> Measured:
-    """Append batches to one partition until sessions have changed; tell the pauses."""
+    """Append batches to one partition until sessions have changed; report the pauses."""
     return uvloop.run(_checkpoint(load, meter))
 
 
@@ -102,7 +101,7 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
 
 
 async def _watch(client: AsyncWaltzClient, run: _Run) -> None:
-    """Look which session it is, again and again."""
+    """Poll the session."""
     seen = (await client.replicas(PARTITION)).session_id
     looked_s = time.perf_counter()
     while not run.is_over:
@@ -148,7 +147,7 @@ async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _Run) -> None:
 
 
 async def _check(client: AsyncWaltzClient, run: _Run, start: int) -> tuple[int, int]:
-    """Read back what was written; return how many ids are lost, and how many rows doubled."""
+    """Read the rows back; return how many ids are lost, and how many rows doubled."""
     last = await client.high_water_mark(PARTITION)
     ids, requests = [], []
     async for chunk in client.read_range(PARTITION, start + 1, last, form=RangeForm.HEADERS):

@@ -1,4 +1,4 @@
-"""The command `waltz-core bench`: options, the table of workloads, and how one is run."""
+"""The command `waltz-core bench`: options, the table of workloads, and their execution."""
 
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -79,14 +79,14 @@ def _load(function: VerbFunction) -> VerbFunction:
 @options.argument(
     "workload",
     "WORKLOAD",
-    f"one of {', '.join(sorted(WORKLOADS))}; docs/performance.md has what they measure",
+    f"one of {', '.join(sorted(WORKLOADS))}; docs/performance.md describes them",
 )
-@click.option("--connect", help="the cluster [default: a local one, which is started and ended]")
+@click.option("--connect", help="the cluster [default: a temporary local one]")
 @click.option(
     "--directory",
     type=options.PATH,
-    help="a local cluster's directory: use it, and measure its CPU; "
-    "storage-append, storage-open, many-partitions, sql-view: on which disk",
+    help="a local cluster's directory: use it, and measure its CPU; for "
+    "storage-append, storage-open, many-partitions, sql-view: a directory on the disk to measure",
 )
 @_load
 @click.option(
@@ -97,7 +97,7 @@ def _load(function: VerbFunction) -> VerbFunction:
 @click.option(
     "--database", help="sql-view: SQLAlchemy's URL of a database [default: a new SQLite file]"
 )
-@click.option("--json", "as_json", is_flag=True, help="print nothing but the JSON line")
+@click.option("--json", "as_json", is_flag=True, help="print only the JSON line")
 def bench(
     *,
     workload: str,
@@ -160,7 +160,7 @@ def _lines(report: BenchReport) -> list[str]:
         parts = ", ".join(f"{role} {us}" for role, us in report.cpu_us_per_tx_by_role.items())
         lines.append(f"  {report.cpu_us_per_tx} us of CPU a transaction ({parts})")
     if report.of_ceiling is not None:
-        lines.append(f"  {report.of_ceiling:.0%} of what Spark's Python workers can do at all")
+        lines.append(f"  {report.of_ceiling:.0%} of the maximum of Spark's Python workers")
     if report.p50_ms is not None:
         lines.append(f"  answers: p50 {report.p50_ms} ms, p99 {report.p99_ms} ms")
     lines.append(

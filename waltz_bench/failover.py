@@ -1,16 +1,16 @@
-"""The workloads `failover-*`, `rolling-restart`, `zookeeper-loss`: how long nobody is answered.
+"""The workloads `failover-*`, `rolling-restart`, `zookeeper-loss`: the longest gap in answers.
 
-It starts and ends the daemons of a local cluster while it measures, and what counts is not speed
-but the longest silence, and that nothing is lost or doubled over it.
+They start and stop the daemons of a local cluster, measure the longest time without an answer, and
+check that no row is lost or doubled.
 
 Rules:
-    1. Every partition has a writer of its own, a few rows at a time and always the next ones as
-       soon as the pause is over. The gap of a step is the longest time between two acknowledgements
-       in any one partition, from the step's beginning until all partitions have gone on.
-    2. A row that is told "not in the log" is sent again, as a user would do it; so a row that is in
-       the log in spite of that is found as doubled. Rows are known by what they say, not by ids.
-    3. Each step begins with a cluster that is whole: all servers registered and, where storages
-       are restarted, all replicas engaged.
+    1. Every partition has its own writer, with a few rows at a time and a short pause. The gap of a
+       step is the longest time between two acknowledgements in any partition, from the start of the
+       step until all partitions have continued.
+    2. A row that is reported as not in the log is sent again, as a user would do; so if it is in
+       the log nevertheless, it is found as doubled. Rows are identified by their content.
+    3. Each step begins with a complete cluster: all servers registered and, if storages are
+       restarted, all replicas engaged.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ PAUSE_S = 0.002
 CALM_S = 1.0
 WAIT_S_MAX = 60.0
 LOOK_S = 0.02
-# All of ZooKeeper is away for so long: several times a server's session time-out.
+# The duration of ZooKeeper's outage: several session timeouts of a server.
 OUTAGE_S = 15.0
 
 
 @dataclass
 class _Lane:
-    """What the writer of one partition was told."""
+    """The answers to the writer of one partition."""
 
     partition: int
     answered_s: list[float] = field(default_factory=list)
@@ -64,7 +64,7 @@ class _Lane:
     again: int = 0
 
     def gap_s(self, began: float, ended: float) -> float:
-        """Return the longest time between two answers that reaches into a stretch of time."""
+        """Return the longest time between two answers that overlaps an interval."""
         around = [each for each in pairwise(self.answered_s) if each[1] >= began]
         return max((b - a for a, b in around if a <= ended), default=ended - began)
 
@@ -94,7 +94,7 @@ class _Run:
             await asyncio.sleep(PAUSE_S)
 
     async def _append(self, lane: _Lane, rows: list[bytes]) -> list[bytes]:
-        """Send rows once; return those that are to be sent again."""
+        """Send rows once; return those to send again."""
         none: list[list[int]] = [[] for _ in rows]
         payload = encode_append(
             [0] * len(rows), rows, write_locks=none, read_locks=none, append_locks=none
@@ -123,7 +123,7 @@ class _Run:
         self._is_over = True
 
     async def step(self, kind: str, act: Callable[[], Awaitable[None]]) -> None:
-        """Do something to the cluster; note the longest gap until all partitions have gone on."""
+        """Run a step; note the longest gap until all partitions have continued."""
         await asyncio.sleep(CALM_S)
         began = time.perf_counter()
         await act()
@@ -153,20 +153,20 @@ class _Run:
         return next(each.name for each in self.cluster.members if each.port == port)
 
     async def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a member; a killing one is awaited."""
+        """Send a signal to a member; wait for its end if the signal ends it."""
         await asyncio.to_thread(self.cluster.kill, name, number)
 
     async def start(self, name: str) -> None:
-        """Start a member and wait until the cluster is whole again (rule 3)."""
+        """Start a member and wait until the cluster is complete again (rule 3)."""
         await asyncio.to_thread(self.cluster.start, name)
         await self.await_whole()
 
     async def owners(self) -> dict[PartitionId, Ownership]:
-        """Return who owns what, by a server's id, in which generation."""
+        """Return the owner and generation of each partition."""
         return dict((await self._coordinator.read_servers()).owners)
 
     async def await_zookeeper(self) -> None:
-        """Wait until ZooKeeper answers; a Java on a busy machine takes its time."""
+        """Wait until ZooKeeper answers."""
         coordinator = self._coordinator
         await self._await("ZooKeeper", lambda: coordinator.session_state is SessionState.CONNECTED)
 
@@ -198,7 +198,7 @@ class _Run:
     # ------------------------------------------------------------------------- the end
 
     async def check(self) -> tuple[int, int]:
-        """Read the log; return how many acknowledged rows are not there, and how many twice."""
+        """Read the log; return how many acknowledged rows are lost, and how many doubled."""
         lost = doubled = 0
         for lane in self.lanes:
             found: Counter[bytes] = Counter()
@@ -215,7 +215,7 @@ class _Run:
 
 
 async def _kill(run: _Run) -> None:
-    """Kill a server; it is started again after that."""
+    """Kill a server, and start it again."""
     for _ in range(STEPS):
         name = await run.owner_of(0)
         await run.step("kill", lambda name=name: run.signal(name, signal.SIGKILL))  # type: ignore[misc]
@@ -223,7 +223,7 @@ async def _kill(run: _Run) -> None:
 
 
 async def _term(run: _Run) -> None:
-    """Ask a server to end; it is started again after that."""
+    """Stop a server, and start it again."""
     for _ in range(STEPS):
         name = await run.owner_of(0)
         await run.step("term", lambda name=name: run.signal(name, signal.SIGTERM))  # type: ignore[misc]
@@ -231,7 +231,7 @@ async def _term(run: _Run) -> None:
 
 
 async def _freeze(run: _Run) -> None:
-    """Stop a server as a debugger would; it wakes up when others do its work."""
+    """Freeze a server; it continues when others have its partitions."""
     for _ in range(STEPS):
         name = await run.owner_of(0)
         await run.step("freeze", lambda name=name: run.signal(name, signal.SIGSTOP))  # type: ignore[misc]
@@ -253,7 +253,7 @@ async def _rolling(run: _Run) -> None:
 
 
 async def _lose_zookeeper(run: _Run) -> None:
-    """Kill all of ZooKeeper, let the outage pass, start it again; nothing is to move."""
+    """Kill all of ZooKeeper, and start it again after the outage; no partition may move."""
     before = await run.owners()
     names = [each.name for each in run.cluster.members if each.kind == "zookeeper"]
 
@@ -304,7 +304,7 @@ def zookeeper_loss(load: BenchLoad, meter: Meter) -> Measured:
 async def _measured(
     load: BenchLoad, meter: Meter, story: Callable[[_Run], Awaitable[None]], told: str | None
 ) -> Measured:
-    """Run a story; `told` is the kind of step whose gaps are the figure, None for all kinds."""
+    """Run the steps; `told` is the kind of step whose gaps are reported, None for all kinds."""
 
     if meter.cluster is None:
         raise BadConfig("this workload ends daemons: give --directory of a local cluster, or none")

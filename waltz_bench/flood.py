@@ -1,12 +1,11 @@
-"""The workload `flood`: what single appends cost beside a client that sends all it can.
+"""The workload `flood`: the latency of single appends while another client sends at full speed.
 
-It is the one workload with two clients, of which only the modest one is measured; the flood is a
-process of its own, as it would be in earnest.
+Only the client with single appends is measured; the flood is a separate process.
 
 Rules:
-    1. The calm figures and those under the flood come from one run, from the same modest client.
-    2. The modest client never rests: it is there before the flood is, which is measured as soon as
-       its batches get into the log, and ends with the run.
+    1. The calm figures and those under the flood come from one run and the same client.
+    2. The measured client runs all the time. The flood starts after the calm phase, is measured as
+       soon as its batches are in the log, and ends with the run.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 
 PAUSE_S = 0.004
-# The flood keeps so many batches of each partition in flight, where the load does not say more.
+# The minimum of batches that the flood keeps in flight in each partition.
 IN_FLIGHT_MIN = 32
 START_S_MAX = 20.0
 START_LOOK_S = 0.2
@@ -36,7 +35,7 @@ _PROGRAM = "import os, sys; os.nice(10); from waltz_core.cli.main import main; s
 
 
 def flood(load: BenchLoad, meter: Meter) -> Measured:
-    """Append single transactions, calmly for half of the time, then beside a flood."""
+    """Append single transactions, half of the time alone, then during a flood."""
     return uvloop.run(_flood(load, meter))
 
 
@@ -78,7 +77,7 @@ async def _flood(load: BenchLoad, meter: Meter) -> Measured:
 
 
 async def _probe(client: AsyncWaltzClient, load: BenchLoad, seconds: float) -> list[float]:
-    """Append one transaction after the other, to all partitions in turn; return the times."""
+    """Append one transaction after the other, to all partitions round-robin; return the times."""
     taken_s: list[float] = []
     data = bytes(load.payload_bytes)
     until = time.perf_counter() + seconds
@@ -113,7 +112,7 @@ async def _start(load: BenchLoad) -> Process:
 
 
 async def _flooded(client: AsyncWaltzClient, load: BenchLoad) -> None:
-    """Append until every partition has taken in many batches of the flood (rule 2)."""
+    """Append until every partition has many batches of the flood (rule 2)."""
     starts = await client.high_water_marks()
     until = time.perf_counter() + START_S_MAX
     while time.perf_counter() < until:
@@ -121,7 +120,7 @@ async def _flooded(client: AsyncWaltzClient, load: BenchLoad) -> None:
         marks = await client.high_water_marks()
         if all(marks[each] - starts[each] > START_ROWS for each in marks):
             return
-    raise Unavailable(f"the flood had not come in within {START_S_MAX:.0f} s")
+    raise Unavailable(f"no batches of the flood within {START_S_MAX:.0f} s")
 
 
 async def _sum_of_marks(client: AsyncWaltzClient) -> int:

@@ -1,13 +1,12 @@
-"""`waltz-core bench hot-lock`: one counter, one lock, eight clients that count it up.
+"""`waltz-core bench hot-lock`: eight clients increment one counter under one lock.
 
-A hot lock is fast only if nobody counts from a value that is not the one before his. So each
-transaction says what it was computed from, and the log is read afterwards.
+Each transaction contains the value from which it was computed; afterwards the log is checked.
 
 Rules:
-    1. A value is computed from the one that its author has read in the log, or was told as in
-       flight (`builder.predecessors`), and from nothing else.
-    2. Every transaction of the run stands in the log with its predecessor's id and value + 1, and
-       with the id that its author was told; what does not is lost or doubled.
+    1. A value is computed from the one that its author has read in the log, or got as an append in
+       flight (`builder.predecessors`).
+    2. Every transaction of the run is in the log with its predecessor's id and value + 1, and with
+       the id that its author got; otherwise it counts as lost or doubled.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ if TYPE_CHECKING:
 
 WRITERS: Final = 8
 PARTITION: Final = 0
-# The run, the value, and the transaction that the value was computed from.
+# The run, the value, and the transaction from which the value was computed.
 _COUNT: Final = struct.Struct(">QQq")
 
 
 class Seen(NamedTuple):
-    """The counter as an author knows it: its value, who wrote that, and up to where he has seen."""
+    """A client's view of the counter: its value, the transaction that wrote it, and the mark."""
 
     value: int
     writer: int
@@ -53,7 +52,7 @@ class Seen(NamedTuple):
 
 
 class _Increment(TransactionContext):
-    """Counts up by one until it gets in."""
+    """Increments the counter until it succeeds."""
 
     follows = True
 
@@ -70,7 +69,7 @@ class _Increment(TransactionContext):
         self._is_behind = False
 
     def partition_id(self, partition_count: int) -> int:
-        """Return the one partition, whatever `partition_count`."""
+        """Return the partition."""
         assert partition_count > 0
         return PARTITION
 
@@ -100,7 +99,7 @@ class _Increment(TransactionContext):
 
 
 def _count_in(data: bytes, run: int) -> int | None:
-    """Return the value in a transaction's data; None where it is none of this run's."""
+    """Return the value in a transaction's data; None for other transactions."""
     if len(data) < _COUNT.size:
         return None
     found, value, _ = _COUNT.unpack_from(data)
@@ -108,7 +107,7 @@ def _count_in(data: bytes, run: int) -> int | None:
 
 
 async def _read(client: AsyncWaltzClient, run: int, seen: Seen, last: int) -> Seen:
-    """Return the counter at a mark, read from where it was seen last."""
+    """Return the counter at a mark, read from the last known position on."""
     value, writer = seen.value, seen.writer
     async for transaction_id, found, _ in _counts(client, run, seen.mark + 1, last):
         value, writer = found, transaction_id
@@ -118,7 +117,7 @@ async def _read(client: AsyncWaltzClient, run: int, seen: Seen, last: int) -> Se
 async def _counts(
     client: AsyncWaltzClient, run: int, first: int, last: int
 ) -> AsyncIterator[tuple[int, int, int]]:
-    """Yield id, value and predecessor of what this run has in the log."""
+    """Yield id, value and predecessor of this run's transactions in the log."""
     async for chunk in client.read_range(PARTITION, first, last, form=RangeForm.WHOLE):
         offsets = raw_records.offsets_of(chunk.lengths).tolist()
         for place, offset in enumerate(offsets[:-1]):
@@ -129,7 +128,7 @@ async def _counts(
 
 
 def hot_lock(load: BenchLoad, meter: Meter) -> Measured:
-    """Eight clients count up under one lock, each again and again until it gets in."""
+    """Increment a counter with eight clients under one lock, each until it succeeds."""
     return uvloop.run(_hot_lock(load, meter))
 
 
@@ -145,7 +144,7 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
         while (sent := time.perf_counter()) < until:
             context = _Increment(client, run, seen, padding)
             transaction_id = await (await client.submit(context))
-            assert transaction_id is not None, "it never gives up"
+            assert transaction_id is not None, "it never aborts"
             latencies.append(time.perf_counter() - sent)
             told[transaction_id] = context.value
             seen = Seen(context.value, transaction_id, transaction_id)
@@ -181,7 +180,7 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
 
 
 async def _batches(client: AsyncWaltzClient, first: int, last: int) -> int:
-    """Return in how many batches these transactions went to the storages."""
+    """Return the number of storage batches of these transactions."""
     ends: set[int] = set()
     async for chunk in client.read_range(PARTITION, first, last, form=RangeForm.HEADERS):
         ends.update(min(entry.last, last) for entry in chunk.lineage)
@@ -191,7 +190,7 @@ async def _batches(client: AsyncWaltzClient, first: int, last: int) -> int:
 async def _check(
     client: AsyncWaltzClient, run: int, start: int, told: dict[int, int]
 ) -> tuple[int, int]:
-    """Return how many transactions are lost, and how many are doubled or out of the chain."""
+    """Return how many transactions are lost, and how many doubled or computed wrongly."""
     last = await client.high_water_mark(PARTITION, linearizable=True)
     before, value, broken, found = -1, 0, 0, 0
     async for transaction_id, count, writer in _counts(client, run, start + 1, last):

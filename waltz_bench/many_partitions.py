@@ -1,13 +1,13 @@
 """The workload `many-partitions`: a cluster of many partitions from its start to its restart.
 
-It makes a cluster of its own and measures its processes, not its speed.
+It creates a cluster and measures its processes.
 
 Rules:
-    1. A start is over when every partition has acknowledged an append: then it has an owner, and
-       that owner a store session with a quorum of synced replicas.
-    2. What a step costs is told in processor time beside wall time: a thousand partitions on a
-       machine of two cores that does other work as well take longer, and cost the same.
-    3. A row is sent again only when the log is known not to have it; the marks at the end tell what
+    1. A start is complete when every partition has acknowledged an append: then it has an owner,
+       and that owner a store session with a quorum of synced replicas.
+    2. The cost of a step is reported in CPU time and wall time, as wall time depends on other load
+       on the machine.
+    3. A row is sent again only if the log is known not to have it; the marks at the end show what
        is lost or doubled.
 """
 
@@ -45,8 +45,8 @@ _PAYLOAD = encode_append(
 
 
 def many_partitions(load: BenchLoad, meter: Meter) -> Measured:
-    """Create a cluster of many partitions, and measure its start, its rest and its restarts."""
-    del meter  # it reads a cluster that is there already
+    """Create a cluster of many partitions, and measure its start, idle time and restarts."""
+    del meter  # it is for an existing cluster
     return uvloop.run(_many_partitions(load))
 
 
@@ -61,7 +61,7 @@ async def _many_partitions(load: BenchLoad) -> Measured:
         storage_count=STORAGES,
     )
     run = _Run(cluster)
-    # Each of a thousand streams would tell that its partition has moved.
+    # Otherwise each of a thousand streams would log that its partition has moved.
     logging.getLogger("waltz_core.driver").setLevel(logging.WARNING)
     try:
         await run.create()
@@ -102,7 +102,7 @@ class _Run:
         self.figures["create_s"] = _rounded(time.perf_counter() - began)
 
     async def starts(self, what: str) -> float:
-        """Kill what runs of storages and servers, start them, wait for rule 1; return seconds."""
+        """Kill running storages and servers, start all, wait for rule 1; return the seconds."""
         names = [each.name for each in self.cluster.members if each.kind != "zookeeper"]
         for name in names:
             self.cluster.kill(name)
@@ -122,7 +122,7 @@ class _Run:
         return took_s
 
     async def rests(self, seconds: float) -> None:
-        """Look at the processes while nobody asks for anything."""
+        """Measure the processes while there is no load."""
         await asyncio.sleep(CALM_S)
         before, began = self._spent(), time.perf_counter()
         await asyncio.sleep(seconds)
@@ -138,7 +138,7 @@ class _Run:
         }
 
     async def loses_a_server(self) -> None:
-        """Kill a server; wait until all of its partitions have gone on elsewhere."""
+        """Kill a server; wait until all of its partitions have continued elsewhere."""
         async with await self._connected() as client:
             await self._append_to_all(client, time.perf_counter())
             before, began = self._spent(), time.perf_counter()
@@ -152,7 +152,7 @@ class _Run:
         }
 
     async def check(self) -> tuple[int, int]:
-        """Compare the marks with what was acknowledged; how many rows are lost, how many twice."""
+        """Compare the marks with the acknowledged rows; return the lost and doubled ones."""
         async with await self._connected() as client:
             marks = await client.high_water_marks(linearizable=True)
         lost = doubled = 0
@@ -176,7 +176,7 @@ class _Run:
                 await asyncio.sleep(LOOK_S)
 
     async def _all_owned(self) -> None:
-        """Wait until living servers own all partitions; a client would only be told so in vain."""
+        """Wait until live servers own all partitions."""
         ports = {each.port for each in self.cluster.members if each.kind == "server"}
         until = time.perf_counter() + START_S_MAX
         async with connected(self.cluster.connect) as coordinator:
@@ -188,7 +188,7 @@ class _Run:
         raise Unavailable(f"not all servers had partitions within {START_S_MAX:.0f} s")
 
     async def _append_to_all(self, client: AsyncWaltzClient, began: float) -> list[float]:
-        """Have each partition acknowledge a row; return how long after `began` each has."""
+        """Append a row to each partition; return the seconds since `began` of each answer."""
         after_s: list[float] = []
 
         async def append(partition: int) -> None:
@@ -215,7 +215,7 @@ class _Run:
                     self.acknowledged[partition] = self.acknowledged.get(partition, 0) + 1
                     return
             await asyncio.sleep(LOOK_S)
-        raise Unavailable(f"partition {partition} took no append within {START_S_MAX:.0f} s")
+        raise Unavailable(f"partition {partition} accepted no append within {START_S_MAX:.0f} s")
 
     def _spent(self) -> dict[str, float]:
         times = {name: process.cpu_times() for name, process in self.cluster.processes().items()}

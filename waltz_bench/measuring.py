@@ -1,9 +1,9 @@
-"""What a workload takes and returns, and the report that is made of it.
+"""The input and the result of a workload, and the report.
 
 Rules:
     1. The report is one JSON object with at least the keys of `BenchReport`.
-    2. CPU is what the operating system charged the daemons between start and end of the load.
-    3. Each workload reads the log back: `lost` and `doubled` come from that.
+    2. CPU is the daemons' CPU time between start and end of the load.
+    3. Each workload reads the log back to compute `lost` and `doubled`.
 """
 
 import os
@@ -51,7 +51,7 @@ class BenchLoad:
 
 @dataclass
 class Measured:
-    """What a workload returns: counts and times of the load alone, without its set-up.
+    """The result of a workload: counts and times of the load, without its set-up.
 
     Latencies are of one request, in seconds; `gap_s_max` is the longest time without any answer.
     """
@@ -66,8 +66,8 @@ class Measured:
     doubled: int = 0
     errors: int = 0
     extra: dict[str, object] = field(default_factory=dict)
-    cpu_seconds: dict[str, float] | None = None  # by role, where the workload measured it itself
-    of_ceiling: float | None = None  # share of a rate that no log could exceed, from the same run
+    cpu_seconds: dict[str, float] | None = None  # by role, if the workload measured it itself
+    of_ceiling: float | None = None  # share of the maximum rate, measured in the same run
 
 
 @dataclass
@@ -95,7 +95,7 @@ class BenchReport:
 
 
 class Meter:
-    """Reads the daemons' CPU time; None where they run on other machines."""
+    """Reads the daemons' CPU time; None if they run on other machines."""
 
     def __init__(self, cluster: "LocalCluster | None") -> None:
         self.cluster = cluster
@@ -103,7 +103,7 @@ class Meter:
         self._spent: dict[str, float] | None = None
 
     def start(self) -> None:
-        """Begin: what is spent from here on counts."""
+        """Start to count."""
         if self.cluster is not None:
             self._began = self.cluster.cpu_seconds()
 
@@ -166,7 +166,7 @@ def make_report(
 
 
 def percentile_ms(values: list[float], share: float) -> float | None:
-    """Return the value that this share of them does not exceed, in ms; None without any."""
+    """Return a percentile in ms; None without values."""
     if not values:
         return None
     ordered = sorted(values)

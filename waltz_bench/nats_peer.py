@@ -1,7 +1,6 @@
-"""Three NATS servers with JetStream, as a peer to measure against: each message synced by all.
+"""Three NATS servers with JetStream, as a peer for comparison: all of them sync each message.
 
-It is the one file that knows NATS (extra `bench`), and a measuring rod only; nothing of the log
-depends on it.
+Only this module uses NATS (extra `bench`).
 """
 
 import asyncio
@@ -32,7 +31,7 @@ cluster {{ name: bench, listen: 127.0.0.1:{route}, routes: [{routes}] }}
 
 
 class Jetstream:
-    """A stream of three replicas on this machine; each publish waits for its acknowledgement.
+    """A stream with three replicas on this machine; each publish waits for its acknowledgement.
 
     Raises:
         BadConfig: the packages of extra `bench` are missing, or the servers do not start.
@@ -40,7 +39,7 @@ class Jetstream:
 
     def __init__(self) -> None:
         try:
-            import nats  # noqa: PLC0415 - an extra of its own
+            import nats  # noqa: PLC0415 - an optional package
         except ImportError:
             raise BadConfig(
                 "--peer nats needs nats-py. Hint: run pip install 'waltz-spark[bench]'."
@@ -101,13 +100,13 @@ class Jetstream:
             await self._connect([f"nats://127.0.0.1:{port}" for port in ports[:NODES]])
 
     async def _connect(self, addresses: list[str]) -> None:
-        """Connect and make the stream; the servers elect a leader first, so try until it works."""
+        """Connect and create the stream; retry while the servers elect a leader."""
         while True:
             try:
                 self._connection = await self._nats.connect(addresses, error_cb=_quiet)
                 self._stream = self._connection.jetstream()
                 await self._stream.add_stream(name=STREAM, subjects=[STREAM], num_replicas=NODES)
-            except Exception:  # noqa: BLE001 - whatever a cluster says that is not ready
+            except Exception:  # noqa: BLE001 - any error of a cluster that is not ready
                 with contextlib.suppress(Exception):
                     await self._connection.close()
                 await asyncio.sleep(LOOK_S)
@@ -123,7 +122,7 @@ class Jetstream:
 
 
 async def _quiet(_error: Exception) -> None:
-    """Say nothing while the servers find each other."""
+    """Ignore errors while the servers connect to each other."""
 
 
 def _free_ports(count: int) -> list[int]:

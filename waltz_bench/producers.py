@@ -1,11 +1,11 @@
-"""`waltz-core bench test-producers`: writers who meet on a pool of locks, as many as one likes.
+"""`waltz-core bench test-producers`: any number of writers that share a pool of locks.
 
-`conditional` and `hot-lock` are two ends of this, each with a name of its own so that figures can
-be compared; here everything between can be asked for, of any cluster.
+`conditional` and `hot-lock` are the two extremes, with fixed parameters for comparisons.
 
 Rules:
-    1. A writer has one append outstanding; refused, it waits for the log to go on and tries again.
-    2. What was acknowledged is looked up in the log afterwards.
+    1. A writer has one append in flight; after a rejection it waits until the log has advanced and
+       tries again.
+    2. Acknowledged transactions are checked in the log afterwards.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class _Told:
 
 
 def producers(load: BenchLoad, meter: Meter) -> Measured:
-    """`--writers` append under locks from a pool of `--lock-pool`, with `--interval-ms` between."""
+    """Append with `--writers`, locks from a `--lock-pool`, and pauses of `--interval-ms`."""
     return uvloop.run(_producers(load, meter))
 
 

@@ -1,15 +1,15 @@
-"""The workload `move-refusals`: who is refused without a conflict when a partition moves.
+"""The workload `move-refusals`: false rejections after a partition has moved.
 
-It kills servers of a local cluster, and spoils what storages keep, to measure what a new owner
-knows of the locks that were written before its time.
+It kills servers of a local cluster, and empties lock files, to measure what a new owner knows about
+locks that were written before.
 
 Rules:
-    1. Rows ask for locks that nobody ever wrote, at marks that lie so many transactions behind: all
-       refusals are false ones. Even locks are written, odd ones are asked for.
-    2. Before each measurement as many transactions are written as the longest lag, each with a lock
-       of its own, so that the three measurements have the same log behind them.
+    1. Rows check locks that were never written, at marks with different lags: all rejections are
+       false. Even locks are written, odd ones are checked.
+    2. Before each measurement as many transactions are written as the longest lag, each with a
+       different lock, so that the three measurements have the same log.
     3. `after` is measured from the first answer of the new owner on. `without_file` is the same
-       after the storages' lock files were emptied: the new owner has its mark and nothing else.
+       after the storages' lock files were emptied: the new owner has only its mark.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ ASKS = 3
 PARTITION = 0
 WAIT_S_MAX = 60.0
 LOOK_S = 0.02
-# Whether one of these was told says nothing about locks.
+# The reasons that count as a decision about locks.
 _JUDGED = (Reason.COMMITTED, Reason.LOCK)
 
 
 class _Run:
-    """One partition, its log, and who is asked about it."""
+    """One partition, its log, and its client."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class _Run:
         self._chance = Random(7)  # noqa: S311 - test data
 
     async def rates(self, *, moves: bool, with_file: bool = True) -> dict[str, float]:
-        """Write, move the partition if that is wanted, and ask (rules 2 and 3)."""
+        """Write, optionally move the partition, and measure (rules 2 and 3)."""
         mark = await self._client.high_water_mark(PARTITION)
         until = mark + max(LAGS)
         while mark < until:
@@ -72,7 +72,7 @@ class _Run:
             return {str(lag): await self._rate(mark - lag) for lag in LAGS}
         owner = await self._owner()
         await asyncio.to_thread(self._cluster.kill, owner)
-        if not with_file:  # Not before: a replica that lags would still get blocks.
+        if not with_file:  # Not earlier: a lagging replica would still get blocks.
             self._empty_lock_files()
         found = {str(lag): await self._rate(mark - lag) for lag in LAGS}
         await asyncio.to_thread(self._cluster.start, owner)
@@ -80,7 +80,7 @@ class _Run:
         return found
 
     async def _rate(self, mark: int) -> float:
-        """Return the share of rows that are refused to a writer at a mark (rule 1)."""
+        """Return the share of rows that are rejected at a mark (rule 1)."""
         refused = asked = 0
         for _ in range(ASKS):
             outcome = await self._append(mark, is_writer=False)
@@ -89,7 +89,7 @@ class _Run:
         return refused / asked
 
     async def _append(self, mark: int, *, is_writer: bool) -> BatchOutcome:
-        """Append a batch, again and again until its rows were judged."""
+        """Append a batch, repeatedly until the locks have decided about its rows."""
         count = self._batch_rows
         none: list[list[int]] = [[] for _ in range(count)]
         locks = [[2 * self._chance.randrange(1 << 30) + (not is_writer)] for _ in range(count)]
@@ -113,7 +113,7 @@ class _Run:
             if all(Reason(each) in _JUDGED for each in set(outcome.reasons.tolist())):
                 self.rows += count
                 return outcome
-        raise Unavailable(f"partition {PARTITION}: no judgement within {WAIT_S_MAX:.0f} s")
+        raise Unavailable(f"partition {PARTITION}: no decision within {WAIT_S_MAX:.0f} s")
 
     async def _owner(self) -> str:
         view = await self._coordinator.read_servers()
@@ -121,7 +121,7 @@ class _Run:
         return next(each.name for each in self._cluster.members if each.port == port)
 
     async def await_whole(self) -> None:
-        """Wait until all servers are registered and the partitions lie where they should."""
+        """Wait until all servers are registered and own their partitions."""
         ports = {each.port for each in self._cluster.members if each.kind == "server"}
         until = time.perf_counter() + WAIT_S_MAX
         while time.perf_counter() < until:
@@ -145,7 +145,7 @@ class _Run:
 
 
 def move_refusals(load: BenchLoad, meter: Meter) -> Measured:
-    """Measure false refusals by lag: before a move, after it, and after one without lock files."""
+    """Measure false rejections by lag: before a move, after one, and without lock files."""
     return uvloop.run(_move_refusals(load, meter))
 
 

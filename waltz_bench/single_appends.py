@@ -1,11 +1,10 @@
 """The workloads of `waltz-core bench` with single transactions: latency and the feed.
 
-`batch_appends.py` measures batches, where the log is fast; here it is what a service sees that
-sends one transaction at a time.
+They measure a service that sends one transaction at a time; `batch_appends.py` measures batches.
 
 Rules:
-    1. Every append has a lock of its own or a contended one, as the workload says, and is checked.
-    2. What was acknowledged is looked up in the log afterwards.
+    1. Every append has a separate lock or a contended one, depending on the workload.
+    2. Acknowledged transactions are checked in the log afterwards.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SINGLES_IN_FLIGHT = 512
 
 
 def append_one(load: BenchLoad, meter: Meter) -> Measured:
-    """Append one transaction after the other; with `--peer nats` by turns with JetStream."""
+    """Append one transaction after the other; with `--peer nats`, alternately with JetStream."""
     return uvloop.run(_append_one(load, meter))
 
 
@@ -51,7 +50,7 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
         client = await stack.enter_async_context(AsyncWaltzClient.connect(load.connect))
         peer = None
         if load.peer is not None:
-            from waltz_bench.nats_peer import Jetstream  # noqa: PLC0415 - an extra of its own
+            from waltz_bench.nats_peer import Jetstream  # noqa: PLC0415 - an optional package
 
             peer = await stack.enter_async_context(Jetstream())
         starts = await client.high_water_marks()
@@ -85,7 +84,7 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def append_single(load: BenchLoad, meter: Meter) -> Measured:
-    """Append single transactions, many in flight, to all partitions by turns."""
+    """Append single transactions, many in flight, to all partitions round-robin."""
     return uvloop.run(_append_single(load, meter))
 
 
@@ -120,9 +119,9 @@ async def _append_single(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def conditional(load: BenchLoad, meter: Meter) -> Measured:
-    """64 writers in one partition, each with a lock of its own and one append outstanding.
+    """Append with 64 writers to one partition, each with its own lock and one append in flight.
 
-    One partition, as the peers that it is compared with have one stream, table or group.
+    It uses one partition because the compared peers have one stream, table or group.
     """
     return uvloop.run(_conditional(load, meter))
 
@@ -170,7 +169,7 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
 
 
 class _Counting(AsyncCallbacks):
-    """Takes in the feed and looks at headers only."""
+    """Counts the transactions of the feed, without data."""
 
     def __init__(self, wanted: int) -> None:
         self._wanted = wanted
@@ -223,7 +222,7 @@ def measured(
     wrong: tuple[int, int],
     extra: dict[str, object],
 ) -> Measured:
-    """Return what single appends have come to."""
+    """Return the result of single appends."""
 
     return Measured(
         rows=len(ids),
@@ -241,7 +240,7 @@ def measured(
 async def check_ids(
     client: AsyncWaltzClient, starts: Mapping[int, int], told: Mapping[int, list[int]]
 ) -> tuple[int, int]:
-    """Return how many acknowledged ids are not in the log, and how many there are twice."""
+    """Return how many acknowledged ids are not in the log, and how many are doubled."""
     lost = doubled = 0
     for partition, ids in told.items():
         doubled += len(ids) - len(set(ids))

@@ -1,8 +1,8 @@
-"""Spark's workloads of `waltz-core bench`: the same log, written and read through Spark.
+"""Spark's workloads of `waltz-core bench`: write and read the log through Spark.
 
-Beside the log stands the ceiling, measured by turns with it: a source that yields such batches
-from memory, and a sink that throws them away. `of_ceiling` is the share of that rate which the log
-reaches; both are medians of rounds that came after a warm one.
+They alternate with the ceiling: a source that yields equal batches from memory, and a sink that
+discards them. `of_ceiling` is the log's share of that rate; both are medians of rounds after a
+warm-up.
 """
 
 import functools
@@ -41,12 +41,12 @@ BATCH_ROWS, BATCH_BYTES, BATCH_COUNT = 8_192, 8 * 1024 * 1024, 16
 
 
 def write(load: BenchLoad, meter: Meter) -> Measured:
-    """Write `--rows` rows of `--payload` bytes under append locks; then count what is there."""
+    """Write `--rows` rows of `--payload` bytes with append locks; then count them in the log."""
     spark = session("waltz bench", master="local[2]")
     try:
         spark.dataSource.register(Ceiling)
         table = _table(spark, load).cache()
-        _write(table, load)  # the rows are made, and everybody is up, before the clock starts
+        _write(table, load)  # rows and processes are ready before the clock starts
         _drain(table)
         before = snapshot(spark, load.connect)
         meter.start()
@@ -61,7 +61,7 @@ def write(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def read(load: BenchLoad, meter: Meter) -> Measured:
-    """Read `--rows` rows of one partition into Spark; one that holds fewer is filled first."""
+    """Read `--rows` rows of one partition into Spark; it is filled first if it has fewer."""
     spark = session("waltz bench", master="local[2]")
     try:
         spark.dataSource.register(Ceiling)
@@ -75,7 +75,7 @@ def read(load: BenchLoad, meter: Meter) -> Measured:
         made = spark.read.format("waltz_ceiling")
         memory = made.options(rows=load.rows, payload=load.payload_bytes).load()
         for frame in (memory, log):
-            _take(frame)  # workers are up and connected, and the JVM has compiled what it runs
+            _take(frame)  # workers are connected, and the JVM has compiled the code
         meter.start()
         rounds = _by_turns(lambda: _take(log), lambda: _take(memory))
         meter.stop()
@@ -89,12 +89,12 @@ def read(load: BenchLoad, meter: Meter) -> Measured:
 def _by_turns(
     through_log: Callable[[], None], through_memory: Callable[[], None]
 ) -> list[tuple[float, float]]:
-    """Return what both took in seconds, in turns, as a machine's speed changes by the minute."""
+    """Return the seconds of both, run alternately, as a machine's speed changes over time."""
     return [(_timed(through_log), _timed(through_memory)) for _ in range(ROUNDS)]
 
 
 def _told(load: BenchLoad, rounds: Sequence[tuple[float, float]], found: int) -> Measured:
-    """Return the figures of all rounds, given how many rows of one of them are in the log."""
+    """Return the figures of all rounds; `found` is the number of one round's rows in the log."""
     ours, ceilings = zip(*rounds, strict=True)
     return Measured(
         rows=ROUNDS * load.rows,
@@ -118,7 +118,7 @@ def _timed(call: Callable[[], None]) -> float:
 
 
 def _take(frame: DataFrame) -> None:
-    """Have Spark take every column of every row and do nothing with it."""
+    """Make Spark read every column of every row, and discard it."""
     frame.write.format("noop").mode("overwrite").save()
 
 
@@ -127,7 +127,7 @@ def _drain(table: DataFrame) -> None:
 
 
 def _table(spark: SparkSession, load: BenchLoad, rows: int | None = None) -> DataFrame:
-    """Make rows with random payloads, each under locks of its own."""
+    """Return rows with random payloads, each with its own locks."""
     locks = [lock(f"bench{number}", "id") for number in range(load.lock_count)]
     digest = F.sha2(F.col("id").cast("string"), 512)  # 128 characters
     payload = F.substring(F.repeat(digest, load.payload_bytes // 128 + 1), 1, load.payload_bytes)
@@ -151,19 +151,19 @@ def _total(marks: Mapping[int, int]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------
-# The ceiling: what Spark's Python workers can take and give at all
+# The ceiling: the maximum rate of Spark's Python workers
 
 
 @dataclass
 class _Part(InputPartition):
-    """Transactions first..last, of nobody."""
+    """Transactions first..last."""
 
     first: int
     last: int
 
 
 class Ceiling(DataSource):
-    """Batches like the log's, out of memory; a sink that forgets."""
+    """A source of batches like the log's, from memory, and a sink that discards rows."""
 
     @classmethod
     def name(cls) -> str:
@@ -184,7 +184,7 @@ class Ceiling(DataSource):
 
 
 class _Memory(DataSourceReader):
-    """Cut into tasks and batches as a read of the log is."""
+    """Reads with tasks and batches like those of the log."""
 
     def __init__(self, rows: int, payload_bytes: int, schema: StructType) -> None:
         self._rows = rows
@@ -192,13 +192,13 @@ class _Memory(DataSourceReader):
         self._schema = schema
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Return as many tasks as the log would have."""
+        """Return as many tasks as a read of the log."""
         starts = range(0, self._rows, TASK_TRANSACTIONS_MAX)
         ends = [min(start + TASK_TRANSACTIONS_MAX, self._rows) - 1 for start in starts]
         return [_Part(*span) for span in zip(starts, ends, strict=True)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield a few batches over and over."""
+        """Yield a few batches repeatedly."""
         assert isinstance(partition, _Part)
         count = max(1, min(BATCH_ROWS, BATCH_BYTES // max(self._payload_bytes, 1)))
         made = _batches(self._schema, count, self._payload_bytes)
@@ -212,7 +212,7 @@ class _Memory(DataSourceReader):
 
 @functools.cache
 def _batches(schema: StructType, count: int, payload_bytes: int) -> list[pa.RecordBatch]:
-    """Make batches of random payloads, once in a process; no cache of a CPU holds them all."""
+    """Create batches of random payloads, once in a process; larger than any CPU cache."""
     ints, longs = np.zeros(count, np.int32), np.arange(count)
     request = pa.StructArray.from_arrays(
         [pa.array(ints)] * 4, ["client_id", "generation", "partition", "sequence"]
@@ -229,10 +229,10 @@ def _batches(schema: StructType, count: int, payload_bytes: int) -> list[pa.Reco
 
 
 class _Nowhere(DataSourceArrowWriter):
-    """Takes all rows and keeps none."""
+    """Discards all rows."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Take a task's rows."""
+        """Read a task's rows."""
         for _ in iterator:
             pass
         return WriterCommitMessage()

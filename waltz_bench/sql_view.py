@@ -1,14 +1,14 @@
 """The workload `sql-view`: catch up with a log, into memory and into a database.
 
-It needs SQLAlchemy (extra `sql`), which no other workload does.
+It needs SQLAlchemy (extra `sql`).
 
 Rules:
-    1. The same log is applied three times, to new tables: by `Callbacks` that keep a dictionary, by
+    1. The same log is applied three times, to new tables: by `Callbacks` with a dictionary, by
        `SqlCallbacks.apply` with a statement for each transaction, and by `apply_batch` with one
        statement for all accounts that the batch changes: with a row each, on PostgreSQL with
        arrays. The last one is the workload's rate; the others are in `extra`.
-    2. All three unpack each payload. The balances are compared with what was appended.
-    3. An account belongs to one partition, as it does where a lock guards it.
+    2. All three unpack each payload. The balances are compared with the appended rows.
+    3. An account belongs to one partition, as if a lock protected it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ADD_ARRAYS = (
 
 
 class _End:
-    """Counts what was applied, and knows when that is all."""
+    """Counts applied rows, and signals the end."""
 
     def __init__(self, count: int) -> None:
         self._left = count
@@ -63,7 +63,7 @@ class _End:
 
 
 class _InMemory(Callbacks):
-    """The null case."""
+    """The baseline."""
 
     def __init__(self, end: _End) -> None:
         self._end = end
@@ -125,7 +125,7 @@ def sql_view(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def _fill(client: WaltzClient, load: BenchLoad) -> Counter[int]:
-    """Append the rows, spread over all partitions; return the balances that they make."""
+    """Append the rows, spread over all partitions; return the resulting balances."""
     count = load.batch_rows
     none: list[list[int]] = [[] for _ in range(count)]
     balances: Counter[int] = Counter()
@@ -151,7 +151,7 @@ def _fill(client: WaltzClient, load: BenchLoad) -> Counter[int]:
 
 @contextlib.contextmanager
 def _database(load: BenchLoad) -> Iterator[str]:
-    """Give the URL of a database: a new SQLite file, unless one is named."""
+    """Yield the URL of a database: a new SQLite file, unless one is given."""
     if load.database is not None:
         yield load.database
         return
@@ -162,7 +162,7 @@ def _database(load: BenchLoad) -> Iterator[str]:
 def _view(
     name: str, url: str, numbers: Sequence[int], end: _End
 ) -> tuple[Callbacks, Callable[[], Counter[int]]]:
-    """Make new tables and the callbacks that fill them, and what returns the balances."""
+    """Create new tables, the callbacks that fill them, and a function for the balances."""
     import sqlalchemy as sa  # noqa: PLC0415 - only this workload needs it
 
     from waltz_core.client.api.sql import SqlCallbacks  # noqa: PLC0415 - likewise

@@ -1,12 +1,12 @@
-"""The workloads of `waltz-core bench` that need no cluster: the storage engine on this disk.
+"""The workloads of `waltz-core bench` without a cluster: the storage engine on this disk.
 
-What a storage costs shows best without server, client and network; the engine is called as the
-storage daemon calls it, by one thread.
+One thread calls the engine like the storage daemon, without server, client and network.
 
 Rules:
-    1. The records are made outside of what is measured; CPU is that of this whole process.
-    2. Everything is read back from the disk, with all checks, before a figure is told.
-    3. The directory is made anew below `--directory` (else here), and removed at the end.
+    1. The records are created before the measurement; CPU is that of this whole process.
+    2. Everything is read back from the disk, with all checks, before a figure is reported.
+    3. A new directory is created in `--directory` (by default the current one), and removed at the
+       end.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ KEY: Final = bytes(16)
 
 
 class _Batch(NamedTuple):
-    """What an append is given."""
+    """The arguments of an append."""
 
     first: TransactionId
     lengths: npt.NDArray[np.int64]
@@ -109,8 +109,8 @@ def storage_append(load: BenchLoad, meter: Meter) -> Measured:
 def storage_open(load: BenchLoad, meter: Meter) -> Measured:
     """Open a directory of many segments three times, and read all back.
 
-    First as after a crash, then as after a clean stop, both without what the system has in memory
-    of the files, then once more with it.
+    First as after a crash, then as after a clean stop, both with a cold page cache, then once more
+    with a warm one.
     """
 
     rows = _rows(load, OPEN_MIB)
@@ -151,7 +151,7 @@ def storage_open(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def _rows(load: BenchLoad, mib: int) -> int:
-    """Return how many rows make so many MiB of data, in whole batches."""
+    """Return the number of rows for `mib` of data, in whole batches."""
     wanted = (load.mib or mib) * MIB // max(1, load.payload_bytes)
     return max(1, wanted // load.batch_rows) * load.batch_rows
 
@@ -189,7 +189,7 @@ def _append(log: PartitionLog, load: BenchLoad, rows: int) -> _Spent:
 
 
 def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_Batch]:
-    """Make the batches one by one; they have the same data but other ids."""
+    """Yield batches with equal data and different ids."""
     count, size = load.batch_rows, load.payload_bytes
     chance = Random(3)  # noqa: S311 - test data
     data = [chance.randbytes(size) for _ in range(count)]
@@ -219,7 +219,7 @@ def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_Batch]:
 
 
 def _read_back(log: PartitionLog, rows: int) -> tuple[int, float]:
-    """Read the whole log with all checks; return how many rows are missing, and the CPU spent."""
+    """Read the whole log with all checks; return the number of missing rows, and the CPU time."""
     first = TransactionId(0)
     began = time.process_time()
     while first <= log.max_id:

@@ -140,7 +140,7 @@ def test_a_mark_below_what_was_told_or_beyond_the_log_is_found(history: History,
 
 def test_what_four_writers_compares_is_compared(history: History):
     history.lines[-2] = ["told", "c", "committed", 3, 3.5, ""]
-    assert any("c was told committed and is lost" in each for each in history.wrong())
+    assert any("c was reported as committed and is lost" in each for each in history.wrong())
 
 
 def test_a_line_that_is_half_written_is_read_when_it_is_whole(history: History):

@@ -345,7 +345,7 @@ def test_a_payload_that_lacks_a_required_column_is_handled_as_mode_says(
     reader = reader.option("mode", "DROPMALFORMED")
     assert [row.n for row in reader.load(connect).collect()] == [1, 4, 7]
     assert reader.option("requiredColumns", "N").load(connect).count() == 3
-    with pytest.raises(Exception, match=r"'requiredColumns': .* \\(n\\), found 'm'"):
+    with pytest.raises(Exception, match=r"'requiredColumns': .*\(n\), found 'm'"):
         reader.option("requiredColumns", "n,m").load(connect).collect()
 
 

@@ -248,6 +248,8 @@ def test_tasks_leave_a_frozen_server(
             assert done.result(HANG_S).counts["committed"] == 40_000
     finally:
         log.kill(frozen.name, signal.SIGCONT)
+    # Its session with ZooKeeper ended while it was frozen; it registers again.
+    wait_until("both servers are registered", lambda: has_servers(log, "server-1", "server-2"))
     does(log, "unprefer", "all", address(log, frozen.name))
     rows = (
         spark.read.format("waltz")

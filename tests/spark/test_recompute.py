@@ -194,7 +194,7 @@ def test_each_row_is_shown_what_came_since_its_own_mark(spark: SparkSession, con
 @pytest.mark.parametrize(
     ("function", "kind", "text"),
     [
-        ("other_rows", BadRequest, "is to leave identity column 'row' as it is"),
+        ("other_rows", BadRequest, "not to change identity column 'row'"),
         ("fails", Exception, "the shop's own"),
     ],
 )
