@@ -362,7 +362,7 @@ class PartitionStore:
             self._report("session.abandoned", session=session.claim.session_id, reason=reason)
             return
         if session.is_settled:
-            # If it only opened, the owner does not know the log that it found.
+            # Not after a session that only opened: the owner does not know its log.
             self._is_unbroken = True
             doubt = InDoubt(session.claim.session_id, window.committed, window.last)
             self._in_doubt = doubt if window.last > window.committed else None

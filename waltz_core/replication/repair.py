@@ -354,8 +354,8 @@ class ReplicaRepair:
         if all(entry.session_id != MADE_UP for entry in own.lineage):
             return self._diverged()
         return DataLoss(
-            f"the batches up to {self.last} are lost from below the confirmed low-water mark "
-            f"{self._floor} on. Hint: restart its storage, which then withdraws that mark."
+            f"the batches up to {self.last} are lost, also below the confirmed low-water mark "
+            f"{self._floor}. Hint: restart the storage, which then withdraws that mark."
         )
 
     def _diverged(self) -> DataLoss:
@@ -421,7 +421,7 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
         part = crcs[4 * start : 4 * stop]
         chain = next_chain(chain, entry.first, entry.last, entry.session_id, part)
         if chain != bytes(entry.chain):
-            raise ChecksumMismatch(f"batch {entry.first}..{entry.last}: another chain")
+            raise ChecksumMismatch(f"batch {entry.first}..{entry.last}: the chain does not match")
         next_id = entry.last + 1
     if next_id != end:
         raise BadFormat(
