@@ -8,7 +8,7 @@ Rules (docs/design/correctness.md 2.1, C to E and G):
        wiped or suspect disk are all the same, UNKNOWN, for the whole session.
     2. If the unknown replicas are a quorum, nothing is decided and nothing is changed.
     3. Otherwise the mark is the highest ID that a quorum could have acknowledged.
-    4. A partition counts as new only if its marker states it and no replica that answers has records.
+    4. A partition counts as new only if its marker states it and no answering replica has records.
     5. A replica that was engaged in a session later than all sessions in ZooKeeper shows that
        ZooKeeper's data was rolled back: outcomes reported in that session are missing in older
        ones. So no session opens with such a replica.

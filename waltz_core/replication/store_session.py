@@ -6,7 +6,8 @@ Rules (docs/design/correctness.md 2.1, letters C to K):
     1. Every replica of the last and of the new assignment is fenced (C).
     2. Nothing on a replica is changed before the mark is decided (E).
     3. The session opens only when ZooKeeper is known to have its states (`wrote`) (G, H).
-    4. A replica counts, and gets uncommitted batches, only while ZooKeeper records it as engaged (I).
+    4. A replica counts, and gets uncommitted batches, only while ZooKeeper records it as engaged
+       (I).
     5. The committed mark is the highest that a quorum of engaged replicas has synced (J).
     6. The loss of an engaged replica, or of one that may be recorded as engaged, ends the session
        (K). The loss of any other one does not.
