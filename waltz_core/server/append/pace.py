@@ -33,7 +33,7 @@ FACTOR_FIRST, FACTOR_MIN, FACTOR_MAX = 4.0, 0.25, 16.0
 FACTOR_UP: Final = 1.5
 FACTOR_DOWN: Final = FACTOR_UP ** (-1 / 199)
 # Accepted latency of a small request that meets a piece, as a multiple of the calm time. The client
-# sees more delay than the server, for it also waits for the answer: this keeps it below twice.
+# sees more delay than the server, as it also waits for the answer: this keeps it below twice.
 SUFFERS: Final = 1.2
 # How long a calm time stays valid; after that, it is measured with requests that met no piece.
 CALM_KEPT_MS: Final = 60_000
