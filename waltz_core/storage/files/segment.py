@@ -49,7 +49,7 @@ Buffer = bytes | memoryview
 
 
 class Recovered(NamedTuple):
-    """What `Segment.recover` found: unreadable IDs, and whether known-synced IDs are missing."""
+    """Result of `Segment.recover`: unreadable IDs, and whether known-synced IDs are missing."""
 
     damaged: tuple[IdRange, ...]
     lost: bool
@@ -272,7 +272,7 @@ class Segment:
         self.next_id = TransactionId(self.next_id + count)
 
     def append_entries(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
-        """Write batches that end here; `synced` is what is durable already. Not durable."""
+        """Write batches that end here; `synced` is the last durable ID. Not durable."""
         if entries:
             self._lineage_dirty = True
             self.lineage.append(entries, synced)
