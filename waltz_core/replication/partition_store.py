@@ -1,7 +1,7 @@
 """Session after session of one partition: claim, open, lose, claim again.
 
-It has the state that outlives a session (committed mark, batches in doubt, misbehaving replicas)
-and all requests to ZooKeeper, so that every compare-and-set of the protocol is in one file.
+It has the state that outlives a session: committed mark, batches in doubt, misbehaving replicas.
+It also has all requests to ZooKeeper, so that every compare-and-set of the protocol is in one file.
 
 Rules (docs/design/correctness.md 2.1 A, B, G, K and the rows of 2.4):
     1. Every write depends on the versions that were read, and has its own attempt number; outcomes

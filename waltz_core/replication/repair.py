@@ -6,8 +6,8 @@ and has the connections.
 Rules (docs/design/correctness.md 2.1 F):
     1. A repair starts only after the mark is decided.
     2. Records above the mark were never acknowledged and are cut.
-    3. Below it, the log is cut back to the last batch end where its chain is the goal's, never
-       below the replica's own confirmed low-water mark, and only if the chains differ.
+    3. Below it, the log is cut only if the chains differ: back to the last batch end where its
+       chain is the goal's, and never below the replica's own confirmed low-water mark.
     4. Copied records are checked by their CRCs and by the chain before they are passed on.
     5. The mark is set only when the log ends there with the goal's chain.
     6. Before the log is cut, its newest batch must be known: the owner first checks that its

@@ -4,9 +4,9 @@ All disk errors appear here, so the simulator replaces `Disk` by one that tears,
 No other file of a storage opens files.
 
 Rules:
-    1. An error of the operating system becomes `NoSpace` (the disk is full, existing data is
+    1. No `OSError` leaves this file. It becomes `NoSpace` (the disk is full, existing data is
        untouched), `ReadFailed` (bytes of a file cannot be read) or `DiskFailed` (anything else, and
-       any error of a sync); no `OSError` leaves this file.
+       any error of a sync).
     2. Only `File.sync` and `sync_directory` make anything durable.
     3. A write is complete or raises; a short write is continued.
     4. Files are created whole: `create_durably` writes them under another name first.

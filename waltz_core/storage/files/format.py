@@ -266,9 +266,9 @@ def first_of_name(name: str) -> TransactionId | None:
 # entry above all those IDs and the acked marker ends the log there; one below makes the replica
 # suspect. No entry crosses a sector boundary.
 #
-# The CRC of an entry begins with that of its segment's header and with its number in the file, so
-# that nothing else that a disk writes to its place is accepted: not an entry of another file, and
-# not a record, which has its CRC at its end too.
+# The CRC of an entry begins with that of its segment's header and with its number in the file. So
+# no other bytes that a disk writes to its place are accepted: not an entry of another file, and
+# not a record, which has its CRC at its end, too.
 
 LINEAGE_HEADER: Final = ByteLayout(
     *_SEGMENT_FIELDS,

@@ -7,9 +7,9 @@ Rules:
     1. A segment exists when its `.seg` has its name; `.idx` and `.chn` get theirs before.
     2. Records of a segment have the IDs first..next_id-1; `.seg` ends with its last record.
     3. Bytes that are no record are a torn tail only if nothing at or above them was known to be
-       synced, by the acked marker, a later segment or a later batch's entry. Otherwise they are
-       damage, and stay (docs/design/correctness.md 2.5). A crash may leave any sectors of unsynced
-       data, so a valid record after torn ones proves nothing.
+       synced. The acked marker, a later segment and a later batch's entry show what was synced.
+       Other bytes that are no record are damage, and stay (docs/design/correctness.md 2.5). A crash
+       may leave any sectors of unsynced data, so a valid record after torn ones proves nothing.
     4. Damaged IDs keep their place in the index, so that the bytes can be filled in again. The
        index is used first to find where they end (record_search.py).
 """

@@ -1,7 +1,7 @@
 """The threads for work that blocks on the disk.
 
 A lone append crosses from the loop to a thread and back. An executor creates a future for that,
-with a condition and a lock of its own, and checks its state twice, which costs a tenth of a
+with a condition and a lock of its own, and checks its state twice. This costs a tenth of a
 storage's total work for such an append. This class has only a queue and a call.
 
 Rules:
