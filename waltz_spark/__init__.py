@@ -3,8 +3,8 @@
     spark.read.format("waltz").load("zk1:2181,zk2:2181/waltz/payments")
     df.write.format("waltz").mode("append").save("zk1:2181,zk2:2181/waltz/payments")
 
-What is named here is loaded when it is first used: Spark starts half a dozen Python processes for
-one job, most of which need one module of this package, and each would pay for all of them.
+Names are imported when they are first used: Spark starts several Python processes for one job, most
+of which need one module of this package only.
 """
 
 from importlib import import_module

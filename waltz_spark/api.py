@@ -1,7 +1,6 @@
-"""What a notebook calls beside `format("waltz")`: append with its outcome, snapshots, a session.
+"""The functions in addition to `format("waltz")`: append with outcomes, snapshots, a session.
 
-These functions run in the user's own Python, where results can be held in hand; everything else of
-the package runs in processes that Spark starts.
+They run in the user's Python process; the rest of the package runs in processes that Spark starts.
 """
 
 import atexit
@@ -44,14 +43,14 @@ from waltz_spark.writer.row_sum import RowSum
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What became of every row of a write.
+    """The outcome of every row of a write.
 
     Attributes:
-        counts: `committed`, `recomputed` and `found` (by an earlier attempt) among them,
-            `rejected`, `retry`, `rejected_by_own_rows`, `seconds`. Of a write that is already
+        counts: `committed` (including `recomputed` and `found`, those of earlier attempts),
+            `rejected`, `retry`, `rejected_by_own_rows`, `seconds`. For a write that is already
             committed they are those of the run that finished it.
         high_water_marks: by partition, the last mark that the write saw.
-        results_path: where the results lie as Parquet.
+        results_path: the directory of the results, as Parquet.
         already_committed: an earlier run with the same `writeId` has written these rows; this one
             has appended nothing.
     """
@@ -64,20 +63,20 @@ class WriteResult:
 
     @property
     def results(self) -> DataFrame:
-        """One row for each row written: its input columns, then those that tell its outcome.
+        """One row for each written row: its input columns, then the columns of its outcome.
 
         These are `status`, `partition`, `transaction_id`, `attempts`,
         `lock_failure_transaction_id` and `retry_high_water_mark`.
 
         Raises:
-            BadConfig: the run that finished the write has kept none, or they were removed.
+            BadConfig: the run that finished the write kept no results, or they were removed.
         """
         if self._results is None:
             raise BadConfig(
                 f"there are no results in {self.results_path}: an earlier run has finished this "
-                "write without option resultsPath, or its results were removed; the counts are "
-                "known. Hint: Give resultsPath, a directory that stays, to the first run of a "
-                "write whose results are needed later."
+                "write without option resultsPath, or its results were removed; only the counts "
+                "are known. Hint: if results are needed later, use resultsPath with a permanent "
+                "directory in the first run of a write."
             )
         return self._results
 
@@ -88,12 +87,12 @@ class WriteResult:
 
     @property
     def rejected(self) -> DataFrame:
-        """The rows that a lock refused, with the transaction that won."""
+        """The rows that a lock rejected, with the conflicting transaction."""
         return self.results.where(F.col("status") == REJECTED)
 
     @property
     def retry(self) -> DataFrame:
-        """With `onLockFailure=retry`, the same: compute them again from `retry_high_water_mark`."""
+        """The same with `onLockFailure=retry`: compute them again from `retry_high_water_mark`."""
         return self.results.where(F.col("status") == RETRY)
 
 
@@ -106,39 +105,40 @@ def append(
 ) -> WriteResult:
     """Append a DataFrame and return the outcome of every row.
 
-    The same write as `df.write.format("waltz")`, with `onLockFailure=reject` unless you say
-    otherwise. Without `resultsPath` the results go to a temporary directory, which only a Spark
-    that is all on this machine can do; it is removed when this Python ends. With `writeId`,
-    rows that an earlier run has written are not written again (`already_committed`).
+    The same write as `df.write.format("waltz")`, with `onLockFailure=reject` by default. Without
+    `resultsPath` the results go to a temporary directory, which works only if Spark runs on this
+    machine alone; it is removed when this Python process ends. With `writeId`, rows that an earlier
+    run has written are not written again (`already_committed`).
 
     Args:
         df: one row is one transaction.
         connect: the cluster.
-        high_water_marks: the marks the rows were computed from (`Snapshot.high_water_marks`).
+        high_water_marks: the marks from which the rows were computed
+            (`Snapshot.high_water_marks`).
         options: the options of the format, by name.
 
     Raises:
-        BadConfig: an option or `high_water_marks` is wrong, or a cluster's Spark needs
+        BadConfig: an option or `high_water_marks` is not valid, or a Spark cluster needs
             `resultsPath`.
-        BadRequest: it is no DataFrame, or cannot be written (the column is named); or an earlier
-            run has finished `writeId` with other rows (both counts are named).
-        LockFailed: with `onLockFailure=fail`, a row was refused.
-        Unavailable: the cluster cannot be reached, or took no rows for a minute.
+        BadRequest: `df` is not a DataFrame, or cannot be written (with the column); or an earlier
+            run has finished `writeId` with other rows (with both counts).
+        LockFailed: with `onLockFailure=fail`, a row was rejected.
+        Unavailable: the cluster cannot be reached, or accepted no rows for a minute.
     """
     spark = getattr(df, "sparkSession", None)
     if spark is None:
-        raise BadRequest(f"append takes a DataFrame of Spark; found {type(df).__name__}")
-    # Spark looks at no option's case: another spelling would stand next to a default of ours.
+        raise BadRequest(f"append: expected a DataFrame of Spark, found {type(df).__name__}")
+    # Spark ignores the case of options: another spelling would conflict with a default.
     texts = {_name(name): _text(value) for name, value in options.items()}
     texts.setdefault("onLockFailure", "reject")
     if high_water_marks is not None:
-        _check_free("clientHighWaterMarks", texts, "high_water_marks says it already")
+        _check_free("clientHighWaterMarks", texts, "argument high_water_marks is given")
         texts["clientHighWaterMarks"] = _marks_text(high_water_marks)
     _check_told_apart(df, texts)
     path = texts.setdefault("resultsPath", "") or _temporary_results(spark)
     texts["resultsPath"] = path
-    # In a thread of the caller's Spark's writer knows no active session, and no Python format then;
-    # createDataFrame makes the session active.
+    # In a thread of the caller, Spark's writer has no active session and does not find Python
+    # formats; createDataFrame makes the session active.
     spark.createDataFrame([], "nothing int")
     try:
         df.write.format("waltz").mode("append").options(**texts).save(connect)
@@ -149,7 +149,7 @@ def append(
         raise found from failure
     summary = _summary(path)
     marks = {int(partition): mark for partition, mark in summary.pop("high_water_marks").items()}
-    # A write that was done before has its results where its first run was told to put them.
+    # The results of a write that was done before are in the directory of its first run.
     path, name = summary.pop("results_path", path), summary.pop("results_name", "")
     is_repeated = summary.pop("already_committed", False)
     for each in RowSum().as_fields():
@@ -162,11 +162,11 @@ def append(
 
 def _check_free(name: str, options: Mapping[str, object], why: str) -> None:
     if name.lower() in {each.lower() for each in options}:
-        raise BadConfig(f"option {name!r}: {why}; leave it out")
+        raise BadConfig(f"option {name!r} is not allowed: {why}. Hint: omit the option.")
 
 
 def _check_told_apart(df: DataFrame, options: Mapping[str, str]) -> None:
-    """Refuse columns that Spark could not tell apart in the results, before rows are in the log."""
+    """Reject columns that Spark could not distinguish in the results, before any row is written."""
     if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true":
         return
     given = options.get("resultColumns")
@@ -179,8 +179,8 @@ def _check_told_apart(df: DataFrame, options: Mapping[str, str]) -> None:
         other = taken.setdefault(name.lower(), name)
         if other != name:
             raise BadRequest(
-                f"columns {other!r} and {name!r} are one to Spark, and results would hold both: "
-                "rename one, or give option resultColumns without it"
+                f"columns {other!r} and {name!r} are equal for Spark, and results would have both. "
+                "Hint: rename one, or use option resultColumns without it."
             )
 
 
@@ -191,13 +191,13 @@ def _summary(path: str) -> dict[str, Any]:
             return dict(json.loads(stream.read()))
     except FileNotFoundError:
         raise BadConfig(
-            f"the write is done, but what became of it is not in {path}: resultsPath is to be a "
-            "place that this Python and every executor reach"
+            f"the write is done, but its outcome is not in {path}. Hint: resultsPath must be a "
+            "directory that this process and every executor can access."
         ) from None
 
 
 def _results(spark: SparkSession, path: str, name: str) -> DataFrame | None:
-    """Return the results of a write that are in a directory; None where there is no file."""
+    """Return the results of a write in a directory; None if there is no file."""
     place = open_place(path, is_read=True)
     names = [entry.base_name for entry in place.system.get_file_info(_selector(place.path))]
     directory = _for_spark(path, place)
@@ -206,23 +206,23 @@ def _results(spark: SparkSession, path: str, name: str) -> DataFrame | None:
 
 
 def _for_spark(path: str, place: ResultDirectory) -> str:
-    """Return a directory as Spark finds it: a local one is not Hadoop's default file system's."""
+    """Return a directory's path for Spark: a local one may not be Hadoop's default file system."""
     from pyarrow import fs  # noqa: PLC0415 - only functions that read results need it
 
     if isinstance(place.system, fs.LocalFileSystem):
         path = f"file://{Path(place.path).absolute()}"
-    return re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", path.rstrip("/"))  # else it is a pattern
+    return re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", path.rstrip("/"))  # otherwise it is a pattern
 
 
 def _no_results(spark: SparkSession, df: DataFrame) -> DataFrame:
-    """Return an empty frame with the columns that results would have had; no file has a schema."""
+    """Return an empty DataFrame with the columns of results; there is no file with a schema."""
     columns = (
         "status string, partition int, transaction_id bigint, attempts int, "
         "lock_failure_transaction_id bigint, retry_high_water_mark bigint"
     )
     empty = spark.createDataFrame([], columns)
     taken = {*empty.columns, "data"}
-    # A name may hold dots and backticks.
+    # A name may contain dots and backticks.
     names = [name.replace("`", "``") for name in df.columns if name not in taken]
     kept = df.select(*[F.col(f"`{name}`") for name in names]).limit(0)
     return kept.crossJoin(empty)
@@ -235,7 +235,7 @@ def _selector(path: str) -> object:
 
 
 def _name(option: str) -> str:
-    """Return an option's name as the table has it."""
+    """Return an option's name as in the table."""
     known = BY_KEY.get(option.lower())
     return option if known is None else known.name
 
@@ -251,20 +251,20 @@ def _text(value: object) -> str:
 
 
 def _marks_text(marks: object) -> str:
-    """Return marks as option `clientHighWaterMarks` has them; they may be NumPy's numbers."""
-    expected = "high_water_marks is a mapping from partition to high-water mark, {0: 41}"
+    """Return marks in the form of option `clientHighWaterMarks`; they may be NumPy numbers."""
+    expected = "high_water_marks: expected a mapping from partition to high-water mark, {0: 41}"
     if not isinstance(marks, Mapping):
-        raise BadConfig(f"{expected}; found {marks!r} ({type(marks).__name__})")
+        raise BadConfig(f"{expected}, found {marks!r} ({type(marks).__name__})")
     found: dict[str, int] = {}
     for partition, mark in marks.items():
         if not (_is_whole(partition, minimum=0) and _is_whole(mark, minimum=-1)):
-            raise BadConfig(f"{expected}; found {partition!r}: {mark!r}")
+            raise BadConfig(f"{expected}, found {partition!r}: {mark!r}")
         found[str(int(partition))] = int(mark)
     return json.dumps(found)
 
 
 def _is_whole(value: object, *, minimum: int) -> bool:
-    if type(value) is bool:  # which Python takes for a number
+    if type(value) is bool:  # a number for Python
         return False
     return isinstance(value, Integral) and int(value) >= minimum
 
@@ -274,21 +274,21 @@ def _temporary_results(spark: SparkSession) -> str:
     is_here = not is_connect(spark) or "SPARK_LOCAL_REMOTE" in os.environ
     if not (is_here and (spark.conf.get("spark.master", "") or "").startswith("local")):
         raise BadConfig(
-            "this Spark runs on other machines too, or may: give option resultsPath, a directory "
-            "that this Python and every executor reach"
+            "Spark may run on other machines, too. Hint: use option resultsPath with a directory "
+            "that this process and every executor can access."
         )
     place = tempfile.mkdtemp(prefix="waltz-results-")
-    # Whoever holds the outcome may look at it as long as this Python lives.
+    # A `WriteResult` may be used as long as this process lives.
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     return str(Path(place) / uuid.uuid4().hex)  # noqa: TID251
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The log up to fixed marks: whoever reads it twice reads the same.
+    """The log up to fixed marks: repeated reads return the same rows.
 
-    Rows computed from `read()` and written with `high_water_marks` are refused exactly when
-    somebody else has written one of their locks since.
+    Rows that are computed from `read()` and written with `high_water_marks` are rejected if, and
+    only if, another transaction has written one of their locks since.
     """
 
     spark: SparkSession
@@ -296,7 +296,7 @@ class Snapshot:
     high_water_marks: Mapping[int, int]
 
     def reader(self) -> DataFrameReader:
-        """Return a reader bound to the snapshot, for further options and a schema."""
+        """Return a reader of the snapshot, for further options and a schema."""
         marks = json.dumps({str(p): mark for p, mark in self.high_water_marks.items()})
         return self.spark.read.format("waltz").option("endingHighWaterMarks", marks)
 
@@ -308,7 +308,7 @@ class Snapshot:
             options: further options of the format.
 
         Raises:
-            BadConfig: an option says that the snapshot is to end elsewhere.
+            BadConfig: an option sets another end.
         """
         _check_free("endingHighWaterMarks", options, "a snapshot ends at its own marks")
         reader = self.reader().options(**{name: _text(value) for name, value in options.items()})
@@ -318,7 +318,7 @@ class Snapshot:
 
 
 def snapshot(spark: SparkSession, connect: str) -> Snapshot:
-    """Take the log's marks now.
+    """Take a snapshot at the log's current marks.
 
     Raises:
         Unavailable: the cluster does not answer.
@@ -328,7 +328,7 @@ def snapshot(spark: SparkSession, connect: str) -> Snapshot:
 
 
 def register(spark: SparkSession) -> None:
-    """Make `format("waltz")` known by hand, where PySpark did not find it by itself."""
+    """Register `format("waltz")`, if PySpark did not find it."""
     from waltz_spark.datasource.source import WaltzDataSource  # noqa: PLC0415 - costs an import
 
     spark.dataSource.register(WaltzDataSource)
@@ -341,26 +341,26 @@ def session(
     remote: str | None = None,
     **conf: str,
 ) -> SparkSession:
-    """Return a Spark session that is set up for Waltz.
+    """Return a Spark session with settings for Waltz.
 
-    Its workers run this very Python (the commonest first failure is another one), quick tasks go
-    over Unix sockets, and the console stays readable: in a notebook what Spark's processes say goes
-    to the terminal that Jupyter runs in, not into a cell. What goes wrong in it is raised as
-    `LockFailed`, `BadConfig`, ... (`waltz_core.errors`). Settings of your own win.
+    Its workers run this Python, quick tasks use Unix sockets, and the console stays readable: in a
+    notebook the output of Spark's processes goes to Jupyter's terminal, not into a cell. Errors are
+    raised as `LockFailed`, `BadConfig`, ... (`waltz_core.errors`). Your own settings take
+    precedence.
 
     Args:
-        app_name: shown in Spark's UI.
-        master: `local[*]`, `spark://...`; Spark's own default when None.
-        remote: in place of `master`, a server of Spark Connect, `sc://host:15002`; or `local[2]`,
-            for one of this process. A server elsewhere is set up where it is started.
-        conf: settings with `_` for `.`, or give them in a dict by `**{"spark.x.y": "z"}`.
+        app_name: the name in Spark's UI.
+        master: `local[*]`, `spark://...`; Spark's default if None.
+        remote: instead of `master`, a server of Spark Connect, `sc://host:15002`; or `local[2]` for
+            one in this process. A remote server has its own settings.
+        conf: settings with `_` for `.`, or as a dict by `**{"spark.x.y": "z"}`.
 
     Raises:
         BadConfig: Spark could not start Java.
-        BadRequest: a session with other workers already runs.
+        BadRequest: a session with other workers is running.
     """
     if master is not None and remote is not None:
-        raise BadRequest(f"a session is of a master ({master}) or of a server ({remote}); give one")
+        raise BadRequest(f"expected master or remote, found both: {master} and {remote}")
     own = {key if "." in key else key.replace("_", "."): value for key, value in conf.items()}
     if remote is not None and not remote.startswith("local"):
         builder, settings = SparkSession.builder.remote(remote), _SETTINGS_OF_A_SESSION
@@ -374,7 +374,7 @@ def session(
     for key, value in {**settings, **own}.items():
         builder = builder.config(key, value)
     with _stderr_of_the_terminal(), warnings.catch_warnings():
-        # Connect starts its server with all of them and then tries to set them once more.
+        # Connect starts its server with all of them and then tries to set them again.
         ours = "|".join(re.escape(key) for key in settings if key not in own)
         warnings.filterwarnings("ignore", f"Failed to set ({ours}) ")
         made = _start(builder)
@@ -384,7 +384,7 @@ def session(
 
 _SETTINGS_OF_A_SESSION = {
     "spark.sql.session.timeZone": "UTC",
-    "spark.sql.connect.serverStacktrace.enabled": "false",  # as Spark does without Connect
+    "spark.sql.connect.serverStacktrace.enabled": "false",  # like Spark without Connect
 }
 _SETTINGS = {
     "spark.ui.showConsoleProgress": "false",
@@ -416,16 +416,16 @@ def _set_python_of_workers() -> None:
     os.environ["PYSPARK_PYTHON"] = sys.executable
     if SparkSession.getActiveSession() is not None:
         raise BadRequest(
-            "a Spark session runs already, and its workers may run another Python: set "
-            f"PYSPARK_PYTHON={sys.executable} before the first session starts"
+            "a Spark session is running, and its workers may use another Python. Hint: set "
+            f"PYSPARK_PYTHON={sys.executable} before the first session starts."
         )
 
 
 @contextlib.contextmanager
 def _stderr_of_the_terminal() -> Iterator[None]:
-    """Let Java inherit the stderr that this process had before a notebook's kernel took it.
+    """Let Java inherit the stderr that this process had before a notebook's kernel replaced it.
 
-    A kernel copies whatever its children write into the cell that runs just then, for ever.
+    A kernel copies the output of its children into the current cell, as long as they run.
     """
     terminal = getattr(sys.stderr, "_original_stdstream_copy", None)  # ipykernel's; no public name
     if terminal is None:
@@ -436,7 +436,7 @@ def _stderr_of_the_terminal() -> Iterator[None]:
     try:
         yield
     except PySparkException as failure:
-        failure.add_note("What Java said before it ended stands in the terminal of Jupyter.")
+        failure.add_note("The output of Java is in the terminal of Jupyter.")
         raise
     finally:
         os.dup2(of_cell, 2)

@@ -1,14 +1,14 @@
-"""An error's way from a Spark worker to the user: as one sentence, and back as its class.
+"""Transports errors from Spark workers to the user: as one sentence, and back as its class.
 
-Spark sends an exception to the driver as text, the stack of its worker first. Both ends of that way
-are here: what a worker leaves out, and what the driver reads out of the rest.
+Spark sends an exception to the driver as text, with the worker's stack first. This module shortens
+the text in the worker, and recognizes the error in the driver.
 
 Rules:
-    1. An error that says what was expected, what was found and where needs no stack: the sentence
-       comes first. Everything else, which may be our own bug, keeps its stack.
-    2. Nothing but the last words of a worker is changed: Spark ends it after an exception.
-    3. An error of ours is read only where Spark or Python put one. The same words in a value, in a
-       user's own sentence, or on another line of it are the user's.
+    1. A `WaltzError` needs no stack: its message comes first. Any other error, which may be a bug,
+       keeps its stack.
+    2. Only the last output of a worker is changed: Spark ends it after an exception.
+    3. A `WaltzError` is recognized only at the positions where Spark or Python put an error, not in
+       a value, or in a message of the user.
 """
 
 import functools
@@ -22,12 +22,12 @@ from waltz_core import errors
 
 _log = logging.getLogger("waltz")
 
-# What Spark says to its Python workers, and what they look at when they report an exception.
+# Variables that Spark sets for its Python workers, and that these read for their reports.
 _WORKER = ("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
 _HIDE = "SPARK_HIDE_TRACEBACK"
 _SPOKEN = (errors.UsageError, errors.Unavailable, errors.Superseded, errors.Damaged)
-# Where an error stands in a text (rule 3): after what Spark puts before whatever Python says, or
-# below the last frame of a stack.
+# The positions of an error in a text (rule 3): after Spark's prefix of a Python error, or below the
+# last frame of a stack.
 _PUT_BEFORE = (
     r"(?:^|: |\) )(?:\[\w*PYTHON\w*\] |An exception was thrown from the Python worker)"
     r"[^:'\"\n]*:[ \n]"
@@ -36,7 +36,7 @@ _LAST_FRAME = r'^  File ".*\n(?:    .*\n)*(?:  \[Previous line .*\n)?'
 _SENTENCE = re.compile(
     rf"(?:{_PUT_BEFORE}|{_LAST_FRAME})waltz_core\.errors\.(\w+): (.*)", re.MULTILINE
 )
-# What Python says between an error and the one that was raised in answer to it.
+# Python's text between an error and one that was raised while it was handled.
 _ANSWERED = re.compile(r"^(During handling of|The above exception was the)", re.MULTILINE)
 
 P = ParamSpec("P")
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 def plainly(call: Callable[P, T]) -> Callable[P, T]:
-    """Have what a method raises reach the user as its sentence (rule 1)."""
+    """Decorate a method so that the user sees its errors as messages (rule 1)."""
 
     @functools.wraps(call)
     def plain(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -58,7 +58,7 @@ def plainly(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def plainly_each(call: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
-    """Do the same for what a method raises while its result is iterated over."""
+    """Do the same for errors while the method's result is iterated."""
 
     @functools.wraps(call)
     def plain(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
@@ -72,19 +72,19 @@ def plainly_each(call: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
 
 
 def _hide_stack(error: errors.WaltzError) -> None:
-    _log.debug("the stack of what the user is told", exc_info=error)
+    _log.debug("the stack of an error that is shown without it", exc_info=error)
     name, worker = _WORKER
     if os.environ.get(name) == worker:
         os.environ[_HIDE] = "1"
 
 
 def error_of(failure: BaseException) -> errors.WaltzError | None:
-    """Return our error inside one that Spark has raised on the driver; None when there is none.
+    """Return the `WaltzError` inside an error that Spark has raised on the driver, or None.
 
         except Exception as failure:
             if isinstance(waltz_spark.error_of(failure), LockFailed): ...
 
-    It has the class and the sentence; other attributes do not travel.
+    It has the class and the message, but no other attributes.
     """
     if isinstance(failure, errors.WaltzError):
         plain: errors.WaltzError = getattr(failure, "plain", failure)  # see unwrapping.py
@@ -94,7 +94,7 @@ def error_of(failure: BaseException) -> errors.WaltzError | None:
 
 
 def last_word(text: str) -> errors.WaltzError | None:
-    """Return our error at the end of a text; None when somebody has raised another one over it."""
+    """Return the `WaltzError` at the end of a text; None if another error was raised after it."""
     found = list(_SENTENCE.finditer(text))
     if not found or _ANSWERED.search(text, found[-1].end()):
         return None

@@ -1,4 +1,4 @@
-"""Lock columns inside Spark SQL: no Python UDF, equal bit for bit to the client library's locks."""
+"""Lock columns in Spark SQL, without Python UDFs; the hashes equal those of the client library."""
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
@@ -10,21 +10,21 @@ _INTEGERS = ("tinyint", "smallint", "int", "bigint")
 
 
 def lock(name: str, key: Column | str) -> Column:
-    """Return the 32-bit hash of a lock as an `int` column; null where the key is null.
+    """Return the 32-bit hash of a lock as an `int` column; null if the key is null.
 
     Args:
-        name: what kind of thing is locked, `"account"`.
-        key: the column that tells which one: whole numbers as they are; a string counts as the
-            CRC-32 of its UTF-8 bytes, as in `waltz_core.client.lock`.
+        name: the kind of the locked object, `"account"`.
+        key: the column that identifies it: integers are used directly, a string as the CRC-32 of
+            its UTF-8 bytes, as in `waltz_core.client.lock`.
 
-    Longs are narrowed with masks and shifts, never with a cast that ANSI mode could refuse
+    Longs are narrowed with masks and shifts, never with a cast that ANSI mode could reject
     (docs/design/wire-format.md 4; docs/spark.md, "Writing").
 
     Raises:
-        BadRequest: the name is no text.
+        BadRequest: the name is not a string.
     """
     if not isinstance(name, str):
-        raise BadRequest(f"lock {name!r}: expected a text as its name")
+        raise BadRequest(f"lock {name!r}: expected a string as its name")
     column = F.col(key) if isinstance(key, str) else key
     kind = F.typeof(column)
     wide = (
@@ -40,19 +40,19 @@ def lock(name: str, key: Column | str) -> Column:
 
 
 def _refuse(kind: Column) -> Column:
-    text = F.lit("the key of a lock is a whole number or a string, not ")
+    text = F.lit("the key of a lock must be an integer or a string, not ")
     return F.raise_error(F.concat(text, kind)).cast("bigint")
 
 
 def partition_of(hashed: Column, partition_count: int) -> Column:
-    """Return the log partition of a 32-bit hash, the one every client would choose.
+    """Return the log partition of a 32-bit hash, which is the same for every client.
 
     Args:
-        hashed: an int column, as `lock` makes it.
-        partition_count: how many partitions the log has.
+        hashed: an int column, such as a result of `lock`.
+        partition_count: the number of partitions of the log.
 
-    The product of two 32-bit numbers does not fit a signed long, so the multiplication is done in
-    two halves (record.spread is the same rule on one value).
+    The product of two 32-bit numbers does not fit into a signed long, so the multiplication has two
+    halves (`record.spread` is the same rule for one value).
     """
     golden = F.lit(0x9E3779B1)
     half = F.lit(0xFFFF)

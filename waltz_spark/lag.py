@@ -1,7 +1,6 @@
-"""How far a stream is behind the log: the marks of the log minus where the stream is.
+"""The lag of a stream: the marks of the log minus the position of the stream.
 
-It is read from what Spark tells of a query's progress, in the user's process, and asks the log
-nothing.
+It is computed from Spark's progress reports in the user's process, without requests to the log.
 """
 
 import json
@@ -27,22 +26,22 @@ Lags = dict[int, int]
 
 
 def lag_of(progress: StreamingQueryProgress | Mapping[str, Any]) -> list[Lags]:
-    """Return the transactions that each source of a query has not read yet, by partition.
+    """Return the number of transactions that each source has not read yet, by partition.
 
-    One entry for each source that is a log, in the query's order; `query.lastProgress` will do as
-    well as what a listener is given.
+    It has one entry for each source that is a log, in the query's order. `progress` is
+    `query.lastProgress`, or that of a listener's event.
     """
     found: list[Lags] = []
     for source in progress["sources"]:
         latest, end = (_marks(source[name]) for name in ("latestOffset", "endOffset"))
         if latest is not None and end is not None:
-            # What is reported last was asked for first: the stream may be ahead of it.
+            # The latest offset was requested earlier: the stream may be ahead of it.
             found.append({each: max(0, mark - end.get(each, -1)) for each, mark in latest.items()})
     return found
 
 
 def _marks(offset: object) -> dict[int, int] | None:
-    """Return an offset by partition; None when it is another source's."""
+    """Return an offset by partition; None for another source's."""
     try:
         parsed = json.loads(offset) if isinstance(offset, str) else offset
         if not isinstance(parsed, Mapping):
@@ -53,16 +52,16 @@ def _marks(offset: object) -> dict[int, int] | None:
 
 
 class LagListener(StreamingQueryListener):
-    """Keeps the lag of every running query, and tells of it if asked to.
+    """Keeps the lag of every running query, and optionally reports it.
 
         listener = LagListener()
         spark.streams.addListener(listener)
         listener.lags  # {query id: [{partition: transactions behind}]}
 
-    A query that reads several logs has an entry for each, in the query's order, as `lag_of` has.
+    A query that reads several logs has an entry for each, in the query's order, like `lag_of`.
 
     Args:
-        told: called with a query's id and its logs' lags by partition at each progress.
+        told: called at each progress with a query's id and its logs' lags by partition.
     """
 
     def __init__(self, told: Callable[[str, list[Lags]], None] | None = None) -> None:
@@ -77,10 +76,10 @@ class LagListener(StreamingQueryListener):
             return {query: [dict(each) for each in lags] for query, lags in self._lags.items()}
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's name
-        """Nothing yet."""
+        """Do nothing yet."""
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802 - Spark's name
-        """Take a query's progress in."""
+        """Record a query's progress."""
         query, lags = str(event.progress.id), lag_of(event.progress)
         with self._lock:
             self._lags[query] = lags
@@ -89,9 +88,9 @@ class LagListener(StreamingQueryListener):
             self._told(query, [dict(each) for each in lags])
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802 - Spark's name
-        """Nothing: what was told last still holds."""
+        """Do nothing: the last lag is still valid."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802 - Spark's name
-        """Forget the query."""
+        """Remove the query."""
         with self._lock:
             self._lags.pop(str(event.id), None)

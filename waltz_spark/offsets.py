@@ -1,6 +1,6 @@
-"""What a checkpoint holds of a stream: the mark of each partition, and which cluster they are of.
+"""The offsets of a stream in a checkpoint: the mark of each partition, and the cluster's key.
 
-The reader writes offsets, and whatever measures a query's progress reads them.
+The reader writes offsets; the lag of a query is computed from them.
 
     {"0": 41, "1": -1, "cluster": "00112233445566778899aabbccddeeff"}
 
@@ -14,7 +14,7 @@ from waltz_spark.options import Marks
 
 CLUSTER = "cluster"
 
-# As Spark has it, in JSON: partitions are texts, and marks numbers.
+# Spark's form, JSON: partitions are strings, and marks numbers.
 Offset = dict[str, Any]
 
 
@@ -26,13 +26,13 @@ class Position(NamedTuple):
 
 
 def encode(marks: Marks, cluster_key: bytes) -> Offset:
-    """Return an offset for Spark to keep."""
+    """Return an offset for Spark."""
     by_name: Offset = {str(partition): int(mark) for partition, mark in sorted(marks.items())}
     return by_name | {CLUSTER: cluster_key.hex()}
 
 
 def decode(offset: Mapping[str, Any]) -> Position:
-    """Return what an offset says; raises ValueError or TypeError for what is none of ours."""
+    """Decode an offset; raises ValueError or TypeError if it is not valid."""
     cluster = offset.get(CLUSTER)
     if cluster is not None and not isinstance(cluster, str):
         raise TypeError(f"offset: expected a cluster's key, found {cluster!r}")

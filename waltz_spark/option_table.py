@@ -1,7 +1,6 @@
-"""Every option of `format("waltz")`: its name, when it means something, its default, what it does.
+"""The table of all options of `format("waltz")`: name, use, default, description.
 
-This table is the one source for the code (`options.py`) and for `docs/spark.md`, which a test
-compares.
+It is the source for the code (`options.py`) and for `docs/spark.md`, which a test compares.
 """
 
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ TRIGGER_TRANSACTIONS_MAX = 1_000_000
 
 
 class Use(Enum):
-    """When an option means something."""
+    """The use of an option."""
 
     BOTH = "reading and writing"
     READ = "reading"
@@ -36,50 +35,50 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "connect",
         Use.BOTH,
-        f"the path of load() or save(), else ${CONNECT_ENVIRONMENT}",
+        f"the path of load() or save(), otherwise ${CONNECT_ENVIRONMENT}",
         "The cluster: ZooKeeper's hosts, then the cluster's root: `zk1:2181,zk2:2181/waltz/pay`.",
     ),
     Option(
         "dataFormat",
         Use.BOTH,
         "none",
-        "`msgpack` or `json`. Writing: every column that is no column of the log is packed by name "
-        "into `data`. Reading: `data` is unpacked into the columns of the schema you give.",
+        "`msgpack` or `json`. Writing: every column that is not a column of the log is packed by "
+        "name into `data`. Reading: `data` is unpacked into the columns of your schema.",
     ),
     Option(
         "startingHighWaterMarks",
         Use.READ,
         "earliest (batch), latest (stream)",
         '`earliest`, `latest`, or JSON by partition, `{"0": 41}`: the read starts AFTER it. A '
-        "stream that has a checkpoint goes on from there.",
+        "stream with a checkpoint continues from there.",
     ),
     Option(
         "startingTimestamp",
         Use.READ,
         "none",
-        "In place of the marks: start with the first transaction that was committed at or after "
-        "`2026-11-21T10:00:00Z` (UTC where no offset is given), or so many ms since 1970.",
+        "Instead of marks: start with the first transaction that was committed at or after "
+        "`2026-11-21T10:00:00Z` (UTC without an offset), or milliseconds since 1970.",
     ),
     Option(
         "endingHighWaterMarks",
         Use.BATCH,
         "latest",
-        "`latest`, or JSON by partition, inclusive; it names each partition that is read. `latest` "
-        "is resolved once, on the driver.",
+        "`latest`, or JSON by partition, inclusive; it must name each partition that is read. "
+        "`latest` is resolved once, on the driver.",
     ),
     Option("partitions", Use.READ, "all", "Which partitions of the log to read: `0,3,5`."),
     Option(
         "columns",
         Use.BOTH,
         "all",
-        "Which columns to fetch, in this order; without `data` only headers travel. In SQL also "
-        "what `INSERT INTO` a view takes.",
+        "Which columns to fetch, in this order; without `data` only headers are fetched. In SQL "
+        "also the columns of `INSERT INTO` a view.",
     ),
     Option(
         "transactionIds",
         Use.READ,
         "all",
-        "Ranges of transaction ids to fetch: `1000-1999,5000`; applied in every partition read.",
+        "Ranges of transaction ids to fetch: `1000-1999,5000`; they apply to every partition.",
     ),
     Option(
         "headers",
@@ -103,119 +102,117 @@ OPTIONS: tuple[Option, ...] = (
         "maxTransactionsPerTrigger",
         Use.STREAM,
         str(TRIGGER_TRANSACTIONS_MAX),
-        "A micro-batch reads at most this many transactions, shared out by how far each partition "
-        "lags.",
+        "A micro-batch reads at most this many transactions, divided by the lag of each partition.",
     ),
     Option(
         "pollInterval",
         Use.STREAM,
         "100",
-        "The marks are asked for at most once in so many milliseconds; Spark would ask ninety "
-        "times a second. `0` where `processAllAvailable` must see what was written a moment ago.",
+        "The marks are requested at most once in this many milliseconds; Spark would request them "
+        "ninety times a second. Use `0` if `processAllAvailable` must see the latest writes.",
     ),
     Option(
         "failOnDataLoss",
         Use.READ,
         "true",
-        "A mark past the end of the log is an error; `false` reads what is there. A start after "
-        "the end that you give is always an error.",
+        "A mark past the end of the log is an error; `false` reads the existing transactions. A "
+        "start after the given end is always an error.",
     ),
     Option(
         "mode",
         Use.READ,
         "FAILFAST",
-        "A payload that cannot be unpacked into your schema: `FAILFAST` fails and names it, "
-        "`PERMISSIVE` gives nulls, `DROPMALFORMED` leaves the row out.",
+        "For a payload that cannot be unpacked into your schema: `FAILFAST` fails and names it, "
+        "`PERMISSIVE` returns nulls, `DROPMALFORMED` drops the row.",
     ),
     Option(
         "requiredColumns",
         Use.READ,
         "none",
         "With `dataFormat`: columns that each payload must have, `id,amount`, in any case. A "
-        "payload that lacks one is handled as `mode` says; other columns that are absent become "
-        "null.",
+        "payload without one is handled according to `mode`; other absent columns are null.",
     ),
     Option(
         "columnNameOfCorruptRecord",
         Use.READ,
         "_corrupt_record",
-        "A column of this name in your schema, string or binary, has the payloads that could not "
-        "be unpacked (with `PERMISSIVE`).",
+        "A column of your schema, string or binary, for payloads that could not be unpacked (with "
+        "`PERMISSIVE`).",
     ),
     Option(
         "readFrom",
         Use.READ,
         "replica",
-        "`replica`: tasks pull ranges straight from a storage, and fall back to the server; "
-        "`server`: always through the server, which is slower (5.6 times in a trial).",
+        "`replica`: tasks read directly from a storage, and fall back to the server; `server`: "
+        "always through the server, which is slower (5.6 times in a trial).",
     ),
     Option(
         "group",
         Use.READ,
         "none",
-        "The group of storages that the tasks run in (`cluster add-storage --group`): they read "
-        "from its storages where these hold the partition, and else from others.",
+        "The group of storages in which the tasks run (`cluster add-storage --group`): they prefer "
+        "its storages if these have a replica of the partition.",
     ),
     Option(
         "partitionBy",
         Use.WRITE,
-        "the first lock, else round robin",
-        "A column whose hash chooses the partition of rows that name none.",
+        "the first lock, otherwise round robin",
+        "A column whose hash chooses the partition of rows without one.",
     ),
     Option(
         "clientHighWaterMarks",
         Use.WRITE,
         "the marks when the job started",
-        "JSON by partition: the marks that the rows were computed from.",
+        "JSON by partition: the marks from which the rows were computed.",
     ),
     Option(
         "onLockFailure",
         Use.WRITE,
         "fail",
-        "`fail`: the job aborts at the first refused row and says what is in the log by then. "
-        "`reject`: a refused row is final and comes back in the results as REJECTED. `retry`: it "
-        "comes back as RETRY, with the mark from which to compute it again; or `recompute` does "
-        "that at once.",
+        "`fail`: the job aborts at the first rejected row and reports what is in the log. "
+        "`reject`: a rejected row is final, with status REJECTED in the results. `retry`: it has "
+        "status RETRY, with the mark from which to compute it again; or `recompute` does that at "
+        "once.",
     ),
     Option(
         "recompute",
         Use.WRITE,
         "none",
-        "With `onLockFailure=retry`: `module:function`, called in the task with the refused rows "
-        "and the transactions since their mark, two Arrow tables; it returns the rows anew.",
+        "With `onLockFailure=retry`: `module:function`, called in the task with the rejected rows "
+        "and the transactions since their mark, two Arrow tables; it returns the recomputed rows.",
     ),
     Option(
         "maxRetries",
         Use.WRITE,
         "10",
-        "A row is computed again at most so many times, 1 to 1,000; then it is REJECTED.",
+        "A row is recomputed at most this many times, 1 to 1,000; then it is REJECTED.",
     ),
     Option(
         "retryBackoff",
         Use.WRITE,
         "50",
-        "Milliseconds before a row is computed again, doubled each time up to 5 s, with jitter.",
+        "Milliseconds before a row is recomputed, doubled each time up to 5 s, with jitter.",
     ),
     Option(
         "identityColumns",
         Use.WRITE,
         "none",
-        "Packed columns that tell which row it is and that `recompute` leaves alone: a task that "
-        "is run again finds its rows in the log by them.",
+        "Packed columns that identify a row and that `recompute` does not change: a task that runs "
+        "again finds its rows in the log by them.",
     ),
     Option(
         "resultsPath",
         Use.WRITE,
         "none",
-        "Where every row's outcome goes, as Parquet; any file system that pyarrow opens. Each "
+        "A directory for every row's outcome, as Parquet; on any file system of pyarrow. Each "
         "write adds its files to the directory, so that Spark reads the outcomes of all of them; "
-        "writes that run at the same time need directories of their own.",
+        "concurrent writes need separate directories.",
     ),
     Option(
         "resultColumns",
         Use.WRITE,
         "all but data",
-        "The input columns that the results carry: `id,tail`.",
+        "The input columns in the results: `id,tail`.",
     ),
     Option("batchSize", Use.WRITE, "4000", "Rows in one append, 1 to 10,000 (and at most 4 MiB)."),
     Option("maxInFlight", Use.WRITE, "8", "Appends that a task keeps in flight, 1 to 64."),
@@ -223,28 +220,28 @@ OPTIONS: tuple[Option, ...] = (
         "exactlyOnce",
         Use.WRITE,
         "true",
-        "A task that is run again finds in the log what its earlier attempts have written, and "
-        "writes the rest. `false`: a task that is run again writes all of its rows again.",
+        "A task that runs again finds the rows of its earlier attempts in the log, and writes the "
+        "rest. `false`: a task that runs again writes all of its rows again.",
     ),
     Option(
         "writeId",
         Use.WRITE,
         "new for each write",
-        "Names the write, so that the whole job can be run again: what it has written stays "
-        "written once, a write that is done appends nothing, and one with other rows is an error. "
-        "In `foreachBatch` with `batchId`.",
+        "Names the write, so that the whole job can run again: each row is written once, a write "
+        "that is done appends nothing, and other rows are an error. In `foreachBatch` use it with "
+        "`batchId`.",
     ),
     Option(
         "batchId",
         Use.WRITE,
         "none",
-        "The number that `foreachBatch` hands over; it tells the batches of one `writeId` apart.",
+        "The number that `foreachBatch` passes; it distinguishes the batches of one `writeId`.",
     ),
     Option(
         "writeRetention",
         Use.WRITE,
         "7",
-        "For so many days after its end a named write is remembered, by ZooKeeper's clock.",
+        "Days for which a named write is remembered after its end, by ZooKeeper's clock.",
     ),
 )
 BY_KEY = {option.name.lower(): option for option in OPTIONS}

@@ -1,13 +1,13 @@
-"""The options of `format("waltz")`: their bounds, and how a text becomes a value.
+"""Parses the options of `format("waltz")` and checks their bounds.
 
-Spark hands options over as a bag of lower-cased texts and ignores what nobody asks for. Here a
-misspelt name is an error with the nearest right one, on the driver, before any task starts. Which
-options there are says `option_table.py`.
+Spark passes options as strings with lower-case names and ignores unknown ones. Here an unknown name
+is an error with the nearest valid one, on the driver, before any task starts. `option_table.py` has
+all options.
 
 Rules:
-    1. An option that is not in the table, and not one of Spark's own keys, is refused.
-    2. An option of the other direction (reading, writing) is refused too, by name.
-    3. A value is parsed once, here; the rest of the package sees typed values only.
+    1. An option that is neither in the table nor one of Spark's own keys is rejected.
+    2. An option of the other direction (reading, writing) is rejected, too.
+    3. A value is parsed once, here; the rest of the package uses typed values.
 """
 
 import difflib
@@ -39,7 +39,7 @@ _WRITE_NAME = re.compile(r"[A-Za-z0-9._-]{1,140}")
 
 
 class OnCorrupt(Enum):
-    """What becomes of a row whose payload cannot be unpacked; Spark's own words."""
+    """The handling of a row whose payload cannot be unpacked, with Spark's names."""
 
     FAIL = "failfast"
     NULLS = "permissive"
@@ -47,7 +47,7 @@ class OnCorrupt(Enum):
 
 
 class OnLockFailure(Enum):
-    """What a refused row means to the job."""
+    """The handling of a rejected row."""
 
     FAIL = "fail"
     RETRY = "retry"
@@ -59,7 +59,7 @@ Marks = dict[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What a read was asked for; marks as given, resolved later on the driver."""
+    """The options of a read; marks are resolved later on the driver."""
 
     connect: str
     columns: tuple[str, ...]
@@ -84,7 +84,7 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """What a write was asked for."""
+    """The options of a write."""
 
     connect: str
     data_format: str | None = None
@@ -105,13 +105,13 @@ class WriteOptions:
 
     @property
     def hands_back(self) -> bool:
-        """Whether a refused row is told as RETRY: somebody else computes it again."""
+        """Whether a rejected row has status RETRY: the caller computes it again."""
         return self.on_lock_failure is OnLockFailure.RETRY and self.recompute is None
 
 
 # Milliseconds of fewer digits are before 1973: seconds, rather.
 _MILLISECONDS_DIGITS = 12
-# What a user of Spark's Kafka source tries first.
+# Options of Spark's Kafka source.
 _OF_KAFKA = {
     "kafka.bootstrap.servers": "connect",
     "assign": "partitions",
@@ -123,16 +123,18 @@ _OF_KAFKA = {
 
 
 def check_names(options: Mapping[str, str]) -> None:
-    """Refuse option names that are nobody's (rule 1).
+    """Reject unknown option names (rule 1).
 
     Raises:
-        BadConfig: names the option and the nearest right one.
+        BadConfig: names the option and the nearest valid one.
     """
     for key in options:
         if key.lower() in BY_KEY or key.lower() in ENGINE_KEYS or key.startswith("option."):
             continue
         if key == "paths":  # Spark's own name for load() of a list
-            raise BadConfig("load() takes one connect string: a read is of one cluster")
+            raise BadConfig(
+                "load(): expected one connect string, found several; a read is of one cluster"
+            )
         if key.lower() in _OF_KAFKA:
             raise BadConfig(
                 f"format 'waltz' has no option {key!r}; did you mean {_OF_KAFKA[key.lower()]!r}? "
@@ -157,20 +159,17 @@ def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
     starting_ms = bag.timestamp_ms("startingTimestamp")
     if starting_ms is not None and bag.text("startingHighWaterMarks") is not None:
         raise BadConfig(
-            "options 'startingTimestamp' and 'startingHighWaterMarks' both say where to start; "
-            "give one of them"
+            "options 'startingTimestamp' and 'startingHighWaterMarks' both set the start. Hint: "
+            "use one of them."
         )
     if bag.text("columnNameOfCorruptRecord") in LOG_COLUMNS:
         raise BadConfig(
-            "option 'columnNameOfCorruptRecord' names a column of your own; the log has a column "
-            f"{bag.text('columnNameOfCorruptRecord')!r}"
+            "option 'columnNameOfCorruptRecord': expected a column of your schema, found the log's "
+            f"column {bag.text('columnNameOfCorruptRecord')!r}"
         )
     for name in ("mode", "columnNameOfCorruptRecord", "requiredColumns"):
         if bag.text(name) is not None and bag.text("dataFormat") is None:
-            raise BadConfig(
-                f"option {name!r} is for payloads that dataFormat unpacks; give option "
-                "dataFormat too"
-            )
+            raise BadConfig(f"option {name!r} needs option dataFormat, which unpacks payloads")
     return ReadOptions(
         connect=bag.connect(),
         columns=bag.columns(),
@@ -206,13 +205,12 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
     is_once = bag.choice("exactlyOnce", ("true", "false")) == "true"
     write_name, results_path = bag.write_name(), bag.text("resultsPath")
     if write_name is not None and not is_once:
-        raise BadConfig("option 'writeId' names a write for exactlyOnce=true; this one says false")
+        raise BadConfig("option 'writeId' needs exactlyOnce=true, found false")
     if names is not None and results_path is None:
-        raise BadConfig("option 'resultColumns' is for results; give option resultsPath too")
+        raise BadConfig("option 'resultColumns' needs option resultsPath")
     if identity is not None and bag.text("dataFormat") is None:
         raise BadConfig(
-            "option 'identityColumns' names columns that are packed into the payload; "
-            "give option dataFormat too"
+            "option 'identityColumns' needs option dataFormat, which packs columns into the payload"
         )
     return WriteOptions(
         connect=bag.connect(),
@@ -243,7 +241,7 @@ _ALLOWED = {
 
 
 def columns_meant(name: str, columns: Sequence[str]) -> list[str]:
-    """Return the columns that a name means: the one spelt like it, else those in another case."""
+    """Return the columns for a name: the equal one, otherwise those in another case."""
     if name in columns:
         return [name]
     return [each for each in columns if each.lower() == name.lower()]
@@ -254,7 +252,7 @@ def _split(text: str) -> list[str]:
 
 
 class _Bag:
-    """The options as Spark hands them over, looked up by the table's names."""
+    """The options from Spark, looked up by the table's names."""
 
     def __init__(self, options: Mapping[str, str], use: Use) -> None:
         self._values = {key.lower(): value for key, value in options.items()}
@@ -273,9 +271,10 @@ class _Bag:
         value = self.text("path") or self.text("connect") or os.environ.get(CONNECT_ENVIRONMENT)
         if not value:
             raise BadConfig(
-                "which cluster? Give its connect string, like 'zk1:2181,zk2:2181/waltz/payments', "
-                f"as load(...) or save(...), as option 'connect', or in ${CONNECT_ENVIRONMENT} "
-                "(a table made by CREATE TABLE forgets its options: use CREATE TEMPORARY VIEW)"
+                "no cluster is specified. Hint: pass a connect string like "
+                "'zk1:2181,zk2:2181/waltz/payments' to load(...) or save(...), as option "
+                f"'connect', or in ${CONNECT_ENVIRONMENT} (CREATE TABLE loses options: use CREATE "
+                "TEMPORARY VIEW)."
             )
         return value
 
@@ -283,17 +282,17 @@ class _Bag:
         name, batch = self.text("writeId"), self.text("batchId")
         if name is None:
             if batch is not None:
-                raise BadConfig("option 'batchId' numbers the batches of a 'writeId'; give both")
+                raise BadConfig("option 'batchId' needs option 'writeId'")
             return None
         number = 0
         if batch is not None:
             number = self.integer("batchId", 0, 1 << 62)
         if _WRITE_NAME.fullmatch(name) is None or name in {".", ".."}:
             raise BadConfig(
-                "option 'writeId' is up to 140 letters, digits, '-', '_' and '.'; "
+                "option 'writeId': expected up to 140 letters, digits, '-', '_' and '.', "
                 f"found {name[:200]!r}"
             )
-        # No writeId has a "~", so no other one is called like this batch.
+        # No writeId contains a "~", so this name is unique.
         return name if batch is None else f"{name}~{number}"
 
     def recompute(self) -> str | None:
@@ -301,20 +300,21 @@ class _Bag:
         if self.choice("onLockFailure", ("fail", "reject", "retry")) != "retry":
             for name in ("recompute", "maxRetries", "retryBackoff"):
                 if self.text(name) is not None:
-                    raise BadConfig(f"option {name!r} is for onLockFailure=retry; give both")
+                    raise BadConfig(f"option {name!r} needs onLockFailure=retry")
         for name in ("maxRetries", "retryBackoff"):
             if value is None and self.text(name) is not None:
-                raise BadConfig(f"option {name!r} is for option 'recompute'; give both")
+                raise BadConfig(f"option {name!r} needs option 'recompute'")
         if value is not None and _FUNCTION.fullmatch(value) is None:
             raise BadConfig(
-                f"option 'recompute' is 'module:function', 'shop.stock:again'; found {value!r}"
+                f"option 'recompute': expected 'module:function', found {value!r}. Hint: "
+                "'shop.stock:again', for example."
             )
         return value
 
     def choice(self, name: str, words: tuple[str, ...]) -> str:
         value = (self.text(name) or BY_KEY[name.lower()].default).lower()
         if value not in words:
-            raise BadConfig(f"option {name!r} is one of {', '.join(words)}; found {value!r}")
+            raise BadConfig(f"option {name!r}: expected one of {', '.join(words)}, found {value!r}")
         return value
 
     def optional_choice(self, name: str, words: tuple[str, ...]) -> str | None:
@@ -328,7 +328,7 @@ class _Bag:
             number = minimum - 1
         if not minimum <= number <= maximum:
             raise BadConfig(
-                f"option {name!r} is a whole number from {minimum} to {maximum}; found {value!r}"
+                f"option {name!r}: expected an integer from {minimum} to {maximum}, found {value!r}"
             )
         return number
 
@@ -337,7 +337,7 @@ class _Bag:
             return None
         if self.choice("readFrom", ("replica", "server")) != "replica":
             raise BadConfig(
-                "option 'group' is for readFrom=replica: a server has its own (setting group)"
+                "option 'group' needs readFrom=replica: a server uses its own setting group"
             )
         return self.integer("group", 0, (1 << 31) - 1)
 
@@ -350,7 +350,7 @@ class _Bag:
         except ValueError:
             numbers = ()
         if not numbers or numbers[0] < minimum or numbers[-1] >= 1 << 31:
-            raise BadConfig(f"option {name!r} is a list of whole numbers, '0,3,5'; found {value!r}")
+            raise BadConfig(f"option {name!r}: expected integers, '0,3,5', found {value!r}")
         return numbers
 
     def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
@@ -365,10 +365,10 @@ class _Bag:
             except ValueError:
                 pair = (0, -1)
             if not 0 <= pair[0] <= pair[1]:
-                raise BadConfig(f"option {name!r} is like '1000-1999,5000'; found {part!r}")
+                raise BadConfig(f"option {name!r}: expected '1000-1999,5000', found {part!r}")
             found.append(pair)
         if not found:
-            raise BadConfig(f"option {name!r} is like '1000-1999,5000'; found {value!r}")
+            raise BadConfig(f"option {name!r}: expected '1000-1999,5000', found {value!r}")
         return tuple(sorted(found))
 
     def columns(self) -> tuple[str, ...]:
@@ -384,7 +384,7 @@ class _Bag:
                 )
                 raise BadConfig(f"option 'columns': the log has no column {name!r}; {mend}")
         if not names or len(set(names)) != len(names):
-            raise BadConfig(f"option 'columns' names each column once; found {value!r}")
+            raise BadConfig(f"option 'columns': expected each column once, found {value!r}")
         return names
 
     def timestamp_ms(self, name: str) -> int | None:
@@ -394,16 +394,16 @@ class _Bag:
         if value.isdecimal() and len(value) > 8:  # a shorter one is a date, 20261121
             if len(value) < _MILLISECONDS_DIGITS:
                 raise BadConfig(
-                    f"option {name!r} expects milliseconds since 1970, and {value} looks like "
-                    f"seconds; for those give {value}000"
+                    f"option {name!r}: expected milliseconds since 1970, found {value}, which "
+                    f"seems to be seconds. Hint: use {value}000."
                 )
             return int(value)
         try:
             moment = datetime.fromisoformat(value)
         except ValueError:
             raise BadConfig(
-                f"option {name!r} is a time like '2026-11-21T10:00:00Z', or milliseconds since "
-                f"1970; found {value!r}"
+                f"option {name!r}: expected a time like '2026-11-21T10:00:00Z', or milliseconds "
+                f"since 1970, found {value!r}"
             ) from None
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=UTC)
@@ -415,7 +415,7 @@ class _Bag:
             return value.lower()
         if not value.lstrip().startswith("{"):
             raise BadConfig(
-                f"option {name!r} is {' or '.join(words)}, or JSON like '{{\"0\": 41}}'; "
+                f"option {name!r}: expected {' or '.join(words)}, or JSON like '{{\"0\": 41}}', "
                 f"found {value!r}"
             )
         return self.marks(name)
@@ -427,14 +427,14 @@ class _Bag:
         try:
             raw = json.loads(value, object_pairs_hook=tuple)
             marks = {int(partition): _mark(mark) for partition, mark in raw}
-            # Else it is no object, or a partition has two marks.
+            # Otherwise it is no object, or a partition has two marks.
             is_clear = isinstance(raw, tuple) and len(marks) == len(raw)
         except (ValueError, TypeError):
             marks, is_clear = {}, False
         if not is_clear:
             raise BadConfig(
-                f"option {name!r} is JSON from partition to high-water mark, '{{\"0\": 41}}'; "
-                f"found {value!r}"
+                f"option {name!r}: expected JSON from partition to high-water mark, "
+                f"'{{\"0\": 41}}', found {value!r}"
             )
         return marks
 

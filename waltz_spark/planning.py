@@ -1,15 +1,13 @@
-"""From marks and options to tasks: which transactions a read covers and how they are split.
-
-It is arithmetic on ids, worth testing without Spark or a cluster.
+"""Plans the tasks of a read from marks and options: the transactions, and how they are split.
 
 Rules:
-    1. A start is exclusive, an end inclusive, as high-water marks are.
-    2. A mark past the end of its partition's log is data loss, unless that was allowed.
-    3. Spans never overlap, and together cover exactly what was asked for.
-    4. A start by time may be too early, and never too late: nothing is skipped that is not known
-       to be older.
-    5. Given marks name each partition that is read: a default for the others would read, or skip,
-       what the user has not asked for.
+    1. A start is exclusive, an end inclusive, like high-water marks.
+    2. A mark past the end of its partition's log is data loss, unless the options allow it.
+    3. Spans never overlap, and together cover exactly the requested transactions.
+    4. A start by time may be too early, but never too late: only transactions that are known to be
+       older are skipped.
+    5. Given marks must name each partition that is read: a default for the others could read or
+       skip transactions without the user's knowledge.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +17,7 @@ from waltz_core.errors import BadConfig, DataLoss
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark.options import Marks, ReadOptions
 
-UNSTAMPED = 0  # the commit stamp of what an original wrote
+UNSTAMPED = 0  # the commit stamp of transactions that a 0.13 server wrote
 UNSTAMPED_LOOKS_MAX = 32
 
 
@@ -35,7 +33,7 @@ def chosen_partitions(options: ReadOptions, partition_count: int) -> list[int]:
     """Return the partitions to read.
 
     Raises:
-        BadConfig: one of them, or one that a mark was given for, does not exist.
+        BadConfig: one of them, or one with a given mark, does not exist.
     """
     check_marks(options, partition_count)
     chosen = range(partition_count) if options.partitions is None else options.partitions
@@ -45,7 +43,7 @@ def chosen_partitions(options: ReadOptions, partition_count: int) -> list[int]:
 
 
 def check_marks(options: ReadOptions, partition_count: int) -> None:
-    """Refuse marks of partitions that the cluster does not have: they would have no effect.
+    """Reject marks of partitions that the cluster does not have: they would have no effect.
 
     Raises:
         BadConfig: names the option and the partition.
@@ -59,27 +57,27 @@ def check_marks(options: ReadOptions, partition_count: int) -> None:
 
 
 def check_partition(partition: int, partition_count: int, where: str) -> None:
-    """Refuse a partition that the cluster does not have.
+    """Reject a partition that the cluster does not have.
 
     Raises:
-        BadConfig: says which there are.
+        BadConfig: states the existing ones.
     """
     if not 0 <= partition < partition_count:
         raise BadConfig(
-            f"{where} names partition {partition}; this cluster has 0 to {partition_count - 1}"
+            f"{where}: expected partitions of 0 to {partition_count - 1}, found {partition}"
         )
 
 
 def first_since(stamp_ms_of: Callable[[int], int], mark: int, since_ms: int) -> int:
     """Return a mark of 0..mark before the first that may have been committed at or after a time.
 
-    Commit stamps never decrease in a partition, so that a few of them tell. What an original wrote
-    has none (0): only a later transaction can tell that it was before the time. After a few such
-    questions it is taken for later (rule 4).
+    Commit stamps never decrease in a partition, so a binary search finds it. Transactions of a 0.13
+    server have none (0): only a later transaction can prove that they are older. After a few
+    such reads they count as not older (rule 4).
     """
     found = int(BEFORE_FIRST)
     unstamped_left = UNSTAMPED_LOOKS_MAX
-    parts = [(0, mark)]  # what is left to look at; the last one first, as it is the latest
+    parts = [(0, mark)]  # the parts left to search; the last one first, as it is the latest
     while parts:
         low, high = parts.pop()
         if low > high:
@@ -94,7 +92,7 @@ def first_since(stamp_ms_of: Callable[[int], int], mark: int, since_ms: int) -> 
             else:
                 del parts[1:]  # rule 4
         elif stamp_ms < since_ms:
-            # All before it was before the time as well.
+            # All before it are older, too.
             found, parts = middle, [(middle + 1, high)]
         else:
             parts.append((low, middle - 1))
@@ -102,10 +100,9 @@ def first_since(stamp_ms_of: Callable[[int], int], mark: int, since_ms: int) -> 
 
 
 def limited(starts: Mapping[int, int], ends: Mapping[int, int], count_max: int) -> dict[int, int]:
-    """Return ends nearer by, so that at most `count_max` transactions lie before them (all).
+    """Return lower ends, so that they cover at most `count_max` transactions in total.
 
-    What there is room for is shared out by how far each partition lags, so that all are level at
-    about the same time.
+    The number is divided by the lag of each partition, so that all catch up at about the same time.
     """
     lags = {partition: max(0, ends[partition] - starts[partition]) for partition in ends}
     total = sum(lags.values())
@@ -125,7 +122,7 @@ def resolve_starts(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, 
 
     Raises:
         BadConfig: marks were given, but none for one of the partitions (rule 5).
-        DataLoss: a mark lies past the end of its log.
+        DataLoss: a mark is past the end of its log.
     """
     if options.starting == "earliest":
         return dict.fromkeys(marks, int(BEFORE_FIRST))
@@ -139,7 +136,7 @@ def resolve_ends(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, in
     """Return the inclusive end of each partition in `marks` (the log's marks now).
 
     Raises:
-        As `resolve_starts`.
+        Like `resolve_starts`.
     """
     if isinstance(options.ending, str):
         return dict(marks)
@@ -147,7 +144,7 @@ def resolve_ends(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, in
 
 
 def check_order(options: ReadOptions, starts: Mapping[int, int], ends: Mapping[int, int]) -> None:
-    """Refuse marks that end a partition before its start.
+    """Reject marks that end a partition before its start.
 
     A start by time may be after the end: no transaction up to the end is that recent.
 
@@ -171,19 +168,19 @@ def _given(
     found: dict[int, int] = {}
     if missing := sorted(marks.keys() - given.keys()):
         raise BadConfig(
-            f"option {name!r} has no mark for partition {_listed(missing)}; this read is of "
-            f"{len(marks)} partitions, and marks are given for {len(given)}. Hint: give a mark for "
-            'each partition ("3": -1 is before the first transaction), or choose partitions with '
-            "option 'partitions'."
+            f"option {name!r} has no mark for partition {_listed(missing)}: expected marks for "
+            f"{len(marks)} partitions, found {len(given)}. Hint: add a mark for each partition "
+            '("3": -1 is before the first transaction), or choose partitions with option '
+            "'partitions'."
         )
     for partition, mark in marks.items():
         wanted = given[partition]
         if wanted > mark:
             if options.fail_on_data_loss:
                 raise DataLoss(
-                    f"option {name!r} asks for transaction {wanted} of partition {partition}, "
-                    f"but its log ends at {mark}: another cluster, or a log that was made anew. "
-                    "Correct the mark, or set failOnDataLoss=false to read what is there"
+                    f"option {name!r} names transaction {wanted} of partition {partition}, but its "
+                    f"log ends at {mark}: another cluster, or a log that was created again. Hint: "
+                    "correct the mark, or set failOnDataLoss=false to read the existing rows."
                 )
             wanted = mark
         found[partition] = wanted
@@ -200,7 +197,7 @@ def spans(
     ends: Mapping[int, int],
     wanted: Sequence[tuple[int, int]] = (),
 ) -> list[Span]:
-    """Return what to read, cut to the wanted ranges of ids (all when there are none)."""
+    """Return what to read, within the wanted ranges of ids (all without any)."""
     found: list[Span] = []
     for partition in sorted(ends):
         first, last = starts[partition] + 1, ends[partition]
@@ -214,9 +211,9 @@ def spans(
 
 
 def split(whole: Sequence[Span], *, task_count_min: int, per_task_max: int) -> list[Span]:
-    """Cut spans into tasks of at most `per_task_max`, and into at least `task_count_min` tasks.
+    """Split spans into tasks of at most `per_task_max`, and into at least `task_count_min` tasks.
 
-    Larger spans get more of the tasks; a span is never cut below one transaction.
+    Larger spans get more tasks; a task has at least one transaction.
     """
     total = sum(span.last - span.first + 1 for span in whole)
     if total == 0:

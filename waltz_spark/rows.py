@@ -1,10 +1,10 @@
-"""Rows to payloads: the Spark schema of a transaction, msgpack and JSON packing.
+"""Packs rows into payloads, msgpack or JSON, and defines the Spark schema of a transaction.
 
-What a Spark type becomes inside `data`; `unpacking.py` reads it back.
+This table has the form of each Spark type in `data`; `unpacking.py` reads it.
 
     Spark type                   msgpack                     json
-    boolean, integers            as they are                 as they are
-    double, float (exact)        as they are                 as they are; no NaN, no infinity
+    boolean, integers            unchanged                   unchanged
+    double, float (exact)        unchanged                   unchanged; no NaN, no infinity
     decimal                      text, all digits            text, all digits
     string                       text                        text
     binary                       bin                         text, base64
@@ -14,7 +14,7 @@ What a Spark type becomes inside `data`; `unpacking.py` reads it back.
     null                         nil                         null
 
 Rules:
-    1. Values are cast whole columns at a time in Arrow; Python sees plain values only.
+    1. Arrow casts whole columns; Python code gets plain values only.
 """
 
 import base64
@@ -43,14 +43,14 @@ assert tuple(_LOG_TYPES) == LOG_COLUMNS
 
 
 def read_schema(columns: Sequence[str]) -> str:
-    """Return the DDL of the log's columns asked for, in the order asked for; all nullable."""
+    """Return the DDL of some of the log's columns, in the given order; all nullable."""
     return ", ".join(f"{name} {_LOG_TYPES[name]}" for name in columns)
 
 
 def check_log_types(schema: StructType) -> None:
-    """Refuse a user's schema that gives one of the log's own columns another type.
+    """Reject a user's schema in which a column of the log has another type.
 
-    `commit_time` may be null, so that it cannot be declared NOT NULL; no other one ever is.
+    `commit_time` may be null, so it cannot be declared NOT NULL; no other column is ever null.
 
     Raises:
         BadRequest: names the column and both types.
@@ -60,12 +60,13 @@ def check_log_types(schema: StructType) -> None:
         found = field.dataType.simpleString()
         if wanted is not None and found != wanted:
             raise BadRequest(
-                f"column {field.name!r} of the log is {wanted}; the schema says {found}"
+                f"column {field.name!r} of the log: expected type {wanted}, found {found} in the "
+                "schema"
             )
         if field.name == "commit_time" and not field.nullable:
             raise BadRequest(
-                "column 'commit_time' is NOT NULL in the schema; it is null where a server of "
-                "Waltz 0.13 wrote the transaction. Hint: declare it nullable."
+                "column 'commit_time' is NOT NULL in the schema, but it is null for transactions "
+                "that a server of Waltz 0.13 wrote. Hint: declare it nullable."
             )
 
 
@@ -90,12 +91,12 @@ _PACKED_TYPES = (
 
 
 def check_packed_type(name: str, kind: types.DataType, data_format: str | None = None) -> None:
-    """Refuse a column whose type has no place in the table above, wherever it is nested.
+    """Reject a column with a type, at any nesting level, that is not in the table above.
 
     Args:
         name: the column.
         kind: its type.
-        data_format: refuse what this one cannot pack, too.
+        data_format: also reject types that this format cannot pack.
 
     Raises:
         BadRequest: names the column and its type.
@@ -122,21 +123,21 @@ def check_packed_type(name: str, kind: types.DataType, data_format: str | None =
 def _check_key(name: str, kind: types.MapType, data_format: str | None) -> None:
     if isinstance(kind.keyType, types.NullType):
         raise BadRequest(
-            f"column {name!r} is {kind.simpleString()}: no map has a null as its key; cast it to "
-            "a map with keys of another type"
+            f"column {name!r} is {kind.simpleString()}, but a map cannot have null keys. Hint: "
+            "cast it to a map with keys of another type."
         )
     if data_format == "msgpack" and isinstance(kind.keyType, types.StructType | types.ArrayType):
         raise BadRequest(
-            f"column {name!r} is {kind.simpleString()}; dataFormat=msgpack has no maps with such "
-            "keys: give dataFormat=json, or cast the keys to strings"
+            f"column {name!r} is {kind.simpleString()}, and dataFormat=msgpack does not support "
+            "such keys. Hint: use dataFormat=json, or cast the keys to strings."
         )
 
 
 def check_nullable(name: str, kind: types.DataType, *, nullable: bool) -> None:
-    """Refuse a wanted column that is declared to have no null, wherever that is nested.
+    """Reject a wanted column that is declared NOT NULL, at any nesting level.
 
-    For mode=PERMISSIVE, which gives nulls. Spark plans queries by the declaration: it answers
-    `IS NULL` without reading, and takes a null for a zero.
+    For mode=PERMISSIVE, which returns nulls. Spark plans queries by the declaration: it answers
+    `IS NULL` without reading, and reads a null as a zero.
 
     Raises:
         BadRequest: names the column.
@@ -144,8 +145,8 @@ def check_nullable(name: str, kind: types.DataType, *, nullable: bool) -> None:
     if not nullable:
         raise BadRequest(
             f"column {name!r} is NOT NULL in the schema (nullable=False, containsNull=False), and "
-            "mode=PERMISSIVE gives nulls where a payload cannot be unpacked. Hint: read with "
-            ".schema(df.schema.toNullable()), or without NOT NULL in DDL; or with mode=FAILFAST or "
+            "mode=PERMISSIVE returns nulls for payloads that cannot be unpacked. Hint: use "
+            ".schema(df.schema.toNullable()), or omit NOT NULL in DDL; or use mode=FAILFAST or "
             "DROPMALFORMED, which check that there is a value."
         )
     match kind:
@@ -166,7 +167,7 @@ def check_nullable(name: str, kind: types.DataType, *, nullable: bool) -> None:
 
 
 def pack(columns: Sequence[pa.Array], names: Sequence[str], data_format: str) -> pa.Array:
-    """Pack rows by column name; one binary payload a row.
+    """Pack rows by column name into one binary payload for each row.
 
     Args:
         columns: arrays of equal length.
@@ -174,7 +175,7 @@ def pack(columns: Sequence[pa.Array], names: Sequence[str], data_format: str) ->
         data_format: `msgpack` or `json`.
 
     Raises:
-        BadRequest: JSON does not have a value, or a text is none; it is named with its column.
+        BadRequest: JSON cannot express a value, or a string is not valid; with the column.
     """
     plain = [
         _checked_plain(name, column, data_format)
@@ -189,8 +190,8 @@ def pack(columns: Sequence[pa.Array], names: Sequence[str], data_format: str) ->
             payloads = [to_json(dict(zip(names, row, strict=True))) for row in rows]
         except ValueError as error:
             raise BadRequest(
-                f"a row cannot be packed with option dataFormat=json: {error}, or give "
-                "dataFormat=msgpack"
+                f"a row cannot be packed with option dataFormat=json: {error}. Hint: or use "
+                "dataFormat=msgpack."
             ) from None
     return pa.array(payloads, pa.binary())
 
@@ -200,8 +201,8 @@ def _checked_plain(name: str, column: pa.Array, data_format: str) -> list[Any]:
         return _to_plain(column, data_format)
     except (UnicodeDecodeError, pa.ArrowException) as error:  # Spark casts any bytes to a string
         raise BadRequest(
-            f"column {name!r} cannot be packed ({error}); where it holds a string that is no "
-            "UTF-8, cast it to binary"
+            f"column {name!r} cannot be packed ({error}). Hint: cast strings that are not valid "
+            "UTF-8 to binary."
         ) from None
 
 
@@ -225,14 +226,14 @@ def _needs_text(kind: pa.DataType, data_format: str) -> bool:
 
 
 def _flat_values(column: pa.Array) -> list[Any]:
-    """Do what `to_pylist` does, through NumPy: four times faster for columns without nesting."""
+    """Return `to_pylist` through NumPy, which is four times faster for flat columns."""
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         found: list[Any] = column.to_numpy(zero_copy_only=False).tolist()
         return found
     if not column.null_count:
         numbers: list[Any] = column.to_numpy().tolist()
         return numbers
-    # A null would turn integers into floats on the way: they are put back where they were.
+    # A null would turn integers into floats: nulls are restored afterwards.
     values: list[Any] = column.fill_null(0).to_numpy().tolist()
     for row in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)).tolist():
         values[row] = None
@@ -240,19 +241,19 @@ def _flat_values(column: pa.Array) -> list[Any]:
 
 
 def plain_type(kind: pa.DataType, data_format: str) -> pa.DataType:
-    """Return the type whose Python values a packer knows; casting to it is exact."""
+    """Return the type whose Python values a packer supports; the cast to it is exact."""
     return _nested(kind, lambda flat: _plain_flat(flat, data_format))
 
 
 def _in_utc(kind: pa.DataType) -> pa.DataType:
-    """Return the same moments in UTC: an offset in a text has no seconds, and old ones had some."""
+    """Return the type in UTC: a text's offset has no seconds, but historical offsets had."""
     if pa.types.is_timestamp(kind) and kind.tz is not None:
         return pa.timestamp(kind.unit, "UTC")
     return _without_nulls(kind)
 
 
 def _without_nulls(kind: pa.DataType) -> pa.DataType:
-    # NB: nulls that are cast to nulls inside lists become too few (pyarrow 26).
+    # NB: casting nulls to nulls inside lists loses some (pyarrow 26).
     return pa.bool_() if pa.types.is_null(kind) else kind
 
 
@@ -279,7 +280,7 @@ def _nested(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa
 
 
 def _json_out(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """Return what makes a value of this type fit for JSON; None when it is already."""
+    """Return the conversion of a value of this type for JSON; None if it needs none."""
     if is_binary(kind):
         return lambda value: None if value is None else base64.b64encode(value).decode()
     if pa.types.is_list(kind):
@@ -305,5 +306,5 @@ def _same(value: Any) -> Any:  # noqa: ANN401 - any value passes
 
 
 def is_binary(kind: pa.DataType) -> bool:
-    """Return whether Arrow keeps bytes in it."""
+    """Whether it is a binary type of Arrow."""
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))

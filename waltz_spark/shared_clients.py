@@ -1,13 +1,13 @@
 """One client for each cluster and Python process, kept between tasks.
 
 Spark reuses its Python workers, and a connection costs more than a small task. A worker is forked
-before it imports this module, and a process that inherits a client by another fork opens one of its
-own. An idle client is closed when its process ends.
+before it imports this module, and a process that inherits a client by another fork opens its own.
+An idle client is closed when its process ends.
 
 Rules:
     1. A caller waits for another one that already connects to the same cluster, and for no other
        cluster: a ZooKeeper that does not answer blocks nothing else.
-    2. A session of Spark may outlive a cluster. If another one takes its place at the same connect
+    2. A Spark session may outlive a cluster. If another cluster replaces it at the same connect
        string, the client of the first is closed and the next use connects to the new one.
 """
 
@@ -24,29 +24,29 @@ from waltz_core.errors import ClusterKeyMismatch
 
 ResultT = TypeVar("ResultT")
 
-# Keyed by process and cluster; a process that was forked finds none of its own. What is done with
-# them is one operation of a dictionary each time, and so needs no lock.
+# Keyed by process and cluster; a forked process finds none of its own. Each access is one operation
+# of a dictionary, and so needs no lock.
 _clients: dict[tuple[int, str], WaltzClient] = {}
 _connecting: dict[tuple[int, str], threading.Lock] = {}
 
 
 def client_of(connect: str) -> WaltzClient:
-    """Return this process's client of a cluster, asking ZooKeeper the first time.
+    """Return this process's client of a cluster; the first call reads ZooKeeper.
 
     Raises:
-        BadConfig: the connect string is wrong, or there is no cluster at its root.
+        BadConfig: the connect string is not valid, or there is no cluster at its root.
         CoordinatorUnavailable: ZooKeeper does not answer.
     """
     return _client(connect, lambda: WaltzClient(connect))
 
 
 def client_at(layout: ClusterLayout) -> WaltzClient:
-    """Return this process's client of a cluster whose layout the driver has found out.
+    """Return this process's client of a cluster whose layout the driver has read.
 
-    A task asks ZooKeeper only when a server has moved since.
+    A task reads ZooKeeper only if a partition has moved since.
     """
     client = _client(layout.connect, lambda: _first_at(layout))
-    if client.cluster().key != layout.cluster.key:  # a worker outlives a cluster that is made anew
+    if client.cluster().key != layout.cluster.key:  # a worker may outlive a cluster
         close_client(layout.connect)
         client = _client(layout.connect, lambda: WaltzClient.at(layout))
     client.learn(layout)
@@ -61,10 +61,10 @@ def _first_at(layout: ClusterLayout) -> WaltzClient:
 
 @functools.cache
 def settle(_work: str) -> None:
-    """Leave out of each later search for garbage what stays anyway; once for each kind of work.
+    """Exclude long-lived objects from later garbage collections; once for each kind of work.
 
-    Spark has a worker search after every task, and all that was imported costs it 40 ms a time.
-    It is for when a task has just done such work for the first time, and has let go of its own.
+    Spark collects garbage after every task, and the imported objects would take 40 ms each time.
+    Call it after the first work of a kind, when its temporary objects are released.
     """
     gc.collect()
     gc.freeze()
@@ -74,8 +74,8 @@ def with_client(connect: str, use: Callable[[WaltzClient], ResultT]) -> ResultT:
     """Call `use` with this process's client, and again with a new one (rule 2).
 
     Raises:
-        BadConfig, CoordinatorUnavailable: as `client_of`.
-        What `use` raises.
+        BadConfig, CoordinatorUnavailable: like `client_of`.
+        The errors of `use`.
     """
     try:
         return use(client_of(connect))
@@ -96,7 +96,7 @@ def sources_of(
     They are requested concurrently; replicas of the group are nearby.
 
     Raises:
-        BadConfig, CoordinatorUnavailable: as `client_of`.
+        BadConfig, CoordinatorUnavailable: like `client_of`.
         Unavailable: a partition does not answer.
     """
 
@@ -105,14 +105,14 @@ def sources_of(
             choose(client.partition_count), linearizable=linearizable, group=group
         )
         if any(each.cluster_key != client.cluster().key for each in sources.values()):
-            raise ClusterKeyMismatch(f"the servers of {connect} serve another cluster by now")
+            raise ClusterKeyMismatch(f"the servers of {connect} serve another cluster now")
         return client, sources
 
     return with_client(connect, look)
 
 
 def close_client(connect: str) -> None:
-    """Close this process's client of a cluster; the next use connects anew."""
+    """Close this process's client of a cluster; the next use connects again."""
     client = _clients.pop((os.getpid(), connect), None)
     if client is not None:
         client.close()
@@ -129,7 +129,7 @@ def _client(connect: str, make: Callable[[], WaltzClient]) -> WaltzClient:
 
 @atexit.register
 def close_clients() -> None:
-    """Close this process's clients; the next use connects anew."""
+    """Close this process's clients; the next use connects again."""
     for (pid, _), client in list(_clients.items()):
         if pid == os.getpid():
             client.close()

@@ -1,11 +1,11 @@
-"""All that differs between PySpark 4.0, 4.1, 4.2 and 4.3.
+"""The differences between PySpark 4.0, 4.1, 4.2 and 4.3.
 
 The other modules use the names of PySpark 4.3. Where an older PySpark lacks one of them, this
 module provides it or works around it. docs/spark.md, "Versions of Spark", has the table of what
 works where.
 
 Rules:
-    1. Look for what PySpark has, not at its version number.
+    1. Check PySpark's features, not its version number.
     2. No other module catches an ImportError or a TypeError because of PySpark's version.
 """
 
@@ -49,7 +49,7 @@ else:
         from dataclasses import dataclass
 
         class ReadLimit:
-            """How much a micro-batch may read."""
+            """The limit of a micro-batch."""
 
         @dataclass
         class ReadAllAvailable(ReadLimit):
@@ -62,7 +62,7 @@ else:
             max_rows: int
 
         class SupportsTriggerAvailableNow:
-            """A mixin that PySpark before 4.2 does not look for."""
+            """A mixin that PySpark before 4.2 does not use."""
 
         HAS_ADMISSION_CONTROL = False
     else:
@@ -73,7 +73,7 @@ else:
     else:
 
         class DataSourceStreamArrowWriter(DataSourceStreamWriter, DataSourceArrowWriter):
-            """PySpark 4.0 gives Arrow batches to each writer of the second class."""
+            """PySpark 4.0 passes Arrow batches to each writer of the second class."""
 
 
 __all__ = [
@@ -92,7 +92,7 @@ _TAKES_TIMEZONE = "timezone" in inspect.signature(types.to_arrow_schema).paramet
 
 
 def arrow_schema(schema: StructType) -> pa.Schema:
-    """Return a schema as Spark wants its Arrow batches, with timestamps in UTC.
+    """Return the Arrow schema for Spark's batches, with timestamps in UTC.
 
     Raises:
         PySparkException: Arrow has no such type.
@@ -111,11 +111,11 @@ class _WithoutAdmissionControl(DataSourceStreamReader):
     """A stream reader for PySpark before 4.2, which passes `latestOffset` neither start nor limit.
 
     Rules:
-        1. A micro-batch reads all that is available. These versions run `availableNow` and `once`
-           as one micro-batch, so a limit would end such a query too early, and the reader cannot
-           find out which trigger the query has.
+        1. A micro-batch reads everything available. These versions run `availableNow` and `once` as
+           one micro-batch, so a limit would end such a query too early, and the reader cannot
+           detect the query's trigger.
         2. The start is the offset that Spark has used last. Before the first micro-batch it may be
-           unknown; then `partitions` checks for data loss, because it has both ends.
+           unknown; then `partitions` checks for data loss, because it gets both ends.
     """
 
     def __init__(self, reader: DataSourceStreamReader) -> None:
@@ -141,7 +141,7 @@ class _WithoutAdmissionControl(DataSourceStreamReader):
         begin, ends = decode(start), decode(end)
         is_other = begin.cluster not in (None, ends.cluster)
         if is_other or any(mark < begin.marks.get(each, mark) for each, mark in ends.marks.items()):
-            # Rule 2. It raises, or goes back to the start of a partition that is of another log.
+            # Rule 2. It raises, or restarts a partition of another log.
             found = decode(self._reader.latestOffset(start, ReadAllAvailable())).marks
             again = {each: min(mark, found.get(each, mark)) for each, mark in begin.marks.items()}
             start = start | {str(each): mark for each, mark in again.items()}
@@ -152,11 +152,11 @@ class _WithoutAdmissionControl(DataSourceStreamReader):
         return self._reader.read(partition)
 
     def commit(self, end: Offset) -> None:
-        """Pass it on."""
+        """Delegate it."""
         self._reader.commit(end)
 
     def stop(self) -> None:
-        """Pass it on."""
+        """Delegate it."""
         self._reader.stop()
 
     def _warn_of_a_large_batch(self, start: Offset, end: Offset) -> None:

@@ -1,15 +1,15 @@
-"""Payloads to columns: reads msgpack and JSON payloads into the columns of a declared schema.
+"""Unpacks payloads, msgpack or JSON, into the columns of a declared schema.
 
-`rows.py` says what each type becomes inside `data`; docs/spark.md, "What fits", has the table of
-what is accepted for each type.
+`rows.py` has the form of each type in `data`; docs/spark.md, "What fits", has the table of accepted
+values for each type.
 
 Rules:
-    1. A value is converted only where nothing is lost. A float is no integer, a boolean is no
-       number, and a value outside of the type's range is an error; so is text that is no base64.
-    2. A payload that does not fit the schema names its partition, transaction and column.
-    3. An array is built of its children, each cast by itself: in one that is cast whole, Arrow
-       casts what stands under a null too, and that may be no value of the type.
-    4. A payload's key matches a column as Spark matches names: exactly, or in any case unless
+    1. A value is converted only without loss. A float is not an integer, a boolean is not a number,
+       and a value outside of the type's range is an error; so is a string that is not base64.
+    2. An error for a payload that does not fit names its partition, transaction and column.
+    3. A nested array is built from its children, each cast separately: a cast of the whole array
+       would also cast the values under a null, which may not be of the type.
+    4. A payload's key matches a column like names in Spark: exactly, or in any case unless
        `spark.sql.caseSensitive` is on.
     5. A field that is not nullable never has a null: Spark plans queries by it. A null, or an
        absent value, does not fit there.
@@ -36,15 +36,15 @@ from waltz_core.records.strict_json import exact_from_json, from_json
 from waltz_spark.options import columns_meant
 from waltz_spark.rows import is_binary, plain_type
 
-# Of Arrow's widest decimal; Spark's has 38.
+# The digits of Arrow's widest decimal; Spark's has 38.
 _DECIMAL_DIGITS_MAX = 76
 
 
 class Unpacker:
-    """Turns payloads into the columns of a user's schema; columns that are absent become null.
+    """Converts payloads to the columns of a user's schema; absent columns are null.
 
     Args:
-        fields: the wanted columns, with Arrow types as Spark wants them back.
+        fields: the wanted columns, with Spark's Arrow types.
         data_format: `msgpack` or `json`.
         required: columns that each payload must have, in any case (`columns_meant`).
         is_case_sensitive: whether a key in another case is another column (rule 4).
@@ -76,23 +76,22 @@ class Unpacker:
 
         Args:
             data: binary payloads.
-            where: names row i in an error, "partition 0, transaction 17".
+            where: the name of row i in an error, "partition 0, transaction 17".
 
         Raises:
-            BadFormat: a payload is no map, is damaged, holds a value of another type, or has none
+            BadFormat: a payload is not a map, is damaged, has a value of another type, or has none
                 for a column that is not nullable.
         """
         rows = self._decoded(data, where)
         for index, name in self._lacking(rows):
             raise BadFormat(
-                f"{where(index)}: the payload has no column {name!r}, which option "
-                "'requiredColumns' names"
+                f"{where(index)}: the payload has no column {name!r} of option 'requiredColumns'"
             )
         values = (self._values(rows, part.name) for part in self._fields)
         return [self._column(column, each, where) for each, column in enumerate(values)]
 
     def what_can_be_read(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
-        """Return the same columns, null where a payload cannot be unpacked, and which ones can."""
+        """Return the columns, null for payloads that do not fit, and a mask of the others."""
         columns, good = self.piecemeal(data)
         if good.all():
             return columns, good
@@ -100,10 +99,10 @@ class Unpacker:
         return [column.take(place) for column in columns], good
 
     def piecemeal(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
-        """Return the same columns, null where what is there does not fit, and which rows are whole.
+        """Return the columns, null for values that do not fit, and a mask of complete rows.
 
-        A value that does not fit is null in its column alone; a payload that is no map, in each. A
-        row with a null in a column that is not nullable is not whole (rule 5).
+        A value that does not fit is null in its column only; a payload that is not a map, in each.
+        A row with a null in a column that is not nullable is not complete (rule 5).
         """
         rows, is_whole = self._maps(data)
         for index, _ in self._lacking(rows):
@@ -126,7 +125,7 @@ class Unpacker:
         found = [row.get(name) for row in rows]
         if None not in found:
             return found
-        # A call for each row costs more than all else here.
+        # A call for each row would cost more than everything else here.
         return [
             self._find(row, name) if value is None else value
             for row, value in zip(rows, found, strict=True)
@@ -139,7 +138,7 @@ class Unpacker:
                     yield index, name
 
     def _maps(self, data: pa.Array) -> tuple[list[dict[str, Any]], npt.NDArray[np.bool_]]:
-        """Return the payloads, empty where one is no map, and which ones are."""
+        """Return the payloads, empty if one is not a map, and a mask of the maps."""
         is_map = np.ones(len(data), dtype=np.bool_)
         try:
             return self._decoded(data, _nowhere), is_map
@@ -154,7 +153,7 @@ class Unpacker:
         return rows, is_map
 
     def _misfits(self, values: list[Any], each: int, start: int) -> Iterator[int]:
-        """Name what does not fit a column, looking ever closer where something is wrong."""
+        """Yield the rows whose values do not fit a column, by bisection."""
         try:
             self._builders[each](values)
         except _MISFITS:
@@ -173,12 +172,13 @@ class Unpacker:
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             reason = str(error) or _REASONS.get(type(error), type(error).__name__)
             raise BadFormat(
-                f"{where(len(rows))}: the payload is no {self._format}: {reason}"
+                f"{where(len(rows))}: expected a payload in {self._format}: {reason}"
             ) from None
         for index, row in enumerate(rows):
             if type(row) is not dict:
                 raise BadFormat(
-                    f"{where(index)}: the payload is no map of columns but {type(row).__name__}"
+                    f"{where(index)}: expected a map of columns as payload, found "
+                    f"{type(row).__name__}"
                 )
         return rows
 
@@ -201,17 +201,17 @@ class Unpacker:
             return self._builders[each]([value])
         except _MISFITS as error:
             raise BadFormat(
-                f"{where(row)}: column {part.name!r} is to be {part.type}, "
+                f"{where(row)}: column {part.name!r}: expected {part.type}, "
                 f"found {value!r} ({error})"
             ) from None
 
 
-# What is raised where a value is not of its column's type.
+# The errors for a value that is not of its column's type.
 _MISFITS = (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError)
 
 
 def identity_of(data: bytes, names: Sequence[str], data_format: str) -> bytes | None:
-    """Return the named columns of a payload, packed; None for one that is no map or lacks one."""
+    """Return the named columns of a payload, packed; None if it is not a map or lacks one."""
     decode: Callable[[Any], Any] = _unpack_msgpack if data_format == "msgpack" else from_json
     try:
         row = decode(data)
@@ -222,21 +222,21 @@ def identity_of(data: bytes, names: Sequence[str], data_format: str) -> bytes | 
 
 
 _ABSENT = object()
-# msgpack says nothing of these.
+# msgpack has no texts for these.
 _REASONS: dict[type, str] = {
     msgpack.StackError: "it is nested too deeply",
-    msgpack.FormatError: "it has a byte that begins no value",
+    msgpack.FormatError: "it has an invalid byte",
 }
 
 
 def is_case_sensitive() -> bool:
-    """Return the session's `spark.sql.caseSensitive`; Spark gives tasks what a session has set."""
+    """Return the session's `spark.sql.caseSensitive`, which Spark passes to tasks."""
     context = TaskContext.get()
     return context is not None and context.getLocalProperty("spark.sql.caseSensitive") == "true"
 
 
 def _in_any_case(row: dict[str, Any], name: str, default: Any = None) -> Any:  # noqa: ANN401
-    """Return the value of a key that differs from `name` in case at most; the exact one first."""
+    """Return the value of the key equal to `name`, otherwise of one in another case."""
     if name in row:
         return row[name]
     wanted = name.lower()
@@ -256,7 +256,7 @@ def _nowhere(_row: int) -> str:
     return ""
 
 
-def _unpack_msgpack(payload: bytes) -> Any:  # noqa: ANN401 - whatever was packed
+def _unpack_msgpack(payload: bytes) -> Any:  # noqa: ANN401 - any packed value
     return msgpack.unpackb(payload, strict_map_key=False)
 
 
@@ -268,7 +268,7 @@ _Find = Callable[..., Any]
 
 
 def _builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
-    """Return what makes an array of decoded values, which raises where one is of another type."""
+    """Return the function that builds an array of values; it raises for another type."""
     if pa.types.is_struct(kind):
         return _struct_builder(kind, data_format, find)
     if pa.types.is_map(kind):
@@ -279,7 +279,7 @@ def _builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
 
 
 def _flat_builder(kind: pa.DataType, data_format: str) -> _Builder:  # noqa: PLR0911 - a case each
-    """Rule 1: a case for each type."""
+    """Return the builder of a flat type (rule 1)."""
     if pa.types.is_boolean(kind):
         return lambda values: pa.array(_only(values, bool), kind)
     if pa.types.is_integer(kind):
@@ -305,7 +305,7 @@ def _flat_builder(kind: pa.DataType, data_format: str) -> _Builder:  # noqa: PLR
 
 
 def _only(values: list[Any], *wanted: type) -> list[Any]:
-    """Return the values; raises TypeError where one is neither None nor of a wanted type."""
+    """Return the values; raises TypeError for one that is neither None nor of a wanted type."""
     if not set(map(type, values)) <= {NoneType, *wanted}:
         value = next(each for each in values if each is not None and type(each) not in wanted)
         names = " or ".join(_SAID.get(each, each.__name__) for each in wanted)
@@ -325,7 +325,7 @@ def _floats(values: list[Any], kind: pa.DataType) -> pa.Array:
         return numbers
     narrow = numbers.cast(kind)
     if pc.any(pc.and_(pc.is_inf(narrow), pc.is_finite(numbers))).as_py():
-        raise ValueError(f"a number is over the range of {kind}")
+        raise ValueError(f"a number is out of the range of {kind}")
     return narrow
 
 
@@ -336,15 +336,15 @@ def _exact_float(value: int | Decimal, kind: pa.DataType) -> float:
         if kind == pa.float32():
             (kept,) = struct.unpack("f", struct.pack("f", number))
         if int(kept) != value:
-            raise ValueError(f"{value} has more digits than a {kind} keeps")
+            raise ValueError(f"{value} has more digits than a {kind}")
     if number in (float("inf"), float("-inf")):
-        raise ValueError(f"{value} is over the range of a float")
+        raise ValueError(f"{value} is out of the range of a float")
     return number
 
 
 def _decimals(values: list[Any], kind: pa.DataType) -> pa.Array:
     texts = [each if each is None else _digits(each) for each in _only(values, str, int, Decimal)]
-    # By way of more digits: a text that has too many for 128 bits overflows in Arrow's own cast.
+    # Through a wider type: a text with too many digits for 128 bits overflows in Arrow's cast.
     wide = pa.array(texts, pa.string()).cast(pa.decimal256(_DECIMAL_DIGITS_MAX, kind.scale))
     return wide.cast(kind)
 
@@ -352,7 +352,7 @@ def _decimals(values: list[Any], kind: pa.DataType) -> pa.Array:
 def _digits(value: str | int | Decimal) -> str:
     if isinstance(value, Decimal):
         if abs(value.adjusted()) > _DECIMAL_DIGITS_MAX:
-            raise ValueError(f"{value} is over the range of a decimal")
+            raise ValueError(f"{value} is out of the range of a decimal")
         value = format(value, "f")
     text = value if isinstance(value, str) else str(value)
     if len(text) > 2 * _DECIMAL_DIGITS_MAX or sum(map(str.isdigit, text)) > _DECIMAL_DIGITS_MAX:
@@ -364,7 +364,7 @@ _NANOSECONDS = re.compile(r"(\.\d{6})0{1,3}(?!\d)")
 
 
 def _moments(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """Return text as timestamps; nanoseconds are accepted that are whole microseconds."""
+    """Return strings as timestamps; nanoseconds must be whole microseconds."""
     texts = _only(values, str)
     try:
         return pa.array(texts, pa.string()).cast(kind)
@@ -425,13 +425,13 @@ def _map_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
 
 
 def _check_nulls(part: pa.Field, values: Iterable[Any]) -> None:
-    """Rule 5, for what is in a struct, a list or a map."""
+    """Apply rule 5 inside a struct, a list or a map."""
     if not part.nullable and any(value is None for value in values):
         raise ValueError(f"{part.name!r} in it is NOT NULL in the schema, and a value is null")
 
 
 def _present(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:
-    """Return where there is a value, all of which are to be dicts, or lists."""
+    """Return a mask of the values that are not null; all must be dicts, or lists."""
     present = np.fromiter((value is not None for value in values), np.bool_, len(values))
     for value in values:
         if value is not None and type(value) is not kind:
@@ -465,7 +465,7 @@ def _from_base64(value: str | None) -> bytes | None:
     if value is None:
         return None
     data = base64.b64decode(value)
-    # Python passes over what is no base64; the same text comes back only of what is.
+    # Python ignores other characters; only valid base64 encodes to the same text again.
     if base64.b64encode(data).decode() != value:
-        raise ValueError("it is no base64 of RFC 4648, section 4")
+        raise ValueError("it is not base64 of RFC 4648, section 4")
     return data

@@ -1,15 +1,14 @@
-"""What a session of ours raises: our error, where Spark has one of ours to tell.
+"""Makes a Spark session raise `WaltzError`s instead of the Spark errors that contain them.
 
-Neither py4j nor PySpark has a public place to say this at, so this is the one file that reaches
-into them, and the only one that names py4j.
+Neither py4j nor PySpark has a public interface for it, so this module changes their internals.
 
 Rules:
-    1. Only an error whose last word is a sentence of ours is changed, and only where `unwrap` was
-       asked for: under the SparkContext of a classic session, in the client of a Connect session.
-       The error that Spark would have raised is its cause, and its class one of its classes.
-    2. Unwrapping twice is unwrapping once.
-    3. Where PySpark or py4j are not as we know them, Spark's own error is what the user gets; it
-       tells the sentence too.
+    1. Only a Spark error that ends with a `WaltzError` is replaced, and only after `unwrap`: under
+       the SparkContext of a classic session, in the client of a Connect session. Spark's error is
+       the cause, and its class one of the base classes.
+    2. `unwrap` may be called several times.
+    3. If the internals of PySpark or py4j have changed, the user gets Spark's error, which contains
+       the message, too.
 """
 
 import logging
@@ -31,7 +30,7 @@ _contexts: WeakSet[SparkContext] = WeakSet()
 
 
 def unwrap(session: SparkSession) -> None:
-    """Have what is done in a session raise `LockFailed`, `BadConfig`, ... themselves (rule 1)."""
+    """Make a session raise `LockFailed`, `BadConfig`, ... themselves (rule 1)."""
     try:
         if is_connect(session):
             _unwrap_client(session.client)
@@ -43,14 +42,14 @@ def unwrap(session: SparkSession) -> None:
 
 
 def is_connect(session: SparkSession) -> bool:
-    """Return whether a session is one of Spark Connect."""
+    """Whether a session uses Spark Connect."""
     return type(session).__module__.startswith("pyspark.sql.connect.")
 
 
 def _unwrap_gateway() -> None:
-    """Put ours around the function through which every error of Java's comes.
+    """Wrap the function that raises all errors of Java.
 
-    PySpark puts its own around it, for each session anew, and lets ours pass.
+    PySpark wraps it, too, again for each session, and does not change a `WaltzError`.
     """
     given = protocol.get_return_value
     if given.__module__ == __name__:
@@ -74,7 +73,7 @@ def _last_word_of_java(failure: protocol.Py4JJavaError) -> WaltzError | None:
     if SparkContext._active_spark_context not in _contexts:
         return None
     try:
-        return last_word(str(failure))  # asks Java for it
+        return last_word(str(failure))  # requests the text from Java
     except Exception as error:  # noqa: BLE001 - rule 3
         _log.debug("an error has no text", exc_info=error)
         return None
@@ -91,7 +90,7 @@ def _told_by_spark(failure: protocol.Py4JJavaError) -> Exception:
 
 
 def _unwrap_client(client: Any) -> None:  # noqa: ANN401 - its class cannot be named without grpc
-    """Do the same for the method by which a client of Spark Connect raises."""
+    """Wrap the method of a Spark Connect client that raises errors."""
     given = client._handle_error
     if given.__module__ == __name__:
         return  # rule 2
@@ -109,7 +108,7 @@ def _unwrap_client(client: Any) -> None:  # noqa: ANN401 - its class cannot be n
 
 
 def _both(ours: WaltzError, told: Exception) -> Exception:
-    """Return our error, which whoever waits for Spark's class catches too."""
+    """Return the `WaltzError`, which handlers of Spark's class catch, too."""
     if not isinstance(told, PySparkException):
         return ours
     kind = _kind(type(ours), type(told))
@@ -119,7 +118,7 @@ def _both(ours: WaltzError, told: Exception) -> Exception:
 
 
 def _kind(ours: type[WaltzError], told: type[PySparkException]) -> type[Exception]:
-    """Return a class that is of both families, has Spark's methods, and shows as ours."""
+    """Return a class with both base classes, Spark's methods, and the name of the `WaltzError`."""
     members = {
         "__module__": ours.__module__,
         "__doc__": ours.__doc__,

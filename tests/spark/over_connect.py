@@ -167,7 +167,9 @@ def test_payloads_that_cannot_be_unpacked(
     reader = spark.read.format("waltz").options(
         dataFormat="json", startingHighWaterMarks=as_json(marks)
     )
-    with pytest.raises(errors.BadFormat, match=r"^partition 0, transaction \d+: the payload is no"):
+    with pytest.raises(
+        errors.BadFormat, match=r"^partition 0, transaction \d+: expected a (payload|map)"
+    ):
         reader.schema("n long").load(connect).collect()
     some = reader.option("mode", "DROPMALFORMED").schema("n long").load(connect)
     assert [row.n for row in some.collect()] == [1, 3]
@@ -207,13 +209,13 @@ def test_two_writers_of_one_snapshot(spark: SparkSession, connect: str, tmp_path
     assert again.status == "RETRY"
     assert again.retry_high_water_mark >= again.lock_failure_transaction_id
     assert snapshot.read().count() == count
-    with pytest.raises(errors.LockFailed, match=r"^partition \d: a row was refused") as caught:
+    with pytest.raises(errors.LockFailed, match=r"^partition \d: a row was rejected") as caught:
         write("dora", 0, 0, onLockFailure="fail")
     assert is_one_sentence(caught.value)
 
 
 def test_results_need_a_place_that_both_reach(spark: SparkSession, connect: str) -> None:
-    with pytest.raises(errors.BadConfig, match="give option resultsPath"):
+    with pytest.raises(errors.BadConfig, match="use option resultsPath"):
         waltz_spark.append(seats(spark, "anna", 100, 100), connect, dataFormat="msgpack")
 
 
@@ -230,7 +232,7 @@ def test_errors_are_one_sentence(spark: SparkSession, connect: str, marks: dict[
     writer = locked.write.format("waltz").mode("append").options(dataFormat="msgpack")
     writer = writer.option("clientHighWaterMarks", as_json(marks))
     writer.save(connect)
-    with pytest.raises(errors.LockFailed, match=r"^partition \d: a row was refused") as refused:
+    with pytest.raises(errors.LockFailed, match=r"^partition \d: a row was rejected") as refused:
         writer.save(connect)
     assert is_one_sentence(refused.value)
     with pytest.raises(PySparkException, match="TABLE_OR_VIEW_NOT_FOUND") as other:
@@ -266,7 +268,7 @@ def test_a_named_write_is_written_once(
         assert (result.counts["committed"], result.already_committed) == (400, number == 1)
         assert result.results.count() == 400
     fewer = table.where("partition != 3")
-    sentence = rf"^write '{name}' was finished with 400 rows, and this run has 300 rows: the same"
+    sentence = rf"^the same write ID with different rows: write '{name}' .* 400 rows, .* 300 rows"
     with pytest.raises(errors.BadRequest, match=sentence) as caught:
         fewer.write.format("waltz").mode("append").option("writeId", name).save(connect)
     assert is_one_sentence(caught.value)

@@ -207,10 +207,10 @@ def test_another_cut_into_tasks_writes_nothing_twice(write: Write) -> None:
     there = write.in_log()
     second = write.job()
     for task, part, why in (
-        (0, rows, "another task has brought a row of this task"),
-        (0, rows[:40], "brought 60 rows into the log, 20 of which .* not among the 40 rows that"),
-        (1, rows[100:], "brought 40 rows into the log, 40 of which .* not among the 20 rows that"),
-        (2, rows[116:] + rows[96:100], "another task has brought a row of this task"),
+        (0, rows, "another task has appended a row of this task"),
+        (0, rows[:40], "appended 60 rows, of which 20 .* not among the task's 40 rows"),
+        (1, rows[100:], "appended 40 rows, of which 40 .* not among the task's 20 rows"),
+        (2, rows[116:] + rows[96:100], "another task has appended a row of this task"),
     ):
         with pytest.raises(BadRequest, match=why):
             second.write_task(batches_of(part), task, 1)
@@ -229,7 +229,7 @@ def test_fewer_tasks_than_before_leave_no_rows_behind(write: Write) -> None:
     first.write_task(batches_of([]), 2, 0)
     second = write.job()
     only = second.write_task(batches_of(rows[:60]), 0, 1)
-    with pytest.raises(BadRequest, match="its task 1 has brought rows into the log that are not"):
+    with pytest.raises(BadRequest, match="its task 1 has appended rows that are not"):
         write.finish(second, only)
     third = write.job()  # task 2 had no rows, so it may be missing
     tasks = [
@@ -255,7 +255,7 @@ def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
     write.finish(again, *tasks)
     assert write.in_log() == once(rows)
     asyncio.run(forget_writes(write.connect, [write.name]))
-    with pytest.raises(ConnectionSuperseded, match=r"finished before, and is forgotten .* Run it"):
+    with pytest.raises(ConnectionSuperseded, match=r"finished before, and was removed .* run it"):
         write.finish(again, *tasks)
     with pytest.raises(ConnectionSuperseded, match="it is over and was removed"):
         job.write_task(batches_of(rows), 0, 2)
@@ -288,7 +288,7 @@ def test_a_run_that_is_overtaken_by_one_with_other_rows_fails(write: Write) -> N
     second = write.job()
     more = second.write_task(batches_of([*rows, b"more"]), 0, 1)
     write.finish(first, told)
-    with pytest.raises(BadRequest, match=r"with 20 rows, and this run has 21 rows: .* was faster"):
+    with pytest.raises(BadRequest, match=r"with 20 rows, and this run has 21 rows\. .* was faster"):
         write.finish(second, more)
     assert write.in_log() == once([*rows, b"more"])
 
@@ -443,7 +443,7 @@ def test_rows_with_other_locks_are_not_taken_for_one_another(connect: str) -> No
     with pytest.raises(Stop):
         job.write_task(feed(), 0, 0)
     with pytest.raises(
-        BadRequest, match="several with the same header and data, but otherwise different"
+        BadRequest, match="several rows have the same header and data, but different"
     ):
         job.write_task(iter([batch([7] * 10 + [8])]), 0, 1)
     assert job.write_task(iter([batch([7] * 12)]), 0, 2).committed == 12

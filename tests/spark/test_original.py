@@ -62,7 +62,7 @@ def test_exactly_once_is_refused_before_any_task(
     spark: SparkSession, original: OriginalCluster, there: str
 ) -> None:
     frame = spark.createDataFrame([(b"x",)], "data binary")
-    with pytest.raises(Exception, match=r"exactlyOnce.* are at an original Waltz server"):
+    with pytest.raises(Exception, match=r"exactlyOnce.* are at a Waltz 0.13 server"):
         frame.write.format("waltz").mode("append").save(there)
     assert [log.mark for log in original.logs] == [-1, -1]
 

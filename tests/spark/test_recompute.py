@@ -140,8 +140,8 @@ def test_a_row_is_rejected_when_its_retries_are_used_up(spark: SparkSession, con
     [
         ({"recompute": "recomputing:none_such"}, "'recomputing:none_such' cannot be imported"),
         ({"recompute": "no_such_module:f"}, "'no_such_module:f' cannot be imported"),
-        ({"recompute": "just_a_name"}, "is 'module:function'"),
-        ({"recompute": "a:b", "onLockFailure": "reject"}, "is for onLockFailure=retry"),
+        ({"recompute": "just_a_name"}, "expected 'module:function'"),
+        ({"recompute": "a:b", "onLockFailure": "reject"}, "needs onLockFailure=retry"),
         ({"identityColumns": "nothing"}, "'identityColumns': no column 'nothing' is packed"),
     ],
 )
@@ -155,7 +155,7 @@ def test_what_cannot_be_is_told_before_any_task(
 
 
 def test_an_answer_that_is_no_table_fails_the_job(spark: SparkSession, connect: str) -> None:
-    with pytest.raises(BadRequest, match=r"is to return a pyarrow\.Table; found list"):
+    with pytest.raises(BadRequest, match=r"to return a pyarrow\.Table, found list"):
         waltz_spark.append(
             counters(spark, 9006, 1, 0, count=2),
             connect,
@@ -305,6 +305,6 @@ def test_without_identity_nothing_is_written_twice_either(
 def test_rows_of_one_identity_fail_the_write(spark: SparkSession, connect: str) -> None:
     job = job_of(connect, "anew-3", identityColumns="key")
     job.write_task(iter([batch_of(9103, [0])]), 0, 0)
-    with pytest.raises(BadRequest, match=r"several with the same key, but otherwise different"):
+    with pytest.raises(BadRequest, match=r"several rows have the same key, but different"):
         job.write_task(iter([batch_of(9103, [0, 1])]), 0, 1)
     assert len(values_of(spark, connect, 9103)) == 1

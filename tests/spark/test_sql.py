@@ -140,7 +140,7 @@ def test_locks_of_an_insert(
         hashes[0]: "REJECTED",
         hashes[1]: "COMMITTED",
     }
-    with pytest.raises(errors.LockFailed, match="a row was refused"):
+    with pytest.raises(errors.LockFailed, match="a row was rejected"):
         sql.sql(f"INSERT INTO first VALUES ('clara', array({hashes[1]}))")
 
 
@@ -160,5 +160,5 @@ def test_a_table_is_told_its_options_at_each_use(
     assert sql.sql(text).first()[0] == marks[1] + 2
     with pytest.raises(errors.BadConfig, match=r"did you mean 'minPartitions'\?"):
         sql.sql(f"SELECT * FROM log WITH (connect = '{connect}', minPartition = '3')").collect()
-    with pytest.raises(errors.BadConfig, match="which cluster"):
+    with pytest.raises(errors.BadConfig, match="no cluster is specified"):
         sql.table("log").write.option("connect", connect).insertInto("log")

@@ -205,13 +205,13 @@ def test_a_start_by_time(spark: SparkSession, connect: str) -> None:
     ("options", "sentence"),
     [
         ({"endingHighWaterMarks": "latest"}, "is for reading a batch, this is reading a stream"),
-        ({"pollInterval": "soon"}, "whole number from 0 to 3600000; found 'soon'"),
-        ({"maxTransactionsPerTrigger": "0"}, "whole number from 1"),
-        ({"startingTimestamp": "yesterday"}, "is a time like"),
+        ({"pollInterval": "soon"}, "integer from 0 to 3600000, found 'soon'"),
+        ({"maxTransactionsPerTrigger": "0"}, "integer from 1"),
+        ({"startingTimestamp": "yesterday"}, "expected a time like"),
         ({"startingHighWaterMarks": '{"0": -1}'}, "has no mark for partition 1, 2, 3"),
         (
             {"startingTimestamp": "2026-01-01", "startingHighWaterMarks": "latest"},
-            "both say where to start",
+            "both set the start",
         ),
     ],
 )

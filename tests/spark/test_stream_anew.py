@@ -97,7 +97,7 @@ def test_a_running_stream_tells_that_the_log_is_another_one(
 
     old = append(cluster.connect, "old", 10)
     reader = Reader(spark, cluster.connect, tmp_path, after=swap)
-    with pytest.raises(StreamingQueryException, match="made anew") as failed:
+    with pytest.raises(StreamingQueryException, match="created again") as failed:
         reader.query.awaitTermination(200)
     assert isinstance(waltz_spark.error_of(failed.value), DataLoss)
     assert "Traceback" not in str(waltz_spark.error_of(failed.value))

@@ -71,7 +71,7 @@ def test_a_refused_row(spark: SparkSession, connect: str) -> None:
     marks = dict(waltz_spark.snapshot(spark, connect).high_water_marks)
     waltz_spark.append(locked(spark, 1), connect, high_water_marks=marks)
     begun = json.dumps({str(partition): mark for partition, mark in marks.items()})
-    with pytest.raises(errors.LockFailed, match=r"^partition \d: a row was refused") as caught:
+    with pytest.raises(errors.LockFailed, match=r"^partition \d: a row was rejected") as caught:
         write(locked(spark, 1), connect, onLockFailure="fail", clientHighWaterMarks=begun)
     assert is_one_sentence(caught.value)
 

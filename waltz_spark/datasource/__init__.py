@@ -1,1 +1,1 @@
-"""Reading: what `spark.read.format("waltz")` runs on the driver and on executors."""
+"""Reading: the code of `spark.read.format("waltz")` on the driver and on executors."""

@@ -1,7 +1,7 @@
-"""Batch reads: the driver resolves marks once and cuts them into tasks, tasks fetch ranges.
+"""Batch reads: the driver resolves marks once and plans tasks, tasks fetch ranges.
 
 Spark pickles the reader to every task and calls `partitions` once for a `load`, at the first
-action; so a DataFrame is a snapshot, and the reader holds plain values only.
+action; so a DataFrame is a snapshot, and the reader has plain values only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +23,9 @@ from waltz_spark.shared_clients import client_at, sources_of
 
 @dataclass
 class Task(InputPartition):
-    """What one task reads: transactions first..last of one partition, and from where.
+    """One task's input: transactions first..last of one partition, and their replicas.
 
-    Spark pickles each task by itself, so that a task knows the owner of its own partition only.
+    Spark pickles each task separately, so a task contains the owner of its own partition only.
     """
 
     layout: ClusterLayout
@@ -39,7 +39,7 @@ class WaltzBatchReader(DataSourceReader):
     """Reads a range of the log.
 
     Args:
-        options: the read's, already checked.
+        options: the checked options of the read.
         schema: the columns wanted, in order: the log's own and, with `dataFormat`, the payload's.
     """
 
@@ -52,12 +52,12 @@ class WaltzBatchReader(DataSourceReader):
         """Resolve the marks, once, and return the tasks.
 
         Raises:
-            DataLoss: a mark lies past the end of its log.
+            DataLoss: a mark is past the end of its log.
             BadConfig: a partition does not exist or has no mark, or ends before its start.
             Unavailable: the cluster does not answer.
         """
         options = self._options
-        # A mark that was given may be later than what a server knows that was the owner just now.
+        # A given mark may be later than the mark of a server that has just lost the partition.
         is_given = not (isinstance(options.starting, str) and isinstance(options.ending, str))
         client, sources = sources_of(
             options.connect,
@@ -84,7 +84,7 @@ def tasks_of(
     whole: Sequence[planning.Span],
     sources: Mapping[int, ReplicaSet],
 ) -> Sequence[InputPartition]:
-    """Return the tasks that read spans together; `sources` by partition, for each that has one."""
+    """Return the tasks that read the spans; `sources` by partition, for each with a span."""
     spans = planning.split(
         whole,
         task_count_min=options.task_count_min,
@@ -100,9 +100,9 @@ def read_task(
     """Yield a task's transactions as Arrow batches.
 
     Raises:
-        As `fetch`.
+        Like `fetch`.
     """
     if not isinstance(task, Task):
-        return iter(())  # Spark's way to say that there is nothing to read
+        return iter(())  # for Spark: there is nothing to read
     span = planning.Span(task.partition, task.first, task.last)
     return fetch(client_at(task.layout), task.replicas, span, Shape(options, schema))

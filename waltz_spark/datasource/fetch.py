@@ -1,11 +1,11 @@
-"""One range of ids to Arrow batches, in a task: fetched, checked, projected, unpacked.
+"""Fetches one range of ids in a task, and converts it to Arrow batches of the read's schema.
 
-Batch and stream reads fetch in the same way.
+Batch and stream reads use it.
 
 Rules:
-    1. Whole columns only; a batch has at most 8,192 rows or about 8 MiB.
-    2. Without `data` and without payload columns only headers travel.
-    3. Ids are dense: a gap where none was asked for fails the read.
+    1. It processes whole columns; a batch has at most 8,192 rows or about 8 MiB.
+    2. Without `data` and without payload columns only headers are fetched.
+    3. Ids are dense: a gap without a filter fails the read.
 """
 
 import logging
@@ -27,15 +27,15 @@ from waltz_spark.unpacking import Unpacker, is_case_sensitive
 
 _log = logging.getLogger("waltz")
 
-# What to name in an error when a payload cannot be unpacked.
+# The columns in an error for a payload that cannot be unpacked.
 _PLACE = ("partition", "transaction_id")
 
 
 class Shape:
-    """What the batches of a read look like.
+    """The shape of a read's batches.
 
     Args:
-        options: the read's.
+        options: the options of the read.
         schema: Spark's schema of the batches.
     """
 
@@ -51,7 +51,7 @@ class Shape:
         self._foreign = [part.name for part in foreign]
         columns = list(self._wanted)
         if foreign or corrupt in self.arrow.names:
-            assert options.data_format is not None, "checked when the reader was made"
+            assert options.data_format is not None, "checked when the reader was created"
             self._unpacker = Unpacker(
                 foreign,
                 options.data_format,
@@ -59,12 +59,12 @@ class Shape:
                 is_case_sensitive=is_case_sensitive(),
             )
             columns += [name for name in (*_PLACE, "data") if name not in columns]
-        # A count needs no column at all; the narrowest one carries the number of rows.
+        # A count needs no column; the narrowest one has the number of rows.
         self.columns = columns or ["partition"]
         self.headers_only = "data" not in self.columns
 
     def project(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Turn a batch of the log's columns into one of the schema."""
+        """Convert a batch of the log's columns to one of the schema."""
         found = {name: batch.column(name) for name in batch.schema.names}
         if self._unpacker is not None:
             found = self._unpacked(found, self._unpacker)
@@ -74,7 +74,7 @@ class Shape:
         return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
 
     def _unpacked(self, found: dict[str, pa.Array], unpacker: Unpacker) -> dict[str, pa.Array]:
-        """Add the payload's columns; what becomes of a bad payload says option `mode`."""
+        """Add the payload's columns; option `mode` decides about invalid payloads."""
         data, corrupt = found["data"], self.options.corrupt_column
         if self.options.on_corrupt is OnCorrupt.FAIL:
             ids, partitions = found["transaction_id"], found["partition"]
@@ -96,7 +96,7 @@ class Shape:
 
 
 def _as_text(data: pa.Array) -> pa.Array:
-    """Return bytes as text, with a mark where they are none."""
+    """Return bytes as text, with a replacement character for invalid ones."""
     texts = [None if each is None else each.decode(errors="replace") for each in data.to_pylist()]
     return pa.array(texts, pa.string())
 
@@ -108,7 +108,7 @@ def fetch(
 
     Raises:
         DataLoss: an id is missing.
-        ChecksumMismatch: a record is damaged everywhere it could be read.
+        ChecksumMismatch: a record is damaged on all sources.
         Unavailable: no replica and no server answered in time.
     """
     began = time.monotonic()

@@ -1,9 +1,9 @@
-"""`format("waltz")`: what Spark asks for first, on the driver.
+"""`format("waltz")`: the data source that Spark creates on the driver.
 
-Spark makes this object anew for every `load` and `save`, pickles it between processes, and shows
-whatever it raises to the user. So all options are checked here, at once. The reader and the writer
-are imported when they are asked for: Spark runs this in processes of its own to look the format up
-and to ask for its schema, and those need no client.
+Spark creates it for every `load` and `save`, pickles it between processes, and shows its errors to
+the user. So all options are checked here, at once. The reader and the writer are imported on
+demand: Spark also uses this module in processes that only look up the format and its schema, and
+need no client.
 """
 
 from collections import Counter
@@ -36,11 +36,11 @@ from waltz_spark.rows import check_log_types, check_nullable, check_packed_type,
 
 
 class WaltzDataSource(DataSource):
-    """The log as a table: read a range of it, append to it.
+    """The log as a table: read ranges of it, append to it.
 
-    Reading gives `partition`, `transaction_id`, `header`, `request_id`, `commit_time`, `data`, or
-    the columns of your schema with option `dataFormat`. Writing takes one row as one transaction.
-    `docs/spark.md` lists every option and column.
+    A read returns `partition`, `transaction_id`, `header`, `request_id`, `commit_time`, `data`, or
+    the columns of your schema with option `dataFormat`. A write appends each row as one
+    transaction. `docs/spark.md` lists all options and columns.
 
         spark.read.format("waltz").load("zk1:2181/waltz/payments")
         df.write.format("waltz").mode("append").save("zk1:2181/waltz/payments")
@@ -63,7 +63,7 @@ class WaltzDataSource(DataSource):
 
     @plainly
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return the reader of a batch; `schema` may be the user's own."""
+        """Return the reader of a batch; `schema` may be the user's."""
         options = self._read_options(schema, Use.BATCH)
         from waltz_spark.datasource.batch_read import WaltzBatchReader  # noqa: PLC0415 - see the module
 
@@ -71,7 +71,7 @@ class WaltzDataSource(DataSource):
 
     @plainly
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
-        """Return the reader of a stream; `schema` may be the user's own."""
+        """Return the reader of a stream; `schema` may be the user's."""
         from waltz_spark.datasource import stream_read  # noqa: PLC0415 - see the module
         from waltz_spark.spark_version import stream_reader  # noqa: PLC0415 - see the module
 
@@ -87,33 +87,33 @@ class WaltzDataSource(DataSource):
         corrupt = next((each for each in schema if each.name == options.corrupt_column), None)
         if corrupt is not None and not isinstance(corrupt.dataType, BinaryType | StringType):
             raise BadRequest(
-                f"column {corrupt.name!r} is to be string or binary, for payloads that cannot be "
-                f"unpacked; found {corrupt.dataType.simpleString()}"
+                f"column {corrupt.name!r}: expected string or binary, for payloads that cannot be "
+                f"unpacked, found {corrupt.dataType.simpleString()}"
             )
         if corrupt is not None and not corrupt.nullable:
             raise BadRequest(
-                f"column {corrupt.name!r} is NOT NULL in the schema; it is null where a payload "
-                "can be unpacked. Hint: declare it nullable."
+                f"column {corrupt.name!r} is NOT NULL in the schema, but it is null for payloads "
+                "that can be unpacked. Hint: declare it nullable."
             )
         foreign = [field for field in schema.fields if field.name not in LOG_COLUMNS]
         if foreign and options.data_format is None:
             names = ", ".join(field.name for field in foreign[:5])
             raise BadRequest(
-                f"the schema has columns that the log has not ({names}); give "
-                "option dataFormat=msgpack (or json) to unpack them from the payload"
+                f"the schema has columns that the log does not have ({names}). Hint: use option "
+                "dataFormat=msgpack (or json) to unpack them from the payload."
             )
         if options.data_format is not None and not foreign:
             raise BadRequest(
-                "option 'dataFormat' unpacks the payload into the columns of your schema, and "
-                "there is none: give .schema('id long, amount double') with its columns' names "
-                "and types, or leave the option out and take column 'data' as it is"
+                "option 'dataFormat' needs a schema with the payload's columns. Hint: use "
+                ".schema('id long, amount double') with their names and types, or omit the option "
+                "and use column 'data'."
             )
         payload = [field.name for field in foreign]
         for name in options.required_columns:
             if not columns_meant(name, payload):
                 raise BadRequest(
-                    f"option 'requiredColumns' names {name!r}; the schema's columns that are "
-                    f"unpacked from the payload are {', '.join(payload)}"
+                    f"option 'requiredColumns': expected some of the payload's columns in the "
+                    f"schema ({', '.join(payload)}), found {name!r}"
                 )
         for field in foreign:
             check_packed_type(field.name, field.dataType, options.data_format)
@@ -126,8 +126,8 @@ class WaltzDataSource(DataSource):
         """Return the writer of a batch."""
         if overwrite:
             raise BadRequest(
-                "mode 'overwrite' cannot be: a log keeps every transaction for ever; use "
-                ".mode('append'), or INSERT INTO"
+                "mode 'overwrite' is not supported: a log keeps every transaction. Hint: use "
+                ".mode('append'), or INSERT INTO."
             )
         options = self._write_options(schema)
         from waltz_spark.writer.batch_write import WaltzBatchWriter  # noqa: PLC0415 - see the module
@@ -139,8 +139,8 @@ class WaltzDataSource(DataSource):
         """Return the writer of a stream."""
         if overwrite:
             raise BadRequest(
-                "outputMode 'complete' cannot be: it writes all rows anew in each micro-batch, and "
-                "a log keeps every transaction for ever; use outputMode('append') or 'update'"
+                "outputMode 'complete' is not supported: it rewrites all rows in each micro-batch, "
+                "and a log keeps every transaction. Hint: use outputMode('append') or 'update'."
             )
         options = self._write_options(schema)
         from waltz_spark.writer.stream_write import WaltzStreamWriter  # noqa: PLC0415 - see the module
@@ -151,7 +151,7 @@ class WaltzDataSource(DataSource):
         options = parse_write(self.options)
         twice = [name for name, count in Counter(schema.names).items() if count > 1]
         if twice:
-            raise BadRequest(f"two columns have the name {twice[0]!r}: leave one out, or rename it")
+            raise BadRequest(f"two columns have the name {twice[0]!r}. Hint: drop or rename one.")
         if options.data_format is not None:
             from waltz_spark.writer.columns import WRITE_COLUMNS  # noqa: PLC0415 - see the module
 

@@ -1,6 +1,6 @@
-"""Where a read starts, asking the log where its options alone do not tell.
+"""The start of a read, of a batch or of the first micro-batch of a stream.
 
-A batch and the first micro-batch of a stream start in the same way.
+A start by time needs requests to the log.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from waltz_core.client import RangeForm, WaltzClient
 from waltz_spark import planning
 from waltz_spark.options import ReadOptions
 
-# A time is found by thirty questions or so, one after the other; in so many partitions at once.
+# A start by time takes about thirty sequential requests; for this many partitions concurrently.
 PARTITIONS_AT_ONCE = 32
 
 
@@ -20,7 +20,7 @@ def starts(client: WaltzClient, options: ReadOptions, marks: Mapping[int, int]) 
 
     Raises:
         BadConfig: marks were given, but none for one of the partitions.
-        DataLoss: a mark that was given lies past the end of its log.
+        DataLoss: a given mark is past the end of its log.
         Unavailable: a partition does not answer.
     """
     if options.starting_ms is None:
@@ -37,6 +37,6 @@ def starts(client: WaltzClient, options: ReadOptions, marks: Mapping[int, int]) 
 
 
 def _stamp_ms(client: WaltzClient, partition: int, transaction_id: int) -> int:
-    """Return when a transaction was committed; 0 where an original server wrote it."""
+    """Return a transaction's commit stamp; 0 if a 0.13 server wrote it."""
     chunks = client.read_range(partition, transaction_id, transaction_id, form=RangeForm.HEADERS)
     return max((stamp_ms for chunk in chunks for _, _, stamp_ms in chunk.stamps), default=0)

@@ -1,20 +1,20 @@
 """Stream reads: offsets are high-water marks, and a micro-batch is a range of each partition.
 
-Spark keeps one reader in a process of its own to ask it for offsets, and pickles another one to the
-tasks; the only thing they share is what stands in the checkpoint.
+Spark keeps one reader in a separate process for offsets, and pickles another one to the tasks; they
+share only the offsets in the checkpoint.
 
 Rules:
-    1. An offset has the mark of each partition, what was read, inclusive, and the cluster's key
-       (`offsets.py`). A micro-batch reads what lies between two of them, whoever plans it, however
-       often.
-    2. Offsets never go back, though a server that was the owner a moment ago may tell an old mark,
-       but for rule 4.
+    1. An offset has the mark of each partition (read up to there, inclusive) and the cluster's key
+       (`offsets.py`). A micro-batch reads the transactions between two offsets, also if it is
+       planned several times.
+    2. Offsets never decrease, even if a server that has just lost a partition reports an old mark,
+       except by rule 4.
     3. A start past the end of the log is data loss, once a quorum of the replicas has confirmed it.
-       So is another cluster in the place of the one that the offset is of, however long its log.
-    4. Where data loss is allowed a partition of another log is read from its start: an offset goes
-       back to `BEFORE_FIRST`, by a micro-batch of its own that reads nothing of it.
-    5. Of a micro-batch that was planned of another log nothing is left. The cluster's key shows it,
-       or an end past the end of the log. Offsets of development versions have no key; the next one
+       So is another cluster than the offset's, however long its log is.
+    4. If data loss is allowed, a partition of another log is read from its start: an offset returns
+       to `BEFORE_FIRST`, by a separate micro-batch that reads nothing of it.
+    5. A micro-batch that was planned for another log cannot be read. The cluster's key shows it, or
+       an end past the end of the log. Offsets of development versions have no key; the next one
        has.
 """
 
@@ -42,8 +42,8 @@ from waltz_spark.spark_version import ReadLimit, ReadMaxRows, SupportsTriggerAva
 _log = logging.getLogger("waltz")
 
 _OTHER_LOG = (
-    "it was made anew, or is another one. Begin with another checkpoint, or set "
-    "failOnDataLoss=false to read it from its start"
+    "it was created again, or is another log. Hint: start with another checkpoint, or set "
+    "failOnDataLoss=false to read it from its start."
 )
 
 
@@ -51,40 +51,40 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads the log as it grows.
 
     Args:
-        options: the read's, already checked.
+        options: the checked options of the read.
         schema: the columns wanted, in order: the log's own and, with `dataFormat`, the payload's.
     """
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
-        self._target: Marks | None = None  # where a query ends that reads only what is there
+        self._target: Marks | None = None  # the end of a query with trigger availableNow
         self._marks: Marks = {}
         self._marks_until_s = 0.0
-        self._cluster_key = b""  # of the cluster that the marks are of
+        self._cluster_key = b""  # of the marks' cluster
 
-    # ---- offsets, in the process that Spark keeps for them
+    # ---- offsets, in Spark's process for them
 
     @plainly
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Return where a query without a checkpoint starts.
+        """Return the start of a query without a checkpoint.
 
         Raises:
-            DataLoss: a mark lies past the end of its log.
+            DataLoss: a mark is past the end of its log.
             BadConfig: a partition does not exist, or has no mark.
             Unavailable: the cluster does not answer.
         """
-        # Rule 3: a mark that was given is held against what a quorum confirms.
+        # Rule 3: a given mark is compared with marks that a quorum confirms.
         client, sources = self._ask(linearizable=True)
         return encode(starts(client, self._options, _marks(sources)), client.cluster().key)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """Return the most that a micro-batch reads, unless the trigger says otherwise."""
+        """Return the limit of a micro-batch, unless the trigger sets another one."""
         return ReadMaxRows(self._options.trigger_transactions_max)
 
     @plainly
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Fix where the query ends: at the marks of now."""
+        """Set the end of the query to the current marks."""
         self._target = self._marks_now()
 
     @plainly
@@ -93,7 +93,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
         Raises:
             DataLoss: the log ends before `start`.
-            BadConfig: `start`, from a checkpoint, is of other partitions.
+            BadConfig: `start`, from a checkpoint, has other partitions.
         """
         begin, cluster = self._begin(start)
         marks = self._marks_now(begin)
@@ -104,7 +104,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return encode({**begin, **again}, self._cluster_key)
         ends = marks
         if self._target is not None:
-            # A target of another log would never be reached.
+            # A target from another log would never be reached.
             ends = {each: min(mark, marks[each]) for each, mark in self._target.items()}
             ends = {each: max(mark, begin[each]) for each, mark in ends.items()}
         if isinstance(limit, ReadMaxRows):
@@ -113,37 +113,37 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @plainly
     def reportLatestOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Return the marks of now, for the query's progress."""
+        """Return the current marks, for the query's progress."""
         return encode(self._marks_now(), self._cluster_key)
 
     def commit(self, end: Offset) -> None:
-        """Nothing: the log keeps everything, and the checkpoint knows what was read."""
+        """Do nothing: the log keeps everything, and the checkpoint has the position."""
 
     def stop(self) -> None:
-        """Nothing: the connections close with their process."""
+        """Do nothing: the connections close with their process."""
 
     def _begin(self, start: Offset) -> Position:
-        """Return a checkpoint's offset; a partition that it has not begins at the start."""
+        """Return a checkpoint's offset; a partition that it lacks begins at the start."""
         client = client_of(self._options.connect)
         chosen = planning.chosen_partitions(self._options, client.partition_count)
         found, cluster = decode(start)
         if foreign := sorted(found.keys() - set(chosen)):
             raise BadConfig(
-                f"the checkpoint is of a query that read partition {foreign[0]} too, which this "
-                "one leaves out: keep option 'partitions' as it was, or begin with another "
-                "checkpoint"
+                f"the checkpoint belongs to a query that also read partition {foreign[0]}, which "
+                "this one omits. Hint: do not change option 'partitions', or start with another "
+                "checkpoint."
             )
         marks = {partition: found.get(partition, int(BEFORE_FIRST)) for partition in chosen}
         return Position(marks, cluster)
 
     def _begun_again(self, lost: Sequence[int], start: Position, marks: Marks) -> Marks:
-        """Return the start of partitions that are another log's (rule 4).
+        """Return the start of partitions of another log (rule 4).
 
         Raises:
-            DataLoss: unless that was allowed.
+            DataLoss: unless it is allowed.
         """
         if self._options.fail_on_data_loss:
-            # One that ends before shows best what has happened.
+            # A partition that ends before its offset is the clearest example.
             begin = start.marks
             shown = min(lost, key=lambda each: marks[each] - begin[each])
             what = (
@@ -153,13 +153,13 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if marks[shown] >= begin[shown]:
                 what = self._other_cluster(start.cluster, self._cluster_key)
             raise DataLoss(f"{what}: {_OTHER_LOG}")
-        _log.warning("partitions %s are of another log and are read from its start", lost)
+        _log.warning("partitions %s belong to another log and are read from its start", lost)
         return dict.fromkeys(lost, int(BEFORE_FIRST))
 
     def _other_cluster(self, expected: str | None, found: bytes) -> str:
         return (
-            f"{self._options.connect} is not the cluster that the stream has read from: expected "
-            f"cluster {expected}, found {found.hex()}"
+            f"{self._options.connect} is not the stream's cluster: expected cluster {expected}, "
+            f"found {found.hex()}"
         )
 
     def _marks_now(self, least: Marks | None = None) -> Marks:
@@ -167,7 +167,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         now_s = time.monotonic()
         if now_s >= self._marks_until_s:
             known = self._marks
-            # Rule 2: a reader that knows no marks yet has no others to compare them with.
+            # Rule 2: a reader without marks has nothing to compare them with.
             self._marks = self._asked(linearizable=not known)
             self._confirm(known)
             self._marks_until_s = now_s + self._options.poll_ms / 1000
@@ -175,7 +175,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._marks
 
     def _confirm(self, known: Marks) -> None:
-        """Have marks that were told later before confirmed by a quorum (rules 2 and 3)."""
+        """Let a quorum confirm marks that are below known ones (rules 2 and 3)."""
         if any(mark < known.get(each, mark) for each, mark in self._marks.items()):
             self._marks = self._asked(linearizable=True)
 
@@ -185,7 +185,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _ask(
         self, partitions: Sequence[int] | None = None, *, linearizable: bool
     ) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
-        """Ask for these partitions, or for all that are chosen, and note the cluster."""
+        """Request these partitions, or all chosen ones, and note the cluster."""
         choose = partial(planning.chosen_partitions, self._options)
         client, sources = sources_of(
             self._options.connect,
@@ -195,7 +195,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
         key = client.cluster().key
         if self._cluster_key != key:
-            self._marks_until_s = 0.0  # those that are known are another cluster's
+            self._marks_until_s = 0.0  # the known ones belong to another cluster
             self._cluster_key = key
         return client, sources
 
@@ -206,7 +206,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return the tasks of a micro-batch (rule 1).
 
         Raises:
-            DataLoss: the micro-batch is of another log (rule 5).
+            DataLoss: the micro-batch was planned for another log (rule 5).
         """
         options, (ends, cluster) = self._options, self._begin(end)
         whole = planning.spans(self._begin(start).marks, ends, options.transaction_ids)
@@ -225,7 +225,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                         f"{past[0]}, but its log ends at {sources[past[0]].high_water_mark}"
                     )
                 raise DataLoss(f"{what}: {_OTHER_LOG}")
-            _log.warning("a micro-batch of another log: nothing is left of partitions %s", lost)
+            _log.warning("a micro-batch of another log: partitions %s cannot be read", lost)
             whole = [span for span in whole if span.partition not in lost]
         return tasks_of(client, options, whole, sources)
 
@@ -236,9 +236,9 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 class RefusedStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """What stands for the reader of a stream that cannot be read, and says why when it is asked.
+    """A reader for a stream that cannot be read: its methods raise the reason.
 
-    PySpark 4.3 hides what `streamReader` raises behind an error of its own.
+    PySpark 4.3 hides an exception of `streamReader` behind its own error.
     """
 
     def __init__(self, error: WaltzError) -> None:
@@ -246,22 +246,22 @@ class RefusedStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @plainly
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Raise what is wrong."""
+        """Raise the reason."""
         raise self._error
 
     @plainly
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Raise what is wrong."""
+        """Raise the reason."""
         raise self._error
 
     @plainly
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """Raise what is wrong."""
+        """Raise the reason."""
         raise self._error
 
     @plainly
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Raise what is wrong."""
+        """Raise the reason."""
         raise self._error
 
 

@@ -1,9 +1,8 @@
-"""Writing: one row is one transaction, refused or committed, and every outcome is told.
+"""Writing: each row is one transaction, committed or rejected, and every outcome is reported.
 
-A task sends its rows in append batches over one client, several in flight. The log answers each
-row: committed with its ID, refused by a lock with the conflicting ID, or not taken (the session
-broke, a server moved): the last are sent again, in order, because they are known not to be in
-the log. An attempt of a task that is not the first looks into the log for what the earlier ones
-have brought in (`once.py`), and sends the rest; `batch_write.py` and `stream_write.py` begin and
-end a write.
+A task sends its rows in append batches with one client, several in flight. The log answers each
+row: committed with its ID, rejected by a lock with the conflicting ID, or lost (the session broke,
+a partition moved). Lost rows are sent again, in order, because they are known not to be in the log.
+A later attempt of a task finds the rows of earlier ones in the log (`once.py`), and sends the rest.
+`batch_write.py` and `stream_write.py` begin and end a write.
 """

@@ -1,16 +1,16 @@
-"""Sends the rows of one task: in batches, several in flight, every outcome known.
+"""Sends the rows of one task in batches, several in flight, and collects every outcome.
 
-Batch writes and stream writes send rows in the same way, and nothing in it needs Spark.
+Batch writes and stream writes use it; it does not need Spark.
 
 Rules:
-    1. Rows of one log partition are sent in the order in which they came.
-    2. A row that the log did not take (the session broke, a server moved) is known not to be in the
-       log, so it is sent again; everything after it in its partition waits for that, so that rule
-       1 holds. A row refused by a lock is never sent again: its payload is stale.
-    3. At most `maxInFlight` batches wait for an answer; the input is not read meanwhile, nor while
-       as many refused rows wait for their next execution.
-    4. With a function to compute refused rows anew, they wait a little and enter as it returns
-       them, later than rows that came after them. They keep nobody waiting.
+    1. Rows of one log partition are sent in the order of the input.
+    2. A lost row (the session broke, the partition moved) is known not to be in the log, so it is
+       sent again; all later rows of its partition wait for that, so that rule 1 holds. A row that a
+       lock rejected is never sent again: its payload is stale.
+    3. At most `maxInFlight` batches wait for an answer; meanwhile the input is not read, nor while
+       as many rejected rows wait for their recomputation.
+    4. With a `recompute` function, rejected rows wait a little and are sent as it returns them,
+       after later rows of the input. Other rows do not wait for them.
 """
 
 import time
@@ -58,7 +58,7 @@ _NEVER: dict[Reason, tuple[type[WaltzError], str]] = {
 
 
 class BatchClient(Protocol):
-    """The one method of the client that a task needs."""
+    """The method of the client that a task needs."""
 
     def append_batch(
         self,
@@ -69,23 +69,23 @@ class BatchClient(Protocol):
         client_high_water_mark: int,
         order: BatchOrder,
     ) -> "Future[BatchOutcome]":
-        """Send one append batch; once one of `order` has lost rows, later ones are lost too."""
+        """Send one append batch; once one of `order` has lost rows, later ones are lost, too."""
 
 
 class Recompute(Protocol):
-    """What a task needs to have refused rows computed anew; `Recomputer` is one."""
+    """The interface for recomputing rejected rows; implemented by `Recomputer`."""
 
     retries_max: int
 
     def pause_s(self, retries: int) -> float:
-        """Return how long rows wait that were computed anew so often already."""
+        """Return the delay of rows after this many recomputations."""
 
     def again(self, refused: RefusedRows) -> Anew:
-        """Return rows anew, or fewer."""
+        """Return the recomputed rows, possibly fewer."""
 
 
 class Answered(NamedTuple):
-    """Rows whose outcome is final: refused by a lock, or committed (`reasons` tells)."""
+    """Rows with a final outcome in `reasons`: committed, or rejected by a lock."""
 
     partition: int
     identity: pa.RecordBatch | None
@@ -94,12 +94,12 @@ class Answered(NamedTuple):
     conflicting: npt.NDArray[np.int64]
     high_water_mark: int
     attempt: int
-    retries: int = 0  # how often they were computed anew
+    retries: int = 0  # how often they were recomputed
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Rows that travel together."""
+    """Rows that are sent together."""
 
     partition: int
     append: pa.RecordBatch
@@ -110,12 +110,12 @@ class _Chunk:
 
     @property
     def nbytes(self) -> int:
-        """What it holds in memory."""
+        """Its size in memory."""
         parts = (self.append, self.identity, self.source)
         return sum(int(part.nbytes) for part in parts if part is not None)
 
     def take(self, rows: npt.NDArray[np.integer]) -> "_Chunk":
-        """Return some of the rows, to be sent once more."""
+        """Return some of the rows, to send them again."""
         index = pa.array(rows)
         append, identity, source = (
             None if batch is None else batch.take(index)
@@ -125,7 +125,7 @@ class _Chunk:
 
 
 class _Waiting(NamedTuple):
-    """Refused rows that wait for their next execution."""
+    """Rejected rows that wait for their recomputation."""
 
     due: float
     chunk: _Chunk
@@ -135,7 +135,7 @@ class _Waiting(NamedTuple):
 
 @dataclass(slots=True)
 class _Lane:
-    """One log partition: what waits to be sent, what was sent, what must be sent again."""
+    """One log partition: rows to send, rows that were sent, rows to send again."""
 
     waiting: list[_Chunk] = field(default_factory=list)
     waiting_rows: int = 0
@@ -172,9 +172,9 @@ class Appender:
         """Send everything; yield outcomes as they become known.
 
         Raises:
-            Unavailable: rows could not be placed for a minute; the message names the partition.
-            BadRequest: the function that computes rows anew returned something else.
-            ClientAhead, TooLarge: the log will never take a row.
+            Unavailable: a partition accepted no rows for a minute; the message names it.
+            BadRequest: the `recompute` function returned an invalid result.
+            ClientAhead, TooLarge: the log will never accept a row.
         """
         for shaped in batches:
             self._enqueue(shaped)
@@ -203,7 +203,7 @@ class Appender:
     # -- out ----------------------------------------------------------------------------------
 
     def _pump(self, *, last: bool) -> Iterator[Answered]:
-        """Send what can be sent; return when the input may be read on (or all is answered)."""
+        """Send what can be sent; return when the input may continue (or all is answered)."""
         while True:
             for partition in sorted(self._lanes):
                 lane = self._lanes[partition]
@@ -238,8 +238,8 @@ class Appender:
 
     def _fill(self, lane: _Lane, *, last: bool) -> None:
         if lane.again:
-            # Rule 2: nothing new before the rows that were lost, and those only when every
-            # earlier answer is in, so that they can be sent in their order.
+            # Rule 2: lost rows first, and those only after every earlier answer, so that they are
+            # sent in order.
             if lane.sent:
                 return
             self._pause(lane)
@@ -253,7 +253,7 @@ class Appender:
             self._submit(lane, self._next_chunk(lane))
 
     def _next_chunk(self, lane: _Lane) -> _Chunk:
-        """Take up to `batchSize` rows and 4 MiB from the front of a lane."""
+        """Take up to `batchSize` rows and 4 MiB from the start of a lane."""
         taken: list[_Chunk] = []
         rows = size = 0
         while lane.waiting and rows < self._batch_rows:
@@ -276,7 +276,7 @@ class Appender:
 
     def _submit(self, lane: _Lane, chunk: _Chunk) -> None:
         payload = encode_append_arrow(chunk.append)
-        # Every row has a mark of its own in the batch; the frame's holds for none of them.
+        # Every row has its own mark in the batch; the frame's mark applies to none.
         future = self._client.append_batch(
             chunk.partition,
             payload,
@@ -288,7 +288,7 @@ class Appender:
         self._in_flight += 1
 
     def _collect(self, *, block: bool) -> Iterator[Answered]:
-        """Take the answers that are there, in order; wait for one lane's oldest when blocking."""
+        """Take the available answers, in order; with `block`, wait for one lane's oldest."""
         for partition in sorted(self._lanes):
             lane = self._lanes[partition]
             while lane.sent and (block or lane.sent[0][1].done()):
@@ -338,7 +338,7 @@ class Appender:
     # -- again --------------------------------------------------------------------------------
 
     def _compute_anew(self, lane: _Lane) -> Iterator[Answered]:
-        """Have the rows whose time has come computed anew; yield those that are given up."""
+        """Recompute the rows whose delay has passed; yield those that are final."""
         assert self._recomputer is not None
         now = time.monotonic()
         for waiting in [each for each in lane.refused if each.due <= now]:
@@ -368,14 +368,14 @@ class Appender:
             time.sleep(max(0.0, min(due) - time.monotonic()))
 
     def _pause(self, lane: _Lane) -> None:
-        """Wait a little longer each time in a row that the log takes none; give up after long."""
+        """Wait longer each time that the log accepts no rows; raise after `RETRY_SECONDS_MAX`."""
         now = time.monotonic()
         lane.failing_since = lane.failing_since or now
         if now - lane.failing_since > RETRY_SECONDS_MAX:
             chunk = lane.again[0]
             kind = NoSpace if lane.last_failure == "NO_SPACE" else Unavailable
             raise kind(
-                f"partition {chunk.partition} took no rows for {RETRY_SECONDS_MAX:.0f} s "
+                f"partition {chunk.partition} accepted no rows for {RETRY_SECONDS_MAX:.0f} s "
                 f"(last answer: {lane.last_failure}); {sum(c.append.num_rows for c in lane.again)} "
                 "rows are not in the log"
             )
@@ -395,7 +395,7 @@ def _cut(chunk: _Chunk, start: int, count: int) -> _Chunk:
 
 
 def _pieces(chunk: _Chunk, rows_max: int) -> Iterator[_Chunk]:
-    """Cut rows that were computed anew to what one append takes."""
+    """Split recomputed rows into appends."""
     start = 0
     while start < chunk.append.num_rows:
         rest = chunk.append.slice(start)
@@ -405,7 +405,7 @@ def _pieces(chunk: _Chunk, rows_max: int) -> Iterator[_Chunk]:
 
 
 def _given_up(waiting: _Waiting, rows: npt.NDArray[np.int64]) -> Answered:
-    """Return refused rows that are final: the function left them out."""
+    """Return rejected rows that are final because the function omitted them."""
     chunk = waiting.chunk
     assert chunk.identity is None or len(chunk.identity) == len(waiting.conflicting)
     return Answered(
@@ -415,7 +415,7 @@ def _given_up(waiting: _Waiting, rows: npt.NDArray[np.int64]) -> Answered:
         np.full(len(rows), int(Reason.LOCK), dtype=np.uint8),
         waiting.conflicting[rows],
         waiting.high_water_mark,
-        chunk.attempt - 1,  # `take` has counted one that did not come
+        chunk.attempt - 1,  # `take` has counted an attempt that did not happen
         chunk.retries,
     )
 
@@ -435,7 +435,7 @@ def _joined(chunks: list[_Chunk]) -> _Chunk:
 
 
 def _rows_that_fit(append: pa.RecordBatch, rows_max: int, bytes_max: int) -> int:
-    """Return how many leading rows stay within both limits, judged by their payload and locks."""
+    """Return how many leading rows are within both limits, by their payloads and locks."""
     count: int = min(append.num_rows, rows_max)
     data = append.column("data")
     offsets = np.frombuffer(data.buffers()[1], np.int32)[data.offset :][: len(data) + 1]
@@ -447,7 +447,7 @@ def _rows_that_fit(append: pa.RecordBatch, rows_max: int, bytes_max: int) -> int
 
 
 def check_marks(marks: Mapping[int, int], partition_count: int) -> None:
-    """Refuse marks of partitions that the cluster does not have.
+    """Reject marks of partitions that the cluster does not have.
 
     Raises:
         BadRequest: names the partition.
@@ -455,6 +455,6 @@ def check_marks(marks: Mapping[int, int], partition_count: int) -> None:
     for partition in marks:
         if not 0 <= partition < partition_count:
             raise BadRequest(
-                f"option 'clientHighWaterMarks' names partition {partition}; "
-                f"this cluster has 0 to {partition_count - 1}"
+                f"option 'clientHighWaterMarks': expected partitions of 0 to "
+                f"{partition_count - 1}, found {partition}"
             )

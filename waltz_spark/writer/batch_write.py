@@ -1,18 +1,18 @@
-"""`df.write.format("waltz")`: what runs on the driver, before the tasks and after them.
+"""`df.write.format("waltz")`: the code on the driver, before the tasks and after them.
 
-Spark pickles the writer to every task and unpickles it again for the commit, so it holds plain
-values only, and nothing may hang on shared state, `abort` or `finally`.
+Spark pickles the writer to every task and unpickles it again for the commit, so it has plain values
+only, and nothing may depend on shared state, `abort` or `finally`.
 
 Rules (docs/spark.md, "Exactly once"):
     1. A write begins on the driver, so that its starting marks are those of its first run, and a
-       task that finds none knows that it is over. One without a name of its own is named anew each
-       time: only its tasks can be run again.
-    2. `commit` keeps the results first, and then marks the write as done: whoever finds it done
-       finds the results. A write that nobody can name is forgotten instead. Forgetting can wait:
-       where ZooKeeper does not answer it is no reason for a job to fail whose rows are in the log.
-       A write that was done before must have had the same rows (`row_sum.py`). One that was not
-       done must have no rows in the log from tasks that only an earlier run had.
-    3. `abort` takes nothing back and forgets nothing: tasks may still run, and it may be run again.
+       task that finds none detects that the write is over. A write without `writeId` gets a new
+       name each time: only its tasks can run again.
+    2. `commit` keeps the results first, and then marks the write as done: if it is done, its
+       results exist. A write without `writeId` is removed instead. The removal may fail: if
+       ZooKeeper does not answer, a job with all rows in the log must not fail. A write that was
+       done before must have had the same rows (`row_sum.py`). One that was not done must have no
+       rows in the log from tasks that only an earlier run had.
+    3. `abort` undoes and removes nothing: tasks may still run, and the write may run again.
 """
 
 import asyncio
@@ -51,17 +51,19 @@ from waltz_spark.writer.task import Job, TaskResult, place_of_task
 _log = logging.getLogger("waltz")
 
 DAY_MS = 24 * 3_600 * 1_000
-# What is not done may be waited for longer, and of a stream only the last micro-batch is kept.
+# For writes that are not done, and for the last micro-batch of a stream.
 UNDONE_DAYS = 365
 _HINT = (
-    "Give other rows a writeId of their own; a run that is repeated must compute the same rows. "
-    "This run has appended nothing."
+    "Use another writeId for other rows; a repeated run must compute the same rows. This run has "
+    "appended nothing."
 )
-_HINT_OF_RACE = "Another run of this write was faster. What this run has appended stays in the log."
+_HINT_OF_RACE = (
+    "Another run of this write was faster. The rows that this run has appended stay in the log."
+)
 
 
 class Named(NamedTuple):
-    """A write that can be run again; `hint` is for one that comes again with other rows."""
+    """A write that can run again; `hint` is for a repetition with other rows."""
 
     write: str
     keep_days: int
@@ -69,11 +71,11 @@ class Named(NamedTuple):
 
 
 def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job:
-    """Return what the tasks of one execution share; on the driver, before any task.
+    """Return the common part of one execution's tasks; on the driver, before any task.
 
     Raises:
         BadRequest: the DataFrame cannot be written.
-        BadConfig: there is no function as option `recompute` names.
+        BadConfig: the function of option `recompute` does not exist.
         Unavailable: the cluster cannot be reached.
     """
     check_schema(schema, options)
@@ -83,8 +85,8 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
         load_function(options.recompute)
         if options.exactly_once and not options.identity_columns:
             _log.warning(
-                "waltz: recompute without identityColumns: a task that is run again after rows "
-                "were computed anew fails, as it cannot find them in the log"
+                "waltz: recompute without identityColumns: a task that runs again after rows were "
+                "recomputed fails, as it cannot find them in the log"
             )
     return with_client(options.connect, lambda client: _job_at(client, options, write))
 
@@ -92,12 +94,12 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Job
 def _job_at(client: WaltzClient, options: WriteOptions, write: str | None) -> Job:
     if options.exactly_once and client.has_original():
         raise BadConfig(
-            "option 'exactlyOnce': partitions of this cluster are at an original Waltz server, "
-            "which cannot keep a task that is run again from writing twice; give exactlyOnce=false"
+            "option 'exactlyOnce': partitions of this cluster are at a Waltz 0.13 server, which "
+            "does not support exactly-once writes. Hint: use exactlyOnce=false."
         )
     check_marks(options.marks, client.partition_count)
-    # One resolution for the whole job: every row without a mark of its own was computed, for
-    # all we know, from what the log held when the job started.
+    # One resolution for the whole job: every row without its own mark counts as computed from the
+    # log as of the start of the job.
     marks = {int(p): int(mark) for p, mark in client.high_water_marks().items()}
     return Job(client.layout(), options, marks, secrets.token_hex(12), now_ms(), write)
 
@@ -106,8 +108,8 @@ class WaltzBatchWriter(DataSourceArrowWriter):
     """Writes a DataFrame; one row is one transaction.
 
     Args:
-        options: the write's, already checked.
-        schema: the DataFrame's.
+        options: the checked options of the write.
+        schema: the DataFrame's schema.
 
     Raises:
         BadRequest: the DataFrame cannot be written; on the driver, before any task.
@@ -127,28 +129,28 @@ class WaltzBatchWriter(DataSourceArrowWriter):
 
     @plainly
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Send a task's rows; return what became of them."""
+        """Send a task's rows; return their outcomes."""
         return self._job.write_task(iterator, *place_of_task())
 
-    # -- on the driver again ------------------------------------------------------------------
+    # -- on the driver ------------------------------------------------------------------------
 
     @plainly
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Close the results and say in one line what became of the job (rule 2)."""
+        """Keep the results and log the outcome of the job (rule 2)."""
         write, days = self._job.write, self._job.options.retention_days
         named = None if write is None or not self._job.is_named else Named(write, days)
         finish(self._job, messages, named)
         forget(self._job, [] if write is None or named is not None else [write])
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Say what is in the log; nothing is taken back, because a log cannot."""
+        """Log what is in the log; a log cannot undo appends."""
         tasks = [message for message in messages if isinstance(message, TaskResult)]
         if any(task.was_done for task in tasks):
-            return  # the error says it
+            return  # the error has the counts
         committed = sum(task.committed for task in tasks)
         again = ""
         if self._job.is_named:
-            again = f"; run it again as write {self._job.write}, and they are not written twice"
+            again = f"; if it runs again as write {self._job.write}, they are not written twice"
         _log.warning(
             "waltz: the job failed; at least %d of its rows are in the log and stay there%s",
             committed,
@@ -157,16 +159,16 @@ class WaltzBatchWriter(DataSourceArrowWriter):
 
 
 def finish(job: Job, messages: Sequence[WriterCommitMessage | None], named: Named | None) -> None:
-    """Keep the results, mark a write that has a name as done, and log what became of the job.
+    """Keep the results, mark a write with a name as done, and log the outcome of the job.
 
     Args:
-        job: what its tasks had in common; of a stream, all but the names of the write.
-        messages: those of all tasks.
+        job: the common part of its tasks; for a stream, without the names of the write.
+        messages: the messages of all tasks.
         named: the write, if it has a name.
 
     Raises:
         BadRequest: an earlier run of the write had other rows.
-        ConnectionSuperseded: the write was done before, and is forgotten.
+        ConnectionSuperseded: the write was done before, and was removed.
     """
     tasks = [message for message in messages if isinstance(message, TaskResult)]
     if named is not None and any(task.was_done for task in tasks):
@@ -181,7 +183,7 @@ def finish(job: Job, messages: Sequence[WriterCommitMessage | None], named: Name
     if named is not None:
         summary |= rows.as_fields()
     if paths:
-        # The writer that commits a micro-batch is another one than its tasks had.
+        # The writer that commits a micro-batch is not the one of its tasks.
         name = next((task.results_name for task in tasks), job.results_name)
         summary |= {"results_path": paths[0], "results_name": name}
         keep(paths[0], [task.file for task in tasks if task.file is not None], name, summary)
@@ -190,9 +192,9 @@ def finish(job: Job, messages: Sequence[WriterCommitMessage | None], named: Name
         ended = end_write(job.options.connect, named.write, summary, keep_ms=keep_ms)
         rows.check_same(named.write, asyncio.run(ended), hint=_HINT_OF_RACE)
     _log.warning(
-        "waltz: %(committed)d rows committed (%(recomputed)d computed anew), %(rejected)d "
-        "rejected, %(retry)d to be tried again (%(rejected_by_own_rows)d refused by rows of this "
-        "job) in %(seconds).1f s",
+        "waltz: %(committed)d rows committed (%(recomputed)d recomputed), %(rejected)d rejected, "
+        "%(retry)d to retry (%(rejected_by_own_rows)d rejected because of rows of this job) in "
+        "%(seconds).1f s",
         summary,
     )
 
@@ -202,8 +204,8 @@ def _repeat(job: Job, tasks: list[TaskResult], named: Named) -> None:
     summary = asyncio.run(summary_of_write(job.options.connect, named.write))
     if not summary:
         raise ConnectionSuperseded(
-            f"write {named.write!r} was finished before, and is forgotten since its writeRetention "
-            "is over; nothing was appended. Hint: Run it once more to append its rows again."
+            f"write {named.write!r} was finished before, and was removed after its writeRetention; "
+            "nothing was appended. Hint: run it once more to append its rows again."
         )
     is_alone = all(task.was_done for task in tasks)
     hint = named.hint if is_alone else _HINT_OF_RACE
@@ -220,7 +222,7 @@ def _repeat(job: Job, tasks: list[TaskResult], named: Named) -> None:
 
 
 def _check_no_task_is_left(job: Job, write: str, task_count: int) -> None:
-    """Run tasks that only an earlier run had, without rows: the log must have none of theirs."""
+    """Check that the log has no rows of tasks that only an earlier run had."""
     again = dataclasses.replace(job, write=write, keep_ms=None)
     for task in asyncio.run(tasks_of_write(job.options.connect, write)):
         if task < task_count:
@@ -230,10 +232,10 @@ def _check_no_task_is_left(job: Job, write: str, task_count: int) -> None:
         except BadRequest:
             raise BadRequest(
                 f"write {write!r}: an earlier run had more tasks than this one, which has "
-                f"{task_count}, and its task {task} has brought rows into the log that are not "
-                "among those of this run; what this run has appended stays in the log. Hint: Run "
-                "it again with the same rows in the same tasks as before. Other rows need a "
-                "writeId of their own."
+                f"{task_count}, and its task {task} has appended rows that are not among those of "
+                "this run; the rows that this run has appended stay in the log. Hint: run it again "
+                "with the same rows in the same tasks as before. Use another writeId for other "
+                "rows."
             ) from None
 
 
@@ -242,22 +244,22 @@ def _rows_of(tasks: list[TaskResult]) -> RowSum:
 
 
 def forget(job: Job, writes: list[str]) -> None:
-    """Forget writes that nobody asks about any more, and some whose time is over (rule 2)."""
+    """Remove writes that are not needed any more, and some expired ones (rule 2)."""
     if not job.options.exactly_once:
         return
     try:
         asyncio.run(forget_writes(job.options.connect, writes))
     except WaltzError as error:
-        _log.warning("waltz: writes %s are forgotten later: %s", writes, error)
+        _log.warning("waltz: writes %s will be removed later: %s", writes, error)
 
 
 def now_ms() -> int:
-    """Return the time, for what outlives a process; no other machine may depend on it."""
+    """Return the time, for data that outlives a process; no other machine may depend on it."""
     return int(time.time() * 1_000)  # noqa: TID251 - see above
 
 
 def summarise(tasks: list[TaskResult], *, hands_back: bool = False) -> dict[str, Any]:
-    """Return the job's counts and marks from its tasks'."""
+    """Return the job's counts and marks from those of its tasks."""
     marks: dict[int, int] = {}
     for task in tasks:
         for partition, mark in task.marks.items():

@@ -1,11 +1,11 @@
-"""From the columns of a DataFrame to the columns of an append: payload, locks, partition, mark.
+"""Converts the columns of a DataFrame to those of an append: payload, locks, partition, mark.
 
-It is where a user's table meets the log's row, so it is where every wrong column is refused, on the
-driver by type (`check_schema`) and on the executor by value (`Shaper`).
+It rejects every invalid column: on the driver by type (`check_schema`), on the executor by value
+(`Shaper`).
 
 Rules:
-    1. Whole columns only: no Python per row but for packing payloads and hashing texts.
-    2. The append columns keep the rows' order.
+    1. It processes whole columns: Python code runs per row only to pack payloads and hash strings.
+    2. The append columns keep the order of the rows.
 """
 
 import difflib
@@ -36,9 +36,9 @@ from waltz_spark.rows import check_packed_type, pack
 
 LOCK_COLUMNS = ("write_locks", "read_locks", "append_locks")
 MARK_COLUMN = "client_high_water_mark"
-# Columns with a meaning of their own; every other one is payload when `dataFormat` is given.
+# Columns with a meaning; with `dataFormat`, every other one is payload.
 WRITE_COLUMNS = ("data", "header", "partition", *LOCK_COLUMNS, MARK_COLUMN)
-# What results tell of a row; `partition` too, which means the same in a DataFrame.
+# The outcome of a row in results; `partition` has the same meaning in a DataFrame.
 RESULT_COLUMNS = (
     "status",
     "transaction_id",
@@ -46,17 +46,17 @@ RESULT_COLUMNS = (
     "lock_failure_transaction_id",
     "retry_high_water_mark",
 )
-# What the function of option `recompute` is told of a refused row, beside the row.
+# Additional columns of rejected rows for the function of option `recompute`.
 ROW_COLUMN, CONFLICT_COLUMN = "waltz_row", "lock_failure_transaction_id"
 _INTEGERS = (IntegerType, LongType, ShortType)
 _GOLDEN = np.uint32(0x9E3779B1)
 
 
 def check_schema(schema: StructType, options: WriteOptions) -> None:
-    """Refuse a DataFrame that cannot be written, before any task starts.
+    """Reject a DataFrame that cannot be written, before any task starts.
 
     Raises:
-        BadRequest: names the column, what it is to be, and what it is.
+        BadRequest: names the column, its expected and its found type.
     """
     types = {field.name: field.dataType for field in schema.fields}
     _check_spelling(types)
@@ -68,16 +68,16 @@ def check_schema(schema: StructType, options: WriteOptions) -> None:
             _check_locks(name, types[name])
     for name in ("header", "partition"):
         if name in types and not isinstance(types[name], IntegerType | ShortType):
-            raise BadRequest(f"column {name!r} is to be int; found {types[name].simpleString()}")
+            raise BadRequest(f"column {name!r}: expected int, found {types[name].simpleString()}")
     if MARK_COLUMN in types and not isinstance(types[MARK_COLUMN], _INTEGERS):
         found = types[MARK_COLUMN].simpleString()
-        raise BadRequest(f"column {MARK_COLUMN!r} is to be long; found {found}")
+        raise BadRequest(f"column {MARK_COLUMN!r}: expected long, found {found}")
     _check_options(types, options)
     _check_all_used(types, options)
 
 
 def _check_spelling(types: Mapping[str, DataType]) -> None:
-    """Refuse what was meant for a lock column and would lock nothing, packed or not."""
+    """Reject a misspelled lock column, which would lock nothing, packed or not."""
     for name, kind in types.items():
         if name in WRITE_COLUMNS:
             continue
@@ -86,8 +86,8 @@ def _check_spelling(types: Mapping[str, DataType]) -> None:
             near = near or difflib.get_close_matches(name.lower(), LOCK_COLUMNS, n=1, cutoff=0.85)
         if near:
             raise BadRequest(
-                f"column {name!r} has no meaning to the log; did you mean {near[0]!r}? Rename it, "
-                "or give it a name that is not so near"
+                f"column {name!r} is not a column of the log; did you mean {near[0]!r}? Hint: "
+                "rename it, to that or to a less similar name."
             )
 
 
@@ -95,12 +95,13 @@ def _check_names_for_recompute(types: Mapping[str, DataType]) -> None:
     for name in (ROW_COLUMN, CONFLICT_COLUMN):
         if name in types:
             raise BadRequest(
-                f"option 'recompute': column {name!r} is what the function is told; drop it"
+                f"option 'recompute': column name {name!r} is reserved for the function. Hint: "
+                "drop or rename it."
             )
 
 
 def _check_all_used(types: Mapping[str, DataType], options: WriteOptions) -> None:
-    """A column that goes nowhere is a mistake: a misspelt lock column would lock nothing."""
+    """Reject unused columns: a misspelled lock column, for example, would lock nothing."""
     if options.data_format is not None or options.recompute is not None:
         return  # packed, or the function may need it
     used = {*WRITE_COLUMNS, options.partition_by}
@@ -113,9 +114,9 @@ def _check_all_used(types: Mapping[str, DataType], options: WriteOptions) -> Non
     near = difflib.get_close_matches(lost[0].lower(), WRITE_COLUMNS, n=1, cutoff=0.75)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
     raise BadRequest(
-        f"nothing of the log takes column{'s' * (len(lost) > 1)} {names}{meant}: expected the "
-        f"columns {', '.join(WRITE_COLUMNS)}; pack the others into the payload with option "
-        f"dataFormat=msgpack in place of the column 'data', or leave them out with .drop({names})"
+        f"the log does not have column{'s' * (len(lost) > 1)} {names}{meant}: expected the columns "
+        f"{', '.join(WRITE_COLUMNS)}. Hint: pack other columns into the payload with option "
+        f"dataFormat=msgpack instead of column 'data', or use .drop({names})."
     )
 
 
@@ -125,7 +126,7 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
             raise BadRequest(f"option 'resultColumns': there is no column {name!r}")
         if name in RESULT_COLUMNS:
             raise BadRequest(
-                f"option 'resultColumns': results have a column {name!r} of their own; rename yours"
+                f"option 'resultColumns': results already have a column {name!r}. Hint: rename it."
             )
     for name in options.identity_columns:
         if name not in types or name in WRITE_COLUMNS:
@@ -136,8 +137,8 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
             raise BadRequest(f"option 'partitionBy': there is no column {options.partition_by!r}")
         if not isinstance(kind, (*_INTEGERS, StringType)):
             raise BadRequest(
-                f"option 'partitionBy': column {options.partition_by!r} is to be a whole number or "
-                f"a string; found {kind.simpleString()}. Hint: for another type give a column of "
+                f"option 'partitionBy': column {options.partition_by!r}: expected an integer or a "
+                f"string, found {kind.simpleString()}. Hint: for another type use a column of "
                 f"hashes: .withColumn('key', xxhash64({options.partition_by!r})), partitionBy=key."
             )
 
@@ -146,16 +147,16 @@ def _check_payload(types: Mapping[str, DataType], options: WriteOptions) -> None
     data = types.get("data")
     if data is None and options.data_format is None:
         raise BadRequest(
-            "there is no column 'data' (binary or string); or give option "
-            "dataFormat=msgpack, and every other column is packed by name"
+            "there is no column 'data' (binary or string). Hint: or use option "
+            "dataFormat=msgpack, which packs every other column by name."
         )
     if data is not None and options.data_format is not None:
         raise BadRequest(
-            "there is a column 'data' and option 'dataFormat': drop one of the two, "
-            "'dataFormat' packs the other columns into the payload"
+            "expected column 'data' or option 'dataFormat', found both. Hint: 'dataFormat' packs "
+            "the other columns into the payload."
         )
     if data is not None and not isinstance(data, BinaryType | StringType):
-        raise BadRequest(f"column 'data' is to be binary or string; found {data.simpleString()}")
+        raise BadRequest(f"column 'data': expected binary or string, found {data.simpleString()}")
     if options.data_format is None:
         return
     packed = {name: kind for name, kind in types.items() if name not in WRITE_COLUMNS}
@@ -168,18 +169,17 @@ def _check_payload(types: Mapping[str, DataType], options: WriteOptions) -> None
 def _check_locks(name: str, kind: DataType) -> None:
     if not isinstance(kind, ArrayType) or not isinstance(kind.elementType, IntegerType):
         raise BadRequest(
-            f"column {name!r} is to be array<int>, lock hashes as "
-            "waltz_spark.functions.lock(name, key) makes them: "
-            f"array(lock('account', col('id'))); found {kind.simpleString()}"
+            f"column {name!r}: expected array<int>, found {kind.simpleString()}. Hint: use lock "
+            "hashes of waltz_spark.functions.lock(name, key): array(lock('account', col('id')))."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """Rows ready to be sent: the log partition of each, the append columns, the result columns.
+    """Rows to send: the log partition of each, the append columns, the result columns.
 
-    `is_free` marks the rows whose partition says nothing: it was their turn. `source` has the rows
-    as they came, where they may be computed again.
+    `is_free` marks the rows whose partition is arbitrary (round robin). `source` has the input
+    rows, if they may be recomputed.
     """
 
     partitions: npt.NDArray[np.int32]
@@ -193,11 +193,11 @@ class Shaper:
     """Shapes the record batches of one task.
 
     Args:
-        options: the write's.
+        options: the options of the write.
         partition_count: partitions of the log.
-        marks: the mark to assume for rows that bring none, by partition.
-        wants_identity: keep the result columns beside the rows.
-        first_turn: where round robin begins; the task's number, so that tasks of few rows spread.
+        marks: the marks for rows without one, by partition.
+        wants_identity: also keep the result columns.
+        first_turn: the start of round robin; the task's number, so that tasks of few rows spread.
     """
 
     def __init__(
@@ -217,13 +217,13 @@ class Shaper:
         )
         self._wants_identity = wants_identity
         self._turn = first_turn % partition_count
-        self._rows = 0  # those of earlier batches, to name a row by its place in the task
+        self._rows = 0  # of earlier batches, to name a row by its position in the task
 
     def shape(self, batch: pa.RecordBatch) -> Shaped:
         """Return the append columns of a batch.
 
         Raises:
-            BadRequest: a null where none may be, a partition that does not exist.
+            BadRequest: a null that is not allowed, a partition that does not exist.
             TooLarge: a payload over the limit.
         """
         batch = _nullable(batch)
@@ -240,7 +240,7 @@ class Shaper:
         return Shaped(partitions, append, self.identity(batch), is_free, source)
 
     def identity(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Return what the results carry of a batch; None where there are none."""
+        """Return the input columns for the results; None without results."""
         if not self._wants_identity:
             return None
         names = self._options.result_columns
@@ -254,7 +254,7 @@ class Shaper:
             if data.null_count:
                 raise BadRequest(
                     f"column 'data' is null in {self._row(batch, data.is_null())}; a transaction "
-                    "needs a payload. Hint: leave such rows out with .where('data is not null')."
+                    "needs a payload. Hint: filter such rows with .where('data is not null')."
                 )
         else:
             names = [name for name in batch.schema.names if name not in WRITE_COLUMNS]
@@ -262,13 +262,13 @@ class Shaper:
         largest = pc.max(pc.binary_length(data)).as_py() or 0
         if largest > TRANSACTION_BYTES_MAX:
             raise TooLarge(
-                f"a payload of {largest:,} bytes is over the limit of {TRANSACTION_BYTES_MAX:,}; "
-                "keep large objects elsewhere and write their address"
+                f"a payload of {largest:,} bytes is over the limit of {TRANSACTION_BYTES_MAX:,}. "
+                "Hint: store large objects elsewhere and write their address."
             )
         return data
 
     def _row(self, batch: pa.RecordBatch, is_wrong: pa.Array) -> str:
-        """Name the first wrong row: its place in the task, and the rest of it as far as short."""
+        """Name the first wrong row: its position in the task, and its short values."""
         index = pc.index(is_wrong, True).as_py()
         rest = {
             name: batch.column(name)[index].as_py() for name in batch.schema.names if name != "data"
@@ -296,8 +296,8 @@ class Shaper:
         most = pc.max(pc.list_value_length(column)).as_py() or 0
         if most > LOCKS_MAX:
             raise TooLarge(
-                f"column {name!r} has {most:,} locks in a row; a transaction has at most "
-                f"{LOCKS_MAX:,} of a kind"
+                f"column {name!r}: expected at most {LOCKS_MAX:,} locks of a kind in a row, found "
+                f"{most:,}"
             )
         return column
 
@@ -313,8 +313,8 @@ class Shaper:
             wrong = chosen[(chosen < 0) | (chosen >= self._partition_count)]
             if len(wrong):
                 raise BadRequest(
-                    f"column 'partition' holds {int(wrong[0])}; "
-                    f"this cluster has partitions 0 to {self._partition_count - 1}"
+                    f"column 'partition': expected 0 to {self._partition_count - 1}, found "
+                    f"{int(wrong[0])}"
                 )
         return chosen.astype(np.int32), is_free
 
@@ -327,7 +327,7 @@ class Shaper:
             hashes = _hash_column(batch.column(self._options.partition_by))
             return self._spread(hashes), np.zeros(count, dtype=np.bool_)
         chosen, is_free = turn, np.ones(count, dtype=np.bool_)
-        # The first lock of the first kind that a row has: write, then read, then append locks.
+        # The first lock of a row: of its write locks, then read locks, then append locks.
         for column in reversed(locks):
             offsets = np.asarray(column.offsets)
             has = offsets[1:] > offsets[:-1]
@@ -339,7 +339,7 @@ class Shaper:
         return chosen, is_free
 
     def _spread(self, hashes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-        """Do what `record.spread` does, for a whole column."""
+        """Return `record.spread` of a whole column."""
         mixed = (hashes * _GOLDEN).astype(np.uint64)
         return ((mixed * np.uint64(self._partition_count)) >> np.uint64(32)).astype(np.int64)
 
@@ -353,8 +353,8 @@ class Shaper:
             if pc.any(is_wrong).as_py():
                 found = given.filter(is_wrong)[0]
                 raise BadRequest(
-                    f"column {MARK_COLUMN!r} is {found} in {self._row(batch, is_wrong)}; expected "
-                    "-1 (before the first transaction) or the ID of a transaction"
+                    f"column {MARK_COLUMN!r}: expected -1 (before the first transaction) or the ID "
+                    f"of a transaction, found {found} in {self._row(batch, is_wrong)}"
                 )
             marks = np.where(
                 np.asarray(given.is_valid()), np.asarray(pc.fill_null(given, 0)), marks
@@ -363,15 +363,15 @@ class Shaper:
 
 
 def _nullable(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch of which each part has one schema, whichever way it goes from here."""
+    """Return the batch with a nullable schema, which all of its parts share."""
     fields = [pa.field(part.name, part.type) for part in batch.schema]
     return pa.RecordBatch.from_arrays(batch.columns, schema=pa.schema(fields))
 
 
 def _hash_column(column: pa.Array) -> npt.NDArray[np.uint32]:
-    """Return `record.lock_hash("", key)` of a column; a null counts as the key 0."""
+    """Return `record.lock_hash("", key)` of a column; null counts as key 0."""
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        # By its bytes: a string of Spark's may hold what is no UTF-8.
+        # As bytes: a Spark string may not be valid UTF-8.
         kind = pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
         keys = np.array(
             [0 if text is None else zlib.crc32(text) for text in column.cast(kind).to_pylist()],

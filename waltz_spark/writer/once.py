@@ -1,21 +1,20 @@
-"""Which rows of a task are in the log already, brought there by an earlier attempt.
+"""Finds the rows of a task that an earlier attempt has appended.
 
-It is the half of "exactly once" that looks at rows; the half that looks at attempts is the client's
-(`TaskClaim`).
+It handles the rows of an exactly-once write; the client handles its attempts (`TaskClaim`).
 
 Rules (docs/spark.md, "Exactly once"):
-    1. The log is read once all partitions are mounted: from then on no earlier attempt of this task
-       can append, and the answer stays true.
+    1. The log is read after all partitions are mounted: from then on no earlier attempt of this
+       task can append, so the result stays valid.
     2. Rows are matched with records as a multiset of partition, header and data: an attempt may
-       have them in another order. A row that has its partition only because it was its turn there
-       is matched in any. Rows that are equal in these, but not in locks or mark, are not
-       interchangeable: with a record of one of them in the log, the write fails in words. With
-       `identityColumns` these stand in the place of header and data.
-    3. A record that no row matches says that the input is not what it was: the write fails.
-    4. What another task of an earlier run has brought in is no row of this task, unless the input
-       is cut into tasks in another way than it was then. Nobody can tell; the write fails.
+       have them in another order. A row with a round-robin partition matches in any partition. Rows
+       that are equal in these, but not in locks or mark, are not interchangeable: with a record of
+       one of them in the log, the write fails with an error. `identityColumns` replace header and
+       data.
+    3. A record that no row matches shows that the input has changed: the write fails.
+    4. A record of another task of an earlier run does not belong to this task, unless the input was
+       split into tasks differently. That cannot be decided, so the write fails.
     5. Nothing is appended before rules 2 to 4 are known to hold: until then rows are spooled to a
-       file. So a run that fails by them leaves the log as it was, and the right one can go on.
+       file. So a run that fails by them does not change the log, and a correct one can continue.
 """
 
 import tempfile
@@ -36,21 +35,21 @@ from waltz_spark.writer.row_keys import RowKeys
 
 
 class EarlierRecord(NamedTuple):
-    """A record that an earlier attempt of this task has brought into the log."""
+    """A record that an earlier attempt of this task has appended."""
 
     partition: int
     transaction_id: int
 
 
 class Already:
-    """What is in the log of a task's rows.
+    """The rows of a task that are in the log.
 
     Args:
-        own: the records that earlier attempts of this task have brought in, by row key; each by
-            the key with its partition and by the one without.
-        others: the row keys of what other tasks of earlier runs have, both kinds.
-        next_sequences: by partition, the first request number behind those that the log has.
-        keys: makes row keys; those of the records were made by the same.
+        own: the records of earlier attempts of this task, by row key; each by the key with its
+            partition and by the one without.
+        others: the row keys of other tasks of earlier runs, of both kinds.
+        next_sequences: by partition, the request number after the highest one in the log.
+        keys: computes row keys, like those of the records.
     """
 
     def __init__(
@@ -70,16 +69,16 @@ class Already:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the log has nothing that a row could match."""
+        """Whether the log has no record that a row could match."""
         return not self._own and not self._others
 
     @property
     def count(self) -> int:
-        """How many records wait for their row."""
+        """The number of records without a matching row so far."""
         return len(self._left)
 
     def split(self, shaped: Shaped) -> tuple[Shaped | None, list[Answered]]:
-        """Return the rows that are to be appended, and the outcomes of those that are there.
+        """Return the rows to append, and the outcomes of those in the log.
 
         Raises:
             BadRequest: rules 2 and 4.
@@ -89,7 +88,7 @@ class Already:
         missing: list[int] = []
         there: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for row, key in enumerate(self._keys.of_rows(shaped)):
-            if key in self._own and not shaped.is_free[row]:  # a free row has no locks
+            if key in self._own and not shaped.is_free[row]:  # a round-robin row has no locks
                 self._check_locks(key, shaped, row)
             found = self._take(key)
             if found is not None:
@@ -107,18 +106,18 @@ class Already:
         waiting = self._own.get(key)
         while waiting:
             found = waiting.popleft()
-            if found in self._left:  # else a row has it by the other kind of key
+            if found in self._left:  # otherwise a row has matched it by the other kind of key
                 self._left.remove(found)
                 return found
         return None
 
     @property
     def is_settled(self) -> bool:
-        """Whether no row to come can make the write fail, but by its locks (rule 5)."""
+        """Whether no later row can make the write fail, except by its locks (rule 5)."""
         return not self._others and self.count == 0
 
     def missing(self, batches: Iterable[Shaped], there: list[Answered]) -> Iterator[Shaped]:
-        """Yield what is to be appended; put the outcomes of the rest into `there` (rule 5).
+        """Yield the rows to append; add the outcomes of the others to `there` (rule 5).
 
         Raises:
             BadRequest: rules 2 to 4.
@@ -139,16 +138,16 @@ class Already:
             yield from spool.take()
 
     def _check_all_matched(self, rows: int) -> None:
-        """Raise BadRequest when a record has found no row (rule 3)."""
+        """Raise BadRequest if a record has no matching row (rule 3)."""
         if self._left:
             partition, transaction_id = min(self._left)
             raise BadRequest(
-                f"an earlier attempt of this task has brought {self._found} rows into the log, "
-                f"{len(self._left)} of which (the first is transaction {transaction_id} of "
-                f"partition {partition}) are not among the {rows} rows that the task has now; this "
-                "attempt has appended nothing. Hint: Run it again with the same rows: sort the "
-                "input, write from a checkpointed DataFrame, or cut it into the same tasks as "
-                f"before{self._keys.hint}. Other rows need a writeId of their own."
+                f"an earlier attempt of this task has appended {self._found} rows, of which "
+                f"{len(self._left)} (the first is transaction {transaction_id} of partition "
+                f"{partition}) are not among the task's {rows} rows now; this attempt has appended "
+                "nothing. Hint: run it again with the same rows: sort the input, write from a "
+                "checkpointed DataFrame, or split it into the same tasks as before"
+                f"{self._keys.hint}. Use another writeId for other rows."
             )
 
     def _check_locks(self, key: bytes, shaped: Shaped, row: int) -> None:
@@ -157,15 +156,14 @@ class Already:
         locks = tuple(str(column[row].as_py()) for column in columns)
         if self._locks.setdefault(key, locks) != locks:
             raise BadRequest(
-                f"partition {shaped.partitions[row]}: an earlier attempt of this task has brought "
-                f"a row into the log of which there are several with the same {self._keys.text}, "
-                "but otherwise different: nobody can tell which one it was; give each row "
-                "something of its own there"
+                f"partition {shaped.partitions[row]}: an earlier attempt of this task has appended "
+                f"a row, and several rows have the same {self._keys.text}, but different locks or "
+                "marks, so it is not known which one it was. Hint: make each row unique there."
             )
 
 
 class Spool:
-    """Shaped rows on disk, in order, until they may be appended."""
+    """Spools shaped rows to disk, in order, until they may be appended."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -193,7 +191,7 @@ class Spool:
         self._writer.write_batch(row_batch)
 
     def take(self) -> Iterator[Shaped]:
-        """Yield all that was put in, once."""
+        """Yield all added rows, once."""
         if self._writer is None or self._file is None:
             return
         self._writer.close()
@@ -223,7 +221,7 @@ def read_back(
     others: set[int],
     keys: RowKeys | None = None,
 ) -> Already:
-    """Read what the clients of a write have brought in since its starting marks (rule 1)."""
+    """Read the records of a write's clients since its starting marks (rule 1)."""
     keys = keys or RowKeys()
     records: dict[bytes, list[EarlierRecord]] = defaultdict(list)
     elsewhere: set[bytes] = set()
@@ -243,7 +241,7 @@ def read_back(
 
 
 class _Record(NamedTuple):
-    """What is read back of one record."""
+    """The parts of one record that are read back."""
 
     client_id: int
     sequence: int
@@ -255,7 +253,7 @@ class _Record(NamedTuple):
 def _records_of(
     client: WaltzClient, partition: int, span: tuple[int, int], wanted: npt.NDArray[np.int64]
 ) -> Iterator[_Record]:
-    """Yield the records of some clients; only headers travel where there are none."""
+    """Yield the records of some clients; chunks without any are read as headers only."""
     for chunk in client.read_range(partition, *span, form=RangeForm.HEADERS):
         headers = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
         places = np.flatnonzero(np.isin(headers["req_id"]["client_id"].astype(np.int64), wanted))
@@ -314,8 +312,7 @@ def _answered(shaped: Shaped, partition: int, rows: list[tuple[int, int]]) -> An
 
 def _recut(partition: int) -> BadRequest:
     return BadRequest(
-        f"partition {partition}: another task has brought a row of this task into the log, in an "
-        "earlier run of this write. Either the input is cut into other tasks than it was then: run "
-        "it with as many tasks as before; or rows are equal: give each one something of its own "
-        "in 'data'"
+        f"partition {partition}: in an earlier run of this write, another task has appended a row "
+        "of this task. Hint: if the input is split into other tasks than before, run it with the "
+        "same tasks; if rows are equal, make each one unique in 'data'."
     )

@@ -1,18 +1,16 @@
-"""Computes refused rows anew, in the task, by the user's own function.
+"""Recomputes rejected rows, in the task, with the user's function.
 
-It is where a lock failure becomes a new execution, never a resend of a stale payload, and nothing
-else of a write calls a user's code.
+After a lock failure a row is computed again; a stale payload is never sent again.
 
 Rules:
-    1. The function gets refused rows of one mark, and all transactions of their partition since
-       that mark, up to one that has the transactions which won.
-    2. A new row stays in its partition and has that mark: what the function has not seen refuses
-       it.
-    3. `waltz_row` tells which row a new one stands for; each stands for its own row alone, with its
-       identity columns. A row that is left out stays refused.
-    4. Rows whose mark lies so far back that what came since would not fit in memory are not
-       computed anew.
-    5. A transaction that does not fit the input's columns is shown as far as it does, and marked.
+    1. The function gets rejected rows of one mark, and all transactions of their partition since
+       that mark, up to a mark that includes the conflicting transactions.
+    2. A new row stays in its partition and has that mark: a transaction that the function has not
+       seen rejects it.
+    3. `waltz_row` is the number of the row that a new one replaces; each replaces one row, with its
+       identity columns. An omitted row stays rejected.
+    4. Rows are not recomputed if the transactions since their mark would not fit into memory.
+    5. A transaction that does not fit the input's columns has nulls, and is marked.
 """
 
 import dataclasses
@@ -47,10 +45,10 @@ _log = logging.getLogger("waltz")
 
 # Whether a transaction's payload fits the input's columns.
 WHOLE_COLUMN = "waltz_whole"
-# The writer's own: whatever the function makes of them has no effect.
+# Columns of the writer: the function's values for them have no effect.
 _SET_HERE = ("partition", MARK_COLUMN)
 PAUSE_MS_MAX = 5_000
-# What has been committed since a mark is held in memory, as a table.
+# Transactions since a mark, which are in memory as a table.
 SINCE_TRANSACTIONS_MAX = 1_000_000
 SINCE_BYTES_MAX = 256 * 1024 * 1024
 
@@ -58,7 +56,7 @@ Function = Callable[[pa.Table, pa.Table], pa.Table]
 
 
 class RefusedRows(NamedTuple):
-    """Rows of one partition that locks refused, as they were sent."""
+    """Rows of one partition that locks rejected, as they were sent."""
 
     partition: int
     source: pa.RecordBatch
@@ -72,29 +70,31 @@ class RefusedRows(NamedTuple):
 
 
 class Anew(NamedTuple):
-    """Rows computed anew, and which of the refused ones they stand for."""
+    """Recomputed rows, and the numbers of the rejected ones that they replace."""
 
     shaped: Shaped
     rows: npt.NDArray[np.int64]
 
 
 def load_function(name: str) -> Function:
-    """Return the function that option `recompute` names.
+    """Return the function of option `recompute`.
 
     Raises:
-        BadConfig: there is none; on the driver, before any task.
+        BadConfig: it does not exist; on the driver, before any task.
     """
     module_name, _, function_name = name.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise BadConfig(
-            f"option 'recompute': {name!r} cannot be imported ({error}); it is to be a function of "
-            "a module that the driver and every worker can import, not of a notebook: put it in a "
-            "file and hand that over with spark.addArtifact(..., pyfile=True) or --py-files"
+            f"option 'recompute': {name!r} cannot be imported ({error}): expected a function of a "
+            "module that the driver and every worker can import, not of a notebook. Hint: put it "
+            "into a file and distribute it with spark.addArtifact(..., pyfile=True) or --py-files."
         ) from None
     if not callable(function):
-        raise BadConfig(f"option 'recompute': {name!r} is no function but {function!r}")
+        raise BadConfig(
+            f"option 'recompute': expected {name!r} to be a function, found {function!r}"
+        )
     checked: Function = function
     return checked
 
@@ -103,10 +103,10 @@ class Recomputer:
     """Calls the user's function for the rows of one task.
 
     Args:
-        client: reads what came since.
-        options: the write's.
-        shaper: makes append columns of the new rows, as of those that came first.
-        random: for the pauses.
+        client: reads the transactions since the marks.
+        options: the options of the write.
+        shaper: converts the new rows to append columns, like the input rows.
+        random: for the delays.
     """
 
     def __init__(
@@ -121,19 +121,19 @@ class Recomputer:
         self.retries_max = options.retries_max
 
     def pause_s(self, retries: int) -> float:
-        """Return how long rows wait that were computed anew so often already: half to all of it."""
+        """Return the delay after this many recomputations: half to all of the interval."""
         doubled = min(self._options.backoff_ms << min(retries, 20), PAUSE_MS_MAX)
         return doubled * (1 - self._random.random() / 2) / 1_000
 
     def again(self, refused: RefusedRows) -> Anew:
-        """Return rows anew; fewer than were refused, or none.
+        """Return the recomputed rows; fewer than were rejected, or none.
 
         Raises:
-            BadRequest: the function's answer is not what it is to be.
+            BadRequest: the function's result is not valid.
         """
         partition = refused.partition
         mark = int(self._client.high_water_mark(partition))
-        if mark < int(refused.conflicting.max()):  # told by an owner that is none any more
+        if mark < int(refused.conflicting.max()):  # from a server that has just lost the partition
             mark = int(self._client.high_water_mark(partition, linearizable=True))
         rows: list[int] = []
         parts = [refused.source.slice(0, 0)]
@@ -156,14 +156,14 @@ class Recomputer:
         return _checked(answer, refused.source, name, self._options.identity_columns)
 
     def _since_of_marks(self, refused: RefusedRows, last: int) -> tuple[list[int], pa.Table]:
-        """Return the marks from which rows are computed anew, and what came since the first."""
+        """Return the marks from which rows are recomputed, and the transactions since the first."""
         marks = sorted({int(mark) for mark in refused.marks})
         while marks:
             since = self._since(refused.partition, marks[0] + 1, last, refused.source.schema)
             if since is not None:
                 return marks, since
             _log.warning(
-                "waltz: partition %d: %d refused rows are not computed anew: too much has come "
+                "waltz: partition %d: %d rejected rows are not recomputed: too many transactions "
                 "since their mark %d",
                 refused.partition,
                 int((refused.marks == marks[0]).sum()),
@@ -173,7 +173,7 @@ class Recomputer:
         return [], pa.table({})
 
     def _anew(self, batch: pa.RecordBatch, partition: int, mark: int, rows: list[int]) -> Anew:
-        """Return append columns of new rows, and the rows as the input has them (rule 2)."""
+        """Return the append columns of new rows, and the rows with the input's columns (rule 2)."""
         count = batch.num_rows
         found = {name: batch.column(name) for name in batch.schema.names}
         placed = {
@@ -181,7 +181,7 @@ class Recomputer:
             MARK_COLUMN: pa.array(np.full(count, mark, np.int64)),
         }
         shaped = self._shaper.shape(pa.RecordBatch.from_pydict(found | placed))
-        # As the input has them, which need not have these two.
+        # With the input's columns, which may not include these two.
         for name, column in placed.items():
             if name in found:
                 found[name] = column.cast(batch.schema.field(name).type)
@@ -191,7 +191,7 @@ class Recomputer:
         return Anew(shaped, np.array(rows, np.int64))
 
     def _since(self, partition: int, first: int, last: int, schema: pa.Schema) -> pa.Table | None:
-        """Return transactions first..last, unpacked as the input is; None: too many (rule 4)."""
+        """Return transactions first..last, unpacked like the input; None: too many (rule 4)."""
         unpacker, names = self._unpacker(schema)
         found: list[pa.RecordBatch] = []
         size = 0
@@ -226,7 +226,7 @@ class Recomputer:
 
 
 def _unpacked(batch: pa.RecordBatch, unpacker: Unpacker | None, names: list[str]) -> pa.RecordBatch:
-    """Add the payload's columns, null where a transaction is of another kind (rule 5)."""
+    """Add the payload's columns, null for transactions of another kind (rule 5)."""
     if unpacker is None:
         return batch
     columns, is_whole = unpacker.piecemeal(batch.column("data"))
@@ -245,7 +245,7 @@ def _one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def _question(refused: RefusedRows) -> pa.Table:
-    """Return the refused rows with their number, partition, mark, and the transaction that won."""
+    """Return the rejected rows with number, partition, mark, and conflicting transaction."""
     source = refused.source
     count = source.num_rows
     own: dict[str, Any] = {
@@ -261,43 +261,41 @@ def _question(refused: RefusedRows) -> pa.Table:
 def _checked(
     answer: object, source: pa.RecordBatch, name: str, identity: tuple[str, ...]
 ) -> tuple[list[int], pa.RecordBatch]:
-    """Return which rows the new ones stand for, and the new ones as the input has them (rule 3).
+    """Return the numbers of the replaced rows, and the new ones with the input's columns (rule 3).
 
     Raises:
-        BadRequest: says what was expected and what was found.
+        BadRequest: states what was expected and found.
     """
     if isinstance(answer, pa.RecordBatch):
         answer = pa.Table.from_batches([answer])
     if not isinstance(answer, pa.Table):
-        raise _wrong(f"{name} is to return a pyarrow.Table; found {type(answer).__name__}")
+        raise _wrong(f"expected {name} to return a pyarrow.Table, found {type(answer).__name__}")
     names = answer.column_names
     lost = {ROW_COLUMN, *source.schema.names} - {*_SET_HERE, *names}
     if lost:
         raise _wrong(
-            f"the table that {name} returns is to have the columns of the refused rows; it has no "
-            f"{', '.join(sorted(lost))}"
+            f"expected {name} to return a table with the columns of the rejected rows, but it has "
+            f"no {', '.join(sorted(lost))}"
         )
     if len(set(names)) != len(names):
-        raise _wrong(f"the table that {name} returns has two columns of one name: {names}")
+        raise _wrong(f"expected {name} to return a table with unique column names, found {names}")
     rows = answer.column(ROW_COLUMN).to_pylist()
     count = source.num_rows
     is_fit = all(type(row) is int and 0 <= row < count for row in rows)
     if not is_fit or len(set(rows)) != len(rows):
         raise _wrong(
-            f"each row that {name} returns is to stand for another refused row by the number in "
-            f"{ROW_COLUMN!r}, 0 to {count - 1}; found {rows[:20]}"
+            f"expected each row of {name} to have the number of another rejected row in "
+            f"{ROW_COLUMN!r}, 0 to {count - 1}, found {rows[:20]}"
         )
     fields = [part.with_nullable(nullable=True) for part in source.schema]
     try:
         arrays = [_column(answer, part) for part in fields]
     except (pa.ArrowException, ValueError) as error:
-        raise _wrong(
-            f"the rows that {name} returns are not of the input's types: {error}"
-        ) from None
+        raise _wrong(f"expected {name} to return rows with the input's types: {error}") from None
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
     for each in identity:
         if not batch.column(each).equals(source.column(each).take(pa.array(rows, pa.int64()))):
-            raise _wrong(f"{name} is to leave identity column {each!r} as it is, row by row")
+            raise _wrong(f"expected {name} not to change identity column {each!r}")
     return rows, batch
 
 

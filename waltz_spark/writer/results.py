@@ -1,15 +1,14 @@
-"""Every row's outcome, as Parquet: what a task writes and what the job keeps of it.
+"""The results of a write: every row's outcome, as Parquet files of tasks that the job keeps.
 
-Results are how a user learns which rows are in the log, so their columns are an interface of their
-own.
+Their columns are an interface for users.
 
 Rules:
-    1. A task attempt writes a file of its own, with the write in its name. Readers do not see it:
-       its name begins with `_` until the job renames the files of the attempts that Spark took. The
+    1. Each task attempt writes its own file, with the write in its name. Readers ignore it: its
+       name begins with `_` until the job renames the files of the attempts that Spark accepted. The
        job deletes the others of this write, and writes `_SUCCESS` last. A directory without it is
-       unfinished. What an attempt leaves that outlives the job is never seen. Other files are other
-       people's.
-    2. The columns are the carried input columns, then `RESULT_FIELDS`; all nullable.
+       unfinished. The file of an attempt that outlives the job stays hidden. Other files in the
+       directory are not touched.
+    2. The columns are the chosen input columns, then `RESULT_FIELDS`; all nullable.
 """
 
 import json
@@ -31,7 +30,7 @@ from waltz_spark.spark_version import arrow_schema
 from waltz_spark.writer.appender import Answered
 
 COMMITTED, REJECTED, RETRY = "COMMITTED", "REJECTED", "RETRY"
-# The log's own columns of a result; an input column of the same name gives way to them.
+# The columns of the outcome; they replace input columns of the same name.
 RESULT_FIELDS = (
     pa.field("status", pa.string()),
     pa.field("partition", pa.int32()),
@@ -42,15 +41,15 @@ RESULT_FIELDS = (
 )
 SUMMARY_FILE = "_waltz.json"
 _SUCCESS = "_SUCCESS"
-# Spark and pyarrow read no file whose name begins so.
+# Spark and pyarrow ignore files with this prefix.
 _HIDDEN = "_"
 _OWN = frozenset(part.name for part in RESULT_FIELDS)
 
 
 def result_batch(answered: Answered, refused: str) -> pa.RecordBatch:
-    """Return one row of results for each answered row; `refused` is what a refused one is called.
+    """Return one row of results for each answered row; `refused` is the status of rejected ones.
 
-    `retry_high_water_mark` is a mark from which such a row can be computed again.
+    `retry_high_water_mark` is a mark from which a rejected row can be computed again.
     """
     assert answered.identity is not None
     identity = answered.identity
@@ -72,11 +71,11 @@ def result_batch(answered: Answered, refused: str) -> pa.RecordBatch:
 
 
 def check_carried(schema: StructType, names: Sequence[str] | None) -> None:
-    """Refuse a column that Parquet does not have, before any row is in the log.
+    """Reject a column type that Parquet does not have, before any row is in the log.
 
     Args:
-        schema: the DataFrame's.
-        names: the input columns that the results carry; all but `data` when None.
+        schema: the DataFrame's schema.
+        names: the input columns in the results; all but `data` if None.
 
     Raises:
         BadRequest: names the column and its type.
@@ -92,23 +91,23 @@ def check_carried(schema: StructType, names: Sequence[str] | None) -> None:
             pq.ParquetWriter(pa.BufferOutputStream(), kind).close()
         except (ValueError, pa.ArrowException, PySparkException) as error:
             raise BadRequest(
-                f"column {part.name!r} is {part.dataType.simpleString()}, which results, being "
-                f"Parquet, cannot carry ({error}): leave it out with option resultColumns"
+                f"column {part.name!r} is {part.dataType.simpleString()}, which Parquet results do "
+                f"not support ({error}). Hint: omit it with option resultColumns."
             ) from None
 
 
 class ResultDirectory(NamedTuple):
-    """A directory on any file system that pyarrow opens."""
+    """A directory on any file system of pyarrow."""
 
     system: fs.FileSystem
     path: str
 
 
 def open_place(results_path: str, *, is_read: bool = False) -> ResultDirectory:
-    """Open `resultsPath`; make the directory, unless it is only read.
+    """Open `resultsPath`; create the directory, unless `is_read`.
 
     Raises:
-        BadConfig: no file system is known for it, or it cannot be made.
+        BadConfig: its file system is unknown, or it cannot be created.
     """
     try:
         if "://" in results_path:
@@ -123,7 +122,7 @@ def open_place(results_path: str, *, is_read: bool = False) -> ResultDirectory:
 
 
 class ResultFile:
-    """The results of one task attempt; made when the first row comes."""
+    """The results of one task attempt; the file is created with the first row."""
 
     def __init__(self, results_path: str, name: str, *, refused: str) -> None:
         self._refused = refused
@@ -143,14 +142,14 @@ class ResultFile:
         self._writer.write_batch(batch)
 
     def close(self) -> str | None:
-        """Finish the file; return the name for `keep`, or None when there was no row."""
+        """Finish the file; return the name for `keep`, or None without rows."""
         if self._writer is None:
             return None
         self._writer.close()
         return self.name
 
     def close_of_failed(self) -> None:
-        """Finish the file and show it: the job of this task keeps nothing."""
+        """Finish the file and make it visible: the job of a failed task keeps nothing."""
         if self.close() is not None:
             _show(self._place, self.name)
 
@@ -161,15 +160,15 @@ def file_name(task: int, attempt: int, write: str) -> str:
 
 
 def is_of(name: str, write: str) -> bool:
-    """Whether a file has results of this write; one write's name may be the end of another's."""
+    """Whether a file has results of this write; a write's name may be the suffix of another's."""
     return re.fullmatch(rf"part-\d+-\d+-{re.escape(write)}\.parquet", name) is not None
 
 
 def keep(results_path: str, names: list[str], write: str, summary: dict[str, object]) -> None:
-    """Keep the named files of a write, delete what its other attempts left (rule 1)."""
+    """Keep the named files of a write, delete those of its other attempts (rule 1)."""
     place = open_place(results_path)
     for name in names:
-        with suppress(FileNotFoundError):  # an executor's that has a directory of its own
+        with suppress(FileNotFoundError):  # of an executor with another local directory
             _show(place, name)
     wanted = set(names)
     selector = fs.FileSelector(place.path)
@@ -185,7 +184,7 @@ def _show(place: ResultDirectory, name: str) -> None:
 
 
 def tell_again(results_path: str, summary: dict[str, object]) -> None:
-    """Have a directory say what a write came to that was done before, and where its results are."""
+    """Write the summary of a write that was done before, with the directory of its results."""
     _conclude(open_place(results_path), summary)
 
 

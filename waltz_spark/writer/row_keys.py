@@ -1,11 +1,9 @@
-"""What a row and its record have in common: by it, a row is found in the log again.
-
-Rows come from Spark and records from the log, and both must give the same bytes.
+"""Row keys: the equal digests of a row and its record, by which a row is found in the log.
 
 Rules:
     1. A key is a digest of partition, header and data; or of the partition and the columns of
-       option `identityColumns`, which a row keeps when it is computed anew.
-    2. There are two of each record: with its partition, and for rows that may be in any.
+       option `identityColumns`, which a recomputed row keeps.
+    2. Each record has two keys: with its partition, and for rows that may be in any partition.
 """
 
 import hashlib
@@ -20,14 +18,14 @@ from waltz_spark.writer.columns import Shaped
 
 _KEY_BYTES = 16
 _PLACE = struct.Struct(">ii")
-_ANY = -1  # stands for the partition of a row that may be in any
+_ANY = -1  # the partition of a row that may be in any
 
 
 class RowKeys:
-    """Makes the keys of a write's rows and records.
+    """Computes the keys of a write's rows and records.
 
     Args:
-        options: the write's; None where there are no identity columns.
+        options: the options of the write; None without identity columns.
     """
 
     def __init__(self, options: WriteOptions | None = None) -> None:
@@ -37,22 +35,20 @@ class RowKeys:
 
     @property
     def besides(self) -> tuple[str, ...]:
-        """Append columns, besides locks and mark, in which rows of one key must be equal."""
+        """Append columns, in addition to locks and mark, that rows of one key must share."""
         return ("header", "data") if self._names else ()
 
     @property
     def text(self) -> str:
-        """What makes a key, in words."""
+        """The parts of a key, for messages."""
         return ", ".join(self._names) if self._names else "header and data"
 
     @property
     def hint(self) -> str:
-        """What else to do when records find no row."""
+        """An additional hint for records without a matching row."""
         if self._names or not self._recomputes:
             return ""
-        return (
-            "; rows that were computed anew are found by option identityColumns (with dataFormat)"
-        )
+        return "; recomputed rows are found by option identityColumns (with dataFormat)"
 
     def of_rows(self, shaped: Shaped) -> Iterator[bytes]:
         """Yield the key of each row."""

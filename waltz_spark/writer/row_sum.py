@@ -1,17 +1,16 @@
-"""The number and the hash of a write's rows: by these, a finished write recognizes its rows.
+"""The number and the hash of a write's rows, by which a finished write recognizes its rows.
 
-The record of a finished write keeps what is computed here for days, so the hash has one definition,
-and it must not change.
+The record of a finished write contains them for days, so their definition must not change.
 
 Rules (docs/spark.md, "A write ID identifies its rows"):
-    1. What identifies a row is what finds it in the log (`row_keys.py`): its partition, unless the
-       row is in it only because it was its turn; header and payload; or the columns of option
-       `identityColumns`. Locks and marks do not count: a run that is repeated may compute them from
-       a newer state, and the log does not keep them.
+    1. A row is identified like in the log (`row_keys.py`): by its partition, unless that is a
+       round-robin one, by header and payload, or by the columns of option `identityColumns`. Locks
+       and marks do not count: a repeated run may compute them from a newer state, and the log does
+       not store them.
     2. The hash of a row is 64 bits, mixed from the CRC-32 and the length of its payload, partition
-       and header. That of several rows is the sum modulo 2**64: neither the order of the rows, nor
-       the tasks and batches that they come in, change it.
-    3. The hash detects mistakes, not malice: whoever writes rows chooses the write ID, too.
+       and header. That of several rows is the sum modulo 2**64, which does not depend on their
+       order, tasks or batches.
+    3. The hash detects mistakes, not attacks: the writer of the rows also chooses the write ID.
 """
 
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ _ANY_PARTITION = -1
 
 
 class RowSum(NamedTuple):
-    """How many rows there are, and the sum of their hashes modulo 2**64."""
+    """The number of rows, and the sum of their hashes modulo 2**64."""
 
     rows: int = 0
     digest: int = 0
@@ -49,14 +48,14 @@ class RowSum(NamedTuple):
         return f"{self.digest:016x}"
 
     def as_fields(self) -> dict[str, Any]:
-        """Return the fields of a summary that say which rows a write had."""
+        """Return the fields for the summary of a write."""
         return {"rows": self.rows, "rows_hash": self.hex}
 
     def check_same(self, write: str, summary: Mapping[str, Any], *, hint: str) -> None:
-        """Return if these are the rows of a finished write, or its summary does not say.
+        """Check that these are the rows of a finished write, if its summary has the fields.
 
         Raises:
-            BadRequest: they are other rows; both counts are named.
+            BadRequest: they are other rows; with both counts.
         """
         rows, digest = summary.get("rows"), summary.get("rows_hash")
         if digest is None or (rows, digest) == (self.rows, self.hex):
@@ -65,13 +64,13 @@ class RowSum(NamedTuple):
         if rows == self.rows:
             hashes = f"; the counts are equal, the hashes differ: {digest} and {self.hex}"
         raise BadRequest(
-            f"write {write!r} was finished with {_count(rows)}, and this run has "
-            f"{_count(self.rows)}: the same write ID with different rows{hashes}. Hint: {hint}"
+            f"the same write ID with different rows: write {write!r} was finished with "
+            f"{_count(rows)}, and this run has {_count(self.rows)}{hashes}. Hint: {hint}"
         )
 
 
 def row_sum(batch: pa.RecordBatch, shaped: Shaped, options: WriteOptions) -> RowSum:
-    """Return the sum of some rows, given as they came and as they are appended (rules 1 and 2)."""
+    """Return the sum of some rows, from their input and append columns (rules 1 and 2)."""
     headers = shaped.append.column("header").to_numpy()
     data, crcs = shaped.append.column("data"), shaped.append.column("crc")
     names = options.identity_columns
@@ -86,12 +85,12 @@ def row_sum(batch: pa.RecordBatch, shaped: Shaped, options: WriteOptions) -> Row
 
 
 def _joined(low: npt.NDArray[np.integer], high: npt.NDArray[np.integer]) -> U64:
-    """Return two columns of 32 bits as one of 64."""
+    """Combine two columns of 32 bits into one of 64."""
     return low.astype(np.uint32).astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
 
 
 def _mixed(values: U64) -> U64:
-    """Return values of which each bit depends on all bits of the old one (SplitMix64)."""
+    """Mix the bits of values: each bit depends on all others (SplitMix64)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

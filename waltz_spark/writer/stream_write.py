@@ -1,16 +1,17 @@
-"""`df.writeStream.format("waltz")`: a micro-batch is a write, and enters the log once.
+"""`df.writeStream.format("waltz")`: a micro-batch is an exactly-once write.
 
-Spark makes one of these for the tasks of a micro-batch, and another one, in another process, to
-commit it; neither is told which batch it is. The tasks are.
+Spark creates one writer for the tasks of a micro-batch, and another one, in another process, to
+commit it; neither knows the number of the batch, but the tasks do.
 
 Rules (docs/spark.md, "Exactly once"):
-    1. A micro-batch is the write (query, batch). Its tasks find both in their local properties, and
-       tell the commit in their messages. The first task of its first run says where it starts.
-    2. Spark records a micro-batch after our commit. If the driver dies in between, the batch comes
-       again with the same tasks, finds its write done and appends nothing. With other rows the
-       query fails: what it has computed now is not in the log, and would be lost without a word.
-    3. The write of the batch before is forgotten then: Spark has recorded it. The last one stays,
-       for a year after its end: while it is there, no task of an earlier batch begins anew.
+    1. A micro-batch is the write (query, batch). Its tasks read both from their local properties,
+       and pass them to the commit in their messages. The first task of its first run sets the
+       starting marks.
+    2. Spark records a micro-batch after this writer's commit. If the driver dies between the two,
+       Spark repeats the batch with the same tasks, which find the write done and append nothing.
+       With other rows the query fails: the rows that it has computed now would be lost silently.
+    3. The commit also removes the write of the previous batch, which Spark has recorded. The last
+       one is kept for a year after its end: while it exists, no task of an earlier batch begins.
 """
 
 import dataclasses
@@ -31,12 +32,12 @@ from waltz_spark.writer.task import Job, TaskResult, place_of_task
 
 _log = logging.getLogger("waltz")
 
-# What Spark tells a task of the stream that it is part of.
+# The properties of a task that identify its stream and micro-batch.
 _QUERY, _BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
 _HINT = (
     "The rows of the micro-batch's first run stay in the log, these are not appended. A query must "
-    "compute the same rows when Spark repeats a micro-batch; to go on without them, start a query "
-    "with a new checkpointLocation."
+    "compute the same rows when Spark repeats a micro-batch; to continue without them, start a "
+    "query with a new checkpointLocation."
 )
 
 
@@ -44,8 +45,8 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
     """Writes the micro-batches of a stream; one row is one transaction.
 
     Args:
-        options: the write's, already checked.
-        schema: the stream's.
+        options: the checked options of the write.
+        schema: the stream's schema.
 
     Raises:
         BadRequest: the stream cannot be written; on the driver, before any task.
@@ -56,8 +57,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         if options.recompute is not None and options.exactly_once and not options.identity_columns:
             raise BadConfig(
                 "option 'recompute' in a stream needs identityColumns (with dataFormat): a "
-                "micro-batch that is run again could not find the rows that were computed anew; or "
-                "give exactlyOnce=false"
+                "repeated micro-batch cannot find recomputed rows. Hint: or use exactlyOnce=false."
             )
         self._job = new_job(options, schema, None)
 
@@ -65,14 +65,14 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
 
     @plainly
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Send a task's rows; return what became of them."""
+        """Send a task's rows; return their outcomes."""
         return _job_of_batch(self._job).write_task(iterator, *place_of_task())
 
-    # -- on the driver again ------------------------------------------------------------------
+    # -- on the driver ------------------------------------------------------------------------
 
     @plainly
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Close the results and say in one line what became of the micro-batch."""
+        """Keep the results and log the outcome of the micro-batch."""
         tasks = [message for message in messages if isinstance(message, TaskResult)]
         write = next((task.write for task in tasks if task.write is not None), None)
         before: list[str] = []
@@ -85,10 +85,10 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         forget(self._job, before)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Say what is in the log; when the stream goes on, it is found there."""
+        """Log what is in the log; the stream will find it there when it continues."""
         tasks = [message for message in messages if isinstance(message, TaskResult)]
         if any(task.was_done for task in tasks):
-            return  # the error says it
+            return  # the error has the counts
         _log.warning(
             "waltz: micro-batch %d failed; at least %d of its rows are in the log and stay there",
             batchId,
@@ -97,7 +97,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
 
 
 def _job_of_batch(job: Job) -> Job:
-    """Return the job as that of the micro-batch that this task is part of (rule 1)."""
+    """Return the job of this task's micro-batch (rule 1)."""
     context = TaskContext.get()
     assert context is not None, "a micro-batch is written in tasks"
     query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)

@@ -1,13 +1,12 @@
-"""One task of a write: its rows into the log, once, and what became of them.
+"""One task of a write: it appends its rows once, and collects their outcomes.
 
-Batches and micro-batches write in the same way. Spark pickles the job to every task, so it holds
-plain values only.
+Batches and micro-batches use it. Spark pickles the job to every task, so it has plain values only.
 
 Rules:
-    1. With `exactlyOnce` an attempt first takes the task's place in the write (`TaskClaim`), and
-       skips what an earlier attempt has brought into the log (`once.py`).
-    2. A write that is done already appends nothing. Its tasks count and hash their rows all the
-       same: the driver compares them with those that the write was finished with.
+    1. With `exactlyOnce` an attempt first claims its task in the write (`TaskClaim`), and skips the
+       rows that an earlier attempt has appended (`once.py`).
+    2. A write that is done already appends nothing. Its tasks still count and hash their rows: the
+       driver compares them with the rows of the finished write.
 """
 
 import logging
@@ -35,34 +34,32 @@ from waltz_spark.writer.row_sum import RowSum, row_sum
 
 _log = logging.getLogger("waltz")
 
-# What a task reports of single conflicts is for a count in a log line, so it may be cut short.
+# Conflicts that a task reports; they only serve a count in a log line.
 CONFLICTS_MAX = 10_000
 RUNS_MAX = 100_000
 
 
 @dataclass
 class TaskResult(WriterCommitMessage):
-    """What one task tells the job: counts, marks, and which ids it wrote (runs of first, last)."""
+    """The report of one task: counts, marks, and the ids that it wrote (runs of first, last)."""
 
     write: str | None = None
     was_done: bool = False
-    is_repeated: bool = False  # an earlier attempt, or an earlier run, has begun tasks of the write
-    rows: RowSum = field(
-        default_factory=RowSum
-    )  # what the task was given, of a write that has a name
+    is_repeated: bool = False  # an earlier attempt or run has begun tasks of the write
+    rows: RowSum = field(default_factory=RowSum)  # the rows of the task, for a write with a name
     results_path: str | None = None
     results_name: str = ""
     committed: int = 0
     rejected: int = 0
-    recomputed: int = 0  # how many of the committed rows were computed anew
-    found: int = 0  # how many of the committed rows an earlier attempt had brought in
+    recomputed: int = 0  # the committed rows that were recomputed
+    found: int = 0  # the committed rows of earlier attempts
     marks: dict[int, int] = field(default_factory=dict)
     runs: list[tuple[int, int, int]] = field(default_factory=list)  # partition, first, last
     conflicts: list[tuple[int, int]] = field(default_factory=list)  # partition, conflicting id
     file: str | None = None
 
     def count(self, answered: Answered) -> None:
-        """Take the outcomes of some rows into the counts."""
+        """Add the outcomes of some rows to the counts."""
         committed = answered.reasons == Reason.COMMITTED
         self.committed += int(committed.sum())
         self.rejected += int((~committed).sum())
@@ -90,11 +87,11 @@ class TaskResult(WriterCommitMessage):
 
 @dataclass(frozen=True)
 class Job:
-    """What all tasks of one execution share.
+    """The common part of all tasks of one execution.
 
-    `marks` are the log's when it began, at `began_ms`; those in the options are the user's. `run`
-    names the execution, `write` the write: None where nothing is to be written once. `keep_ms` is
-    for a write that the first of its tasks begins.
+    `marks` are the log's at the start, `began_ms`; those in the options are the user's. `run` names
+    the execution, `write` the write: None without `exactlyOnce`. `keep_ms` is for a write that its
+    first task begins.
     """
 
     layout: ClusterLayout
@@ -107,12 +104,12 @@ class Job:
 
     @property
     def is_named(self) -> bool:
-        """Whether the whole job can be run again, as the same write."""
+        """Whether the whole job can run again, as the same write."""
         has_name = self.options.write_name is not None or self.keep_ms is not None
         return has_name and self.write is not None
 
     def write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
-        """Write a task's rows; return what became of them."""
+        """Write a task's rows; return their outcomes."""
         written = self._write_task(batches, task, attempt)
         settle("write")
         return written
@@ -134,7 +131,7 @@ class Job:
                 written = TaskResult(write=self.write, was_done=True, results_path=path)
                 shaper = self._shaper(claim.marks, task, wants_identity=False)
                 for _ in self._shaped(batches, shaper, written):
-                    pass  # it is counted (rule 2), and Spark waits until all of it is taken
+                    pass  # it is counted (rule 2), and Spark expects the whole input to be read
                 return written
             already = self._look_back(client, claim)
             written = self._send(
@@ -145,14 +142,14 @@ class Job:
 
     @property
     def results_name(self) -> str:
-        """What tells this write's results from others in one directory."""
+        """The part of file names that distinguishes this write's results in a directory."""
         return self.write or self.run
 
     def _file_name(self, task: int, attempt: int) -> str:
         return file_name(task, attempt, self.results_name)
 
     def _look_back(self, client: WaltzClient, claim: TaskClaim) -> Already | None:
-        """Return what the log has of an earlier attempt or run; None where there was none."""
+        """Return the rows in the log of an earlier attempt or run; None if there was none."""
         state, others = claim.state, client.other_clients()
         if state.attempt == 1 and not others:
             return None
@@ -232,19 +229,19 @@ class Job:
         refused = np.flatnonzero(answered.reasons != Reason.COMMITTED)
         conflict = int(answered.conflicting[refused[0]])
         where = (
-            f"which ones stands in {self.options.results_path}"
+            f"Hint: {self.options.results_path} has each row's outcome."
             if results is not None
-            else "give option resultsPath to have each row's outcome, or onLockFailure=reject"
+            else "Hint: use option resultsPath for each row's outcome, or onLockFailure=reject."
         )
         raise LockFailed(
-            f"partition {answered.partition}: a row was refused, transaction {conflict} has "
+            f"partition {answered.partition}: a row was rejected, transaction {conflict} has "
             f"written one of its locks since the row's high-water mark. {written.committed} rows "
-            f"of this task are in the log, those of other tasks may be too; {where}"
+            f"of this task are in the log, and perhaps rows of other tasks. {where}"
         )
 
 
 def place_of_task() -> tuple[int, int]:
-    """Return the number of the task, and of the attempt, that this process runs for Spark."""
+    """Return the numbers of this process's Spark task and attempt."""
     context = TaskContext.get()
     return (0, 0) if context is None else (context.partitionId(), context.taskAttemptId())
 
@@ -252,7 +249,7 @@ def place_of_task() -> tuple[int, int]:
 def _with_those_there(
     sent: Iterable[Answered], there: list[Answered], written: TaskResult
 ) -> Iterator[Answered]:
-    """Yield the outcomes of rows that were sent, and of those that were in the log already."""
+    """Yield the outcomes of sent rows, and of rows that were in the log already."""
     for answered in sent:
         yield from _drained(there, written)
         yield answered

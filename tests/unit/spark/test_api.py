@@ -46,7 +46,7 @@ def test_anything_else_is_told_with_what_was_expected(marks: object, found: str)
 @pytest.mark.parametrize("what", [None, [(1, "a")], "df"])
 def test_what_is_no_data_frame_is_told(what: object) -> None:
     with pytest.raises(
-        BadRequest, match=f"append takes a DataFrame .* found {type(what).__name__}"
+        BadRequest, match=f"append: expected a DataFrame .* found {type(what).__name__}"
     ):
         append(what, "localhost:2181/waltz")  # type: ignore[arg-type]
 
@@ -57,16 +57,18 @@ def frame(*columns: str, **settings: str) -> SimpleNamespace:
 
 def test_marks_are_given_once() -> None:
     marks = {"high_water_marks": {0: 1}, "ClientHighWaterMarks": '{"0": 2}'}
-    with pytest.raises(BadConfig, match="'clientHighWaterMarks': high_water_marks says it already"):
+    with pytest.raises(
+        BadConfig, match="'clientHighWaterMarks' is not allowed: argument high_water_marks is given"
+    ):
         append(frame("data"), "localhost:2181/waltz", **marks)  # type: ignore[arg-type]
     snapshot = Snapshot(None, "localhost:2181/waltz", {0: 1})  # type: ignore[arg-type]
-    with pytest.raises(BadConfig, match="a snapshot ends at its own marks; leave it out"):
+    with pytest.raises(BadConfig, match=r"a snapshot ends at its own marks\. Hint: omit"):
         snapshot.read(endingHighWaterMarks='{"0": 0}')
 
 
 def test_columns_that_spark_cannot_tell_apart_are_told_before_anything_is_written() -> None:
     for names in (("id", "ID"), ("id", "Status"), ("Partition", "data")):
-        with pytest.raises(BadRequest, match="are one to Spark, and results would hold both"):
+        with pytest.raises(BadRequest, match="are equal for Spark, and results would have both"):
             _check_told_apart(frame(*names, **INSENSITIVE), {})
         _check_told_apart(frame(*names, **{"spark.sql.caseSensitive": "true"}), {})
     _check_told_apart(frame("id", "ID", **INSENSITIVE), {"resultColumns": "id"})

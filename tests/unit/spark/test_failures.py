@@ -81,7 +81,7 @@ def test_what_is_not_ours_is_nobodys() -> None:
 
 
 WORKER = "An exception was thrown from the Python worker:\n"
-OURS = "waltz_core.errors.LockFailed: partition 2: a row was refused"
+OURS = "waltz_core.errors.LockFailed: partition 2: a row was rejected"
 JAVA = "\n SQLSTATE: 38000\n\tat org.apache.spark.Some.method(Some.scala:1)"
 
 
@@ -114,7 +114,7 @@ SOURCE = "[PYTHON_DATA_SOURCE_ERROR] Failed to initialize Python data source wri
 def test_the_last_word_is_ours(text: str) -> None:
     for found in (last_word(text), error_of(RuntimeError(text))):
         assert type(found) is errors.LockFailed
-        assert str(found) == "partition 2: a row was refused"
+        assert str(found) == "partition 2: a row was rejected"
 
 
 @pytest.mark.parametrize(

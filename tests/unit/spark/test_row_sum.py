@@ -133,15 +133,15 @@ def test_the_same_rows_are_no_error_and_a_summary_without_a_hash_is_none_either(
         (
             RowSum(2, 5),
             (
-                "write 'daily' was finished with 1 row, and this run has 2 rows: the same write "
-                "ID with different rows. Hint: Do this."
+                "the same write ID with different rows: write 'daily' was finished with 1 row, "
+                "and this run has 2 rows. Hint: Do this."
             ),
         ),
         (
             RowSum(1, 5),
             (
-                "write 'daily' was finished with 1 row, and this run has 1 row: the same write ID "
-                "with different rows; the counts are equal, the hashes differ: 000000000000004d "
+                "the same write ID with different rows: write 'daily' was finished with 1 row, "
+                "and this run has 1 row; the counts are equal, the hashes differ: 000000000000004d "
                 "and 0000000000000005. Hint: Do this."
             ),
         ),

@@ -106,7 +106,7 @@ def test_a_column_that_a_payload_lacks_is_null() -> None:
 
 def test_a_value_of_another_type_names_its_row_and_column() -> None:
     payloads = pack([pa.array(["1", "x"])], ["a"], "msgpack")
-    with pytest.raises(BadFormat, match="transaction 0: column 'a' is to be int32, found '1'"):
+    with pytest.raises(BadFormat, match="transaction 0: column 'a': expected int32, found '1'"):
         Unpacker([pa.field("a", pa.int32())], "msgpack").columns(payloads, where)
 
 
@@ -265,13 +265,13 @@ def test_what_stands_under_a_null_is_not_cast(
     ],
 )
 def test_a_nested_value_of_another_type_is_named(kind: pa.DataType, payload: bytes) -> None:
-    with pytest.raises(BadFormat, match="transaction 1: column 'a' is to be "):
+    with pytest.raises(BadFormat, match="transaction 1: column 'a': expected "):
         Unpacker([pa.field("a", kind)], "json").columns(pa.array([b"{}", payload]), where)
 
 
 def test_a_payload_with_keys_that_python_has_not_is_named() -> None:
     payload = b"\x81\x91\x01\x01"  # {[1]: 1}
-    with pytest.raises(BadFormat, match="transaction 0: the payload is no msgpack"):
+    with pytest.raises(BadFormat, match="transaction 0: expected a payload in msgpack"):
         Unpacker([pa.field("a", pa.int32())], "msgpack").columns(pa.array([payload]), where)
 
 
@@ -282,10 +282,10 @@ STRUCT = types.StructType([types.StructField("x", INT)])
 @pytest.mark.parametrize(
     ("key", "data_format", "sentence"),
     [
-        (STRUCT, "msgpack", "give dataFormat=json, or cast the keys"),
-        (types.ArrayType(INT), "msgpack", "give dataFormat=json, or cast the keys"),
-        (VOID, "msgpack", "no map has a null as its key"),
-        (VOID, "json", "no map has a null as its key"),
+        (STRUCT, "msgpack", "use dataFormat=json, or cast the keys"),
+        (types.ArrayType(INT), "msgpack", "use dataFormat=json, or cast the keys"),
+        (VOID, "msgpack", "a map cannot have null keys"),
+        (VOID, "json", "a map cannot have null keys"),
     ],
 )
 def test_maps_whose_keys_cannot_be_packed_are_refused(
@@ -322,7 +322,7 @@ def test_json_packs_maps_with_any_key() -> None:
     ],
 )
 def test_permissive_refuses_not_null(kind: types.DataType, nullable: bool, name: str) -> None:
-    with pytest.raises(BadRequest, match=r"Hint: read with .*toNullable") as caught:
+    with pytest.raises(BadRequest, match=r"Hint: use .*toNullable") as caught:
         check_nullable("a", kind, nullable=nullable)
     assert f"column {name} is NOT NULL in the schema" in str(caught.value)
     as_struct = types.StructType([types.StructField("a", kind, nullable=nullable)])
@@ -342,12 +342,14 @@ def test_reader_and_writer_refuse_types_before_any_task() -> None:
     source.reader(never)  # checked row by row
     for name, kind in (("commit_time", types.TimestampType()), ("_corrupt_record", STRING)):
         wrong = types.StructType([*never, types.StructField(name, kind, nullable=False)])
-        with pytest.raises(BadRequest, match=f"column '{name}' is NOT NULL in the schema; it is"):
+        with pytest.raises(
+            BadRequest, match=f"column '{name}' is NOT NULL in the schema, but it is"
+        ):
             source.reader(wrong)
     source._write_options(never)  # what is written may well be without nulls
     keyed = types.StructType([types.StructField("a", types.MapType(STRUCT, INT))])
     for call in (source.reader, lambda schema: source.writer(schema, overwrite=False)):
-        with pytest.raises(BadRequest, match="dataFormat=msgpack has no maps with such keys"):
+        with pytest.raises(BadRequest, match="dataFormat=msgpack does not support such keys"):
             call(keyed)
     WaltzDataSource(connect | {"dataFormat": "json"})._write_options(keyed)
 

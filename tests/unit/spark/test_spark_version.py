@@ -76,7 +76,7 @@ def test_another_cluster_with_a_longer_log_is_data_loss(
     start = offset(10, 10)
     cluster.become(2, 30, 30)
     end = reader.latestOffset()
-    with pytest.raises(DataLoss, match="is not the cluster that the stream has read from"):
+    with pytest.raises(DataLoss, match="is not the stream's cluster"):
         reader.partitions(start, end)
 
 

@@ -88,7 +88,7 @@ def read(value: object, kind: pa.DataType, data_format: str) -> object:
     ],
 )
 def test_what_would_lose_something_is_an_error(value: object, kind: str, data_format: str) -> None:
-    with pytest.raises(BadFormat, match="transaction 0: column 'a' is to be "):
+    with pytest.raises(BadFormat, match="transaction 0: column 'a': expected "):
         read(value, KINDS[kind], data_format)
 
 
@@ -130,7 +130,7 @@ def test_a_number_of_json_is_an_exact_decimal() -> None:
 
 @pytest.mark.parametrize("text", ["-_-_", "An-na", "QUI", "QUI=\n", "QR==", " QUI="])
 def test_text_that_is_no_base64_is_no_binary(text: str) -> None:
-    with pytest.raises(BadFormat, match="column 'a' is to be binary"):
+    with pytest.raises(BadFormat, match="column 'a': expected binary"):
         read(text, pa.binary(), "json")
     assert read("QUI=", pa.binary(), "json") == b"AB"
 
@@ -242,9 +242,9 @@ def test_an_integer_becomes_a_float_only_where_it_is_exact(data_format: str) -> 
     assert read(1 << 24, pa.float32(), data_format) == float(1 << 24)
     assert read((1 << 24) + 1, pa.float64(), data_format) == float((1 << 24) + 1)
     for value, kind in (((1 << 24) + 1, pa.float32()), ((1 << 53) + 1, pa.float64())):
-        with pytest.raises(BadFormat, match=f"has more digits than a {kind} keeps"):
+        with pytest.raises(BadFormat, match="has more digits than a"):
             read(value, kind, data_format)
-    with pytest.raises(BadFormat, match="column 'a' is to be float"):
+    with pytest.raises(BadFormat, match="column 'a': expected float"):
         read(1 << 62 << 62 << 62, pa.float32(), "json")
 
 
