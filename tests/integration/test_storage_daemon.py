@@ -415,7 +415,7 @@ def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, m
 
     on_loop(main())
     (storage,) = storages
-    with pytest.raises(errors.DiskFailed, match="another process has this storage directory"):
+    with pytest.raises(errors.DiskFailed, match="another process uses this storage directory"):
         storage._open_engine()
     may_go_on.set()
     assert ended.wait(HANG_S)

@@ -1,7 +1,7 @@
 """Invariants of a partition's machine between any two steps, checked from outside.
 
-The checks need the whole state at once, which no part of the machine sees. The simulator runs them
-after every step; production does not.
+The checks need the whole state at once, which no single part of the machine has. The simulator
+runs them after every step; production does not.
 
 Each check is named as in `docs/replication.md`.
 """
@@ -74,6 +74,6 @@ def _check_marks(
         assert each.synced_last < each.next_id <= last + 1
     for each in session.replicas.values():
         if each.stage is _READY:
-            assert each.next_id <= committed + 1, "a late replica has only what is committed"
+            assert each.next_id <= committed + 1, "a late replica has only committed batches"
     assert store.high_water_mark == committed
     assert store.next_transaction_id == last + 1

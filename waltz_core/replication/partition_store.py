@@ -1,7 +1,7 @@
 """Session after session of one partition: claim, open, lose, claim again.
 
-It has the state that outlives a session (committed mark, batches in doubt, misbehaving replicas)
-and all requests to ZooKeeper, so that every compare-and-set of the protocol is in one file.
+It has the state that outlives a session: committed mark, batches in doubt, misbehaving replicas.
+It also has all requests to ZooKeeper, so that every compare-and-set of the protocol is in one file.
 
 Rules (docs/design/correctness.md 2.1 A, B, G, K and the rows of 2.4):
     1. Every write depends on the versions that were read, and has its own attempt number; outcomes
@@ -362,7 +362,7 @@ class PartitionStore:
             self._report("session.abandoned", session=session.claim.session_id, reason=reason)
             return
         if session.is_settled:
-            # If it only opened, the owner does not know the log that it found.
+            # Not after a session that only opened: the owner does not know its log.
             self._is_unbroken = True
             doubt = InDoubt(session.claim.session_id, window.committed, window.last)
             self._in_doubt = doubt if window.last > window.committed else None

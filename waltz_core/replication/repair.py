@@ -6,8 +6,8 @@ and has the connections.
 Rules (docs/design/correctness.md 2.1 F):
     1. A repair starts only after the mark is decided.
     2. Records above the mark were never acknowledged and are cut.
-    3. Below it, the log is cut back to the last batch end where its chain is the goal's, never
-       below the replica's own confirmed low-water mark, and only if the chains differ.
+    3. Below it, the log is cut only if the chains differ: back to the last batch end where its
+       chain is the goal's, and never below the replica's own confirmed low-water mark.
     4. Copied records are checked by their CRCs and by the chain before they are passed on.
     5. The mark is set only when the log ends there with the goal's chain.
     6. Before the log is cut, its newest batch must be known: the owner first checks that its
@@ -354,8 +354,8 @@ class ReplicaRepair:
         if all(entry.session_id != MADE_UP for entry in own.lineage):
             return self._diverged()
         return DataLoss(
-            f"the batches up to {self.last} are lost from below the confirmed low-water mark "
-            f"{self._floor} on. Hint: restart its storage, which then withdraws that mark."
+            f"the batches up to {self.last} are lost, also below the confirmed low-water mark "
+            f"{self._floor}. Hint: restart the storage, which then withdraws that mark."
         )
 
     def _diverged(self) -> DataLoss:
@@ -421,7 +421,7 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
         part = crcs[4 * start : 4 * stop]
         chain = next_chain(chain, entry.first, entry.last, entry.session_id, part)
         if chain != bytes(entry.chain):
-            raise ChecksumMismatch(f"batch {entry.first}..{entry.last}: another chain")
+            raise ChecksumMismatch(f"batch {entry.first}..{entry.last}: the chain does not match")
         next_id = entry.last + 1
     if next_id != end:
         raise BadFormat(

@@ -115,7 +115,7 @@ class Repairs:
         return failed
 
     def _find_chain(self) -> None:
-        """Set the goal's chain, or clear it if no replica has it any more (rule 5)."""
+        """Set the goal's chain, or clear it if no replica has it any longer (rule 5)."""
         assert self.goal is not None
         goal = self.goal
         if goal.mark == BEFORE_FIRST:

@@ -7,8 +7,8 @@ Rules:
     1. One connection at a time; an answer is matched to its request by sequence number and type.
     2. Appends are pipelined in ID order, up to a limit of bytes.
     3. A connection that was lost while a request that changes the storage was unanswered is never
-       replaced within the session: the request may still arrive, late. Nor is that of a marked
-       replica, whose log may have grown beyond the mark.
+       replaced within the session: the request may still arrive, late. The same holds for a marked
+       replica, since its log may have grown beyond the mark.
     4. Records are synced when the storage reports it, never when they are sent.
 """
 
@@ -70,8 +70,8 @@ class ReplicaStage(Enum):
     DIALLING = auto()
     PREPARING = auto()  # PREPARE was sent
     REPAIRING = auto()  # it has answered; its log is not yet the decided one
-    READY = auto()  # its mark is set; ZooKeeper does not have it as engaged
-    ENGAGED = auto()  # ZooKeeper has it as engaged: it gets live appends, and it counts
+    READY = auto()  # its mark is set; ZooKeeper does not record it as engaged
+    ENGAGED = auto()  # ZooKeeper records it as engaged: it gets live appends, and it counts
 
 
 MARKED: Final = (ReplicaStage.READY, ReplicaStage.ENGAGED)

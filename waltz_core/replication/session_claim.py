@@ -5,8 +5,8 @@ conditions are together here, separate from the requests to ZooKeeper.
 
 Rules (docs/design/correctness.md 2.1 A and B, 2.4 rows 15, 17 and 36):
     1. Never claim over a later generation than the server's own.
-    2. Never claim if an opened partition has no replica states, or if so many storages are bound to
-       sessions unknown to ZooKeeper that the others are no quorum.
+    2. Never claim if an opened partition has no replica states, or if the storages that are not
+       bound to a session unknown to ZooKeeper are fewer than a quorum.
     3. Never claim if the new replicas alone are a quorum.
     4. A claim has a session ID and a nonce; only both together identify it.
 """

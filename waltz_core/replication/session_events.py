@@ -238,7 +238,7 @@ class SessionOpened:
     """The session accepts appends from `high_water_mark + 1` on (H).
 
     `unbroken`: the previous session was this machine's own too, so no other owner can have written
-    in between. What the owner knows of the log up to its mark is still valid.
+    in between. The owner's state of the log up to its mark is still valid.
     """
 
     session_id: SessionId

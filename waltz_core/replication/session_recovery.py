@@ -8,7 +8,7 @@ Rules (docs/design/correctness.md 2.1, C to E and G):
        wiped or suspect disk are all the same, UNKNOWN, for the whole session.
     2. If the unknown replicas are a quorum, nothing is decided and nothing is changed.
     3. Otherwise the mark is the highest ID that a quorum could have acknowledged.
-    4. A partition counts as new only if its marker says so and no replica that answers has records.
+    4. A partition counts as new only if its marker states it and no answering replica has records.
     5. A replica that was engaged in a session later than all sessions in ZooKeeper shows that
        ZooKeeper's data was rolled back: outcomes reported in that session are missing in older
        ones. So no session opens with such a replica.
@@ -154,8 +154,8 @@ class Recovery:
         """Return whether nothing can be decided without this replica.
 
         A replica outside ZooKeeper's last session has no information about that session. If it
-        knows a later one, so do the replicas that have synced an append there, a quorum of its
-        assignment. If that is still the assignment, no session can open without one of them.
+        knows a later session, so does every replica that has synced an append there: a quorum of
+        the assignment. While the assignment is the same, no session opens without one of them.
         """
         return self.origin is not Origin.RECORDED or replica in self.engaged
 

@@ -1,8 +1,7 @@
 """Settles earlier sessions: finds which of their batches are in the log, and the last commit stamp.
 
 A new session does this before any append. It queries the lineage of one engaged replica, whose log
-up to the mark is the decided one, and that of the next replica if the first one has lost the
-batches.
+up to the mark is the decided one. If that replica has lost the batches, it queries the next one.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
     1. Batches of an earlier session are recognized by the session in the lineage, never by IDs.

@@ -6,7 +6,8 @@ Rules (docs/design/correctness.md 2.1, letters C to K):
     1. Every replica of the last and of the new assignment is fenced (C).
     2. Nothing on a replica is changed before the mark is decided (E).
     3. The session opens only when ZooKeeper is known to have its states (`wrote`) (G, H).
-    4. A replica counts, and gets uncommitted batches, only while ZooKeeper has it as engaged (I).
+    4. A replica counts, and gets uncommitted batches, only while ZooKeeper records it as engaged
+       (I).
     5. The committed mark is the highest that a quorum of engaged replicas has synced (J).
     6. The loss of an engaged replica, or of one that may be recorded as engaged, ends the session
        (K). The loss of any other one does not.
@@ -185,7 +186,7 @@ class StoreSession:
         return taken
 
     def wake_times(self, now_ms: int) -> list[int]:
-        """Return the times at which something is due, including past ones."""
+        """Return the times of the next timeouts and retries, including past ones."""
         times = self.repairs.wake_times(now_ms)
         for each in self.replicas.values():
             if each.stage is _ABSENT:
@@ -398,7 +399,7 @@ class StoreSession:
             self.end(ending._replace(error_code=error_code))
 
     def _is_counted(self, each: ReplicaSession) -> bool:
-        """Whether ZooKeeper has a replica as engaged, or may have it."""
+        """Whether ZooKeeper records a replica as engaged, or may do so."""
         if each.stage is ReplicaStage.ENGAGED:
             return True
         return self.writing is not None and self.writing.get(each.replica) == self._engaged_state

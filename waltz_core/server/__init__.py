@@ -37,7 +37,7 @@ Life of an append
 Life of a mount
     1. Its connection sequence is the highest of this client in this generation, otherwise it is
        rejected. From now on older connections append nothing.
-    2. What is in flight becomes final. With a feed, the feed reaches the mark of that moment.
+    2. Appends in flight become final. With a feed, the feed reaches the mark of that moment.
     3. `Mounted`: everything older of this client is final, and its appends are accepted.
 
 Life of a feed

@@ -93,7 +93,7 @@ class PartitionLimits:
 
 
 class Store(Protocol):
-    """What the partition needs of `replication.partition_store.PartitionStore`."""
+    """The part of `replication.partition_store.PartitionStore` that the partition uses."""
 
     @property
     def wake_at_ms(self) -> int | None:

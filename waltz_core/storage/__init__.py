@@ -17,13 +17,13 @@ administration, the threads that do the blocking work, and the engine that holds
 `log` is the log of one partition, `files` reads and writes each kind of file, and `disk` is the
 door to the file system.
 
-What is durable when:
+Durability:
     - `prepare`: the promise, then everything that was appended earlier.
     - `append`: nothing yet. `sync`: records and batches, not the index.
     - the index: with the acked marker, at a roll, at most every second, at a mark, at close.
     - `set_low_water_mark`, `engage`, `truncate`, `repair`: on return.
 
-What is trusted after a crash: everything that is known to have been synced (up to the acked marker,
+Trusted after a crash: everything that is known to have been synced (up to the acked marker,
 and up to the ID that a batch entry states as already durable). If it is unreadable it is damage; if
 it is missing the replica is suspect. Above that, batches that are whole, have their entry and match
 the chain. The rest was never acknowledged, and a crash may leave any of its sectors.

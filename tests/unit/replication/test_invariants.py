@@ -51,7 +51,7 @@ def test_a_late_replica_with_what_is_not_committed(bench):
     one.stage = ReplicaStage.READY
     check(bench.store)
     one.next_id += 1
-    with pytest.raises(AssertionError, match="only what is committed"):
+    with pytest.raises(AssertionError, match="only committed batches"):
         check(bench.store)
 
 

@@ -269,7 +269,7 @@ def test_a_replica_is_doubted_unless_it_is_the_only_one():
     assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
     assert desk.changes == [MarkReplicaSuspect(2)]
     desk = Desk(FindStanding=ALONE)
-    assert "alone engaged" in refused(desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest)
+    assert "only this one" in refused(desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest)
     assert desk.changes == []
     assert desk.ask(wire.MarkSuspect(1, 2, True)) == wire.Done(1)
 

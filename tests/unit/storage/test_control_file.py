@@ -169,7 +169,7 @@ def test_two_structures_of_one_age_are_refused():
     first, second = (partition_info_offset(0, slot) for slot in (0, 1))
     copied = content[:second] + content[first:second] + content[2 * second - first :]
     disk.put(PATH, copied)
-    with pytest.raises(BadFormat, match="one sequence number"):
+    with pytest.raises(BadFormat, match="both sequence numbers of partition"):
         open_control(disk)
 
 

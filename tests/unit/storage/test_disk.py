@@ -448,7 +448,7 @@ def test_what_is_free_is_what_anybody_may_use(tmp_path):
     found = os.statvfs(tmp_path)
     free = RealDisk().free_bytes(tmp_path)
     assert 0 < free <= found.f_bfree * found.f_frsize
-    with pytest.raises(DiskFailed, match="looking at"):
+    with pytest.raises(DiskFailed, match="getting the free space of"):
         RealDisk().free_bytes(tmp_path / "none")
 
 
@@ -463,7 +463,7 @@ def test_errors_of_names_are_typed(tmp_path):
     with pytest.raises(DiskFailed, match="syncing"):
         disk.sync_directory(tmp_path / "none")
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(DiskFailed, match=r"making|looking for"):
+    with pytest.raises(DiskFailed, match=r"making|getting the identity of"):
         disk.make_directory(tmp_path / "file" / "below")
 
 

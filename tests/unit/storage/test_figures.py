@@ -76,7 +76,7 @@ def test_a_disk_that_does_not_say_what_is_free_leaves_the_other_gauges():
     metrics, figures = made()
 
     def fail():
-        raise DiskFailed("looking at /waltz: input/output error")
+        raise DiskFailed("getting the free space of /waltz: input/output error")
 
     room = SimpleNamespace(free_bytes=fail, is_short=False, reserved_bytes=30)
     figures.show(SimpleNamespace(queued_bytes=11), room, links_count=lambda: 2, logs={})

@@ -109,7 +109,7 @@ def test_where_records_are_lost_an_index_that_has_lost_offsets_ends_no_hole():
     assert behind(3, offset_of(3), size) is not None
     disk.overwrite(IDX, SEGMENT_HEADER_BYTES + 8 * 150, bytes(8))
     behind = HoleSearch(file, OffsetIndex(disk.open(IDX), BLANK), 0, last=199).behind
-    with pytest.raises(ReadFailed, match="record 3: neither it nor the index behind it"):
+    with pytest.raises(ReadFailed, match="record 3: neither it nor the index after it"):
         behind(3, offset_of(3), size)
 
 

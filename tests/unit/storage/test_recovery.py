@@ -322,7 +322,7 @@ def test_slots_that_are_gone_are_told_and_not_made_anew():
     disk = new_disk()
     written(disk, [3])
     disk.unlink(ROOT / SLOTS_NAME)
-    with pytest.raises(BadFormat, match=r"expected waltz-x\.ctl beside \.chn files, found none"):
+    with pytest.raises(BadFormat, match=r"expected waltz-x\.ctl with \.chn files, found none"):
         opened(disk)
 
 

@@ -71,7 +71,7 @@ def test_the_disk_is_told_with_the_time(engine):
 
 def test_a_disk_that_does_not_say_what_is_free_is_told_with_the_rest(engine, monkeypatch):
     def fail():
-        raise DiskFailed("looking at /waltz: input/output error")
+        raise DiskFailed("getting the free space of /waltz: input/output error")
 
     monkeypatch.setattr(engine.room, "free_bytes", fail)
     assert room_of(engine, 1_234) == (
@@ -79,7 +79,7 @@ def test_a_disk_that_does_not_say_what_is_free_is_told_with_the_rest(engine, mon
         0,
         False,
         1_234,
-        "looking at /waltz: input/output error",
+        "getting the free space of /waltz: input/output error",
         None,
     )
 

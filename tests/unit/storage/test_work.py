@@ -132,7 +132,7 @@ def test_a_record_that_was_wrong_when_it_was_sent_is_refused(log):
     wrong = dataclasses.replace(append, records=changed, records_crc=zlib.crc32(changed))
     (outcome,) = run(log, wrong).outcomes
     assert isinstance(outcome, ChecksumMismatch)
-    assert str(outcome) == "append at 0: record 1 is not what was sent"
+    assert str(outcome) == "append at 0: record 1 has a wrong CRC or length"
     assert log.max_id == BEFORE_FIRST
 
 
@@ -143,7 +143,7 @@ def test_records_with_other_ids_are_refused(log):
     wrong = dataclasses.replace(append, records=mixed, records_crc=zlib.crc32(mixed))
     (outcome,) = run(log, wrong).outcomes
     assert isinstance(outcome, BadRequest)
-    assert str(outcome) == "append at 0: expected id 2 in its place, found another"
+    assert str(outcome) == "append at 0: expected ID 2, found another one"
 
 
 def test_lengths_that_do_not_fit_the_bytes_are_refused(log):

@@ -103,12 +103,12 @@ class Lanes(Generic[WaitingT]):
         self.bytes += item.cost_bytes
 
     def peek(self, *, with_large: bool = True) -> WaitingT | None:
-        """Return the request whose turn it is; None when no request (no small one) waits."""
+        """Return the next request; None when no request (no small one) waits."""
         entry = self._first(with_large=with_large)
         return None if entry is None else self._lanes[entry[2]].items[0]
 
     def take(self, *, with_large: bool = True) -> WaitingT | None:
-        """Take the request whose turn it is, or the rest of it; None when nothing waits."""
+        """Take the next request, or the rest of it; None when nothing waits."""
         lane = self._served(with_large=with_large)
         if lane is None:
             return None
@@ -124,7 +124,7 @@ class Lanes(Generic[WaitingT]):
         return item
 
     def take_part(self, part_bytes: int) -> None:
-        """Charge the lane whose turn it is for a part of its request, which stays (rule 3)."""
+        """Charge the next lane for a part of its request, which stays (rule 3)."""
         lane = self._served(with_large=True)
         assert lane is not None
         item = lane.items[0]
@@ -149,7 +149,7 @@ class Lanes(Generic[WaitingT]):
         return dropped
 
     def _first(self, *, with_large: bool) -> _Entry | None:
-        """Return the entry of the lane whose turn it is, after removing stale ones."""
+        """Return the entry of the next lane, after removing stale entries."""
         small = self._clean(self._small, is_large=False) if self._small else None
         large = self._clean(self._large, is_large=True) if with_large and self._large else None
         if small is None or large is None:
@@ -166,7 +166,7 @@ class Lanes(Generic[WaitingT]):
         return None
 
     def _served(self, *, with_large: bool) -> _Lane[WaitingT] | None:
-        """Return the lane whose turn it is, removed from its heap, and advance the common clock."""
+        """Return the next lane, removed from its heap, and advance the common clock."""
         entry = self._first(with_large=with_large)
         if entry is None:
             return None

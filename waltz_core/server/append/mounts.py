@@ -5,9 +5,9 @@ may send them again. This is safe only if nothing sent on an older connection ca
 log: the fence kept here.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly once"):
-    1. For each client the highest connection sequence wins, for the whole generation, also after
-       its connection has closed, and also when the server releases the partition and owns it again
-       in the same generation. An equal one is accepted on the same connection only.
+    1. For each client the highest connection sequence wins, for the whole generation. This holds
+       also after its connection has closed, and when the server releases the partition and owns it
+       again in the same generation. An equal one is accepted on the same connection only.
     2. Appends of a connection are accepted from the answer to its mount on, not from the request.
     3. At most `limit` clients without a connection are remembered; beyond that the one that
        disconnected first is forgotten. So a fence can only fail after `limit` other clients have

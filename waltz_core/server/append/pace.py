@@ -6,9 +6,10 @@ all other appends. The limit applies to the server as a whole, across its partit
 
 Rules:
     1. While all clients send large batches, or all send small requests, nothing is delayed.
-    2. For `SHARED_MS` after a client's small request met another client's large ones, large ones go
-       in pieces, one at a time, each followed by a pause proportional to the time that it took.
-    3. The latency of small requests controls this factor. The calm time is the latency that one
+    2. The server is shared for `SHARED_MS` after a client's small request met another client's
+       large ones. Large ones then go in pieces, one at a time. The pause after a piece is the time
+       that the piece took, multiplied by a factor.
+    3. The latency of small requests controls the factor. The calm time is the latency that one
        small request in a hundred exceeds while the server is not shared. A request that meets a
        piece and takes more than a fifth longer than the calm time raises the factor; any other one
        lowers it a little. In equilibrium one in two hundred takes longer. With idle processors the
@@ -33,7 +34,7 @@ FACTOR_FIRST, FACTOR_MIN, FACTOR_MAX = 4.0, 0.25, 16.0
 FACTOR_UP: Final = 1.5
 FACTOR_DOWN: Final = FACTOR_UP ** (-1 / 199)
 # Accepted latency of a small request that meets a piece, as a multiple of the calm time. The client
-# sees more delay than the server, for it also waits for the answer: this keeps it below twice.
+# sees more delay than the server, as it also waits for the answer: this keeps it below twice.
 SUFFERS: Final = 1.2
 # How long a calm time stays valid; after that, it is measured with requests that met no piece.
 CALM_KEPT_MS: Final = 60_000

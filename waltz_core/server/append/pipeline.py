@@ -184,7 +184,7 @@ class AppendPipeline:
         self._is_held = True
 
     def closed(self, loss: Reason = Reason.LOST) -> list[AppendOutcome]:
-        """The session has ended; what is in flight waits for the next one's `settled`.
+        """The session has ended; appends in flight wait for the next one's `settled`.
 
         `loss` is the reason reported for rows that turn out to be lost: NO_SPACE for a full disk.
         """
@@ -199,7 +199,7 @@ class AppendPipeline:
         )
 
     def abandon(self) -> tuple[list[Ticket], list[Ticket], list[AppendOutcome]]:
-        """Release the partition: return what was never submitted, and what may be in the log."""
+        """Release the partition: return unsubmitted appends, and those maybe in the log."""
         self._is_open = False
         self.refill.stop()
         self._following.closed()
@@ -357,7 +357,7 @@ class AppendPipeline:
         return now_ms < until_ms and not self._is_held and not draft.waiting
 
     def _next(self, now_ms: int) -> tuple[Ticket | None, int | None]:
-        """Return the request whose turn it is now, if any, and when the next turn may be."""
+        """Return the request to take now, if any, and when the next turn may be."""
         if not self._lanes.bytes or not self._is_open or self._is_held:
             return None, None
         if self.refill.holds(now_ms):

@@ -1,6 +1,6 @@
 """Pipelined dependent appends: writers that build on transactions that are still in flight.
 
-Under a hot lock, throughput depends on how soon writers learn of each other's transactions, not on
+Under a hot lock, throughput depends on how soon writers receive each other's transactions, not on
 the disks. A rejected writer receives the admitted transactions that it has not seen (predecessors),
 although they are not durable yet. It computes its transaction again; that is admitted after them,
 and is lost if they are lost.
@@ -169,7 +169,7 @@ class Followers:
         """When the gathered draft is submitted if nothing is in flight."""
         return submitted_ms + (GATHER_MS if self.waiting.waiting_count else 0)
 
-    # --- what is admitted
+    # --- admitted transactions
 
     def begin(self, last: TransactionId) -> None:
         """Remember transactions from now on; called for the first dependent append."""

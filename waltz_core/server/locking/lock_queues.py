@@ -7,8 +7,8 @@ Notified in turn, each one meets few others.
 Rules:
     1. Only final rejections wait here. Waiting changes only when the writer receives its rejection.
     2. Single appends with exactly the same locks form a queue. The first in the queue is notified
-       when a transaction with these locks has landed or, among writers that follow what is in
-       flight (`following.py`), was admitted; and some time after the last one was notified.
+       when a transaction with these locks has landed or, among writers of dependent appends
+       (`following.py`), was admitted; and some time after the last one was notified.
     3. No writer waits for longer than `HELD_MS_MAX`, nor beyond the end of the session.
     4. The rejection names the last landed transaction with the queue's locks.
 """
@@ -127,7 +127,7 @@ class LockQueues:
         return notified
 
     def due(self, now_ms: int) -> list[SingleTicket]:
-        """Return the writers whose time has come (rules 2 and 3)."""
+        """Return the writers that must be notified now (rules 2 and 3)."""
         if self._not_before_ms is None or self._not_before_ms > now_ms:
             return []
         notified: list[SingleTicket] = []

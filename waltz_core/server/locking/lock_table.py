@@ -4,9 +4,9 @@ Only this file decides optimistic locking. Given the locks of a batch of rows, t
 and the log's, the table decides which rows get which ID and which are rejected. It is independent
 of clients, sessions and answers.
 
-The table is a sketch similar to a count-min sketch: a lock has three slots, a slot holds the
-highest ID of all locks that share it, and the minimum of the three is an estimate of the lock's
-last writer that is never too low. So a false rejection is possible, a missed conflict is not.
+The table is a sketch similar to a count-min sketch. A lock has three slots, and a slot holds the
+highest ID of all locks that share it. The minimum of the three is an estimate of the lock's last
+writer that is never too low. So a false rejection is possible, a missed conflict is not.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-format.md 4):
     1. The estimate of a row is the greatest over its write and read locks; append locks update the

@@ -83,7 +83,7 @@ class Refill:
     # the session
 
     def begin(self, table: LockTable, mark: LogEnd) -> None:
-        """Start with a table that knows only the mark."""
+        """Start with a table that has only the mark."""
         self._table, self._floor, self._mark = table, mark, mark.last
         self._lacking.clear()
         self._wanted = TransactionId(

@@ -9,7 +9,7 @@ Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper away"):
        `session_timer_ms` is sufficient for it.
     2. One proof is under way at a time; requests that arrive meanwhile share the next one.
     3. A client with a mark above this server's may have it from a later owner. The error that it is
-       ahead is final for the client, so it is reported only after a proof that began later than the
+       ahead is final for the client. So it is reported only after a proof that began later than the
        request (row 25), however fresh the last proof is. Without the proof the error is retriable.
 """
 

@@ -5,7 +5,7 @@ assignment.
 
 Rules:
     1. Faults affect messages only, never the decisions of a machine.
-    2. Random values are drawn in the order in which messages arrive.
+    2. Random values are drawn in the order of arrival of messages.
     3. Answers of one connection keep their order, whatever their delays.
 """
 

@@ -57,7 +57,7 @@ SHOW_INTERVAL_S: Final = 1.0
 LAST_APPENDS_LOOKS: Final = 100
 LAST_APPENDS_LOOK_S: Final = 0.01
 UNREGISTER_S_MAX: Final = 2.0
-# Prevents a partition whose storages no server can reach from moving around.
+# Prevents repeated moves of a partition whose storages no server can reach.
 HAND_OVER_PAUSE_S: Final = 60.0
 PREFER_AGAIN_LOOK_S: Final = 10.0
 # Overhead of a record and of its entry in a frame, in addition to its data.
@@ -412,7 +412,7 @@ class Server:
             try:
                 await self._change_preferences(resting, ())
             except errors.WaltzError as error:
-                _log.warning("server.preference_rests_on error=%r", error)  # until the next look
+                _log.warning("server.preference_rests_on error=%r", error)  # until the next check
             else:
                 _log.warning("server.preferred_again partitions=%s", resting)
 

@@ -30,7 +30,7 @@ from waltz_core.records.record import LineageEntry, TransactionId
 
 I64 = npt.NDArray[np.int64]
 
-# Overhead of Python and NumPy for each batch: measured on batches of one small record.
+# Overhead of Python and NumPy for each batch, measured on batches of one small record.
 BATCH_OVERHEAD_BYTES: Final = 1024
 _FEED: Final = raw_records.FEED_HEADER_BYTES
 

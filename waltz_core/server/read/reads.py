@@ -1,7 +1,7 @@
 """Reads of committed transactions: recent ones from the caches, others from a storage.
 
-Reads must not slow down appends or other readers. This file decides what is cached, and which
-storage is queried, for what and how often.
+Reads must not slow down appends or other readers. This file decides which records are
+cached, which storage is queried for a read, and how often.
 
 Rules:
     1. Nothing above the high-water mark is ever returned or requested.

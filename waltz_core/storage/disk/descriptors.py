@@ -33,7 +33,7 @@ class Descriptors:
         self._count_max = count_max
         self._idle: dict[
             DescriptorHolder, None
-        ] = {}  # those that may be closed, the longest unused first
+        ] = {}  # those that may be closed, least recently used first
 
     def open(self, path: Path, flags: int) -> int:
         """Open one more, which is in use."""

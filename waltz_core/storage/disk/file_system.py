@@ -4,9 +4,9 @@ All disk errors appear here, so the simulator replaces `Disk` by one that tears,
 No other file of a storage opens files.
 
 Rules:
-    1. An error of the operating system becomes `NoSpace` (the disk is full, existing data is
+    1. No `OSError` leaves this file. It becomes `NoSpace` (the disk is full, existing data is
        untouched), `ReadFailed` (bytes of a file cannot be read) or `DiskFailed` (anything else, and
-       any error of a sync); no `OSError` leaves this file.
+       any error of a sync).
     2. Only `File.sync` and `sync_directory` make anything durable.
     3. A write is complete or raises; a short write is continued.
     4. Files are created whole: `create_durably` writes them under another name first.
@@ -85,7 +85,7 @@ class File(Protocol):
         """Return the size in bytes."""
 
     def lock_range(self, first: int, count: int) -> bool:
-        """Take an exclusive POSIX lock on bytes; False when another process has it."""
+        """Take an exclusive POSIX lock on bytes; False when another process holds it."""
 
     def lock_whole(self) -> bool:
         """Take an exclusive lock that also excludes this same process; False if it is taken."""
@@ -216,7 +216,7 @@ def _typed_errors(what: str, path: Path) -> Iterator[None]:
 
 
 def _typed(error: OSError, what: str, path: Path, *, may_be_full: bool = True) -> WaltzError:
-    """Return the error that an error of the operating system becomes (rule 1)."""
+    """Map an error of the operating system to one of `errors.py` (rule 1)."""
     message = f"{what} {path}: {error.strerror or error}"
     if may_be_full and error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return NoSpace(message)
@@ -371,7 +371,7 @@ class RealFile:
         try:
             return os.fstat(fd).st_size
         except OSError as error:
-            raise _typed(error, "looking at", self._path) from error
+            raise _typed(error, "getting the size of", self._path) from error
         finally:
             self._leave()
 
@@ -535,7 +535,7 @@ class RealDisk:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise _typed(error, "looking for", path) from error
+            raise _typed(error, "getting the identity of", path) from error
         return found.st_dev, found.st_ino
 
     def list(self, directory: Path) -> list[str]:
@@ -544,7 +544,7 @@ class RealDisk:
             return sorted(os.listdir(directory))
 
     def will_read(self, directory: Path, names: Sequence[str]) -> None:
-        """Have the system fetch what is not in its memory; do not wait for it."""
+        """Make the system fetch the bytes that it has not cached; do not wait for it."""
         with self.descriptors.one_beside():
             for name in names:
                 with suppress(OSError):  # the read will raise it
@@ -590,12 +590,12 @@ class RealDisk:
 
     def free_bytes(self, directory: Path) -> int:
         """Return the free bytes, without those that are reserved for root."""
-        with _typed_errors("looking at", directory):
+        with _typed_errors("getting the free space of", directory):
             found = os.statvfs(directory)
         return found.f_bavail * found.f_frsize
 
     def size_bytes(self, directory: Path) -> int:
         """Return the size, with the part reserved for root."""
-        with _typed_errors("looking at", directory):
+        with _typed_errors("getting the file system size of", directory):
             found = os.statvfs(directory)
         return found.f_blocks * found.f_frsize

@@ -4,9 +4,9 @@ It only computes offsets. The result is a hint to the system, on which no byte o
 
 Rules:
     1. Synced bytes more than `kept_bytes` before the end are dropped. Otherwise a log fills all
-       memory with pages that are hardly ever read again, and each page of it is a new one: where a
-       host provides its memory page by page as it is first touched, a copy into a new page costs
-       ten times one into a page that was used before (docs/decisions/024).
+       memory with pages that are hardly ever read again, and each page of it is a new one. Some
+       hosts provide memory page by page when it is first touched: there, a copy into a new page
+       costs ten times one into a page that was used before (docs/decisions/024).
     2. Bytes before the first byte that was written here belong to others, and stay.
     3. Pages are dropped in steps, so that small appends pay nothing for it.
     4. The system drops whole folios only, which are up to 2 MiB large and begin at a multiple of

@@ -66,15 +66,15 @@ def check_batches(
     """
     where = f"append at {first}"
     if not entries or not lengths.size or raw_records.sum_of(lengths) != len(records):
-        raise BadRequest(f"{where}: expected batches and records, found lengths that differ")
+        raise BadRequest(f"{where}: expected batches and records of the stated lengths")
     crcs = raw_records.proven_crcs(records, lengths, first, records_crc=records_crc)
     if crcs is None:
         bad = raw_records.first_bad_record(records, lengths)
         if bad is not None:
-            raise ChecksumMismatch(f"{where}: record {first + bad} is not what was sent")
+            raise ChecksumMismatch(f"{where}: record {first + bad} has a wrong CRC or length")
         gap = raw_records.first_gap(records, lengths, first)
         assert gap is not None
-        raise BadRequest(f"{where}: expected id {first + gap} in its place, found another")
+        raise BadRequest(f"{where}: expected ID {first + gap}, found another one")
     wrong = check_chain(entries, first, chain_before, crcs)
     if wrong is not None or entries[-1].last != first + lengths.size - 1:
         raise BadRequest(f"{where}: the batches do not fit the records, or their chain differs")
@@ -97,7 +97,7 @@ def check_repaired(
             continue
         before = entry_before(segments, entry.first)
         if MADE_UP in {entry.session_id, NO_SESSION if before is None else before.session_id}:
-            continue  # Its chain is not made of these records, nor is that of the next.
+            continue  # Its chain is not computed from these records, nor is that of the next.
         crcs = _crcs(segments, entry.first, entry.last)
         beside = () if crcs is not None else _wrong_beside(segments, entry, repaired)
         found += beside
@@ -105,8 +105,8 @@ def check_repaired(
             continue
         if crcs is None or check_chain([entry], entry.first, chain, crcs) is not None:
             raise ChecksumMismatch(
-                f"records {repaired.first}..{repaired.last} are not those that batch "
-                f"{entry.first}..{entry.last} was made of"
+                f"records {repaired.first}..{repaired.last} do not match the chain of batch "
+                f"{entry.first}..{entry.last}"
             )
     return tuple(found)
 

@@ -1,4 +1,4 @@
-"""What a storage stores outside its logs: the 0.13 control file, and the slots of each partition.
+"""The state of a storage outside its logs: the 0.13 control file, and the slots of partitions.
 
 Both are pairs of structures of which the newer valid one counts. Both are written so that a crash
 in the middle of a write leaves the other one.
@@ -117,7 +117,7 @@ class ControlFile:
         return self._failure is not None
 
     def info(self, partition_id: PartitionId) -> PartitionInfo:
-        """Return what counts for a partition."""
+        """Return the structure of a partition that counts."""
         return self._infos[partition_id]
 
     def set_marks(
@@ -193,7 +193,7 @@ def _open_locked(disk: Disk, path: Path) -> File:
     file = disk.open(path)
     if not file.lock_range(0, _LOCK_BYTES):
         file.close()
-        raise DiskFailed(f"{path}: failed to acquire the lock, another process has it")
+        raise DiskFailed(f"{path}: failed to acquire the lock, another process holds it")
     return file
 
 
@@ -244,7 +244,7 @@ def _newer(file: File, index: int, path: Path) -> int:
     if not sequences:
         raise BadFormat(f"{path}: both structures of partition {index} are wrong")
     if len(sequences) == 2 and sequences[0][0] == sequences[1][0]:
-        raise BadFormat(f"{path}: both structures of partition {index} have one sequence number")
+        raise BadFormat(f"{path}: both sequence numbers of partition {index} are equal")
     return max(sequences)[1]
 
 

@@ -15,7 +15,7 @@ each layout is declared once, is checked when it is read, and has golden bytes i
 Rules:
     1. All integers are big-endian, IDs and marks of 64 bits; each file begins with a version.
     2. Any bytes decode to a value, or to `BadFormat` (impossible) or `ChecksumMismatch` (changed).
-    3. Reserved bytes are zero, in what is written and in what is read.
+    3. Reserved bytes are written as zero, and a reader rejects any other value.
     4. CRC-32 as in zlib, over all preceding bytes of the structure.
 """
 
@@ -266,9 +266,9 @@ def first_of_name(name: str) -> TransactionId | None:
 # entry above all those IDs and the acked marker ends the log there; one below makes the replica
 # suspect. No entry crosses a sector boundary.
 #
-# The CRC of an entry begins with that of its segment's header and with its number in the file, so
-# that nothing else that a disk writes to its place is accepted: not an entry of another file, and
-# not a record, which has its CRC at its end too.
+# The CRC of an entry begins with that of its segment's header and with its number in the file. So
+# no other bytes that a disk writes to its place are accepted: not an entry of another file, and
+# not a record, which has its CRC at its end, too.
 
 LINEAGE_HEADER: Final = ByteLayout(
     *_SEGMENT_FIELDS,
@@ -332,7 +332,7 @@ class LineageHeader(NamedTuple):
 def encode_entry(
     entry: LineageEntry, synced: TransactionId, *, segment_crc: int, place: int
 ) -> bytes:
-    """Return the 64 bytes of a lineage entry; `synced` is what is durable already."""
+    """Return the 64 bytes of a lineage entry; `synced` is the last ID that is durable already."""
     assert BEFORE_FIRST <= synced < entry.first
     return with_crc(_LINEAGE_ENTRY.pack(*entry, synced), _bound(segment_crc, place))
 
@@ -348,7 +348,7 @@ def decode_entry(
         is_right = stated == crc32(data[:-4], bound) and reserved == _NOTHING_RESERVED
         if is_right and BEFORE_FIRST <= synced < first <= last and first >= 0:
             return LineageEntry(first, last, session, stamp_ms, chain), synced
-    # Something is wrong: find out what.
+    # It is invalid: the checks below raise the specific error.
     body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", bound)
     _zero(body[-4:], "lineage entry")
     *fields, synced = _LINEAGE_ENTRY.unpack(body)
@@ -503,7 +503,7 @@ class TruncateIntent(NamedTuple):
 
 
 class IdRange(NamedTuple):
-    """Ids first..last, closed."""
+    """IDs first..last, closed."""
 
     first: TransactionId
     last: TransactionId

@@ -12,8 +12,8 @@ from waltz_core.storage.files.format import DAMAGED_MAX, IdRange
 def with_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, ...]:
     """Return the ranges with one more, in order and merged; at most `DAMAGED_MAX` of them.
 
-    If there are too many, the two nearest are joined: the records
-    between them count as damaged, too, which costs a repair and never a wrong answer.
+    If there are too many, the two nearest are joined: the records between them count as damaged,
+    too, which costs a repair and never a wrong answer.
     """
     merged: list[IdRange] = []
     for one in sorted((*damaged, added)):

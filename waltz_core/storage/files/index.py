@@ -92,7 +92,7 @@ class OffsetIndex:
             return np.zeros(0, dtype=np.int64)
 
     def rewrite(self, place: int, offsets: I64) -> None:
-        """Make the offsets from the record at `place` on these; write only those that differ."""
+        """Store these offsets from the record at `place` on; write only if any differs."""
         try:
             is_right = np.array_equal(self.read(place, int(offsets.size)), offsets)
         except ReadFailed:
@@ -277,7 +277,7 @@ class LineageFile:
         return vouched
 
     def append(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
-        """Write entries at the end; `synced` is what is durable already. Not durable."""
+        """Write entries at the end; `synced` is the last durable ID. Not durable."""
         if entries:
             parts = self._encoded(entries, synced, self.count)
             self._file.pwrite(parts, _entry_place(self.count))

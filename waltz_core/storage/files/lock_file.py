@@ -52,7 +52,7 @@ class LockFile:
         self._size += sum(len(block) for block in blocks)
 
     def newest(self, bytes_max: int) -> bytes:
-        """Return the newest bytes, of both files if need be; nothing after an error."""
+        """Return the newest bytes, of both files if necessary; nothing after an error."""
         if self._has_failed:
             return b""
         try:

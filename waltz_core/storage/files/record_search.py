@@ -136,7 +136,7 @@ def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
 
 
 class FoundRecord(NamedTuple):
-    """A record and its position; `is_confirmed`: the index has it, or one that it leads to."""
+    """A record and its position; `is_confirmed`: the index has it, or has one that it leads to."""
 
     transaction_id: TransactionId
     offset: int
@@ -174,7 +174,7 @@ class HoleSearch:
             self._starts = read(self._from - self._first, self._last - hole)
             if is_hurt and (self._starts < SEGMENT_HEADER_BYTES).any():
                 # Their block of the index was abandoned (file_system.py, rule 8).
-                raise ReadFailed(f"record {hole}: neither it nor the index behind it can be read")
+                raise ReadFailed(f"record {hole}: neither it nor the index after it can be read")
         starts = self._starts[hole + 1 - self._from :]
         found = find_record(self._file, offset, hole, size=size, starts=starts, last=self._last)
         if found is None:

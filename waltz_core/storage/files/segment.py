@@ -7,9 +7,9 @@ Rules:
     1. A segment exists when its `.seg` has its name; `.idx` and `.chn` get theirs before.
     2. Records of a segment have the IDs first..next_id-1; `.seg` ends with its last record.
     3. Bytes that are no record are a torn tail only if nothing at or above them was known to be
-       synced, by the acked marker, a later segment or a later batch's entry. Otherwise they are
-       damage, and stay (docs/design/correctness.md 2.5). A crash may leave any sectors of unsynced
-       data, so a valid record after torn ones proves nothing.
+       synced. The acked marker, a later segment and a later batch's entry show what was synced.
+       Other bytes that are no record are damage, and stay (docs/design/correctness.md 2.5). A crash
+       may leave any sectors of unsynced data, so a valid record after torn ones proves nothing.
     4. Damaged IDs keep their place in the index, so that the bytes can be filled in again. The
        index is used first to find where they end (record_search.py).
 """
@@ -49,7 +49,7 @@ Buffer = bytes | memoryview
 
 
 class Recovered(NamedTuple):
-    """What `Segment.recover` found: unreadable IDs, and whether known-synced IDs are missing."""
+    """Result of `Segment.recover`: unreadable IDs, and whether known-synced IDs are missing."""
 
     damaged: tuple[IdRange, ...]
     lost: bool
@@ -272,7 +272,7 @@ class Segment:
         self.next_id = TransactionId(self.next_id + count)
 
     def append_entries(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
-        """Write batches that end here; `synced` is what is durable already. Not durable."""
+        """Write batches that end here; `synced` is the last durable ID. Not durable."""
         if entries:
             self._lineage_dirty = True
             self.lineage.append(entries, synced)

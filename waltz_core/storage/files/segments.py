@@ -70,7 +70,7 @@ class Segments:
         self._is_cutting = False  # a cut was begun and is not finished
         self._firsts = [segment.first for segment in segments]
 
-    # ---- what is there
+    # ---- contents
 
     @property
     def current(self) -> Segment:
@@ -209,7 +209,7 @@ class Segments:
     def mend(self, first: TransactionId, last: TransactionId) -> tuple[IdRange, ...]:
         """Rebuild index and batches of first..last where they cannot be read.
 
-        Return the damage that came to light.
+        Return newly found damage.
         """
         damaged: list[IdRange] = []
         for index in self._indices_around(first, last):
@@ -352,7 +352,7 @@ class Segments:
         return b"".join(runs), np.concatenate(lengths)
 
     def drop_cached(self, first: TransactionId, last: TransactionId) -> None:
-        """Have the bytes of first..last read from the disk the next time."""
+        """Drop the bytes of first..last from the page cache: the next read goes to the disk."""
         while first <= last:
             segment = self._holding(first)
             segment.drop_cached(first, min(last, segment.last))
@@ -458,7 +458,7 @@ def _run_of(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
     for before, after in pairwise(entries):
         if after.first != before.last + 1:
             raise ChecksumMismatch(
-                f"expected a batch from {before.last + 1} on behind {before.first}..{before.last}, "
+                f"expected a batch from {before.last + 1} on after {before.first}..{before.last}, "
                 f"found {after.first}..{after.last}"
             )
     return entries

@@ -43,7 +43,7 @@ I64 = npt.NDArray[np.int64]
 
 
 class Cover:
-    """Covers records of one log, whose `covered_end` says where the log ends meanwhile.
+    """Covers records of one log, whose `covered_end` is the reported end meanwhile.
 
     `open_again` opens the log's files as at a start, which makes batches.
     """
@@ -62,7 +62,7 @@ class Cover:
         return False
 
     def may_cover(self) -> bool:
-        """Return whether a cut is to cover what is after it (rule 1)."""
+        """Return whether a cut must cover the records after it (rule 1)."""
         provisional = self._files.slot.provisional
         is_mark_0_13 = provisional is not None and provisional.session_id == NO_SESSION
         return self.ends_adopted() or is_mark_0_13
@@ -118,14 +118,14 @@ class Cover:
         return True
 
     def cut_rest(self) -> None:
-        """Cut what is still covered (rule 3); raises DataLoss below the confirmed mark."""
+        """Cut records that are still covered (rule 3); raises DataLoss below the confirmed mark."""
         files = self._files
         assert files.covered_end is not None
         end, chain, low_water_mark = files.covered_end, files.chain, files.slot.low_water_mark
         if end < min(low_water_mark, files.segments.last):
             raise DataLoss(
-                f"partition {files.partition_id}: the records after {end} are not the decided "
-                f"ones, and are below the low-water mark {low_water_mark}"
+                f"partition {files.partition_id}: the records after {end} differ from the decided "
+                f"ones, although they are below the low-water mark {low_water_mark}"
             )
         files.sync()
         files.covered_end = None

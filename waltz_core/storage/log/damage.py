@@ -1,4 +1,4 @@
-"""Filling damaged records of a log with good ones.
+"""Replaces damaged records of a log by valid copies.
 
 Only this code changes bytes below the low-water mark.
 
@@ -53,7 +53,7 @@ def fill(
     bad = first_wrong(records, lengths, first)
     if bad is not None:
         raise ChecksumMismatch(
-            f"partition {slot.partition_id}: record {first + bad} is not what was sent"
+            f"partition {slot.partition_id}: record {first + bad} is damaged or has another ID"
         )
     segments.fill(first, lengths, memoryview(records).cast("B"), hole)
     filled = IdRange(first, last)
@@ -68,7 +68,7 @@ def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[I
     """Rebuild unreadable batch entries that the filled records now prove (rule 4).
 
     Raises:
-        ChecksumMismatch, ReadFailed: the records do not prove what they were.
+        ChecksumMismatch, ReadFailed: the records do not prove the entries.
     """
     with suppress(BadFormat, ChecksumMismatch, ReadFailed):
         segments.entries(*filled, filled.last - filled.first + 1)
@@ -78,6 +78,6 @@ def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[I
         is_touched = filled.first <= lost.ids.last and lost.ids.first <= filled.last
         if is_touched and not (waits and lost.may_be_proven) and not segments.prove(lost):
             raise ChecksumMismatch(
-                f"records {filled.first}..{filled.last} do not prove what the batch was that "
-                f"they belong to: it cannot be read (one of {lost.ids.first}..{lost.ids.last})"
+                f"records {filled.first}..{filled.last} do not prove the entry of their batch, "
+                f"which cannot be read (one of {lost.ids.first}..{lost.ids.last})"
             )

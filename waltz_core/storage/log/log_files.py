@@ -1,17 +1,16 @@
-"""The files of one partition's log: what is written and synced, and what a failure leaves.
+"""The files of one partition's log: writes, syncs, and the state after a failure.
 
-`PartitionLog` decides what may be written; this class writes it. It also knows the end of the log
-as it is reported, which is before the end of the records while records are covered
-(`covering.py`).
+`PartitionLog` decides what may be written; this class writes it. It also tracks the reported end
+of the log, which is before the end of the records while records are covered (`covering.py`).
 
 Rules (numbers in brackets: docs/design/correctness.md 2.4):
     1. A method that promises durability returns after the sync.
     2. The acked marker is an ID at the end of a batch, with the chain there. It moves when records,
        batches and index are synced: at each roll, or a second after the last sync that it lacks. A
        log that ends below its marker is suspect [2].
-    3. A failed write or sync is final for its file: what was not synced is cut away, and the log
+    3. A failed write or sync is final for its file: unsynced records are cut, and the log
        continues in a new segment when a session prepares it again. When the cut or a slot fails
-       too, the log answers nothing until it is opened again [7].
+       too, the log rejects all calls until it is opened again [7].
     4. A truncation writes its intent first. If it finds no room, the same call or the next opening
        finishes it [9, 12].
     5. Files that were deleted or replaced under this process are not used again: what they
@@ -40,7 +39,7 @@ MARKER_INTERVAL_MS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """What all logs of a storage share.
+    """The settings that all logs of a storage share.
 
     `segment_bytes_max`: a segment that is larger gets no further record. `now_ms` is the wall
     clock; it stamps headers and paces the marker, and decides nothing. Without `trust_fsync` an
@@ -107,7 +106,7 @@ class LogFiles:
             raise
         except DiskFailed as error:
             self.fail()
-            raise DiskFailed(str(error)) from error  # A read that failed here is as bad as a write.
+            raise DiskFailed(str(error)) from error  # Here a failed read counts as a failed write.
         self.chain = entries[-1].chain
 
     def write_batches(
@@ -156,7 +155,7 @@ class LogFiles:
         """Make all appended records durable; return the last ID.
 
         Raises:
-            DiskFailed: the sync failed; everything after the last good one is cut away (rule 3).
+            DiskFailed: the sync failed; everything after the last successful one is cut (rule 3).
         """
         self.check_working()
         try:
@@ -243,7 +242,7 @@ class LogFiles:
             raise DiskFailed(f"partition {self.partition_id}: a write failed in this session")
 
     def fail(self) -> None:
-        """Cut what was not synced, and reject further writes; if the cut fails, break."""
+        """Cut unsynced records, and reject further writes; if the cut fails, break."""
         self.failure_count += 1
         self.has_failed = True
         self._cut_back(self.synced_max, self.synced_chain)
@@ -268,7 +267,7 @@ class LogFiles:
                 self.write_slot(replace(self.slot, acked=Marker(last, chain)))
             self.segments.cut(last, None)
         except WaltzError as error:  # An unreadable index prevents the cut like a failing disk.
-            failure = self.broken(f"what was written after {last} cannot be cut away")
+            failure = self.broken(f"the records written after {last} cannot be cut")
             self.write_slot(replace(self.slot, suspect=True))
             raise failure from error
         self.chain = chain
@@ -286,7 +285,7 @@ class LogFiles:
             self.chain = self.synced_chain = UNBATCHED
 
     def broken(self, reason: str) -> DiskFailed:
-        """Answer nothing more until the log is opened again; return the error to raise."""
+        """Reject all calls until the log is opened again; return the error to raise."""
         self.has_failed = self.is_broken = True
         return DiskFailed(f"partition {self.partition_id}: {reason}")
 
@@ -294,7 +293,7 @@ class LogFiles:
         """Check that directory and slots are still those that were opened (rule 5).
 
         Raises:
-            MissingSegment: they are not; the log answers nothing any more.
+            MissingSegment: they are not; the log rejects all further calls.
             DiskFailed: the disk could not be read.
         """
         if self.gone is None and not self.slots.is_in_place():

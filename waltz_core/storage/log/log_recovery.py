@@ -6,8 +6,8 @@ bytes of a replica are judged without a session.
 Rules:
     1. The intent of a truncation is carried out before anything is judged.
     2. Nothing is ever cut that is known to have been synced: up to the acked marker, up to the ID
-       that a later batch's entry states, and up to the last batch of the older segments. What is
-       wrong there is damage, and what is missing makes the replica suspect.
+       that a later batch's entry states, and up to the last batch of the older segments. Wrong
+       bytes there are damage, and missing ones make the replica suspect.
     3. Above that, a record counts if its batch is whole, its entry is there and the chain matches.
        A crash may leave any sectors of the rest, which was never acknowledged.
     4. A directory that Waltz 0.13 has written to since this version did is adopted, and is not
@@ -20,9 +20,9 @@ Rules:
        follow from the IDs alone, however often the log was opened meanwhile: batches of an earlier
        adoption with other bounds are made again.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
-       that the directory knows are rejected, and the replica is suspect. That is durable before
+       that the directory has seen are rejected, and the replica is suspect. That is durable before
        anything else is written, since the next opening may not see that this one fell back. The
-       older slot does not know which program wrote last, either: what looks like a write of 0.13
+       older slot does not show which program wrote last, either: what looks like a write of 0.13
        may be one of this version.
     6. That a replica is suspect is durable before the evidence for it is repaired: otherwise a
        crash in between would leave files in which nothing is wrong.
@@ -34,7 +34,7 @@ Rules:
        its log and its promise: it begins empty and suspect, and rejects sessions as in rule 5.
        Both are durable with its first slot. (For a log that was deleted on purpose the control file
        was cleared first, see `removal.py`.)
-    9. What is durable already is not synced again, as a storage opens a thousand logs: files that
+    9. Durable bytes are not synced again, as a storage opens a thousand logs: files that
        this opening has made; records and index up to the marker, which were synced before it; and
        the slot before anything is changed, as a crash may then return to the older one. Whatever
        this opening has changed, or no marker or entry covers, is synced.

@@ -5,7 +5,8 @@ engine has many of these logs, and the service carries messages to them.
 
 Rules (numbers in brackets: rows of docs/design/correctness.md 2.4):
     1. Nothing is answered before it is durable: a promise, a mark, a truncation, a sync.
-    2. A later session fences an earlier one for good; so does another nonce of the same one [15].
+    2. A later session fences an earlier one permanently; so does another nonce of the same one
+       [15].
     3. A low-water mark is stored only where the log ends exactly there; it is provisional until
        ENGAGE, or the first append of its session, confirms it. Nothing below a confirmed mark is
        ever cut [15].
@@ -114,7 +115,7 @@ class PartitionLog:
 
         return cls(files, Cover(files, open_again), control)
 
-    # ---- what it is
+    # ---- state
 
     @property
     def slot(self) -> Slot:
@@ -158,7 +159,7 @@ class PartitionLog:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the log answers nothing until it is opened again (`log_files.py`, rule 3)."""
+        """Whether the log rejects all calls until it is opened again (`log_files.py`, rule 3)."""
         return self._files.is_broken
 
     @property
@@ -194,7 +195,7 @@ class PartitionLog:
 
     @property
     def damaged(self) -> tuple[IdRange, ...]:
-        """Ids whose records cannot be read."""
+        """IDs whose records cannot be read."""
         return self.slot.damaged
 
     def is_engaged(self, session: SessionId) -> bool:
@@ -280,7 +281,7 @@ class PartitionLog:
         self._write_mark(slot, session, mark)
 
     def _cut_covered(self, session: SessionId, mark: TransactionId, chain: Chain) -> None:
-        """Cut what is still covered if the log ends at the mark (`covering.py`, rule 3)."""
+        """Cut the records still covered if the log ends at the mark (`covering.py`, rule 3)."""
         files = self._files
         intent = self.slot.truncate if files.is_half_cut else None
         if intent is not None and (session, mark) == (self.promised, intent.last_to_keep):
@@ -303,7 +304,7 @@ class PartitionLog:
             raise self._files.broken(f"control file: {error}") from error
 
     def engage(self, session: SessionId, mark: TransactionId) -> None:
-        """Confirm the mark durably: ZooKeeper has the replica as engaged in this session.
+        """Confirm the mark durably: ZooKeeper records the replica as engaged in this session.
 
         Raises:
             SessionFenced: the session is not the promised one.
@@ -414,7 +415,7 @@ class PartitionLog:
             files.cut(last_to_keep)
             return self.max_id, self.chain
         if files.covered_end is not None and last_to_keep < files.covered_end:
-            raise BadRequest(f"partition {self.partition_id}: expected one cut in a session")
+            raise BadRequest(f"partition {self.partition_id}: expected one cut per session")
         self._check_session(session)
         covers = last_to_keep < self.max_id and self._cover.may_cover()
         if last_to_keep < self.slot.low_water_mark and not covers:
@@ -481,7 +482,7 @@ class PartitionLog:
     # ---- damage
 
     def repair(self, first: TransactionId, lengths: I64, records: Buffer) -> None:
-        """Fill damaged records with good ones, durably; raises like `damage.fill`."""
+        """Replace damaged records by valid copies, durably; raises like `damage.fill`."""
         if self._files.has_failed:  # Its marker may not be moved.
             raise BadRequest(f"partition {self.partition_id}: a write failed in this session")
         # Blocks may be abandoned (file_system.py, rule 8). The caller then needs the rest of each
@@ -491,7 +492,7 @@ class PartitionLog:
         self._files.write_slot(replace(self.slot, damaged=left))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
-        """Note damage from an ID on; return the next ID. Raises for batches beyond reading."""
+        """Note damage from an ID on; return the next ID. Raises if batches cannot be read."""
         return self.reader.verify(first, bytes_max)
 
     # ---- the end

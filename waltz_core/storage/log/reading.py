@@ -9,9 +9,9 @@ Rules:
     4. A failed disk read is tried once more; if it fails again, the bytes count as wrong, and rules
        1 to 3 hold for them. Each error is kept until `take_errors` is called.
     5. A reader on this machine may be given file positions instead. It then does the checks of rule
-       1, and requests again through the storage what it finds wrong (`client/read/nearby.py`).
-    6. A read that looks for damage first has the system drop the records from its memory, where
-       they may be right although they are wrong on the disk.
+       1, and requests wrong records again through the storage (`client/read/nearby.py`).
+    6. A read that looks for damage first drops the records from the page cache, where they may be
+       right although they are wrong on the disk.
 """
 
 from collections.abc import Callable, Sequence
@@ -147,7 +147,7 @@ class LogReader:
     def _attempt(
         self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
     ) -> RangeRead | TransactionId | IdRange:
-        """Read once; return instead the ID of the first wrong record, or what cannot be read."""
+        """Read once; return instead the ID of the first wrong record, or the unreadable range."""
         end = self._segments.fitting(first, last, bytes_max)
         end = self._before_damage(first, end, whole_batches=whole_batches)
         try:
@@ -196,7 +196,7 @@ class LogReader:
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
         """Read records from an ID on, off the disk, note damage, return the next ID (rule 6)."""
         last = self._segments.last
-        with suppress(DiskFailed, *_WRONG):  # only a hint: the read finds what is wrong
+        with suppress(DiskFailed, *_WRONG):  # only a hint: the read itself finds wrong bytes
             self._segments.drop_cached(first, self._segments.fitting(first, last, bytes_max))
         try:
             read = self.read_range(first, last, bytes_max, whole_batches=False)

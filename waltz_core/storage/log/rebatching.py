@@ -1,4 +1,4 @@
-"""Removing batches from records that stay, and giving them other batches.
+"""Removes the batches of records that stay, and gives these records other batches.
 
 An opening does it to records that Waltz 0.13 has written, and an open log to records of which an
 owner sends the batches. Between the two steps a record has no batch, and that is durable before
@@ -9,7 +9,7 @@ Rules:
     2. Batches go newest first, each file durably before the next, and come oldest first: whatever
        a crash leaves of them is a run from the log's beginning.
     3. The header of a `.chn` has the chain before its first batch: it is written again when the
-       batches of earlier segments are others.
+       batches of earlier segments have changed.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ def relink(segments: Segments) -> None:
 
 
 def _place_after(segment: Segment, end: TransactionId) -> int:
-    """Return how many entries of a segment end at or before an ID; bad ones end the count."""
+    """Return how many entries of a segment end at or before an ID; an invalid one ends it."""
     count = 0
     try:
         for entry in segment.lineage.entries(0):

@@ -1,4 +1,4 @@
-"""Removing a partition's files, in an order that is safe against crashes.
+"""Removes a partition's files, in an order that is safe against crashes.
 
 It is the only place where acknowledged data is deleted on purpose. `admin.py` decides whether that
 is allowed; after that the removal cannot be undone.
@@ -42,7 +42,7 @@ _LOG_SUFFIXES: Final = (".seg", ".idx", ".chn", LOCKS_NAME, OLDER_LOCKS_NAME, TE
 WIPE: Final = ByteLayout(
     Field("version", "i", "0"),
     Field("partition", "i"),
-    Field("is held", "i", "1: the replica begins again, empty and suspect; 0: it goes"),
+    Field("is held", "i", "1: the replica begins again, empty and suspect; 0: it is removed"),
     Field("promised session id", "q"),
     Field("nonce of the promise", "16s"),
     has_crc=True,

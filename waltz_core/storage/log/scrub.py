@@ -134,7 +134,7 @@ class Scrub:
             self.wake_at_ms = max(self._free_at_ms, min(due))
 
     def next_turn(self, now_ms: int) -> PartitionId | None:
-        """Return the partition whose piece is due; `begin` must follow."""
+        """Return the partition to read next, if it is time; `begin` must follow."""
         if self.wake_at_ms is None or self.wake_at_ms > now_ms:
             return None
         ready = [
@@ -195,7 +195,7 @@ class Scrub:
             turn.due_ms = max(begun_ms + self._interval_ms, now_ms + REST_MS)
         self._set_wake()
 
-    # ---- how far it is
+    # ---- progress
 
     def states(self, now_ms: int) -> list[ScrubState]:
         """Return the progress in each partition, by partition number."""

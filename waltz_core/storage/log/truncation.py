@@ -7,7 +7,7 @@ Rules:
        carried out, if need be by the next opening of the log.
     2. Each step may be repeated: a step that found no room is repeated when there is more.
     3. A batch that is cut in its middle keeps its beginning, as a batch with its own chain. That is
-       part of the intent: once the cut is made, the records to compute it from may be gone.
+       part of the intent: once the cut is made, the records to compute it from may no longer exist.
 """
 
 from dataclasses import replace

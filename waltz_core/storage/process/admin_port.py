@@ -1,10 +1,10 @@
-"""The port for administration: connections in, errands carried out.
+"""The administration port: accepts connections and carries out errands.
 
-It is the shell of `admin.py`, off the path of transactions: it delays no append and no read, except
-where a partition is taken out of service on purpose.
+It carries out the effects of `admin.py`, separate from the path of transactions: it delays no
+append and no read, except where a partition is taken out of service on purpose.
 
 Rules:
-    1. Every errand has one outcome; only our own bugs escape, and end the process.
+    1. Every errand has one outcome; only bugs raise, and end the process.
     2. A served partition is read through the service, in turn with its other work; any other errand
        takes it out of service first (`serving.py`, rule 3).
 """

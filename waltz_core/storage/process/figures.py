@@ -3,7 +3,7 @@
 Nothing depends on them.
 
 Rules:
-    1. Everything that takes away a replica's records, or restores them, has a counter.
+    1. Every operation that removes or restores a replica's records has a counter.
 """
 
 from collections.abc import Callable, Mapping

@@ -276,7 +276,7 @@ class Serving:
             try:
                 if partition_id in self.logs:
                     if not ends_session:
-                        raise errors.Unavailable(f"partition {partition_id} came online meanwhile")
+                        raise errors.Unavailable(f"partition {partition_id} is online now")
                     await self._drop(partition_id)
                 return await self._in_thread(call)
             finally:
@@ -284,12 +284,12 @@ class Serving:
                     self.look_again()
 
     async def stand_still(self) -> None:
-        """Stop all opening, dropping and changing; wait for running operations."""
+        """Stop opening, dropping and changing partitions; wait for running operations."""
         for partition_id in range(self._engine.partition_count):
             await self._alone[PartitionId(partition_id)].acquire()
 
     async def standing(self, partition_id: PartitionId) -> ZooKeeperView:
-        """Return what ZooKeeper has of this replica now; without ZooKeeper, the configured cluster.
+        """Return the state of this replica in ZooKeeper, or else in the configured cluster.
 
         Raises:
             CoordinatorUnavailable: ZooKeeper cannot be read.
@@ -326,7 +326,7 @@ def look_again_s(
     wanted: Collection[PartitionId],
     lying_here: Collection[PartitionId],
 ) -> float | None:
-    """Return the time until the partitions are looked at again without a change.
+    """Return the time until the partitions are checked again without a change.
 
     None if only a change can matter. `again_s` is the current pause (it grows) for partitions
     that could not be opened, or not be dropped yet.

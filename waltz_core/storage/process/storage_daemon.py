@@ -8,8 +8,8 @@ Rules:
        served.
     2. `serving.py` decides which partitions are served; `admin_port.py` administers them.
     3. Calls of the engine run in a small pool of threads, one at a time for a partition.
-    4. Connections that arrive before the partitions are open wait: the answer that a partition is
-       not here would keep an owner away for long.
+    4. Connections that arrive before the partitions are open wait. Otherwise an owner would get the
+       error that the partition is not here, and would retry only after a long pause.
     5. At the end: stop reading, finish running work, sync, mark the directory as clean. After a
        failure of the disk the directory is left as it is. The same holds if running work does not
        end in time: then files and locks are released with the process, so that the next one cannot
@@ -627,7 +627,7 @@ class StorageDaemon:
 
 
 class _End(Exception):
-    """The storage was asked to end."""
+    """The storage was stopped."""
 
 
 def _first_of(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:

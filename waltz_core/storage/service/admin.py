@@ -10,11 +10,11 @@ generator that yields errands and returns its answer.
 Rules:
     1. Changes are made one at a time, in the order of arrival, over all connections. Queries do not
        wait for them.
-    2. A replica that the last session counts on (ZooKeeper has it as engaged) is removed or emptied
-       only with `is_forced`. One that ZooKeeper assigns to this storage is never removed: it would
-       be created again at once, empty. ZooKeeper is queried each time.
+    2. A replica that the last session counts on (ZooKeeper records it as engaged) is removed or
+       emptied only with `is_forced`. One that ZooKeeper assigns to this storage is never removed:
+       it would be created again at once, empty. ZooKeeper is queried each time.
     3. Nothing is copied to a partition that is online, and nothing above the confirmed low-water
-       mark is given away for copying: only settled records may make a log longer.
+       mark is returned for copying: only settled records may make a log longer.
     4. A request for several partitions ends at the first that is rejected; the error states which
        are done.
     5. Nothing is answered as done before it is durable. A change that was begun is carried out even
@@ -89,7 +89,7 @@ ROOM_GAUGES: Final = (
 
 @value(frozen=True, slots=True)
 class AdminRequest:
-    """A message arrived on a connection that speaks this version of A."""
+    """A message arrived on a connection that uses this version of A."""
 
     connection: ConnectionId
     version: int
@@ -288,9 +288,9 @@ class AdminService:
             standing = yield from _standing(partition_id)
             if standing.is_engaged and quorum_size(standing.replica_count) == 1:
                 raise BadRequest(
-                    f"partition {partition_id}: expected another replica that can be trusted "
-                    f"instead, found this one alone engaged in session {standing.session_id}; "
-                    "once it is suspect, no replica proves what was acknowledged (--force)"
+                    f"partition {partition_id}: expected another trusted replica, found only this "
+                    f"one engaged in session {standing.session_id}. Hint: once it is suspect, no "
+                    "replica proves which appends were acknowledged; use --force to accept that."
                 )
         yield MarkReplicaSuspect(partition_id)
         return wire.Done(message.sequence)
@@ -302,8 +302,9 @@ class AdminService:
             if standing.is_engaged:
                 raise BadRequest(
                     f"partition {partition_id}: expected a replica that the last session does not "
-                    f"count on, found it engaged {_counted_on(standing)}; take it offline first "
-                    "(availability), so that the others continue without it, or use --force"
+                    f"count on, found it engaged {_counted_on(standing)}. Hint: take it offline "
+                    "first (`storage availability`), so that the others continue without it, or "
+                    "use --force."
                 )
         yield Reseed(partition_id)
         return wire.Done(message.sequence)
@@ -358,8 +359,8 @@ class AdminService:
         state = yield ScrubStatus(partition_id, message.begins)
         if state is None:
             raise BadRequest(
-                f"partition {partition_id}: expected a partition that is served, as only those are "
-                "scrubbed; found it offline, or not open (see `storage list`)"
+                f"partition {partition_id}: expected a served partition, found it offline or not "
+                "open. Hint: only served partitions are scrubbed; see `storage list`."
             )
         assert isinstance(state, ScrubState)
         return wire.ScrubResponse(
@@ -393,7 +394,7 @@ class AdminService:
         partition_id = PartitionId(message.partition_id)
         log = yield from _log_of(partition_id)
         if message.first < 0:
-            raise BadRequest(f"partition {partition_id}: expected an id, found {message.first}")
+            raise BadRequest(f"partition {partition_id}: expected an ID, found {message.first}")
         if message.first > log.low_water_mark:
             nothing = (message.first, b"", b"", 0, GENESIS_CHAIN, ())
             return wire.Copy(message.sequence, partition_id, *nothing)
@@ -418,7 +419,7 @@ class AdminService:
         if facts.is_available:
             raise BadRequest(
                 f"partition {partition_id}: expected it to be offline while it receives a copy, "
-                "found it online (availability)"
+                "found it online. Hint: take it offline first (`storage availability`)."
             )
         last = yield PutCopy(message)
         assert isinstance(last, int)
@@ -453,14 +454,14 @@ def _removal(
     if standing.is_assigned:
         raise BadRequest(
             f"partition {partition_id}: expected that ZooKeeper does not assign it to this "
-            "storage, found it assigned, so it would be held again at once. Unassign it first, or "
-            "use re-seed to start this replica again, empty"
+            "storage, found it assigned. Hint: unassign it first, otherwise it is created again at "
+            "once; or use `storage re-seed` to start this replica again, empty."
         )
     if standing.is_engaged and not is_forced:
         raise BadRequest(
             f"partition {partition_id}: expected a replica that no session counts on, found it "
-            f"engaged {_counted_on(standing)}; its owner drops it as soon as it can, so try "
-            "again, or use --force"
+            f"engaged {_counted_on(standing)}. Hint: its owner drops it as soon as it can; try "
+            "again, or use --force."
         )
     yield Unassign(partition_id, deletes_files)
 

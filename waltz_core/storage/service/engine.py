@@ -4,10 +4,10 @@ A directory belongs to one process, one cluster and one storage; that is checked
 partition is opened.
 
 Rules:
-    1. Locks come first: a BSD lock on `waltz-x.id`, then the lock of Waltz 0.13 on its control
+    1. Locks are taken first: a BSD lock on `waltz-x.id`, then the lock of Waltz 0.13 on its control
        file.
     2. The storage ID is made with the directory and never changes.
-    3. A partition that cannot be opened does not keep the others from being served; it is in
+    3. A partition that cannot be opened does not prevent the others from being served; it is in
        `failed` with its error.
     4. There is room for truncation, repair and slots when the disk is full (`room.py`).
     5. Administration changes a partition only while the partition's log is closed; `assign` opens
@@ -18,7 +18,7 @@ Rules:
        have been killed before it synced them. One sync covers the directories of all partitions.
     8. A partition whose files were deleted or replaced while it was open is not opened again by
        this process, until administration has emptied or removed it: the new files may lack a
-       promise, which the log that was open still knows.
+       promise, which the log that was open still has.
     9. If the control file itself was deleted or replaced, nothing that is written to it survives
        a restart: no partition is emptied, and the process ends.
 """
@@ -122,7 +122,7 @@ class Engine:
         partitions: they share no state, so in parallel they share the disk's syncs.
 
         Raises:
-            DiskFailed: another process has the directory, or the disk failed.
+            DiskFailed: another process uses the directory, or the disk failed.
             ClusterKeyMismatch, BadFormat, ChecksumMismatch: the directory is invalid.
         """
         disk.make_directory(directory)
@@ -532,4 +532,4 @@ class Engine:
 
 def _lock(id_file: File, path: Path) -> None:
     if not id_file.lock_whole():
-        raise DiskFailed(f"{path}: another process has this storage directory")
+        raise DiskFailed(f"{path}: another process uses this storage directory")

@@ -42,7 +42,7 @@ class InspectReplica:
 
 @value(frozen=True, slots=True)
 class FindStanding:
-    """Read what ZooKeeper has of this replica now: `ZooKeeperView`."""
+    """Read the state of this replica in ZooKeeper: `ZooKeeperView`."""
 
     partition_id: PartitionId
 
@@ -60,7 +60,7 @@ class ReadRange:
 
 @value(frozen=True, slots=True)
 class ScrubStatus:
-    """Read the scrub's progress in a served partition, after a restart if asked: `ScrubState`.
+    """Read the scrub's progress in a served partition; `begins` restarts it first: `ScrubState`.
 
     None for one that is not served.
     """
@@ -121,7 +121,7 @@ Errand: TypeAlias = Question | ReplicaChange
 
 
 class HeldPartition(NamedTuple):
-    """A partition that is held, as the control file has it, and the last ID on disk."""
+    """A partition that is held: its entry in the control file, and the last ID on disk."""
 
     partition_id: PartitionId
     info: PartitionInfo

@@ -40,12 +40,12 @@ class Lane:
     engaged: SessionId = NO_SESSION
     writes: deque[LaneRequest] = field(default_factory=deque)
     reads: deque[LaneRequest] = field(default_factory=deque)
-    piece: ScrubPiece | None = None  # the scrub's piece that is due
+    piece: ScrubPiece | None = None  # the next piece of the scrub
     work: Work | None = None
     was_read: bool = False
     is_unmarked: bool = False
     prepared_max: TransactionId = BEFORE_FIRST  # the end of its log when it was prepared
-    is_gone: bool = False  # its files are gone; it only waits to be dropped
+    is_gone: bool = False  # its files were deleted or replaced; it will be dropped
 
     def take_next(self) -> tuple[tuple[LaneRequest, ...], ScrubPiece | None]:
         """Return the requests, or the piece, that are next; neither if nothing waits."""

@@ -17,7 +17,7 @@ Rules:
        connections are closed. It counts from its arrival, not from its answer.
     4. Nothing is answered as done before the engine has made it durable (`work.py`, rule 2).
     5. A reader (not the owner) is answered only while the partition is engaged in the session that
-       it names, and only up to what is synced.
+       it names, and only up to the last synced ID.
     6. After a write or a sync has failed the partition leaves its session. A second failure in the
        life of the process ends it.
     7. The queues are bounded: connections that bring more are not read until there is room.
@@ -239,7 +239,7 @@ class StorageService:
         self._effects = []
         return effects
 
-    # ------------------------------------------------------------------ what came in
+    # ------------------------------------------------------------------ events
 
     def _receive(self, request: LaneRequest) -> None:
         try:
@@ -559,7 +559,7 @@ class StorageService:
             self._effects += [ResumeReading(connection) for connection in self._paused]
             self._paused.clear()
 
-    # ------------------------------------------------------------------ what goes out
+    # ------------------------------------------------------------------ effects
 
     def _answer(self, request: LaneRequest, message: StorageMessage) -> None:
         self._effects.append(StorageAnswer(request.connection, message))
@@ -567,7 +567,7 @@ class StorageService:
     def _refuse(self, request: LaneRequest, error: WaltzError) -> None:
         message = request.message
         lane = self._lanes.get(PartitionId(message.partition_id))
-        # A greater one would look like ZooKeeper had lost data.
+        # A greater one would look as if ZooKeeper had lost data.
         promised = lane.promise.seen if lane is not None else NO_SESSION
         self._report("refused", request=type(message).__name__, error=type(error).__name__)
         text = str(error)[:REFUSAL_CHARACTERS_MAX]

@@ -1,4 +1,4 @@
-"""Pieces of work on one partition: calls of its log, made in one go, maybe on another thread.
+"""Pieces of work on one partition: calls of its log, made in sequence, possibly on another thread.
 
 Everything here blocks on the disk, and nothing here decides. `service.py` decides which requests
 are allowed; these functions turn a message into calls of the log, and the results into answers.

@@ -1,8 +1,8 @@
 """The threads for work that blocks on the disk.
 
 A lone append crosses from the loop to a thread and back. An executor creates a future for that,
-with a condition and a lock of its own, and checks its state twice, which costs a tenth of all that
-a storage does for such an append. This class has only a queue and a call.
+with a condition and a lock of its own, and checks its state twice. This costs a tenth of a
+storage's total work for such an append. This class has only a queue and a call.
 
 Rules:
     1. Each piece of work has one outcome, delivered on the loop's thread: its result, or the
