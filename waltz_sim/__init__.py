@@ -1,12 +1,12 @@
-"""The simulator: the product's own machines in a world of virtual time and seeded chance.
+"""The simulator runs the product's own machines with virtual time and seeded randomness.
 
-It is a tool of development and no part of the installed product. `docs/testing.md` explains it.
+It is a development tool, and not part of the installed product. `docs/testing.md` explains it.
 
     cli, swarm, report, coverage   many seeds on all cores, and what they covered
-    run, schedule, shrink          one seed: what it is made of, what came of it, a shorter one
-    stage, scenario, telling       stories that are told step by step, for the scenario table
-    faults/                        what can go wrong
+    run, schedule, shrink          one seed: its schedule, its verdict, a shorter schedule
+    stage, scenario, telling       stories, step by step, for the scenario table
+    faults/                        the kinds of faults
     cluster/                       clients, servers, storages, ZooKeeper and operators
-    promises/                      what must hold, checked from outside
-    world/                         virtual time, chance, network, disks, processes
+    promises/                      the guarantees, checked from outside
+    world/                         virtual time, randomness, network, disks, processes
 """

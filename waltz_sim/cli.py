@@ -1,10 +1,10 @@
 """`python -m waltz_sim`: run seeds of the simulator, replay one, shorten one that fails.
 
 Rules:
-    1. Exit code 0 says that every seed was run, none broke a rule, and enough was tried.
-    2. A failing seed is told with its rule, a sentence, the command that replays it, and a file
-       with a shortened schedule, which stays true when seeds come to mean other runs.
-    3. An interrupt ends it as it ends any command; what was found until then is told in a line.
+    1. Exit code 0 means that every seed was run, none broke a rule, and the coverage is sufficient.
+    2. A failing seed is reported with its rule, a sentence, the command that replays it, and a file
+       with a shortened schedule, which stays valid when the meaning of seeds changes.
+    3. An interrupt ends it like any command; one line reports the results so far.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from waltz_sim.schedule import STEPS, Schedule
 from waltz_sim.shrink import shrink
 from waltz_sim.swarm import sweep
 
-DESCRIPTION = "Break everything by seeds, and look for a broken promise."
+DESCRIPTION = "Inject faults by seeds, and check every guarantee."
 INTERRUPTED = 130
 SEEDS = 300
 SEED_MAX = (1 << 63) - 1
@@ -49,23 +49,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_options(command: argparse.ArgumentParser) -> None:
     what = command.add_mutually_exclusive_group()
-    what.add_argument("--seeds", type=int, metavar="N", help=f"run so many seeds ({SEEDS})")
-    what.add_argument("--seed", type=int, metavar="S", help="run this seed alone")
-    what.add_argument("--schedule", type=Path, metavar="FILE", help="run a schedule that was kept")
-    command.add_argument("--first", type=int, metavar="F", help="the first of the seeds (0)")
+    what.add_argument("--seeds", type=int, metavar="N", help=f"run this number of seeds ({SEEDS})")
+    what.add_argument("--seed", type=int, metavar="S", help="run only this seed")
+    what.add_argument("--schedule", type=Path, metavar="FILE", help="run a schedule from a file")
+    command.add_argument("--first", type=int, metavar="F", help="the first seed (0)")
     command.add_argument(
-        "--minutes", type=float, metavar="M", help="end after so long; without --first, new seeds"
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="end after this time; without --first, fresh seeds",
     )
     command.add_argument(
-        "--steps", type=int, metavar="K", help=f"heal a world after so many steps ({STEPS})"
+        "--steps", type=int, metavar="K", help=f"heal a world after this number of steps ({STEPS})"
+    )
+    command.add_argument("--rough", action="store_true", help="seeds with repeated disk faults")
+    command.add_argument("--jobs", type=int, metavar="J", help="number of processes (one per core)")
+    command.add_argument("--trace", action="store_true", help="print all events of one run")
+    command.add_argument(
+        "--shrink", action="store_true", help="shorten the schedule of a failing run"
     )
     command.add_argument(
-        "--rough", action="store_true", help="seeds whose disks fail again and again"
+        "--report", type=Path, metavar="FILE", help="write a report of the coverage"
     )
-    command.add_argument("--jobs", type=int, metavar="J", help="processes (one for each core)")
-    command.add_argument("--trace", action="store_true", help="print all that happens in one run")
-    command.add_argument("--shrink", action="store_true", help="shorten one run that fails")
-    command.add_argument("--report", type=Path, metavar="FILE", help="write what was tried")
     command.add_argument("--json", action="store_true", help="one JSON value on standard output")
 
 
@@ -79,10 +84,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what means nothing.
+    """Check the options.
 
     Raises:
-        BadConfig: an option is out of its range, or does not go with another one.
+        BadConfig: an option is out of its range, or conflicts with another one.
     """
     numbers = (("seeds", 1), ("jobs", 1), ("seed", 0), ("first", 0), ("steps", 1))
     for name, least in numbers:
@@ -96,7 +101,7 @@ def _check(arguments: argparse.Namespace) -> None:
     is_one = arguments.seed is not None or arguments.schedule is not None
     for name in ("trace", "shrink"):
         if getattr(arguments, name) and not is_one:
-            raise BadConfig(f"--{name}: expected with --seed or --schedule, found alone")
+            raise BadConfig(f"--{name}: expected with --seed or --schedule, found without")
     for name in ("steps", "rough"):
         if getattr(arguments, name) and arguments.schedule is not None:
             raise BadConfig(f"--{name}: expected with --seeds or --seed, found with --schedule")
@@ -114,7 +119,7 @@ def _read(path: Path) -> Schedule:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadConfig(f"--schedule {path}: expected a file to read: {error}") from None
+        raise BadConfig(f"--schedule {path}: expected a readable file: {error}") from None
     schedule = Schedule.from_json(text)
     unknown = sorted({fault.kind for fault in schedule.faults} - set(KINDS))
     if unknown:
@@ -162,13 +167,13 @@ def _sentence(text: str) -> str:
 
 
 def _shorten(verdict: RunVerdict) -> Path:
-    """Write a shortened schedule into the working directory and say how it is replayed."""
+    """Write a shortened schedule into the working directory, and print the replay command."""
     shrunk = shrink(verdict, is_late=_later(SHRINK_S))
     path = Path(f"waltz-seed-{verdict.schedule.seed}.json")
     try:
         path.write_text(shrunk.schedule.to_json() + "\n", encoding="utf-8")
     except OSError as error:
-        raise BadConfig(f"{path}: expected a place to write to: {error}") from None
+        raise BadConfig(f"{path}: expected a writable file: {error}") from None
     before, after = verdict.schedule, shrunk.schedule
     say(
         f"  shortened from {len(before.faults)} faults to {len(after.faults)}, from "
@@ -218,7 +223,7 @@ def _many(arguments: argparse.Namespace) -> int:
         raise
     missing = sums.missing()
     for name in missing:
-        say(f"never came to pass in {sums.seeds} seeds: {name}")
+        say(f"did not occur in {sums.seeds} seeds: {name}")
     if arguments.report is not None:
         _write_report(
             arguments.report, report_of(sums, first=first, seconds=took_s, drawing=drawing)
@@ -233,7 +238,7 @@ def _many(arguments: argparse.Namespace) -> int:
         )
         show(
             f"{sums.steps} steps in {sums.cpu_s:.1f} s of CPU time: {sums.seeds_per_cpu_s:.1f} "
-            f"seeds, {sums.steps_per_cpu_s:.0f} steps a second and core"
+            f"seeds, {sums.steps_per_cpu_s:.0f} steps per second and core"
         )
     return 0 if sums.is_good else 1
 
@@ -254,10 +259,10 @@ def _progress(seed_count: int | None) -> Callable[[Coverage, float], None]:
     def told(sums: Coverage, seconds: float) -> None:
         nonlocal known
         for failure in sums.failures[known:]:
-            say(f"seed {failure.seed} broke {failure.rule}; more of it at the end")
+            say(f"seed {failure.seed} broke {failure.rule}; details at the end")
         known = len(sums.failures)
         rate = sums.seeds / seconds
-        say(f"{sums.seeds}{of} seeds, {rate:.1f} a second, {len(sums.failures)} broke a rule")
+        say(f"{sums.seeds}{of} seeds, {rate:.1f} per second, {len(sums.failures)} broke a rule")
 
     return told
 
@@ -278,7 +283,7 @@ def _write_report(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise BadConfig(f"--report {path}: expected a place to write to: {error}") from None
+        raise BadConfig(f"--report {path}: expected a writable file: {error}") from None
     say(f"report: {path}")
 
 

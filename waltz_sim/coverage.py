@@ -1,12 +1,12 @@
-"""What a number of runs have really tried: a quiet simulator proves nothing.
+"""The coverage of a number of runs: a simulator without faults proves nothing.
 
-Seeds are run by tests, by the command line and by processes of a swarm; all of them add up here,
-and all mean the same by "enough was tried".
+Tests, the command line and the processes of a swarm run seeds; all of them use these sums, and the
+same definition of sufficient coverage.
 
 Rules:
-    1. In `SEEDS_MIN` seeds or more every kind of fault has fired, and all that is listed in
-       `promises/sometimes.py` has come to pass; otherwise the whole run counts as failed.
-    2. What is added up is small, whatever the runs were: traces and schedules stay behind.
+    1. In `SEEDS_MIN` seeds or more every kind of fault has fired, and every state that is listed in
+       `promises/sometimes.py` has occurred; otherwise the whole run counts as failed.
+    2. The sums are small for any number of runs: they contain no traces and no schedules.
 """
 
 from collections import Counter
@@ -43,7 +43,7 @@ class Coverage:
     failures: list[FailedSeed] = field(default_factory=list)
 
     def add(self, verdict: RunVerdict) -> None:
-        """Take one run in."""
+        """Add one run."""
         self.seeds += 1
         self.steps += verdict.steps
         self.disk_steps += verdict.disk_steps
@@ -55,7 +55,7 @@ class Coverage:
             self.failures.append(failure)
 
     def merge(self, other: "Coverage") -> None:
-        """Take the sums of other runs in."""
+        """Add the sums of other runs."""
         self.seeds += other.seeds
         self.steps += other.steps
         self.disk_steps += other.disk_steps
@@ -71,7 +71,7 @@ class Coverage:
         return {kind: self.counts[f"fault {kind}"] for kind in sorted(WEIGHTS)}
 
     def missing(self) -> list[str]:
-        """Return what never came to pass (rule 1); nothing is asked of a few seeds."""
+        """Return what did not occur (rule 1); always empty for a few seeds."""
         if self.seeds < SEEDS_MIN:
             return []
         quiet = [f"fault {kind}" for kind, count in self.faults.items() if not count]
@@ -79,17 +79,17 @@ class Coverage:
 
     @property
     def seeds_per_cpu_s(self) -> float:
-        """How many seeds one core has run in a second; 0 where that was not measured."""
+        """How many seeds one core has run per second; 0 if not measured."""
         return self.seeds / self.cpu_s if self.cpu_s else 0.0
 
     @property
     def steps_per_cpu_s(self) -> float:
-        """How many steps of worlds one core has made in a second; 0 where not measured."""
+        """How many steps of worlds one core has run per second; 0 if not measured."""
         return self.steps / self.cpu_s if self.cpu_s else 0.0
 
     @property
     def is_good(self) -> bool:
-        """Whether no rule was broken and enough was tried."""
+        """Whether no rule was broken and the coverage is sufficient."""
         return not self.failures and not self.missing()
 
 

@@ -1,6 +1,6 @@
-"""The report of a swarm: what was tried, what was found, in Markdown.
+"""The report of a swarm in Markdown: coverage and failures.
 
-It is prose about figures; nothing is counted or decided here.
+It only formats figures; nothing is counted or decided here.
 """
 
 from collections.abc import Iterable
@@ -9,17 +9,17 @@ from typing import Final
 from waltz_sim.coverage import Coverage
 from waltz_sim.run import PLAIN, Drawing
 
-# Promises and the rules that are broken when one is: each stands in the report with its count.
+# Groups of rules: the report lists each with the number of seeds that broke one of its rules.
 PROMISES: Final = (
     (
         "lost, changed or forked",
         ("AckUnique", "AckQuorum", "Fork", "DecisionCovers", "LogMatching"),
     ),
     ("doubled", ("AtMostOnce",)),
-    ("told wrong", ("OutcomeTruth", "GateCAS2")),
-    ("conflicts let in", ("LockSerial", "NotAhead")),
-    ("fed wrong", ("Dense", "ClientPrefix", "HwmMono", "NoRotServed")),
-    ("not whole again after healing", ("Converged", "Fixed")),
+    ("wrong outcome reported", ("OutcomeTruth", "GateCAS2")),
+    ("conflicts committed", ("LockSerial", "NotAhead")),
+    ("wrong feed", ("Dense", "ClientPrefix", "HwmMono", "NoRotServed")),
+    ("not recovered after healing", ("Converged", "Fixed")),
 )
 
 
@@ -29,22 +29,22 @@ def report_of(sums: Coverage, *, first: int, seconds: float, drawing: Drawing = 
     faults, steps = sums.faults, f"{sums.steps_per_cpu_s:,.0f}"
     figures = [
         ("seeds", f"{sums.seeds:,} from {first} on{drawing.options}"),
-        ("real time", f"{seconds:,.0f} s, {rate:.1f} seeds a second"),
+        ("real time", f"{seconds:,.0f} s, {rate:.1f} seeds per second"),
         ("virtual time", f"{sums.virtual_ms / 3_600_000:,.1f} h"),
         ("steps", f"{sums.steps:,} of worlds, {sums.disk_steps:,} of disks"),
         (
             "CPU time",
-            f"{sums.cpu_s:,.0f} s; in one {sums.seeds_per_cpu_s:.1f} seeds, {steps} steps",
+            f"{sums.cpu_s:,.0f} s; per second {sums.seeds_per_cpu_s:.1f} seeds, {steps} steps",
         ),
         ("faults that fired", f"{sum(faults.values()):,} of {len(faults)} kinds"),
         ("transactions committed and checked", f"{sums.committed:,}"),
         *((name, f"{_broken(sums, rules):,}") for name, rules in PROMISES),
         ("seeds that broke any rule", f"{len(sums.failures):,}"),
     ]
-    parts = ["# What the simulator has tried\n", _table(("", ""), figures)]
+    parts = ["# Simulator report\n", _table(("", ""), figures)]
     missing = sums.missing()
     if missing:
-        parts.append("## Never came to pass\n\n" + "".join(f"- {name}\n" for name in missing))
+        parts.append("## Did not occur\n\n" + "".join(f"- {name}\n" for name in missing))
     if sums.failures:
         rows = [
             (f"`{drawing.command(each.seed)}`", each.rule, _first_line(each.text))
@@ -55,7 +55,7 @@ def report_of(sums: Coverage, *, first: int, seconds: float, drawing: Drawing = 
     parts.append("## Faults\n\n" + _table(("kind", "fired"), rows_of_faults))
     others = sorted((name, n) for name, n in sums.counts.items() if not name.startswith("fault "))
     rows_of_others = [(name, f"{count:,}") for name, count in others]
-    parts.append("## What came to pass\n\n" + _table(("what", "times"), rows_of_others))
+    parts.append("## States that occurred\n\n" + _table(("state", "times"), rows_of_others))
     return "\n".join(parts)
 
 

@@ -1,7 +1,7 @@
-"""One seed or one schedule, run to its end: the verdict.
+"""Runs one seed or one schedule to its end, and returns a verdict.
 
-Tests, the command line, the swarm and the shrinker all run a schedule in the same way, and mean the
-same by "failed".
+Tests, the command line, the swarm and the shrinker run a schedule in the same way, and have one
+definition of failure.
 """
 
 import traceback
@@ -18,10 +18,10 @@ from waltz_sim.schedule import STEPS, Schedule, schedule_of
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """How a run ended. `rule` is None for a good one, else the name of what was broken.
+    """The end of a run. `rule` is None for a good one, else the name of the broken rule.
 
-    A machine that has raised (its own assertion, or anything else) broke the rule `Crash`.
-    `steps` counts what happened in the world, `disk_steps` what its disks did.
+    A machine that raises (its own assertion, or any other error) breaks the rule `Crash`.
+    `steps` counts the events of the world, `disk_steps` the steps of its disks.
     """
 
     schedule: Schedule
@@ -38,13 +38,14 @@ class RunVerdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was broken."""
+        """Whether no rule was broken."""
         return self.rule is None
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """What seeds mean: after `steps_max` steps a run is over and all heals; rough ones have themes.
+    """How a schedule is drawn from a seed: after `steps_max` steps all faults heal; rough ones have
+    themes.
 
     See rule 4 of `kinds.py`.
     """
@@ -59,7 +60,7 @@ class Drawing:
 
     @property
     def options(self) -> str:
-        """What is said of it on the command line, each with a space before it."""
+        """Its command-line options, each with a space before it."""
         rough = " --rough" if self.is_rough else ""
         return rough + ("" if self.steps_max == STEPS else f" --steps {self.steps_max}")
 
@@ -77,9 +78,9 @@ def run_seed(seed: int, drawing: Drawing = PLAIN, *, is_traced: bool = False) ->
 
 
 def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False) -> RunVerdict:
-    """Run a schedule: its faults, then healing, then the checks of the end.
+    """Run a schedule: its faults, then healing, then the final checks.
 
-    `keeps_all` lines of the trace, and not only the last ones.
+    With `keeps_all`, the verdict has all lines of the trace, not only the last ones.
     """
     cluster = SimCluster(schedule, is_traced=is_traced)
     if keeps_all:
@@ -93,7 +94,7 @@ def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False)
         cluster.run_healed()
     except Violation as violation:
         rule, text = violation.rule, str(violation)
-    except Exception:  # noqa: BLE001 - whatever a machine raises is what is looked for
+    except Exception:  # noqa: BLE001 - any error of a machine is a finding
         rule, text = "Crash", traceback.format_exc(limit=-6)
     finally:
         cluster.close()

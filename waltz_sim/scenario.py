@@ -1,11 +1,11 @@
-"""Told stories: what is done to a cluster, and the milestones that come of it, line by line.
+"""Stories: commands for a cluster, and the resulting milestones, line by line.
 
-A random run shows that nothing breaks, a story shows what happens instead. It is a text for people
-who know the protocol, and a test: told again, it must read the same.
+A random run shows that no guarantee breaks, a story shows what happens. It is a text for people
+who know the protocol, and a test: a new run must produce the same text.
 
-A file of stories begins with some words about them. Each story has a title (`## `), some words, and
-steps. A step (`> `) is one or more commands, parted by semicolons; after it the world goes on until
-nothing has happened for a while; what did happen stands below it, indented:
+A file of stories begins with an introduction. Each story has a title (`## `), an introduction, and
+steps. A step (`> `) has one or more commands, separated by semicolons; then the world runs until it
+is quiet for a while. The milestones follow, indented:
 
     ## A storage dies
     Two of three go on without it.
@@ -18,10 +18,10 @@ nothing has happened for a while; what did happen stands below it, indented:
         ...
 
 Rules:
-    1. A world of stories is calm: every delay is the middle one, and nothing goes wrong by itself.
-    2. All checkers of the simulator look on. At its end a story is healed, and all must be whole,
-       but where the story says that it is left broken.
-    3. What can be done stands in `stage.py`, what is told of it in `telling.py`.
+    1. The world of a story is calm: every delay is the middle one, and no fault occurs by itself.
+    2. All checkers of the simulator are active. At its end a story is healed, and the cluster must
+       recover, unless the story has the command `leave it broken`.
+    3. `stage.py` has the commands, `telling.py` the milestones.
 """
 
 import re
@@ -33,20 +33,20 @@ from waltz_sim.stage import Stage
 
 @dataclass(slots=True)
 class ScenarioStep:
-    """What is done, and what came of it."""
+    """Commands, and their milestones."""
 
     commands: str
     lines: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """The step as it stands in a file."""
+        """The text of the step in a file."""
         return f"> {self.commands}\n" + "".join(f"    {each}\n" for each in self.lines)
 
 
 @dataclass(slots=True)
 class Story:
-    """A title, some words, and steps."""
+    """A title, an introduction, and steps."""
 
     title: str
     words: list[str] = field(default_factory=list)
@@ -54,13 +54,13 @@ class Story:
 
     @property
     def text(self) -> str:
-        """The story as it stands in a file."""
+        """The text of the story in a file."""
         words = "".join(f"{line}\n" for line in self.words)
         return f"## {self.title}\n{words}\n{''.join(each.text for each in self.steps)}"
 
 
 def stories_in(text: str) -> tuple[str, list[Story]]:
-    """Return the words at the beginning of a file, and its stories; raises BadFormat."""
+    """Return the introduction of a file, and its stories; raises BadFormat."""
     intro, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
     stories = []
     for part in parts:
@@ -72,7 +72,7 @@ def stories_in(text: str) -> tuple[str, list[Story]]:
             elif line.startswith("    ") and story.steps:
                 story.steps[-1].lines.append(line[4:])
             elif story.steps:
-                raise BadFormat(f"story {title!r}: expected a step or what came of it: {line!r}")
+                raise BadFormat(f"story {title!r}: expected a step or a milestone, found {line!r}")
             elif line:
                 story.words.append(line)
         stories.append(story)
@@ -80,9 +80,9 @@ def stories_in(text: str) -> tuple[str, list[Story]]:
 
 
 def told_again(story: Story) -> Story:
-    """Let a story happen; return it with what came of each step (rule 2).
+    """Run a story; return it with the milestones of each step (rule 2).
 
-    Raises BadFormat for a command that is none, `history.Violation` for a broken promise.
+    Raises BadFormat for an invalid command, `history.Violation` for a broken guarantee.
     """
     again = Story(story.title, story.words)
     opening = story.steps[0].commands if story.steps else ""

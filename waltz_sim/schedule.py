@@ -1,14 +1,13 @@
-"""What a run is made of: a set-up and a list of faults, drawn from a seed or read from a file.
+"""The input of a run: a set-up and a list of faults, drawn from a seed or read from a file.
 
-A seed stands for a run only as long as nobody changes how schedules are drawn from seeds; a
-schedule written out stands for it for ever, can be shortened, and can be replayed from an installed
-package.
+A seed identifies a run only until the drawing of schedules changes; a schedule in a file identifies
+it permanently, and can be shortened.
 
 Rules:
-    1. Everything that is drawn is drawn here, before the run; what a fault hits is decided by its
-       own `chance`, so that other faults may be left out without changing it.
-    2. Swarm testing: each seed has some kinds of faults only, each at its own rate, and its own
-       sizes of everything. A world in which all goes wrong at once explores little.
+    1. Everything is drawn here, before the run. The target of a fault depends on its own `chance`,
+       so removing other faults does not change it.
+    2. Swarm testing: each seed has only some kinds of faults, each at its own rate, and its own
+       sizes. A world with all kinds of faults at once explores little.
 """
 
 import dataclasses
@@ -33,7 +32,7 @@ STEPS: Final = 2_000
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong: when, what, and a number that decides the rest (rule 1)."""
+    """One fault: its time, its kind, and a number that decides the rest (rule 1)."""
 
     at_us: int
     kind: str
@@ -49,9 +48,9 @@ class Setup:
     servers: int = 2
     clients: int = 3
     is_bytes: bool = False
-    think_ms: int = 10  # between what a client does and what it does next, at most about twice this
-    batch_share: float = 0.1  # of what a client appends; the rest are single transactions
-    keys: int = 6  # so many different locks
+    think_ms: int = 10  # between two actions of a client, at most about twice this
+    batch_share: float = 0.1  # of a client's appends; the rest are single transactions
+    keys: int = 6  # number of different locks
     lock_slot_count: int = 1009
     segment_bytes_max: int = 4_096
     reserve_bytes: int = 8_192
@@ -59,19 +58,21 @@ class Setup:
     slice_rows_max: int = 64
     lag_bytes_max: int = 4_096
     range_bytes_max: int = 1_024
-    scrub_interval_ms: int = 0  # how often a log is read whole; 0: by a fault only
-    has_large_batches: bool = False  # every batch counts as one that may go in pieces
+    scrub_interval_ms: int = 0  # how often a log is scrubbed; 0: only by a fault
+    has_large_batches: bool = False  # every batch may be sent in pieces
     quorum_ms_max: int = 4_000  # without a quorum, until the partition is released
-    followers: int = 0  # so many of the clients follow what is in flight
-    context_clients: int = 0  # so many more run contexts by a view of their own
-    has_new_owner_ids: bool = False  # a server that restarts is another owner, as real ones are
+    followers: int = 0  # number of clients that follow appends in flight
+    context_clients: int = 0  # number of additional clients that run contexts with their own view
+    has_new_owner_ids: bool = False  # a restarted server has a new owner ID, like a real one
     duration_ms: int = DURATION_MS
     steps_max: int = STEPS
-    is_unbounded: bool = False  # losses may hit any number of replicas, and ZooKeeper (budget.py)
-    is_calm: bool = False  # every draw is the middle one, for told stories
+    is_unbounded: bool = (
+        False  # losses may affect any number of replicas, and ZooKeeper (budget.py)
+    )
+    is_calm: bool = False  # every draw is the middle one, for stories
 
     def limits(self) -> PartitionLimits:
-        """What a served partition keeps to."""
+        """The limits of a served partition."""
         return PartitionLimits(
             lock_slot_count=self.lock_slot_count,
             queue_bytes_max=8 * LARGE_BYTES if self.has_large_batches else 64 * 1024,
@@ -88,7 +89,7 @@ class Setup:
         )
 
     def store_limits(self) -> SessionLimits:
-        """What replication keeps to."""
+        """The limits of replication."""
         return SessionLimits(
             redial_ms_min=20,
             redial_ms_max=500,
@@ -142,15 +143,15 @@ class Schedule:
             faults = tuple(Fault(int(at), str(kind), int(no)) for at, kind, no in told["faults"])
             return Schedule(int(told["seed"]), setup, faults)
         except (KeyError, TypeError, ValueError) as error:
-            raise BadFormat(f"schedule: expected what `simulate` has written: {error}") from error
+            raise BadFormat(f"schedule: expected a file of the simulator: {error}") from error
 
 
 def schedule_of(
     seed: int, weights: Mapping[str, int], *, only: Iterable[str] | None = None
 ) -> Schedule:
-    """Draw a run from its seed: `weights` are the kinds of faults and how often each may come.
+    """Draw a run from its seed: `weights` are the kinds of faults and their frequencies.
 
-    `only` some kinds, where that is given.
+    `only` limits the kinds.
     """
     rng = chance_of(seed ^ 0x5EED)
     replicas = rng.choice((1, 3, 3, 3, 3, 3, 5))
@@ -170,7 +171,7 @@ def schedule_of(
         lag_bytes_max=rng.choice((600, 4_096, 65_536)),
         range_bytes_max=rng.choice((300, 1_024)),
         is_unbounded=rng.random() < 0.05,
-        # From a stream of its own, so that seeds mean what they did before there was this.
+        # From its own random stream, so that older seeds keep their meaning.
         has_large_batches=chance_of(seed ^ 0x1A26E).random() < 0.2,
         scrub_interval_ms=chance_of(seed ^ 0x5C12B).choice((0, 0, 300, 1_500)),
         followers=chance_of(seed ^ 0xF078E).choice((0, 0, 2, 4)),
@@ -195,7 +196,7 @@ def schedule_of(
 
 
 def _later_faults(seed: int, setup: Setup, kinds: Sequence[str]) -> list[Fault]:
-    """Draw each kind that came later from a stream of its own: see `has_large_batches`."""
+    """Draw each kind that was added later from its own stream: see `has_large_batches`."""
     faults: list[Fault] = []
     for kind in kinds:
         number, times = LATER_KINDS[kind]
@@ -213,7 +214,7 @@ def _a_few(rng: "Random", duration_us: int) -> Iterator[int]:
 
 
 def _every(*gaps_ms: int) -> "Callable[[Random, int], Iterator[int]]":
-    """Draw times from the beginning on: most worlds are healed long before their time is over."""
+    """Draw times from the beginning on: most worlds heal long before their time ends."""
 
     def times(rng: "Random", duration_us: int) -> Iterator[int]:
         gap_us = rng.choice(gaps_ms) * 1_000
@@ -225,7 +226,7 @@ def _every(*gaps_ms: int) -> "Callable[[Random, int], Iterator[int]]":
 
 
 class Later(NamedTuple):
-    """How a kind that came later is drawn: what parts its stream from others, and its times."""
+    """How a kind that was added later is drawn: the seed of its stream, and its times."""
 
     number: int
     times: "Callable[[Random, int], Iterator[int]]"

@@ -1,12 +1,12 @@
-"""A failing schedule made short: what is left of it is what the failure needs.
+"""Shortens a failing schedule to the part that the failure needs.
 
-A schedule of sixty faults and four clients explains nothing. Leaving faults out is possible because
-each is decided by its own chance (`schedule.py`, rule 1).
+A schedule of sixty faults and four clients explains nothing. Faults can be removed because each
+depends on its own chance (`schedule.py`, rule 1).
 
 Rules:
     1. A shorter schedule counts only if it breaks the same rule.
-    2. Nothing is made longer: faults are left out, sizes go down, time is cut.
-    3. The effort is bounded by a number of runs, and by whoever asks (`is_late`).
+    2. Nothing gets longer: faults are removed, sizes are reduced, time is cut.
+    3. The effort is bounded by a number of runs, and by the caller (`is_late`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from waltz_sim.schedule import Fault, Schedule
 
 RUNS_MAX: Final = 300
 DURATION_MS_MIN: Final = 50
-# What each part of a set-up is tried with, the best first.
+# The values that are tried for each part of a set-up, the best first.
 SMALLER: Final[tuple[tuple[str, tuple[float, ...]], ...]] = (
     ("is_bytes", (False,)),
     ("is_unbounded", (False,)),
@@ -36,7 +36,7 @@ Run = Callable[[Schedule], RunVerdict]
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """The shortest schedule that was found, how it ends, and what it took."""
+    """The shortest schedule that was found, its verdict, and the number of runs."""
 
     schedule: Schedule
     verdict: RunVerdict
@@ -58,7 +58,7 @@ def shrink(
 
 
 class _Search:
-    """The best schedule so far, and how to better it."""
+    """The best schedule so far, and the search for a better one."""
 
     def __init__(
         self, verdict: RunVerdict, runs_max: int, is_late: Callable[[], bool], run_one: Run
@@ -75,7 +75,7 @@ class _Search:
         return self.best.schedule.faults
 
     def shorten(self) -> None:
-        """Leave out, cut and lessen, until a whole round has bettered nothing."""
+        """Remove, cut and reduce, until a whole round brings no improvement."""
         size = None
         while size != _size_of(self.best.schedule) and not self._is_over():
             size = _size_of(self.best.schedule)
@@ -87,7 +87,7 @@ class _Search:
         return self.run_count >= self._runs_max or self._is_late()
 
     def _is_better(self, candidate: Schedule) -> bool:
-        """Try a schedule; take it when it breaks the same rule (rule 1)."""
+        """Try a schedule; keep it if it breaks the same rule (rule 1)."""
         if self._is_over():
             return False
         self.run_count += 1
@@ -98,13 +98,13 @@ class _Search:
         return True
 
     def _cut_time(self) -> None:
-        """End the first phase as early as may be; what would come later is left out."""
+        """End the first phase as early as possible; later faults are removed."""
         failed_ms = self.best.virtual_ms + 1
         schedule = self.best.schedule
         if failed_ms < schedule.setup.duration_ms:
             self._is_better(_until(schedule, failed_ms))
         elif schedule.faults:
-            # It failed while healing: what was after the last fault hardly matters.
+            # It failed while healing: the time after the last fault hardly matters.
             last_ms = schedule.faults[-1].at_us // 1_000 + 1
             if last_ms < schedule.setup.duration_ms:
                 self._is_better(_until(schedule, last_ms))
@@ -116,7 +116,7 @@ class _Search:
             step_ms = min(step_ms, duration_ms) // 2
 
     def _leave_faults_out(self) -> None:
-        """Leave out groups of faults, large ones first, then each alone (ddmin)."""
+        """Remove groups of faults, large ones first, then single faults (ddmin)."""
         if self._faults and self._is_better(self.best.schedule.with_faults(())):
             return
         group_count = 2
@@ -129,7 +129,7 @@ class _Search:
                 group_count = min(len(self._faults), 2 * group_count)
 
     def _lessen(self) -> None:
-        """Make the world smaller."""
+        """Reduce the sizes of the world."""
         for name, values in SMALLER:
             for value in values:
                 if value >= getattr(self.best.schedule.setup, name):

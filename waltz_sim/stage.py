@@ -1,13 +1,12 @@
-"""The hands that do things to a calm world, and the words for them.
+"""The commands of stories, and their actions in a calm world.
 
-How a story is written down is one thing, what one can do in it another. This is the list of all
-commands.
+`scenario.py` has the format of stories; this module lists all commands.
 
 Rules:
-    1. A command is done at once, in the order of the story; nothing is waited for in between.
-    2. Whoever was killed stays down until the story starts it again.
-    3. The beginning, always the same, is done before anything else of its step, and is told only
-       where a story begins slowly.
+    1. Commands run immediately, in the order of the story, without waiting in between.
+    2. A killed process stays down until the story starts it again.
+    3. The opening, always the same, runs before the rest of its step. Its milestones are listed
+       only if the story begins slowly.
 """
 
 import re
@@ -54,7 +53,7 @@ _NAMES: Final = {"A": 0, "B": 1, "C": 2, "D": 3, "E": 4, "S": 0, "T": 1, "U": 2}
 
 
 class Stage:
-    """A world, and the hands that do things to it."""
+    """A world, and the commands that act on it."""
 
     def __init__(self, opening: str) -> None:
         found = re.fullmatch(
@@ -93,7 +92,7 @@ class Stage:
             self.play("")
 
     def _tick(self) -> None:
-        """Let time be looked at, also when nothing happens."""
+        """Check the time regularly, also without other events."""
         self.cluster.world.after(_TICK_MS * MS, self._tick)
 
     def _told_to(self, cluster: SimCluster) -> Telling:
@@ -104,7 +103,7 @@ class Stage:
     # ---- a step
 
     def play(self, commands: str) -> list[str]:
-        """Do what a step says, wait until nothing happens any more, and tell what did."""
+        """Run the commands of a step, wait until the world is quiet, and return the milestones."""
         telling, world = self.telling, self.cluster.world
         for command in commands.split(";"):
             if command and not command.startswith("begin "):
@@ -115,7 +114,7 @@ class Stage:
         return telling.take_lines()
 
     def do(self, command: str) -> None:
-        """Carry one command out."""
+        """Run one command."""
         for pattern, action in _COMMANDS.items():
             found = re.fullmatch(pattern, command)
             if found is not None:
@@ -127,19 +126,19 @@ class Stage:
         for milestone, command in list(self._triggers):
             if milestone in line:
                 self._triggers.remove((milestone, command))
-                # Whoever tells is in the middle of something.
+                # The caller is in the middle of a step.
                 self.cluster.world.after(0, partial(self.do, command))
 
     def when(self, milestone: str, command: str) -> None:
-        """Do something as soon as a milestone has come."""
+        """Run a command as soon as a milestone occurs."""
         self._triggers.append((milestone, command))
 
     def wait(self, duration_ms: str) -> None:
-        """Let some time pass, whatever happens."""
+        """Let some time pass."""
         self.cluster.world.run(int(duration_ms) * MS)
 
     def leave_broken(self) -> None:
-        """Do not heal this one: nobody could without help."""
+        """Do not heal this story: it would need an operator's decision."""
         self.is_left_broken = True
 
     # ---- processes
@@ -151,13 +150,13 @@ class Stage:
         return self.cluster.storages[_replica(name)]
 
     def kill(self, name: str) -> None:
-        """`kill -9`, and nobody starts it again."""
+        """`kill -9`, without a restart."""
         process = self._process(name)
         self.cluster.held_down[process.name] = None
         process.kill()
 
     def power_off(self, name: str) -> None:
-        """Take a storage's power: what was not synced is lost."""
+        """Cut a storage's power: unsynced data is lost."""
         storage = self._storage(name)
         self.cluster.held_down[storage.name] = None
         storage.lose_power(Survival.NOTHING, with_lies=True)
@@ -180,7 +179,7 @@ class Stage:
         self._process(name).resume()
 
     def cut_off(self, name: str, others: str) -> None:
-        """Let nothing through between a machine and some others, and tell none of them."""
+        """Drop everything between a machine and some others, without closing links."""
         network, one = self.cluster.network, self._process(name).name
         for other in (self._process(each).name for each in others.split()):
             network.block(one, other)
@@ -190,59 +189,59 @@ class Stage:
                     network.mute(link)
 
     def cut_one_way(self, name: str, other: str) -> None:
-        """Let nothing through from one machine to another; the way back is open."""
+        """Drop everything from one machine to another; the other direction works."""
         self.cluster.network.block(self._process(name).name, self._process(other).name)
 
     def cut_from_zookeeper(self, name: str) -> None:
-        """Let a server reach everybody but ZooKeeper, which gives it up after a while."""
+        """Cut a server off from ZooKeeper only; its session expires after a while."""
         server = self._process(name)
         assert isinstance(server, SimServer)
         self.cluster.coordinator.cut_off[server.name] = None
         self.cluster.coordinator.watch_server(server)
 
     def hold_back(self) -> None:
-        """Let what the application sends on its link come to the server later."""
+        """Delay messages of the application on its link to the server."""
         self._held = next(reversed(self._client.links.values()))
         self.cluster.network.hold(
             self._held, lambda: self.telling.tell("what was held back arrives")
         )
 
     def give_up_link(self) -> None:
-        """Let the application believe that its link is broken; nobody else is told."""
+        """Break the application's end of its link; the server does not notice."""
         assert self._held is not None
         self.cluster.network.give_up(self._held, "given up")
 
     def release(self) -> None:
-        """Let what was held back arrive, and then the end of its link."""
+        """Deliver the delayed messages, and then the end of their link."""
         assert self._held is not None
         self.cluster.network.release(self._held, "given up", 50 * MS)
 
     def mend_network(self) -> None:
-        """Let everything through again."""
+        """Repair the network."""
         self.cluster.network.heal()
         self.cluster.coordinator.cut_off.clear()
 
     def set_clock(self, name: str, sign: str) -> None:
-        """Let a clock on the wall jump by an hour."""
+        """Move a wall clock by an hour."""
         self._process(name).wall_offset_ms += 3_600_000 * (-1 if sign == "back" else 1)
 
     # ---- disks
 
     def keep_disk(self, name: str) -> None:
-        """Make a copy of a disk, as it is now on the platter."""
+        """Copy the durable contents of a disk."""
         disk = SimDisk(is_traced=False)
         for path, content in self._storage(name).disk.files().items():
             disk.put(path, content)
         self._disks[name] = disk
 
     def old_disk(self, name: str) -> None:
-        """Put the copy in the place of the disk; the storage is down."""
+        """Replace the disk by the copy; the storage is down."""
         storage = self._storage(name)
         storage.disk = self._disks.pop(name)
         self.telling.rolled_back(storage)
 
     def new_disk(self, name: str, registered: str | None) -> None:
-        """Put an empty disk there; with `cluster replace` its storage is the one to expect."""
+        """Insert an empty disk; with `cluster replace` its storage is the registered one."""
         storage = self._storage(name)
         storage.disk = SimDisk(is_traced=False)
         storage.storage_id = bytes(reversed(storage.storage_id))
@@ -251,29 +250,29 @@ class Stage:
         self.telling.rolled_back(storage)
 
     def swap_disks(self, name: str, other: str) -> None:
-        """Put each of two disks in the other's machine; both storages are down."""
+        """Swap the disks of two machines; both storages are down."""
         one, two = self._storage(name), self._storage(other)
         one.disk, two.disk = two.disk, one.disk
         for each in (one, two):
             self.telling.rolled_back(each)
 
     def fill_disk(self, name: str) -> None:
-        """Leave no room on a disk."""
+        """Fill a disk."""
         disk = self._storage(name).disk
         disk.capacity_bytes = sum(len(content) for content in disk.files().values())
 
     def make_room(self, name: str) -> None:
-        """Let a disk have room again."""
+        """Free space on a disk."""
         self._storage(name).disk.capacity_bytes = None
 
     def fail_sync(self, name: str) -> None:
-        """Let the next sync of a disk fail: what was written stays unknown to the platter."""
+        """Let the next sync of a disk fail: the written data does not become durable."""
         disk = self._storage(name).disk
         # An append writes records, offsets and lineage, and then syncs.
         disk.plan(disk.step_count + 4, DiskFault.FAILS)
 
     def rot(self, name: str, transaction_id: str) -> None:
-        """Let a bit of a record flip on the platter."""
+        """Flip a bit of a record on the disk."""
         disk = self._storage(name).disk
         path = min(each for each in disk.files() if each.suffix == ".seg")
         content, offset = disk.content(path), SEGMENT_HEADER_BYTES
@@ -283,21 +282,21 @@ class Stage:
         disk.flip(path, offset + RECORD_PREFIX.size)
 
     def lie(self, name: str) -> None:
-        """Let a disk say from now on that it has synced, and not do it."""
+        """Let a disk report syncs from now on without doing them."""
         self._storage(name).disk.is_lying = True
 
     def trust_no_syncs(self, name: str) -> None:
-        """Have a storage's operator know of such disks, at its next start."""
+        """Configure a storage, at its next start, not to trust earlier syncs."""
         self._storage(name).trusts_fsync = False
 
     def scrub(self, name: str) -> None:
-        """Have all records read again."""
+        """Scrub all records."""
         self._storage(name).scrub_now()
 
     # ---- administration
 
     def administer(self, name: str, message: AdminMessage) -> None:
-        """Ask a storage for something by its administration port."""
+        """Send a request to a storage's administration port."""
 
         def told(answer: AdminMessage) -> None:
             if isinstance(answer, AdminRefused):
@@ -319,7 +318,7 @@ class Stage:
         self.administer(name, ReSeed(1, self.cluster.partition_id, is_forced=False))
 
     def declare(self) -> None:
-        """Have the storages' logs decide what ZooKeeper has to hold."""
+        """Rebuild ZooKeeper's metadata from the storages' logs."""
 
         def told(verdict: RebuildDecision | None) -> None:
             assert verdict is not None
@@ -329,12 +328,12 @@ class Stage:
         Rescue(self.cluster, told)
 
     def stranger_asks(self, name: str, session_id: str) -> None:
-        """Let somebody who owns nothing ask a storage for a session."""
+        """Let a process that owns no partition request a session from a storage."""
         identity = (bytes(16), NO_STORAGE_ID, self.cluster.key, 1)
         self._stranger(name, Prepare(int(session_id), 1, self.cluster.partition_id, *identity))
 
     def stranger_appends(self, name: str, session_id: str) -> None:
-        """Let somebody who has not asked for a session append in it."""
+        """Let a process append in a session that it has not requested."""
         nothing = (0, b"", b"", 0, GENESIS_CHAIN, ())
         self._stranger(name, AppendRaw(int(session_id), 1, self.cluster.partition_id, *nothing))
 
@@ -349,7 +348,7 @@ class Stage:
     # ---- the application
 
     def append(self, count: str, at_once: str | None) -> None:
-        """Append rows, one by one without waiting, or as one batch."""
+        """Append rows, as single appends without waiting, or as one batch."""
         if at_once:
             self._append(int(count))
             return
@@ -361,12 +360,12 @@ class Stage:
         client.append(self.cluster.workload.parcel(client, [_NO_LOCKS] * count, mark))
 
     def writes_go_on(self) -> None:
-        """Append a row now and then; whatever is lost is tried again."""
+        """Append a row now and then; lost appends are retried."""
         self._is_writing = self.telling.names_ids = True
         self._write()
 
     def writes_end(self) -> None:
-        """Append no more, and wait for the last answer."""
+        """Stop appending, and wait for the last answer."""
         self._is_writing = False
         is_done = self.cluster.world.run(
             STEP_MS_MAX * MS, until=lambda: not self.cluster.workload.pending_count
@@ -400,35 +399,35 @@ class Stage:
         self.cluster.coordinator.give(self._process(name).name)
 
     def expire(self, name: str) -> None:
-        """Let a server's session end."""
+        """End a server's ZooKeeper session."""
         server = self._process(name)
         assert isinstance(server, SimServer)
         self.cluster.coordinator.expire(server)
 
     def checkpoint(self) -> None:
-        """Ask for a new session."""
+        """Request a new session."""
         owner = self.cluster.owner
         assert owner is not None
         owner.step(session_events.Checkpoint())
 
     def zookeeper(self, what: str) -> None:
-        """Let it fall silent, lose its answers, or be as it should."""
+        """Stop ZooKeeper's answers, lose them, or restore it."""
         self.cluster.coordinator.is_away = what == "is away"
         self.cluster.coordinator.lost_answers = 1.0 if what == "loses answers" else 0.0
 
     def keep_zookeeper(self) -> None:
-        """Make a copy of what ZooKeeper holds of the partition."""
+        """Copy the partition's nodes in ZooKeeper."""
         coordinator = self.cluster.coordinator
         self._kept = coordinator.metadata, coordinator.marker
 
     def roll_zookeeper_back(self) -> None:
-        """Put the copy in its place."""
+        """Restore the copy."""
         coordinator = self.cluster.coordinator
         coordinator.metadata, coordinator.marker = self._kept
         self.telling.zookeeper_changed()
 
     def forget_states(self) -> None:
-        """Let ZooKeeper hold an opened partition without any replica's state."""
+        """Remove all replica states of an opened partition from ZooKeeper."""
         coordinator = self.cluster.coordinator
         assert coordinator.metadata is not None
         coordinator.metadata = PartitionMetadata(

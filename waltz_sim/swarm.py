@@ -1,16 +1,16 @@
-"""Many seeds on all cores.
+"""Runs many seeds on all cores.
 
-It is the simulator's only part that knows of processes and of real time; what a seed does is the
-same in all of them.
+Only this part of the simulator uses operating system processes and real time; a seed has the same
+result in each process.
 
 Rules:
-    1. Seeds are taken in order, a few at a time; what is returned does not depend on how many
-       processes there were, unless time ends the run.
-    2. A process that dies takes the run with it: a seed that was not heard of is not a good seed.
-    3. An interrupt is for the process that was asked: it ends the others at once, and they neither
-       hear of it nor say anything, not even while they start.
-    4. The others end with it whatever ends it (on Linux): left alone they would wait for seeds for
-       ever.
+    1. Seeds are processed in order, a few at a time; the result does not depend on the number of
+       processes, unless time ends the run.
+    2. If a process dies, the run fails: a seed without a result is not a good seed.
+    3. Only the parent process handles an interrupt: it ends the children at once. They ignore the
+       signal and print nothing, also while they start.
+    4. The children end with their parent, for any reason (on Linux): otherwise they would wait for
+       seeds forever.
 """
 
 import ctypes
@@ -31,16 +31,16 @@ from waltz_sim.run import PLAIN, Drawing, run_seed
 
 CHUNK_SEEDS: Final = 8
 TOLD_EVERY_S: Final = 5.0
-LOOK_S: Final = 0.2  # how long an interrupt may wait
-# A world hangs together in rings, and is let go as a whole: to look for rings more often finds
-# nothing, and takes some percent of the time.
+LOOK_S: Final = 0.2  # the longest delay of an interrupt
+# A world is full of reference cycles, and is released as a whole: more frequent collections find
+# nothing, and take some percent of the time.
 COLLECT_EVERY: Final = 200_000
 _PR_SET_PDEATHSIG: Final = 1
 
 Told = Callable[[Coverage, float], None]
 
 
-def sweep(  # noqa: PLR0913 - what to run, how, and who hears of it
+def sweep(  # noqa: PLR0913 - what to run, how, and where to report
     first: int,
     seed_count: int | None = None,
     *,
@@ -52,8 +52,8 @@ def sweep(  # noqa: PLR0913 - what to run, how, and who hears of it
 ) -> Coverage:
     """Run `seed_count` seeds from `first` on, or as many as there is time for; on the main thread.
 
-    `told` hears now and then how far it is, and after how many seconds. What is found is added to
-    `sums`, if given, so that whoever is interrupted has what was found until then.
+    `told` is called now and then with the sums so far, and the seconds. Results are added to
+    `sums`, if given, so that they are available after an interrupt.
     """
     assert seed_count is not None or seconds is not None
     began_s = told_s = time.monotonic()
@@ -86,12 +86,12 @@ def _chunks(first: int, seed_count: int | None, end_s: float | None) -> Iterator
 def _run_all(
     chunks: Iterator[range], jobs: int, run_one: Callable[[range], Coverage]
 ) -> Generator[Coverage, None, None]:
-    """Run chunks with a few of them ahead, so that no process waits."""
+    """Run chunks, with a few of them queued, so that no process waits."""
     if jobs == 1:
         with _few_collections():
             yield from map(run_one, chunks)
         return
-    # Started anew, not forked: a copy of a process with threads may hang.
+    # Spawned, not forked: a fork of a process with threads may hang.
     with (
         _interrupts_kept() as pass_on,
         ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_prepare) as pool,
@@ -111,10 +111,10 @@ def _run_all(
 
 @contextmanager
 def _interrupts_kept() -> Iterator[Callable[[], None]]:
-    """Give what passes an interrupt on that came meanwhile; the end does so, too.
+    """Return a function that raises a deferred interrupt; the end of the block does so, too.
 
-    Raised in the middle of a start it would leave a child without its orders, and in the middle of
-    a wait locks that the pool's own thread waits for.
+    Raised during a start, an interrupt would leave a child without its input; raised during a wait,
+    it would leave locks that the pool's own thread waits for.
     """
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
@@ -132,7 +132,7 @@ def _interrupts_kept() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _ended_early() -> Iterator[None]:
-    """End the processes that were started meanwhile when nobody waits for them any more."""
+    """End the processes that were started inside if the block fails."""
     others = active_children()
     try:
         yield
@@ -145,7 +145,7 @@ def _ended_early() -> Iterator[None]:
 
 @contextmanager
 def _deaf_children() -> Iterator[None]:
-    """Have what is started meanwhile hear of no interrupt (rule 3)."""
+    """Start children that ignore interrupts (rule 3)."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield
@@ -154,7 +154,7 @@ def _deaf_children() -> Iterator[None]:
 
 
 def _prepare() -> None:
-    """Get a process of the pool ready."""
+    """Prepare a process of the pool."""
     _collect_little()
     if sys.platform.startswith("linux"):
         _end_with_parent()
@@ -165,19 +165,19 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = parent_process()
     assert parent is not None
-    if not parent.is_alive():  # It ended a moment before, and nothing tells of that any more.
+    if not parent.is_alive():  # It ended before the request, so no signal follows.
         sys.exit(1)
 
 
 def _collect_little() -> None:
-    """Look for rings seldom, and not among what was imported, which stays."""
+    """Collect garbage rarely, and not among imported modules, which stay."""
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY)
 
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Do the same in a process that has other things to do afterwards."""
+    """Do the same in a process that continues afterwards."""
     before = gc.get_threshold()
     _collect_little()
     try:
@@ -188,7 +188,7 @@ def _few_collections() -> Iterator[None]:
 
 
 def run_chunk(seeds: range, *, drawing: Drawing = PLAIN) -> Coverage:
-    """Run some seeds one after the other, and count what time of a core that took."""
+    """Run some seeds one after the other, and measure the CPU time."""
     began_s = time.process_time()
     sums = covered(run_seed(seed, drawing) for seed in seeds)
     sums.cpu_s = time.process_time() - began_s

@@ -1,18 +1,18 @@
-"""What happens in a world, told in short lines: the milestones of the protocol, and no more.
+"""Milestones: the events of a world that a story lists, as short lines.
 
-A story that hung on times, chance, or the order in which equal machines answer would be told anew
-with every change. This says what is a milestone, and how it is written down.
+A story that depended on times, randomness, or the order of equal machines' answers would change
+with every change of the code. This module defines the milestones and their texts.
 
 Rules:
-    1. Milestones come from outside the machines: what replicas do, what ZooKeeper holds, what the
-       store says to its server, what applications are told, and what machines report.
-    2. What several replicas do on their own, between two milestones of the whole, is told together
-       and in the order of their names: who of them was first does not matter.
-    3. Storages are A to E, servers S and T. Ids that depend on when something was done get names,
-       h1 for the first that is told; the same id has the same name.
-    4. A log that holds ids 0 to 9 is "0..9", an empty one is "nothing".
-    5. What is said again within a session and a step of a story is told once: whoever is refused
-       tries again for ever.
+    1. Milestones are visible from outside the machines: actions of replicas, contents of ZooKeeper,
+       effects of the store, outcomes for applications, and reports of machines.
+    2. Actions of single replicas, between two milestones of the partition, are listed together and
+       in the order of the replicas' names: their own order does not matter.
+    3. Storages are A to E, servers S and T. IDs that depend on timing get names, h1 for the first
+       one in the story; the same ID has the same name.
+    4. A log with IDs 0 to 9 is "0..9", an empty one is "nothing".
+    5. A repeated line within a session and a step of a story is listed once: a rejected machine
+       retries forever.
 """
 
 import re
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 
 _NAME: Final = re.compile(r"storage(\d):1|server(\d)")
 _CHAIN: Final = re.compile(r"\b[0-9a-f]{32}\b")
-# What replicas do on their own (rule 2).
+# Actions of single replicas (rule 2).
 _VERBS: Final = {"fenced": "with", "cut": "to", "copied": "", "mended": "", "marked": "at"}
 _WRITTEN: Final = "ZooKeeper has"
-# Reports that are milestones; the others are told by what comes of them.
+# Reports that are milestones; the others have visible consequences.
 _REPORTS: Final[dict[str, str]] = {
     "replica.unknown": "{replica} is not believed",
     "replica.refused": "{replica} is refused: {reason}",
@@ -71,7 +71,7 @@ _REPORTS: Final[dict[str, str]] = {
 
 
 def letters(text: str) -> str:
-    """Return a text with storages and servers by their names in stories (rule 3)."""
+    """Return a text with the names that storages and servers have in stories (rule 3)."""
 
     def name(found: re.Match[str]) -> str:
         storage, server = found.groups()
@@ -81,13 +81,13 @@ def letters(text: str) -> str:
 
 
 class Telling(Checks):
-    """The checkers of a world, which also write down what they are told."""
+    """The checkers of a world, which also write down milestones."""
 
     def __init__(self, cluster: "SimCluster") -> None:
         super().__init__(cluster)
         self.lines: list[str] = []
-        self.last_told_us = 0  # or when an application was told something
-        # Called with every milestone as it happens, as "cut C", before it is told.
+        self.last_told_us = 0  # or when an application got an outcome
+        # Called with every milestone as it happens, for example "cut C", before it is written down.
         self.on_milestone: Callable[[str], None] = lambda _: None
         self.names_ids = False  # rule 3
         self._ids: dict[int, str] = {}
@@ -98,7 +98,7 @@ class Telling(Checks):
     # ---- writing down
 
     def take_lines(self) -> list[str]:
-        """Return what was told since the last time."""
+        """Return the lines since the last call."""
         self._flush()
         if not self.names_ids:
             self._tell_outcomes()
@@ -107,7 +107,7 @@ class Telling(Checks):
         return lines
 
     def tell(self, text: str) -> None:
-        """Write down a milestone of the whole."""
+        """Write down a milestone of the partition."""
         line = letters(text)
         if self._is_new(line):
             self._flush()
@@ -115,7 +115,7 @@ class Telling(Checks):
         self.on_milestone(line)
 
     def _tell_of(self, verb: str, replica: str, first: int, last: int) -> None:
-        """Write down what one replica did with some ids (rule 2)."""
+        """Write down an action of one replica on some IDs (rule 2)."""
         name = letters(replica)
         if self._is_new((verb, name, first, last)):
             deeds = self._together.setdefault(name, [])
@@ -125,7 +125,7 @@ class Telling(Checks):
         self.on_milestone(f"{verb} {name}")
 
     def _is_new(self, what: object) -> bool:
-        """Tell whether something was not yet said in this session and step (rule 5)."""
+        """Return whether a line is new in this session and step (rule 5)."""
         if what in self._said:
             return False
         self._said[what] = None
@@ -141,7 +141,7 @@ class Telling(Checks):
         self.lines += [f"{' '.join(names)}: {text}" for text, names in by_deeds.items()]
 
     def span(self, first: int, last: int) -> str:
-        """Return ids in words (rules 3 and 4)."""
+        """Return IDs as text (rules 3 and 4)."""
         if last < first:
             return "nothing"
         return f"{self._id(first)}..{self._id(last)}" if first != last else self._id(first)
@@ -161,7 +161,7 @@ class Telling(Checks):
                 self.lines.append(f"told: {len(ids)} {what}")
 
     def tell_written(self, *, is_complete: bool) -> None:
-        """Tell in one line what became of rows that were written all the time."""
+        """Write down in one line the outcomes of continuous writes."""
         outcomes, self._outcomes = self._outcomes, {}
         bad = sorted(what for what in outcomes if what not in {"in the log", "LOST"})
         if bad or not is_complete:
@@ -178,7 +178,7 @@ class Telling(Checks):
         result: "WorkResult",
         before: "Before",
     ) -> None:
-        """See `Checks.worked`; live appends are no milestones."""
+        """See `Checks.worked`; live appends are not milestones."""
         super().worked(storage, work, result, before)
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             if isinstance(outcome, WaltzError):
@@ -217,7 +217,7 @@ class Telling(Checks):
         after: PartitionMetadata,
         marker: PartitionMarker,
     ) -> None:
-        """See `Checks.wrote`; the claim is told by who makes it."""
+        """See `Checks.wrote`; a claim is written down when its server reports it."""
         super().wrote(server, before, after, marker)
         if after.session_id != before.session_id:
             return
@@ -297,7 +297,7 @@ class Telling(Checks):
         self.tell(f"in doubt: {self.span(first, last)}; in the log: {kept}")
 
     def answered(self, server: "SimServer", answer: "Answer") -> None:
-        """See `Checks.answered`; what an application is told is a milestone when it is told."""
+        """See `Checks.answered`; an outcome is a milestone when the application gets it."""
         super().answered(server, answer)
         link, message = self.cluster.network.links.get(answer.connection), answer.message
         if link is None or link.is_open[NEAR] or not isinstance(message, AppendResult):

@@ -58,11 +58,11 @@ def entry(key: str, transaction_id: int) -> four_writers.Entry:
     ("ledger", "log", "wrong"),
     [
         ([told("a", "committed", 0)], [], "lost"),
-        ([told("a", "refused")], [entry("a", 0)], "was told refused"),
-        ([told("a", "lost")], [entry("a", 0)], "was told lost"),
+        ([told("a", "refused")], [entry("a", 0)], "was reported as refused"),
+        ([told("a", "lost")], [entry("a", 0)], "was reported as lost"),
         ([told("a", "committed", 1)], [entry("a", 0)], "was reported as 1"),
-        ([told("a", "unknown")], [entry("a", 0), entry("a", 1)], "stands 2 times"),
-        ([], [entry("a", 0)], "written by nobody"),
+        ([told("a", "unknown")], [entry("a", 0), entry("a", 1)], "is in the log 2 times"),
+        ([], [entry("a", 0)], "was not written by any process"),
         ([told("a", "committed", 1)], [entry("a", 1)], "expected 0, found 1"),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_file_is_read_and_written():
     [
         ("> append 1", "expected it to begin with replicas, found 'append 1'"),
         ("> begin with A B C\n> burn C", "expected a command, found 'burn C'"),
-        ("> begin with A B C\nand then", "expected a step or what came of it: 'and then'"),
+        ("> begin with A B C\nand then", "expected a step or a milestone, found 'and then'"),
     ],
 )
 def test_what_is_no_story_is_told(steps, sentence):

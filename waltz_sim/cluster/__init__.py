@@ -1,1 +1,1 @@
-"""Who lives in a simulated world: clients, servers, storages, ZooKeeper, operators."""
+"""The parts of a simulated cluster: clients, servers, storages, ZooKeeper, operators."""

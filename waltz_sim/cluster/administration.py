@@ -1,7 +1,7 @@
-"""An operator with the administration's commands, in the simulation.
+"""A simulated operator that uses the storages' administration commands.
 
-What may be done is decided by the production machine (`admin.py`), what is done to the disk is the
-production engine's; here they are only joined, in virtual time.
+The production machine (`admin.py`) accepts or rejects a request, the production engine changes the
+disk; this module only connects them, in virtual time.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ Told = Callable[[AdminMessage], None]
 
 
 class Operator:
-    """One request to one storage, which is up; `told` gets the answer, unless the storage dies."""
+    """One request to one running storage; `told` gets the answer, unless the storage dies."""
 
     def __init__(self, cluster: "SimCluster", storage: "SimStorage", told: Told) -> None:
         assert storage.engine is not None
@@ -98,11 +98,11 @@ class Operator:
             case errands.FindStanding():
                 return self._standing()
             case _:
-                raise BadRequest(f"the simulator's operator does not ask for {errand}")
+                raise BadRequest(f"the simulator's operator does not support {errand}")
 
     def _standing(self) -> ZooKeeperView:
         if self._cluster.is_zookeeper_away:
-            raise CoordinatorUnavailable("ZooKeeper is away")
+            raise CoordinatorUnavailable("ZooKeeper is unavailable")
         metadata = self._cluster.coordinator.metadata
         states = {} if metadata is None else metadata.states
         engaged = tuple(

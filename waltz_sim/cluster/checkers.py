@@ -1,9 +1,9 @@
-"""The guarantees, one checker each, called as things happen and once more at the end.
+"""The guarantees, one checker each, called on each event and once more at the end.
 
-Processes, links and disks of the simulator tell one object what happens; which of the promises
-(`promises/`) that concerns is said here, and nowhere else.
+Processes, links and disks of the simulator report their events to one object; it passes them to the
+checkers (`promises/`) that need them.
 
-Each public method is told of one kind of thing. The names and numbers are those of
+Each public method receives one kind of event. Names and numbers are those of
 docs/design/correctness.md 3.2.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Checks(Witness):
-    """All checkers, and what they remember."""
+    """All checkers, and their state."""
 
     def __init__(self, cluster: "SimCluster") -> None:
         super().__init__(cluster)
@@ -50,11 +50,13 @@ class Checks(Witness):
         self.locking = Locking(self)
         self.outcomes = Outcomes(self, self.answers, self.locking)
         self.bounds = Bounds(self)
-        self._opening: dict[str, int] = {}  # how much lay on disks before they were opened
-        self._heads: dict[tuple[str, SessionId], Chain] = {}  # where a server appends next
+        self._opening: dict[str, int] = {}  # bytes on disks before they were opened
+        self._heads: dict[
+            tuple[str, SessionId], Chain
+        ] = {}  # the chain at the end of a server's appends
 
     def reported(self, name: str, report: Report) -> None:
-        """A machine says what it did."""
+        """A machine has sent a report."""
         self.counts[REPORTED.get(report.name, report.name)] += 1
         if self.world.is_traced:
             fields = " ".join(f"{key}={value}" for key, value in report.fields)
@@ -64,14 +66,14 @@ class Checks(Witness):
     # storages
 
     def storage_started(self, storage: "SimStorage") -> None:
-        """A process has its directory open."""
+        """A process has opened its directory."""
 
     def storage_refused(self, storage: "SimStorage", error: WaltzError) -> None:
         """A directory or a log cannot be opened."""
         self.count(f"storage refused: {type(error).__name__}")
 
     def log_opening(self, storage: "SimStorage") -> int:
-        """A directory, and then its log, is about to be opened; `log_opened` gets the result."""
+        """A directory, then its log, is about to be opened; `log_opened` gets the result."""
         return self._opening.setdefault(storage.name, self.replicas.bytes_of(storage))
 
     def log_opened(self, storage: "SimStorage", log: PartitionLog, bytes_before: int = 0) -> None:
@@ -82,19 +84,19 @@ class Checks(Witness):
         self.replicas.opened(storage, log)
 
     def rolled_back(self, storage: "SimStorage") -> None:
-        """A fault has taken this replica's disk back: what it promised is gone."""
+        """A fault has rolled this replica's disk back: its promises are lost."""
         self.replicas.rolled_back(storage)
 
     def rotted(self, storage: "SimStorage") -> None:
-        """A fault has changed bytes on this replica's platter."""
+        """A fault has changed durable bytes of this replica."""
         self.replicas.rotted(storage)
 
     def before_work(self, storage: "SimStorage", work: Work) -> Before:
-        """Look at a log before something is done to it; `worked` gets what is returned."""
+        """Record a log's state before a piece of work; `worked` gets the returned value."""
         return self.replicas.before_work(storage, work)
 
     def worked(self, storage: "SimStorage", work: Work, result: WorkResult, before: Before) -> None:
-        """A piece of work is done, and is answered in a moment."""
+        """A piece of work is done; its answer follows."""
         self.replicas.worked(storage, work, result, before)
         self.bounds.worked(storage)
 
@@ -108,20 +110,20 @@ class Checks(Witness):
         after: PartitionMetadata,
         marker: PartitionMarker,
     ) -> None:
-        """Both nodes of the partition were changed."""
+        """Both nodes of the partition have changed."""
         if self.world.is_traced:
             self.world.note(f"zookeeper < {server} {states_in_words(after)}")
         self.sessions.wrote(server, before, after, marker)
 
     def zookeeper_changed(self) -> None:
-        """Somebody has put other data into ZooKeeper, behind everybody's back."""
+        """A fault has replaced data in ZooKeeper."""
         self.sessions.zookeeper_changed()
 
     # -----------------------------------------------------------------------------------------
     # servers
 
     def partition_made(self, server: "SimServer") -> None:
-        """A server has a new, empty partition machine: nothing was told yet."""
+        """A server has a new, empty partition machine without any reported outcomes."""
         self.answers.made(server.name)
 
     def submitted(self, server: "SimServer", event: session_events.Submit) -> None:
@@ -135,7 +137,7 @@ class Checks(Witness):
     def stepped(
         self, server: "SimServer", store: "PartitionStore", effects: Sequence[session_events.Effect]
     ) -> None:
-        """The store says something."""
+        """The store has emitted an effect."""
         name = server.name
         for effect in effects:
             kind = type(effect)
@@ -154,79 +156,79 @@ class Checks(Witness):
             self.bounds.store_said(name, effect)
 
     def server_stepped(self, server: "SimServer") -> None:
-        """A server has done one thing, with all that follows from it."""
+        """A server has completed one step, with all its effects."""
         self.answers.stepped(server)
         self.locking.stepped(server)
         self.bounds.stepped(server)
 
     def sent_to_replica(self, server: "SimServer", effect: session_events.SendToReplica) -> None:
-        """A request is on its way to a storage."""
+        """A server has sent a request to a storage."""
         self.sessions.sent(server, effect)
         self.bounds.sent(effect)
 
     def replica_answered(
         self, session_id: SessionId, replica: str, message: "StorageMessage"
     ) -> None:
-        """A storage's answer has come to the owner."""
+        """The owner has received a storage's answer."""
         self.sessions.heard(session_id, replica, message)
         self.bounds.heard(session_id, replica, message)
 
     def answered(self, server: "SimServer", answer: "Answer") -> None:
-        """A message leaves a server for a client."""
+        """A server has sent a message to a client."""
         self.answers.answered(server, answer)
 
     def dialled(self, who: str, whom: str) -> None:
-        """A process asks for a connection."""
+        """A process opens a connection."""
         self.bounds.dialled(who, whom)
 
     # -----------------------------------------------------------------------------------------
     # clients
 
     def client_started(self, client: "SimClient") -> None:
-        """A client begins a life."""
+        """A client has started."""
         self.outcomes.started(client)
 
     def client_died(self, client: "SimClient") -> None:
-        """What it waited for is nobody's any more."""
+        """A client has died: its pending appends have no owner."""
         self.outcomes.died(client)
 
     def client_stopped(self, client: "SimClient", error: WaltzError) -> None:
-        """A stream has ended for good: never in a world without data loss."""
+        """A stream has ended permanently: never in a world without data loss."""
         self.fail("ClientStopped", f"{client.name}: {error}")
 
     def client_follows(self, client: "SimClient") -> None:
-        """A client asks for the feed."""
+        """A client subscribes to the feed."""
         self.outcomes.followers[client.name] = client
 
     def client_sent(self, client: "SimClient", link: "SimLink", message: "ClientMessage") -> None:
-        """A client sends something to a server."""
+        """A client sends a message to a server."""
         self.answers.sent(client, link, message)
 
     def client_heard(self, client: "SimClient", link: "SimLink", message: "ClientMessage") -> None:
-        """A client hears something from a server."""
+        """A client receives a message from a server."""
         self.answers.heard(client, link, message)
 
     def mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
-        """A client is shown a mark."""
+        """A client's mark has moved."""
         self.outcomes.mark_moved(client, mark)
 
     def settled(self, client: "SimClient", effect: client_events.ParcelSettled) -> None:
-        """An application is told the outcome of a parcel."""
+        """An application gets the outcome of a parcel."""
         self.outcomes.settled(client, effect)
 
     def refused(self, client: "SimClient", effect: client_events.ParcelRefused) -> None:
-        """An application is told that a parcel has no outcome."""
+        """An application gets an error instead of an outcome."""
         self.outcomes.refused(client, effect.token, effect.error)
 
     def fed(self, client: "SimClient", effect: client_events.Fed) -> None:
-        """An application is fed."""
+        """An application gets a transaction of the feed."""
         self.outcomes.fed(client, effect)
 
     # -----------------------------------------------------------------------------------------
     # the end
 
     def at_end(self) -> None:
-        """24, 25. Fixed and Converged: all replicas hold the log, and everybody was told."""
+        """24, 25. Fixed and Converged: all replicas have the log, all outcomes are known."""
         history, last = self.history, self.history.last
         for name in self.cluster.coordinator.assignment.replicas:
             storage = self.cluster.storages[name]
@@ -240,14 +242,14 @@ class Checks(Witness):
             self.replicas.check_records(storage, last)
         for operation in history.operations.values():
             if not operation.told:
-                self.fail("Converged", f"{operation} was never told")
+                self.fail("Converged", f"the outcome of {operation} was never reported")
         for client in self.outcomes.followers.values():
             if client.fed != last:
                 self.fail("Converged", f"{client.name} was fed up to {client.fed}, not {last}")
         self._replay()
 
     def _replay(self) -> None:
-        """17. Serializable: the whole log once more, as a replica has it, from the first record."""
+        """17. Serializable: replay the whole log of a replica, from the first record."""
         ledger = Ledger()
         storage = self.cluster.storages[self.cluster.coordinator.assignment.replicas[0]]
         for transaction_id, data in enumerate(self.replicas.data_on(storage)):
@@ -257,7 +259,7 @@ class Checks(Witness):
 
 
 def states_in_words(metadata: PartitionMetadata) -> str:
-    """Return the replica states in a few words: `A:3 B:3 C:2<17`."""
+    """Return the replica states in short: `A:3 B:3 C:2<17`."""
     return f"{metadata.session_id}: " + " ".join(
         f"{name}:{state.session_id}" + ("" if state[1] == UNRESOLVED else f"<{state[1]}")
         for name, state in metadata.states.items()

@@ -1,7 +1,7 @@
-"""Somebody who dials a storage and asks it a few things: a command, or a stranger.
+"""A program that sends a few requests to a storage: a command, or an intruder.
 
-Servers talk to storages as the protocol wants it, for as long as a session lasts. Whoever else can
-reach a storage says what he likes, once.
+Servers follow the protocol during a session. Any other program that can reach a storage may send
+any request, once.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ PeerAnswers: TypeAlias = list[StorageMessage]
 
 
 class SimPeer(Process):
-    """One program on a machine of its own."""
+    """One program on its own machine."""
 
     def __init__(self, cluster: "SimCluster", name: str) -> None:
         super().__init__(cluster.world, name)
@@ -33,7 +33,7 @@ class SimPeer(Process):
         requests: Sequence[StorageMessage],
         told: "Callable[[PeerAnswers], None]",
     ) -> None:
-        """Connect, send, and hand over as many answers, or those that came before the end."""
+        """Connect, send, and return as many answers, or those that arrived before the end."""
         answers: PeerAnswers = []
         is_over = False
 

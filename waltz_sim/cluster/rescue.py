@@ -1,16 +1,16 @@
-"""An operator who has the storages declare what ZooKeeper has to hold, in the simulation.
+"""A simulated operator that rebuilds ZooKeeper's metadata from the storages' logs.
 
-Which log is taken, and in which order that is made durable, is decided by the production code
-(`cluster/change/rebuilding.py`); here storages are asked, and ZooKeeper is written, as the commands
-do it.
+The production code (`cluster/change/rebuilding.py`) chooses the log and the order of durable steps;
+this module queries storages and writes ZooKeeper as the commands do.
 
 Rules:
-    1. A session is claimed that is later than all that any storage has promised; only what is heard
-       in it counts. `accept-replicas` claims it in ZooKeeper first.
-    2. The command may die after each step that it has made durable. It is run again, or never.
-    3. By `accept-replicas` an operator may decide to lose what was acknowledged. The checkers know
-       of no such decision, so a command that would lose something dies before ZooKeeper is written.
-       From then on it has decided, and is run again until the partition can be opened.
+    1. The command claims a session later than every promise of a storage; only answers in it count.
+       `accept-replicas` claims it in ZooKeeper first.
+    2. The command may die after each durable step. It is run again, or never.
+    3. With `accept-replicas` an operator may decide to lose acknowledged transactions. The checkers
+       do not know this decision, so a command that would lose some dies before it writes ZooKeeper.
+       After the write the decision is made, and the command is run again until the partition can
+       be opened.
 """
 
 import asyncio
@@ -48,14 +48,14 @@ LOOKS_MAX: Final = 30
 
 
 class Died(Exception):
-    """The command has died, or has met what it does not go on from."""
+    """The command has died, or cannot continue."""
 
 
 class Rescue:
-    """One command; `told` gets what was declared, or None where it has died.
+    """One command; `told` gets the decision, or None if the command has died.
 
-    It accepts the log of a replica, with `BEST` of the one that has most, or (`accepted` is None)
-    declares the one that rebuilding would choose.
+    It accepts the log of a replica, with `BEST` the longest one, or (`accepted` is None) the one
+    that a rebuild would choose.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Rescue:
     ) -> None:
         assert dies_after in {"", *STEPS}
         self._cluster = cluster
-        cluster.rescue_count += 1  # each has chance, and so nonces, of its own
+        cluster.rescue_count += 1  # each has its own random numbers, and so its own nonces
         self._peer = SimPeer(cluster, f"operator{cluster.rescue_count}")
         self._loop = loop_of(self._peer)
         self._told = told
@@ -97,7 +97,7 @@ class Rescue:
             raise Died(f"after {step}")
 
     async def _rescue(self) -> RebuildDecision:
-        """Raises Died, and BadRequest when what was acknowledged may be where nothing was heard."""
+        """Raises Died, and BadRequest if a silent storage may have acknowledged data."""
         newest = NO_SESSION
         for _ in range(ATTEMPTS_MAX):
             self._claim(newest)
@@ -106,7 +106,7 @@ class Rescue:
             newest = SessionId(max((each.promised for each in nacks), default=NO_SESSION))
             if newest < self._session_id:
                 return await self._decide()
-        raise Died("others claim later sessions")
+        raise Died("other owners claim later sessions")
 
     def _claim(self, newest: SessionId) -> None:
         """Rule 1."""
@@ -125,7 +125,7 @@ class Rescue:
         self._passed("claim")
 
     async def _hear(self) -> None:
-        """Ask every storage for its log, in the session."""
+        """Query every storage for its log, in the session."""
         identity = (NO_STORAGE_ID, self._cluster.key, 1)
         prepare = Prepare(self._session_id, 1, self._partition_id, self._nonce, *identity)
         asked = {each: self._ask(each, [prepare]) for each in self._cluster.replicas}
@@ -160,7 +160,7 @@ class Rescue:
             if self._accepted == BEST and logs:
                 self._accepted = max(logs, key=lambda each: _worth(logs[each]))
             if self._accepted not in logs:
-                raise Died(f"{self._accepted} was not heard")
+                raise Died(f"{self._accepted} did not answer")
             others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
             members = (self._accepted, *(each for each in others if each != self._accepted))
             log = logs[self._accepted]
@@ -173,7 +173,7 @@ class Rescue:
             await self._add(verdict.members[2:])
         return verdict
 
-    # ---- what a declaration is made with
+    # ---- the operations of a declaration
 
     def write(self, metadata: PartitionMetadata) -> None:
         """Write ZooKeeper."""
@@ -183,7 +183,7 @@ class Rescue:
             if coordinator.is_away or versions != self._versions:
                 raise Died("ZooKeeper does not answer, or was changed meanwhile")
             if not self._has_all():
-                raise Died("the log that it accepts lacks something (rule 3)")
+                raise Died("the accepted log lacks acknowledged transactions (rule 3)")
             self._cluster.unfinished_rescue = self._accepted
             self._cluster.checks.count("replica accepted")
         marker = PartitionMarker(MarkerState.OPEN, self._session_id, self._nonce)
@@ -191,7 +191,7 @@ class Rescue:
         self._passed("write")
 
     async def mark(self, verdict: RebuildDecision, source: Prepared) -> None:
-        """Mark the log in the session, which makes its replica one that is believed."""
+        """Set the mark of the log in the session, so that its replica is trusted."""
         prefix = self._session_id, 2, self._partition_id
         identity = (self._nonce, NO_STORAGE_ID, self._cluster.key, 1)
         again = Prepare(self._session_id, 1, self._partition_id, *identity)
@@ -209,7 +209,7 @@ class Rescue:
         self._passed("assign")
 
     async def _add(self, others: "Sequence[ReplicaId]") -> None:
-        """Assign the other replicas, one by one, when those that are assigned are engaged."""
+        """Assign the other replicas one by one, each after the assigned ones are engaged."""
         cluster = self._cluster
         for each in others:
             for _ in range(LOOKS_MAX):
@@ -218,16 +218,16 @@ class Rescue:
                 await asyncio.sleep(LOOK_S)
             states = cluster.coordinator.metadata
             if not cluster.is_whole() or states is None or each in cluster.replicas:
-                raise Died("others change the replicas, or they do not become whole")
+                raise Died("others change the replicas, or they do not recover")
             cluster.reassign((*cluster.replicas, each))
             self._passed("add")
 
     def _has_all(self) -> bool:
-        """Whether the accepted log has all that was acknowledged (rule 3).
+        """Whether the accepted log has all acknowledged transactions (rule 3).
 
-        A quorum was heard that has lost nothing: no older session acknowledges anything any more,
-        and one of them has what any has acknowledged. A command that is run again has made sure of
-        that before, and ZooKeeper names only the accepted replica since.
+        A quorum without losses has answered: no older session acknowledges any longer, and each
+        acknowledged transaction is in one of their logs. A repeated command has checked this
+        before, and since then ZooKeeper names only the accepted replica.
         """
         cluster, accepted = self._cluster, self._accepted
         metadata = cluster.coordinator.metadata
@@ -270,7 +270,7 @@ class _Hands:
 
 
 def _worth(log: Log) -> tuple[bool, int, int, bool]:
-    """Return what is greater for a log that should be taken, as the command does."""
+    """Return the sort key of a log; the best log has the greatest, as in the command."""
     return not log.is_damaged, *log.rank, not log.is_suspect
 
 

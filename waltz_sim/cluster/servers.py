@@ -1,13 +1,13 @@
-"""A server of the simulation: the production partition and its store, in virtual time.
+"""A simulated server: the production partition and its store, in virtual time.
 
-It is what `server/process/host.py` and `server/process/storage_links.py` are outside: links to
-storages, links from clients, questions to ZooKeeper, and a process that can die of a machine.
+It replaces `server/process/host.py` and `server/process/storage_links.py`: links to storages, links
+from clients, requests to ZooKeeper, and a process that can die because of a machine.
 
 Rules:
-    1. The machines are the production ones, unchanged, made anew when ownership is, as the daemon
-       does it.
-    2. Whatever the store is told, and whatever it says, passes the checkers first.
-    3. A partition that was released is owned again after a pause, while it is still assigned.
+    1. The machines are the production ones, unchanged; each ownership has new ones, as in the
+       daemon.
+    2. Every event and effect of the store passes the checkers first.
+    3. A released partition is owned again after a pause, while it is still assigned.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,15 +65,15 @@ _NOBODY: Final = -1
 
 
 class SmallPieces(Pace):
-    """Batches are small here, and so are the pieces that they are cut into."""
+    """Batches are small here, and so are their pieces."""
 
     def piece_bytes(self, now_ms: int) -> int | None:
-        """As the real one, where there is any."""
+        """As the real one, if the batch has pieces."""
         return None if super().piece_bytes(now_ms) is None else PIECE_BYTES
 
 
 class ObservedStore:
-    """The store, with the checkers between it and the partition (rule 2)."""
+    """The store, observed by the checkers (rule 2)."""
 
     def __init__(self, server: "SimServer", store: PartitionStore) -> None:
         self.store = store
@@ -91,7 +91,7 @@ class ObservedStore:
         return self.store.readable_replicas
 
     def step(self, event: session_events.Event, now_ms: int) -> Sequence[session_events.Effect]:
-        """Step the store, and look at it."""
+        """Step the store, and check it."""
         if type(event) is session_events.Submit:
             self._checks.submitted(self._server, event)
         effects = self.store.step(event, now_ms)
@@ -115,25 +115,25 @@ class SimServer(Process):
         self._readers: dict[ReplicaId, SimLink | None] = {}
         self._fetches: dict[int, tuple[ReplicaId, int, Fetch]] = {}  # by sequence
         self._fetch_count = 0
-        # Where it is to die: what it sends or hears, whether after that, and whom that is told.
+        # Where it has to die: at which message, whether after it, and whom to notify.
         self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
-        # Its event loop hangs, and its other threads run.
+        # Its event loop hangs while its other threads run.
         self.is_hanging = False
         self.hang_count = 0
 
     @property
     def fetch_count(self) -> int:
-        """How many reads of storages are under way."""
+        """How many reads of storages are in progress."""
         return len(self._fetches)
 
     # ---- life
 
     def started(self) -> None:
-        """Come up with nothing, and ask for work."""
+        """Start without state, and register."""
         self.cluster.coordinator.register_server(self)
 
     def hang(self) -> None:
-        """Do nothing any more, while ZooKeeper hears from the other threads."""
+        """Stop the event loop, while other threads keep the ZooKeeper session."""
         self.pause()
         self.is_hanging = True
         self.hang_count += 1
@@ -145,7 +145,7 @@ class SimServer(Process):
         super().resume()
 
     def died(self) -> None:
-        """Everything but its name is gone."""
+        """Lose all state except the name."""
         self.is_hanging = False
         self.partition = self.store = None
         self._replicas = ()
@@ -163,7 +163,7 @@ class SimServer(Process):
         self.cluster.coordinator.watch_server(self)
 
     def _dies(self, thing: object, *, is_after: bool) -> bool:
-        """Die if it is to die here."""
+        """Die if a fault is planned here."""
         if self.dies_at is None:
             return False
         point, is_wanted_after, struck = self.dies_at
@@ -178,7 +178,7 @@ class SimServer(Process):
         return True
 
     def assigned(self, assignment: "Assignment") -> None:
-        """The assignment in force, as this server has just read it."""
+        """Take the current assignment, which this server has just read."""
         if assignment.owner != self.name:
             self.disown()
             return
@@ -195,7 +195,7 @@ class SimServer(Process):
             self.step(session_events.Reassign(replicas))
 
     def disown(self) -> None:
-        """The partition is another server's."""
+        """Another server owns the partition."""
         if self.partition is None:
             return
         self.step(session_events.Disown())
@@ -230,7 +230,7 @@ class SimServer(Process):
     # ---- the machine
 
     def step(self, event: Event) -> None:
-        """Give the partition an event; dropped where there is none any more."""
+        """Pass an event to the partition; dropped if it is no longer owned."""
         machine = self.partition
         if machine is None:
             return
@@ -284,7 +284,7 @@ class SimServer(Process):
                 if effect.name == "replica.refused":
                     self.cluster.coordinator.read_storage_ids(self)
             case _:
-                raise AssertionError(f"an effect for nobody: {effect!r}")
+                raise AssertionError(f"an unknown effect: {effect!r}")
 
     def _own_again(self, ownership: int) -> None:
         partition = self.partition
@@ -295,7 +295,7 @@ class SimServer(Process):
     # ---- clients
 
     def accept(self, link: SimLink) -> Handlers:
-        """A client has dialled."""
+        """Accept a client's connection."""
         return Handlers(self._client_said, self._client_lost)
 
     def _client_said(self, link: SimLink, message: Message) -> None:
@@ -314,7 +314,7 @@ class SimServer(Process):
         self.step(Received(connection, message, cost_bytes, self.wall_ms))
 
     def _client_nowhere(self, link: SimLink, message: ClientMessage) -> None:
-        """As the daemon answers for a partition that it does not serve."""
+        """Answer as the daemon does for a partition that it does not serve."""
         error = NotOwned(f"{self.name} does not own the partition")
         answer = refusal(ConnectionId(link.number), message.req_id, 0, error)
         self.cluster.network.send(link, FAR, answer.message)
@@ -329,7 +329,7 @@ class SimServer(Process):
             self.cluster.network.send(link, FAR, effect.message)
 
     def congest(self, link: SimLink) -> None:
-        """A client does not read what it is sent for a while."""
+        """Let a client stop reading for a while."""
         connection = ConnectionId(link.number)
         self.step(Congested(connection))
         self.after(self.rng.randrange(1_000, 200_000), lambda: self.step(Drained(connection)))
@@ -378,7 +378,7 @@ class SimServer(Process):
         if link is not None:
             self.cluster.network.close(link, NEAR)
 
-    # ---- reading from storages, beside any session
+    # ---- reading from storages, outside sessions
 
     def _fetch(self, effect: Fetch) -> None:
         self._fetch_count += 1
@@ -444,7 +444,7 @@ class SimServer(Process):
 
 
 def describe(event: Event) -> str:
-    """Return an event in a few words, for the trace."""
+    """Return a short text of an event, for the trace."""
     match event:
         case session_events.ReplicaAnswered():
             return f"{event.replica} {message_in_words(event.message)}"
@@ -462,6 +462,6 @@ _WORDS = ("session_id", "first", "mark", "last_to_keep", "synced_max", "req_id",
 
 
 def message_in_words(message: Message) -> str:
-    """Return a message in a few words, for the trace."""
+    """Return a short text of a message, for the trace."""
     found = [f"{name}={getattr(message, name)}" for name in _WORDS if hasattr(message, name)]
     return " ".join((type(message).__name__, *found))

@@ -1,12 +1,12 @@
-"""A client of the simulation: the production stream, and an application that lives by it.
+"""A simulated client: the production stream, and an application that uses it.
 
-It is what `client/stream/client_partition.py` and `client/links/connections.py` are outside: links
-to servers, questions to ZooKeeper, and whoever waits for the answers.
+It replaces `client/stream/client_partition.py` and `client/links/connections.py`: links to servers,
+requests to ZooKeeper, and waiting callers.
 
 Rules:
     1. The stream is the production machine, unchanged.
-    2. What the stream tells its application goes to the checkers, and to nobody else before.
-    3. A client that dies takes what it knew with it; its next life has another client id.
+    2. Every effect of the stream for its application goes to the checkers first.
+    3. A client that dies loses its state; after a restart it has another client ID.
 """
 
 from collections import deque
@@ -45,32 +45,32 @@ SETTINGS: Final = StreamSettings(
     in_flight_bytes_max=64 * 1024,
     feed_ahead_max=40,
 )
-# Below all numbers that the stream uses for its own requests.
+# Below all sequence numbers of the stream's own requests.
 _SEQUENCE_BELOW: Final = -(1 << 30)
 
 Answered = Callable[[ClientMessage | None], None]
 
 
 def _ignore(_: ClientMessage | None) -> None:
-    """Nobody waits for the answer but the checkers."""
+    """Ignore the answer: only the checkers need it."""
 
 
 class SimClient(Process):
-    """One client process; the workload makes it do things, and hears through `told`."""
+    """One client process; the workload controls it, and gets results through callbacks."""
 
     def __init__(self, cluster: "SimCluster", name: str) -> None:
         super().__init__(cluster.world, name)
         self.cluster = cluster
         self.client_id = 0
         self.stream: PartitionStream | None = None
-        self.fed = BEFORE_FIRST  # the last transaction taken in by the application
-        self.apply_us_max = 3_000  # how long the application takes for what it is fed
+        self.fed = BEFORE_FIRST  # the last transaction that the application has applied
+        self.apply_us_max = 3_000  # the longest time to apply a transaction
         self._links: dict[int, SimLink] = {}  # open ones to servers, by number
         self._asked: dict[ReqId, tuple[SimLink, Answered]] = {}
         self._ask_count = 0
         self._inbox: deque[stream_events.Event] = deque()
         self._is_stepping = False
-        # The application: what it does with an outcome, and with what it is fed.
+        # The application's callback for outcomes.
         self.on_settled: Callable[[stream_events.ParcelSettled], None] = lambda _: None
         self.on_refused: Callable[[stream_events.ParcelRefused], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
@@ -79,7 +79,7 @@ class SimClient(Process):
     # ---- life
 
     def started(self) -> None:
-        """Begin a life, with a client id that nobody had before (rule 3)."""
+        """Start with an unused client ID (rule 3)."""
         cluster = self.cluster
         self.client_id = cluster.coordinator.next_client_id()
         self.fed = BEFORE_FIRST
@@ -104,26 +104,26 @@ class SimClient(Process):
         self.die()
         self.cluster.network.died(self, is_silent=is_silent)
 
-    # ---- what the application does
+    # ---- actions of the application
 
     def append(self, parcel: Parcel) -> None:
         """Append; exactly one of `on_settled` and `on_refused` follows."""
         self.step(stream_events.SendAppends(parcel))
 
     def subscribe(self, mark: TransactionId) -> None:
-        """Ask for the feed after a mark."""
+        """Subscribe to the feed after a mark."""
         self.fed = mark
         self.cluster.checks.client_follows(self)
         self.step(stream_events.Subscribe(mark))
 
     @property
     def mark(self) -> TransactionId:
-        """The mark that a transaction computed now may claim to have seen."""
+        """The mark that a transaction computed now may claim."""
         assert self.stream is not None
         return self.stream.high_water_mark
 
     def ask(self, make: Callable[[ReqId], ClientMessage], answered: Answered = _ignore) -> None:
-        """Send a request beside the stream; None is answered when the link breaks."""
+        """Send a request outside the stream; the answer is None if the link breaks."""
         if not self._links:
             answered(None)
             return
@@ -145,7 +145,7 @@ class SimClient(Process):
     # ---- the stream
 
     def step(self, event: stream_events.Event) -> None:
-        """Give the stream an event; one that comes up meanwhile waits, as in the driver."""
+        """Pass an event to the stream; a nested event waits, as in the driver."""
         self._inbox.append(event)
         if self._is_stepping:
             return
@@ -190,7 +190,7 @@ class SimClient(Process):
                 client_id = self.cluster.coordinator.next_client_id()
                 self.after(1_000, lambda: self._renew(client_id))
             case stream_events.FeedLags():
-                # Small logs: what was missed is asked of the server, all at once.
+                # Small logs: the missed range is requested from the server at once.
                 mark = effect.fed
                 self.after(1_000, lambda: self.step(stream_events.Resume(mark)))
             case stream_events.Stopped():
@@ -214,7 +214,7 @@ class SimClient(Process):
         def found(assignment: Assignment) -> None:
             server = self.cluster.server_named(assignment.owner)
             if server is None:
-                fail("nobody owns the partition")
+                fail("the partition has no owner")
                 return
             self.cluster.checks.dialled(self.name, server.name)
             for link in self._links.values():
@@ -248,7 +248,7 @@ class SimClient(Process):
                 del self._links[other.number]
                 self.cluster.network.close(other, NEAR)
                 self._unasked(other)
-                self.step(stream_events.LinkLost(other.number, "left for another one"))
+                self.step(stream_events.LinkLost(other.number, "replaced by another link"))
         self._links[link.number] = link
         sequence = self.cluster.coordinator.next_connection_sequence()
         attempt, generation = effect.attempt, assignment.generation

@@ -1,17 +1,16 @@
-"""Clients, servers, storages and ZooKeeper in one world, and what is done to them as a whole.
+"""Clients, servers, storages and ZooKeeper in one world, and operations on the whole cluster.
 
-Faults, workloads, checkers and scenarios all speak of the same cluster; this is the object that
-they share.
+Faults, workloads, checkers and scenarios share this object.
 
 Rules:
-    1. One partition. What partitions share in a process (a storage's disk, a server's memory) is
-       tested elsewhere; what makes the log right is within one.
-    2. A run has two phases. In the first, anything goes; in the second everything heals, and then
-       everything must be whole again within a bounded time. Without a budget (`budget.py`) nothing
-       needs to become whole: it is enough that nothing is wrong.
-    3. An operator looks after what cannot heal by itself: puts disks back that were swapped, gives
-       a storage whose disk is not its own, or is beyond reading, an empty directory and a new
-       identity, has logs read whole. Nothing is accepted of which nobody knows what it is.
+    1. One partition. Resources shared by partitions of a process (a storage's disk, a server's
+       memory) are tested elsewhere; the log's guarantees hold per partition.
+    2. A run has two phases. In the first, faults occur; in the second they heal, and the cluster
+       must recover within a bounded time. Without a budget (`budget.py`) it does not have to
+       recover: it only must not break a guarantee.
+    3. An operator repairs what cannot heal by itself: returns swapped disks, gives a storage with a
+       foreign or unreadable disk an empty directory and a new identity, and scrubs logs. The
+       operator never accepts a log of unknown content.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -50,7 +49,7 @@ EQUAL_MS_MAX: Final = 60_000
 AFTERWARDS_MS: Final = 20
 OPERATOR_MS: Final = 3_000
 HALTED_MS: Final = 8_000
-# What does not end by itself, however often it is tried.
+# Errors that do not disappear by retrying.
 BEYOND_READING: Final = (
     BadFormat,
     ChecksumMismatch,
@@ -85,31 +84,31 @@ class SimCluster:
         replicas = tuple(ReplicaId(f"storage{n}:1") for n in range(setup.replicas))
         self.coordinator = SimCoordinator(self, replicas)
         self.budget = Budget(self)
-        self.swapped: dict[str, SimStorage] = {}  # by name: who has a disk that is another's
-        self.held_down: dict[str, None] = {}  # machines that are not to come back for a while
+        self.swapped: dict[str, SimStorage] = {}  # by name: storages with a foreign disk
+        self.held_down: dict[str, None] = {}  # machines that must stay down for a while
         self.is_healing = False
-        # Whose log a command has begun to make the log, where it has not ended (rescue.py).
+        # The replica whose log an unfinished command has accepted (rescue.py).
         self.unfinished_rescue: ReplicaId | None = None
         self.rescue_count = 0
-        self._unreadable: dict[str, int] = {}  # how often a log could not be read whole
+        self._unreadable: dict[str, int] = {}  # how often a log could not be read completely
         for n in range(setup.replicas + setup.spare_storages):
             replica = ReplicaId(f"storage{n}:1")
             self.storages[replica] = SimStorage(self, replica)
         self.servers += [SimServer(self, f"server{n}") for n in range(setup.servers)]
         self.workload = Workload(self)
         self.clients = [SimClient(self, f"client{n}") for n in range(setup.clients)]
-        # Not among the processes that faults choose from: they end and pause by themselves.
+        # Faults do not choose these processes: they end and pause by themselves.
         self.context_clients = [
             ContextClient(self, f"context-client{n}") for n in range(setup.context_clients)
         ]
         for server in self.servers:
             server.started()
 
-    # ---- who is there
+    # ---- the processes
 
     @property
     def processes(self) -> "Sequence[Process]":
-        """All of them, in one order."""
+        """All processes, in a fixed order."""
         return [*self.storages.values(), *self.servers, *self.clients]
 
     def server_named(self, name: str | None) -> SimServer | None:
@@ -123,32 +122,32 @@ class SimCluster:
 
     @property
     def replicas(self) -> tuple[ReplicaId, ...]:
-        """The assigned ones."""
+        """The assigned replicas."""
         return self.coordinator.assignment.replicas
 
     @property
     def is_zookeeper_away(self) -> bool:
-        """Whether nobody reaches ZooKeeper."""
+        """Whether ZooKeeper is unreachable for all."""
         return self.coordinator.is_away
 
     def register_storage(self, replica: ReplicaId, storage_id: bytes) -> bytes:
-        """Enter a storage's id for its address, if there is none; return the registered one."""
+        """Register a storage's ID for its address, if there is none; return the registered one."""
         return self.coordinator.storage_ids.setdefault(replica, storage_id)
 
     def start_clients(self) -> None:
-        """Begin the workload."""
+        """Start the workload."""
         for client in self.clients:
             self.start_client(client)
         for context_client in self.context_clients:
             context_client.started()
 
     def close(self) -> None:
-        """End what would be collected with the world, at any time."""
+        """Close event loops now, so that the garbage collector does not do it at a random time."""
         for each in self.context_clients:
             each.loop.close()
 
     def start_client(self, client: SimClient) -> None:
-        """Begin a new life of a client."""
+        """Start a client again."""
         self.workload.drop(client)
         client.is_up = True
         client.incarnation += 1
@@ -156,7 +155,7 @@ class SimCluster:
         self.workload.begin(client)
 
     def restart_later(self, process: Process) -> None:
-        """Start a process again after a while, as its supervisor does, unless it is held down."""
+        """Restart a process after a while, as its supervisor does, unless it must stay down."""
         delay_us = self.rng.randrange(*RESTART_MS) * MS
 
         def start() -> None:
@@ -180,7 +179,7 @@ class SimCluster:
     # ---- the operator (rule 3)
 
     def swap_disks(self, one: SimStorage, other: SimStorage) -> None:
-        """Put each of two disks in the other's machine; nobody's data is lost."""
+        """Swap the disks of two machines, without data loss."""
         for each in (one, other):
             each.kill()
         one.disk, other.disk = other.disk, one.disk
@@ -193,7 +192,7 @@ class SimCluster:
             self.restart_later(each)
 
     def operate(self, *, is_patient: bool = True) -> None:
-        """Look after what cannot heal by itself; who is patient waits for what may."""
+        """Repair what cannot heal by itself; if patient, wait for what may."""
         for name in list(self.swapped):
             if name in self.swapped:
                 storage = next(each for each in self.storages.values() if each.name == name)
@@ -214,12 +213,12 @@ class SimCluster:
             self._checkpoint()
 
     def _cannot_be_mended(self, storage: SimStorage) -> bool:
-        """Whether a replica that has lost something does not come back by itself."""
+        """Whether a replica with lost data cannot recover by itself."""
         owner = self.owner
         session = None if owner is None or owner.store is None else owner.store.store.session
         if session is None or storage.replica not in self.replicas:
             return False
-        # Where the log ends is decided without those that are not engaged.
+        # The end of the log is decided without replicas that are not engaged.
         is_needed = session.repairs.goal is None or self.budget.is_engaged(storage)
         if not self.budget.has_lost(storage) or (is_needed and not self.budget.allows(storage)):
             return False
@@ -230,13 +229,13 @@ class SimCluster:
         )
 
     def _checkpoint(self) -> None:
-        """Ask for a new session, which mends what is known to be damaged."""
+        """Request a new session, which repairs known damage."""
         owner = self.owner
         if owner is not None and owner.partition is not None and owner.partition.is_open:
             owner.step(session_events.Checkpoint())
 
     def replace(self, storage: SimStorage) -> None:
-        """Give a storage an empty directory, and enter its new identity for its address."""
+        """Give a storage an empty directory, and register its new identity for its address."""
         self.checks.count("storage replaced")
         self.world.note(f"{storage.name} is replaced")
         storage.kill()
@@ -249,16 +248,16 @@ class SimCluster:
         self.restart_later(storage)
 
     def read_all(self) -> None:
-        """Have every log read whole, so that it knows what is damaged.
+        """Read every log completely, so that its damage is known.
 
-        One that cannot be read knows more when it is opened again, or has to be replaced.
+        An unreadable one may become readable when it is opened again, or has to be replaced.
         """
         for storage in self.storages.values():
             if storage.log is not None:
                 try:
                     read_whole(storage.log)
                 except WaltzError as error:
-                    self.world.note(f"{storage.name} cannot be read whole: {error}")
+                    self.world.note(f"{storage.name} cannot be read completely: {error}")
                     if self._unreadable.setdefault(storage.name, 0) and self.budget.allows(storage):
                         self.replace(storage)
                     else:
@@ -269,9 +268,9 @@ class SimCluster:
     # ---- healing
 
     def heal(self) -> None:
-        """End all that is wrong; nothing goes wrong any more.
+        """End all faults; no more occur.
 
-        A server that hangs goes on to do so until the others have made the partition whole.
+        A hanging server continues to hang until the other servers have recovered the partition.
         """
         self.is_healing = True
         self.world.note("heal")
@@ -298,7 +297,7 @@ class SimCluster:
                 self.start_client(client)
 
     def is_whole(self) -> bool:
-        """Whether the partition is served with all of its replicas engaged."""
+        """Whether the partition is served with all its replicas engaged."""
         owner = self.owner
         if owner is None or owner.partition is None or owner.store is None:
             return False
@@ -312,7 +311,7 @@ class SimCluster:
         )
 
     def is_equal(self) -> bool:
-        """Whether nothing is under way, and all replicas hold the whole log."""
+        """Whether nothing is in progress, and all replicas hold the whole log."""
         if self.workload.pending_count or not self.is_whole():
             return False
         if any(each.running for each in self.context_clients):
@@ -324,14 +323,14 @@ class SimCluster:
         return all(log is not None and log.synced_max == last for log in logs)
 
     def is_mended(self) -> bool:
-        """Whether no replica has anything that is to be mended."""
+        """Whether no replica has anything to repair."""
         logs = [self.storages[each].log for each in self.replicas]
         return self.is_whole() and all(
             log is not None and not log.damaged and not log.suspect for log in logs
         )
 
     def why_not(self) -> str:
-        """Say what is not as it should be."""
+        """Return the reasons why the cluster has not recovered."""
         owner = self.owner
         stages = []
         if owner is not None and owner.store is not None:
@@ -355,7 +354,7 @@ class SimCluster:
         )
 
     def run_healed(self) -> None:
-        """Let everything become whole, or say what does not (rule 2)."""
+        """Run until the cluster has recovered, or fail with the reasons (rule 2)."""
         self.heal()
         if self.setup.is_unbounded:
             self._run_halted()
@@ -365,7 +364,7 @@ class SimCluster:
         for server in self.servers:
             server.resume()
         self._run_until_mended()
-        # A little more work, then a rest.
+        # Some more work, then a pause.
         world.run(AFTERWARDS_MS * MS)
         self.workload.is_over = True
         if not world.run(EQUAL_MS_MAX * MS, until=self.is_equal):
@@ -373,7 +372,7 @@ class SimCluster:
         checks.at_end()
 
     def _run_until_whole(self) -> None:
-        """Let the operator look now and then, until the partition is whole."""
+        """Let the operator check now and then, until the partition has recovered."""
         for again in range(OPEN_MS_MAX // OPERATOR_MS):
             if self.world.run(OPERATOR_MS * MS, until=self.is_whole):
                 return
@@ -381,7 +380,7 @@ class SimCluster:
         self.checks.fail("Converged", f"not whole: {self.why_not()}")
 
     def _run_until_mended(self) -> None:
-        """Have all logs read whole; what is found is mended in the session, or by a new one."""
+        """Read all logs; damage is repaired in the session, or by a new one."""
         for again in range(OPEN_MS_MAX // OPERATOR_MS):
             self._scrub_all()
             self.read_all()
@@ -394,7 +393,7 @@ class SimCluster:
         self.checks.fail("Converged", f"not mended: {self.why_not()}")
 
     def _scrub_all(self) -> None:
-        """Have every log read again by its own storage, and give the owner time to mend it."""
+        """Scrub every log by its own storage, and give the owner time for repairs."""
         for storage in self.storages.values():
             if storage.log is not None:
                 storage.scrub_now()
@@ -407,7 +406,7 @@ class SimCluster:
         self.world.run(OPERATOR_MS * MS, until=is_done)
 
     def _run_halted(self) -> None:
-        """Let everything go on for a while: nothing wrong may be said, that is all."""
+        """Run for a while: only the guarantees are checked."""
         for _ in range(HALTED_MS // OPERATOR_MS):
             self.world.run(OPERATOR_MS * MS)
             self.operate()

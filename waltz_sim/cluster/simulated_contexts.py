@@ -1,14 +1,14 @@
-"""A client whose application runs contexts by a view of its own: the production client, whole.
+"""A client whose application runs contexts with its own view: the complete production client.
 
-`simulated_clients.py` has the client's stream, which is a machine. Which mark a context may claim
-is decided outside of it, by coroutines, while partitions are unsubscribed and resumed.
+`simulated_clients.py` has the client's stream, which is a machine. Coroutines outside it decide
+which mark a context may claim, while partitions are unsubscribed and resumed.
 
 Rules:
-    1. The client is `AsyncWaltzClient`, unchanged. Its event loop, its sockets and its ZooKeeper
-       are the world's.
-    2. The application's view is a mark: what it has applied. It outlives the process, or does not.
-    3. What a context reads is the view at that time. That is the author's mark in the books,
-       whatever its client claims for it.
+    1. The client is `AsyncWaltzClient`, unchanged. Its event loop, sockets and ZooKeeper are
+       simulated.
+    2. The application's view is a mark: what it has applied. It may survive a restart.
+    3. A context reads the view of that moment. The history records it as the author's mark,
+       regardless of the mark that the client claims.
     4. ClaimedMark: no append claims to have seen more than the application had applied by then.
 """
 
@@ -53,7 +53,7 @@ CONFIG: Final = ClientConfig(
     retry_interval_ms_max=400,
     range_bytes_max=64 * KIB,
 )
-# The client logs what a person should look at; of that there is plenty here.
+# The client logs faults for operators; there are many here.
 logging.getLogger("waltz_core.client").addHandler(logging.NullHandler())
 HEADER: Final = 7
 RUNNING_MAX: Final = 3  # contexts at one time
@@ -77,7 +77,7 @@ class ContextClient(Process):
     # ---- life
 
     def started(self) -> None:
-        """Open a client, and live."""
+        """Open a client, and start its tasks."""
         self.loop = loop_of(self)
         self.has_view, self.running = False, 0
         self.loop.enter(lambda: self.loop.create_task(self._live(), name=self.name))
@@ -85,7 +85,7 @@ class ContextClient(Process):
     def end(self) -> None:
         """End the process."""
         self.world.note(f"{self.name} ends")
-        self.is_up = False  # from now on nothing is sent
+        self.is_up = False  # from now on it sends nothing
         self.loop.close()
         self._wires.clear()
         self.die()
@@ -93,7 +93,7 @@ class ContextClient(Process):
         self.cluster.checks.outcomes.died(self)
 
     def _restart(self) -> None:
-        """End, and come again after a while, with the view or without."""
+        """End, and restart after a while, with the view or without."""
         if self.cluster.is_healing:
             return
         self.end()
@@ -126,7 +126,7 @@ class ContextClient(Process):
             self.running -= 1
 
     async def _change_feeds(self, client: AsyncWaltzClient) -> None:
-        """Lay the partition down and take it up again, again and again; sometimes end all of it."""
+        """Pause and resume the partition repeatedly; sometimes restart the client."""
         while True:
             await self._sleep_us(self.rng.randrange(2_000, 200_000))
             if self.cluster.is_healing:
@@ -163,18 +163,20 @@ class ContextClient(Process):
             future = await client.append(
                 operation.data, partition=0, header=HEADER, write_locks=operation.write
             )
-            operation.mark = self.view  # it may have waited, and is not sent before the loop turns
+            operation.mark = (
+                self.view
+            )  # it may have waited, and is not sent before the loop's next turn
             result = await future
         except errors.WaltzError as error:
             result = error
         self.ended(operation, result)
 
     def operation(self, row: "Ask", mark: int) -> Operation:
-        """Enter a row in the books that was computed at a mark."""
+        """Record a row that was computed at a mark."""
         return self.cluster.workload.operation(self.name, row, mark)
 
     def ended(self, operation: Operation, result: "TransactionId | Exception | None") -> None:
-        """Hold what the application is told of a row against the log."""
+        """Compare the reported outcome of a row with the log."""
         try:
             self.cluster.checks.outcomes.context_ended(operation, result)
         except Violation as violation:
@@ -189,7 +191,7 @@ class ContextClient(Process):
             timer.cancel()
 
     async def apply(self, transaction: AsyncTransaction) -> None:
-        """Take the next transaction in; 13. Dense and 14. ClientPrefix."""
+        """Apply the next transaction; 13. Dense and 14. ClientPrefix."""
         if self.chance() < 0.3:
             await self._sleep_us(int(self.chance() * 5_000))
         log, place = self.cluster.checks.history.log, transaction.transaction_id
@@ -199,7 +201,7 @@ class ContextClient(Process):
             self.loop.fail(Violation("ClientPrefix", f"{self.name} was fed another one at {place}"))
         self.view = place
 
-    # ---- what the client is connected to
+    # ---- the client's connections
 
     def sending(self, message: ClientMessage) -> None:
         """ClaimedMark (rule 4)."""
@@ -217,7 +219,7 @@ class ContextClient(Process):
         dialled: asyncio.Future[SimLink] = self.loop.create_future()
 
         def opened(link: SimLink) -> None:
-            if dialled.done():  # the dial was given up meanwhile
+            if dialled.done():  # the dial was cancelled meanwhile
                 network.close(link, NEAR)
                 return
             self._wires[link.number] = _Wire(self, link)
@@ -250,7 +252,7 @@ class ContextClient(Process):
 
 
 class _Context(TransactionContext):
-    """Moves money, appends to a list, or leaves a guard (`ledger.py`), by the view."""
+    """Moves money, appends to a list, or leaves a guard (`ledger.py`), based on the view."""
 
     def __init__(self, author: ContextClient) -> None:
         super().__init__()
@@ -268,7 +270,7 @@ class _Context(TransactionContext):
         """Read the view, and decide (rule 3)."""
         author, mark = self._author, builder.client_high_water_mark
         if self.operation is not None:
-            author.ended(self.operation, errors.LockFailed("tried again"))
+            author.ended(self.operation, errors.LockFailed("retried"))
         # It may claim less than it reads, and never more.
         mark = min(mark, author.view) if author.has_view else mark
         self.operation = operation = author.operation(self._row, mark)
@@ -281,13 +283,13 @@ class _Context(TransactionContext):
 
 
 class _View(AsyncCallbacks):
-    """How the application takes the log in."""
+    """How the application applies the log."""
 
     def __init__(self, author: ContextClient) -> None:
         self._author = author
 
     async def client_high_water_mark(self, partition: int) -> int:
-        """Return the view, after having read it from somewhere."""
+        """Return the view, after a delay as for a read from a database."""
         await self._author._sleep_us(int(self._author.chance() * 20_000))
         return self._author.view
 
@@ -297,7 +299,7 @@ class _View(AsyncCallbacks):
 
 
 class _Client(AsyncWaltzClient):
-    """The production client between the world's sockets and ZooKeeper (rule 1)."""
+    """The production client with simulated sockets and ZooKeeper (rule 1)."""
 
     def __init__(self, author: ContextClient) -> None:
         directory = _Directory(author)
@@ -324,7 +326,7 @@ class _Links(ServerLinks):
 
 
 class _Wire:
-    """What `ServerLink` uses of a `net.Link`."""
+    """The part of `net.Link` that `ServerLink` uses."""
 
     version = CLIENT_VERSION
 
@@ -339,12 +341,12 @@ class _Wire:
     def start(
         self, on_messages: "Callable[[list[Message]], None]", on_closed: "Callable[[str], None]"
     ) -> None:
-        """Hand messages on from now on."""
+        """Deliver messages from now on."""
         self.took, self._on_closed = on_messages, on_closed
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """Whether the link is closed for sending."""
         return bool(self.closed_reason)
 
     def send(self, message: Message) -> None:
@@ -362,16 +364,16 @@ class _Wire:
             self.closed_reason = reason
 
     def ended(self, reason: str) -> None:
-        """It is gone."""
+        """Handle the end of the link."""
         self.closed_reason = self.closed_reason or reason or "lost"
         self._on_closed(reason)
 
     async def wait_closed(self) -> None:
-        """Return at once: it is closed by one end alone."""
+        """Return at once: one end can close it alone."""
 
 
 class _Directory:
-    """Where the partition is, as the simulated ZooKeeper tells clients."""
+    """The owner of the partition, from the simulated ZooKeeper."""
 
     def __init__(self, author: ContextClient) -> None:
         self._author = author
@@ -387,7 +389,7 @@ class _Directory:
         return {}
 
     async def open(self, changed: Changed) -> None:
-        """See `Directory`; it tells of no changes: a client may always hear of them too late."""
+        """See `Directory`; it reports no changes: a client may always learn of them too late."""
 
     async def run(self) -> None:
         """See `Directory`."""

@@ -1,21 +1,22 @@
-"""ZooKeeper as the simulated processes see it: versions, sessions, watches, and lost answers.
+"""Simulated ZooKeeper: versions, sessions, watches, and lost answers.
 
-It is the one thing in a cluster that is taken to be consistent. What it holds is always right here;
-what its clients are told of it may come late, twice, or never.
+The cluster assumes that ZooKeeper is consistent. So its data is always correct here; its answers
+may arrive late, twice, or never.
 
 Rules:
     1. Both nodes of the partition change in one step, each at its expected version, or not at all.
     2. A request whose answer is lost may have been carried out, may never be, or may be later.
-    3. The assignment names one owner with one generation; a server hears of it when its watch
-       fires, which may be long after, and a server whose session has expired is not told that until
-       it can ask again.
-    4. A watch fires once for all that has changed since it was set, and brings what holds when it
-       is read; what a server reads later is never older. A watch that got lost with a connection
-       is set again, and read for, with the next one.
-    5. A client may be told what held some time ago.
-    6. A server whose event loop hangs keeps its session as long as the production watchdog lets it.
-    7. With `Setup.has_new_owner_ids` a server that restarts has another id, as real ones do: what
-       its former process owned gets another owner, or itself, in the next generation.
+    3. The assignment names one owner with one generation; a server learns of it when its watch
+       fires, which may be much later. A server with an expired session learns of that when it can
+       reach ZooKeeper again.
+    4. A watch fires once for all changes since it was set, and its server reads the current state;
+       later reads are never older. A watch that is lost with a connection is set again with the
+       next one, followed by a read.
+    5. A client may get an old state.
+    6. A server with a hanging event loop keeps its session as long as the production watchdog
+       allows.
+    7. With `Setup.has_new_owner_ids` a restarted server has another ID, like a real one: the
+       partition of its former process gets an owner, the same or another, in the next generation.
 """
 
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ NAME: Final = "zookeeper"
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Who owns the partition (None: nobody), since which generation, and who stores it."""
+    """The owner of the partition (None: no owner), its generation, and the replicas."""
 
     owner: str | None
     generation: Generation
@@ -69,29 +70,31 @@ class SimCoordinator:
         self.marker: PartitionMarker | None = PartitionMarker(MarkerState.NEW)
         self.marker_version = 0
         self.storage_ids: dict[ReplicaId, bytes] = {}
-        self.former_ids: dict[ReplicaId, list[bytes]] = {}  # of storages that were replaced
+        self.former_ids: dict[ReplicaId, list[bytes]] = {}  # of replaced storages
         self.assignment = Assignment(None, Generation(-1), replicas)
-        self._registered: dict[str, int] = {}  # the incarnation of each server that came last
-        self.alive: dict[str, bool] = {}  # server sessions, in the order of their first coming
+        self._registered: dict[str, int] = {}  # the last incarnation of each server
+        self.alive: dict[
+            str, bool
+        ] = {}  # server sessions, in the order of their first registration
         self.client_count = 0
         self.connection_count = 0
-        # What may be wrong with it.
+        # Faults.
         self.is_away = False
         self.lost_answers = 0.0
         self.watch_delay_ms_max = 20
         self.lost_watches = 0.0
-        self.stale_reads = 0.0  # of the clients'
+        self.stale_reads = 0.0  # share of clients' reads
         self.cut_off: dict[str, None] = {}  # servers that cannot reach it
         self.is_rewritten = False
         self.past_nodes: list[tuple[PartitionMetadata | None, PartitionMarker | None]] = []
-        self._views = [self.assignment]  # what held before, newest last
-        self._firing: dict[str, int] = {}  # whose watch will fire, and in which incarnation
+        self._views = [self.assignment]  # earlier states, newest last
+        self._firing: dict[str, int] = {}  # servers whose watch will fire, with incarnation
         self._told_at_us: dict[str, int] = {}
 
     # ---- the partition's nodes (rule 1)
 
     def read(self, server: "SimServer", effect: session_events.ReadMetadata) -> None:
-        """Answer with what both nodes hold."""
+        """Answer with the content of both nodes."""
 
         def look() -> None:
             if self._is_unreachable(server):
@@ -110,7 +113,7 @@ class SimCoordinator:
         self._world.after(self._delay_us(), look)
 
     def read_storage_ids(self, server: "SimServer") -> None:
-        """Bring the identities that are registered; nothing while it is away."""
+        """Answer with the registered identities; no answer while it is unavailable."""
 
         def look() -> None:
             if not self._is_unreachable(server):
@@ -119,7 +122,7 @@ class SimCoordinator:
         server.after(self._delay_us(), look)
 
     def write(self, server: "SimServer", effect: session_events.WriteMetadata) -> None:
-        """Compare and set both nodes; rule 2 when answers get lost."""
+        """Compare and set both nodes; rule 2 for lost answers."""
         delay_us = self._delay_us()
         is_lost = self._chance() < self.lost_answers
         if is_lost:
@@ -135,7 +138,7 @@ class SimCoordinator:
 
         def apply() -> None:
             if server.incarnation != incarnation and self._chance() < 0.5:
-                return  # It died with the request still in its socket.
+                return  # The server died with the request still in its socket.
             answer = self._apply(server, effect)
             if not is_lost:
                 self._answer(server, answer)
@@ -176,7 +179,7 @@ class SimCoordinator:
     # ---- server sessions and the assignment (rule 3)
 
     def register_server(self, server: "SimServer") -> None:
-        """A server has come (again): it may be given the partition."""
+        """Register a server: it may get the partition."""
         if self._is_unreachable(server):
             server.after(100_000, lambda: self.register_server(server))
             return
@@ -190,13 +193,13 @@ class SimCoordinator:
         self._tell(server)
 
     def _take_out_former(self, server: "SimServer") -> None:
-        """Take the partition from the process that ran at this address before (rule 7)."""
+        """Remove the partition from the former process at this address (rule 7)."""
         if self.assignment.owner == server.name:
             living = [name for name, is_alive in self.alive.items() if is_alive]
             self.give(self._rng.choice(living))
 
     def watch_server(self, server: "SimServer") -> None:
-        """Look, after the time that a session lives, whether a server is still silent."""
+        """Check, after the session timeout, whether a server is still silent."""
         incarnation = server.incarnation
 
         def look() -> None:
@@ -214,7 +217,7 @@ class SimCoordinator:
         return not server.is_up or is_stopped or server.name in self.cut_off
 
     def watch_hanging(self, server: "SimServer") -> None:
-        """Keep the session of a server that hangs until its watchdog ends that (rule 6)."""
+        """Keep the session of a hanging server until its watchdog ends it (rule 6)."""
         watchdog = Watchdog(SESSION_MS, server.now_ms)
         hang = server.incarnation, server.hang_count
         heard_us = self._world.now_us
@@ -225,7 +228,7 @@ class SimCoordinator:
             if is_over or not self.alive.get(server.name):
                 return
             may_keep = watchdog.may_keep_session(server.now_ms)
-            # While it is away no session ends.
+            # While ZooKeeper is unavailable, no session ends.
             if self.is_away or (may_keep and server.name not in self.cut_off):
                 heard_us = self._world.now_us
             if self._world.now_us - heard_us >= SESSION_MS * 1000:
@@ -255,7 +258,7 @@ class SimCoordinator:
         server.after(self._delay_us() + 1_000, learn)
 
     def assign(self) -> None:
-        """Give the partition to a living server, if its owner lives no longer."""
+        """Give the partition to a live server, if its owner is dead."""
         now = self.assignment
         if now.owner is not None and self.alive.get(now.owner):
             return
@@ -289,7 +292,7 @@ class SimCoordinator:
             self._tell(server)
 
     def _tell(self, server: "SimServer", *, is_new: bool = False) -> None:
-        """Let a server's watch fire; it then reads what holds at that time (rule 4)."""
+        """Fire a server's watch; the server then reads the current state (rule 4)."""
         name = server.name
         if not is_new and self._firing.get(name) == server.incarnation:
             self._cluster.checks.count("watch coalesced")
@@ -312,16 +315,16 @@ class SimCoordinator:
         server.after(self.watch_us(), fire)
 
     def watch_us(self) -> int:
-        """Return after how long somebody hears that a node has changed."""
+        """Return the delay of a watch."""
         if self.lost_watches and self._chance() < self.lost_watches:
             self._cluster.checks.count("watch lost")
             return self._rng.randint(*LOST_WATCH_US)
         return self._rng.randrange(1, self.watch_delay_ms_max * 1000 + 1)
 
-    # ---- what happens to all of it
+    # ---- faults of the whole service
 
     def restart(self, expired: "list[SimServer]") -> None:
-        """It comes back after a stop of all its nodes; some sessions did not outlive that."""
+        """Restart after a stop of all its nodes; some sessions have expired."""
         self.is_away = False
         for server in self._cluster.servers:
             if server in expired and self.alive.get(server.name):
@@ -330,7 +333,7 @@ class SimCoordinator:
                 self._tell(server, is_new=True)
 
     def put_back(self, metadata: PartitionMetadata | None, marker: PartitionMarker | None) -> None:
-        """Somebody puts other data into the partition's nodes, or (None) removes one."""
+        """Replace the data of the partition's nodes, or (None) remove one."""
         self.is_rewritten = True
         self._world.note(f"zookeeper: the nodes become {metadata} and {marker}")
         self.metadata_version = -1 if metadata is None else self.metadata_version + 1
@@ -339,14 +342,14 @@ class SimCoordinator:
         self._cluster.checks.zookeeper_changed()
 
     def claim(self, name: str, session_id: SessionId, nonce: bytes) -> None:
-        """A command takes a session, as an owner does: for itself, and it changes nothing else."""
+        """Claim a session for a command, as an owner does; nothing else changes."""
         before, marker = self.metadata, self.marker
         assert before is not None
         assert marker is not None
         after = replace(before, session_id=session_id)
         claimed = PartitionMarker(marker.state, session_id, nonce)
         if session_id != before.session_id + 1:
-            self.put_back(after, claimed)  # ZooKeeper's data was older than what storages know
+            self.put_back(after, claimed)  # ZooKeeper's data was older than the storages'
             return
         self.metadata, self.marker = after, claimed
         self.metadata_version += 1
@@ -356,7 +359,7 @@ class SimCoordinator:
     # ---- clients
 
     def owner_for(self, client: "Process", answer: "Callable[[Assignment], None]") -> None:
-        """Tell a client who owns the partition; it may already be another one (rule 5)."""
+        """Answer a client with the owner of the partition, or a former one (rule 5)."""
         seen = self.assignment
         if self.stale_reads and self._chance() < self.stale_reads:
             seen = self._rng.choice(self._views)
@@ -364,11 +367,11 @@ class SimCoordinator:
         client.after(self._delay_us(), lambda: answer(seen))
 
     def next_client_id(self) -> int:
-        """Return a client id that nobody had before."""
+        """Return an unused client ID."""
         self.client_count += 1
         return self.client_count
 
     def next_connection_sequence(self) -> int:
-        """Return a number higher than all before."""
+        """Return a number above all earlier ones."""
         self.connection_count += 1
         return self.connection_count

@@ -1,17 +1,17 @@
-"""A storage of the simulation: the real service and engine on a disk that can lose things.
+"""A simulated storage: the production service and engine on a disk that can lose data.
 
-It is what `storage/process/storage_daemon.py` is outside: it runs the service's effects, but in
-virtual time, and a power cut may strike between any two steps of its disk.
+It replaces `storage/process/storage_daemon.py`: it runs the service's effects in virtual time, and
+the power may fail between any two steps of its disk.
 
 Rules:
     1. The service, the engine and the files are the production ones, unchanged.
-    2. A piece of work is done at one moment and answered after the time that a disk takes: between
-       the two the process may die with everything durable and nothing told. What dies in the
-       middle of the work dies at a step of its disk (`SimDisk.plan`).
-    3. A disk belongs to the machine, not to the process: it outlives every incarnation.
-    4. As the daemon: it does not come up while ZooKeeper is away, nor at an address that is
-       registered for another storage; it serves the partition while that is assigned to it, as far
-       as it has heard, and on until the owner has left it out of the replica states.
+    2. A piece of work takes effect at one moment and is answered after the duration of the disk
+       access: in between, the process may die with everything durable and nothing answered. A
+       process that dies during the work dies at a step of its disk (`SimDisk.plan`).
+    3. A disk belongs to the machine, not to the process: it survives every incarnation.
+    4. Like the daemon, it does not start while ZooKeeper is unavailable, nor at an address that is
+       registered for another storage; it serves the partition while it knows that it is assigned,
+       and afterwards until the owner has removed it from the replica states.
 """
 
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 HOME: Final = Path("/waltz")
 QUEUE_BYTES_MAX: Final = 64 * 1024
-SCRUB_BYTES_PER_S: Final = 4 * 1024  # a log of the simulation has some kilobytes
+SCRUB_BYTES_PER_S: Final = 4 * 1024  # a simulated log has some kilobytes
 RESTART_MS: Final = (1, 400)
 OPEN_AGAIN_US: Final = 200_000
 LEAVING_AGAIN_US: Final = 1_000_000
@@ -52,7 +52,7 @@ LOCK_FILE_BYTES_MAX: Final = 2 * 1024
 
 @dataclass(frozen=True, slots=True)
 class DiskBackup:
-    """A backup of a disk, and the session that its replica had a mark of."""
+    """A backup of a disk, and the session of its replica's mark."""
 
     contents: Contents
     last_session: SessionId
@@ -69,7 +69,7 @@ class SimStorage(Process):
         self.disk = SimDisk(is_traced=False)
         self.snapshots: list[DiskBackup] = []
         self.trusts_fsync = True
-        # Where it is to die: at what request, whether with that done, and whom that is told.
+        # Where it has to die: at which request, whether after its work, and whom to notify.
         self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
         self.fsync_us = self.rng.choice((100, 500, 2_000))
         self.storage_id = self.rng.randbytes(16)
@@ -78,7 +78,7 @@ class SimStorage(Process):
         self._settings = LogSettings(
             cluster.key, cluster.setup.segment_bytes_max, self._wall_clock, trust_fsync=True
         )
-        self.refused: WaltzError | None = None  # why it did not come up
+        self.refused: WaltzError | None = None  # why it did not start
         self._is_dropping = False
         self._aside: Callable[[], None] | None = None
         self.started()
@@ -88,7 +88,7 @@ class SimStorage(Process):
 
     @property
     def log(self) -> PartitionLog | None:
-        """The log of the partition, where the process runs and serves it."""
+        """The log of the partition, if the process runs and serves it."""
         if self.engine is None:
             return None
         return self.engine.logs.get(self._cluster.partition_id)
@@ -121,7 +121,7 @@ class SimStorage(Process):
     def _come_up(self) -> None:
         """Open the directory and take the address (rule 4)."""
         if self._cluster.is_zookeeper_away:
-            raise CoordinatorUnavailable("ZooKeeper is away")
+            raise CoordinatorUnavailable("ZooKeeper is unavailable")
         self._checks.log_opening(self)
         engine = self.open_engine(self.disk)
         registered = self._cluster.register_storage(self.replica, engine.storage_id)
@@ -134,7 +134,7 @@ class SimStorage(Process):
         self.engine = engine
 
     def open_engine(self, disk: SimDisk) -> Engine:
-        """Open the directory on a disk; raises what `Engine.open` does, or PowerLoss."""
+        """Open the directory on a disk; raises the errors of `Engine.open`, or PowerLoss."""
         return Engine.open(
             disk,
             HOME,
@@ -145,7 +145,7 @@ class SimStorage(Process):
         )
 
     def follow(self) -> None:
-        """Serve the partition if it is assigned here, or leaves; else no longer (rule 4)."""
+        """Serve the partition if it is assigned here, or is leaving; else stop (rule 4)."""
         if self.service is None or self._is_dropping:
             return
         is_served = self._cluster.partition_id in self.service.partitions
@@ -168,9 +168,9 @@ class SimStorage(Process):
         self._step(service.Dropped(PartitionId(self._cluster.partition_id)))
 
     def alone(self, call: "Callable[[], None]") -> None:
-        """Call while the partition is not served; then serve it again if it is to be.
+        """Call while the partition is not served; then serve it again if it is assigned.
 
-        Whoever dies before that never calls.
+        If the process dies first, the call never happens.
         """
         assert self.service is not None
         assert self._aside is None
@@ -193,14 +193,14 @@ class SimStorage(Process):
         self.follow()
 
     def _is_named(self) -> bool:
-        """Whether it holds the partition, and the last session has it among its replicas."""
+        """Whether it holds the partition, and is a replica of the last session."""
         assert self.engine is not None
         metadata = self._cluster.coordinator.metadata
         is_held = self._cluster.partition_id in self.engine.assigned()
         return is_held and metadata is not None and self.replica in metadata.states
 
     def hear_of_assignment(self) -> None:
-        """Its watch has fired."""
+        """Handle a fired watch."""
         if self._cluster.is_zookeeper_away:
             self.after(100_000, self.hear_of_assignment)
         else:
@@ -231,7 +231,7 @@ class SimStorage(Process):
         self._step(service.Opened(log))
 
     def _end(self, reason: str) -> None:
-        """As the daemon does when its disk cannot be trusted: somebody starts it anew."""
+        """End as the daemon does if its disk cannot be trusted: the supervisor restarts it."""
         self.world.note(f"{self.name} ends: {reason}")
         self._checks.count("storage ended itself")
         self.die()
@@ -239,18 +239,18 @@ class SimStorage(Process):
         self._cluster.restart_later(self)
 
     def _open_log(self, engine: Engine) -> PartitionLog:
-        """As the daemon does: a full disk still has room for opening."""
+        """Open as the daemon does: a full disk still has space for opening."""
         partition_id = PartitionId(self._cluster.partition_id)
         return engine.room.with_reserve(partial(engine.assign, partition_id))
 
     def died(self) -> None:
-        """The process is gone; its files are as the kernel has them."""
+        """Lose the process; its files keep the state of the page cache."""
         if self.engine is not None:
             self.engine.abandon()
         self.engine = self.service = None
 
     def kill(self, *, is_silent: bool = False) -> None:
-        """End the process (`kill -9`): the kernel's pages stay."""
+        """End the process (`kill -9`): the page cache stays."""
         if not self.is_up:
             return
         self.world.note(f"{self.name} is killed")
@@ -258,14 +258,16 @@ class SimStorage(Process):
         self._cluster.network.died(self, is_silent=is_silent)
 
     def lose_power(self, survival: Survival | None = None, *, with_lies: bool = False) -> None:
-        """Switch the machine off: what was not synced is lost, or some of it."""
+        """Cut the power: unsynced data is lost, or part of it."""
         if survival is None:
             survival = self.rng.choice((Survival.ANY_SECTORS, Survival.ENDS))
         if self.disk.is_lying and not with_lies:
-            survival = Survival.EVERYTHING  # what such a disk loses is in the budget of its fault
+            survival = (
+                Survival.EVERYTHING
+            )  # the losses of such a disk are in the budget of its fault
         self.world.note(f"{self.name} loses power")
         if self.is_up:
-            # The files of this boot are gone with it, so nothing is left to be closed.
+            # The open files of this boot are lost with it, so there is nothing to close.
             self.engine = None
             self.die()
             self._cluster.network.died(self, is_silent=self.chance() < 0.5)
@@ -273,7 +275,7 @@ class SimStorage(Process):
         self._cluster.restart_later(self)
 
     def start_anew(self) -> None:
-        """Have an empty disk, and be another storage from now on; the process is down."""
+        """Get an empty disk and a new storage ID; the process is down."""
         assert not self.is_up
         self.disk.become(NO_CONTENTS)
         self.snapshots.clear()
@@ -281,14 +283,14 @@ class SimStorage(Process):
         self.storage_id = self.rng.randbytes(16)
 
     def heal(self) -> None:
-        """Let nothing go wrong with the machine and its disk any more."""
+        """End the faults of the machine and its disk."""
         disk = self.disk
         disk.capacity_bytes = disk.on_full = None
         disk.stop_lying()
         disk.forget_plans()
         self.fsync_us = 500
         self.dies_at = None
-        if self.is_up:  # Else its operator still has to start it as one whose disk has lied.
+        if self.is_up:  # Else its operator still has to start it with untrusted syncs.
             self.trusts_fsync = True
 
     def _gone(self, text: str, error: WaltzError) -> None:
@@ -302,19 +304,19 @@ class SimStorage(Process):
         self._cluster.restart_later(self)
 
     def scrub_now(self) -> None:
-        """As its operator asks for it."""
+        """Scrub at the operator's request."""
         self._step(service.ScrubNow())
 
     @property
     def is_scrubbing(self) -> bool:
-        """Whether it has not yet read all that was asked for."""
+        """Whether a requested scrub is still running."""
         states = () if self.service is None else self.service.scrub_states(self.now_ms)
         return any(each.is_asked for each in states)
 
     # ---- links
 
     def accept(self, link: SimLink) -> Handlers:
-        """A server has dialled."""
+        """Accept a server's connection."""
         return Handlers(self._heard, self._lost)
 
     def _heard(self, link: SimLink, message: Message) -> None:
@@ -362,7 +364,7 @@ class SimStorage(Process):
             case service_effects.LookForRoom(room):
                 self._look_for_room(room)
             case _:
-                pass  # Reading less is the socket's business.
+                pass  # The socket limits reading.
 
     def _run(self, work: Work) -> None:
         """Rule 2."""
@@ -378,7 +380,7 @@ class SimStorage(Process):
         if self.disk.on_full is not None and any(
             isinstance(each, NoSpace) for each in result.outcomes
         ):
-            self.disk.on_full()  # A storage that sees it coming does not find out by a write.
+            self.disk.on_full()  # A storage that watches its space does not fail a write.
         self._checks.worked(self, work, result, before)
         if self._dies(work, is_after=True):
             return
@@ -395,7 +397,7 @@ class SimStorage(Process):
         self.after(self.fsync_us, lambda: self._step(service.LookedForRoom()))
 
     def _dies(self, work: Work, *, is_after: bool) -> bool:
-        """Die if it is to die here."""
+        """Die if a fault is planned here."""
         if self.dies_at is None or not work.requests:
             return False
         point, is_wanted_after, struck = self.dies_at

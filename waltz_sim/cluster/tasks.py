@@ -2,17 +2,17 @@
 
 The first attempt has read the generation and is paused before it mounts. The second one mounts with
 a higher connection sequence, appends all rows and disconnects. Then the first one continues: it
-mounts and appends the same rows. The server's fences must refuse it (`server/append/mounts.py`,
+mounts and appends the same rows. The server's fences must reject it (`server/append/mounts.py`,
 rule 1).
 
 Rules:
     1. The rows have the same request IDs in both attempts: a second one in the log is a violation
        of AtMostOnce.
-    2. The first attempt continues only when the second one has all rows in the log. Earlier the two
-       may take turns, and what is in the log would have to be read back
+    2. The first attempt continues only when the second one has all rows in the log. Earlier they
+       could alternate, and the rows in the log would have to be read back
        (`client/stream/write_claim.py`).
-    3. Without `Setup.has_new_owner_ids` it does not continue where the owner has died: that server
-       would keep its generation over the restart, and nothing would refuse this attempt.
+    3. Without `Setup.has_new_owner_ids` it does not continue after the owner's death: that server
+       would keep its generation over the restart, and nothing would reject this attempt.
 """
 
 import zlib
@@ -80,7 +80,7 @@ class TwoAttempts(Process):
             self.after(LOOK_US, lambda: self._look(left - 1))
 
     def _attempt(self, sequence: int, left: int = TRIES_MAX) -> None:
-        """Mount with a connection sequence, and append all rows; try again, as a client does."""
+        """Mount with a connection sequence, and append all rows; retry as a client does."""
         cluster, owner = self._cluster, self._cluster.owner
 
         has_restarted = self._owner.incarnation != self._incarnation
@@ -110,7 +110,9 @@ class TwoAttempts(Process):
     def _heard(self, again: "Callable[[], None]", link: SimLink, message: Message) -> None:
         network = self._cluster.network
         if isinstance(message, Mounted):
-            self._is_over = True  # sent once: what becomes of it is read back, not sent again
+            self._is_over = (
+                True  # sent once: a client reads the outcome back, and does not send again
+            )
             for number, row in enumerate(self._rows, 1):
                 request = (BEFORE_FIRST, (), (), (), 7, row.data, zlib.crc32(row.data))
                 network.send(link, NEAR, AppendRequest(self._req_id(number), *request))

@@ -1,17 +1,17 @@
-"""What the simulated applications do.
+"""The simulated applications.
 
-A checker finds only what an application would have noticed, so applications here do all that the
-log is for: they append alone and in batches, under all kinds of locks, at old and new marks, try
-again after a refusal, follow the feed, ask for marks, die and come back.
+A checker finds only faults that an application could notice, so these applications use the whole
+API: they append single transactions and batches, with all kinds of locks, at old and new marks,
+retry after a rejection, follow the feed, query marks, die and restart.
 
 Rules:
-    1. Each client works in a loop of its own, drawn from its own chance.
-    2. Every row has a number that nobody else has, and is in the books before it is sent.
-    3. A deal (`ledger.py`) reads the state at the mark that it is sent with, as an application
-       does that has applied the feed up to there.
-    4. Some follow what is in flight: they compute from it as though it were there.
-    5. A row that claims a mark beyond the log has no locks but append locks: nothing is computed
-       from what is not there.
+    1. Each client works in its own loop, with its own random numbers.
+    2. Every row has a unique number, and is recorded before it is sent.
+    3. A deal (`ledger.py`) reads the state at its mark, like an application that has applied the
+       feed up to there.
+    4. Some follow appends in flight: they compute from them as if they were committed.
+    5. A row that claims a mark beyond the log has only append locks: nothing can be computed from
+       transactions that do not exist.
 """
 
 import zlib
@@ -50,9 +50,9 @@ PATIENCE_US: Final = 200_000
 SLOWING_US: Final = 20_000
 DEAL_SHARE: Final = 0.4
 QUESTION_SHARE: Final = 0.06
-WAITING_QUESTION_SHARE: Final = 0.25  # of an application whose appends are not answered
+WAITING_QUESTION_SHARE: Final = 0.25  # of an application without answers to its appends
 AHEAD_SHARE: Final = 0.004
-# Some records have sectors of the disk between their first and their last one.
+# Some records have whole sectors between their first and last one.
 LONG_EVERY: Final = 7
 LONG_BYTES: Final = 1_200
 
@@ -70,7 +70,7 @@ class Workload:
         self._healing_since_us: int | None = None
 
     def healing_us(self) -> int:
-        """Return for how long applications have known that everything heals."""
+        """Return the time since healing began."""
         if self._healing_since_us is None:
             self._healing_since_us = self._world.now_us
         return self._world.now_us - self._healing_since_us
@@ -85,7 +85,7 @@ class Workload:
         return self._parcels[token]
 
     def begin(self, client: "SimClient") -> None:
-        """Let a client that has just started do something, again and again."""
+        """Start the application of a client that has just started."""
         _Application(self, self._cluster, client).begin()
 
     def parcel(
@@ -95,9 +95,9 @@ class Workload:
         mark: int,
         follows: FollowedState | None = None,
     ) -> Parcel:
-        """Enter rows in the books (deals, or write, read and append locks) and pack them.
+        """Record rows (deals, or write, read and append locks) and pack them into a parcel.
 
-        What follows is computed from the state at the mark, and from what is in flight.
+        Following rows are computed from the state at the mark, and from appends in flight.
         """
         self._tokens += 1
         operations = [self._operation(client.name, row, mark, follows) for row in rows]
@@ -116,7 +116,7 @@ class Workload:
         return Parcel(self._tokens, len(rows), TransactionId(mark), payload, zlib.crc32(payload))
 
     def rows_of(self, author: str, rows: "Sequence[Locks]") -> list[Operation]:
-        """Enter rows in the books that nobody waits for."""
+        """Record rows without a waiting author."""
         operations = [self._operation(author, row, BEFORE_FIRST, None) for row in rows]
         for operation in operations:
             operation.told = "gone"
@@ -154,20 +154,20 @@ class Workload:
         return operation
 
     def operation(self, author: str, row: Ask, mark: int) -> Operation:
-        """Enter one row in the books, whose author learns of its outcome elsewhere."""
+        """Record one row whose author gets the outcome elsewhere."""
         return self._operation(author, row, mark, None)
 
     def think_us(self, process: "Process") -> int:
-        """Return for how long an application does nothing."""
+        """Return the pause of an application."""
         think_us = self._cluster.setup.think_ms * 1_000
         if self._cluster.is_healing:
-            # All that is left to be seen is whether it becomes whole, and that may take long.
+            # Only the recovery of the cluster is still to be seen, and that may take long.
             late_us = max(0, self.healing_us() - PATIENCE_US)
             think_us += think_us * late_us // SLOWING_US
         return int(process.chance() * 2 * think_us) + 100
 
     def deal_of(self, process: "Process") -> Deal:
-        """Return what an application deals in next."""
+        """Return the next deal of an application."""
         keys, roll = self._cluster.setup.keys, process.chance()
         one = int(process.chance() * keys)
         if roll < 0.4:
@@ -177,7 +177,7 @@ class Workload:
         return Deal(RowKind.PUSH, one, one) if roll < 0.7 else Deal(RowKind.GUARD, one, one ^ 1)
 
     def ended(self, token: int) -> "list[Operation]":
-        """Take a parcel out: its outcome is known, or never will be."""
+        """Remove a parcel: its outcome is known, or never will be."""
         return self._parcels.pop(token)
 
     def drop(self, client: "SimClient") -> None:
@@ -188,7 +188,7 @@ class Workload:
 
 
 class _Application:
-    """One life of one client's application."""
+    """The application of one client, until the client dies."""
 
     def __init__(self, workload: Workload, cluster: "SimCluster", client: "SimClient") -> None:
         self._workload = workload
@@ -227,7 +227,7 @@ class _Application:
         self._later()
 
     def _question(self) -> None:
-        """Ask for a mark, for a range, or for one transaction; the checkers look at the answers."""
+        """Query a mark, a range, or one transaction; the checkers check the answers."""
         client, roll = self._client, self._chance()
         last = max(0, client.mark)
         if roll < 0.3:
@@ -248,7 +248,7 @@ class _Application:
             client.ask(lambda req_id: RangeRequest(req_id, first, last, 600, form, wanted))
 
     def _mark(self) -> int:
-        """The mark that the application has seen: mostly all, sometimes less."""
+        """The mark that the application has seen: mostly the last one, sometimes an older one."""
         mark: int = self._client.mark
         if self._chance() < 0.2:
             mark = max(BEFORE_FIRST, mark - int(self._chance() * 10))
@@ -272,7 +272,7 @@ class _Application:
             rows, mark, told = [((), (), (1,))], self._client.mark + 5, None
         follows: FollowedState | None = None
         if self._follows and len(rows) == 1:
-            # Its state is that of the mark, and what follows claims is seen on top of it.
+            # Its state is that of the mark, and the claims of earlier appends are on top of it.
             follows = (told or FOLLOW).claim(TransactionId(mark))[1]
         self._client.append(self._workload.parcel(self._client, rows, mark, follows))
 

@@ -1,1 +1,1 @@
-"""The machine that is simulated: its time and chance, its network, disks and processes."""
+"""The simulated environment: time, randomness, network, disks and processes."""

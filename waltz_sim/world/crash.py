@@ -1,20 +1,20 @@
-"""Everything that a crash may leave: a disk that writes down each change, and what they come to.
+"""Every state that a crash may leave: a disk that records each change, and the resulting states.
 
-`simulated_disk.py` loses power once, at random. Here a program runs to its end, and then each state
-is made that a crash at any point of the run may have left: no state depends on luck, and a sync can
-be left out or moved without running anything again.
+`simulated_disk.py` loses power once, at random. Here a program runs to its end; then each state is
+built that a crash at any point of the run may have left. No state depends on luck, and a sync can
+be removed or moved without running the program again.
 
 Rules:
-    1. Nothing is promised but what was synced: of the changes since, each sector, each size and
-       each entry of a directory is kept or lost by itself, in any order; of several values that
-       one of them has had since, any may be left.
+    1. Only synced data is certain: of the later changes, each sector, each size and each directory
+       entry is kept or lost independently, in any order; if one of them has changed several times,
+       any of the values may remain.
     2. `Sync` makes a file's bytes and size durable and not its name. `SyncDirectory` makes the
-       entries of one directory durable, not its own in the one above, nor what the files hold.
+       entries of one directory durable, not its own entry in the parent, nor the files' contents.
     3. A rename is two entries. After a crash the file may have both names, or neither.
-    4. A sector that a file has grown over and nobody wrote reads as zeros.
-    5. After a sync that has failed, its sectors may be there or not, and no later sync of what is
-       not written again changes that.
-    6. A killed process loses nothing, and makes nothing durable either.
+    4. A sector within a file's size that was never written reads as zeros.
+    5. After a failed sync, its sectors may be durable or not; a later sync does not change that
+       unless they are written again.
+    6. A killed process loses nothing, and makes nothing durable.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from waltz_core.storage.disk.file_system import Buffer, File
 
 FileId = int
-UNITS_MAX: Final = 24  # that are kept or lost alone, at one point
+UNITS_MAX: Final = 24  # units that are kept or lost alone, at one point
 
 
 class CreateFile(NamedTuple):
@@ -66,19 +66,19 @@ class Rename(NamedTuple):
 
 
 class Unlink(NamedTuple):
-    """A name is gone."""
+    """A name was removed."""
 
     path: Path
 
 
 class MakeDirectory(NamedTuple):
-    """A directory was made in one that is there."""
+    """A directory was created in an existing one."""
 
     path: Path
 
 
 class Sync(NamedTuple):
-    """A file's bytes and size are durable; `path` is what it was opened as, `site` who asked."""
+    """A file's bytes and size are durable; `path` is its name at opening, `site` the caller."""
 
     file: FileId
     path: Path
@@ -99,7 +99,7 @@ class SyncDirectory(NamedTuple):
 
 
 class Remark(NamedTuple):
-    """Nothing of the disk: what whoever runs the program wants to find again in the list."""
+    """Not a change of the disk: an entry by which the program's test finds a place in the list."""
 
     what: object
 
@@ -135,7 +135,7 @@ class RecordingFile:
         self.close = file.close
 
     def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
-        """Write the parts; of a write that fails, what was done is written down."""
+        """Write the parts; of a failed write, record the part that was written."""
         data = b"".join(parts)
         before = self._file.pread(len(data), offset)
         try:
@@ -162,20 +162,20 @@ class RecordingFile:
         self._disk.changes.append(Resize(self._number, size))
 
     def allocate(self, size: int) -> None:
-        """Reserve room."""
+        """Reserve space."""
         self._file.allocate(size)
         self._disk.changes.append(Resize(self._number, self._file.size()))
 
 
 class RecordingDisk:
-    """A `Disk` over a `SimDisk` that writes each change down; faults are planned on `inner`."""
+    """A `Disk` over a `SimDisk` that records each change; faults are planned on `inner`."""
 
     def __init__(
         self, changes: Iterable[DiskChange] = (), site: Callable[[], str] = lambda: ""
     ) -> None:
-        """Go on where a process was killed that had made these changes (rule 6).
+        """Continue after a killed process that had made these changes (rule 6).
 
-        `site` is asked at each sync who makes it.
+        `site` returns the caller of each sync.
         """
         self.changes = list(changes)
         self.site = site
@@ -191,7 +191,7 @@ class RecordingDisk:
     def after_power_loss(
         cls, contents: Contents, site: Callable[[], str] = lambda: ""
     ) -> "RecordingDisk":
-        """Return a disk on which all this is durable."""
+        """Return a disk on which these contents are durable."""
         return cls(changes_of(contents), site)
 
     def open(self, path: Path, *, create: bool = False, is_dispensable: bool = False) -> "File":
@@ -204,11 +204,11 @@ class RecordingDisk:
         return RecordingFile(self, file, self._files[path], path)
 
     def exists(self, path: Path) -> bool:
-        """Tell if there is a file or a directory of this name."""
+        """Return whether a file or directory with this name exists."""
         return self.inner.exists(path)
 
     def identity(self, path: Path) -> tuple[int, int] | None:
-        """Return what tells two files of one name apart."""
+        """Return what distinguishes two files with one name."""
         return self.inner.identity(path)
 
     def list(self, directory: Path) -> list[str]:
@@ -216,15 +216,15 @@ class RecordingDisk:
         return self.inner.list(directory)
 
     def will_read(self, directory: Path, names: Sequence[str]) -> None:
-        """Say that files will be read soon."""
+        """Announce that files will be read soon."""
         self.inner.will_read(directory, names)
 
     def make_directory(self, directory: Path) -> None:
-        """Make a directory and its parents, durably."""
+        """Create a directory and its parents, durably."""
         make_with_parents(self, directory, self._make_one, self.sync_directory)
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
-        """Make directories in one, durably."""
+        """Create directories in one, durably."""
         for name in names:
             if not self.exists(directory / name):
                 self._make_one(directory / name)
@@ -235,13 +235,13 @@ class RecordingDisk:
         self.changes.append(MakeDirectory(directory))
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file another name, in place of the one that has it."""
+        """Rename a file, and replace an existing target."""
         self.inner.rename(source, target)
         self._files[target] = self._files.pop(source)
         self.changes.append(Rename(source, target))
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; none there is no error."""
+        """Remove a file; a missing one is not an error."""
         self.inner.unlink(path)
         if self._files.pop(path, None) is not None:
             self.changes.append(Unlink(path))
@@ -252,7 +252,7 @@ class RecordingDisk:
         self.changes.append(SyncDirectory(directory, self.site()))
 
     def free_bytes(self, directory: Path) -> int:
-        """Return how much more can be written."""
+        """Return the free space in bytes."""
         return self.inner.free_bytes(directory)
 
     def size_bytes(self, directory: Path) -> int:
@@ -260,16 +260,16 @@ class RecordingDisk:
         return self.inner.size_bytes(directory)
 
     def number_of(self, path: Path) -> FileId:
-        """Return the file that has a name."""
+        """Return the file with a name."""
         return self._files[path]
 
     def remark(self, what: object) -> None:
-        """Write something down between two changes."""
+        """Record a remark between two changes."""
         self.changes.append(Remark(what))
 
 
 def changes_of(contents: Contents) -> list[DiskChange]:
-    """Return changes that come to these contents, durably."""
+    """Return changes that produce these contents, durably."""
     changes: list[DiskChange] = []
     directories = sorted(contents.directories)
     changes += [MakeDirectory(path) for path in directories if path != path.parent]
@@ -279,24 +279,24 @@ def changes_of(contents: Contents) -> list[DiskChange]:
 
 
 # ---------------------------------------------------------------------------------------------
-# what is left
+# the states after a crash
 
 
 class Sector(NamedTuple):
-    """A sector that was written since the last sync of its file."""
+    """A sector that was written after the last sync of its file."""
 
     file: FileId
     number: int
 
 
 class Size(NamedTuple):
-    """The size of a file, where it has changed since."""
+    """The size of a file, if it has changed after the last sync."""
 
     file: FileId
 
 
 class DirectoryEntry(NamedTuple):
-    """An entry of a directory that has changed since the last sync of it."""
+    """A directory entry that has changed after the last sync of its directory."""
 
     path: Path
 
@@ -305,20 +305,20 @@ Unit: TypeAlias = Sector | Size | DirectoryEntry
 
 
 class Keep:
-    """What is kept of what was not synced; this one keeps nothing."""
+    """Chooses which unsynced changes survive; this one keeps nothing."""
 
     def version(self, unit: Unit, count: int) -> int:
-        """Return which of `count` values of a unit is left, 1 being the first; 0 is the old one."""
+        """Return which of `count` values of a unit survives: 1 is the first, 0 the old one."""
         del unit, count
         return 0
 
     def size(self, unit: Size, sizes: Sequence[int]) -> int:
-        """Return the size that is left; the first one is the old one."""
+        """Return the size that survives; the first one is the old one."""
         return sizes[self.version(unit, len(sizes) - 1)]
 
 
 class Everything(Keep):
-    """All that was written."""
+    """Keeps all writes."""
 
     def version(self, unit: Unit, count: int) -> int:
         """Return the newest."""
@@ -327,31 +327,31 @@ class Everything(Keep):
 
 
 class Only(Keep):
-    """Some units and nothing else. A sector that is kept is not beyond the end of its file."""
+    """Keeps only some units. A kept sector is not beyond the end of its file."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self.units = set(units)
         self._sized = {one.file for one in self.units if isinstance(one, Sector)}
 
     def version(self, unit: Unit, count: int) -> int:
-        """Return the newest of those that are kept."""
+        """Return the newest for a kept unit."""
         is_kept = unit in self.units or (isinstance(unit, Size) and unit.file in self._sized)
         return count if is_kept else 0
 
 
 class AllBut(Keep):
-    """All but some units."""
+    """Keeps all but some units."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self.units = set(units)
 
     def version(self, unit: Unit, count: int) -> int:
-        """Return the newest but of those that are lost."""
+        """Return the newest unless the unit is lost."""
         return 0 if unit in self.units else count
 
 
 class AnyOf(Keep):
-    """Each unit by chance, with any of its values, and sizes in between."""
+    """Keeps units at random, with any of their values, and sizes in between."""
 
     def __init__(self, rng: "Random") -> None:
         self._rng = rng
@@ -371,13 +371,13 @@ class AnyOf(Keep):
 
 @dataclass(slots=True, eq=False)
 class _File:
-    """One file: what is durable, what is seen, and all that sectors and size were in between."""
+    """One file: durable content, visible content, and all values of sectors and size in between."""
 
     kept: bytearray = field(default_factory=bytearray)
     seen: bytearray = field(default_factory=bytearray)
     sectors: dict[int, list[bytes]] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
-    doubtful: set[int] = field(default_factory=set)  # of a sync that has failed (rule 5)
+    doubtful: set[int] = field(default_factory=set)  # of a failed sync (rule 5)
 
     def write(self, offset: int, data: bytes) -> None:
         if len(self.seen) < offset:
@@ -391,7 +391,7 @@ class _File:
         del self.seen[size:]
         self.seen.extend(bytes(size - len(self.seen)))
         if size % SECTOR_BYTES and size < old:
-            self._touch(size, size + 1)  # what is cut from a sector is zeroed
+            self._touch(size, size + 1)  # the cut part of a sector is zeroed
         self._touch(old, size)
         self._sized()
 
@@ -407,7 +407,7 @@ class _File:
             self.sizes.append(len(self.seen))
 
     def sync(self) -> None:
-        """Make all durable but what is in doubt."""
+        """Make all durable except doubtful sectors."""
         doubted = {one: self.sectors[one] for one in self.doubtful}
         before = self.kept
         self.kept = bytearray(self.seen)
@@ -432,7 +432,7 @@ class _File:
 
 
 class Platter:
-    """What a list of changes comes to, change by change."""
+    """The state of a disk after a list of changes, change by change."""
 
     def __init__(self) -> None:
         self._files: dict[FileId, _File] = {}
@@ -443,15 +443,15 @@ class Platter:
 
     @property
     def file_count(self) -> int:
-        """How many files there ever were."""
+        """The number of files ever created."""
         return len(self._files)
 
     def files_seen(self) -> Iterator[tuple[Path, FileId]]:
-        """Return the files that a program sees."""
+        """Return the files that are visible to a program."""
         return ((path, file) for path, file in self._seen.items() if file is not None)
 
     def add(self, change: DiskChange) -> None:
-        """Make one more change."""
+        """Apply one more change."""
         match change:
             case Write(file, offset, data):
                 self._files[file].write(offset, data)
@@ -497,7 +497,7 @@ class Platter:
                 self._kept[path] = self._seen[path]
 
     def units(self) -> list[Unit]:
-        """Return everything that may be kept or lost by itself."""
+        """Return all units that may be kept or lost independently."""
         units: list[Unit] = [DirectoryEntry(path) for path in self._pending]
         for number, file in self._files.items():
             units += [Sector(number, sector) for sector in file.sectors]
@@ -506,7 +506,7 @@ class Platter:
         return units
 
     def image(self, keep: Keep) -> Contents:
-        """Return what is on the disk when this is kept of what was not synced."""
+        """Return the contents of the disk if `keep` chooses the unsynced changes."""
         entries = dict(self._kept)
         for path, values in self._pending.items():
             which = keep.version(DirectoryEntry(path), len(values))
@@ -528,7 +528,7 @@ class Platter:
 
 
 def survivals(platter: Platter, rng: "Random", *, random_count: int) -> Iterator[Keep]:
-    """Return what may be kept at one point: nothing, all, each alone, all but each, by chance."""
+    """Return the choices at one point: nothing, all, each alone, all but each, at random."""
     yield Keep()
     yield Everything()
     units = platter.units()
@@ -549,7 +549,7 @@ def survivals(platter: Platter, rng: "Random", *, random_count: int) -> Iterator
 
 
 def _some(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
-    """Return all units, or where there are too many the ends of them and some between."""
+    """Return all units, or if there are too many, the first, the last, and some between."""
     if len(units) <= UNITS_MAX:
         return units
     between = rng.sample(range(2, len(units) - 2), UNITS_MAX - 4)
@@ -557,21 +557,21 @@ def _some(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
 
 
 # ---------------------------------------------------------------------------------------------
-# programs that are wrong
+# faulty programs
 
 
 def sync_places(changes: Sequence[DiskChange]) -> list[int]:
-    """Return where something is synced."""
+    """Return the places of syncs."""
     return [place for place, one in enumerate(changes) if isinstance(one, Sync | SyncDirectory)]
 
 
 def without(changes: Sequence[DiskChange], place: int) -> list[DiskChange]:
-    """Return the changes of a program that forgets a sync."""
+    """Return the changes of a program that omits a sync."""
     return [*changes[:place], *changes[place + 1 :]]
 
 
 def delayed(changes: Sequence[DiskChange], place: int) -> list[DiskChange] | None:
-    """Return the changes of a program that makes a sync after the next one; None if it is last."""
+    """Return the changes of a program that delays a sync beyond the next one; None for the last."""
     after = next((one for one in sync_places(changes) if one > place), None)
     if after is None:
         return None
@@ -584,7 +584,7 @@ def delayed(changes: Sequence[DiskChange], place: int) -> list[DiskChange] | Non
 
 
 def platters(changes: Sequence[DiskChange]) -> Iterator[tuple[int, Platter]]:
-    """Return each point at which a crash may come, as the number of changes before it."""
+    """Return each point at which a crash may occur, as the number of changes before it."""
     platter = Platter()
     yield 0, platter
     for place, change in enumerate(changes):

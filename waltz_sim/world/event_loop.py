@@ -1,17 +1,16 @@
-"""An asyncio event loop in virtual time, for production code that is made of coroutines.
+"""An asyncio event loop in virtual time, for production code with coroutines.
 
-Machines need no loop; the client's and the operator's shells do, and their faults are in what
-happens between two awaits.
+Machines need no loop; the client's and the operator's shells do, and their faults are between two
+awaits.
 
 Rules:
-    1. Callbacks run in the order in which they became ready. A timer is something planned in the
+    1. Callbacks run in the order in which they became ready. A timer is an action planned in the
        world, and ends with its process.
-    2. A loop is entered by what comes to its process: a message, a timer. It is left when nothing
-       is ready any more.
-    3. Production code survives errors, so what a checker finds inside it is kept by `fail` and
-       raised when the loop is left.
-    4. A loop is closed with its process: its tasks are cancelled and run to their end, so that
-       nothing of them is left to be collected at another time.
+    2. A message or a timer of its process enters the loop. The loop is left when nothing is ready.
+    3. Production code survives errors, so `fail` keeps a checker's violation until the loop is
+       left, and raises it there.
+    4. A loop is closed with its process: its tasks are cancelled and run to their end, so that the
+       garbage collector has nothing to end at a random time.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ CLOSING_ROUNDS_MAX: Final = 100
 
 
 class _Timer(asyncio.TimerHandle):
-    """A timer that is taken out of the world when it is cancelled."""
+    """A timer that is removed from the world when it is cancelled."""
 
     __slots__ = ("planned",)
     planned: "Planned"
@@ -42,7 +41,7 @@ class _Timer(asyncio.TimerHandle):
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """See the module's rules; what production code does not use of a loop is not there."""
+    """See the module's rules; methods that production code does not use are missing."""
 
     def __init__(self, process: "Process") -> None:
         self._process = process
@@ -51,7 +50,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._is_running = self._is_planned = self._is_closed = False
         self._failure: Exception | None = None
 
-    # ---- what asyncio asks
+    # ---- the interface of asyncio
 
     def time(self) -> float:
         """Return virtual time, in seconds."""
@@ -87,7 +86,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         """See `asyncio`."""
         timer = _Timer(when, callback, args, self, context)
-        # One more: rounded down it would ring before its time.
+        # Plus one: rounded down, the timer would fire too early.
         delay_us = max(0, int((when - self.time()) * 1_000_000) + 1)
         timer.planned = self._process.after(delay_us, lambda: self._ring(timer))
         return timer
@@ -110,7 +109,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """See `asyncio`: a callback or a task has raised and nothing has taken that."""
+        """See `asyncio`: a callback or a task has raised an unhandled error."""
         error = context.get("exception")
         if isinstance(error, Exception):
             self.fail(error)
@@ -127,10 +126,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         """See `asyncio`."""
         return self._is_closed
 
-    # ---- what the world does
+    # ---- the interface of the world
 
     def enter(self, call: Callable[[], object]) -> None:
-        """Call as the loop does, then run all that is ready (rule 2); raises as rule 3 says."""
+        """Call inside the loop, then run everything that is ready (rule 2); raises as in rule 3."""
         if self._is_running:
             call()
             return
@@ -151,7 +150,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             raise failure
 
     def fail(self, error: Exception) -> None:
-        """Have this raised when the loop is left; the first one counts."""
+        """Keep an error until the loop is left; the first one counts."""
         if self._failure is None and not self._is_closed:
             self._failure = error
 
@@ -177,5 +176,5 @@ class SimLoop(asyncio.AbstractEventLoop):
 
 def loop_of(process: "Process") -> SimLoop:
     """Return a new loop of a process."""
-    # What a loop has beside, for sockets, threads and signals, would raise NotImplementedError.
+    # The other methods, for sockets, threads and signals, raise NotImplementedError.
     return SimLoop(process)  # type: ignore[abstract]

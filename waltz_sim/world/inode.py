@@ -1,8 +1,7 @@
-"""One file of the simulated disk: what a program sees of it, and what is on the platter.
+"""One file of the simulated disk: its visible content, and its durable content.
 
-The two contents, and the sectors in which they may differ, are the whole of what a power loss can
-do to a file; names, steps and faults are the disk's. So are the rules that are named here
-(`simulated_disk.py`).
+A power loss affects a file only in these two contents, and in the sectors in which they may differ.
+The disk has names, steps and faults, and the rules that are cited here (`simulated_disk.py`).
 """
 
 from collections.abc import Iterable
@@ -14,7 +13,7 @@ SECTOR_BYTES: Final = 512
 
 @dataclass(slots=True, eq=False)
 class Inode:
-    """One file's contents, seen and on the platter; `dirty` are the sectors to be synced."""
+    """One file's visible and durable content; `dirty` are the unsynced sectors."""
 
     seen: bytearray = field(default_factory=bytearray)
     kept: bytearray = field(default_factory=bytearray)
@@ -23,7 +22,7 @@ class Inode:
     locked_by: object | None = None
 
     def touch(self, start: int, end: int) -> None:
-        """Bytes were written: their sectors are dirty, and no longer lost where whole."""
+        """Mark sectors of written bytes as dirty; wholly written ones are no longer lost."""
         if start >= end:
             return
         first, last = start // SECTOR_BYTES, (end - 1) // SECTOR_BYTES
@@ -35,7 +34,7 @@ class Inode:
             self.unreadable.difference_update(range(-(-start // SECTOR_BYTES), end // SECTOR_BYTES))
 
     def up_to_lost(self, offset: int, data: bytes) -> bytes:
-        """Return how much of a write goes through (rule 7)."""
+        """Return the part of a write that succeeds (rule 7)."""
         end = offset + len(data)
         ends = {offset // SECTOR_BYTES, (end - 1) // SECTOR_BYTES} & self.unreadable
         for start in sorted(sector * SECTOR_BYTES for sector in ends):
@@ -44,7 +43,7 @@ class Inode:
         return data
 
     def resize(self, size: int) -> None:
-        """Cut it, or let it grow by zeros."""
+        """Cut the file, or extend it with zeros."""
         old = len(self.seen)
         if size < old:
             del self.seen[size:]
@@ -52,11 +51,11 @@ class Inode:
             self.unreadable = {one for one in self.unreadable if one * SECTOR_BYTES < size}
         else:
             self.seen.extend(bytes(size - old))
-            # What is grown over reads as zeros on the platter too, whatever lay there before.
+            # The new part reads as zeros on the platter, too, regardless of earlier content.
             self.touch(old, size)
 
     def carry_over(self, sectors: Iterable[int], size: int) -> None:
-        """Bring sectors, in any order, and a size to the platter (rule 3)."""
+        """Make sectors, in any order, and a size durable (rule 3)."""
         kept, seen = self.kept, self.seen
         if len(kept) < size:
             kept.extend(bytes(size - len(kept)))
@@ -73,9 +72,9 @@ class Inode:
             kept[start:end] = seen[start:end]
 
     def drop_cached(self, offset: int, size: int) -> None:
-        """See of clean sectors what is on the platter (rule 8): what syncs have lost, what rotted.
+        """Show the durable content of clean sectors (rule 8), with lost syncs and bit rot.
 
-        No file is cut by it: the system knows the size by heart.
+        The size stays: the operating system has it in memory.
         """
         end = min(offset + size, len(self.seen))
         if end <= offset:

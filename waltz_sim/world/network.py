@@ -1,20 +1,20 @@
-"""Links between processes: in order each way, slow, cut, half open, mute.
+"""Links between processes: ordered in each direction, slow, cut, half open, mute.
 
-What a peer may conclude from a link, or from its silence, is the same for clients, servers and
-storages; and so is what a network may do to them.
+Clients, servers and storages use the same links, with the same network faults.
 
 Rules:
-    1. What arrives on one link arrives in the order in which it was sent.
-    2. A link that one end has closed still brings the other end what was sent before; then that end
-       is told, once. An end that has closed hears nothing any more.
-    3. A break tells both ends, each in its time; what was on its way may still arrive at the far
-       end, as it does when a request was received and not read yet.
-    4. What is sent in a direction that is blocked is lost, and the link with it: both ends find out
-       by keep-alives only, much later. That an end has closed is lost in the same way.
-    5. In a world of bytes every message is encoded, cut off from its sender's memory, and decoded.
-    6. What a dialler has sent may outlive its link, as it does on a slow way, or unread in the far
-       end's socket: the dialler gives the link up, is free to dial again and to be answered on the
-       new link, and only later the far end gets the rest of the old one, in order, and its end.
+    1. Messages of one link arrive in the order in which they were sent.
+    2. After one end has closed, the other end still gets earlier messages, then the end of the
+       link, once. An end that has closed gets nothing.
+    3. A break reaches both ends, each after a delay; messages in transit may still arrive at the
+       far end, like a request that was received and not yet read.
+    4. A message in a blocked direction is lost, and the link with it: both ends detect that by
+       keep-alives only, much later. The close of an end is lost in the same way.
+    5. In a world with bytes every message is encoded and decoded, so it shares no memory with its
+       sender.
+    6. A dialler's messages may arrive after it has dropped their link, as on a slow network, or
+       unread in the far end's socket: the dialler opens a new link and may get answers on it; only
+       later the far end gets the rest of the old link, in order, and its end.
 """
 
 from functools import partial
@@ -38,21 +38,21 @@ TAIL_US: Final = (20_000, 1_000_000)
 
 
 class Handlers(NamedTuple):
-    """What an end of a link does: it hears a message, or learns that the link is gone."""
+    """The callbacks of one end of a link: a message, or the end of the link."""
 
     message: "Callable[[SimLink, Message], None]"
     lost: "Callable[[SimLink, str], None]"
 
 
 class HeldBytes(NamedTuple):
-    """What a dialler has sent and the far end does not get yet (rule 6)."""
+    """Messages of a dialler that the far end does not get yet (rule 6)."""
 
     messages: list[Message]
-    came_late: "Callable[[], None]"  # called when the first of them reaches the far end after all
+    came_late: "Callable[[], None]"  # called when the first of them finally reaches the far end
 
 
 class SimLink:
-    """One connection; `ends[NEAR]` has dialled it. Each list has a place for either end."""
+    """One connection; `ends[NEAR]` has dialled it. Each list has an entry per end."""
 
     __slots__ = (
         "at_us",
@@ -72,12 +72,12 @@ class SimLink:
         self.handlers = handlers
         self.is_open = [True, True]
         self.is_mute = False
-        self.held: HeldBytes | None = None  # while something is held back
+        self.held: HeldBytes | None = None  # while messages are held back
         self.at_us = [0, 0]  # when the last thing sent by this end arrives
 
 
 class Network:
-    """All links, and what is wrong with the ways between machines."""
+    """All links, and the faults between machines."""
 
     def __init__(self, world: World, *, is_bytes: bool) -> None:
         self._world = world
@@ -88,7 +88,7 @@ class Network:
         self.links: dict[int, SimLink] = {}
         self.blocked: set[tuple[str, str]] = set()  # never iterated
         self.slow_us = 0
-        self.tail_share = 0.0  # of the messages that take very long
+        self.tail_share = 0.0  # share of very slow messages
         self.mute_count = 0
 
     # ---- opening
@@ -131,7 +131,7 @@ class Network:
     # ---- sending
 
     def send(self, link: SimLink, end: int, message: Message) -> None:
-        """Send from an end; nothing when it has closed the link."""
+        """Send from an end; nothing if it has closed the link."""
         if not link.is_open[end] or link.is_mute:
             return
         sender, receiver = link.ends[end], link.ends[1 - end]
@@ -144,7 +144,7 @@ class Network:
         self._world.after(self._in_order(link, end), arrive)
 
     def _in_order(self, link: SimLink, end: int) -> int:
-        """Return after how long something sent now arrives (rule 1)."""
+        """Return the delay of a message sent now (rule 1)."""
         now_us = self._world.now_us
         at_us = now_us + self._delay_us()
         if at_us <= link.at_us[end]:
@@ -172,14 +172,14 @@ class Network:
                 receiver.take(incarnation, partial(self._hear, link, end, message))
 
     def _hear(self, link: SimLink, end: int, message: Message) -> None:
-        # It may have stood still when the message came, and have closed the link since.
+        # It may have been paused when the message arrived, and may have closed the link since.
         if link.is_open[end]:
             link.handlers[end].message(link, message)
 
     # ---- ending
 
     def close(self, link: SimLink, end: int, reason: str = "closed by the other end") -> None:
-        """Close one end; the other is told behind what is on its way (rule 2)."""
+        """Close one end; the other end learns of it after messages in transit (rule 2)."""
         if not link.is_open[end]:
             return
         link.is_open[end] = False
@@ -193,11 +193,11 @@ class Network:
         self._forget(link)
 
     def _hear_end(self, link: SimLink, end: int, reason: str) -> None:
-        if link.held is None or end == NEAR:  # Else it comes behind what is held back.
+        if link.held is None or end == NEAR:  # Else it follows the held messages.
             self._lose(link, end, reason)
 
     def break_link(self, link: SimLink, reason: str) -> None:
-        """End it for both (rule 3)."""
+        """End the link for both ends (rule 3)."""
         if link.is_mute:
             return
         if link.is_open[NEAR]:
@@ -207,14 +207,14 @@ class Network:
             self._world.after(delay_us, lambda: self._lose(link, FAR, reason))
 
     def cut_within(self, link: SimLink, end: int, rng: "Random") -> None:
-        """End it while something is on its way to an end, which hears the first part of that."""
+        """End the link during a transfer; the receiver gets the first part of the messages."""
         rest_us = link.at_us[1 - end] - self._world.now_us
         assert rest_us > 0
         self._world.after(rng.randrange(rest_us), lambda: self._lose(link, end, "cut"))
         self._world.after(self._delay_us(), lambda: self._lose(link, 1 - end, "cut"))
 
     def mute(self, link: SimLink) -> None:
-        """Let nothing through any more, and tell nobody for a while (rule 4)."""
+        """Drop everything from now on; the ends detect it later (rule 4)."""
         if link.is_mute:
             return
         link.is_mute = True
@@ -225,7 +225,7 @@ class Network:
                 self._world.after(wait_us, partial(self._lose, link, end, "no answer to pings"))
 
     def died(self, process: Process, *, is_silent: bool) -> None:
-        """A process is gone: its peers are told, or find out by themselves."""
+        """End the links of a dead process; peers get the end, or detect it later."""
         for link in list(process.links.values()):
             end = NEAR if link.ends[NEAR] is process else FAR
             if is_silent:
@@ -248,22 +248,21 @@ class Network:
         if not link.is_open[NEAR] and not link.is_open[FAR]:
             self.links.pop(link.number, None)
 
-    # ---- outliving (rule 6)
+    # ---- late messages (rule 6)
 
     def hold(self, link: SimLink, came_late: "Callable[[], None]") -> None:
-        """Keep from the far end what arrives there, until `release`."""
+        """Hold back messages to the far end, until `release`."""
         link.held = HeldBytes([], came_late)
 
     def give_up(self, link: SimLink, reason: str) -> None:
-        """Tell the near end of a link that is held back, and nobody else, that it is gone."""
+        """End a held link for its near end only."""
         if link.held is not None:
             self._lose(link, NEAR, reason)
 
     def release(self, link: SimLink, reason: str, end_us: int = 0) -> None:
-        """Let the far end have what was held back, and the end of the link `end_us` behind it.
+        """Deliver held messages to the far end, and the end of the link `end_us` later.
 
-        What is on its way comes behind it, too (rule 1). Nothing for a link that is not held back
-        any more.
+        Messages in transit follow them (rule 1). Does nothing for a link that is no longer held.
         """
         if link.held is None:
             return
@@ -296,15 +295,15 @@ class Network:
     # ---- what is wrong between machines
 
     def block(self, sender: str, receiver: str) -> None:
-        """Let nothing through in one direction."""
+        """Drop everything in one direction."""
         self.blocked.add((sender, receiver))
 
     def unblock(self, ways: "Iterable[tuple[str, str]]") -> None:
-        """Let everything through again in these directions."""
+        """Unblock these directions."""
         self.blocked.difference_update(ways)
 
     def heal(self) -> None:
-        """Let everything through again; links that were mute stay so until they are given up."""
+        """Unblock everything; mute links stay mute until their ends drop them."""
         self.blocked.clear()
         self.slow_us, self.tail_share = 0, 0.0
         for link in list(self.links.values()):
@@ -316,7 +315,7 @@ class Network:
 
 
 def through_bytes(message: Message) -> Message:
-    """Return what the other end of a socket makes of a message (rule 5)."""
+    """Return a message after encoding and decoding (rule 5)."""
     if isinstance(message, ClientMessage):
         surface, version = Surface.CLIENT, CLIENT_VERSION
     else:

@@ -1,14 +1,13 @@
-"""A program on a machine: it runs, is slow, stands still, dies, and starts again.
+"""A simulated operating system process: it runs, is slow, pauses, dies, and starts again.
 
-Storages, servers and clients die in the same way, and what a dead program had planned must not
-happen.
+Storages, servers and clients die in the same way; a dead process's planned actions must not run.
 
 Rules:
-    1. What was planned by one incarnation never reaches the next one.
-    2. What comes in while it stands still or is busy waits, and is taken in in its order.
-    3. A machine's `wake_at_ms` is looked at after every step; there is at most one timer.
-    4. Each has a clock of its own, which may run fast or slow but never goes back; `now_ms` shows
-       it. Another one hangs on the wall, and may show anything.
+    1. Actions planned by one incarnation never reach the next one.
+    2. Input during a pause or a busy time waits, and is processed in order.
+    3. A machine's `wake_at_ms` is read after every step; there is at most one timer.
+    4. Each process has its own monotonic clock (`now_ms`), which may run fast or slow, and a wall
+       clock, which may show any time.
 """
 
 from collections import deque
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Process:
-    """See the module's rules. A subclass says what happens in `died`, `started` and `ring`."""
+    """See the module's rules. A subclass implements `died`, `started` and `ring`."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -32,10 +31,10 @@ class Process:
         self.is_up = True
         self.is_paused = False
         self.incarnation = 1
-        self.slow_us = 0  # before each thing that it takes in
+        self.slow_us = 0  # delay before each input
         self.wall_offset_ms = 0
-        self.pace = 1.0  # how fast its own clock runs
-        self._pace_since_us = (0, 0)  # the world's time and its own, when that began
+        self.pace = 1.0  # the speed of its own clock
+        self._pace_since_us = (0, 0)  # the world's time and its own, when this speed began
         self.links: dict[int, SimLink] = {}
         self._held: deque[Action] = deque()  # of this incarnation
         self._free_at_us = 0
@@ -44,12 +43,12 @@ class Process:
 
     @property
     def wall_ms(self) -> int:
-        """What its clock on the wall shows."""
+        """The time of its wall clock."""
         return 1_000_000 + self.world.now_ms + self.wall_offset_ms
 
     @property
     def now_ms(self) -> int:
-        """What its own clock shows (rule 4)."""
+        """The time of its own clock (rule 4)."""
         if self.pace == 1.0 and not self._pace_since_us[0]:
             return self.world.now_us // 1000
         return self._now_us() // 1000
@@ -59,12 +58,12 @@ class Process:
         return own_us + int((self.world.now_us - since_us) * self.pace)
 
     def set_pace(self, pace: float) -> None:
-        """Let its clock run at another pace from now on."""
+        """Change the speed of its clock."""
         self._pace_since_us = max(1, self.world.now_us), self._now_us()
         self.pace = pace
 
     def takes_at_once(self, incarnation: int) -> bool:
-        """Whether `take` would neither drop what comes in now nor let it wait."""
+        """Whether `take` would process an input now, without dropping or delaying it."""
         return (
             incarnation == self.incarnation
             and self.is_up
@@ -72,7 +71,7 @@ class Process:
         )
 
     def take(self, incarnation: int, action: Action) -> None:
-        """Let something come in that was meant for one incarnation (rules 1 and 2)."""
+        """Process an input for one incarnation (rules 1 and 2)."""
         if incarnation != self.incarnation or not self.is_up:
             return
         if self.is_paused or self._held:
@@ -90,7 +89,7 @@ class Process:
         self.world.after(delay_us, lambda: self._take_held(incarnation))
 
     def _take_held(self, incarnation: int) -> None:
-        """Take in what waited; the first of it, while it is slow."""
+        """Process waiting inputs; only the first one, while the process is slow."""
         while incarnation == self.incarnation and self._held and not self.is_paused:
             if self.slow_us and self.world.now_us < self._free_at_us:
                 self._take_held_later()
@@ -99,22 +98,22 @@ class Process:
             self._held.popleft()()
 
     def after(self, delay_us: int, action: Action) -> Planned:
-        """Plan something that ends with this incarnation."""
+        """Plan an action that is dropped with this incarnation."""
         return self.world.after(delay_us, partial(self.take, self.incarnation, action))
 
     def pause(self) -> None:
-        """Stand still (SIGSTOP)."""
+        """Pause (SIGSTOP)."""
         self.is_paused = True
 
     def resume(self) -> None:
-        """Go on, with what came in meanwhile."""
+        """Continue, with the inputs that arrived meanwhile."""
         if not self.is_paused:
             return
         self.is_paused = False
         self._take_held(self.incarnation)
 
     def die(self) -> None:
-        """End at once; what it has sent may still arrive."""
+        """End at once; sent messages may still arrive."""
         self.is_up = self.is_paused = False
         self.incarnation += 1
         self._held.clear()
@@ -123,7 +122,7 @@ class Process:
         self.died()
 
     def start(self) -> None:
-        """Start anew; nothing for one that runs."""
+        """Start again; does nothing for a running process."""
         if self.is_up:
             return
         self.is_up = True
@@ -131,7 +130,7 @@ class Process:
         self.started()
 
     def set_timer(self, at_ms: int | None) -> None:
-        """Have `ring` called at this time (rule 3)."""
+        """Call `ring` at this time (rule 3)."""
         if at_ms is None:
             return
         timer = self._timer
@@ -149,13 +148,13 @@ class Process:
         self._timer = None
         self.ring()
 
-    # ---- what a subclass does
+    # ---- implemented by subclasses
 
     def died(self) -> None:
-        """Forget what was in memory."""
+        """Drop the state in memory."""
 
     def started(self) -> None:
         """Come up."""
 
     def ring(self) -> None:
-        """The timer: send the machine its wake-up if it is due, and set the next timer."""
+        """Handle the timer: wake the machine if due, and set the next timer."""

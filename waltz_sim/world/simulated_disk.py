@@ -1,22 +1,22 @@
-"""A disk in memory that forgets what was not synced: the crashable twin of `file_system.py`.
+"""A disk in memory that can lose unsynced data: the simulated version of `file_system.py`.
 
-What a storage promises is what is left after the power has gone, and no real disk can be asked to
-lose it on demand. This one keeps two contents of each file, the one that a program sees and the one
-that is on the platter, and knows which sectors differ.
+A storage's promises must survive a power loss, and a real disk cannot simulate one. This disk keeps
+two contents of each file, the visible one and the durable one on the platter, and the set of
+sectors that differ.
 
 Rules:
-    1. Only `sync` and `sync_directory` carry anything over, and only their own file or directory.
-    2. A power loss keeps any subset of the sectors written since, and any of the sizes in between;
-       of the changes of names it keeps the first few, as a journal does.
-    3. A sector (512 bytes) is written as a whole or not at all, by a write that fails too.
-    4. A sync that fails leaves its sectors marked clean: the program sees them, the platter never
-       will, and the next sync says nothing about it (ext4, XFS and Btrfs do the same).
-    5. Every call that changes something is a step. A fault is planned for a step by its number, or
-       for the next step of a kind, or for a read; whoever has planned it is told when it strikes.
-    6. A disk that lies says that it has synced what it has not.
-    7. A sector that cannot be read stays so until it is given up, cut away or written whole: not
-       in part, as a system would have to read the rest of it.
-    8. What is not dirty may be forgotten at any time, and is read from the platter from then on.
+    1. Only `sync` and `sync_directory` make anything durable, and only their own file or directory.
+    2. A power loss keeps any subset of the unsynced sectors, and any of the sizes in between; of
+       the changes of names it keeps the first few, as a journal does.
+    3. A sector (512 bytes) is written as a whole or not at all, also by a failing write.
+    4. A failed sync leaves its sectors marked clean: they are visible to the program, never become
+       durable, and the next sync reports no error (ext4, XFS and Btrfs do the same).
+    5. Every call that changes the disk is a step. A fault is planned for a step by its number, for
+       the next step of a kind, or for a read; a callback reports when it happens.
+    6. A lying disk reports syncs that it has not done.
+    7. An unreadable sector stays unreadable until it is discarded, cut, or written completely: a
+       partial write would have to read the rest.
+    8. Clean sectors may be dropped from the cache at any time, and are then read from the platter.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 
     from waltz_core.storage.disk.file_system import Buffer, File
 
-FREE_BYTES: Final = 1 << 40  # of a disk without limit
-_FOLIO_BYTES: Final = 4 * SECTOR_BYTES  # what is forgotten together; `page_cache.py`, rule 4
+FREE_BYTES: Final = 1 << 40  # of an unlimited disk
+_FOLIO_BYTES: Final = 4 * SECTOR_BYTES  # dropped together from the cache; `page_cache.py`, rule 4
 Struck = Callable[[], None]
 
 
 class PowerLoss(BaseException):
-    """The machine is off. No error of the disk: nothing on the way up may handle it."""
+    """The machine is off. Not an error of the disk: no caller may handle it."""
 
 
 class Survival(Enum):
-    """What a power loss leaves of what was not synced."""
+    """Which unsynced changes survive a power loss."""
 
     NOTHING = auto()
-    EVERYTHING = auto()  # also what a killed process leaves
+    EVERYTHING = auto()  # also the state after a killed process
     ANY_SECTORS = auto()
-    ENDS = auto()  # of everything that was written in one piece, and nothing between them
+    ENDS = auto()  # first and last sector of each write, and nothing between them
 
 
 class DiskFault(Enum):
-    """What happens at a planned step, once."""
+    """A fault at a planned step, once."""
 
     POWER_LOSS = auto()
     FAILS = auto()
@@ -61,7 +61,7 @@ class DiskFault(Enum):
 
 
 class Contents(NamedTuple):
-    """All that is on a platter, as a backup has it."""
+    """The durable contents of a disk, as in a backup."""
 
     files: dict[Path, bytes]
     directories: frozenset[Path]
@@ -74,7 +74,7 @@ class _Plan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _NameChange:
-    """A name came, went or moved: `target` is the name of `inode` now, or of nothing."""
+    """A name was added, removed or moved: `target` now names `inode`, or nothing."""
 
     target: Path
     inode: Inode | None = None
@@ -107,7 +107,7 @@ class SimFile:
         disk = self._disk
         if disk.is_off:
             raise PowerLoss
-        assert self._boot == disk.boot_count, "a file of before the power loss"
+        assert self._boot == disk.boot_count, "the file was opened before the power loss"
         assert self._is_open, f"{self._path} is closed"
 
     def pread(self, size: int, offset: int) -> bytes:
@@ -127,7 +127,7 @@ class SimFile:
         return bytes(self._inode.seen[offset : offset + size])
 
     def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
-        """Write the parts one after the other; a fault leaves some of it written."""
+        """Write the parts one after the other; a fault leaves a part written."""
         self._check()
         disk, inode = self._disk, self._inode
         data = b"".join(parts)
@@ -153,7 +153,7 @@ class SimFile:
         disk.strike(fault, "write", self._path)
 
     def drop_cached(self, offset: int, size: int) -> None:
-        """See what is on the platter, of what is synced, in the blocks begun there (rule 8)."""
+        """Drop clean sectors of the range's blocks from the cache (rule 8)."""
         self._check()
         self._inode.drop_cached(*blocks_begun(offset, size, _FOLIO_BYTES))
 
@@ -172,7 +172,7 @@ class SimFile:
     def sync(self) -> None:
         """Make the file's bytes and size durable (rules 1 and 4)."""
         self._check()
-        assert not self._is_dispensable, f"{self._path} may be lost, and is synced"
+        assert not self._is_dispensable, f"{self._path} is dispensable, and is synced"
         inode = self._inode
         fault = self._disk.step("sync", self._path)
         if fault is None:
@@ -183,7 +183,7 @@ class SimFile:
         if fault is not DiskFault.POWER_LOSS and not self._disk.is_lying:
             inode.dirty.clear()
         if fault is DiskFault.DISK_FULL:
-            fault = DiskFault.FAILS  # to the storage it is all the same why a sync fails
+            fault = DiskFault.FAILS  # the cause of a failed sync does not matter to the storage
         self._disk.strike(fault, "sync", self._path)
 
     def truncate(self, size: int) -> None:
@@ -200,14 +200,14 @@ class SimFile:
         return len(self._inode.seen)
 
     def lock_range(self, first: int, count: int) -> bool:
-        """Take a POSIX lock: one process, so nobody else can have it."""
+        """Take a POSIX lock: always free, since there is only one process."""
         self._check()
         assert first >= 0
         assert count > 0
         return True
 
     def lock_whole(self) -> bool:
-        """Take an exclusive lock; False when another open file has it."""
+        """Take an exclusive lock; False if another open file has it."""
         self._check()
         if self._inode.locked_by not in {None, self}:
             return False
@@ -215,7 +215,7 @@ class SimFile:
         return True
 
     def allocate(self, size: int) -> None:
-        """Reserve room for the first `size` bytes."""
+        """Reserve space for the first `size` bytes."""
         self._check()
         fault = self._disk.step("allocate", self._path)
         if fault is None and self._disk.room_for(self._inode, size) < 0:
@@ -225,7 +225,7 @@ class SimFile:
         self._disk.strike(fault, "allocate", self._path)
 
     def close(self) -> None:
-        """Close it; the lock goes with it."""
+        """Close the file, and release its lock."""
         if self._is_open and self._boot == self._disk.boot_count:
             self._disk.open_count -= 1
         self._is_open = False
@@ -234,17 +234,17 @@ class SimFile:
 
 
 class SimDisk:
-    """A file system in memory. Directories are the parents of files and need no making."""
+    """A file system in memory. Parent directories of files exist implicitly."""
 
     def __init__(self, *, capacity_bytes: int | None = None, is_traced: bool = True) -> None:
         self.capacity_bytes = capacity_bytes
         self.boot_count = 0
         self.step_count = 0
         self.read_count = 0
-        self.open_count = 0  # files that somebody has open
+        self.open_count = 0  # number of open files
         self.trace: list[str] = []
         self.is_lying = False
-        self.on_full: Struck | None = None  # told whenever there is no room
+        self.on_full: Struck | None = None  # called whenever there is no space
         self._is_traced = is_traced
         self._plans: dict[int, _Plan] = {}  # by step
         self._call_plans: list[tuple[Collection[str], _Plan]] = []
@@ -252,7 +252,7 @@ class SimDisk:
         self.is_off = False
         self._names: dict[Path, Inode] = {}
         self._kept_names: dict[Path, Inode] = {}
-        self._journal: list[_NameChange] = []  # what is not durable yet, oldest first
+        self._journal: list[_NameChange] = []  # changes that are not yet durable, oldest first
         self._directories: set[Path] = set()
 
     # ---- Disk
@@ -270,12 +270,12 @@ class SimDisk:
         return SimFile(self, path, inode, is_dispensable=is_dispensable)
 
     def exists(self, path: Path) -> bool:
-        """Tell if there is a file or a directory of this name."""
+        """Return whether a file or directory with this name exists."""
         self.check_power()
         return path in self._names or path in self._directories
 
     def identity(self, path: Path) -> tuple[int, int] | None:
-        """Return a constant where there is something: nothing is replaced while it is in use."""
+        """Return a constant for an existing path: no file is replaced while it is in use."""
         return (0, 0) if self.exists(path) else None
 
     def list(self, directory: Path) -> list[str]:
@@ -290,11 +290,11 @@ class SimDisk:
         )
 
     def will_read(self, directory: Path, names: Sequence[str]) -> None:
-        """Do nothing: all of it is in memory."""
+        """Do nothing: all data is in memory."""
         self.check_power()
 
     def make_directory(self, directory: Path) -> None:
-        """Make a directory and its parents, durably."""
+        """Create a directory and its parents, durably."""
         self.check_power()
         if directory in self._directories:
             return
@@ -302,18 +302,18 @@ class SimDisk:
         self._directories.update((directory, *directory.parents))
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
-        """Make directories in one, durably."""
+        """Create directories in one, durably."""
         for name in names:
             self.make_directory(directory / name)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file another name, in place of the one that has it."""
+        """Rename a file, and replace an existing target."""
         self.check_power()
         self.strike(self.step("rename", target), "rename", target)
         self._change(_NameChange(target, self._names[source], source))
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; none there is no error."""
+        """Remove a file; a missing one is not an error."""
         self.check_power()
         if path not in self._names:
             return
@@ -335,7 +335,7 @@ class SimDisk:
         self.strike(fault, "syncdir", directory)
 
     def free_bytes(self, directory: Path) -> int:
-        """Return how much more can be written."""
+        """Return the free space in bytes."""
         self.check_power()
         used = sum(len(one.seen) for one in self._names.values())
         return FREE_BYTES if self.capacity_bytes is None else max(0, self.capacity_bytes - used)
@@ -351,35 +351,35 @@ class SimDisk:
     # ---- faults
 
     def plan(self, step: int, fault: DiskFault, struck: Struck | None = None) -> None:
-        """Let something happen at a step (rule 5); steps count from 1 since the disk was made."""
+        """Plan a fault at a step (rule 5); steps count from 1 since the disk was created."""
         assert step > self.step_count
         self._plans[step] = _Plan(fault, struck)
 
     def plan_call(
         self, names: Collection[str], fault: DiskFault, struck: Struck | None = None
     ) -> None:
-        """Let something happen at the next step of one of these kinds, as the trace names them."""
+        """Plan a fault at the next step of one of these kinds, as named in the trace."""
         self._call_plans.append((names, _Plan(fault, struck)))
 
     def plan_read(self, count: int, struck: Struck | None = None) -> None:
-        """Let the `count`th read from now on fail, once."""
+        """Plan the failure of the `count`th read from now on, once."""
         assert count > 0
         self.read_plans[self.read_count + count] = struck
 
     @property
     def has_trouble(self) -> bool:
-        """Whether something is planned, or wrong with it already."""
+        """Whether a fault is planned or present."""
         plans = (self._plans, self._call_plans, self.read_plans)
         return self.is_lying or self.capacity_bytes is not None or any(plans)
 
     def forget_plans(self) -> None:
-        """Let nothing more happen."""
+        """Drop all planned faults."""
         self._plans.clear()
         self._call_plans.clear()
         self.read_plans.clear()
 
     def power_loss(self, survival: Survival, rng: "Random") -> None:
-        """Switch the machine off and on again; open files are gone (rule 2)."""
+        """Lose power and restart; open files are lost (rule 2)."""
         for inode in (*self._names.values(), *self._kept_names.values()):
             _lose(inode, survival, rng)
         count = {
@@ -398,48 +398,48 @@ class SimDisk:
         self.open_count = 0
 
     def flip(self, path: Path, offset: int, mask: int = 1) -> None:
-        """Let bits rot on the platter, unseen by anybody."""
+        """Flip bits on the platter and in the visible content."""
         inode = self._names[path]
         for content in (inode.seen, inode.kept):
             if offset < len(content):
                 content[offset] ^= mask
 
     def rot_unseen(self, path: Path, offset: int, mask: int = 1) -> None:
-        """Let bits rot on the platter, whose right content is still in memory (rule 8)."""
+        """Flip bits on the platter; the cache still has the right content (rule 8)."""
         kept = self._names[path].kept
         if offset < len(kept):
             kept[offset] ^= mask
 
     def drop_all_cached(self) -> None:
-        """Let the system have other use for all its memory (rule 8)."""
+        """Drop all clean sectors from the cache (rule 8)."""
         for inode in self._names.values():
             inode.drop_cached(0, len(inode.seen))
 
     def stop_lying(self) -> None:
-        """Bring to the platter what was said to be there."""
+        """Stop lying, and make everything durable that was reported as synced."""
         self.is_lying = False
         for inode in self._names.values():
             inode.carry_over(inode.dirty, len(inode.seen))
             inode.dirty.clear()
 
     def overwrite(self, path: Path, offset: int, content: bytes) -> None:
-        """Let other bytes be there than were written, unseen by anybody; no file grows."""
+        """Replace bytes without any error; no file grows."""
         inode = self._names[path]
         for each in (inode.seen, inode.kept):
             part = content[: max(0, len(each) - offset)]
             each[offset : offset + len(part)] = part
 
     def make_unreadable(self, path: Path, first: int, last: int) -> None:
-        """Let the sectors of some bytes be lost, which whoever reads there is told (rule 7)."""
+        """Make the sectors of some bytes unreadable (rule 7)."""
         self._names[path].unreadable.update(range(first // SECTOR_BYTES, last // SECTOR_BYTES + 1))
 
     def cut(self, path: Path, size: int) -> None:
-        """Let a file be shorter than it was, unseen by anybody."""
+        """Shorten a file without any error."""
         inode = self._names[path]
         del inode.seen[size:], inode.kept[size:]
 
     def remove(self, path: Path) -> None:
-        """Let a file be gone, unseen by anybody."""
+        """Remove a file without any error."""
         self._names.pop(path, None)
         self._kept_names.pop(path, None)
 
@@ -537,7 +537,7 @@ class SimDisk:
 
 
 def _written_bytes(fault: DiskFault, offset: int, size: int, *, has_grown: bool) -> int:
-    """Return how much of a write is done where a fault strikes (rule 3)."""
+    """Return how many bytes of a failing write are done (rule 3)."""
     if fault is DiskFault.POWER_LOSS:
         return max(0, _sector_floor(offset + size // 2) - offset)
     is_divided = has_grown if fault is DiskFault.DISK_FULL else _spans_sectors(offset, size)
@@ -553,7 +553,7 @@ def _sector_floor(offset: int) -> int:
 
 
 def _lose(inode: Inode, survival: Survival, rng: "Random") -> None:
-    """Settle what is on the platter of one file, and show that."""
+    """Decide the durable content of one file after a power loss, and show it."""
     sectors = sorted(inode.dirty)
     sizes = sorted((len(inode.kept), len(inode.seen)))
     if survival is Survival.EVERYTHING:

@@ -1,16 +1,16 @@
-"""Virtual time, seeded chance, and the heap of what is going to happen.
+"""Virtual time, seeded randomness, and the heap of planned actions.
 
-Whatever a simulation does must be repeatable from its seed, so time and chance come from here and
-from nowhere else.
+A simulation must be repeatable from its seed, so this module is the only source of time and
+randomness.
 
 Rules:
-    1. Things happen in the order of their time, in the order of planning at the same time.
-    2. Time is in whole microseconds and only moves when something happens.
-    3. Every process and every pair of processes has a stream of chance of its own, so that leaving
-       one fault out of a schedule disturbs the rest of the run as little as may be.
-    4. The trace is a running hash over what was noted: two runs of one seed have equal traces.
-       Noting changes nothing but the trace; `fingerprint` is cheaper and always there.
-    5. In a calm world every draw is the middle one, so that a told story does not hang on luck.
+    1. Actions run in the order of their time; at the same time in the order of planning.
+    2. Time is in whole microseconds and only moves to the next action.
+    3. Every process and every pair of processes has its own random stream, so that removing one
+       fault from a schedule changes the rest of the run as little as possible.
+    4. The trace is a running hash over all notes: two runs of one seed have equal traces. A note
+       changes only the trace; `fingerprint` is cheaper and always available.
+    5. In a calm world every draw is the middle one, so that a story does not depend on luck.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ _MASK: Final = (1 << 64) - 1
 
 
 def chance_of(number: int) -> Random:
-    """Return chance that depends on a number alone."""
+    """Return a random stream that depends on a number only."""
     return Random(number)  # noqa: S311 - repeatable is the point
 
 
 class Evenness(Random):
-    """Chance that always takes the middle; only bytes and nonces still differ."""
+    """A random stream that always returns the middle; only bytes and nonces differ."""
 
     def random(self) -> float:
         """Return the middle."""
@@ -47,18 +47,18 @@ class Evenness(Random):
         return whole[len(whole) // 2]
 
     def choice(self, seq: "SupportsLenAndGetItem[_T]") -> _T:
-        """Return the one in the middle."""
+        """Return the middle element."""
         return seq[len(seq) // 2]
 
 
 class Planned:
-    """Something that is going to happen, unless it is cancelled."""
+    """A planned action, unless it is cancelled."""
 
     __slots__ = ("action",)
     action: Action | None
 
     def cancel(self) -> None:
-        """Let it not happen; harmless when it has."""
+        """Drop the action; does nothing if it has run."""
         self.action = None
 
 
@@ -87,7 +87,7 @@ class World:
 
     @property
     def now_ms(self) -> int:
-        """The time that machines are told."""
+        """The time that machines get."""
         return self.now_us // 1000
 
     @property
@@ -97,11 +97,11 @@ class World:
 
     @property
     def fingerprint(self) -> str:
-        """A number made of when things happened; it differs where runs differ."""
+        """A number computed from the times of actions; it differs for different runs."""
         return f"{self._fingerprint:016x}"
 
     def stream(self, name: str) -> Random:
-        """Return a new stream of chance that depends on the seed and the name alone (rule 3)."""
+        """Return a new random stream that depends on the seed and the name only (rule 3)."""
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "big")
         return Evenness(number) if self.is_calm else chance_of(number)
@@ -115,7 +115,7 @@ class World:
         self.notes.append(line)
 
     def after(self, delay_us: int, action: Action) -> Planned:
-        """Plan something."""
+        """Plan an action."""
         assert delay_us >= 0
         planned = Planned()
         planned.action = action
@@ -130,9 +130,9 @@ class World:
         until: Callable[[], bool] | None = None,
         steps_max: int | None = None,
     ) -> bool:
-        """Let time pass; stop early, and return True, as soon as `until` holds.
+        """Run the world; stop early, and return True, as soon as `until` holds.
 
-        Stops after `steps_max` steps as well, where that is given.
+        Also stops after `steps_max` steps, if given.
         """
         end_us = self.now_us + duration_us
         heap, pop = self._heap, heapq.heappop

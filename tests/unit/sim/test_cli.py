@@ -24,10 +24,10 @@ from waltz_sim.schedule import LATER_KINDS, Fault, Schedule, Setup
         (["--jobs", "0"], "--jobs: expected a number from 1"),
         (["--minutes", "0"], "--minutes: expected more than 0, found 0.0"),
         (["--minutes", "nan"], "--minutes: expected more than 0, found nan"),
-        (["--trace"], "--trace: expected with --seed or --schedule, found alone"),
+        (["--trace"], "--trace: expected with --seed or --schedule, found without"),
         (["--shrink", "--seeds", "3"], "--shrink: expected with --seed or --schedule"),
         (["--seed", "1", "--jobs", "2"], "--jobs: expected with --seeds, found with one run"),
-        (["--schedule", "nowhere.json"], "--schedule nowhere.json: expected a file to read"),
+        (["--schedule", "nowhere.json"], "--schedule nowhere.json: expected a readable file"),
     ],
 )
 def test_bad_input_gets_one_sentence(capsys, words, sentence):
@@ -127,7 +127,7 @@ def test_what_a_core_did_is_told(capsys):
     assert main(["--seeds", "1", "--jobs", "1", "--steps", "300"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert " s of CPU time: " in said
-    assert said.endswith(" steps a second and core")
+    assert said.endswith(" steps per second and core")
 
 
 def test_an_interrupt_tells_in_a_line_what_was_found_until_then(capsys, monkeypatch):

@@ -50,7 +50,7 @@ def test_what_a_core_does_in_a_second():
     assert (sums.seeds_per_cpu_s, sums.steps_per_cpu_s) == (8.0, 16_000.0)
     assert (Coverage().seeds_per_cpu_s, Coverage().steps_per_cpu_s) == (0.0, 0.0)
     report = report_of(sums, first=0, seconds=1.0)
-    assert "| CPU time | 2 s; in one 8.0 seeds, 16,000 steps |" in report
+    assert "| CPU time | 2 s; per second 8.0 seeds, 16,000 steps |" in report
 
 
 def test_a_few_seeds_need_not_try_everything():
