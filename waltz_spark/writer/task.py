@@ -194,7 +194,13 @@ class Job:
                 self._fail(written, answered, results)
         written.file = None if results is None else results.close()
         took, rows = time.monotonic() - began, written.committed + written.rejected
-        _log.info("%s: %d rows in %.2f s (%d rejected)", file_name, rows, took, written.rejected)
+        _log.info(
+            "task %d, attempt %d: %d rows in %.2f s, %d rejected",
+            *place,
+            rows,
+            took,
+            written.rejected,
+        )
         return written
 
     def _shaper(self, marks: Mapping[int, int], task: int, *, wants_identity: bool) -> Shaper:
