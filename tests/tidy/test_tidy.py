@@ -365,7 +365,8 @@ def test_a_module_name_has_one_meaning():
 def test_the_glossary_has_each_word_that_many_names_consist_of():
     count = Counter(
         word.lower()
-        for source in sources_under("waltz_core", "waltz_spark")
+        for source in product()
+        if source.path.startswith(("waltz_core/", "waltz_spark/"))
         for node in source.tree.body
         if isinstance(node, ast.ClassDef)
         for word in set(re.findall(r"[A-Z][a-z]+", node.name))
