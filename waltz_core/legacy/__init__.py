@@ -1,4 +1,4 @@
-"""Compatibility with Waltz 0.13 that no other package needs: its clients, and its servers.
+"""The protocols of Waltz 0.13, for its clients and its servers; `storage` has its files.
 
 `old_client.py` adapts a 0.13 client to our server, with `feed_frames.py`: answers in, messages and
 frames out. `old_server_link.py` adapts our streams to a 0.13 server, with `old_server_stream.py`,
