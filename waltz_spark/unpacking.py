@@ -1,6 +1,6 @@
 """Unpacks payloads, msgpack or JSON, into the columns of a declared schema.
 
-`rows.py` has the form of each type in `data`; docs/spark.md, "What fits", has the table of accepted
+`rows.py` has the form of each type in `data`; docs/spark.md, "Conversions", has the table of accepted
 values for each type.
 
 Rules:
