@@ -57,7 +57,7 @@ class Bounds:
         self.tried(who, f"dialling {whom}", DIALS_MAX)
 
     def store_said(self, server: str, effect: session_events.Effect) -> None:
-        """Count session claims and metadata reads; forget the bytes of closed connections."""
+        """Count metadata reads (one per session claim); forget closed connections."""
         if isinstance(effect, session_events.ReadMetadata):
             self.tried(server, "reading the metadata", CLAIMS_MAX)
         elif isinstance(effect, session_events.CloseReplica):
