@@ -90,7 +90,7 @@ class AnswerPromises:
         self._pace: dict[str, float] = {}  # by server, its slowest clock rate so far
         # Ids acknowledged to applications, with the time (ms); the last one is the highest.
         self._acknowledged: deque[tuple[int, int]] = deque([(0, BEFORE_FIRST)])
-        self._owed: dict[tuple[str, int], dict[object, None]] = {}  # client and link -> unanswered appends
+        self._owed: dict[tuple[str, int], dict[object, None]] = {}  # by client and link
         self._questions: dict[object, tuple[ClientMessage, int, list[object]]] = {}
 
     # ---- when a server may answer (rule 1)
@@ -182,7 +182,7 @@ class AnswerPromises:
         witness, message = self._witness, answer.message
         if mark > witness.history.last:
             witness.fail(
-                "HwmMono", f"{server.name} sends mark {mark}, the log ends at {witness.history.last}"
+                "HwmMono", f"{server.name} sends {mark}, the log ends at {witness.history.last}"
             )
         before = self._marks.get(answer.connection, BEFORE_FIRST)
         if mark < before:
@@ -253,7 +253,7 @@ class AnswerPromises:
                 continue
             conflict = int.from_bytes(conflicts[8 * row : 8 * row + 8], "big", signed=True)
             if conflict > self._witness.history.last:
-                self._witness.fail("OutcomeTruth", f"{name} reports a conflict with {conflict}, not final")
+                self._witness.fail("OutcomeTruth", f"{name} rejects for {conflict}, not final")
             if conflict > self._mark_before.get(name, BEFORE_FIRST):
                 self._witness.count("lock wait")
 
@@ -263,7 +263,7 @@ class AnswerPromises:
         key = req_id.client_id, connection
         lost = self._lost.get(key)
         if lost is not None and lost < req_id.sequence and Reason.COMMITTED in reasons:
-            self._witness.fail("Overtaken", f"{name} reports {req_id} as committed after {lost} was lost")
+            self._witness.fail("Overtaken", f"{name} reports {req_id} committed, {lost} was lost")
         rows = [row for row, reason in enumerate(reasons) if reason in _LOSSES]
         if rows and lost is None:
             self._lost[key] = req_id.sequence + rows[0]
@@ -319,7 +319,7 @@ class AnswerPromises:
             self._witness.count("flushed")
             left = [each for each in before if each in owed]
             if left:
-                self._witness.fail("Flush", f"{client.name} receives the flush answer before those to {left}")
+                self._witness.fail("Flush", f"{client.name} is answered before {left}")
         elif isinstance(message, ReplicasResponse):
             assert isinstance(question, ReplicasRequest)
             if question.linearizable:

@@ -106,7 +106,7 @@ class History:
 
     log: list[HistoryRow] = field(default_factory=list)
     records: list[bytes] = field(default_factory=list)  # as every disk must store them
-    sessions: list[SessionId] = field(default_factory=list)  # the session that wrote each row of the log
+    sessions: list[SessionId] = field(default_factory=list)  # of each row of the log
     chains: dict[int, Chain] = field(default_factory=lambda: {BEFORE_FIRST: GENESIS_CHAIN})
     nodes: dict[Chain, BatchNode] = field(default_factory=dict)
     operations: dict[int, Operation] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class History:
             path.append(node)
             at, end = node.before, node.first - 1
         if end != self.last or self.chains.get(end) != at:
-            raise Violation("Fork", f"the log at {last} does not contain the log that ends at {self.last}")
+            raise Violation("Fork", f"the log at {last} does not extend the log up to {self.last}")
         first_new = len(self.log)
         for node in reversed(path):
             self._grow(node)
@@ -183,7 +183,7 @@ class History:
     def _node(self, chain: Chain, last: int) -> BatchNode:
         node = self.node_at(chain, last)
         if node is None:
-            raise Violation("LogMatching", f"no server wrote a batch that ends at {last} with this chain")
+            raise Violation("LogMatching", f"no server wrote this batch that ends at {last}")
         return node
 
     def _cut(self, last: int) -> Chain:

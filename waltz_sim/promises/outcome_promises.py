@@ -107,7 +107,7 @@ class Outcomes:
         if data_in(history.records[transaction_id]) != operation.data:
             witness.fail("LogMatching", f"{operation} differs from the row at {transaction_id}")
         if operation.told == "no":
-            witness.fail("OutcomeTruth", f"{operation} was reported as failed, but is at {transaction_id}")
+            witness.fail("OutcomeTruth", f"{operation} is at {transaction_id}, reported as failed")
         if operation.transaction_id not in {-1, transaction_id}:
             witness.fail("AtMostOnce", f"{operation} is also at {transaction_id}")
         operation.transaction_id = transaction_id
@@ -184,11 +184,11 @@ class Outcomes:
 
     def _told_no(self, operation: Operation, reason: Reason, conflict: int) -> None:
         if operation.transaction_id >= 0:
-            self._witness.fail("OutcomeTruth", f"{operation} is in the log, reported as {reason!r}")
+            self._witness.fail("OutcomeTruth", f"{operation} is in the log, got {reason!r}")
         if reason == Reason.LOCK and conflict > self._witness.history.last:
             self._witness.fail("OutcomeTruth", f"rejected for {conflict}, which is not final")
         if reason == Reason.AHEAD and self._is_reached(operation):
-            self._witness.fail("OutcomeTruth", f"{operation} was rejected as AHEAD, but was not (rule 3)")
+            self._witness.fail("OutcomeTruth", f"{operation} was not AHEAD, but rejected (rule 3)")
         operation.told = "no"
 
     def _is_reached(self, operation: Operation) -> bool:
@@ -203,7 +203,7 @@ class Outcomes:
         for operation in self._witness.cluster.workload.operations_of(token):
             operation.told = "unknown" if is_unknown else "no"
             if not is_unknown and operation.transaction_id >= 0:
-                self._witness.fail("OutcomeTruth", f"{operation} is in the log, reported as {error}")
+                self._witness.fail("OutcomeTruth", f"{operation} is in the log, got {error}")
 
     def context_ended(self, operation: Operation, result: TransactionId | Exception | None) -> None:
         """11. OutcomeTruth, for an attempt of a context: its id, or the reason for its failure."""
@@ -223,7 +223,7 @@ class Outcomes:
             witness.fail("Dense", f"{client.name} received {effect.first} after {client.fed}")
         heads = list(_HEAD.iter_unpack(effect.headers))
         if len(heads) != effect.count:
-            witness.fail("Dense", f"{client.name} received {len(heads)} headers, expected {effect.count}")
+            witness.fail("Dense", f"{client.name}: {len(heads)} headers, expected {effect.count}")
         for place, (client_id, _, _, sequence, _) in enumerate(heads, effect.first):
             if place >= len(log) or log[place].key != (client_id, sequence):
                 witness.fail("ClientPrefix", f"{client.name} received a wrong row at {place}")

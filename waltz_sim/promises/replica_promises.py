@@ -247,7 +247,7 @@ class ReplicaPromises:
                 if self._is_made_up(storage.name, entry):
                     continue
                 if self._witness.history.node_at(entry.chain, entry.last) is None:
-                    self._witness.fail("NoRotServed", f"{storage.name} answers with an unknown batch: {entry}")
+                    self._witness.fail("NoRotServed", f"{storage.name} sends an unknown {entry}")
         elif isinstance(outcome, Prepared):
             assert storage.engine is not None
             if outcome.storage_id != storage.engine.storage_id:
@@ -297,7 +297,7 @@ class ReplicaPromises:
                 return
             node = nodes.node_at(entry.chain, entry.last)
             if node is None:
-                self._witness.fail("NoRotServed", f"{name} has a batch that no server wrote: {entry}")
+                self._witness.fail("NoRotServed", f"{name} has an unknown batch: {entry}")
             starts = (0, *node.ends)
             first = max(answer.first, entry.first) - entry.first
             stop = min(answer.first + answer.count - 1, entry.last) - entry.first + 1
@@ -374,4 +374,4 @@ def segments_of(storage: "SimStorage") -> list[Path]:
 
 @lru_cache(maxsize=4_096)
 def _path_of(name: str) -> Path:
-    return HOME / name  # cached, so that the path is hashed only once
+    return HOME / name  # cached, so that each path is built and hashed only once

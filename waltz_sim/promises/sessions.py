@@ -324,7 +324,7 @@ class Sessions:
             return found
         claim = self.claims.get(session)
         if claim is None:
-            self._witness.fail("SingleWriter", f"session {session} acts, but no server has claimed it")
+            self._witness.fail("SingleWriter", f"session {session} acts without a claim")
         engaged, quorum = claim.engaged, claim.quorum
         unfenced = [name for name in engaged if self._promised.get(name, NO_SESSION) < session]
         if engaged and len(unfenced) >= quorum:
@@ -440,7 +440,7 @@ class Sessions:
             self._witness.count("doubt in the log")
 
     def _committed(self, effect: session_events.Committed) -> None:
-        """2. AckQuorum: on disks. 8. EngagedOnly: in the answers that the owner may have counted."""
+        """2. AckQuorum: on disks. 8. EngagedOnly: in answers that the owner may have counted."""
         session, last = effect.session_id, effect.last
         self._check_open(session, "Committed")
         quorum = len(self.opened[session].states) // 2 + 1
@@ -453,7 +453,8 @@ class Sessions:
         ]
         if len(voters) < quorum:
             self._witness.fail(
-                "EngagedOnly", f"{last} of {session}: of {list(engaged)} only {voters} have answered"
+                "EngagedOnly",
+                f"{last} of {session}: of {list(engaged)} only {voters} have answered",
             )
 
 
