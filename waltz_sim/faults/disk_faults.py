@@ -177,7 +177,7 @@ def swap_disks(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """Report syncs that did not happen, then cut the power; the operator may have configured it."""
+    """Report false syncs, then cut the power; the settings may declare the disk untrusted."""
     storage = any_storage(cluster, rng)
     disk = storage.disk
     if disk.has_trouble:

@@ -172,7 +172,7 @@ def _heirs(cluster: SimCluster) -> list[str]:
 def _cut_replicas_off(
     cluster: SimCluster, owner: "SimServer", rng: "Random"
 ) -> list[tuple[str, str]]:
-    """Leave the owner all replicas, or fewer than a quorum, which no other server reaches."""
+    """Leave the owner a minority of replicas, which only it reaches; or do nothing."""
     network, replicas = cluster.network, list(cluster.replicas)
     rng.shuffle(replicas)
     if rng.random() < 0.15:

@@ -83,7 +83,7 @@ class Outcomes:
             witness.count("followed in flight")
 
     def _check_all_told(self, operation: Operation, chain: Chain) -> None:
-        """Followed: its author was notified of every later row in its append locks."""
+        """Followed: its author was notified of every later row that wrote one of its locks."""
         history = self._witness.history
         told = {transaction_id for transaction_id, _ in operation.followed}
         locks = {*operation.write, *operation.read}

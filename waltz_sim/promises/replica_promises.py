@@ -190,7 +190,7 @@ class ReplicaPromises:
             if storage.name in self.rotten:
                 self._witness.count("a rotten log was not cut")
                 return
-            self._witness.fail("NoCutCommitted", f"{storage.name} was asked to: {error}")
+            self._witness.fail("NoCutCommitted", f"{storage.name} rejected a truncation: {error}")
 
     def _appended(
         self, storage: "SimStorage", log: "PartitionLog", message: AppendRaw, before: Before
