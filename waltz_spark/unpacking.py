@@ -1,7 +1,7 @@
 """Unpacks payloads, msgpack or JSON, into the columns of a declared schema.
 
-`rows.py` has the form of each type in `data`; docs/spark.md, "Conversions", has the table of accepted
-values for each type.
+`rows.py` has the form of each type in `data`; docs/spark.md, "Conversions", has the table of
+accepted values for each type.
 
 Rules:
     1. A value is converted only without loss. A float is not an integer, a boolean is not a number,

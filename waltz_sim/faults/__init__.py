@@ -1,1 +1,1 @@
-"""What can go wrong: `kinds` lists all faults, the other files do them."""
+"""Fault injection: `kinds` lists all faults, the other files implement them."""

@@ -1,7 +1,7 @@
-"""What goes wrong with disks: they fail, fill up, lie, rot, come back old, empty or as another's.
+"""Disk faults: errors, full, slow or lying disks, rot, and old, empty or swapped disks.
 
-It is one subject of `kinds.py`, whose rules hold here; whoever loses what was promised asks the
-budget (`budget.py`) first.
+The rules of `kinds.py` apply here. A fault that destroys promised data checks the budget
+(`budget.py`) first.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 SNAPSHOTS_MAX: Final = 3
 PAGE_BYTES: Final = 4_096
-# Does it to a file of this size, which is not empty.
+# Spoils a file of this size, which is not empty.
 Spoil = Callable[[SimStorage, Path, int], None]
 
 
-# ---- errors and speed. A second one while a first is handled may cost the replica what it had
-# promised (it becomes suspect), so a disk has one trouble at a time, unless there is no budget.
+# ---- errors and speed. A second fault while the replica handles a first may cost its promises (it
+# becomes suspect), so a disk has one fault at a time, unless there is no budget.
 
 
 def _healthy_disk(cluster: SimCluster, rng: "Random") -> SimDisk | None:
@@ -40,7 +40,7 @@ def _healthy_disk(cluster: SimCluster, rng: "Random") -> SimDisk | None:
 
 
 def failing_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """A call that changes something fails, once."""
+    """Fail one call that changes something."""
     disk = _healthy_disk(cluster, rng)
     if disk is None:
         return False
@@ -50,7 +50,7 @@ def failing_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def failing_call(cluster: SimCluster, rng: "Random") -> bool:
-    """A call of a rare kind fails, once."""
+    """Fail one call of a rare kind."""
     name = rng.choice(("create", "rename", "truncate", "unlink", "syncdir", "allocate"))
     fault = rng.choice((DiskFault.FAILS, DiskFault.POWER_LOSS))
     disk = _healthy_disk(cluster, rng)
@@ -61,7 +61,7 @@ def failing_call(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def failing_read(cluster: SimCluster, rng: "Random") -> bool:
-    """A read fails, once."""
+    """Fail one read."""
     disk = _healthy_disk(cluster, rng)
     if disk is None:
         return False
@@ -70,7 +70,7 @@ def failing_read(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def full_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """A disk has no room for a while, maybe with a restart in the middle of that."""
+    """Fill a disk temporarily, maybe with a restart in between."""
     storage = any_storage(cluster, rng)
     disk = storage.disk
     if disk.has_trouble:
@@ -90,13 +90,13 @@ def full_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def slow_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """A disk syncs at another pace."""
+    """Change the sync speed of a disk."""
     any_storage(cluster, rng).fsync_us = rng.choice((100, 500, 5_000, 100_000))
     return True
 
 
 def hanging_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """A disk syncs so slowly for a while that others may lose patience; the process is well."""
+    """Slow a disk's syncs until peers may time out; the process itself is healthy."""
     storage = any_storage(cluster, rng)
     storage.fsync_us = hung_us = rng.randrange(300, 5_000) * MS
 
@@ -108,11 +108,11 @@ def hanging_disk(cluster: SimCluster, rng: "Random") -> bool:
     return True
 
 
-# ---- losses that are in the budget
+# ---- losses within the budget
 
 
 def take_snapshot(cluster: SimCluster, rng: "Random") -> bool:
-    """Somebody makes a backup of a disk; no harm is done by that."""
+    """Back up a disk, which is harmless."""
     storage = any_storage(cluster, rng)
     log = storage.log
     if log is None or storage.disk.is_lying:
@@ -123,7 +123,7 @@ def take_snapshot(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def roll_back_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """A disk comes back from a backup."""
+    """Restore a disk from a backup."""
     storages = [each for each in cluster.storages.values() if each.snapshots]
     if not storages:
         return False
@@ -138,7 +138,7 @@ def roll_back_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def empty_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """A disk is lost; the new one belongs to nobody until an operator says whose it is."""
+    """Replace a disk by an empty one, which has no owner until an operator assigns it."""
     storage = any_storage(cluster, rng)
     if not cluster.budget.allows(storage):
         return False
@@ -149,7 +149,7 @@ def empty_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def clone_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """A disk is overwritten with a copy of another storage's."""
+    """Overwrite a disk with a copy of another storage's disk."""
     one, other = any_storage(cluster, rng), any_storage(cluster, rng)
     if one is other or _is_of(cluster, other, one) or not cluster.budget.allows(one):
         return False
@@ -159,13 +159,13 @@ def clone_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _is_of(cluster: SimCluster, other: SimStorage, one: SimStorage) -> bool:
-    """Whether a disk is one's own of an earlier day: nobody could see that (budget.py, rule 2)."""
+    """Whether a disk is an older copy of the storage's own: undetectable (budget.py, rule 2)."""
     path, mine = HOME / STORAGE_ID_NAME, cluster.coordinator.storage_ids.get(one.replica)
     return mine is None or (other.disk.exists(path) and mine in other.disk.content(path))
 
 
 def swap_disks(cluster: SimCluster, rng: "Random") -> bool:
-    """Two machines have each other's disk, until somebody sees it; nothing is lost."""
+    """Swap the disks of two machines until an operator notices; nothing is lost."""
     one, other = any_storage(cluster, rng), any_storage(cluster, rng)
     if one is other:
         return False
@@ -177,7 +177,7 @@ def swap_disks(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """A disk says that it has synced, then the power goes; maybe its operator knows such disks."""
+    """Report false syncs, then cut the power; the settings may declare the disk untrusted."""
     storage = any_storage(cluster, rng)
     disk = storage.disk
     if disk.has_trouble:
@@ -202,7 +202,7 @@ def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def rot(cluster: SimCluster, rng: "Random") -> bool:
-    """A bit flips in any file, while the storage runs or while it is down."""
+    """Flip a bit in any file, while the storage runs or while it is down."""
 
     def flip(storage: SimStorage, path: Path, size: int) -> None:
         for _ in range(rng.choice((1, 1, 3))):
@@ -212,7 +212,7 @@ def rot(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def unseen_rot(cluster: SimCluster, rng: "Random") -> bool:
-    """A bit flips on the platter, of what the system has in memory as it was."""
+    """Flip a bit on the platter, while the page cache still has the correct data."""
 
     def flip(storage: SimStorage, path: Path, size: int) -> None:
         storage.disk.rot_unseen(path, rng.randrange(size), 1 << rng.randrange(8))
@@ -221,23 +221,23 @@ def unseen_rot(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def memory_pressure(cluster: SimCluster, rng: "Random") -> bool:
-    """The system of a storage forgets all that it can read from the disk again."""
+    """Drop a storage's page cache, as far as the disk has its content."""
     any_storage(cluster, rng).disk.drop_all_cached()
     return True
 
 
 def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
-    """A page reads as zeros, or not at all where it is one of old records or of their index."""
+    """Zero a page; a page of old records or of their index may be unreadable instead."""
 
     def wipe(storage: SimStorage, path: Path, size: int) -> None:
         page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
         stems = (each.stem for each in _files(storage) if each.suffix == ".seg")
-        newest = max(stems, default="")  # without one the file is the daemon's own
+        newest = max(stems, default="")  # without a segment the file belongs to the daemon
         is_old = path.suffix in {".seg", ".idx"} and path.stem != newest
         if not is_old or size % 2:
             storage.disk.overwrite(path, page, bytes(PAGE_BYTES))
             return
-        # What the header of records is in can be read: nobody would open them otherwise.
+        # The header of a segment stays readable: otherwise no storage would open the segment.
         start = max(page, SECTOR_BYTES) if path.suffix == ".seg" else page
         end = min(page + PAGE_BYTES, size)
         if start < end:
@@ -249,7 +249,7 @@ def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def misdirected_write(cluster: SimCluster, rng: "Random") -> bool:
-    """A page has gone to another place than it was meant for: of this file or of another."""
+    """Write a page to the wrong place, in its file or in another one."""
 
     def misdirect(storage: SimStorage, path: Path, size: int) -> None:
         source = storage.disk.content(rng.choice(_files(storage)))
@@ -261,7 +261,7 @@ def misdirected_write(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def stale_page(cluster: SimCluster, rng: "Random") -> bool:
-    """A page is as it was a while ago: it was never written since, whatever the disk has said."""
+    """Revert a page to an older state: the disk acknowledged later writes without doing them."""
 
     def age(storage: SimStorage, path: Path, size: int) -> None:
         old = next((each.contents.files.get(path, b"") for each in storage.snapshots), b"")
@@ -272,7 +272,7 @@ def stale_page(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def cut_file(cluster: SimCluster, rng: "Random") -> bool:
-    """A file is shorter than it was, or gone."""
+    """Shorten or delete a file."""
 
     def cut(storage: SimStorage, path: Path, size: int) -> None:
         if rng.random() < 0.2:
@@ -284,7 +284,7 @@ def cut_file(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
-    """One of a partition's two slots cannot be read."""
+    """Make one of a partition's two slots unreadable."""
 
     def spoil(storage: SimStorage, path: Path, size: int) -> None:
         at = SLOT_BLOCK_BYTES * rng.randrange(2) + rng.randrange(200)
@@ -294,7 +294,7 @@ def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
-    """The lock files are lost, cut, mixed up, old or another log's: nobody may mind."""
+    """Lose, cut, mix up, revert or swap the lock files, which must do no harm."""
     storage = any_storage(cluster, rng)
     disk = storage.disk
     paths = [path for path in sorted(disk.files()) if path.name.startswith(LOCKS_NAME)]
@@ -330,14 +330,14 @@ def _foreign_blocks(last: TransactionId, rng: "Random") -> bytes:
 
 
 def _restore(disk: SimDisk, path: Path, content: bytes) -> None:
-    """A file is as it was: what came since is not there, what was cut from the log is again."""
+    """Restore a file's old content: later writes are lost, truncated records reappear."""
     if disk.exists(path):
         disk.cut(path, len(content))
         disk.overwrite(path, 0, content)
 
 
 def scrub(cluster: SimCluster, rng: "Random") -> bool:
-    """Somebody asks for a whole log to be read again."""
+    """Request a scrub of a whole log."""
     storage = any_storage(cluster, rng)
     if storage.log is None:
         return False
@@ -345,7 +345,7 @@ def scrub(cluster: SimCluster, rng: "Random") -> bool:
     return True
 
 
-# ---- how
+# ---- helpers
 
 
 def _replace_disk(
@@ -364,7 +364,7 @@ def _operate_later(cluster: SimCluster, rng: "Random") -> None:
 
 
 def _files(storage: SimStorage, names: tuple[str, ...] = ()) -> list[Path]:
-    """Return the files that matter, each kind as often as the others, in order."""
+    """Return the relevant files in order, with equal numbers of each kind."""
     kinds: dict[str, list[Path]] = {}
     for path in sorted(storage.disk.files()):
         if path.parent not in {HOME, HOME / "0"} or path.name.endswith(".reserve"):
@@ -388,7 +388,7 @@ def _spoil(
 ) -> bool:
     """Spoil a file of a storage.
 
-    Nobody notices what is gone from the end of a log, nor what `is_plausible`: whole, but old.
+    A loss at the end of a log is undetectable, and so is `is_plausible` data: valid, but old.
     """
     storage = any_storage(cluster, rng)
     files = [path for path in _files(storage, names) if storage.disk.content(path)]

@@ -1,16 +1,17 @@
-"""All that goes wrong: the list of the kinds of faults.
+"""The list of all kinds of faults.
 
 A fault that is not listed here is not simulated. The faults themselves are in `process_faults.py`,
 `network_faults.py`, `disk_faults.py` and `zookeeper_faults.py`.
 
 Rules:
-    1. A fault is decided by its own chance alone (`schedule.py`, rule 1), and by what is there.
-    2. What a replica had promised is taken away only within a budget (`budget.py`).
-    3. A kind of fault that has struck is counted, so that a batch in which it never does can be
-       refused (`striking.py`).
-    4. A rough run has a theme: a few kinds of trouble with disks, ZooKeeper's data or assignments
-       come again and again, half of the time with hardly anything else, over small segments. What
-       only a meeting of rare faults shows, it shows sooner.
+    1. A fault depends only on its own random numbers (`schedule.py`, rule 1) and on the state of
+       the cluster.
+    2. A fault destroys promised data of a replica only within a budget (`budget.py`).
+    3. Each kind of fault that strikes is counted, so that a batch in which it never strikes can be
+       rejected (`striking.py`).
+    4. A rough run has a theme: a few kinds of faults of disks, ZooKeeper's data or assignments
+       recur, half of the time with few other faults, over small segments. Such a run finds bugs
+       sooner that need several rare faults at once.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from waltz_sim.world.world import chance_of
 
 
 def plan(cluster: SimCluster, schedule: Schedule) -> None:
-    """Let the faults of a schedule happen, each in its time."""
+    """Schedule each fault of a schedule at its time."""
     for fault in schedule.faults:
         cluster.world.after(fault.at_us, _action(cluster, fault))
 
@@ -114,7 +115,7 @@ KINDS: Final[dict[str, Strike]] = {
         zookeeper_faults.accept_replicas,
     )
 }
-# What the budget seldom allows comes more often.
+# Faults that the budget seldom allows are drawn more often.
 WEIGHTS: Final[dict[str, int]] = {
     **dict.fromkeys(KINDS, 4),
     "kill_storage": 8,
@@ -139,7 +140,7 @@ WEIGHTS: Final[dict[str, int]] = {
     "duplicate_connect": 2,
 }
 
-# What a theme is made of (rule 4), and what else there is where nothing else is to be.
+# The kinds of each theme (rule 4), and the other kinds in runs with little else.
 THEMES: Final = (
     "all_power",
     "change_replicas",

@@ -1,6 +1,6 @@
-"""What goes wrong between machines: links break, fall silent, are slow, in one direction or both.
+"""Network faults: links break, drop messages or are slow, in one direction or both.
 
-It is one subject of `kinds.py`, whose rules hold here.
+The rules of `kinds.py` apply here.
 """
 
 from functools import partial
@@ -15,12 +15,12 @@ from waltz_sim.world.network import FAR, NEAR, Handlers, SimLink
 if TYPE_CHECKING:
     from random import Random
 
-# How much later than the end of a link what was sent on it may arrive.
+# How long after the end of a link its messages may still arrive.
 LATE_MS: Final = (50, 2_000)
 
 
 def cut_link(cluster: SimCluster, rng: "Random") -> bool:
-    """One link breaks."""
+    """Break one link."""
     links = list(cluster.network.links.values())
     if not links:
         return False
@@ -29,7 +29,7 @@ def cut_link(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def half_delivered(cluster: SimCluster, rng: "Random") -> bool:
-    """A link breaks in the middle of what is on its way: a part arrives, the rest never does."""
+    """Break a link with messages in flight: a part of them arrives, the rest never does."""
     network = cluster.network
     under_way = [
         (link, end)
@@ -44,7 +44,7 @@ def half_delivered(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def mute_link(cluster: SimCluster, rng: "Random") -> bool:
-    """One link lets nothing through, and nobody is told."""
+    """Drop all messages on one link without an error."""
     links = list(cluster.network.links.values())
     if not links:
         return False
@@ -53,7 +53,7 @@ def mute_link(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def partition_network(cluster: SimCluster, rng: "Random") -> bool:
-    """Some machines do not hear some others, maybe in one direction only."""
+    """Partition some machines from some others, maybe in one direction only."""
     names = [each.name for each in cluster.processes]
     side = {name for name in names if rng.random() < 0.4}
     is_one_way = rng.random() < 0.4
@@ -69,7 +69,7 @@ def partition_network(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def isolate_one(cluster: SimCluster, rng: "Random") -> bool:
-    """One machine is alone; or two do not hear each other while all others do."""
+    """Isolate one machine from all others, or two machines from each other."""
     network, names = cluster.network, [each.name for each in cluster.processes]
     one = rng.choice(names)
     others = [name for name in names if name != one]
@@ -85,7 +85,7 @@ def isolate_one(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def slow_network(cluster: SimCluster, rng: "Random") -> bool:
-    """Everything takes longer on the wire."""
+    """Increase the latency of all messages."""
     cluster.network.slow_us = rng.choice((1_000, 10_000, 60_000))
 
     def recover() -> None:
@@ -96,7 +96,7 @@ def slow_network(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def heavy_tail(cluster: SimCluster, rng: "Random") -> bool:
-    """A few messages take very long, and what comes behind them on their links waits."""
+    """Delay a few messages for very long; later messages on their links wait for them."""
     cluster.network.tail_share = rng.choice((0.01, 0.1))
 
     def recover() -> None:
@@ -107,7 +107,7 @@ def heavy_tail(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def duplicate_connect(cluster: SimCluster, rng: "Random") -> bool:
-    """A client connects a second time, says nothing there, and goes away again."""
+    """Let a client open a second connection, send nothing on it, and close it."""
     client, server = rng.choice(cluster.clients), rng.choice(cluster.servers)
     if not client.is_up or not server.is_up:
         return False
@@ -128,7 +128,7 @@ def duplicate_connect(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def slow_reader(cluster: SimCluster, rng: "Random") -> bool:
-    """A client does not take what a server sends it."""
+    """Let a client stop reading from a server."""
     links = [
         link
         for link in cluster.network.links.values()
@@ -146,7 +146,7 @@ def slow_reader(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def outlived_link(cluster: SimCluster, rng: "Random") -> bool:
-    """A link is given up by who dialled it; what he has sent there arrives later, then its end."""
+    """Let the dialling side abandon a link; its messages arrive later, then the link's end."""
     network, world = cluster.network, cluster.world
     links = [
         link

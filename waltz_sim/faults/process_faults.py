@@ -1,6 +1,6 @@
-"""What goes wrong with processes and their clocks: they die, stand still, are slow.
+"""Faults of processes and clocks: crashes, pauses, slowness, clock jumps and drift.
 
-It is one subject of `kinds.py`, whose rules hold here.
+The rules of `kinds.py` apply here.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -14,7 +14,7 @@ from waltz_sim.world.simulated_disk import DiskFault, Survival
 if TYPE_CHECKING:
     from random import Random
 
-# The messages and events at which a server dies, before or after (`SimServer.dies_at`).
+# Messages and events before or after which a server dies (`SimServer.dies_at`).
 SERVER_POINTS: Final = (
     "Prepare",
     "SetLowWaterMark",
@@ -34,7 +34,7 @@ STORAGE_POINTS: Final = ("Prepare", "SetLowWaterMark", "Truncate", "AppendRaw", 
 
 
 def kill_storage(cluster: SimCluster, rng: "Random") -> bool:
-    """`kill -9` of a storage, which its supervisor starts again."""
+    """Kill a storage (`kill -9`); its supervisor restarts it."""
     storage = any_storage(cluster, rng)
     if not storage.is_up:
         return False
@@ -44,7 +44,7 @@ def kill_storage(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def storage_away(cluster: SimCluster, rng: "Random") -> bool:
-    """A storage is gone for long."""
+    """Keep a storage down for a long time."""
     storage = any_storage(cluster, rng)
     if not storage.is_up:
         return False
@@ -60,7 +60,7 @@ def storage_away(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def restart_loop(cluster: SimCluster, rng: "Random") -> bool:
-    """A process dies again and again, soon after it has come up."""
+    """Kill a process repeatedly, soon after each start."""
     process = any_storage(cluster, rng) if rng.random() < 0.6 else rng.choice(cluster.servers)
     if not process.is_up:
         return False
@@ -70,7 +70,7 @@ def restart_loop(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def crash_storage_at(cluster: SimCluster, rng: "Random") -> bool:
-    """A storage dies at a named point: before it has done something, or with it done, untold."""
+    """Kill a storage at a named point: before an action, or after it and before the answer."""
     storage = any_storage(cluster, rng)
     struck = counted(cluster, "crash_storage_at")
     storage.dies_at = (rng.choice(STORAGE_POINTS), rng.random() < 0.7, struck)
@@ -78,7 +78,7 @@ def crash_storage_at(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def power_loss(cluster: SimCluster, rng: "Random") -> bool:
-    """One machine loses its power, and what was not synced."""
+    """Cut the power of one machine, which loses unsynced data."""
     storage = any_storage(cluster, rng)
     if not storage.is_up:
         return False
@@ -87,7 +87,7 @@ def power_loss(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def power_loss_at_a_step(cluster: SimCluster, rng: "Random") -> bool:
-    """The power goes in the middle of a piece of work, or when all is written and not synced."""
+    """Cut the power during a piece of work, or after its writes and before the sync."""
     disk = any_storage(cluster, rng).disk
     struck = counted(cluster, "power_loss_at_a_step")
     if rng.random() < 0.5:
@@ -98,7 +98,7 @@ def power_loss_at_a_step(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def all_power(cluster: SimCluster, rng: "Random") -> bool:
-    """The room is dark."""
+    """Cut the power of all machines."""
     for storage in cluster.storages.values():
         if storage.is_up:
             storage.lose_power(rng.choice(list(Survival)))
@@ -106,7 +106,7 @@ def all_power(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def pause_storage(cluster: SimCluster, rng: "Random") -> bool:
-    """A storage stands still (SIGSTOP)."""
+    """Pause a storage (SIGSTOP)."""
     return pause(cluster, any_storage(cluster, rng), rng)
 
 
@@ -114,7 +114,7 @@ def pause_storage(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def pause_server(cluster: SimCluster, rng: "Random") -> bool:
-    """A server stands still, maybe for longer than its session lives."""
+    """Pause a server, maybe for longer than its session timeout."""
     server = rng.choice(cluster.servers)
     if not pause(cluster, server, rng):
         return False
@@ -123,9 +123,9 @@ def pause_server(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def hanging_server(cluster: SimCluster, rng: "Random") -> bool:
-    """A server's event loop hangs, maybe for good, while its threads keep its ZooKeeper session.
+    """Hang a server's event loop, maybe forever, while its threads keep its ZooKeeper session.
 
-    Another server must not hang: the partition has to move to one.
+    Another server must not hang, because the partition has to move to it.
     """
     server = rng.choice(cluster.servers)
     hang_ms = rng.choice((300, 1_500, 4_000, None))
@@ -145,7 +145,7 @@ def hanging_server(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def kill_server(cluster: SimCluster, rng: "Random") -> bool:
-    """`kill -9` of a server."""
+    """Kill a server (`kill -9`)."""
     server = rng.choice(cluster.servers)
     if not server.is_up:
         return False
@@ -155,7 +155,7 @@ def kill_server(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def crash_server_at(cluster: SimCluster, rng: "Random") -> bool:
-    """A server dies at a named point: before or after it sends or hears something."""
+    """Kill a server at a named point: before or after it sends or receives a message."""
     owner = cluster.owner
     server = rng.choice(cluster.servers) if owner is None else owner
     struck = counted(cluster, "crash_server_at")
@@ -164,7 +164,7 @@ def crash_server_at(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def slow_server(cluster: SimCluster, rng: "Random") -> bool:
-    """A server takes long for everything."""
+    """Slow down a server."""
     server = rng.choice(cluster.servers)
     server.slow_us = rng.choice((50, 500, 3_000))
 
@@ -179,7 +179,7 @@ def slow_server(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def kill_client(cluster: SimCluster, rng: "Random") -> bool:
-    """A client dies with appends under way, and comes back as another one."""
+    """Kill a client with appends in flight; it restarts as another client."""
     client = rng.choice(cluster.clients)
     if not client.is_up:
         return False
@@ -195,12 +195,12 @@ def kill_client(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def pause_client(cluster: SimCluster, rng: "Random") -> bool:
-    """A client stands still."""
+    """Pause a client."""
     return pause(cluster, rng.choice(cluster.clients), rng)
 
 
 def slow_apply(cluster: SimCluster, rng: "Random") -> bool:
-    """A client's application takes long for what it is fed."""
+    """Slow down a client's application when it applies the feed."""
     client = rng.choice(cluster.clients)
     if not client.is_up:
         return False
@@ -214,10 +214,10 @@ def slow_apply(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def two_attempts(cluster: SimCluster, rng: "Random") -> bool:
-    """A task's older attempt continues after a newer one has written all its rows.
+    """Resume a task's older attempt after a newer one has written all its rows.
 
-    Often the storages lose their quorum in between, for so long that the server releases the
-    partition, and owns it again in the same generation.
+    Often the storages lose their quorum in between, until the server releases the partition and
+    owns it again in the same generation.
     """
     owner = cluster.owner
     if owner is None or owner.partition is None or not owner.partition.is_open:
@@ -240,7 +240,7 @@ def two_attempts(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def quorum_away(cluster: SimCluster, rng: "Random", away_ms: int) -> None:
-    """Take so many replicas away that the others are no quorum."""
+    """Stop enough replicas that the others are no quorum."""
     replicas = list(cluster.replicas)
     for replica in rng.sample(replicas, len(replicas) // 2 + 1):
         storage = cluster.storages[replica]
@@ -253,12 +253,12 @@ def quorum_away(cluster: SimCluster, rng: "Random", away_ms: int) -> None:
 
 
 def clock_jump(cluster: SimCluster, rng: "Random") -> bool:
-    """A clock on the wall jumps by an hour."""
+    """Let a wall clock jump by an hour."""
     rng.choice(list(cluster.processes)).wall_offset_ms += rng.choice((-3_600_000, 3_600_000))
     return True
 
 
 def clock_drift(cluster: SimCluster, rng: "Random") -> bool:
-    """A machine's own clock, and all its timers, run fast or slow."""
+    """Let a machine's monotonic clock and all its timers run fast or slow."""
     rng.choice(list(cluster.processes)).set_pace(rng.choice((0.8, 0.9, 1.1, 1.2)))
     return True

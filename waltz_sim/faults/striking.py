@@ -1,11 +1,12 @@
-"""Whom a fault strikes, and when it counts.
+"""Helpers for faults: select the victim, and count faults that strike.
 
-Every kind of fault is written in the same few words.
+All kinds of faults are built from these helpers.
 
 Rules:
-    1. A fault is decided by its own chance alone (`schedule.py`, rule 1), and by what is there.
-    2. It counts when it has struck, not when it was planned, so that a batch of runs in which a
-       kind never struck can be refused.
+    1. A fault depends only on its own random numbers (`schedule.py`, rule 1) and on the state of
+       the cluster.
+    2. A fault is counted when it strikes, not when it is planned, so that a batch of runs in which
+       a kind never struck can be rejected.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from waltz_sim.world.process import Process
 if TYPE_CHECKING:
     from random import Random
 
-# Does the thing, or plans it; returns whether it has struck (rule 2).
+# Injects the fault or schedules it; returns whether it has struck (rule 2).
 Strike = Callable[[SimCluster, "Random"], bool]
 
 
@@ -30,12 +31,12 @@ def any_storage(cluster: SimCluster, rng: "Random") -> SimStorage:
 
 
 def pause_ms(rng: "Random") -> int:
-    """Return how long a process stands still."""
+    """Return the duration of a process's pause."""
     return rng.choice((5, 50, 500, 3_000))
 
 
 def pause(cluster: SimCluster, process: Process, rng: "Random") -> bool:
-    """Let a process stand still for a while (SIGSTOP)."""
+    """Pause a process temporarily (SIGSTOP)."""
     if process.is_paused or not process.is_up:
         return False
     process.pause()
@@ -44,12 +45,12 @@ def pause(cluster: SimCluster, process: Process, rng: "Random") -> bool:
 
 
 def counted(cluster: SimCluster, kind: str) -> Callable[[], None]:
-    """Return what a fault that was planned calls when it strikes (rule 2)."""
+    """Return the callback that a planned fault calls when it strikes (rule 2)."""
     return lambda: cluster.checks.count(f"fault {kind}")
 
 
 def keep_down(cluster: SimCluster, process: Process, away_ms: int) -> None:
-    """Start a process that was killed again after a while, and not before."""
+    """Restart a killed process after a delay, and not earlier."""
     cluster.held_down[process.name] = None
 
     def back() -> None:
@@ -60,10 +61,10 @@ def keep_down(cluster: SimCluster, process: Process, away_ms: int) -> None:
 
 
 def trust_again_later(cluster: SimCluster, storage: SimStorage, *, after_ms: int) -> None:
-    """Have an operator forget that a disk has lied, once its storage has started with that."""
+    """Let an operator trust a lying disk again, after its storage has started with the setting."""
 
     def trust_again() -> None:
-        if storage.log is None:  # It has not been opened since, with this in its settings.
+        if storage.log is None:  # It has not opened since with this setting.
             cluster.world.after(1_000 * MS, trust_again)
         else:
             storage.trusts_fsync = True

@@ -1,7 +1,7 @@
-"""What goes wrong with ZooKeeper, and what operators do.
+"""Faults of ZooKeeper, and actions of operators.
 
-It is one subject of `kinds.py`, whose rules hold here. What takes ZooKeeper's data away strikes in
-worlds without a budget only.
+The rules of `kinds.py` apply here. Faults that destroy ZooKeeper's data strike only in worlds
+without a budget.
 """
 
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def lost_answers(cluster: SimCluster, rng: "Random") -> bool:
-    """ZooKeeper's answers get lost for a while."""
+    """Lose ZooKeeper's answers temporarily."""
     cluster.coordinator.lost_answers = 0.5
 
     def recover() -> None:
@@ -37,7 +37,7 @@ def lost_answers(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def zookeeper_away(cluster: SimCluster, rng: "Random") -> bool:
-    """ZooKeeper answers nobody."""
+    """Make ZooKeeper unavailable to all clients."""
     cluster.coordinator.is_away = True
 
     def recover() -> None:
@@ -48,7 +48,7 @@ def zookeeper_away(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def zookeeper_restart(cluster: SimCluster, rng: "Random") -> bool:
-    """All its nodes stop and start; watches are set again, some sessions are gone."""
+    """Restart all ZooKeeper nodes; watches are set again, some sessions are lost."""
     cluster.coordinator.is_away = True
     expired = [server for server in cluster.servers if rng.random() < 0.5]
     back_ms = rng.randrange(50, 1_500)
@@ -57,7 +57,7 @@ def zookeeper_restart(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def expire_session(cluster: SimCluster, rng: "Random") -> bool:
-    """A server's session ends though it lives."""
+    """Expire the ZooKeeper session of a live server."""
     server = rng.choice(cluster.servers)
     if not server.is_up or not cluster.coordinator.alive.get(server.name):
         return False
@@ -66,7 +66,7 @@ def expire_session(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def cut_off_server(cluster: SimCluster, rng: "Random") -> bool:
-    """A server does not reach ZooKeeper, while all else works."""
+    """Cut a server off from ZooKeeper, while all other links work."""
     server = rng.choice(cluster.servers)
     coordinator = cluster.coordinator
     coordinator.cut_off[server.name] = None
@@ -78,7 +78,7 @@ def cut_off_server(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def late_watches(cluster: SimCluster, rng: "Random") -> bool:
-    """News of the assignment take long."""
+    """Delay watch events of the assignment."""
     cluster.coordinator.watch_delay_ms_max = rng.choice((100, 1_000, 3_000))
 
     def recover() -> None:
@@ -89,7 +89,7 @@ def late_watches(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def lost_watches(cluster: SimCluster, rng: "Random") -> bool:
-    """Watches get lost with their connections."""
+    """Lose watches together with their connections."""
     cluster.coordinator.lost_watches = 0.6
 
     def recover() -> None:
@@ -100,7 +100,7 @@ def lost_watches(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def stale_reads(cluster: SimCluster, rng: "Random") -> bool:
-    """Clients are told what held a while ago."""
+    """Serve stale data to ZooKeeper clients."""
     cluster.coordinator.stale_reads = 0.7
 
     def recover() -> None:
@@ -110,15 +110,15 @@ def stale_reads(cluster: SimCluster, rng: "Random") -> bool:
     return True
 
 
-# ---- an owner that lives on
+# ---- a former owner that survives
 
 
 def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
-    """The owner, some of its clients and a few replicas are cut off while another one takes over.
+    """Cut off the owner, some clients and a few replicas while another server takes over.
 
-    Neither ZooKeeper nor most replicas reach it any more, so that nobody tells it that its session
-    has expired, or that the partition was moved, and that it has been fenced. What was moved may
-    come back before it hears of it. Its clients may leave it, and may be sent back.
+    The owner loses ZooKeeper and most replicas. No component can notify it that its session has
+    expired, that the partition has moved, or that it is fenced. The partition may return to it
+    before it learns of the move. Its clients may leave it, and may be sent back.
     """
     coordinator, owner = cluster.coordinator, cluster.owner
     heirs = _heirs(cluster)
@@ -159,7 +159,7 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _heirs(cluster: SimCluster) -> list[str]:
-    """Return who could take over from an owner that serves now; none where nobody does."""
+    """Return the servers that could take over from the serving owner; none without one."""
     coordinator, owner = cluster.coordinator, cluster.owner
     if owner is None or owner.is_paused or owner.name in coordinator.cut_off:
         return []
@@ -172,7 +172,7 @@ def _heirs(cluster: SimCluster) -> list[str]:
 def _cut_replicas_off(
     cluster: SimCluster, owner: "SimServer", rng: "Random"
 ) -> list[tuple[str, str]]:
-    """Leave the owner fewer than a quorum of replicas, which nobody else reaches; or all."""
+    """Leave the owner a minority of replicas, which only it reaches; or do nothing."""
     network, replicas = cluster.network, list(cluster.replicas)
     rng.shuffle(replicas)
     if rng.random() < 0.15:
@@ -191,7 +191,7 @@ def _cut_replicas_off(
 
 
 def _leave_again_and_again(cluster: SimCluster, client: "SimClient", wait_ms: int) -> None:
-    """A client's links break now and then, as long as somebody is cut off from ZooKeeper."""
+    """Break a client's links repeatedly, while any server is cut off from ZooKeeper."""
     if cluster.is_healing or not cluster.coordinator.cut_off:
         return
     for link in list(client.links.values()):
@@ -199,7 +199,7 @@ def _leave_again_and_again(cluster: SimCluster, client: "SimClient", wait_ms: in
     cluster.world.after(wait_ms * MS, lambda: _leave_again_and_again(cluster, client, 2 * wait_ms))
 
 
-# ---- its data (budget.py, rule 4)
+# ---- ZooKeeper's data (budget.py, rule 4)
 
 
 def _may_rewrite(cluster: SimCluster) -> bool:
@@ -207,7 +207,7 @@ def _may_rewrite(cluster: SimCluster) -> bool:
 
 
 def roll_back_nodes(cluster: SimCluster, rng: "Random") -> bool:
-    """Somebody puts older data into the partition's nodes."""
+    """Restore older data in the partition's nodes."""
     coordinator = cluster.coordinator
     if not _may_rewrite(cluster) or not coordinator.past_nodes:
         return False
@@ -216,7 +216,7 @@ def roll_back_nodes(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def delete_nodes(cluster: SimCluster, rng: "Random") -> bool:
-    """Somebody deletes one of the partition's nodes, or both."""
+    """Delete one of the partition's nodes, or both."""
     coordinator = cluster.coordinator
     if not _may_rewrite(cluster) or coordinator.metadata is None:
         return False
@@ -231,7 +231,7 @@ def delete_nodes(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def move_partition(cluster: SimCluster, rng: "Random") -> bool:
-    """The assignment gives the partition to any living server, maybe to the same one."""
+    """Assign the partition to any live server, maybe to the same one."""
     coordinator = cluster.coordinator
     living = [name for name, is_alive in coordinator.alive.items() if is_alive]
     if not living:
@@ -241,7 +241,7 @@ def move_partition(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def duel(cluster: SimCluster, rng: "Random") -> bool:
-    """The owner stands still or hears nothing while the partition goes away and comes back."""
+    """Pause or isolate the owner while the partition moves away and returns."""
     coordinator = cluster.coordinator
     owner = cluster.owner
     others = [
@@ -268,12 +268,12 @@ def duel(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def change_replicas(cluster: SimCluster, rng: "Random") -> bool:
-    """One replica more, or less, or one in the place of another."""
+    """Add, remove or replace one replica."""
     coordinator = cluster.coordinator
     now = list(coordinator.assignment.replicas)
     held = {} if coordinator.metadata is None else coordinator.metadata.states
     if set(held) != set(now):
-        return False  # One step at a time.
+        return False  # Only one change at a time.
     spare = [each for each in cluster.storages if each not in now]
     roll = rng.random()
     if roll < 0.4 and len(now) > 2:
@@ -289,7 +289,7 @@ def change_replicas(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def change_replicas_with_one_away(cluster: SimCluster, rng: "Random") -> bool:
-    """A replica is away while the assignment changes, maybe the one that joins or leaves."""
+    """Stop a replica during an assignment change, maybe the one that joins or leaves."""
     if not change_replicas(cluster, rng):
         return False
     storage = rng.choice(list(cluster.storages.values()))
@@ -298,7 +298,7 @@ def change_replicas_with_one_away(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def checkpoint(cluster: SimCluster, rng: "Random") -> bool:
-    """A new session is asked for, under load."""
+    """Request a new session under load."""
     owner = cluster.owner
     if owner is None or owner.partition is None or not owner.partition.is_open or owner.is_paused:
         return False
@@ -307,10 +307,10 @@ def checkpoint(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
-    """A replica's log is accepted by command, which may die after each step, and is run again.
+    """Accept a replica's log by command, which may die after each step and is then run again.
 
     Often the replica has lost its last records and is suspect, another one lacks them, and those
-    that have them are away: nothing that the command leaves behind may open the partition then.
+    that have them are down. A partial run of the command must not open the partition then.
     """
     metadata, replicas = cluster.coordinator.metadata, list(cluster.replicas)
     held = {} if metadata is None else metadata.states
@@ -331,7 +331,7 @@ def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", after_ms: int) -> None:
-    """Run the command when the replica can be asked; where it has died, once more, or never."""
+    """Run the command when the replica is reachable; if the command dies, maybe run it again."""
     dies_after = rng.choice(("", "", *STEPS))
     again_ms = rng.choice((None, 200, 1_500))
 
@@ -355,7 +355,7 @@ def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", aft
 
 
 def _lose_the_end(cluster: SimCluster, victim: "SimStorage", others: "list[SimStorage]") -> None:
-    """A disk that has lied loses what was not synced, and the replicas that have it go away."""
+    """Lose the unsynced data of a lying disk, and stop the replicas that have this data."""
     if not victim.disk.is_lying:
         return
     if victim.is_up and not cluster.is_healing and cluster.budget.allows(victim):

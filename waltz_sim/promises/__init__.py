@@ -1,14 +1,14 @@
-"""What Waltz promises, as checkers: one file for each subject.
+"""Checkers for the guarantees of Waltz, one file for each subject.
 
-    witness     what all of them share: the books, the counts, and the way to say no
+    witness     shared state: the reference history, the counters, and failure reports
     replicas    3 PromiseMono, 4 SingleWriter, 7 GateCAS2 (on disk), 9 NoCutCommitted, 10 LwmFull,
                 21 NoRotServed (of storages), 22 Identity, 23 LogMatching, 24 Fixed
     sessions    2 AckQuorum, 4 SingleWriter, 5 FenceFirst, 6 DecisionCovers, 8 EngagedOnly,
                 20 MetaShape
     answers     7 GateCAS2 (to clients), 15 HwmMono, 21 NoRotServed (of servers), stale marks,
-                flush, what overtakes a lost row
+                flush, rows that overtake a lost row
     outcomes    1 AckUnique, 11 OutcomeTruth, 12 AtMostOnce, 13 Dense, 14 ClientPrefix, 15 HwmMono,
-                16 NotAhead, 17 LockSerial and Serializable, what is followed, commit stamps
+                16 NotAhead, 17 LockSerial and Serializable, dependent appends, commit stamps
     locking     18 LockBound, 19 ReserveHeld
     bounds      26 Bounded
     sometimes   27 Sometimes
@@ -17,7 +17,7 @@ The numbers and names are those of docs/design/correctness.md 3.2; 25 Converged 
 `checkers.Checks.at_end`.
 
 Rules:
-    1. A checker looks at what was handed over, at what lies on disks, and at what ZooKeeper holds;
-       never at what a machine thinks of itself.
-    2. A checker changes nothing and draws no chance: a run is the same without it.
+    1. A checker reads messages, disks and ZooKeeper's data, never a machine's own view of its
+       state.
+    2. A checker changes nothing and draws no random numbers: a run is the same without it.
 """

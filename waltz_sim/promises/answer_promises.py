@@ -1,14 +1,15 @@
-"""What servers tell clients: nothing too early, nothing stale, nothing rotten.
+"""Checks on messages from servers to clients: none is premature, stale or corrupt.
 
-Every message that leaves a server for a client passes here, whatever part of the server made it,
-and whether the client will believe it or not.
+Every message from a server to a client passes here, whichever part of the server produced it and
+whether or not the client will accept it.
 
 Rules:
-    1. An outcome or a mark is told only while a store session is open and settled, or when it
-       closed in that very step. Records that are in the log are told of any session that was open.
+    1. A server sends an outcome or a mark only while a store session is open and settled, or in
+       the step that closed it. It may send records of the log from any session that was open.
     2. A mark without a proof may be as old as the session timer, and no older.
-    3. Behind a row that was lost nothing of its client gets in on that connection, until it mounts.
-    4. A flush is answered when everything that came before it on its connection has been answered.
+    3. After a client's row was lost, none of its later rows on that connection is committed until
+       the client mounts again.
+    4. A server answers a flush only after it has answered every earlier request on that connection.
 """
 
 from collections import deque
@@ -60,7 +61,7 @@ _NEEDS_SESSION: Final = (
     ReplicasResponse,
 )
 _ASKS_MARK: Final = (FlushRequest, HighWaterMarkRequest, MountWriter, ReplicasRequest)
-# What lies in the log for good may be told later than the session that it was asked in.
+# Committed records are final: a server may send them after the session of the request.
 _FINAL: Final = (FeedBatch, RangeData)
 _WITHOUT_SESSION: Final = bytes((Reason.NOT_MOUNTED, Reason.TOO_LARGE, Reason.OVERLOADED))
 _READY: Final = 0
@@ -70,32 +71,32 @@ _FEED_HEADER: Final = 20
 
 
 class AnswerPromises:
-    """All messages from servers to clients."""
+    """Checks all messages from servers to clients."""
 
     def __init__(self, witness: "Witness", sessions: "Sessions") -> None:
         self._witness = witness
         self._sessions = sessions
-        # Of each server: the connection on which each client's last mount was answered.
+        # By server: the connection on which it answered each client's last mount.
         self._mounted: dict[str, dict[int, int]] = {}
-        self._claims: dict[ReqId, SessionId] = {}  # of those who follow, until they are answered
-        # Of each server: the session that is open now, and those that were in this step.
+        self._claims: dict[ReqId, SessionId] = {}  # of unanswered dependent appends
+        # By server: the session that is open now, and those that were open in this step.
         self._open: dict[str, SessionId] = {}
         self._in_step: dict[str, dict[SessionId, None]] = {}
-        self._marks: dict[int, int] = {}  # told on each connection
-        # Client and connection -> its first row that was lost since it has mounted there.
+        self._marks: dict[int, int] = {}  # last mark sent on each connection
+        # Client and connection -> its first row that was lost since it mounted there.
         self._lost: dict[tuple[int, int], int] = {}
-        self._mark_before: dict[str, int] = {}  # of each server, before the step
+        self._mark_before: dict[str, int] = {}  # by server, before the step
         self._mark: dict[str, int] = {}
-        self._pace: dict[str, float] = {}  # the slowest that each server's clock has run
-        # What applications know to be in the log, and since when (ms); the last one is the highest.
+        self._pace: dict[str, float] = {}  # by server, its slowest clock rate so far
+        # Ids acknowledged to applications, with the time (ms); the last one is the highest.
         self._acknowledged: deque[tuple[int, int]] = deque([(0, BEFORE_FIRST)])
-        self._owed: dict[tuple[str, int], dict[object, None]] = {}  # client and link -> appends
+        self._owed: dict[tuple[str, int], dict[object, None]] = {}  # by client and link
         self._questions: dict[object, tuple[ClientMessage, int, list[object]]] = {}
 
-    # ---- when a server may talk (rule 1)
+    # ---- when a server may answer (rule 1)
 
     def made(self, server: str) -> None:
-        """A partition machine begins: it knows of no session."""
+        """Start a partition machine, which has no session yet."""
         self._open.pop(server, None)
         self._mounted.pop(server, None)
         self._in_step.pop(server, None)
@@ -103,7 +104,7 @@ class AnswerPromises:
         self._mark_before.pop(server, None)
 
     def store_said(self, server: str, effect: session_events.Effect) -> None:
-        """Sessions open with `Settled`, and close."""
+        """Track which sessions open (with `Settled`) and close."""
         match effect:
             case session_events.Settled():
                 self._open[server] = effect.session_id
@@ -118,7 +119,7 @@ class AnswerPromises:
                 pass
 
     def stepped(self, server: "SimServer") -> None:
-        """A step of a server is over."""
+        """Finish a step of a server."""
         name = server.name
         now = self._open.get(name)
         self._in_step[name] = {} if now is None else {now: None}
@@ -126,13 +127,13 @@ class AnswerPromises:
         if server.pace < 1:
             self._pace[name] = min(server.pace, self._pace.get(name, 1))
 
-    # ---- what leaves a server
+    # ---- messages from servers
 
     def answered(self, server: "SimServer", answer: "Answer") -> None:
-        """A message leaves a server for a client."""
+        """Check a message that a server sends to a client."""
         message, name = answer.message, server.name
         if self._depends_on_the_log(message) and not self._in_step.get(name):
-            self._witness.fail("GateCAS2", f"{name} tells {message} without an open session")
+            self._witness.fail("GateCAS2", f"{name} sends {message} without an open session")
         session = getattr(message, "session_id", None)
         if session is not None:
             self._check_session(name, message, SessionId(session))
@@ -169,11 +170,11 @@ class AnswerPromises:
         return isinstance(message, _NEEDS_SESSION)
 
     def _check_session(self, name: str, message: ClientMessage, session: SessionId) -> None:
-        """7. GateCAS2: only an open session has a name to be told."""
+        """7. GateCAS2: a server names only sessions that have opened."""
         allowed = self._sessions.opened if isinstance(message, _FINAL) else self._in_step[name]
         if session not in allowed:
             self._witness.fail(
-                "GateCAS2", f"{name} tells {type(message).__name__} of session {session}"
+                "GateCAS2", f"{name} sends {type(message).__name__} of session {session}"
             )
 
     def _check_mark(self, server: "SimServer", answer: "Answer", mark: int) -> None:
@@ -181,11 +182,11 @@ class AnswerPromises:
         witness, message = self._witness, answer.message
         if mark > witness.history.last:
             witness.fail(
-                "HwmMono", f"{server.name} tells {mark}, the log ends at {witness.history.last}"
+                "HwmMono", f"{server.name} sends {mark}, the log ends at {witness.history.last}"
             )
         before = self._marks.get(answer.connection, BEFORE_FIRST)
         if mark < before:
-            witness.fail("HwmMono", f"{server.name} tells {mark} after {before}")
+            witness.fail("HwmMono", f"{server.name} sends mark {mark} after {before}")
         self._marks[answer.connection] = mark
         if isinstance(message, FlushResponse | HighWaterMarkResponse | ReplicasResponse):
             pace = self._pace.get(server.name, 1)
@@ -194,7 +195,7 @@ class AnswerPromises:
             if mark < known:
                 witness.fail(
                     "StaleMark",
-                    f"{server.name} tells {mark}, {known} was acknowledged {timer_ms} ms ago",
+                    f"{server.name} sends {mark}, {known} was acknowledged {timer_ms} ms ago",
                 )
 
     # ---- 21. NoRotServed
@@ -205,9 +206,9 @@ class AnswerPromises:
         size = RECORD_HEADER.size
         wanted = b"".join(record[8:size] for record in records[first:stop])
         if stop > len(records) or bytes(message.headers) != wanted:
-            self._witness.fail("NoRotServed", f"{name} feeds other headers in {first}..{stop - 1}")
+            self._witness.fail("NoRotServed", f"{name} feeds wrong headers in {first}..{stop - 1}")
         if message.chain_at != BEFORE_FIRST and not self._is_chain(message):
-            self._witness.fail("NoRotServed", f"{name} feeds another chain at {message.chain_at}")
+            self._witness.fail("NoRotServed", f"{name} feeds a wrong chain at {message.chain_at}")
 
     def _is_chain(self, message: FeedBatch) -> bool:
         known = self._witness.history.chains.get(message.chain_at)
@@ -219,14 +220,14 @@ class AnswerPromises:
         for _ in range(message.count):
             place = int.from_bytes(data[at : at + 8], "big")
             if not 0 <= place < len(records):
-                self._witness.fail("NoRotServed", f"{name} tells of {place}, not in the log")
+                self._witness.fail("NoRotServed", f"{name} sends {place}, which is not in the log")
             record = records[place]
             wanted = record if message.form == RangeForm.WHOLE else record[:size]
             if data[at : at + len(wanted)] != wanted:
-                self._witness.fail("NoRotServed", f"{name} tells another record at {place}")
+                self._witness.fail("NoRotServed", f"{name} sends a wrong record at {place}")
             at += len(wanted)
         if at != len(data):
-            self._witness.fail("NoRotServed", f"{name} tells {len(data)} bytes, not {at}")
+            self._witness.fail("NoRotServed", f"{name} sends {len(data)} bytes, not {at}")
         self._witness.counts["read"] += message.count
 
     def _check_data(self, name: str, message: TransactionDataResponse) -> None:
@@ -235,11 +236,11 @@ class AnswerPromises:
         if found is None:
             return
         if not 0 <= place < len(records) or bytes(found) != data_in(records[place]):
-            self._witness.fail("NoRotServed", f"{name} tells other data of {place}")
+            self._witness.fail("NoRotServed", f"{name} sends wrong data for {place}")
         self._witness.count("read alone")
 
     def _check_result(self, name: str, message: AppendResult) -> None:
-        """A refusal for a lock names what is in the log, and may have had to wait for that."""
+        """Check that a lock conflict names a committed transaction; it may have waited for that."""
         reasons = bytes(message.reasons)
         claimed = self._claims.pop(message.req_id, None)
         if Reason.LOCK not in reasons:
@@ -252,43 +253,43 @@ class AnswerPromises:
                 continue
             conflict = int.from_bytes(conflicts[8 * row : 8 * row + 8], "big", signed=True)
             if conflict > self._witness.history.last:
-                self._witness.fail("OutcomeTruth", f"{name} refuses for {conflict}, not final")
+                self._witness.fail("OutcomeTruth", f"{name} rejects for {conflict}, not final")
             if conflict > self._mark_before.get(name, BEFORE_FIRST):
                 self._witness.count("lock wait")
 
     def _check_order(self, name: str, connection: int, message: AppendResult) -> None:
-        """A lost row ends its client's mount: what was sent behind it does not get in."""
+        """Check that no row commits after a lost row of the same mount (rule 3)."""
         req_id, reasons = message.req_id, bytes(message.reasons)
         key = req_id.client_id, connection
         lost = self._lost.get(key)
         if lost is not None and lost < req_id.sequence and Reason.COMMITTED in reasons:
-            self._witness.fail("Overtaken", f"{name} tells {req_id} committed, {lost} was lost")
+            self._witness.fail("Overtaken", f"{name} reports {req_id} committed, {lost} was lost")
         rows = [row for row, reason in enumerate(reasons) if reason in _LOSSES]
         if rows and lost is None:
             self._lost[key] = req_id.sequence + rows[0]
 
     def _look_for_older(self, name: str, connection: int, message: AppendResult) -> None:
-        """A refusal on a connection that is older than the one its client has mounted on."""
+        """Count rejections on connections older than the client's current mount."""
         mounted = self._mounted.get(name, {}).get(message.req_id.client_id, connection)
         if connection < mounted and Reason.NOT_MOUNTED in bytes(message.reasons):
             self._witness.count("append on an older connection")
 
-    # ---- what clients ask, and are told
+    # ---- what clients send and receive
 
     def acknowledged(self, transaction_id: int) -> None:
-        """An application was told that this is in the log."""
+        """Record that an application received an acknowledgement of this id."""
         if transaction_id > self._acknowledged[-1][1]:
             self._acknowledged.append((self._witness.world.now_ms, transaction_id))
 
     def acknowledged_at(self, at_ms: int) -> int:
-        """Return the highest id that was acknowledged by then; times never go back."""
+        """Return the highest id acknowledged by a time; calls must not go back in time."""
         known = self._acknowledged
         while len(known) > 1 and known[1][0] <= at_ms:
             known.popleft()
         return known[0][1] if known[0][0] <= at_ms else BEFORE_FIRST
 
     def sent(self, client: "SimClient", link: "SimLink", message: ClientMessage) -> None:
-        """A client sends something to a server."""
+        """Record a message that a client sends to a server."""
         server = link.ends[1].name
         if (
             isinstance(message, _ASKS_MARK)
@@ -306,7 +307,7 @@ class AnswerPromises:
             self._questions[message.req_id] = message, known, list(owed)
 
     def heard(self, client: "SimClient", link: "SimLink", message: ClientMessage) -> None:
-        """A client hears something from a server: flushes cover, proven marks are not stale."""
+        """Check a message that a client receives: flush order and age of proven marks."""
         owed = self._owed.get((client.name, link.number), {})
         if isinstance(message, AppendResult | ErrorResponse | Predecessors):
             owed.pop(message.req_id, None)
@@ -318,7 +319,7 @@ class AnswerPromises:
             self._witness.count("flushed")
             left = [each for each in before if each in owed]
             if left:
-                self._witness.fail("Flush", f"{client.name} is told before the fate of {left}")
+                self._witness.fail("Flush", f"{client.name} is answered before {left}")
         elif isinstance(message, ReplicasResponse):
             assert isinstance(question, ReplicasRequest)
             if question.linearizable:
@@ -326,10 +327,10 @@ class AnswerPromises:
                 if message.high_water_mark < known:
                     self._witness.fail(
                         "StaleMark",
-                        f"{client.name} is told {message.high_water_mark}, {known} was "
-                        "acknowledged before it asked",
+                        f"{client.name} receives {message.high_water_mark}, {known} was "
+                        "acknowledged before its request",
                     )
 
     def link_lost(self, client: "SimClient", link: "SimLink") -> None:
-        """Nothing more comes on it."""
+        """Forget a link: no more messages arrive on it."""
         self._owed.pop((client.name, link.number), None)

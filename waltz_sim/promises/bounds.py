@@ -1,11 +1,11 @@
-"""What must stay small: queues, what is in flight, and how often anything is tried again.
+"""Limits on queues, in-flight bytes and retry rates.
 
-A queue that grows and a retry without a pause break no promise about the log, and are faults all
-the same.
+An unbounded queue or a retry without a delay breaks no guarantee about the log, but is a bug.
 
 Rules:
-    1. Bytes are counted by what was sent and what was answered; queues by what lies in them.
-    2. Tries are counted over windows of one virtual second.
+    1. In-flight bytes are the bytes sent and not yet answered; queues are measured by their
+       content.
+    2. Attempts are counted over windows of one virtual second.
 """
 
 from collections import deque
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from waltz_sim.promises.witness import Witness
 
 SECOND_US: Final = 1_000_000
-# What one frame may add to what was within its limit.
+# How much one frame may exceed a limit.
 FRAME_BYTES: Final = 16 * 1024
-# In one virtual second, several times what is usual: delays begin at about 20 ms and double.
+# Per virtual second, several times the usual rate: delays start at about 20 ms and double.
 CLAIMS_MAX: Final = 20
 DIALS_MAX: Final = 50
-# What a storage may have waiting: its own limit, and what two sessions have sent before it hears.
+# A storage's queue limit; two sessions may add what they send before its answer arrives.
 QUEUE_BYTES_MAX: Final = 64 * 1024
 
 
 class Bounds:
-    """All limits."""
+    """Checks all limits."""
 
     def __init__(self, witness: "Witness") -> None:
         self._witness = witness
         self._times: dict[tuple[str, str], deque[int]] = {}
         self._unanswered: dict[tuple[SessionId, str], dict[int, int]] = {}
 
-    # ---- tries (rule 2)
+    # ---- attempts (rule 2)
 
     def tried(self, who: str, what: str, limit: int) -> None:
-        """Somebody tries something; not too often."""
+        """Count an attempt by a component, and fail when it tries too often."""
         times = self._times.setdefault((who, what), deque())
         now_us = self._witness.world.now_us
         times.append(now_us)
@@ -53,11 +53,11 @@ class Bounds:
             self._witness.fail("Bounded", f"{who}: {len(times)} times {what} within a second")
 
     def dialled(self, who: str, whom: str) -> None:
-        """A connection is asked for."""
+        """Count a connection attempt."""
         self.tried(who, f"dialling {whom}", DIALS_MAX)
 
     def store_said(self, server: str, effect: session_events.Effect) -> None:
-        """A first compare-and-set is asked for, or a connection ends."""
+        """Count metadata reads (one per session claim); forget closed connections."""
         if isinstance(effect, session_events.ReadMetadata):
             self.tried(server, "reading the metadata", CLAIMS_MAX)
         elif isinstance(effect, session_events.CloseReplica):
@@ -66,7 +66,7 @@ class Bounds:
     # ---- bytes (rule 1)
 
     def sent(self, effect: session_events.SendToReplica) -> None:
-        """Appends are on their way to a replica."""
+        """Count the bytes of appends sent to a replica."""
         message = effect.message
         if not isinstance(message, AppendRaw):
             return
@@ -76,27 +76,27 @@ class Bounds:
         total = sum(unanswered.values())
         limit = self._witness.cluster.store_limits.lag_bytes_max + FRAME_BYTES
         if total > limit:
-            self._witness.fail("Bounded", f"{effect.replica} owes answers for {total} bytes")
+            self._witness.fail("Bounded", f"{effect.replica} has {total} unanswered bytes")
 
     def heard(self, session: "SessionId", replica: str, answer: StorageMessage) -> None:
-        """A replica has answered."""
+        """Subtract the bytes that a replica has answered."""
         unanswered = self._unanswered.get((session, replica))
         if unanswered is not None:
             unanswered.pop(answer.sequence, None)
 
     def worked(self, storage: "SimStorage") -> None:
-        """Look at the queue of a storage."""
+        """Check the queue of a storage."""
         lag_bytes_max = self._witness.cluster.store_limits.lag_bytes_max
         service = storage.service
         if service is None:
             return
-        # The lag is one of records; what else a request holds is counted for each.
+        # The lag counts record bytes; the queue also counts the rest of each request.
         limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES)
         if service.queued_bytes - REQUEST_BYTES * service.queued_count > limit:
             self._witness.fail("Bounded", f"{storage.name}: {service.queued_bytes} bytes queued")
 
     def stepped(self, server: "SimServer") -> None:
-        """Look at the queues of a server."""
+        """Check the queues of a server."""
         partition, limits = server.partition, self._witness.cluster.limits
         if partition is None:
             return

@@ -1,24 +1,22 @@
-"""What may be lost at once: the budget of faults that take away what a replica had promised.
+"""Budget for faults that destroy durable data of replicas.
 
-A world in which every disk may be lost proves nothing, for no quorum survives it; and a budget that
-is too careful proves as little. What is enough is one sentence per loss, and here are the
-sentences.
+If every disk may be lost, no quorum survives and a run proves nothing. A budget that is too strict
+proves as little. These rules state when each kind of loss is allowed.
 
 Rules:
-    1. A loss that a replica notices (its disk is empty, or from before its last session, or it
-       cannot read its slots) may happen when every other engaged replica can be believed: then
-       each acknowledged transaction is still on one of them. Rot that a replica has not noticed
-       yet may not wait on one that is not engaged either, nor on one that has left: a session
-       could still engage it. So could the session in which a replica was lost, by what that
-       replica had told it before.
-    2. A loss that nobody can notice (the end of a log gone, within a session, without a trace) may
-       happen only when a quorum of others is engaged, and all of them hold all that this replica
-       holds (docs/design/correctness.md 2.4, rows 2 and 8): with any of them away, the rest still
-       outvotes it.
-    3. A replica that has lost something can be believed again when a later session has engaged it
-       and a copy of its disk, read whole, is without a fault.
-    4. Whoever changes ZooKeeper's data takes away the last that knows what the disks should have:
-       it is not done when one of them has lost something, and no disk loses anything after it.
+    1. A loss that the replica detects may happen when every other engaged replica is trusted: each
+       acknowledged transaction is then still on one of them. Detected losses are an empty disk, a
+       disk from before the last session, and unreadable slots. No other replica may have
+       undetected rot, even if it is not engaged or has left: a session could still engage it. The
+       session in which a replica was lost could do so, too, because of its earlier answers.
+    2. A loss that no component can detect (the end of a log is missing, within a session, without
+       a trace) may happen only when a quorum of others is engaged, and all of them hold all that
+       this replica holds (docs/design/correctness.md 2.4, rows 2 and 8). With any of them away,
+       the rest still outvotes it.
+    3. A replica that has lost something is trusted again when a later session has engaged it and a
+       copy of its disk, read completely, has no damage.
+    4. A change of ZooKeeper's data removes the last record of what the disks should hold. It may
+       not happen when a disk has lost something, and no disk may lose anything after it.
     5. Without a budget (`Setup.is_unbounded`) losses of the first kind may happen at any time. Then
        the partition may halt; a wrong answer is still wrong.
 """
@@ -49,11 +47,11 @@ _NOTHING: Final = PartitionMetadata()
 
 
 class Budget:
-    """See the module's rules."""
+    """Decides whether a loss is allowed by the module's rules."""
 
     def __init__(self, cluster: "SimCluster") -> None:
         self._cluster = cluster
-        # Who has lost something, and the session that ZooKeeper knew at that time.
+        # Replicas that have lost data -> their session in ZooKeeper at that time.
         self.lost: dict[ReplicaId, SessionId] = {}
 
     @property
@@ -61,12 +59,12 @@ class Budget:
         return self._cluster.coordinator.metadata or _NOTHING
 
     def session_of(self, storage: "SimStorage") -> SessionId:
-        """Return the session in which ZooKeeper has a replica."""
+        """Return a replica's session as ZooKeeper has it."""
         state = self._metadata.states.get(storage.replica)
         return NO_SESSION if state is None else state.session_id
 
     def is_engaged(self, storage: "SimStorage") -> bool:
-        """Whether ZooKeeper has a replica as one whose vote counts."""
+        """Whether a replica is engaged according to ZooKeeper, so that its vote counts."""
         state = self._metadata.states.get(storage.replica)
         return state is not None and state.closing_high_water_mark == UNRESOLVED
 
@@ -74,7 +72,7 @@ class Budget:
         """Whether a replica may lose something now (all rules)."""
         cluster = self._cluster
         if victim.name in cluster.swapped or cluster.coordinator.is_rewritten:
-            return False  # Its disk is another's; or rule 4.
+            return False  # Its disk belongs to another storage; or rule 4.
         if cluster.setup.is_unbounded and not is_silent:
             return True
         metadata = self._metadata
@@ -98,15 +96,15 @@ class Budget:
         return is_outvoted and self._all_hold(victim, [storage for storage, _ in others])
 
     def has_lost(self, storage: "SimStorage") -> bool:
-        """Whether a replica has lost something, and nobody knows yet that it is mended."""
+        """Whether a replica has lost something and is not known to be repaired."""
         return storage.replica in self.lost
 
     def has_rot(self, storage: "SimStorage") -> bool:
-        """Whether a replica that has lost something cannot be read whole."""
+        """Whether a replica that has lost something cannot be read completely."""
         return self.has_lost(storage) and not is_sound(storage)
 
     def spend(self, victim: "SimStorage") -> None:
-        """A replica loses something."""
+        """Record that a replica loses something."""
         self.lost[victim.replica] = self._metadata.session_id
         self._cluster.checks.rolled_back(victim)
 
@@ -115,7 +113,7 @@ class Budget:
         if log is None or log.suspect or log.damaged or log.last_session < state.session_id:
             return False
         if log.is_broken:
-            return False  # It may be suspect when it is opened again.
+            return False  # It may be suspect when it opens next.
         since = self.lost.get(storage.replica)
         if since is None:
             return True
@@ -132,7 +130,7 @@ class Budget:
 
 
 def is_sound(storage: "SimStorage") -> bool:
-    """Whether all that is on the platter can be read and vouched for; nothing is changed."""
+    """Whether the platter can be read completely and is trusted; changes nothing."""
     copy = SimDisk(is_traced=False)
     copy.become(storage.disk.contents())
     try:
@@ -145,7 +143,7 @@ def is_sound(storage: "SimStorage") -> bool:
 
 
 def _has_made_up(log: PartitionLog) -> bool:
-    """Whether a log has lost batches: it serves its records, and nobody can copy it whole."""
+    """Whether a log has lost batch entries: it serves records, but cannot be copied completely."""
     if log.synced_max == BEFORE_FIRST:
         return False
     _, entries = log.lineage(TransactionId(0), log.synced_max)
@@ -153,7 +151,7 @@ def _has_made_up(log: PartitionLog) -> bool:
 
 
 def read_whole(log: PartitionLog) -> None:
-    """Read all of a log, so that it knows what is damaged; raises WaltzError if it cannot be."""
+    """Read all of a log so that it finds its damage; raises WaltzError if that fails."""
     at = TransactionId(0)
     while at <= log.synced_max:
         log.lineage(at, at)

@@ -1,16 +1,15 @@
-"""What has really happened in a run, whoever may believe otherwise.
+"""Reference history of a run, independent of the state of the machines under test.
 
-A checker that asked the machines what is committed would believe their faults. This keeps its own
-books, from what was handed to replicas and what was told to applications, and everything else is
-compared with it.
+A checker that took committed data from the machines would inherit their bugs. The history is built
+from the batches sent to replicas and the results sent to applications; checkers compare with it.
 
 Rules:
-    1. A batch is known by its chain, which covers all before it: books are a tree of batches, and
-       the log is the path that ends in the last chain that anybody exposed.
-    2. The path only grows. A chain that does not lead back to the end of the path is a fork, or a
-       loss, and is told as such.
-    3. A row is known by its author's request id and carries a number that names the operation.
-    4. Commit stamps never go back along the path, whoever owned the partition.
+    1. A batch is identified by its chain, which covers all before it. The history is a tree of
+       batches; the log is the path that ends in the last chain that any component exposed.
+    2. The path only grows. A chain that does not lead back to the end of the path is reported as a
+       fork or a loss.
+    3. A row is identified by its author's request id and carries a number that names the operation.
+    4. Commit stamps never go back along the path, even when the partition's owner changes.
 """
 
 import struct
@@ -35,7 +34,7 @@ _PREFIX: Final = struct.Struct(">qiiiiiiI")
 
 
 class Violation(Exception):
-    """A promise was broken; `rule` is the invariant's name."""
+    """A violated guarantee; `rule` is the invariant's name."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(f"{rule}: {text}")
@@ -43,14 +42,14 @@ class Violation(Exception):
 
 
 class HistoryRow(NamedTuple):
-    """One transaction as it was handed to replicas."""
+    """One transaction as it was sent to replicas."""
 
     key: tuple[int, int]  # client id, sequence number
     number: int  # of the operation
 
 
 class BatchNode(NamedTuple):
-    """One batch in the tree: where it hangs, and what is in it."""
+    """One batch in the tree: its predecessor and its content."""
 
     before: Chain
     first: TransactionId
@@ -63,7 +62,7 @@ class BatchNode(NamedTuple):
     stamp_ms: int = 0  # its commit stamp, which no chain covers
 
     def cut_to(self, last: int) -> "BatchNode":
-        """Return the batch without what is after an id."""
+        """Return the batch without the rows after an id."""
         count = last - self.first + 1
         return self._replace(
             last=TransactionId(last),
@@ -75,39 +74,39 @@ class BatchNode(NamedTuple):
 
     @property
     def chain(self) -> Chain:
-        """The chain after it."""
+        """The chain after this batch."""
         return next_chain(self.before, self.first, self.last, self.session_id, self.record_crcs)
 
 
 @dataclass(slots=True)
 class Operation:
-    """One row that an application wanted in the log, and what it was told."""
+    """One row that an application appended, and the outcome that it received."""
 
     number: int
     client: str
-    row: Any  # what the application wanted, for a new try
+    row: Any  # as the application appended it, for a retry
     write: tuple[int, ...]
     read: tuple[int, ...]
     append: tuple[int, ...]
-    mark: int  # what its author had really seen
+    mark: int  # the last id that its author had really seen
     asked_us: int
     data: bytes = b""
-    # What it was computed from that was in flight: ids, with the keys of their rows, and in which
-    # session; its mark then claims more than that of its state, which is `state_mark`.
+    # The in-flight rows that it depends on (ids and keys) and their session. Its mark is then
+    # higher than that of the state it was computed from, which is `state_mark`.
     followed: tuple[tuple[int, tuple[int, int]], ...] = ()
     state_mark: int = BEFORE_FIRST
     session_id: SessionId = NO_SESSION
-    told: str = ""  # "ok", "no", "unknown", "gone" (its author died); empty while it waits
+    told: str = ""  # "ok", "no", "unknown", "gone" (its author died); empty while pending
     transaction_id: int = -1
 
 
 @dataclass(slots=True)
 class History:
-    """The books. `log[i]` is the row of transaction i; `chains[i]` the chain where a batch ends."""
+    """The history: `log[i]` is the row of transaction i, `chains[i]` the chain at a batch's end."""
 
     log: list[HistoryRow] = field(default_factory=list)
-    records: list[bytes] = field(default_factory=list)  # as they have to lie on every disk
-    sessions: list[SessionId] = field(default_factory=list)  # that wrote each row of the log
+    records: list[bytes] = field(default_factory=list)  # as every disk must store them
+    sessions: list[SessionId] = field(default_factory=list)  # of each row of the log
     chains: dict[int, Chain] = field(default_factory=lambda: {BEFORE_FIRST: GENESIS_CHAIN})
     nodes: dict[Chain, BatchNode] = field(default_factory=dict)
     operations: dict[int, Operation] = field(default_factory=dict)
@@ -120,7 +119,7 @@ class History:
         return len(self.log) - 1
 
     def submitted(self, before: Chain, session_id: SessionId, batch: Batch) -> Chain:
-        """Hang a batch into the tree; return the chain after it."""
+        """Add a batch to the tree; return the chain after it."""
         chain = next_chain(before, batch.first, batch.last, session_id, batch.record_crcs)
         records = bytes(batch.records)
         rows, ends = rows_of(records, batch.lengths)
@@ -132,16 +131,16 @@ class History:
         return chain
 
     def exposed(self, last: int, chain: Chain) -> range:
-        """The log was said to reach `last` with this chain; return the ids that are new (rule 2).
+        """Extend the log to `last`, which has this chain; return the new ids (rule 2).
 
-        Raises Violation when that is not a longer log than the one that is known.
+        Raises Violation when that log is not an extension of the known one.
         """
         if last <= self.last:
             known = self.chains.get(last)
             if known is None:
                 known = self._cut(last)
             if known != chain:
-                raise Violation("Fork", f"two chains at {last}, which was committed before")
+                raise Violation("Fork", f"two chains at {last}, which was already committed")
             return range(0)
         path: list[BatchNode] = []
         at, end = chain, last
@@ -150,7 +149,7 @@ class History:
             path.append(node)
             at, end = node.before, node.first - 1
         if end != self.last or self.chains.get(end) != at:
-            raise Violation("Fork", f"the log at {last} does not contain what ends at {self.last}")
+            raise Violation("Fork", f"the log at {last} does not extend the log up to {self.last}")
         first_new = len(self.log)
         for node in reversed(path):
             self._grow(node)
@@ -158,7 +157,7 @@ class History:
         return range(first_new, last + 1)
 
     def row_before(self, chain: Chain, transaction_id: int) -> HistoryRow | None:
-        """Return the row of an id on the path to a batch, that batch included; None if none is."""
+        """Return the row of an id on the path up to a batch, inclusive; None without such a row."""
         while (node := self.nodes.get(chain)) is not None:
             if node.first <= transaction_id:
                 return (
@@ -168,11 +167,11 @@ class History:
         return self.log[transaction_id] if 0 <= transaction_id < len(self.log) else None
 
     def node_at(self, chain: Chain, last: int) -> BatchNode | None:
-        """Return the batch that ends at an id with this chain; None if nobody ever wrote it."""
+        """Return the batch that ends at an id with this chain; None if no server wrote it."""
         node = self.nodes.get(chain)
         if node is not None and node.last == last:
             return node
-        # A batch that was cut in the middle has an entry of its own.
+        # A batch that was truncated in the middle has a separate entry.
         for whole in list(self.nodes.values()):
             if whole.first <= last < whole.last:
                 cut = whole.cut_to(last)
@@ -184,7 +183,7 @@ class History:
     def _node(self, chain: Chain, last: int) -> BatchNode:
         node = self.node_at(chain, last)
         if node is None:
-            raise Violation("LogMatching", f"nobody ever wrote a batch that ends at {last} so")
+            raise Violation("LogMatching", f"no server wrote this batch that ends at {last}")
         return node
 
     def _cut(self, last: int) -> Chain:
@@ -217,9 +216,9 @@ class History:
 def rows_of(
     records: bytes | memoryview, lengths: bytes | memoryview
 ) -> tuple[tuple[HistoryRow, ...], tuple[int, ...]]:
-    """Return the rows in a run of records, and where each of them ends.
+    """Return the rows in a sequence of records, and the end offset of each.
 
-    `lengths` are big-endian int32, one a record.
+    `lengths` are big-endian int32, one per record.
     """
     rows: list[HistoryRow] = []
     ends: list[int] = []
@@ -241,5 +240,5 @@ def data_in(record: bytes) -> bytes:
 
 
 def data_of(number: int, size: int) -> bytes:
-    """Return the data of an operation: its number, and padding that no empty sector looks like."""
+    """Return an operation's data: its number, and padding that differs from empty sectors."""
     return _NUMBER.pack(number) + bytes((1 + number % 255,)) * (size - NUMBER_BYTES)

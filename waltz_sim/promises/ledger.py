@@ -1,16 +1,17 @@
-"""What applications make of the log: accounts, lists and guards, told by their transactions.
+"""Application state built from the log: accounts, lists and guards.
 
-That locks are checked is a means; the end is that transactions which were computed at some mark are
-as good as if each had been computed at its own place in the log. This looks at the end alone: every
-transaction carries what it had read, and whoever replays the log finds it true, or the history is
-not serializable.
+Lock checks are a means to serializability: each transaction must be valid at its place in the log,
+although it was computed at an earlier mark. This module checks that result directly. Every
+transaction carries the values that it read; if a replay of the log finds other values, the history
+is not serializable.
 
 Rules:
-    1. A deal reads two things at its mark, and holds a lock on each that it reads: a write lock on
-       what it changes, a read lock on what it leaves.
-    2. What it writes follows from what it read and from its number, so the log alone tells it.
-    3. TRANSFER moves money between two accounts (the bank), PUSH appends to a list and says how
-       long that was (list-append), GUARD lets the first of a pair leave only while the second stays
+    1. A deal reads two things at its mark and holds a lock on each: a write lock on a thing that it
+       changes, a read lock on a thing that it only reads.
+    2. The values that it writes follow from the values that it read and from its number, so the
+       log alone determines them.
+    3. TRANSFER moves money between two accounts (the bank), PUSH appends to a list and states its
+       length (list-append), GUARD lets the first of a pair leave only while the second stays
        (write skew).
 """
 
@@ -22,15 +23,15 @@ from typing import Final, NamedTuple
 
 from waltz_sim.promises.history import NUMBER_BYTES, Violation
 
-# Kind, first, second, what was read of either.
+# Kind, first, second, the value read from each.
 _BODY: Final = struct.Struct(">BiiQQ")
 BALANCE: Final = 100
-# Locks of the kinds are apart from each other, and from those of plain rows.
+# The locks of each kind are distinct from those of other kinds and of plain rows.
 _LOCKS_OF_KIND: Final = 1_000
 
 
 class RowKind(IntEnum):
-    """What a row is about (rule 3); PLAIN rows say nothing."""
+    """The kind of a row (rule 3); PLAIN rows carry no deal."""
 
     PLAIN = 0
     TRANSFER = 1
@@ -39,7 +40,7 @@ class RowKind(IntEnum):
 
 
 class Deal(NamedTuple):
-    """A transaction that says what it has read."""
+    """A transaction that carries the values that it read."""
 
     kind: RowKind
     first: int
@@ -47,14 +48,14 @@ class Deal(NamedTuple):
 
     @property
     def write(self) -> tuple[int, ...]:
-        """The locks on what it changes."""
+        """The locks on the things that it changes."""
         if self.kind is RowKind.TRANSFER:
             return self._lock(self.first), self._lock(self.second)
         return (self._lock(self.first),)
 
     @property
     def read(self) -> tuple[int, ...]:
-        """The locks on what it only reads."""
+        """The locks on the things that it only reads."""
         return (self._lock(self.second),) if self.kind is RowKind.GUARD else ()
 
     def _lock(self, place: int) -> int:
@@ -62,7 +63,7 @@ class Deal(NamedTuple):
 
 
 def _written_by(data: bytes) -> list[tuple[tuple[int, int], int]]:
-    """Return what a transaction writes, things and their values (rule 2); none if it is no deal."""
+    """Return the things and values that a transaction writes (rule 2); empty if it is no deal."""
     if len(data) != NUMBER_BYTES + _BODY.size:
         return []
     kind, first, second, *read = _BODY.unpack_from(data, NUMBER_BYTES)
@@ -71,11 +72,11 @@ def _written_by(data: bytes) -> list[tuple[tuple[int, int], int]]:
         case RowKind.PLAIN:
             return []
         case RowKind.TRANSFER:
-            # From an account to itself: it stays as it is.
+            # A transfer from an account to itself changes nothing.
             amount = min(number % 10, read[0]) if first != second else 0
             return [((kind, first), read[0] - amount), ((kind, second), read[1] + amount)]
         case RowKind.PUSH:
-            # The length of the list, and what is last in it.
+            # The length of the list, and its last element.
             value = (((read[0] >> 40) + 1) << 40) | (number & ((1 << 40) - 1))
             return [((kind, first), value)]
         case RowKind.GUARD:
@@ -85,7 +86,7 @@ def _written_by(data: bytes) -> list[tuple[tuple[int, int], int]]:
 
 
 class _Versions:
-    """The values that one thing has had."""
+    """The versions of one thing's value."""
 
     __slots__ = ("ids", "values")
 
@@ -109,9 +110,9 @@ class Ledger:
         self.deal_count = 0
 
     def body(self, deal: Deal, mark: int, predecessors: Iterable[bytes] = ()) -> bytes:
-        """Return what a deal carries behind its number that is computed at a mark.
+        """Return the data that a deal computed at a mark carries after its number.
 
-        `predecessors` are the data of what is taken to be there already, behind the mark.
+        `predecessors` are the data of in-flight rows after the mark that it depends on.
         """
         after: dict[tuple[int, int], int] = {}
         for data in predecessors:
@@ -123,9 +124,9 @@ class Ledger:
         return _BODY.pack(deal.kind, deal.first, deal.second, *values)
 
     def take(self, transaction_id: int, data: bytes) -> None:
-        """Replay the next transaction of the log; raises Violation when it has read something else.
+        """Replay the next transaction of the log; raises Violation when it read other values.
 
-        Rows that are no deals are passed over.
+        Rows that are no deals are skipped.
         """
         if len(data) != NUMBER_BYTES + _BODY.size:
             return
@@ -137,15 +138,15 @@ class Ledger:
         if read != now:
             raise Violation(
                 "Serializable",
-                f"{RowKind(kind).name} {first}, {second} at {transaction_id} had read {read}, "
-                f"it is {now}",
+                f"{RowKind(kind).name} {first}, {second} at {transaction_id} read {read}, "
+                f"expected {now}",
             )
         self.deal_count += 1
         for thing, value in _written_by(data):
             self._thing(*thing).put(transaction_id, value)
 
     def audit(self) -> None:
-        """Hold the state against what no serial order can lead to; raises Violation."""
+        """Check that a serial order can lead to the state; raises Violation."""
         last = {key: versions.values[-1] for key, versions in self._things.items()}
         accounts = [value for (kind, _), value in last.items() if kind == RowKind.TRANSFER]
         if sum(accounts) != BALANCE * len(accounts):

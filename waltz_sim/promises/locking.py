@@ -1,12 +1,13 @@
-"""Lock tables, held against who has really written what.
+"""Checks of lock tables against the transactions that really wrote each lock.
 
-Whether the log is serializable is looked at elsewhere, without any table. This says why it would
-not be: a table that forgot a writer, or one that remembers what never was.
+`ledger.py` checks serializability without lock tables. This module finds the cause of a failure: a
+table that misses a writer, or has an entry for a transaction that never existed.
 
 Rules:
-    1. A table errs upwards only, and never above what its server has given out.
-    2. A server knows the log up to the mark that its session has committed; what others have
-       written since is no fault of its table.
+    1. A table's entries may be too high, never too low, and never above the last id that its server
+       has assigned.
+    2. A server knows the log up to the mark that its session has committed; its table need not have
+       later writes of other servers.
 """
 
 from bisect import bisect_right
@@ -20,34 +21,34 @@ if TYPE_CHECKING:
     from waltz_sim.promises.history import Operation
     from waltz_sim.promises.witness import Witness
 
-# Every so many steps of servers one lock of one table is looked at, and the whole table at last.
+# One lock of one table is checked every N steps of servers, and the whole table at the end.
 LOCK_EVERY: Final = 4
 TABLE_EVERY: Final = 64
 
 
 class Locking:
-    """All lock tables."""
+    """Checks all lock tables."""
 
     def __init__(self, witness: "Witness") -> None:
         self._witness = witness
         self._writers: dict[int, list[int]] = {}  # lock -> the transactions that wrote it
-        self._mark: dict[str, int] = {}  # of each server: committed in its session
-        self._given: dict[str, int] = {}  # and handed to the store
+        self._mark: dict[str, int] = {}  # by server: committed in its session
+        self._given: dict[str, int] = {}  # by server: submitted to the store
         self._step_count = 0
 
     def written(self, operation: "Operation", transaction_id: int) -> None:
-        """A row is in the log."""
+        """Record the locks of a row in the log."""
         for lock in (*operation.write, *operation.append):
             self._writers.setdefault(lock, []).append(transaction_id)
 
     def last_writer(self, lock: int, mark: int) -> int:
-        """Return who wrote a lock last, up to a mark."""
+        """Return the last transaction up to a mark that wrote a lock."""
         writers = self._writers.get(lock, ())
         at = bisect_right(writers, mark)
         return writers[at - 1] if at else BEFORE_FIRST
 
     def store_said(self, server: str, effect: session_events.Effect) -> None:
-        """Marks move."""
+        """Follow the marks of servers."""
         match effect:
             case session_events.SessionOpened():
                 self._mark[server] = self._given[server] = effect.high_water_mark
@@ -57,11 +58,11 @@ class Locking:
                 pass
 
     def submitted(self, server: str, batch: session_events.Batch) -> None:
-        """Ids are given out."""
+        """Record the ids that a server assigns."""
         self._given[server] = batch.last
 
     def stepped(self, server: "SimServer") -> None:
-        """Look at a lock now and then, and at all of them more seldom."""
+        """Check one lock periodically, and all of them less often."""
         self._step_count += 1
         count = self._step_count
         if count % LOCK_EVERY:
@@ -76,7 +77,7 @@ class Locking:
             self.check_table(server)
 
     def check_lock(self, server: "SimServer", lock: int) -> None:
-        """18. LockBound and 19. ReserveHeld, of one lock."""
+        """18. LockBound and 19. ReserveHeld, for one lock."""
         assert server.partition is not None
         table, name = server.partition.pipeline.locks, server.name
         assert table is not None
@@ -90,18 +91,18 @@ class Locking:
         if estimate > given:
             self._witness.fail(
                 "ReserveHeld",
-                f"{name} has lock {lock} at {estimate}; given out was {given}, "
+                f"{name} has lock {lock} at {estimate}; the last assigned id is {given}, "
                 f"the log ends at {mark}",
             )
 
     def _given_out(self, server: "SimServer") -> TransactionId:
-        """Return the last id that was given out: some are not handed to the store yet."""
+        """Return the last assigned id; some ids are not yet submitted to the store."""
         assert server.partition is not None
         gathered = server.partition.pipeline.gathered_count
         return TransactionId(self._given[server.name] + gathered)
 
     def check_table(self, server: "SimServer") -> None:
-        """The same of a whole table: nothing is reserved for what is not in flight."""
+        """Check a whole table: it reserves nothing beyond the rows in flight."""
         assert server.partition is not None
         table, name = server.partition.pipeline.locks, server.name
         assert table is not None

@@ -1,12 +1,13 @@
-"""What applications are told, held against the log: outcomes, feeds, marks.
+"""Checks of outcomes, feeds and marks that applications receive, against the log.
 
-This is the whole of what a user sees. It needs no replica, no session and no server to be judged:
-only the log and the people.
+These are all results visible to a user. The checks need no replica, session or server, only the
+log and the applications' view.
 
 Rules:
-    1. The log is the books' one; it grows here, and each new row is looked at once, as it comes in.
-    2. An application's mark is what it has really seen, whatever its client claims.
-    3. Nobody is told that he is ahead of a log that had reached his mark before he asked.
+    1. The log is that of the reference history; it grows here, and each new row is checked once,
+       when it is added.
+    2. An application's mark is the last id that it has really seen, whatever its client claims.
+    3. No application receives AHEAD if the log had reached its mark before its request.
 """
 
 import struct
@@ -32,25 +33,25 @@ _HEAD: Final = struct.Struct(">5i")  # client id, generation, partition, sequenc
 
 
 class Outcomes:
-    """All applications."""
+    """Checks the results that all applications receive."""
 
     def __init__(self, witness: "Witness", answers: "AnswerPromises", locking: "Locking") -> None:
         self._witness = witness
         self._answers = answers
         self._locking = locking
         self._marks: dict[str, int] = {}
-        self._since_us: dict[int, int] = {}  # when each id was first known to be in the log
-        self.followers: dict[str, SimClient] = {}  # who has asked for the feed
+        self._since_us: dict[int, int] = {}  # when each id was first exposed as committed
+        self.followers: dict[str, SimClient] = {}  # clients that have requested the feed
 
     # ---- the log (rule 1)
 
     def exposed(self, last: TransactionId, chain: Chain) -> None:
-        """1. AckUnique: somebody says that the log reaches an id, with this chain there."""
+        """1. AckUnique: a component exposes that the log reaches an id with this chain."""
         for transaction_id in self._witness.history.exposed(last, chain):
             self._in_the_log(transaction_id)
 
     def submitted(self, chain: Chain) -> None:
-        """16. NotAhead: nobody has computed from what is not in the log."""
+        """16. NotAhead: no row was computed from rows that are not in the log."""
         history = self._witness.history
         for place, row in enumerate(history.nodes[chain].rows, history.nodes[chain].first):
             operation = history.operations.get(row.number)
@@ -60,29 +61,29 @@ class Outcomes:
                 self._check_followed(operation, chain, place)
             elif operation.mark > history.last:
                 self._witness.fail(
-                    "NotAhead", f"{operation} is taken, the log ends at {history.last}"
+                    "NotAhead", f"{operation} is accepted, the log ends at {history.last}"
                 )
 
     def _check_followed(self, operation: Operation, chain: Chain, place: int) -> None:
-        """Followed: what its author took to be in flight is what stands there, in one session."""
+        """Followed: a dependent append's predecessors have the expected ids, in one session."""
         witness, history = self._witness, self._witness.history
         session_id = history.nodes[chain].session_id
         if operation.session_id != session_id:
-            witness.fail("Followed", f"{operation} is taken in session {session_id}")
+            witness.fail("Followed", f"{operation} is accepted in session {session_id}")
         if operation.mark >= place:
-            witness.fail("Followed", f"{operation} is taken as {place}")
+            witness.fail("Followed", f"{operation} is accepted as {place}")
         for transaction_id, key in operation.followed:
             row = history.row_before(chain, transaction_id)
             if row is None or row.key != key:
                 witness.fail(
-                    "Followed", f"{operation} follows {key} at {transaction_id}, there is {row}"
+                    "Followed", f"{operation} depends on {key} at {transaction_id}, found {row}"
                 )
         self._check_all_told(operation, chain)
         if operation.mark > history.last:
             witness.count("followed in flight")
 
     def _check_all_told(self, operation: Operation, chain: Chain) -> None:
-        """Followed: its author was told of all that has entered one of his locks since then."""
+        """Followed: its author was notified of every later row that wrote one of its locks."""
         history = self._witness.history
         told = {transaction_id for transaction_id, _ in operation.followed}
         locks = {*operation.write, *operation.read}
@@ -93,7 +94,7 @@ class Outcomes:
                 continue
             if not locks.isdisjoint((*writer.write, *writer.append)):
                 self._witness.fail(
-                    "Followed", f"{operation} was not told of {writer} at {transaction_id}"
+                    "Followed", f"{operation} was not notified of {writer} at {transaction_id}"
                 )
 
     def _in_the_log(self, transaction_id: int) -> None:
@@ -102,19 +103,19 @@ class Outcomes:
         self._since_us[transaction_id] = witness.world.now_us
         operation = history.operations.get(history.log[transaction_id].number)
         if operation is None:
-            witness.fail("LogMatching", f"nobody asked for what is at {transaction_id}")
+            witness.fail("LogMatching", f"no application appended the row at {transaction_id}")
         if data_in(history.records[transaction_id]) != operation.data:
-            witness.fail("LogMatching", f"{operation} is not what lies at {transaction_id}")
+            witness.fail("LogMatching", f"{operation} differs from the row at {transaction_id}")
         if operation.told == "no":
-            witness.fail("OutcomeTruth", f"{operation} was told no, and is at {transaction_id}")
+            witness.fail("OutcomeTruth", f"{operation} is at {transaction_id}, reported as failed")
         if operation.transaction_id not in {-1, transaction_id}:
-            witness.fail("AtMostOnce", f"{operation} is at {transaction_id}, too")
+            witness.fail("AtMostOnce", f"{operation} is also at {transaction_id}")
         operation.transaction_id = transaction_id
         self._check_serial(operation, transaction_id)
         self._witness.ledger.take(transaction_id, operation.data)
 
     def _check_serial(self, operation: Operation, transaction_id: int) -> None:
-        """17. LockSerial and 16. NotAhead, by the author's true mark (rule 2)."""
+        """17. LockSerial and 16. NotAhead, by the author's real mark (rule 2)."""
         last_writer = self._locking.last_writer
         for lock in (*operation.write, *operation.read):
             writer = last_writer(lock, transaction_id)
@@ -131,19 +132,19 @@ class Outcomes:
     # ---- clients
 
     def started(self, client: "SimClient") -> None:
-        """A client begins a life."""
+        """Register a client that starts."""
         self._marks[client.name] = BEFORE_FIRST
         self.followers.pop(client.name, None)
 
     def died(self, client: "Process") -> None:
-        """What it waited for is nobody's any more."""
+        """Mark the pending operations of a client that died."""
         self.followers.pop(client.name, None)
         for operation in self._witness.history.operations.values():
             if operation.client == client.name and not operation.told:
                 operation.told = "gone"
 
     def mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
-        """15. HwmMono: a mark that a client is shown never goes back, nor beyond the log."""
+        """15. HwmMono: a client's mark never goes back, nor beyond the log."""
         if mark < self._marks[client.name]:
             self._witness.fail("HwmMono", f"{client.name}: {mark} after {self._marks[client.name]}")
         self._not_beyond(client, mark)
@@ -152,10 +153,10 @@ class Outcomes:
     def _not_beyond(self, client: "SimClient", mark: int) -> None:
         last = self._witness.history.last
         if mark > last:
-            self._witness.fail("HwmMono", f"{client.name} was shown {mark}, the log ends at {last}")
+            self._witness.fail("HwmMono", f"{client.name} received {mark}, the log ends at {last}")
 
     def settled(self, client: "SimClient", effect: stream_events.ParcelSettled) -> None:
-        """11. OutcomeTruth: what an application is told is so."""
+        """11. OutcomeTruth: each outcome that an application receives is true."""
         witness, outcome = self._witness, effect.outcome
         assert isinstance(outcome.reasons, np.ndarray)
         for operation, transaction_id, reason, conflict in zip(
@@ -177,35 +178,35 @@ class Outcomes:
         if transaction_id > history.last or (
             history.log[transaction_id].number != operation.number
         ):
-            self._witness.fail("OutcomeTruth", f"{operation} was told {transaction_id}")
+            self._witness.fail("OutcomeTruth", f"{operation} was reported as {transaction_id}")
         operation.told = "ok"
         self._answers.acknowledged(transaction_id)
 
     def _told_no(self, operation: Operation, reason: Reason, conflict: int) -> None:
         if operation.transaction_id >= 0:
-            self._witness.fail("OutcomeTruth", f"{operation} is in the log, told {reason!r}")
+            self._witness.fail("OutcomeTruth", f"{operation} is in the log, got {reason!r}")
         if reason == Reason.LOCK and conflict > self._witness.history.last:
-            self._witness.fail("OutcomeTruth", f"refused for {conflict}, which is not final")
+            self._witness.fail("OutcomeTruth", f"rejected for {conflict}, which is not final")
         if reason == Reason.AHEAD and self._is_reached(operation):
-            self._witness.fail("OutcomeTruth", f"{operation} was told AHEAD, and was not (rule 3)")
+            self._witness.fail("OutcomeTruth", f"{operation} was not AHEAD, but rejected (rule 3)")
         operation.told = "no"
 
     def _is_reached(self, operation: Operation) -> bool:
-        """Whether the log had the mark of an operation when that was asked for."""
+        """Whether the log had reached an operation's mark when the application requested it."""
         since_us = self._since_us.get(operation.mark, operation.asked_us + 1)
         return operation.mark == BEFORE_FIRST or since_us <= operation.asked_us
 
     def refused(self, client: "SimClient", token: int, error: WaltzError) -> None:
-        """11. OutcomeTruth, of a parcel without an outcome: nobody knows, or surely not."""
+        """11. OutcomeTruth, for a parcel without an outcome: unknown, or certainly not sent."""
         is_unknown = isinstance(error, OutcomeUnknown)
         self._witness.count("told unknown" if is_unknown else "told not sent")
         for operation in self._witness.cluster.workload.operations_of(token):
             operation.told = "unknown" if is_unknown else "no"
             if not is_unknown and operation.transaction_id >= 0:
-                self._witness.fail("OutcomeTruth", f"{operation} is in the log, told {error}")
+                self._witness.fail("OutcomeTruth", f"{operation} is in the log, got {error}")
 
     def context_ended(self, operation: Operation, result: TransactionId | Exception | None) -> None:
-        """11. OutcomeTruth, of an attempt of a context: its id, or why there is none."""
+        """11. OutcomeTruth, for an attempt of a context: its id, or the reason for its failure."""
         if isinstance(result, OutcomeUnknown):
             operation.told = "unknown"
         elif isinstance(result, int):
@@ -219,16 +220,16 @@ class Outcomes:
         """13. Dense and 14. ClientPrefix."""
         witness, log = self._witness, self._witness.history.log
         if effect.first != client.fed + 1:
-            witness.fail("Dense", f"{client.name} was fed {effect.first} after {client.fed}")
+            witness.fail("Dense", f"{client.name} received {effect.first} after {client.fed}")
         heads = list(_HEAD.iter_unpack(effect.headers))
         if len(heads) != effect.count:
-            witness.fail("Dense", f"{client.name} was fed {len(heads)} headers as {effect.count}")
+            witness.fail("Dense", f"{client.name}: {len(heads)} headers, expected {effect.count}")
         for place, (client_id, _, _, sequence, _) in enumerate(heads, effect.first):
             if place >= len(log) or log[place].key != (client_id, sequence):
-                witness.fail("ClientPrefix", f"{client.name} was fed another one at {place}")
+                witness.fail("ClientPrefix", f"{client.name} received a wrong row at {place}")
         witness.counts["fed"] += effect.count
 
     def are_all_fed(self) -> bool:
-        """25. Converged: whoever follows the feed has come to its end."""
+        """25. Converged: every client that follows the feed has reached its end."""
         last = self._witness.history.last
         return all(each.fed == last for each in self.followers.values())

@@ -1,13 +1,15 @@
-"""What replicas keep: their promises, their marks, their records.
+"""Checks of replicas: their promises, marks and records.
 
-All of it is read off the disks and off what storages answer. Nothing here knows what a server made
-of that.
+The checks read disks and the answers of storages. They do not depend on how a server interprets
+these answers.
 
 Rules:
-    1. What a storage has answered as synced is on its disk until a later session cuts it, or a
-       fault that takes disks back (`rolled_back`) has struck.
-    2. Records are compared with the books as bytes: no checksum and no chain is believed.
-    3. Nothing is read through a log: that could fail, or mend something, and would be seen.
+    1. Rows that a storage has answered as synced are on its disk until a later session truncates
+       them, or a fault restores an older disk (`rolled_back`).
+    2. Records are compared byte by byte with the reference history; no checksum and no chain is
+       trusted.
+    3. The checks never read through a log object: that could fail or repair something, and would
+       change the run.
 """
 
 from collections.abc import Iterator
@@ -47,12 +49,12 @@ if TYPE_CHECKING:
     from waltz_sim.promises.witness import Witness
 
 HOME: Final = Path("/waltz/0")
-# Every so many pieces of work a replica's records are compared with the books.
+# A replica's records are compared with the history every N pieces of work.
 LOOK_EVERY: Final = 200
 
 
 class Durable(NamedTuple):
-    """What of a replica may never go back."""
+    """The values of a replica that may never decrease."""
 
     promised: SessionId
     last_session: SessionId
@@ -60,14 +62,14 @@ class Durable(NamedTuple):
 
 
 class Before(NamedTuple):
-    """What was to be seen of a log before a piece of work, where that is needed."""
+    """The state of a log before a piece of work, as far as the checks need it."""
 
     synced_max: TransactionId = BEFORE_FIRST
     segment_count: int = 0
 
 
 class _Cut(NamedTuple):
-    """A truncation that was asked for: what it keeps, and what was acknowledged at that time."""
+    """A requested truncation: the last id kept, and the last id acknowledged at that time."""
 
     keep: int
     acked: int
@@ -77,44 +79,44 @@ _NOTHING: Final = Before()
 
 
 class ReplicaPromises:
-    """All replicas that ever held the partition."""
+    """Checks all replicas that ever held the partition."""
 
     def __init__(self, witness: "Witness", sessions: "Sessions") -> None:
         self._witness = witness
         self._sessions = sessions
         self.durable: dict[str, Durable] = {}
-        # The highest id that was answered as synced and not cut since.
+        # The highest id that was answered as synced and not truncated since.
         self.kept: dict[str, int] = {}
-        # The batches that lie on its disk, and where each ends.
+        # The batches on its disk, and the last id of each.
         self._holds: dict[str, dict[Chain, int]] = {}
-        self.rotten: dict[str, None] = {}  # a fault has changed bytes on their platters
+        self.rotten: dict[str, None] = {}  # replicas whose platter bytes a fault has changed
         self._chain_of: dict[tuple[int, SessionId], Chain] = {}
-        self._cutting: dict[str, _Cut] = {}  # truncations under way
+        self._cutting: dict[str, _Cut] = {}  # truncations in progress
         self._work_count = 0
 
     # ---- starting
 
     def opened(self, storage: "SimStorage", log: "PartitionLog") -> None:
-        """3. PromiseMono, over restarts; rule 1."""
+        """3. PromiseMono across restarts; rule 1."""
         if storage.name in self.rotten and log.suspect:
-            self.durable.pop(storage.name, None)  # It has fallen back to its older slot.
+            self.durable.pop(storage.name, None)  # It fell back to its older slot.
         self._check_durable(storage.name, log)
         cutting = self._cutting.get(storage.name)
         if cutting is not None and log.max_id <= cutting.keep and not log.is_broken:
-            # It failed in the middle of a truncation, which opening has carried to its end. What
-            # others have acknowledged since, in a later session, it does not count for.
+            # It failed during a truncation, and opening the log has completed it. It does not
+            # count for rows that others have acknowledged since, in a later session.
             self._cut(storage, log, cutting)
         kept = self.kept.get(storage.name, BEFORE_FIRST)
         if log.synced_max < kept and not log.suspect:
             self._witness.fail(
                 "PromiseMono",
-                f"{storage.name} had synced {kept}, comes back with {log.synced_max} and is "
+                f"{storage.name} had synced {kept}, restarts with {log.synced_max} and is "
                 "not suspect",
             )
         self._check_torn(storage, log)
 
     def _check_torn(self, storage: "SimStorage", log: "PartitionLog") -> None:
-        """21. NoRotServed: what counts after a crash is whole, before anybody has read it."""
+        """21. NoRotServed: records that count after a crash are complete, before any read."""
         if storage.name in self.rotten or log.suspect or log.damaged:
             return
         operations = self._witness.history.operations
@@ -124,21 +126,21 @@ class ReplicaPromises:
                 self._witness.fail("NoRotServed", f"{storage.name} counts a torn record at {place}")
 
     def rolled_back(self, storage: "SimStorage") -> None:
-        """A fault has taken this replica's disk back: what it promised is gone."""
+        """Note that a fault has restored an older disk of a replica: its promises are lost."""
         self.durable.pop(storage.name, None)
         self.kept.pop(storage.name, None)
         self._holds.pop(storage.name, None)
         self._cutting.pop(storage.name, None)
-        # What it had answered before counts: that may still be on its way.
+        # Its earlier answers still count: they may be in flight.
 
     def rotted(self, storage: "SimStorage") -> None:
-        """A fault has changed bytes on this replica's platter."""
+        """Note that a fault has changed bytes on this replica's platter."""
         self.rotten[storage.name] = None
 
     # ---- working
 
     def before_work(self, storage: "SimStorage", work: "Work") -> Before:
-        """Look at a log before something is done to it; `worked` gets what is returned."""
+        """Return the state of a log before a piece of work, for `worked`."""
         if not work.requests:
             return _NOTHING
         message, log = work.requests[0].message, work.log
@@ -153,7 +155,7 @@ class ReplicaPromises:
     def worked(
         self, storage: "SimStorage", work: "Work", result: "WorkResult", before: Before
     ) -> None:
-        """A piece of work is done, and is answered in a moment."""
+        """Check a finished piece of work, before the storage answers it."""
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             message = request.message
             if isinstance(outcome, WaltzError):
@@ -184,16 +186,16 @@ class ReplicaPromises:
         if isinstance(error, NoSpace):
             self._witness.count("NO_SPACE")
         if isinstance(message, Truncate) and isinstance(error, DataLoss):
-            # Its own guard has held; no server may ever rely on that.
+            # The storage's own check rejected it; no server may rely on that.
             if storage.name in self.rotten:
                 self._witness.count("a rotten log was not cut")
                 return
-            self._witness.fail("NoCutCommitted", f"{storage.name} was asked to: {error}")
+            self._witness.fail("NoCutCommitted", f"{storage.name} rejected a truncation: {error}")
 
     def _appended(
         self, storage: "SimStorage", log: "PartitionLog", message: AppendRaw, before: Before
     ) -> None:
-        """4. SingleWriter, 7. GateCAS2, 22. Identity, 23. LogMatching: what is on a disk now."""
+        """4. SingleWriter, 7. GateCAS2, 22. Identity, 23. LogMatching: the batches on a disk."""
         name, session = storage.name, SessionId(message.session_id)
         self._check_identity(storage, "an append")
         self._sessions.written(name, session, log.slot.nonce, message.lineage)
@@ -218,7 +220,7 @@ class ReplicaPromises:
             )
 
     def _cut(self, storage: "SimStorage", log: "PartitionLog", cut: "_Cut") -> None:
-        """9. NoCutCommitted: what was cut was not, with the same chain, in the log."""
+        """9. NoCutCommitted: no truncated row was, with the same chain, in the log."""
         keep = cut.keep
         self._cutting.pop(storage.name, None)
         chains = self._witness.history.chains
@@ -237,7 +239,7 @@ class ReplicaPromises:
         self._sessions.not_synced(storage.name, log.synced_max)
 
     def _answered(self, storage: "SimStorage", outcome: "WorkOutcome") -> None:
-        """21. NoRotServed and 22. Identity, of what a storage tells."""
+        """21. NoRotServed and 22. Identity, for the answers of a storage."""
         if isinstance(outcome, RangeBytes):
             self.check_range(storage.name, outcome)
         elif isinstance(outcome, LineageResponse):
@@ -245,22 +247,22 @@ class ReplicaPromises:
                 if self._is_made_up(storage.name, entry):
                     continue
                 if self._witness.history.node_at(entry.chain, entry.last) is None:
-                    self._witness.fail("NoRotServed", f"{storage.name} tells of {entry}")
+                    self._witness.fail("NoRotServed", f"{storage.name} sends an unknown {entry}")
         elif isinstance(outcome, Prepared):
             assert storage.engine is not None
             if outcome.storage_id != storage.engine.storage_id:
-                self._witness.fail("Identity", f"{storage.name} tells the id of another one")
+                self._witness.fail("Identity", f"{storage.name} answers with another storage's id")
 
     def _is_made_up(self, name: str, entry: LineageEntry) -> bool:
-        """Whether a batch may be one that stands for others whose entries could not be read."""
+        """Whether a batch may be a substitute for others whose entries were unreadable."""
         return name in self.rotten and entry.session_id == MADE_UP
 
     def _check_identity(self, storage: "SimStorage", what: str) -> None:
-        """22. Identity: nothing is changed on a disk that is not the registered one."""
+        """22. Identity: only the registered disk is changed."""
         assert storage.engine is not None
         registered = self._witness.cluster.coordinator.storage_ids.get(storage.replica)
         if registered not in (None, storage.engine.storage_id):
-            self._witness.fail("Identity", f"{storage.name} has taken {what}, with another id")
+            self._witness.fail("Identity", f"{storage.name} has accepted {what}, with another id")
 
     def _check_durable(self, name: str, log: "PartitionLog") -> None:
         """3. PromiseMono."""
@@ -283,19 +285,19 @@ class ReplicaPromises:
     # ---- records
 
     def check_range(self, name: str, answer: RangeBytes) -> None:
-        """21. NoRotServed: what is read off a replica is what was handed to replicas."""
+        """21. NoRotServed: records read from a replica are those that were sent to replicas."""
         nodes = self._witness.history
         records = bytes(answer.records)
         end = 0
         is_whole = answer.form == RangeForm.WHOLE
         if name in self.rotten and not _covers(answer):
-            return  # Some entries are lost; whoever asked sees that.
+            return  # Some entries are lost; the requester detects that.
         for entry in answer.lineage:
             if self._is_made_up(name, entry):
                 return
             node = nodes.node_at(entry.chain, entry.last)
             if node is None:
-                self._witness.fail("NoRotServed", f"{name} has a batch that nobody wrote: {entry}")
+                self._witness.fail("NoRotServed", f"{name} has an unknown batch: {entry}")
             starts = (0, *node.ends)
             first = max(answer.first, entry.first) - entry.first
             stop = min(answer.first + answer.count - 1, entry.last) - entry.first + 1
@@ -306,14 +308,14 @@ class ReplicaPromises:
                 wanted = b"".join(node.records[at : at + size] for at in starts[first:stop])
             if records[end : end + len(wanted)] != wanted:
                 self._witness.fail(
-                    "NoRotServed", f"{name} tells other records in {entry.first}..{entry.last}"
+                    "NoRotServed", f"{name} sends wrong records in {entry.first}..{entry.last}"
                 )
             end += len(wanted)
         if end != len(records):
-            self._witness.fail("NoRotServed", f"{name} tells {len(records)} bytes, not {end}")
+            self._witness.fail("NoRotServed", f"{name} sends {len(records)} bytes, not {end}")
 
     def look_at(self, storage: "SimStorage", log: "PartitionLog") -> None:
-        """24. Fixed: up to its low-water mark a replica has what the books have."""
+        """24. Fixed: up to its low-water mark a replica has the rows of the history."""
         if storage.name in self.rotten or log.damaged:
             return
         if storage.name not in self._sessions.engaged_now:
@@ -322,11 +324,11 @@ class ReplicaPromises:
         self.check_records(storage, mark)
 
     def bytes_of(self, storage: "SimStorage") -> int:
-        """Return how long the segment files of a replica are together."""
+        """Return the total length of a replica's segment files."""
         return sum(len(storage.disk.content(path)) for path in segments_of(storage))
 
     def data_on(self, storage: "SimStorage") -> Iterator[bytes]:
-        """Yield the data of each record that lies on a replica's disk."""
+        """Yield the data of each record on a replica's disk."""
         for path in segments_of(storage):
             content = storage.disk.content(path)
             at = SEGMENT_HEADER_BYTES
@@ -337,7 +339,7 @@ class ReplicaPromises:
                 at = data_at + size + 4
 
     def check_records(self, storage: "SimStorage", last: int) -> None:
-        """24. Fixed: compare the bytes of all records up to an id with the books."""
+        """24. Fixed: compare the bytes of all records up to an id with the history."""
         wanted = b"".join(self._witness.history.records[: last + 1])
         found = b"".join(
             storage.disk.content(path)[SEGMENT_HEADER_BYTES:] for path in segments_of(storage)
@@ -347,12 +349,12 @@ class ReplicaPromises:
         at = 0
         for place, record in enumerate(self._witness.history.records[: last + 1]):
             if found[at : at + len(record)] != record:
-                self._witness.fail("Fixed", f"{storage.name} has another record at {place}")
+                self._witness.fail("Fixed", f"{storage.name} has a wrong record at {place}")
             at += len(record)
 
 
 def _covers(answer: RangeBytes) -> bool:
-    """Whether the batches of a range go on from one another, from its first id to its last."""
+    """Whether the batches of a range are contiguous from its first id to its last."""
     next_id = answer.first
     for entry in answer.lineage:
         if not entry.first <= next_id <= entry.last:
@@ -372,4 +374,4 @@ def segments_of(storage: "SimStorage") -> list[Path]:
 
 @lru_cache(maxsize=4_096)
 def _path_of(name: str) -> Path:
-    return HOME / name  # made anew each time, it would also be hashed anew
+    return HOME / name  # cached, so that each path is built and hashed only once

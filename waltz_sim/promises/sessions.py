@@ -1,14 +1,15 @@
-"""Store sessions: who claims them, what they decide, when they are open, what they commit.
+"""Checks of store sessions: claims, decisions, openings and commits.
 
-This is docs/design/correctness.md 2.1 as seen from ZooKeeper, from the promises on the disks, and
-from the answers that have reached the owner. What the owner makes of them is compared
-with what follows from them here, by a count of its own.
+The module follows docs/design/correctness.md 2.1 from ZooKeeper's data, the promises on disks, and
+the answers that the owner has received. It computes the expected decisions independently and
+compares the owner's decisions with them.
 
 Rules:
-    1. What ZooKeeper holds is known from the writes that it has applied (`wrote`).
-    2. A replica is fenced when its disk has promised the session, whoever was told of that.
-    3. A decision is looked at once, at the first sign of it: the report, or the first message that
-       changes a replica. Everything later has to agree with it.
+    1. ZooKeeper's content is known from the writes that it has applied (`wrote`).
+    2. A replica is fenced when its disk has promised the session, whether or not any server has
+       received the answer.
+    3. A decision is checked once, at its first sign: the report, or the first message that changes
+       a replica. Everything later must agree with it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +52,7 @@ _CHANGING = (AppendRaw, Engage, Repair, SetLowWaterMark, Truncate)
 
 
 class Claimed(NamedTuple):
-    """What the first compare-and-set of a session has found and written."""
+    """The metadata that the first compare-and-set of a session found and wrote."""
 
     server: str
     nonce: bytes
@@ -59,31 +60,31 @@ class Claimed(NamedTuple):
 
     @property
     def engaged(self) -> list[str]:
-        """Who was engaged in the session before."""
+        """The replicas that were engaged in the preceding session."""
         return [str(name) for name, state in self.states.items() if state[1] == UNRESOLVED]
 
     @property
     def quorum(self) -> int:
-        """How many are a quorum of the last assignment; 0 without a history."""
+        """The quorum size of the last assignment; 0 without a history."""
         return len(self.states) // 2 + 1 if self.states else 0
 
 
 class Decided(NamedTuple):
-    """The least mark that the answers allow, and how many engaged replicas were unknown."""
+    """The minimum mark that the answers allow, and the number of unknown engaged replicas."""
 
     least: int
     unknown_count: int
 
 
 class Sessions:
-    """All store sessions of the partition."""
+    """Checks all store sessions of the partition."""
 
     def __init__(self, witness: "Witness") -> None:
         self._witness = witness
-        self.is_rewritten = False  # somebody has changed ZooKeeper's data
+        self.is_rewritten = False  # a fault has changed ZooKeeper's data
         self.claims: dict[SessionId, Claimed] = {}
         self.opened: dict[SessionId, PartitionMetadata] = {}  # by the second compare-and-set
-        # Where the log was then: whoever hears of it late is fenced, and owes no more than that.
+        # The end of the log then: an owner that opens late is fenced and must cover only that.
         self._last_at_open: dict[SessionId, int] = {}
         self.ever_engaged: dict[SessionId, dict[str, None]] = {}
         self.engaged_now: dict[str, None] = {}
@@ -91,13 +92,13 @@ class Sessions:
         self._tried: dict[SessionId, dict[bytes, None]] = {}
         self._version = 0
         self._last_claimants: list[str] = []
-        # Off the disks: the highest promise and mark-setting session ever, who synced which chain.
+        # From the disks: the highest promise and mark session ever, and who synced which chain.
         self._promised: dict[str, SessionId] = {}
         self._last_session: dict[str, SessionId] = {}
         self._synced: dict[Chain, dict[str, None]] = {}
-        self._lasts: dict[Chain, int] = {}  # where the batches with these chains end
-        # What has reached the owner.
-        # Each answer, and whether it came from the storage that was registered at that time.
+        self._lasts: dict[Chain, int] = {}  # last id of the batch with this chain
+        # Answers that the owner has received, and whether each came from the storage that was
+        # registered at that time.
         self._prepared: dict[tuple[SessionId, str], list[tuple[Prepared, bool]]] = {}
         self._reached: dict[tuple[SessionId, str], int] = {}
         self.decided: dict[SessionId, Decided] = {}
@@ -113,7 +114,7 @@ class Sessions:
         after: PartitionMetadata,
         marker: PartitionMarker,
     ) -> None:
-        """20. MetaShape; remembers claims, which sessions are open, and who is engaged in them."""
+        """20. MetaShape; records claims, open sessions and their engaged replicas."""
         self.engaged_now = dict.fromkeys(_engaged(after))
         if self.is_rewritten:
             if after.states:
@@ -139,7 +140,7 @@ class Sessions:
         after: PartitionMetadata,
         marker: PartitionMarker,
     ) -> None:
-        """The first compare-and-set: the next session, a new nonce, and nothing else."""
+        """Check a first compare-and-set: it changes the session and the nonce, nothing else."""
         session = after.session_id
         if session != before.session_id + 1 or after.generation < before.generation:
             self._bad(f"a claim from {before} to {after}")
@@ -166,7 +167,7 @@ class Sessions:
         after: PartitionMetadata,
         marker: PartitionMarker,
     ) -> None:
-        """The second and any later one: who is engaged now, and where the others were closed."""
+        """Check a later compare-and-set: the engaged replicas, and the marks of closed ones."""
         session = after.session_id
         claim = self.claims.get(session)
         if claim is None or (claim.server, claim.nonce) != (server, marker.nonce):
@@ -179,7 +180,7 @@ class Sessions:
             self._bad(f"engaged in more than session {session}: {after}")
         ever = self.ever_engaged.setdefault(session, {})
         if not set(ever) <= set(engaged):
-            self._bad(f"{session} goes on without one of {list(ever)}: {after}")
+            self._bad(f"{session} continues without one of {list(ever)}: {after}")
         self._check_closed(claim, after)
         for name in engaged:
             if self._last_session.get(name, NO_SESSION) < session:
@@ -195,17 +196,17 @@ class Sessions:
         self._last_at_open.setdefault(session, self._witness.history.last)
 
     def _check_former(self, claim: Claimed, session: SessionId) -> None:
-        """A session opens when a quorum of the assignment before has its mark, too (2.1 G)."""
+        """A session opens only when a quorum of the former assignment has its mark (2.1 G)."""
         marked = [
             str(name)
             for name in claim.states
             if self._last_session.get(name, NO_SESSION) >= session
         ]
         if len(marked) < claim.quorum:
-            self._bad(f"{session} opens, of {list(claim.states)} only {marked} have its mark")
+            self._bad(f"{session} opens, but of {list(claim.states)} only {marked} have its mark")
 
     def _check_closed(self, claim: Claimed, after: PartitionMetadata) -> None:
-        """Who is not ready is closed at the mark, or was closed before and stays so."""
+        """Replicas that are not ready are closed at the mark, or keep their closed state."""
         mark = self._marks.get(after.session_id, BEFORE_FIRST)
         for name, state in after.states.items():
             if state[1] == UNRESOLVED:
@@ -218,28 +219,28 @@ class Sessions:
                 self._bad(f"{name} is written as {state}, not {wanted}")
 
     def zookeeper_changed(self) -> None:
-        """Other data lies in ZooKeeper: ids of sessions come again.
+        """Note that a fault has replaced ZooKeeper's data, so that session ids may repeat.
 
-        From now on nothing is promised of sessions, but that no mark goes below the log; what is
-        told to applications is looked at elsewhere.
+        From now on the only guarantee for sessions is that no mark goes below the log. Other
+        modules check the results that applications receive.
         """
         self.is_rewritten = True
 
     # ---- disks (rule 2)
 
     def bound(self, name: str, promised: SessionId, last_session: SessionId) -> None:
-        """A replica's slot says this now."""
+        """Record the values in a replica's slot."""
         self._promised[name] = max(promised, self._promised.get(name, NO_SESSION))
         self._last_session[name] = max(last_session, self._last_session.get(name, NO_SESSION))
 
     def written(
         self, name: str, session: SessionId, nonce: bytes, lineage: Sequence[LineageEntry]
     ) -> None:
-        """4. SingleWriter, 7. GateCAS2: batches lie synced on a replica, written in a session."""
+        """4. SingleWriter, 7. GateCAS2: a replica has synced batches written in a session."""
         claim = self.claims.get(session)
         if (claim is None or claim.nonce != nonce) and not self.is_rewritten:
             self._witness.fail(
-                "SingleWriter", f"{name} takes appends of {session} from somebody else"
+                "SingleWriter", f"{name} accepts appends of {session} from another server"
             )
         for entry in lineage:
             is_open = session in self.opened or self.is_rewritten
@@ -251,19 +252,19 @@ class Sessions:
             self._lasts[entry.chain] = entry.last
 
     def not_synced(self, name: str, above: int) -> None:
-        """A replica no longer has what it had above an id."""
+        """Forget the batches that a replica had above an id."""
         for chain, names in self._synced.items():
             if name in names and self._lasts[chain] > above:
                 del names[name]
 
-    # ---- what reaches the owner, and what it sends
+    # ---- messages to and from the owner
 
     def heard(self, session: SessionId, replica: str, answer: StorageMessage) -> None:
-        """A storage's answer has come to the owner."""
+        """Record a storage's answer that the owner receives."""
         if isinstance(answer, Prepared):
             coordinator = self._witness.cluster.coordinator
             registered = coordinator.storage_ids.get(ReplicaId(replica))
-            # An answer may come from before the storage at this address was replaced.
+            # An answer may predate the replacement of the storage at this address.
             former = coordinator.former_ids.get(ReplicaId(replica), ())
             is_its = registered in (None, answer.storage_id) or answer.storage_id in former
             self._prepared.setdefault((session, replica), []).append((answer, is_its))
@@ -273,7 +274,7 @@ class Sessions:
             self._reached[key] = max(answer.synced_max, self._reached.get(key, BEFORE_FIRST))
 
     def _notice_wait(self, session: SessionId) -> None:
-        """Count a session that knows too little though a replica has answered that it knows not."""
+        """Count a session that cannot decide, although an untrusted replica has answered."""
         claim = self.claims.get(session)
         if claim is None or session in self.decided:
             return
@@ -283,7 +284,7 @@ class Sessions:
             self._witness.count("undecidable wait")
 
     def _known(self, session: SessionId, claim: Claimed) -> list[int]:
-        """Return where the engaged replicas end that can be believed."""
+        """Return the last ids of the trusted engaged replicas."""
         lasts = [
             self._known_max(session, name, claim.states[ReplicaId(name)]) for name in claim.engaged
         ]
@@ -299,13 +300,13 @@ class Sessions:
             self._check_mark(session, message.mark)
         if isinstance(message, Engage) and effect.replica not in self.ever_engaged.get(session, ()):
             self._witness.fail(
-                "EngagedOnly", f"{effect.replica} is told to be engaged in {session}"
+                "EngagedOnly", f"{effect.replica} is notified that it is engaged in {session}"
             )
         if isinstance(message, AppendRaw):
             self._check_own_append(server, effect.replica, message)
 
     def _check_own_append(self, server: "SimServer", replica: str, message: AppendRaw) -> None:
-        """7. GateCAS2, and 2.1 I: live appends go to those who are engaged."""
+        """7. GateCAS2, and 2.1 I: live appends go to engaged replicas only."""
         session = SessionId(message.session_id)
         lasts = [each.last for each in message.lineage if each.session_id == session]
         if not lasts:
@@ -317,13 +318,13 @@ class Sessions:
             self._witness.fail("EngagedOnly", f"{replica} is sent {lasts[-1]} in {session}")
 
     def _decide(self, session: SessionId) -> Decided:
-        """5. FenceFirst and the formula of 6. DecisionCovers, by a count of our own."""
+        """5. FenceFirst and the formula of 6. DecisionCovers, computed independently."""
         found = self.decided.get(session)
         if found is not None:
             return found
         claim = self.claims.get(session)
         if claim is None:
-            self._witness.fail("SingleWriter", f"session {session} acts, and nobody claimed it")
+            self._witness.fail("SingleWriter", f"session {session} acts without a claim")
         engaged, quorum = claim.engaged, claim.quorum
         unfenced = [name for name in engaged if self._promised.get(name, NO_SESSION) < session]
         if engaged and len(unfenced) >= quorum:
@@ -342,7 +343,7 @@ class Sessions:
         return decided
 
     def _known_max(self, session: SessionId, name: str, state: ReplicaState) -> int | None:
-        """Return where a replica ends that can be believed, None for all others."""
+        """Return the last id of a replica if it is trusted, else None."""
         last = -2
         for answer, is_its in self._prepared.get((session, name), ()):
             damage = memoryview(answer.damaged).cast("B")
@@ -359,25 +360,25 @@ class Sessions:
         return None if last == -2 else last
 
     def _check_mark(self, session: SessionId, mark: int) -> None:
-        """6. DecisionCovers, of a mark that a session goes by."""
+        """6. DecisionCovers, for a mark that a session uses."""
         known = self._marks.get(session)
         if known is not None and mark != known:
-            self._witness.fail("DecisionCovers", f"{session} goes by {known}, then by {mark}")
+            self._witness.fail("DecisionCovers", f"{session} uses mark {known}, then {mark}")
         if known is not None:
-            return  # The log may have grown since, in this very session.
+            return  # The log may have grown since, in this session.
         self._marks[session] = mark
         decided, last = self._decide(session), self._witness.history.last
         if mark < decided.least or mark < last:
             self._witness.fail(
                 "DecisionCovers",
-                f"{session} goes by {mark}; {decided.least} may be acknowledged, "
+                f"{session} uses mark {mark}; {decided.least} may be acknowledged, "
                 f"{last} is in the log",
             )
 
-    # ---- what the owner says
+    # ---- effects of the owner
 
     def submitted(self, server: "SimServer", session: SessionId) -> None:
-        """7. GateCAS2: a batch is handed to the store."""
+        """7. GateCAS2: a server submits a batch to the store."""
         if self.is_rewritten:
             return
         if session not in self.opened:
@@ -385,7 +386,7 @@ class Sessions:
         self._submitted[session] = None
 
     def stepped(self, server: "SimServer", effect: session_events.Effect) -> None:
-        """One thing that the store says."""
+        """Check one effect of the store."""
         match effect:
             case session_events.WriteMetadata(metadata=metadata, marker=marker):
                 tried = self._tried.setdefault(metadata.session_id, {})
@@ -427,7 +428,7 @@ class Sessions:
             self._witness.fail("SingleWriter", f"{writer} and {server.name} in {session}")
 
     def _check_covers(self, effect: session_events.SessionOpened) -> None:
-        """6. DecisionCovers, of what applications were told."""
+        """6. DecisionCovers, for the rows acknowledged to applications."""
         last = self._last_at_open.get(effect.session_id, self._witness.history.last)
         if effect.high_water_mark < last:
             self._witness.fail(
@@ -439,7 +440,7 @@ class Sessions:
             self._witness.count("doubt in the log")
 
     def _committed(self, effect: session_events.Committed) -> None:
-        """2. AckQuorum: on disks. 8. EngagedOnly: in what the owner may have counted."""
+        """2. AckQuorum: on disks. 8. EngagedOnly: in answers that the owner may have counted."""
         session, last = effect.session_id, effect.last
         self._check_open(session, "Committed")
         quorum = len(self.opened[session].states) // 2 + 1
@@ -452,7 +453,8 @@ class Sessions:
         ]
         if len(voters) < quorum:
             self._witness.fail(
-                "EngagedOnly", f"{last} of {session}: of {list(engaged)} only {voters} have said so"
+                "EngagedOnly",
+                f"{last} of {session}: of {list(engaged)} only {voters} have answered",
             )
 
 

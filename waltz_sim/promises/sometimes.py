@@ -1,13 +1,13 @@
-"""What has to come to pass somewhere in a batch of runs: a quiet simulator proves nothing.
+"""States that a batch of runs must reach at least once.
 
-A checker that never had anything to look at is green for ever. This is the list of states that are
-worth the trouble, each counted by the one who sees it.
+A checker without input always passes, so it proves nothing. This module lists the states that make
+a batch meaningful; the component that observes a state counts it.
 """
 
 from collections.abc import Mapping
 from typing import Final
 
-# As they are counted: by checkers, by the simulated ZooKeeper, or by a report of a machine.
+# Names of counters of checkers, of the simulated ZooKeeper, or of reports by machines.
 SOMETIMES: Final = (
     "undecidable wait",
     "U>0",
@@ -51,10 +51,10 @@ SOMETIMES: Final = (
     "feed laid down",
     "context client restarted",
 )
-# Reports of machines under the names above.
+# Reports of machines -> the names above.
 REPORTED: Final[Mapping[str, str]] = {"recovery.waiting": "undecidable wait"}
 
 
 def never(counts: Mapping[str, int]) -> list[str]:
-    """Return what never came to pass in runs with these counts, in the order of the list."""
+    """Return the states that runs with these counts never reached, in the list's order."""
     return [each for each in SOMETIMES if not counts.get(each)]

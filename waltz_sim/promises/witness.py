@@ -1,8 +1,4 @@
-"""What all checkers share: the books, the counts, and the way to say no.
-
-Every subject has a file of its own, and none of them needs another one to be told apart from it;
-this is all that they have in common.
-"""
+"""State that all checkers share: the reference history, the counters, and failure reports."""
 
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
@@ -15,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Witness:
-    """The books of one world."""
+    """The shared state of the checkers of one world."""
 
     def __init__(self, cluster: "SimCluster") -> None:
         self.cluster = cluster
@@ -25,9 +21,9 @@ class Witness:
         self.counts: Counter[str] = Counter()
 
     def count(self, what: str) -> None:
-        """Note that something worth knowing has come to pass (27, Sometimes)."""
+        """Count a state that runs should reach (27, Sometimes)."""
         self.counts[what] += 1
 
     def fail(self, rule: str, text: str) -> NoReturn:
-        """Raise what was found."""
+        """Raise a Violation of a rule."""
         raise Violation(rule, text)
