@@ -110,8 +110,8 @@ class Desk:
             say(f"{account:>12}  {money(cents):>20}{'' if is_active else '  deactivated'}")
         moving = self.bank.cents_under_way()
         if moving:
-            say(f"{'under way':>12}  {money(moving):>20}")
-        say(f"{'together':>12}  {money(moving + sum(cents for _, cents, _ in rows)):>20}")
+            say(f"{'in transit':>12}  {money(moving):>20}")
+        say(f"{'total':>12}  {money(moving + sum(cents for _, cents, _ in rows)):>20}")
 
     def history(self, words: list[str]) -> None:
         """Print the entries of an account, in the order of the log."""
@@ -124,7 +124,7 @@ class Desk:
     def settle(self, _: list[str]) -> None:
         """Complete transfers that a dead process has left in progress."""
         count = self.bank.settle_all()
-        say(f"{count} transfers were under way" if count else "nothing was under way")
+        say(f"{count} transfers were in transit" if count else "nothing was in transit")
 
     def help(self, _: list[str]) -> None:
         """List the commands."""
@@ -184,9 +184,11 @@ def sentence_of(error: Exception) -> str:
     if isinstance(error, Refused):
         return f"no: {error}"
     if isinstance(error, OutcomeUnknown):
-        return f"it may be done or not ({error}); `history` tells, and with --id it may be repeated"
+        return (
+            f"it may be done or not ({error}); `history` shows it, and with --id it may be repeated"
+        )
     if isinstance(error, DBAPIError):
-        return f"the database says: {' '.join(str(error.orig).split())}"
+        return f"database error: {' '.join(str(error.orig).split())}"
     return str(error).partition("\n")[0]
 
 
@@ -204,7 +206,7 @@ def prompt(desk: Desk) -> None:
     """Run commands until `quit`."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, PLC0415 - arrow keys at the prompt, if it exists
-    say("the bank is open; `help` tells what can be done here")
+    say("the bank is open; `help` lists the commands")
     while True:
         try:
             words = input("bank> " if sys.stdin.isatty() else "").split()

@@ -126,7 +126,7 @@ class Bank:
             if cents:
                 raise Refused(f"account {account} holds {money(cents)}; it must be empty")
             if any(row.source == account for row in connection.execute(under_way())):
-                raise Refused(f"a transfer from account {account} is under way; try again")
+                raise Refused(f"a transfer from account {account} is in transit; try again")
             return Entry("deactivate", key, account)
 
         self._write(account, key, decide)
@@ -222,7 +222,9 @@ class Bank:
         if is_rejected:
             back = Entry("return", f"{key}/back", sent.source, sent.cents, sent.target)
             self._write(sent.source, back.key, lambda _: back)
-            raise Refused(f"account {sent.target} does not take it any more; the money is back")
+            raise Refused(
+                f"account {sent.target} does not accept it any more; the money was returned"
+            )
 
 
 def active_cents(connection: sa.Connection, account: int) -> int:

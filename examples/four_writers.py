@@ -519,7 +519,7 @@ def play(cluster: LocalCluster, transactions: int, directory: Path) -> Verdict:
     def reached(share: float) -> None:
         while progress.value < share * transactions and any(w.is_alive() for w in writers):
             time.sleep(0.02)
-        say(f"   {progress.value:,} of {transactions:,} told")
+        say(f"   {progress.value:,} of {transactions:,} have an outcome")
 
     reached(KILLED_AT)
     cluster.kill(VICTIM)

@@ -1,4 +1,4 @@
-"""What `counter.py`, `constraint.py` and `payments.py` share: state from the log, a cluster."""
+"""State from the log, and a cluster, for `counter.py`, `constraint.py` and `payments.py`."""
 
 import argparse
 import contextlib

@@ -4,11 +4,11 @@ Spark sends an exception to the driver as text, with the worker's stack first. T
 the text in the worker, and recognizes the error in the driver.
 
 Rules:
-    1. A `WaltzError` needs no stack: its message comes first. Any other error, which may be a bug,
-       keeps its stack.
+    1. A `WaltzError` of the classes in `_SPOKEN` needs no stack: its message comes first. Any other
+       error, also a `ProtocolError`, may be a bug and keeps its stack.
     2. Only the last output of a worker is changed: Spark ends it after an exception.
     3. A `WaltzError` is recognized only at the positions where Spark or Python put an error, not in
-       a value, or in a message of the user.
+       a value, in a message of the user, or on another line of that message.
 """
 
 import functools

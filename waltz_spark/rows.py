@@ -190,8 +190,8 @@ def pack(columns: Sequence[pa.Array], names: Sequence[str], data_format: str) ->
             payloads = [to_json(dict(zip(names, row, strict=True))) for row in rows]
         except ValueError as error:
             raise BadRequest(
-                f"a row cannot be packed with option dataFormat=json: {error}. Hint: or use "
-                "dataFormat=msgpack."
+                f"a row cannot be packed with option dataFormat=json: {error}. Hint: "
+                "alternatively, use dataFormat=msgpack."
             ) from None
     return pa.array(payloads, pa.binary())
 

@@ -111,7 +111,7 @@ def test_the_next_one_ends_what_was_left_half_done(
     engine.dispose()
     assert (bank.balance(one), bank.balance(two), bank.cents_under_way()) == (300, 0, 200)
     bank.withdraw(one, 300)
-    with pytest.raises(bank_desk.Refused, match="is under way"):
+    with pytest.raises(bank_desk.Refused, match="is in transit"):
         bank.deactivate(one)
     if is_closed:
         bank.deactivate(two)

@@ -147,7 +147,7 @@ def _check_payload(types: Mapping[str, DataType], options: WriteOptions) -> None
     data = types.get("data")
     if data is None and options.data_format is None:
         raise BadRequest(
-            "there is no column 'data' (binary or string). Hint: or use option "
+            "there is no column 'data' (binary or string). Hint: add it, or use option "
             "dataFormat=msgpack, which packs every other column by name."
         )
     if data is not None and options.data_format is not None:

@@ -57,7 +57,8 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         if options.recompute is not None and options.exactly_once and not options.identity_columns:
             raise BadConfig(
                 "option 'recompute' in a stream needs identityColumns (with dataFormat): a "
-                "repeated micro-batch cannot find recomputed rows. Hint: or use exactlyOnce=false."
+                "repeated micro-batch cannot find recomputed rows. Hint: set it, or use "
+                "exactlyOnce=false."
             )
         self._job = new_job(options, schema, None)
 
