@@ -3,8 +3,8 @@
 Each transaction contains the value from which it was computed; afterwards the log is checked.
 
 Rules:
-    1. A value is computed from the one that its author has read in the log, or got as an append in
-       flight (`builder.predecessors`).
+    1. A value is computed only from the one that its author has read in the log, or got as an
+       append in flight (`builder.predecessors`).
     2. Every transaction of the run is in the log with its predecessor's id and value + 1, and with
        the id that its author got; otherwise it counts as lost or doubled.
 """
