@@ -68,7 +68,7 @@ class Desk:
         """Open an account."""
         account = account_of(words[0])
         self.bank.open(account, key=self.key)
-        say(f"account {account} is open")
+        show_line(f"account {account} is open")
 
     def deposit(self, words: list[str]) -> None:
         """Deposit money."""
@@ -93,7 +93,7 @@ class Desk:
         """Close an account."""
         account = account_of(words[0])
         self.bank.deactivate(account, key=self.key)
-        say(f"account {account} is deactivated")
+        show_line(f"account {account} is deactivated")
 
     def balance(self, words: list[str]) -> None:
         """Print the balance of an account."""
@@ -103,35 +103,37 @@ class Desk:
         """Print all accounts."""
         rows = self.bank.accounts()
         if not rows:
-            say("there are no accounts yet; `open 1` opens one")
+            show_line("there are no accounts yet; `open 1` opens one")
             return
-        say(f"{'account':>12}  {'balance':>20}")
+        show_line(f"{'account':>12}  {'balance':>20}")
         for account, cents, is_active in rows:
-            say(f"{account:>12}  {money(cents):>20}{'' if is_active else '  deactivated'}")
+            show_line(f"{account:>12}  {money(cents):>20}{'' if is_active else '  deactivated'}")
         moving = self.bank.cents_under_way()
         if moving:
-            say(f"{'in transit':>12}  {money(moving):>20}")
-        say(f"{'total':>12}  {money(moving + sum(cents for _, cents, _ in rows)):>20}")
+            show_line(f"{'in transit':>12}  {money(moving):>20}")
+        show_line(f"{'total':>12}  {money(moving + sum(cents for _, cents, _ in rows)):>20}")
 
     def history(self, words: list[str]) -> None:
         """Print the entries of an account, in the order of the log."""
-        say(f"{'transaction':>12}  {'':<10}  {'amount':>20}")
+        show_line(f"{'transaction':>12}  {'':<10}  {'amount':>20}")
         for partition, transaction, kind, cents, other in self.bank.history(account_of(words[0])):
             amount = money(cents) if cents else ""
             side = "" if other is None else f"  {'from' if cents > 0 else 'to'} {other}"
-            say(f"{f'{partition}/{transaction}':>12}  {kind:<10}  {amount:>20}{side}".rstrip())
+            show_line(
+                f"{f'{partition}/{transaction}':>12}  {kind:<10}  {amount:>20}{side}".rstrip()
+            )
 
     def settle(self, _: list[str]) -> None:
         """Complete transfers that a dead process has left in progress."""
         count = self.bank.settle_all()
-        say(f"{count} transfers were in transit" if count else "nothing was in transit")
+        show_line(f"{count} transfers were in transit" if count else "nothing was in transit")
 
     def help(self, _: list[str]) -> None:
         """List the commands."""
         tell_commands()
 
     def _tell(self, account: int) -> None:
-        say(f"account {account} holds {money(self.bank.balance(account))}")
+        show_line(f"account {account} holds {money(self.bank.balance(account))}")
 
 
 COMMANDS = {
@@ -151,8 +153,8 @@ COMMANDS = {
 def tell_commands() -> None:
     """Print the commands."""
     for name, command in COMMANDS.items():
-        say(f"  {f'{name} {command.arguments}':<34} {command.about}")
-    say(f"  {'quit':<34} leave; so does ctrl-D")
+        show_line(f"  {f'{name} {command.arguments}':<34} {command.about}")
+    show_line(f"  {'quit':<34} leave; so does ctrl-D")
 
 
 def account_of(word: str) -> int:
@@ -174,7 +176,7 @@ def cents_of(word: str) -> int:
     return int(cents)
 
 
-def say(text: str) -> None:
+def show_line(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)
 
@@ -206,7 +208,7 @@ def prompt(desk: Desk) -> None:
     """Run commands until `quit`."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, PLC0415 - arrow keys at the prompt, if it exists
-    say("the bank is open; `help` lists the commands")
+    show_line("the bank is open; `help` lists the commands")
     while True:
         try:
             words = input("bank> " if sys.stdin.isatty() else "").split()
@@ -216,7 +218,7 @@ def prompt(desk: Desk) -> None:
             break
         if words:
             attempt(desk, words)
-    say("good-bye")
+    show_line("good-bye")
 
 
 @contextlib.contextmanager

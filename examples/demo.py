@@ -55,10 +55,10 @@ class Figures:
         began = time.monotonic()
         yield
         self.seconds[what] = time.monotonic() - began
-        say(f"   {self.seconds[what]:.1f} s")
+        show_line(f"   {self.seconds[what]:.1f} s")
 
 
-def say(text: str) -> None:
+def show_line(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)
 
@@ -143,7 +143,7 @@ def conflict(spark: SparkSession, connect: str, busiest: list[tuple[str, str]]) 
     )
     named = refused.join(won, ["tailnum", "partition", "lock_failure_transaction_id"]).count()
     check("rejections that name Anna's transaction", found=named, expected=CONTESTED)
-    say(
+    show_line(
         "   the log rejects exactly the rows that conflict with Anna's, and names her transactions:"
     )
     refused.orderBy("partition", "lock_failure_transaction_id").show(5, truncate=False)
@@ -178,21 +178,21 @@ def run(spark: SparkSession, connect: str, scratch: Path) -> Figures:
     table = flights(spark, scratch).cache()
     figures.rows = table.count()
     check("flights in the file", found=figures.rows, expected=ROW_COUNT)
-    say(f"2. writing {figures.rows:,} flights through Spark into three replicas")
+    show_line(f"2. writing {figures.rows:,} flights through Spark into three replicas")
     with figures.timed("write"):
         load(table, connect, len(before.high_water_marks))
-    say("3. reading them back through Spark")
+    show_line("3. reading them back through Spark")
     back = departures(waltz_spark.snapshot(spark, connect)).cache()
     with figures.timed("read"):
         check("flights in the log", found=back.count(), expected=ROW_COUNT)
-    say("   comparing every column of every row")
+    show_line("   comparing every column of every row")
     with figures.timed("compare"):
         check("rows that differ", found=differing_rows(table, back), expected=0)
-    say("4. the busiest aircraft, and where each one is, from the log")
+    show_line("4. the busiest aircraft, and where each one is, from the log")
     found = whereabouts(back).limit(BORIS_TAKES[1]).collect()
     for row in found[:5]:
-        say(f"   {row.tailnum:8} {row.departures:4} departures, now at {row['at']}")
-    say("5. two dispatchers, one snapshot, the same aircraft")
+        show_line(f"   {row.tailnum:8} {row.departures:4} departures, now at {row['at']}")
+    show_line("5. two dispatchers, one snapshot, the same aircraft")
     figures.rejected = conflict(spark, connect, [(row.tailnum, row["at"]) for row in found])
     return figures
 
@@ -225,24 +225,24 @@ def main() -> int:
     began = time.monotonic()
     try:
         with contextlib.ExitStack() as stack:
-            say("1. starting ZooKeeper, three storages, two servers, and Spark")
+            show_line("1. starting ZooKeeper, three storages, two servers, and Spark")
             connect = given or stack.enter_context(waltz_core.local.cluster())
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             spark = waltz_spark.session("waltz demo", master="local[2]", **SETTINGS)
             stack.callback(end, spark)
-            say(f"   {connect}")
+            show_line(f"   {connect}")
             figures = run(spark, connect, scratch)
     except (Failed, WaltzError) as error:
-        say(f"demo: FAILED: {error}")
+        show_line(f"demo: FAILED: {error}")
         return 1
     write, read = figures.seconds["write"], figures.seconds["read"]
-    say("")
-    say(f"rows       {figures.rows:,}")
-    say(f"write      {write:.1f} s, {figures.rows / write:,.0f} rows/s, into three replicas")
-    say(f"read       {read:.1f} s, {figures.rows / read:,.0f} rows/s")
-    say(f"rejected   {figures.rejected} of the second dispatcher's rows")
-    say(f"total      {time.monotonic() - began:.1f} s")
-    say("demo: OK")
+    show_line("")
+    show_line(f"rows       {figures.rows:,}")
+    show_line(f"write      {write:.1f} s, {figures.rows / write:,.0f} rows/s, into three replicas")
+    show_line(f"read       {read:.1f} s, {figures.rows / read:,.0f} rows/s")
+    show_line(f"rejected   {figures.rejected} of the second dispatcher's rows")
+    show_line(f"total      {time.monotonic() - began:.1f} s")
+    show_line("demo: OK")
     return 0
 
 

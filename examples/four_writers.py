@@ -519,14 +519,14 @@ def play(cluster: LocalCluster, transactions: int, directory: Path) -> Verdict:
     def reached(share: float) -> None:
         while progress.value < share * transactions and any(w.is_alive() for w in writers):
             time.sleep(0.02)
-        say(f"   {progress.value:,} of {transactions:,} have an outcome")
+        show_line(f"   {progress.value:,} of {transactions:,} have an outcome")
 
     reached(KILLED_AT)
     cluster.kill(VICTIM)
-    say(f"   {VICTIM} was killed")
+    show_line(f"   {VICTIM} was killed")
     reached(STARTED_AT)
     cluster.start(VICTIM)
-    say(f"   {VICTIM} was restarted")
+    show_line(f"   {VICTIM} was restarted")
     for writer in writers:
         writer.join()
     failed = [number for number, writer in enumerate(writers) if writer.exitcode != 0]
@@ -537,14 +537,14 @@ def play(cluster: LocalCluster, transactions: int, directory: Path) -> Verdict:
         for path in ledgers
         for line in path.read_text(encoding="utf-8").splitlines()
     ]
-    say("reading the log back")
+    show_line("reading the log back")
     log = read_log(cluster.connect)
     verdict = compare(ledger, log)
     verdict.counts["in the log"] = len(log)
     return verdict
 
 
-def say(text: str) -> None:
+def show_line(text: str) -> None:
     """Print a line at once."""
     print(text, flush=True)
 
@@ -558,18 +558,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="waltz-writers-") as temporary:
         directory = arguments.directory or Path(temporary)
         with running(directory / "cluster") as cluster:
-            say(f"{arguments.transactions:,} transactions from {WRITER_COUNT} processes")
+            show_line(f"{arguments.transactions:,} transactions from {WRITER_COUNT} processes")
             began = time.monotonic()
             verdict = play(cluster, arguments.transactions, directory)
             took = time.monotonic() - began
     for what in (OK, REFUSED, LOST, UNKNOWN, "in the log"):
-        say(f"{what:>12}: {verdict.counts[what]:,}")
-    say(f"{'seconds':>12}: {took:.1f}")
+        show_line(f"{what:>12}: {verdict.counts[what]:,}")
+    show_line(f"{'seconds':>12}: {took:.1f}")
     for wrong in verdict.wrong[:20]:
-        say(f"WRONG: {wrong}")
+        show_line(f"WRONG: {wrong}")
     if not verdict.wrong and not all(verdict.counts[what] for what in (OK, REFUSED)):
         verdict.wrong.append("nothing was committed, or no lock has rejected anything")
-    say(f"four writers: {len(verdict.wrong)} wrong" if verdict.wrong else "four writers: OK")
+    show_line(f"four writers: {len(verdict.wrong)} wrong" if verdict.wrong else "four writers: OK")
     return 1 if verdict.wrong else 0
 
 

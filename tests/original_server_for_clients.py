@@ -210,7 +210,7 @@ class OriginalServer:
         self.versions = versions
         self.partitions: dict[int, Partition] = {}
         self.peers: list[Peer] = []
-        self.heard: list[int] = []  # the types of all messages, in order
+        self.answered: list[int] = []  # the types of all messages, in order
         self.is_answering = True
         self.port = 0
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -284,7 +284,7 @@ class OriginalServer:
     async def _take(self, peer: Peer, frame: bytes) -> None:
         payload = Payload(frame)
         kind = payload.take("b")
-        self.heard.append(kind)
+        self.answered.append(kind)
         req_id = payload.data[1 : 1 + REQ_ID_BYTES]
         payload.at += REQ_ID_BYTES
         handler = self._handlers().get(kind)
@@ -572,7 +572,7 @@ class OriginalDirectory:
     async def owner_now(self, partition_id: PartitionId) -> Owner:
         return self.owners[partition_id]
 
-    def doubt(self) -> None:
+    def mark_suspect(self) -> None:
         pass
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:

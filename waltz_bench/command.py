@@ -12,7 +12,7 @@ import click
 import waltz_core.local
 from waltz_bench.measuring import BenchLoad, BenchReport, Meter, Workload, make_report
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.output import say, show, show_json
+from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.verbs import VerbFunction, verb
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
@@ -120,7 +120,7 @@ def bench(
         elif directory is not None:
             cluster = LocalCluster(directory)
         elif connect is None:
-            say("starting a local cluster")
+            print_error("starting a local cluster")
             cluster = stack.enter_context(waltz_core.local.running())
         asked = BenchLoad(
             connect or (cluster.connect if cluster else ""),
@@ -130,14 +130,14 @@ def bench(
             **load,
         )
         meter = Meter(cluster)
-        say(f"running {workload}")
+        print_error(f"running {workload}")
         measured = run(asked, meter)
         cpu = measured.cpu_seconds or meter.spent()
         report = make_report(workload, asked, measured, cpu)
     if not as_json:
         for line in _lines(report):
-            show(line)
-    show_json(asdict(report))
+            print_result(line)
+    print_json(asdict(report))
     return 1 if report.lost or report.doubled or report.errors else 0
 
 

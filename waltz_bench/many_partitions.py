@@ -25,7 +25,7 @@ from pathlib import Path
 import uvloop
 
 from waltz_bench.measuring import BenchLoad, Measured, Meter
-from waltz_core.cli.output import say
+from waltz_core.cli.output import print_error
 from waltz_core.client import AsyncWaltzClient, Reason
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.errors import Unavailable, WaltzError
@@ -106,7 +106,7 @@ class _Run:
         names = [each.name for each in self.cluster.members if each.kind != "zookeeper"]
         for name in names:
             self.cluster.kill(name)
-        say(f"{what}: {self.cluster.partition_count} partitions")
+        print_error(f"{what}: {self.cluster.partition_count} partitions")
         before, began = self._spent(), time.perf_counter()
         for name in names:
             self.cluster.start(name)
@@ -143,7 +143,7 @@ class _Run:
             await self._append_to_all(client, time.perf_counter())
             before, began = self._spent(), time.perf_counter()
             self.cluster.kill("server-1", signal.SIGKILL)
-            say("a server was killed")
+            print_error("a server was killed")
             after_s = await self._append_to_all(client, began)
         self.gap_s = max(after_s)
         self.figures |= {

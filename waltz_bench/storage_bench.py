@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_bench.measuring import BenchLoad, Measured, Meter
-from waltz_core.cli.output import say
+from waltz_core.cli.output import print_error
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import combine_many, crc32_of_each
 from waltz_core.records.record import (
@@ -118,7 +118,7 @@ def storage_open(load: BenchLoad, meter: Meter) -> Measured:
     segment_bytes_max = min(SEGMENT_BYTES_MAX, max(4096, rows * record_bytes // load.segments))
     with _directory(load) as directory:
         engine, log = _opened(directory, segment_bytes_max)
-        say(f"writing {rows * record_bytes // MIB:,} MiB")
+        print_error(f"writing {rows * record_bytes // MIB:,} MiB")
         _append(log, load, rows)
         engine.abandon()
         meter.start()

@@ -200,8 +200,8 @@ class MemoryWaltz:
         `NoSpace` and `SessionLost`: the application sees these errors only if they last for
         `request_timeout_ms`. Raises BadRequest for an error that an append cannot end with.
         """
-        is_told = isinstance(error, errors.UsageError | errors.OutcomeUnknown)
-        if not is_told and reason_of(error) is None:
+        is_outcome = isinstance(error, errors.UsageError | errors.OutcomeUnknown)
+        if not is_outcome and reason_of(error) is None:
             raise errors.BadRequest(f"an append cannot end with {type(error).__name__}")
         self._faults.failures = Failures(count, error, enters_log)
 
@@ -238,9 +238,9 @@ class _MemoryClient(AsyncWaltzClient):
 class _MemoryDirectory:
     """A `client.directory.Directory` in which this process owns all partitions."""
 
-    def __init__(self, server: "MemoryServer", patience_s: float) -> None:
+    def __init__(self, server: "MemoryServer", outcome_timeout_s: float) -> None:
         self._server = server
-        self._patience_s = patience_s
+        self._outcome_timeout_s = outcome_timeout_s
         self.cluster = ClusterInfo("memory", server.key, server.partition_count)
         owner = Owner(server.address, GENERATION)
         self.owners: Mapping[PartitionId, Owner] = dict.fromkeys(server.hosts, owner)
@@ -259,7 +259,7 @@ class _MemoryDirectory:
         """Return the partition's server."""
         return self.owners[partition_id]
 
-    def doubt(self) -> None:
+    def mark_suspect(self) -> None:
         """Do nothing: nothing moves."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
@@ -274,7 +274,7 @@ class _MemoryDirectory:
 
     def take(self, client_id: int) -> None:
         """Note a client's timeout for outcomes."""
-        self._server.patience_s[client_id] = self._patience_s
+        self._server.outcome_timeout_s[client_id] = self._outcome_timeout_s
 
     async def close(self) -> None:
         """Do nothing: it holds nothing open."""
@@ -288,9 +288,9 @@ class _Gate:
         self._is_open = True
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
-    async def passed(self, goes_on: Callable[[], bool]) -> bool:
+    async def passed(self, is_running: Callable[[], bool]) -> bool:
         """Wait until it is open; return False if the waiting feed has ended before."""
-        while goes_on():
+        while is_running():
             with self._lock:
                 if self._is_open:
                     return True
@@ -337,11 +337,11 @@ class _GatedConsumer:
         partition_id: PartitionId,
         run: DeliveryRun,
         last: TransactionId,
-        goes_on: Callable[[], bool],
+        is_running: Callable[[], bool],
     ) -> DeliveryProgress:
-        if not await self._gate.passed(goes_on):
+        if not await self._gate.passed(is_running):
             return DeliveryProgress(0, None)
         gate = self._gate
         return await self._consumer.apply(
-            partition_id, run, last, lambda: gate.is_open and goes_on()
+            partition_id, run, last, lambda: gate.is_open and is_running()
         )

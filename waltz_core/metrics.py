@@ -67,7 +67,7 @@ def _table() -> dict[str, Metric]:
         ("server_appended_transactions_total", counter, one, "committed here"),
         ("server_appended_bytes_total", counter, one, "bytes of records committed here"),
         ("server_appended_batches_total", counter, one, "batches committed here"),
-        ("server_refused_transactions_total", counter, ("partition", "reason"), "not appended"),
+        ("server_rejected_transactions_total", counter, ("partition", "reason"), "not appended"),
         ("server_append_seconds", histogram, (), "from a batch's arrival to its answer"),
         ("server_replica_append_seconds", histogram, replica[1:], "until an append's answer"),
         ("server_high_water_mark", gauge, one, "id of the last committed transaction"),
@@ -75,7 +75,7 @@ def _table() -> dict[str, Metric]:
         ("server_feed_lag_transactions", gauge, one, "committed, not sent to the slowest feed"),
         ("server_engaged_replicas", gauge, one, "replicas whose acknowledgement counts"),
         ("server_replica_wait_ms", gauge, replica, "how long a replica has owed an answer"),
-        ("server_false_refusals_ratio", gauge, one, "rejected only by a shared slot, estimated"),
+        ("server_false_rejections_ratio", gauge, one, "rejected only by a shared slot, estimated"),
         ("server_lock_table_bytes", gauge, (), "all lock tables"),
         ("server_feed_cache_bytes", gauge, (), "the feed cache of all partitions"),
         ("server_transaction_cache_bytes", gauge, (), "the transaction cache of all partitions"),
@@ -83,7 +83,7 @@ def _table() -> dict[str, Metric]:
         ("server_fetched_bytes_total", counter, one, "read from storages for readers and feeds"),
         ("server_queued_bytes", gauge, (), "requests that are not answered yet"),
         ("server_connections", gauge, (), "clients connected now"),
-        ("server_original_connections", gauge, (), "clients of Waltz 0.13 connected now"),
+        ("server_old_client_connections", gauge, (), "clients of Waltz 0.13 connected now"),
         ("server_partitions", gauge, (), "partitions owned now"),
         ("storage_events_total", counter, ("event",), "reports of the service and its shell"),
         ("storage_requests_total", counter, ("request",), "requests taken, by message"),
@@ -100,7 +100,12 @@ def _table() -> dict[str, Metric]:
         ("storage_failed_reads_total", counter, one, "reads that failed"),
         ("storage_damaged_transactions", gauge, one, "known and unreadable here"),
         ("storage_damage_found_transactions_total", counter, one, "found damaged here"),
-        ("storage_damage_mended_transactions_total", counter, one, "repaired from other replicas"),
+        (
+            "storage_damage_repaired_transactions_total",
+            counter,
+            one,
+            "repaired from other replicas",
+        ),
         ("storage_scrubbed_bytes_total", counter, one, "bytes of records verified by scrubs"),
         ("storage_scrub_passes_total", counter, one, "completely scrubbed logs"),
         ("storage_full_disks", gauge, (), "1 while appends are rejected: no space, else 0"),
@@ -110,7 +115,7 @@ def _table() -> dict[str, Metric]:
         ("storage_connections", gauge, (), "servers and readers connected now"),
         ("client_events_total", counter, ("event",), "reports of streams"),
         ("client_appended_transactions_total", counter, (), "reported as committed"),
-        ("client_refused_transactions_total", counter, ("reason",), "reported as failed"),
+        ("client_rejected_transactions_total", counter, ("reason",), "reported as failed"),
     ]
     table = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in rows}
     assert len(table) == len(rows), "a duplicate name in the table"
@@ -313,7 +318,7 @@ async def _serve_one(
     except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
         writer.transport.abort()  # rule 6; unsent bytes must not stay in memory
     except Exception:  # noqa: BLE001 - the top of a task; a page must not end a daemon
-        _log.exception("page_failed")
+        _log.exception("metrics.page_failed")
 
 
 async def _page(head: bytes, metrics: Metrics, health: HealthCallback) -> Page:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from waltz_core.cli.output import say, show, show_json
+from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.errors import BadConfig, WaltzError
 from waltz_sim.coverage import Coverage
 from waltz_sim.faults.kinds import KINDS
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _simulate(command.parse_args(argv))
     except WaltzError as error:
-        say(f"waltz_sim: {error}")
+        print_error(f"waltz_sim: {error}")
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -134,7 +134,7 @@ def _one(schedule: Schedule, arguments: argparse.Namespace) -> int:
     verdict = run(schedule, is_traced=True, keeps_all=arguments.trace)
     if arguments.trace and not arguments.json:
         for line in verdict.notes:
-            show(line)
+            print_result(line)
     told: dict[str, object] = {
         "seed": schedule.seed,
         "rule": verdict.rule,
@@ -148,15 +148,15 @@ def _one(schedule: Schedule, arguments: argparse.Namespace) -> int:
         "counts": dict(sorted(verdict.counts.items())),
     }
     if arguments.json:
-        show_json({**told, "lines": list(verdict.notes)} if arguments.trace else told)
+        print_json({**told, "lines": list(verdict.notes)} if arguments.trace else told)
     else:
-        show(
+        print_result(
             f"seed {schedule.seed}: {verdict.rule or 'good'}, {verdict.steps} steps in "
             f"{verdict.virtual_ms} ms, {verdict.committed} committed, trace {verdict.trace}"
         )
     if verdict.is_good:
         return 0
-    say(_sentence(verdict.text))
+    print_error(_sentence(verdict.text))
     if arguments.shrink:
         _shorten(verdict)
     return 1
@@ -175,7 +175,7 @@ def _shorten(verdict: RunVerdict) -> Path:
     except OSError as error:
         raise BadConfig(f"{path}: expected a writable file: {error}") from None
     before, after = verdict.schedule, shrunk.schedule
-    say(
+    print_error(
         f"  shortened from {len(before.faults)} faults to {len(after.faults)}, from "
         f"{before.setup.duration_ms} ms to {after.setup.duration_ms} ms, in "
         f"{shrunk.run_count} runs:\n  python -m waltz_sim --schedule {path}"
@@ -203,7 +203,7 @@ def _many(arguments: argparse.Namespace) -> int:
         seed_count = SEEDS
     first = first or 0
     drawing = _drawing(arguments)
-    say(f"seeds from {first} on, {jobs} processes")
+    print_error(f"seeds from {first} on, {jobs} processes")
     began_s = time.monotonic()
     sums = Coverage()
     try:
@@ -219,24 +219,24 @@ def _many(arguments: argparse.Namespace) -> int:
         took_s = time.monotonic() - began_s
         files = _tell_failures(sums, drawing)
     except KeyboardInterrupt:
-        say(_so_far(sums, first, time.monotonic() - began_s))
+        print_error(_so_far(sums, first, time.monotonic() - began_s))
         raise
     missing = sums.missing()
     for name in missing:
-        say(f"did not occur in {sums.seeds} seeds: {name}")
+        print_error(f"did not occur in {sums.seeds} seeds: {name}")
     if arguments.report is not None:
         _write_report(
             arguments.report, report_of(sums, first=first, seconds=took_s, drawing=drawing)
         )
     if arguments.json:
-        show_json(_json_of(sums, first, took_s, files, drawing))
+        print_json(_json_of(sums, first, took_s, files, drawing))
     else:
-        show(
+        print_result(
             f"{sums.seeds} seeds from {first} on in {took_s:.0f} s: {len(sums.failures)} broke a "
             f"rule; {sums.committed} transactions checked over {sums.virtual_ms // 1000} s of "
             f"virtual time, {sum(sums.faults.values())} faults"
         )
-        show(
+        print_result(
             f"{sums.steps} steps in {sums.cpu_s:.1f} s of CPU time: {sums.seeds_per_cpu_s:.1f} "
             f"seeds, {sums.steps_per_cpu_s:.0f} steps per second and core"
         )
@@ -259,10 +259,12 @@ def _progress(seed_count: int | None) -> Callable[[Coverage, float], None]:
     def told(sums: Coverage, seconds: float) -> None:
         nonlocal known
         for failure in sums.failures[known:]:
-            say(f"seed {failure.seed} broke {failure.rule}; details at the end")
+            print_error(f"seed {failure.seed} broke {failure.rule}; details at the end")
         known = len(sums.failures)
         rate = sums.seeds / seconds
-        say(f"{sums.seeds}{of} seeds, {rate:.1f} per second, {len(sums.failures)} broke a rule")
+        print_error(
+            f"{sums.seeds}{of} seeds, {rate:.1f} per second, {len(sums.failures)} broke a rule"
+        )
 
     return told
 
@@ -271,8 +273,8 @@ def _tell_failures(sums: Coverage, drawing: Drawing) -> dict[int, Path]:
     """Rule 2."""
     files: dict[int, Path] = {}
     for failure in sums.failures:
-        say(f"seed {failure.seed} broke {failure.rule}: {_sentence(failure.text)}")
-        say(f"  {drawing.command(failure.seed)}")
+        print_error(f"seed {failure.seed} broke {failure.rule}: {_sentence(failure.text)}")
+        print_error(f"  {drawing.command(failure.seed)}")
         if len(files) < SHRUNK_MAX:
             files[failure.seed] = _shorten(run_seed(failure.seed, drawing))
     return files
@@ -284,7 +286,7 @@ def _write_report(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise BadConfig(f"--report {path}: expected a writable file: {error}") from None
-    say(f"report: {path}")
+    print_error(f"report: {path}")
 
 
 def _json_of(

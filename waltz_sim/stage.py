@@ -304,7 +304,7 @@ class Stage:
 
         Operator(self.cluster, self._storage(name), told).ask(message)
 
-    def doubt(self, name: str) -> None:
+    def mark_suspect(self, name: str) -> None:
         """`storage mark-suspect`."""
         self.administer(name, MarkSuspect(1, self.cluster.partition_id, is_forced=False))
 
@@ -467,7 +467,7 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"let the disk of ([A-E]) lie": Stage.lie,
     r"trust no syncs in ([A-E])": Stage.trust_no_syncs,
     r"scrub ([A-E])": Stage.scrub,
-    r"doubt ([A-E])": Stage.doubt,
+    r"doubt ([A-E])": Stage.mark_suspect,
     r"take ([A-E]) (offline|online)": Stage.set_available,
     r"empty ([A-E])": Stage.empty,
     r"declare what the storages have": Stage.declare,

@@ -62,9 +62,9 @@ _REPORTS: Final[dict[str, str]] = {
     "replica.unknown": "{replica} is not believed",
     "replica.refused": "{replica} is refused: {reason}",
     "replica.no_source": "{replica} cannot give {wanting} what it lacks: {reason}",
-    "replica.not_mended": "{replica} is not mended: {reason}",
+    "replica.repair_rejected": "{replica} is not mended: {reason}",
     "session.abandoned": "session {session} is given up: {reason}",
-    "coordinator.away": "ZooKeeper gives no answer",
+    "coordinator.unavailable": "ZooKeeper gives no answer",
     "partition.refused": "refused: {reason}",
     "data_loss": "stopped: {reason}",
 }
@@ -289,10 +289,10 @@ class Telling(Checks):
 
     def _tell_settled(self, store: "PartitionStore", effect: session_events.Settled) -> None:
         assert store.session is not None
-        doubt = store.session.claim.in_doubt
-        if doubt is None:
+        mark_suspect = store.session.claim.in_doubt
+        if mark_suspect is None:
             return
-        first, last = doubt.committed + 1, doubt.last
+        first, last = mark_suspect.committed + 1, mark_suspect.last
         kept = self.span(first, min(effect.committed_last, last))
         self.tell(f"in doubt: {self.span(first, last)}; in the log: {kept}")
 

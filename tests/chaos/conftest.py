@@ -121,7 +121,7 @@ def tale(module_tale: Tale) -> Iterator[Tale]:
     module_tale.begin()
     yield module_tale
     module_tale.applications.down()
-    module_tale.network.mend()
+    module_tale.network.repair()
     for name, member in module_tale.cluster.members.items():
         if member.is_frozen:
             module_tale.cluster.thaw(name)

@@ -129,7 +129,7 @@ class Network:
         gone = set(links)
         self._set_slow({link: lag for link, lag in self._slow.items() if link not in gone})
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Have every link as it was."""
         self.heal([link for link, count in self._cuts.items() for _ in range(count)])
         if self._lag is not None:

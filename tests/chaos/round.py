@@ -274,7 +274,7 @@ class Round:
     def _mend(self) -> None:
         """Undo every fault (rule 2); whoever was asked to stop is ended if he has not yet."""
         cluster = self._cluster
-        cluster.network.mend()
+        cluster.network.repair()
         for name, member in cluster.members.items():
             if member.is_frozen:
                 cluster.thaw(name)

@@ -115,10 +115,10 @@ def test_any_changed_byte_beside_the_logs_is_found(tmp_path_factory, seed, data)
 def test_slots_are_read_as_they_are_written(slot):
     read = layout.slot(slot.encode(), (slot.sequence + 1) % 2)
     assert read.wrong == ()
-    assert (read.partition, read.sequence, read.original_sequence) == (
+    assert (read.partition, read.sequence, read.old_sequence) == (
         slot.partition_id,
         slot.sequence,
-        slot.original_sequence,
+        slot.old_sequence,
     )
     assert (read.promised, read.nonce, read.last_session) == (
         slot.promised,

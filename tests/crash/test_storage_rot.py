@@ -117,7 +117,7 @@ def world_with_failures(seed):
     return world
 
 
-def vouched(files, marker):
+def durable_before(files, marker):
     """Return the last id that was synced by what can be read of the batches, or by the marker."""
     last = marker
     paths = sorted(path.with_suffix(".chn") for path in files if path.suffix == ".seg")
@@ -167,7 +167,7 @@ def judge(world, files, spoiled_path):
     log = after.log
     if log.suspect:
         return "suspect"
-    assert log.max_id >= vouched(files, marker)
+    assert log.max_id >= durable_before(files, marker)
     assert log.chain == world.chain_at(log.max_id)
     if log.damaged:
         return "damaged"

@@ -170,7 +170,7 @@ def _commands_in(found: list[dict[str, str]]) -> list[str]:
     return list(dict.fromkeys(each["command"] for each in found))
 
 
-def mend(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -> None:
+def repair(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -> None:
     """Do what the doctor says until it has nothing more to say.
 
     Programs of the system that are printed are looked for in `first_on_path` before all others.

@@ -154,8 +154,8 @@ def test_what_is_wrong_with_one_partition_is_told_of_that_one(cluster: LocalClus
     found = json.loads(failed.out)
     assert all(found["partitions"]["0"].values())
     assert not found["partitions"]["1"]["storage"]
-    (mend,) = [each for each in found["findings"] if "has it offline" in each]
-    words = mend.split("`")[1].split()[1:]
+    (repair,) = [each for each in found["findings"] if "has it offline" in each]
+    words = repair.split("`")[1].split()[1:]
     assert ran(cluster, *words).code == 0
     wait_until("all is well", lambda: ran(cluster, "cluster", "verify").code == 0)
 

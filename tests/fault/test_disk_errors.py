@@ -117,19 +117,19 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_mended_in_the_session(s
             file.seek(at)
             file.write(bytes([before[at] ^ 1]))
     found = "waltz_storage_damage_found_transactions_total"
-    mended = "waltz_storage_damage_mended_transactions_total"
+    repaired = "waltz_storage_damage_repaired_transactions_total"
     wait_until("found", lambda: metric(story, "storage-2", found) >= 2)
-    wait_until("mended", lambda: metric(story, "storage-2", mended) >= 2)
-    assert metric(story, "storage-2", found) == metric(story, "storage-2", mended)
+    wait_until("mended", lambda: metric(story, "storage-2", repaired) >= 2)
+    assert metric(story, "storage-2", found) == metric(story, "storage-2", repaired)
     assert path.read_bytes() == before
     assert sessions(story) == opened, "no session had to end for it"
     assert metric(story, "storage-2", "waltz_storage_damaged_transactions") == 0
     assert health(story, "storage-2")["damaged"] == []
     said = log_of(story, "storage-2")
     assert "storage.damage_found partition=0" in said
-    assert "storage.damage_mended partition=0" in said
+    assert "storage.damage_repaired partition=0" in said
     # The server hears of it after the storage has told it to whoever asks.
-    wait_until("told", lambda: "replica.mended partition=0" in server_logs(story))
+    wait_until("told", lambda: "replica.repaired partition=0" in server_logs(story))
     story.check_agrees()
 
 
@@ -142,11 +142,11 @@ def test_a_read_that_fails_is_told_and_its_records_are_mended(story: Story):
         load.goes_on(3_000)
     story.check_whole()
     path = cold_segment(story, "storage-3")
-    mended = "waltz_storage_damage_mended_transactions_total"
-    earlier = metric(story, "storage-3", mended)
+    repaired = "waltz_storage_damage_repaired_transactions_total"
+    earlier = metric(story, "storage-3", repaired)
     fail = ("-P", str(path), "-e", "trace=pread64", "-e", "inject=pread64:error=EIO:when=1..12")
     with injected(story, "storage-3", *fail):
-        wait_until("mended", lambda: metric(story, "storage-3", mended) > earlier)
+        wait_until("mended", lambda: metric(story, "storage-3", repaired) > earlier)
         wait_until("whole", lambda: health(story, "storage-3")["damaged"] == [])
     assert metric(story, "storage-3", "waltz_storage_failed_reads_total") >= 1
     assert metric(story, "storage-3", "waltz_storage_failed_writes_total") == 0

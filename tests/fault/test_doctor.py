@@ -21,7 +21,7 @@ import pytest
 
 from tests.commands import run_command
 from tests.fault.changing import address, change_layout, does, replicas
-from tests.fault.doctor import Patient, await_findings, doctor, here, mend, sick_cluster
+from tests.fault.doctor import Patient, await_findings, doctor, here, repair, sick_cluster
 from tests.fault.load import wait_until
 from tests.fault.threads import let_threads_go, stop_threads
 from tests.patience import HANG_S
@@ -318,7 +318,7 @@ FAULTS = {
         ("replica-offline", "preference-not-granted", "admin-port-wrong"),
         all_of(take_offline, prefer_twice, misname_admin_port),
     ),
-    "nobody can vouch": Fault(("nobody-can-vouch",), doubt_two),
+    "nobody can vouch": Fault(("no-trusted-quorum",), doubt_two),
     "a record has rotted": Fault(("process-down", "replica-damaged"), damage),
     "a log does not open": Fault(("replica-unreadable",), spoil_log),
     "a replica is missing": Fault(("replica-left-over", "too-few-replicas"), remove_replica),
@@ -341,7 +341,7 @@ def test_a_fault_is_named_and_mended_by_what_is_printed(patient: Patient, title:
     found = await_findings(fault.names, *here(patient.directory))
     fault.passes(cluster)
     try:
-        mend(patient.directory, found, patient.directory / "ahead" / "bin")
+        repair(patient.directory, found, patient.directory / "ahead" / "bin")
     finally:
         let_threads_go()
         give_room_back()

@@ -273,7 +273,7 @@ def test_up_waits_for_every_server(directory: Path):
         lines: list[str] = []
         late = f"not registered: 127.0.0.1:{slow.member('server-2').port}"
         with pytest.raises(Unreachable, match=late):
-            slow.up(timeout_s=8 * slowness(), say=lines.append)
+            slow.up(timeout_s=8 * slowness(), show_line=lines.append)
         assert any(re.search(f"waiting for .*{late}", line) for line in lines)
         slow.kill("server-2", signal.SIGCONT)
         with WaltzClient(slow.up()) as client:

@@ -186,7 +186,7 @@ def test_the_last_disk_is_accepted_and_a_new_one_takes_an_old_ones_place(story: 
     shown = does(cluster, "accept-replicas", "0")
     assert shown["accepted"] is False
     assert shown["chosen"] == last
-    assert set(shown["unheard"]) == {lost, other}
+    assert set(shown["unanswered"]) == {lost, other}
     assert shown["replicas"][last]["synced_max"] == marks[0]
     assert replicas(cluster)[0] == {last, lost, other}
     partitions = range(cluster.partition_count)

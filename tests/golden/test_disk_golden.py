@@ -177,7 +177,7 @@ def test_our_layouts_have_not_changed():
     slot = disk_format.Slot(
         2,
         sequence=5,
-        original_sequence=4,
+        old_sequence=4,
         promised=7,
         nonce=bytes(range(16)),
         last_session=6,

@@ -198,11 +198,13 @@ def test_each_version_mounts_appends_and_reads(
             beyond = {0: original.CHECK_REQUEST, 1: 15, 2: 21, 3: 21, 4: 64}[version]
             rpc.send(beyond, req(0))
             assert await is_ended(rpc)
-            await until(lambda: server._clients.original_count == 1)  # the superseded one has gone
+            await until(
+                lambda: server._clients.old_client_count == 1
+            )  # the superseded one has gone
 
     with watching(caplog) as told:
         run(main())
-    assert sum("client.original" in each and f"version={version}" in each for each in told) == 3
+    assert sum("client.old_version" in each and f"version={version}" in each for each in told) == 3
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -816,7 +816,7 @@ def test_a_scrub_that_is_asked_for_finds_rot_and_goes_on_after_a_restart(tmp_pat
                     file.write(b"rot")
                 passes = [each.passes_count for each in storage.scrub_status()]
                 storage.scrub_now(PartitionId(0))
-                while storage.scrub_status()[0].is_asked:  # noqa: ASYNC110 - nobody tells
+                while storage.scrub_status()[0].is_requested:  # noqa: ASYNC110 - nobody tells
                     await asyncio.sleep(0.01)
             after = [each.passes_count for each in storage.scrub_status()]
             assert (after[0], after[1]) == (passes[0] + 1, passes[1])
@@ -826,7 +826,7 @@ def test_a_scrub_that_is_asked_for_finds_rot_and_goes_on_after_a_restart(tmp_pat
             assert storage.metrics.value(found, partition=0) == 1
             assert storage.metrics.value("waltz_storage_scrubbed_bytes_total", partition=0) >= 836
             storage.scrub_now()
-            while any(each.is_asked for each in storage.scrub_status()):  # noqa: ASYNC110
+            while any(each.is_requested for each in storage.scrub_status()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             stop.set()
         assert (tmp_path / "waltz-x.scrub").exists()

@@ -170,7 +170,7 @@ class World:
             is_proved = self.rng.random() < 0.8
         tickets, self.unproved = self.unproved, []
         for ticket in tickets:
-            self.take(self.pipeline.tell_ahead(ticket, is_proved=is_proved))
+            self.take(self.pipeline.answer_ahead(ticket, is_proved=is_proved))
 
     def open(self) -> None:
         if self.is_open:

@@ -90,5 +90,5 @@ def log_mark_claimed_while_laid_down() -> Patches:
     mark = property(
         lambda self: self.stream.high_water_mark if self._applier is None else self._consumed
     )
-    yield instead(ClientPartition, "goes_by_feed", fed)
+    yield instead(ClientPartition, "reads_by_feed", fed)
     yield instead(ClientPartition, "mark", mark)

@@ -45,14 +45,14 @@ def older_replica_votes() -> Patches:
 @switch
 def unknown_counts_as_no() -> Patches:
     """A replica that answers and cannot be believed counts as one that has nothing."""
-    original = Recovery.heard
+    original = Recovery.answered
 
-    def heard(self, replica, answer, registered_id):
+    def answered(self, replica, answer, registered_id):
         original(self, replica, answer, registered_id)
         if replica in self.engaged and self._max[replica] is None:
             self._max[replica] = -1
 
-    yield instead(Recovery, "heard", heard)
+    yield instead(Recovery, "heard", answered)
 
 
 @switch
@@ -223,15 +223,15 @@ def unknown_cas_taken_as_success() -> Patches:
 @switch
 def conflict_taken_as_success() -> Patches:
     """States whose write has met another version count as written."""
-    original = PartitionStore._heard_reading
+    original = PartitionStore._process_reading
 
-    def _heard_reading(self, waiting, view):
+    def _process_reading(self, waiting, view):
         if waiting is _Waiting.STATES_CHECK:
             self._wrote(self._writing)
         else:
             original(self, waiting, view)
 
-    yield instead(PartitionStore, "_heard_reading", _heard_reading)
+    yield instead(PartitionStore, "_process_reading", _process_reading)
 
 
 @switch

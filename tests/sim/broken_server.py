@@ -325,7 +325,7 @@ def mark_told_without_proof() -> Patches:
         self._out.append(self._with_mark(event))
 
     yield instead(Proofs, "is_fresh", is_fresh)
-    yield instead(Partition, "_tell_mark", _tell_mark)
+    yield instead(Partition, "_answer_mark", _tell_mark)
 
 
 @switch

@@ -280,7 +280,7 @@ def index_trusted_after_crash() -> Patches:
         if missing > 0:
             self.index.write(self.index.count, starts[starts.size - missing :])
 
-    yield instead(Segment, "_mend", _mend)
+    yield instead(Segment, "_repair", _mend)
 
 
 @switch
@@ -307,11 +307,11 @@ def marker_not_kept() -> Patches:
     def write_slot(self, slot):
         original(self, replace(slot, acked=Marker(BEFORE_FIRST, bytes(16))))
 
-    def vouched(self, place):
+    def durable_before(self, place):
         return BEFORE_FIRST
 
     yield instead(LogFiles, "write_slot", write_slot)
-    yield instead(LineageFile, "vouched", vouched)
+    yield instead(LineageFile, "vouched", durable_before)
 
 
 @switch

@@ -88,7 +88,7 @@ class Two:
         self.world = World(seed)
         self.network = Network(self.world, is_bytes=is_bytes)
         self.near, self.far = Process(self.world, "near"), Process(self.world, "far")
-        self.heard = []
+        self.answered = []
         self.failed = []
         self.link = None
 
@@ -105,7 +105,7 @@ class Two:
 
     def handlers(self, end):
         def hear(what):
-            self.heard.append(Heard(end, what, self.world.now_us))
+            self.answered.append(Heard(end, what, self.world.now_us))
 
         return Handlers(
             lambda link, message: hear(message.req_id.sequence),
@@ -118,7 +118,7 @@ class Two:
             self.network.send(self.link, end, message)
 
     def told(self, end):
-        return [each.what for each in self.heard if each.end == end]
+        return [each.what for each in self.answered if each.end == end]
 
 
 @pytest.fixture(params=[False, True], ids=["objects", "bytes"])
@@ -163,7 +163,7 @@ def test_a_blocked_way_is_found_out_late(two):
     two.send(NEAR, 2)
     two.world.run(10_000_000)
     assert two.told("near") == two.told("far") == ["no answer to pings"]
-    assert min(each.at_us for each in two.heard) - began_us >= 200_000
+    assert min(each.at_us for each in two.answered) - began_us >= 200_000
 
 
 class TestOutliving:
@@ -188,9 +188,9 @@ class TestOutliving:
         two.network.release(old, "given up", 20_000)
         two.world.run(1_000_000)
         assert two.told("far") == [3, 1, 2, "given up"]
-        assert two.heard[-1].at_us > began_us + 20_000
+        assert two.answered[-1].at_us > began_us + 20_000
         assert len(late) == 1
-        assert began_us < late[0] < two.heard[-1].at_us
+        assert began_us < late[0] < two.answered[-1].at_us
         assert list(two.network.links.values()) == [two.link]
 
     def test_the_other_way_is_open_until_the_link_is_given_up(self, two):
@@ -272,7 +272,7 @@ def test_a_reset_is_told_and_a_silent_death_is_not(two):
     two.network.died(two.far, is_silent=True)
     two.world.run(10_000_000)
     assert two.told("near") == ["no answer to pings"]
-    assert two.heard[0].at_us - began_us >= 200_000
+    assert two.answered[0].at_us - began_us >= 200_000
     other = Two()
     other.dial()
     other.far.die()
@@ -295,7 +295,7 @@ def test_what_stands_still_loses_nothing(two):
 
 def test_the_next_life_hears_nothing_of_the_last_one(two):
     two.send(NEAR, 1)
-    two.far.after(10, lambda: two.heard.append(Heard("far", "planned", 0)))
+    two.far.after(10, lambda: two.answered.append(Heard("far", "planned", 0)))
     two.far.die()
     two.far.start()
     two.world.run(1_000_000)

@@ -270,4 +270,4 @@ def test_a_page_that_fails_ends_neither_the_server_nor_the_next_page(caplog):
     first, second = served(scenario, health)
     assert first == ("", b"")
     assert second[0] == "HTTP/1.1 200 OK"
-    assert "page_failed" in caplog.text
+    assert "metrics.page_failed" in caplog.text

@@ -23,7 +23,7 @@ import click
 
 from waltz_core.cli import own_transport
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.output import say, show, show_json
+from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import WHICH_CLUSTER, VerbFunction
 from waltz_core.cluster.change.audit import DONE, AuditEntry
@@ -34,7 +34,7 @@ from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 
 BROKEN_OFF = "failed: broken off"
-GOES_ON = "Completed steps are kept; run the same command again to continue"
+TO_CONTINUE = "Completed steps are kept; run the same command again to continue"
 
 Result: TypeAlias = Mapping[str, object] | None
 
@@ -53,18 +53,18 @@ class Command:
         """Add a completed step to the result, and print it at once."""
         self.steps.append(step)
         if not self.as_json:
-            say(step)
+            print_error(step)
 
     def wait_for(self, what: str, done_count: int = 0, count: int = 1) -> None:
         """Set what the command is waiting for."""
         self.waits_for = what
-        self.line.show(done_count, count, what)
+        self.line.print_result(done_count, count, what)
 
     async def carry_out(self, plan: Plan) -> None:
         """Move the replicas as planned."""
-        await self.coordinator.storages.carry_out(plan, self._tell)
+        await self.coordinator.storages.carry_out(plan, self._show_progress)
 
-    def _tell(self, progress: Progress) -> None:
+    def _show_progress(self, progress: Progress) -> None:
         for step in progress.step:
             self.note(str(step))
         what = "; ".join(map(str, progress.step or progress.waits))
@@ -96,9 +96,9 @@ def changes(*, creates: bool = False) -> Callable[[Callable[..., Awaitable[Resul
                     ):
                         result = await work(command, **words) or {}
             if as_json:
-                show_json({"done": True, "steps": command.steps, **result})
+                print_json({"done": True, "steps": command.steps, **result})
             else:
-                show(str(result.get("summary", "done")))
+                print_result(str(result.get("summary", "done")))
             return 0
 
         return run
@@ -121,7 +121,7 @@ def placed(function: VerbFunction) -> VerbFunction:
         chosen = place or connect
         if chosen is None:
             raise BadConfig(WHICH_CLUSTER)
-        own_transport.speak_as(chosen)
+        own_transport.use_scheme_of(chosen)
         return function(connect=chosen, **words)
 
     return run
@@ -159,7 +159,7 @@ async def _has_cluster(coordinator: Coordinator) -> bool:
 
 @asynccontextmanager
 async def in_time(
-    timeout_s: float, waits_for: Callable[[], str], *, afterwards: str = GOES_ON
+    timeout_s: float, waits_for: Callable[[], str], *, afterwards: str = TO_CONTINUE
 ) -> AsyncIterator[None]:
     """Limit the time of a block (rule 2); raises Unavailable with what it was waiting for."""
     try:

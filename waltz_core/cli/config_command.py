@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.output import show_json, show_table
+from waltz_core.cli.output import print_json, print_table
 from waltz_core.cli.verbs import verb
 from waltz_core.config.declarations import KINDS
 from waltz_core.config.settings import load
@@ -19,7 +19,7 @@ def show_command(*, kind: str, config: Path | None, as_json: bool) -> int:
     rows = [(each.name, each.value, each.origin) for each in loaded.shown()]
     if as_json:
         titles = ("name", "value", "origin")
-        show_json([dict(zip(titles, row, strict=True)) for row in rows])
+        print_json([dict(zip(titles, row, strict=True)) for row in rows])
     else:
-        show_table(("setting", "value", "from"), rows)
+        print_table(("setting", "value", "from"), rows)
     return 0

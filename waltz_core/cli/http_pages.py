@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.output import show_json, show_table
+from waltz_core.cli.output import print_json, print_table
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadConfig, RemoteProtocolError, Unreachable
 from waltz_core.transport.net import split_address
@@ -49,9 +49,9 @@ def metrics(*, address: str, match: str, is_all: bool, as_json: bool) -> int:
         if match in each.title and (is_all or as_json or not each.name.endswith(_DETAIL))
     ]
     if as_json:
-        show_json({each.title: each.value for each in samples})
+        print_json({each.title: each.value for each in samples})
     else:
-        show_table(("metric", "value"), [(each.title, each.value) for each in samples])
+        print_table(("metric", "value"), [(each.title, each.value) for each in samples])
     return 0
 
 

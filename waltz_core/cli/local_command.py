@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.output import say, show, show_json, show_table
+from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.verbs import VerbFunction, verb
 from waltz_core.config.declarations import LocalConfig
 from waltz_core.config.settings import Loaded, load
@@ -81,10 +81,10 @@ def up(
         port_base=found.port_base,
     )
     began = time.monotonic()
-    connect = cluster.up(found.ready_timeout_ms / 1000, say)
+    connect = cluster.up(found.ready_timeout_ms / 1000, print_error)
     took = time.monotonic() - began
-    say(f"ready in {took:.1f} s; data, configuration and logs are in {cluster.directory}")
-    show(connect)
+    print_error(f"ready in {took:.1f} s; data, configuration and logs are in {cluster.directory}")
+    print_result(connect)
     return 0
 
 
@@ -125,10 +125,10 @@ def status(*, as_json: bool, directory: Path | None) -> int:
     ]
     if as_json:
         members = [dict(zip(("name", "state", "port", "pid"), row, strict=True)) for row in rows]
-        show_json({"connect": cluster.connect, "members": members})
+        print_json({"connect": cluster.connect, "members": members})
     else:
-        show_table(("member", "state", "port", "pid"), rows)
-        show(cluster.connect)
+        print_table(("member", "state", "port", "pid"), rows)
+        print_result(cluster.connect)
     return 0 if all(row[1] == "up" for row in rows) else 1
 
 
@@ -138,5 +138,5 @@ def status(*, as_json: bool, directory: Path | None) -> int:
 def down(*, keep_zookeeper: bool, directory: Path | None) -> int:
     cluster = LocalCluster(Path(_settings(directory).config.directory))
     ended = cluster.down(keep_zookeeper=keep_zookeeper)
-    say(f"stopped {', '.join(ended)}" if ended else "nothing was running")
+    print_error(f"stopped {', '.join(ended)}" if ended else "nothing was running")
     return 0

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import click
 
 from waltz_core import __version__
-from waltz_core.cli.output import say, show
+from waltz_core.cli.output import print_error, print_result
 from waltz_core.cli.verbs import NOT_UNDERSTOOD, LazyVerb, Noun, explained, sentence
 from waltz_core.errors import BadConfig, WaltzError
 
@@ -264,13 +264,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return shell_complete(program, {}, NAME, COMPLETE_VARIABLE, os.environ[COMPLETE_VARIABLE])
     if not words:
-        show(OVERVIEW)
+        print_result(OVERVIEW)
         return NOT_UNDERSTOOD
     try:
         # Loading a verb takes most of a second: ctrl-C is handled from here on.
         return run(words)
     except WaltzError as error:
-        say(f"waltz-core: {error}")
+        print_error(f"waltz-core: {error}")
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -290,7 +290,7 @@ def run(words: list[str]) -> int:
     except click.exceptions.Exit as ended:
         return ended.exit_code
     except click.UsageError as error:
-        say(explained(error))
+        print_error(explained(error))
         return NOT_UNDERSTOOD
 
 

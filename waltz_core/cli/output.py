@@ -19,22 +19,22 @@ _STYLES = {
 }
 
 
-def say(text: str) -> None:
+def print_error(text: str) -> None:
     """Print a line for people on standard error, at once."""
     print(text, file=sys.stderr, flush=True)
 
 
-def show(text: str) -> None:
+def print_result(text: str) -> None:
     """Print a result line on standard output, at once."""
     print(text, flush=True)
 
 
-def show_json(value: object) -> None:
+def print_json(value: object) -> None:
     """Print one JSON value on one line."""
-    show(json.dumps(value, sort_keys=False, default=str))
+    print_result(json.dumps(value, sort_keys=False, default=str))
 
 
-def show_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print rows under titles; numbers to the right, text to the left (rule 3)."""
     texts = [[str(cell) for cell in row] for row in rows]
     right = [
@@ -52,7 +52,7 @@ def show_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
             cell.rjust(width) if to_right else cell.ljust(width)
             for cell, width, to_right in zip(cells, widths, right, strict=True)
         ]
-        show("  ".join(padded).rstrip())
+        print_result("  ".join(padded).rstrip())
 
 
 def _draw_table(

@@ -26,10 +26,10 @@ def begin(*, tls: str | None = None, connect: str | None = None) -> None:
     if tls is not None:
         _PLACE.set(tls)
     else:
-        speak_as(connect or os.environ.get("WALTZ_CONNECT") or "")
+        use_scheme_of(connect or os.environ.get("WALTZ_CONNECT") or "")
 
 
-def speak_as(connect: str) -> None:
+def use_scheme_of(connect: str) -> None:
     """Set the cluster's connect string, once it is known."""
     _PLACE.set(tls_settings.place_in(connect))
 

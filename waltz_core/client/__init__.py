@@ -27,7 +27,7 @@ from waltz_core.client.model.transaction import (
 )
 from waltz_core.client.read.feed_delivery import LATEST
 from waltz_core.client.read.ranges import RangeChunk, RangeRow, ReplicaSet
-from waltz_core.client.stream.appends import BatchOrder
+from waltz_core.client.stream.appends import ReportOrder
 from waltz_core.client.stream.monitor import BatchOutcome
 from waltz_core.client.stream.write_claim import (
     TaskClaim,
@@ -47,7 +47,6 @@ __all__ = [
     "AsyncCallbacks",
     "AsyncTransaction",
     "AsyncWaltzClient",
-    "BatchOrder",
     "BatchOutcome",
     "Callbacks",
     "ClusterInfo",
@@ -60,6 +59,7 @@ __all__ = [
     "RangeRow",
     "Reason",
     "ReplicaSet",
+    "ReportOrder",
     "Serializer",
     "TaskClaim",
     "Transaction",

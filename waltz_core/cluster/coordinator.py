@@ -217,13 +217,13 @@ class Coordinator:
         """Return the same session as a member of another cluster."""
         return Coordinator(self._znodes, root)
 
-    async def delete_cluster(self, tell: Callable[[int, int], None]) -> int:
+    async def delete_cluster(self, on_progress: Callable[[int, int], None]) -> int:
         """Delete every node of the cluster, or its remains; return how many there were.
 
         The caller must know that it is not needed any more. `tell` receives how many nodes of how
         many are deleted.
         """
-        return await delete_tree(self._znodes, self.paths.root, tell)
+        return await delete_tree(self._znodes, self.paths.root, on_progress)
 
     # --- ids
 
@@ -441,7 +441,7 @@ class Coordinator:
 
     async def take_out_server(self, dead: model.ServerDescriptor) -> None:
         """Remove another server whose process is known to be dead, if it is still registered."""
-        await self._membership.take_out(dead)
+        await self._membership.remove_dead(dead)
 
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Give a partition of this process to another server; return False if there is none."""

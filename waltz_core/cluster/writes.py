@@ -159,7 +159,7 @@ class WriteRegistry:
         path = self._path(write, task)
         client_id: ClientId | None = None
         for _ in range(ATTEMPTS_MAX):
-            await self._check_goes_on(write, task)
+            await self._check_continues(write, task)
             node = await self._znodes.get(path)
             if node is None:
                 client_id = await next_client_id() if client_id is None else client_id
@@ -174,7 +174,7 @@ class WriteRegistry:
                 return new
         raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
 
-    async def _check_goes_on(self, write: str, task: int) -> None:
+    async def _check_continues(self, write: str, task: int) -> None:
         state = await self.read(write)
         if state is None:
             raise _over(write, task, "it is over and was removed")
@@ -187,7 +187,7 @@ class WriteRegistry:
         Raises:
             ConnectionSuperseded: it may not; the message states the reason.
         """
-        await self._check_goes_on(write, task)
+        await self._check_continues(write, task)
         path = self._path(write, task)
         node = await self._znodes.get(path)
         found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt

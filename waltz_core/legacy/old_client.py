@@ -93,13 +93,13 @@ class EndConnection:
 
 
 @value(frozen=True, slots=True)
-class Unheard:
+class InexpressibleError:
     """An error that the protocol cannot express, for the server's log."""
 
     text: str
 
 
-OldAnswer: TypeAlias = ClientMessage | Frames | EndConnection | Unheard
+OldAnswer: TypeAlias = ClientMessage | Frames | EndConnection | InexpressibleError
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class _Mount:
     is_ready: bool = False
 
 
-class Original:
+class OldClientAdapter:
     """One connection of a 0.13 client; see the module's rules."""
 
     __slots__ = ("_ended_s", "_ends_soon", "_mounts", "_version")
@@ -151,14 +151,16 @@ class Original:
         self, message: ClientMessage, question: ClientMessage | None, now_s: float
     ) -> OldAnswer | None:
         """Translate the answer to a request."""
-        told = self._told(message, question)
-        if isinstance(told, MountResponse | MountOutcome):
-            partition_id = told.req_id.partition_id
+        answer = self._translated(message, question)
+        if isinstance(answer, MountResponse | MountOutcome):
+            partition_id = answer.req_id.partition_id
             if partition_id not in self._mounts:
                 self._ended_s[partition_id] = now_s
-        return told
+        return answer
 
-    def _told(self, message: ClientMessage, question: ClientMessage | None) -> OldAnswer | None:
+    def _translated(
+        self, message: ClientMessage, question: ClientMessage | None
+    ) -> OldAnswer | None:
         match message:
             case AppendResult():
                 return self._append_ended(message)
@@ -185,7 +187,9 @@ class Original:
         if reason in _ENDS_MOUNT:
             return self._mount_ended(req_id.partition_id)
         if reason is Reason.TOO_LARGE:
-            return Unheard(f"append {req_id} is too large, and the client will keep sending it")
+            return InexpressibleError(
+                f"append {req_id} is too large, and the client will keep sending it"
+            )
         return None  # In the log, or (OVERLOADED) rejected until the client's next flush.
 
     # -----------------------------------------------------------------------------------------
@@ -219,28 +223,28 @@ class Original:
     def _refused(self, question: ClientMessage | None, error: ErrorResponse) -> OldAnswer | None:
         """Translate an error, depending on the request."""
         req_id = error.req_id
-        told: OldAnswer | None = None
+        answer: OldAnswer | None = None
         match question:
             case MountRequest() | FeedRequest():
-                told = self._mount_refused(req_id, error)
+                answer = self._mount_refused(req_id, error)
             case AppendRequest():
                 # If the partition has moved, its feed is rejected as well, which ends the mount.
                 if error.error_code == errors.ChecksumMismatch.code:
-                    told = EndConnection(error.message)
+                    answer = EndConnection(error.message)
             case FlushRequest():
-                told = self._flush_refused(req_id, error)
+                answer = self._flush_refused(req_id, error)
             case HighWaterMarkRequest():
-                told = self._mark_refused(error)
+                answer = self._mark_refused(error)
             case TransactionDataRequest():
                 text = _NOT_HERE if error.error_code in _ELSEWHERE else error.message
-                told = TransactionDataResponse(req_id, question.transaction_id, (None, text))
+                answer = TransactionDataResponse(req_id, question.transaction_id, (None, text))
             case AddPreferredRequest():
-                told = AddPreferredResponse(req_id, is_done=False)
+                answer = AddPreferredResponse(req_id, is_done=False)
             case RemovePreferredRequest():
-                told = RemovePreferredResponse(req_id, is_done=False)
+                answer = RemovePreferredResponse(req_id, is_done=False)
             case _:
-                told = EndConnection(error.message)
-        return told
+                answer = EndConnection(error.message)
+        return answer
 
     def _mount_refused(self, req_id: ReqId, error: ErrorResponse) -> OldAnswer | None:
         mount = self._mounts.get(req_id.partition_id)

@@ -54,16 +54,16 @@ HEADERS_COUNT_MAX = 65_536
 # Feeds of one partition that are kept for readers that continue.
 FEEDS_MAX = 4
 
-_NOBODY = ReqId(ClientId(0), 0, PartitionId(0), 0)  # type: ignore[arg-type]
+_NO_REQUEST = ReqId(ClientId(0), 0, PartitionId(0), 0)  # type: ignore[arg-type]
 
 
-class OriginalReads:
+class OldServerReads:
     """The reads of one client at 0.13 servers."""
 
     def __init__(self, client_ids: ClientIds, links: Links, client_id: int) -> None:
         self._client_ids = client_ids
         self._links = links
-        self._asks_as = client_id  # for data
+        self._data_client_id = client_id  # for data
         self._idle_ids: list[int] = []  # for feeds
         self._sequences = count()
         # Open feeds that a reader may continue, the oldest first.
@@ -103,7 +103,8 @@ class OriginalReads:
         if query.header_values:
             last = query.first
         heads = [
-            RecordHeader(TransactionId(each), _NOBODY, 0) for each in range(query.first, last + 1)
+            RecordHeader(TransactionId(each), _NO_REQUEST, 0)
+            for each in range(query.first, last + 1)
         ]
         return await self._with_data(reader, query, heads, TransactionId(last))
 
@@ -187,7 +188,7 @@ class OriginalReads:
         answer = await reader.link.request(
             messages.TransactionDataResponse,
             lambda req_id: messages.TransactionDataRequest(req_id, transaction_id),
-            client_id=self._asks_as,
+            client_id=self._data_client_id,
             partition_id=reader.partition_id,
             timeout_s=reader.timeout_s,
         )

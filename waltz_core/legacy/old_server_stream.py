@@ -43,7 +43,7 @@ VERSION_MAX: Final = 4  # of the client protocol at 0.13
 # The 0.13 client, too, requests a flush after this time without an outcome.
 FLUSH_AFTER_MS: Final = 5_000
 # A server that does not own a partition (yet) does not answer a request for its mark.
-ASK_AGAIN_MS: Final = 500
+RETRY_MS: Final = 500
 # The limits for the stream; 0.13 names none. Little is in flight, so that the rest waits in the
 # outbox, where an append can still be withdrawn (`outbox.py`).
 BATCH_ROWS_MAX: Final = 10_000
@@ -85,7 +85,7 @@ Effect: TypeAlias = ToServer | ToStream | Prove | CloseLink
 
 class _Phase(Enum):
     IDLE = auto()
-    ASKING = auto()  # for the server's mark
+    REQUESTING = auto()  # for the server's mark
     MOUNTING = auto()
     FLUSHING = auto()
     PROVING = auto()
@@ -112,7 +112,7 @@ class _Flush:
     is_proving: bool = False
 
 
-class OriginalPartition:
+class OldServerPartition:
     """One partition on one connection to a 0.13 server; see the module's docstring."""
 
     def __init__(self, partition_id: PartitionId) -> None:
@@ -123,7 +123,7 @@ class OriginalPartition:
         # The request id of the newest mount, by which the server names its feed.
         self._feed_id: ReqId | None = None
         self._mark = BEFORE_FIRST  # the last transaction of the feed
-        self._asked_ms = 0
+        self._requested_ms = 0
         self._known = BEFORE_FIRST  # the server's mark in its last answer
         self._flush_mark: TransactionId | None = None  # of the mount's flush
         self._proof = 0
@@ -134,7 +134,7 @@ class OriginalPartition:
         self._reading: _Reading | None = None
         self._appends = OldAppends()
         # The row for which the server's mark was requested (rule 6).
-        self._asked_for: ReqId | None = None
+        self._expected_req_id: ReqId | None = None
         self._ahead: OldRow | None = None
         self._flush: _Flush | None = None
         self._flushed_ms = 0
@@ -143,15 +143,15 @@ class OriginalPartition:
     @property
     def wake_at_ms(self) -> int | None:
         """When to call `wake` next."""
-        asked_at_ms, flush_at_ms = self._ask_again_at_ms, self._flush_at_ms
-        if asked_at_ms is None or flush_at_ms is None:
-            return flush_at_ms if asked_at_ms is None else asked_at_ms
-        return min(asked_at_ms, flush_at_ms)
+        request_at_ms, flush_at_ms = self._request_again_at_ms, self._flush_at_ms
+        if request_at_ms is None or flush_at_ms is None:
+            return flush_at_ms if request_at_ms is None else request_at_ms
+        return min(request_at_ms, flush_at_ms)
 
     @property
-    def _ask_again_at_ms(self) -> int | None:
-        is_asked = self._phase is _Phase.ASKING or self._asked_for is not None
-        return self._asked_ms + ASK_AGAIN_MS if is_asked else None
+    def _request_again_at_ms(self) -> int | None:
+        is_requested = self._phase is _Phase.REQUESTING or self._expected_req_id is not None
+        return self._requested_ms + RETRY_MS if is_requested else None
 
     @property
     def _flush_at_ms(self) -> int | None:
@@ -174,7 +174,7 @@ class OriginalPartition:
                 self._read_back(message, connection_sequence)
             case messages.FeedRequest():
                 self._is_granted = True
-                self._ask_feed()
+                self._request_feed()
             case messages.AppendRequest() | messages.AppendBatch():
                 self._append(message, now_ms)
             case _:
@@ -218,9 +218,9 @@ class OriginalPartition:
 
     def wake(self, now_ms: int) -> list[Effect]:
         """Request the mark again, or a flush if a row was in flight for too long."""
-        again_at_ms, flush_at_ms = self._ask_again_at_ms, self._flush_at_ms
+        again_at_ms, flush_at_ms = self._request_again_at_ms, self._flush_at_ms
         if again_at_ms is not None and again_at_ms <= now_ms:
-            self._ask_mark(now_ms)
+            self._request_mark(now_ms)
         if flush_at_ms is not None and flush_at_ms <= now_ms:
             req_id = self._appends.newest
             self._flush = _Flush(req_id, self._appends.sent_count)
@@ -242,19 +242,19 @@ class OriginalPartition:
         # 4).
         self._appends.clear()
         self._proofs.clear()
-        self._flush = self._reading = self._asked_for = self._ahead = self._flush_mark = None
+        self._flush = self._reading = self._expected_req_id = self._ahead = self._flush_mark = None
         self._is_granted = False
         self._mount = mount
         self._run = FeedRun(mount) if mount.wants_feed else None
-        self._phase = _Phase.ASKING
-        self._ask_mark(now_ms)
+        self._phase = _Phase.REQUESTING
+        self._request_mark(now_ms)
 
-    def _ask_mark(self, now_ms: int) -> None:
-        req_id = self._asked_for
+    def _request_mark(self, now_ms: int) -> None:
+        req_id = self._expected_req_id
         if req_id is None:
             assert self._mount is not None
             req_id = self._mount.req_id
-        self._asked_ms = now_ms
+        self._requested_ms = now_ms
         self._to_server(messages.HighWaterMarkRequest(req_id))
 
     def _mark_answered(
@@ -262,7 +262,11 @@ class OriginalPartition:
     ) -> None:
         mark = TransactionId(message.high_water_mark)
         mount = self._mount
-        if mount is not None and self._phase is _Phase.ASKING and message.req_id == mount.req_id:
+        if (
+            mount is not None
+            and self._phase is _Phase.REQUESTING
+            and message.req_id == mount.req_id
+        ):
             if mark < BEFORE_FIRST:
                 self._fail_mount("there is no store session yet")
                 return
@@ -271,8 +275,8 @@ class OriginalPartition:
             self._mark = mark if is_latest else TransactionId(mount.high_water_mark)
             self._phase = _Phase.MOUNTING
             self._send_mount(mount.req_id, self._mark, connection_sequence)
-        elif message.req_id == self._asked_for:
-            self._asked_for = None
+        elif message.req_id == self._expected_req_id:
+            self._expected_req_id = None
             self._known = max(self._known, mark)
             if self._appends.waiting[0].mark > max(self._known, self._mark):  # rule 6
                 self._ahead = self._appends.waiting.popleft()
@@ -364,7 +368,7 @@ class OriginalPartition:
             req_id = message.req_id.to_bytes()
             reading.records += RECORD_HEADER.pack(transaction_id, req_id, message.header)
         # NB: grants overlap where a partition was mounted again, so some come twice.
-        if transaction_id != self._mark + 1 or self._phase in (_Phase.IDLE, _Phase.ASKING):
+        if transaction_id != self._mark + 1 or self._phase in (_Phase.IDLE, _Phase.REQUESTING):
             return
         self._mark = transaction_id
         if self._run is not None:
@@ -377,13 +381,13 @@ class OriginalPartition:
         self._is_suspended = True
         # Rule 8.
         if self._run is None or self._appends.in_flight or self._phase is not _Phase.MOUNTED:
-            self._ask_feed()
+            self._request_feed()
         if self._is_granted:
             assert self._mount is not None
             self._is_granted = False
             self._to_stream(messages.FeedSuspended(self._mount.req_id))
 
-    def _ask_feed(self) -> None:
+    def _request_feed(self) -> None:
         if self._is_suspended and self._feed_id is not None:
             self._is_suspended = False
             self._to_server(messages.FeedRequest(self._feed_id, self._mark))
@@ -402,17 +406,17 @@ class OriginalPartition:
         while (
             appends.may_send
             and self._phase is _Phase.MOUNTED
-            and self._asked_for is None
+            and self._expected_req_id is None
             and self._ahead is None
         ):
             row = appends.waiting[0]
             if row.mark > max(self._mark, self._known):
-                self._asked_for = row.request.req_id
-                self._ask_mark(now_ms)
+                self._expected_req_id = row.request.req_id
+                self._request_mark(now_ms)
                 break
             self._to_server(appends.send(now_ms))
         if appends.in_flight:
-            self._ask_feed()
+            self._request_feed()
 
     def _flushed(self, message: messages.FlushResponse, now_ms: int) -> None:
         mark = TransactionId(message.high_water_mark)

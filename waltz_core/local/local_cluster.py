@@ -56,12 +56,12 @@ STOP_TIMEOUT_S = 10.0
 # Timeout of a start. A process that ends meanwhile is noticed at once; a busy machine takes
 # minutes where an idle one takes seconds.
 READY_S = 300.0
-SAY_EVERY_S = 5.0
+PROGRESS_EVERY_S = 5.0
 ShowLine: TypeAlias = Callable[[str], None]
 PORTS = ("port", "admin_port", "http_port", "quorum_port", "election_port")
 
 
-def _say_nothing(_line: str) -> None:
+def _ignore_line(_line: str) -> None:
     pass
 
 
@@ -241,7 +241,7 @@ class LocalCluster:
 
     # -- commands ---------------------------------------------------------------------------
 
-    def up(self, timeout_s: float = READY_S, say: ShowLine = _say_nothing) -> str:
+    def up(self, timeout_s: float = READY_S, show_line: ShowLine = _ignore_line) -> str:
         """Start all processes that do not run; wait for all servers and for open partitions.
 
         Returns the connect string. `say` gets a line now and then that names what `up` waits for.
@@ -252,13 +252,13 @@ class LocalCluster:
         """
         deadline = time.monotonic() + timeout_s
         try:
-            self._prepare(deadline, say)
+            self._prepare(deadline, show_line)
             with self._exclusive():
                 started = [each for each in self.members if each.process() is None]
                 for member in self.members:
                     self.start(member.name)
-            self._await_ready(deadline, say)
-            self._await_storages(started, deadline, say)
+            self._await_ready(deadline, show_line)
+            self._await_storages(started, deadline, show_line)
         finally:
             self._let_ports_go()
         return self.connect
@@ -274,7 +274,7 @@ class LocalCluster:
         finally:
             self._let_ports_go()
 
-    def _prepare(self, deadline: float, say: ShowLine = _say_nothing) -> None:
+    def _prepare(self, deadline: float, show_line: ShowLine = _ignore_line) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._exclusive():
             self._load_or_create()
@@ -282,7 +282,7 @@ class LocalCluster:
                 self._settle_ports(member)
             for member in self.zookeepers:
                 self.start(member.name)
-            self._create_cluster(deadline, say)
+            self._create_cluster(deadline, show_line)
 
     def add_storage(self) -> Member:
         """Add a storage process, which is not part of the cluster yet.
@@ -565,7 +565,7 @@ class LocalCluster:
         """The file that exists once ZooKeeper has the cluster."""
         return self.directory / "created"
 
-    def _create_cluster(self, deadline: float, say: ShowLine) -> None:
+    def _create_cluster(self, deadline: float, show_line: ShowLine) -> None:
         if self._created.exists():
             return
         storages = [member for member in self.members if member.kind == "storage"]
@@ -579,7 +579,9 @@ class LocalCluster:
         with subprocess.Popen(  # noqa: S603 - our own program and our own arguments
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         ) as creating:
-            output = self._await_creation(creating, say, deadline=time.monotonic() + left + 10)
+            output = self._await_creation(
+                creating, show_line, deadline=time.monotonic() + left + 10
+            )
         if creating.returncode != 0:
             raise Unreachable(
                 f"the cluster could not be created: {output.strip()}\n"
@@ -588,26 +590,26 @@ class LocalCluster:
         self._created.touch()
 
     def _await_creation(
-        self, creating: subprocess.Popen[str], say: ShowLine, *, deadline: float
+        self, creating: subprocess.Popen[str], show_line: ShowLine, *, deadline: float
     ) -> str:
         """Return its output; raises Unreachable as soon as no ZooKeeper can answer it."""
-        next_line = time.monotonic() + SAY_EVERY_S
+        next_line = time.monotonic() + PROGRESS_EVERY_S
         try:
             while time.monotonic() < deadline:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return creating.communicate(timeout=0.1)[1]
                 if time.monotonic() > next_line:
-                    say("waiting for ZooKeeper to create the cluster")
-                    next_line += SAY_EVERY_S
+                    show_line("waiting for ZooKeeper to create the cluster")
+                    next_line += PROGRESS_EVERY_S
                 self._check_alive(self.zookeepers)
             raise Unreachable(f"creating the cluster in {self.directory} timed out")
         finally:
             creating.kill()
 
-    def _await_ready(self, deadline: float, say: ShowLine) -> None:
+    def _await_ready(self, deadline: float, show_line: ShowLine) -> None:
         from waltz_core.client import WaltzClient  # noqa: PLC0415 - costs start-up time
 
-        last, next_line = "no answer yet", time.monotonic() + SAY_EVERY_S
+        last, next_line = "no answer yet", time.monotonic() + PROGRESS_EVERY_S
         while time.monotonic() < deadline:
             self._check_alive(self.members)
             try:
@@ -622,27 +624,27 @@ class LocalCluster:
             except WaltzError as error:
                 last = str(error)
             if time.monotonic() > next_line:
-                say(f"waiting for servers and partitions: {last}")
-                next_line += SAY_EVERY_S
+                show_line(f"waiting for servers and partitions: {last}")
+                next_line += PROGRESS_EVERY_S
             time.sleep(0.05)
         raise Unreachable(
             f"the cluster in {self.directory} was not ready in time: {last}\n"
             f"{self._tail('server-1')}"
         )
 
-    def _await_storages(self, started: list[Member], deadline: float, say: ShowLine) -> None:
+    def _await_storages(self, started: list[Member], deadline: float, show_line: ShowLine) -> None:
         """Wait for started storages, so that one that ends at once is noticed.
 
         A storage that still reads its files at the deadline is not an error. Raises Unreachable.
         """
         host = self._loaded().host
         waiting = [each for each in started if each.kind == "storage"]
-        next_line = time.monotonic() + SAY_EVERY_S
+        next_line = time.monotonic() + PROGRESS_EVERY_S
         while waiting and time.monotonic() < deadline:
             self._check_alive(started)
             if time.monotonic() > next_line:
-                say(f"waiting for {', '.join(each.name for each in waiting)}")
-                next_line += SAY_EVERY_S
+                show_line(f"waiting for {', '.join(each.name for each in waiting)}")
+                next_line += PROGRESS_EVERY_S
             # It listens there only after it has opened its directory and registered.
             waiting = [each for each in waiting if ports.is_free(each.admin_port, host)]
             time.sleep(0.05)

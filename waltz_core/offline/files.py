@@ -189,15 +189,15 @@ def kept_still(path: Path) -> Iterator[None]:
             for name in (ID_NAME, CONTROL_NAME):
                 if (directory / name).exists():
                     file = held.enter_context(OpenFile(directory / name))
-                    _lock_shared(file, directory, is_original=name == CONTROL_NAME)
+                    _lock_shared(file, directory, is_old=name == CONTROL_NAME)
         yield
 
 
-def _lock_shared(file: OpenFile, directory: Path, *, is_original: bool) -> None:
+def _lock_shared(file: OpenFile, directory: Path, *, is_old: bool) -> None:
     # NB: a POSIX lock is released as soon as this process closes any descriptor of the file,
     # also after reading the control file under it. The BSD lock stays.
     try:
-        if is_original:
+        if is_old:
             fcntl.lockf(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB, CONTROL_HEADER_BYTES)
         else:
             fcntl.flock(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -96,8 +96,8 @@ def held_alone(disk: Disk, path: Path) -> Iterator[None]:
                 continue
             file = disk.open(directory / name)
             held.callback(file.close)
-            is_original = name == CONTROL_NAME
-            if not (file.lock_range(0, CONTROL_HEADER_BYTES) if is_original else file.lock_whole()):
+            is_old = name == CONTROL_NAME
+            if not (file.lock_range(0, CONTROL_HEADER_BYTES) if is_old else file.lock_whole()):
                 raise DiskFailed(
                     f"{directory}: expected a storage that is stopped, found {name} locked; "
                     "another process has the directory"

@@ -169,7 +169,7 @@ class ControlSlot(NamedTuple):
     flags: int
     partition: int
     sequence: int
-    original_sequence: int
+    old_sequence: int
     promised: int
     nonce: bytes
     last_session: int
@@ -204,7 +204,7 @@ def slot(data: Bytes, place: int) -> ControlSlot:
     body, wrong = _filled(data, SLOT_BYTES)
     _expect_crc(wrong, body[:-4], int.from_bytes(body[-4:], "big"))
     version, flags, partition, count = struct.unpack_from(">iiii", body, 0)
-    sequence, original = struct.unpack_from(">qq", body, 16)
+    sequence, old_sequence = struct.unpack_from(">qq", body, 16)
     promised, nonce, last_session, mark = struct.unpack_from(">q16sqq", body, 32)
     provisional_session, provisional_mark = struct.unpack_from(">qq", body, 72)
     acked, acked_chain, truncate_to = struct.unpack_from(">q16sq", body, 88)
@@ -229,7 +229,7 @@ def slot(data: Bytes, place: int) -> ControlSlot:
         flags,
         partition,
         sequence,
-        original,
+        old_sequence,
         promised,
         nonce,
         last_session,

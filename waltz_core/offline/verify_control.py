@@ -141,21 +141,21 @@ def belief_of(directory: Path, number: int, control: Control | None, findings: F
         key = control.header.cluster_key
         info = control.entries[number].info if number < len(control.entries) else None
     if current is None:
-        vouched = -1 if info is None else info.local_low_water_mark
-        return Belief(number, key, None, is_adopted=False, vouched=vouched)
+        durable = -1 if info is None else info.local_low_water_mark
+        return Belief(number, key, None, is_adopted=False, durable=durable)
     # The structure that a slot names may be unwritten: only a later session counts (rule 2).
     is_overtaken = info is not None and (
-        info.sequence > current.original_sequence or -1 < current.last_session < info.session
+        info.sequence > current.old_sequence or -1 < current.last_session < info.session
     )
     is_adopted = is_overtaken or _is_unbatched(current)
-    vouched = current.acked
+    durable = current.acked
     if is_overtaken:
         assert info is not None
-        vouched = info.local_low_water_mark
+        durable = info.local_low_water_mark
     if current.flags & TRUNCATE:
-        vouched = min(vouched, current.truncate_to)
+        durable = min(durable, current.truncate_to)
     ends = frozenset({current.acked, current.low_water_mark, current.provisional_mark})
-    return Belief(number, key, current, is_adopted=is_adopted, vouched=vouched, ends=ends)
+    return Belief(number, key, current, is_adopted=is_adopted, durable=durable, ends=ends)
 
 
 def _check_blocks(path: Path, report: InFile) -> None:
@@ -206,11 +206,11 @@ def _check_slots(
 def compare(belief: Belief, entry: ControlEntry | None, seen: LogSeen, findings: Findings) -> None:
     """Report where the log contradicts the control files."""
     info = entry.info if entry is not None else None
-    of_original = findings.in_file(CONTROL_NAME)
+    of_old = findings.in_file(CONTROL_NAME)
     is_unbatched = belief.slot is not None and _is_unbatched(belief.slot)
-    is_the_originals = belief.slot is None or (belief.is_adopted and not is_unbatched)
-    if is_the_originals and info is not None and info.local_low_water_mark > seen.last:
-        of_original.wrong(
+    is_of_old_format = belief.slot is None or (belief.is_adopted and not is_unbatched)
+    if is_of_old_format and info is not None and info.local_low_water_mark > seen.last:
+        of_old.wrong(
             None,
             f"partition {belief.partition}: expected a log up to the low-water mark "
             f"{info.local_low_water_mark}, found it to end at {seen.last}",
@@ -223,7 +223,7 @@ def compare(belief: Belief, entry: ControlEntry | None, seen: LogSeen, findings:
     elif belief.is_adopted:
         report.note(None, "Waltz 0.13 has written here since; the next start adopts its records")
     elif info is not None and info.session != belief.slot.last_session:
-        of_original.note(
+        of_old.note(
             None,
             f"partition {belief.partition}: expected session {belief.slot.last_session}, as in "
             f"the slot, found {info.session}",

@@ -60,7 +60,7 @@ class _LogCheck:
         self._findings = findings
         self._seen = LogSeen()
         self._firsts = firsts_in(directory)
-        self._vouched = belief.vouched
+        self._durable = belief.durable
         self._chain: ChainCheck | None = None
 
     def run(self) -> LogSeen:
@@ -69,12 +69,12 @@ class _LogCheck:
         if not self._firsts:
             return self._seen
         if self._belief.slot is not None or has_batches(self._directory):
-            by_entries = self._vouched_by_entries(self._firsts[-1])
-            self._vouched = max(self._vouched, by_entries, self._passed_batches())
+            by_entries = self._durable_by_entries(self._firsts[-1])
+            self._durable = max(self._durable, by_entries, self._passed_batches())
             slot = self._belief.slot
             if slot is not None and slot.flags & TRUNCATE:
                 # An entry above the cut is true, but does not count after the cut.
-                self._vouched = min(self._vouched, slot.truncate_to)
+                self._durable = min(self._durable, slot.truncate_to)
             self._chain = ChainCheck(
                 self._directory,
                 self._firsts,
@@ -109,30 +109,30 @@ class _LogCheck:
     # ---- what may be torn (rule 1)
 
     def _is_wrong(self, transaction_id: int, segment: int) -> bool:
-        return self._is_synced(transaction_id, segment, self._vouched)
+        return self._is_synced(transaction_id, segment, self._durable)
 
     def _is_index_wrong(self, transaction_id: int, segment: int) -> bool:
         # The index is synced when the marker moves; entries only state that records were synced.
-        return self._is_synced(transaction_id, segment, self._belief.vouched)
+        return self._is_synced(transaction_id, segment, self._belief.durable)
 
-    def _is_synced(self, transaction_id: int, segment: int, vouched: int) -> bool:
+    def _is_synced(self, transaction_id: int, segment: int, durable: int) -> bool:
         """Return whether a segment's bytes of an ID must have been synced."""
         behind = self._firsts[self._firsts.index(segment) + 1 :]
         if behind:
             # The tail of a file that a failed write has ended may be back: that cut is not synced.
             return not self._is_dirty or transaction_id < behind[0]
-        return not self._is_dirty or transaction_id <= vouched
+        return not self._is_dirty or transaction_id <= durable
 
     def _is_wrong_batch(self, transaction_id: int) -> bool:
         # An entry is judged by its IDs alone: at a roll the last one may not have been written.
-        is_torn = self._is_dirty and transaction_id > self._vouched
+        is_torn = self._is_dirty and transaction_id > self._durable
         return not (self._belief.is_adopted or is_torn)
 
     @property
     def _is_dirty(self) -> bool:
         return self._belief.slot is not None and self._belief.slot.is_dirty
 
-    def _vouched_by_entries(self, first: int) -> int:
+    def _durable_by_entries(self, first: int) -> int:
         """Return the last ID that the last segment's entries state as synced before them."""
         path = segment_path(self._directory, first, ".chn")
         if not path.exists():

@@ -50,7 +50,7 @@ class Belief(NamedTuple):
     key: bytes | None
     slot: ControlSlot | None = None
     is_adopted: bool = False
-    vouched: int = -1
+    durable: int = -1
     ends: frozenset[int] = frozenset()
 
 

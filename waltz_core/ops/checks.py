@@ -1,7 +1,7 @@
 """Seven checks of every partition, from ZooKeeper to storages, like `verify` of Waltz 0.13.
 
 `diagnosis.py` reports causes, once; a check fails whatever the cause, and for every affected
-partition. Both judge by `standing.py`.
+partition. Both judge by `condition.py`.
 
 Rules:
     1. A failure names its check and its partitions.
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from waltz_core.cluster.change import changes
 from waltz_core.ops.facts import ClusterFacts, ServerFacts, StorageFacts
-from waltz_core.ops.standing import Lack, PartitionStanding, lack_of
+from waltz_core.ops.condition import Lack, PartitionCondition, lack_of
 from waltz_core.records.record import PartitionId
 
 # check -> its condition, in the order of `verify` of Waltz 0.13
@@ -43,7 +43,7 @@ def failed_checks(found: Sequence[Failed], partition_id: PartitionId) -> set[str
 
 def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed]:
     """Return a sentence for everything that is wrong with the chosen partitions."""
-    standings = [PartitionStanding(cluster, each) for each in chosen]
+    standings = [PartitionCondition(cluster, each) for each in chosen]
     found = [*_of_assignment(cluster, standings)]
     for server in cluster.servers.values():
         found += _of_server(server, standings)
@@ -64,7 +64,7 @@ def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed
 
 
 def _of_assignment(
-    cluster: ClusterFacts, standings: Sequence[PartitionStanding]
+    cluster: ClusterFacts, standings: Sequence[PartitionCondition]
 ) -> Iterator[Failed]:
     chosen = tuple(each.partition_id for each in standings)
     if not cluster.is_settled:
@@ -78,7 +78,7 @@ def _of_assignment(
             yield Failed("assignment", text, (each.partition_id,))
 
 
-def _of_server(server: ServerFacts, standings: Sequence[PartitionStanding]) -> Iterator[Failed]:
+def _of_server(server: ServerFacts, standings: Sequence[PartitionCondition]) -> Iterator[Failed]:
     address, its = server.address, [each for each in standings if each.owner is server]
     if server.trouble:
         owned = tuple(each.partition_id for each in its)
@@ -97,7 +97,7 @@ def _of_server(server: ServerFacts, standings: Sequence[PartitionStanding]) -> I
         yield Failed("connectivity", f"server {address} cannot reach storage {storage}", owned)
 
 
-def _of_storage(storage: StorageFacts, standings: Sequence[PartitionStanding]) -> Iterator[Failed]:
+def _of_storage(storage: StorageFacts, standings: Sequence[PartitionCondition]) -> Iterator[Failed]:
     address, its = storage.address, [each for each in standings if storage.address in each.assigned]
     wanted = tuple(each.partition_id for each in its)
     # A 0.13 storage registers nothing and does not state its identity.
@@ -122,7 +122,7 @@ def _of_storage(storage: StorageFacts, standings: Sequence[PartitionStanding]) -
                 yield Failed("storage", f"{where} {text}", (each.partition_id,))
 
 
-def _lacks(now: PartitionStanding, storage: StorageFacts) -> str:
+def _lacks(now: PartitionCondition, storage: StorageFacts) -> str:
     """Return what keeps a storage from serving a partition; empty if nothing does."""
     held = now.held(storage.address)
     lack = None if held is None else lack_of(held)
@@ -140,7 +140,7 @@ def _lacks(now: PartitionStanding, storage: StorageFacts) -> str:
     return texts[lack]
 
 
-def _of_replicas(now: PartitionStanding) -> Iterator[Failed]:
+def _of_replicas(now: PartitionCondition) -> Iterator[Failed]:
     """Report replicas that the newest session does not count, or that are too few."""
     name, its = f"partition {now.partition_id}", (now.partition_id,)
     if not now.assigned:

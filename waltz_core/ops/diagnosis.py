@@ -32,7 +32,7 @@ from waltz_core.ops.facts import (
     StorageFacts,
 )
 from waltz_core.ops.findings import KINDS, Finding, finding
-from waltz_core.ops.standing import Lack, PartitionStanding, lack_of
+from waltz_core.ops.condition import Lack, PartitionCondition, lack_of
 from waltz_core.records.record import PartitionId, ReplicaId
 
 MIB: Final = 1024 * 1024
@@ -100,7 +100,7 @@ class _Case:
         self.found.append(finding(name, about, connect=self.connect, **fields))
 
     @property
-    def spoken(self) -> str:
+    def scheme_free(self) -> str:
         """The connect string with TLS as in the cluster, except for the file's name."""
         return shlex.quote(str(replace(parse_connect_string(self.facts.connect), tls="FILE")))
 
@@ -236,9 +236,11 @@ class _Cluster:
                 name = "server-silent" if server.is_silent else "server-away"
                 if server.is_shut:
                     name = "server-shut"
-                start, spoken = self._case.start("server", address), self._case.spoken
+                start, scheme_free = self._case.start("server", address), self._case.scheme_free
                 why = server.trouble
-                self._report(name, address, server=address, why=why, start=start, spoken=spoken)
+                self._report(
+                    name, address, server=address, why=why, start=start, scheme_free=scheme_free
+                )
             return
         for storage in server.out_of_reach:
             known = self._cluster.storages.get(storage)
@@ -258,7 +260,7 @@ class _Cluster:
             return
         for server in cluster.servers.values():
             for partition_id in server.preferred:
-                owner = PartitionStanding(cluster, partition_id).owner
+                owner = PartitionCondition(cluster, partition_id).owner
                 if owner is None or owner is server or partition_id not in owner.preferred:
                     continue
                 self._report(
@@ -284,8 +286,10 @@ class _Cluster:
                 name = "storage-starting"
             if storage.is_shut:
                 name = "storage-shut"
-            why, spoken = storage.trouble, self._case.spoken
-            self._report(name, address, storage=address, why=why, start=start, spoken=spoken)
+            why, scheme_free = storage.trouble, self._case.scheme_free
+            self._report(
+                name, address, storage=address, why=why, start=start, scheme_free=scheme_free
+            )
         elif not storage.is_of_cluster:
             self._report("storage-of-another-cluster", address, storage=address, start=start)
         elif storage.storage_id is not None and storage.storage_id != storage.registered_id:
@@ -435,7 +439,7 @@ class _Partition:
         self, case: _Case, cluster: ClusterFacts, whole: _Cluster, partition_id: PartitionId
     ) -> None:
         self._case, self._cluster, self._whole, self._id = case, cluster, whole, partition_id
-        self._now = PartitionStanding(cluster, partition_id)
+        self._now = PartitionCondition(cluster, partition_id)
 
     def look(self) -> None:
         if self._look_at_metadata():
@@ -503,7 +507,7 @@ class _Partition:
         if held.damaged_count:
             self._report("replica-damaged", address, storage=address, count=held.damaged_count)
         if held.is_suspect:
-            if not now.nobody_can_vouch:
+            if not now.has_no_trusted_quorum:
                 self._report("replica-suspect", address, storage=address)
         elif now.is_open and address in now.behind:
             full = storage.room is not None and storage.room.is_full
@@ -535,9 +539,9 @@ class _Partition:
                 start=self._case.start("storage", away[0]) if away else again,
             )
             return False
-        if now.nobody_can_vouch:
+        if now.has_no_trusted_quorum:
             able = count - len(now.suspects)
-            self._report("nobody-can-vouch", count=count, able=able, quorum=now.quorum)
+            self._report("no-trusted-quorum", count=count, able=able, quorum=now.quorum)
             return False
         return len(now.unknown) < now.quorum
 
@@ -574,7 +578,7 @@ class _Partition:
                 "session-of-other-replicas", assigned=assigned, replicas=replicas, **fields
             )
         if facts.mark_trouble:
-            self._report("mark-not-told", why=facts.mark_trouble, **fields)
+            self._report("no-mark", why=facts.mark_trouble, **fields)
         if facts.stamp_ahead_ms is not None and facts.stamp_ahead_ms > CLOCK_MS_MAX:
             seconds = f"{facts.stamp_ahead_ms / 1000:.1f}"
             self._report("clock-of-server", owner.address, seconds=seconds, **fields)

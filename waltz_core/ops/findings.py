@@ -56,7 +56,7 @@ def _row(name: str, sentence: str, command: str) -> tuple[str, str, str]:
 
 
 _START = "{start}"
-_SPEAK = "waltz-core doctor --connect {spoken}"
+_DOCTOR = "waltz-core doctor --connect {scheme_free}"
 _MOVE = "{move}"
 _AT = "--connect {connect} --storage {storage} --partition {partition}"
 _LOOK_AGAIN = "waltz-core doctor --connect {connect}"
@@ -135,7 +135,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "server-shut",
             "the TLS handshake with server {server} fails ({why}): name the cluster's TLS settings "
             "in the connect string (?tls=), or check the server's certificate",
-            _SPEAK,
+            _DOCTOR,
         ),
         _row(
             "server-unreachable",
@@ -181,7 +181,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "storage-shut",
             "the TLS handshake with storage {storage} fails ({why}): name the cluster's TLS "
             "settings in the connect string (?tls=), or check the storage's certificate",
-            _SPEAK,
+            _DOCTOR,
         ),
         _row(
             "storage-hangs",
@@ -309,7 +309,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _START,
         ),
         _row(
-            "nobody-can-vouch",
+            "no-trusted-quorum",
             "partition {partition}: only {able} of {count} replicas have a trusted log, {quorum} "
             "are required. The command lists what could be lost; add --yes to accept the loss",
             "waltz-core cluster accept-replicas {partition} --connect {connect}",
@@ -359,7 +359,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _MOVE,
         ),
         _row(
-            "mark-not-told",
+            "no-mark",
             "partition {partition}: server {server} has an open session, but returns no high-water "
             "mark: {why}",
             _MOVE,

@@ -10,8 +10,8 @@ end, which has the newest ones.
 
 Rules:
     1. A block contains the write and append locks of all transactions first..last, and for each
-       lock the distance of its writer from `last`. With more than `TOLD_APART_MAX` transactions
-       there are no distances ("WLB1"): each lock counts as written by `last`, which is not below
+       lock the distance of its writer from `last`. With more than `DISTANCES_TRANSACTIONS_MAX`
+       transactions there are no distances ("WLB1"): each lock counts as written by `last`, which is not below
        its writer.
     2. The chain is that of the log after `last` (replication/window.py): it covers the whole log up
        to there. If a block contains the log's known chain at `last`, the block belongs to this log,
@@ -45,7 +45,7 @@ TRAILER: Final = ByteLayout(
 )
 _TRAILER: Final = TRAILER.struct
 # Up to this many transactions, a block has the writer of each lock.
-TOLD_APART_MAX: Final = 256
+DISTANCES_TRANSACTIONS_MAX: Final = 256
 _MARK: Final = b"WLB1"
 _MARK_APART: Final = b"WLB2"
 _CRC_BYTES: Final = 4

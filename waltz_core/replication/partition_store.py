@@ -296,7 +296,7 @@ class PartitionStore:
             self._session.woken(now_ms)
         if self._retry_at_ms is not None and self._retry_at_ms <= now_ms:
             self._retry_at_ms = None
-            self._ask_again()
+            self._request_again()
 
     def _release_at_ms(self) -> int | None:
         """Return when to release: another server may reach a quorum (row 18)."""
@@ -364,8 +364,8 @@ class PartitionStore:
         if session.is_settled:
             # Not after a session that only opened: the owner does not know its log.
             self._is_unbroken = True
-            doubt = InDoubt(session.claim.session_id, window.committed, window.last)
-            self._in_doubt = doubt if window.last > window.committed else None
+            in_doubt = InDoubt(session.claim.session_id, window.committed, window.last)
+            self._in_doubt = in_doubt if window.last > window.committed else None
         assert session.opened_ms is not None
         if self._now_ms - session.opened_ms >= self._limits.stable_ms:
             self._failure_count = self._lost_race_count = 0
@@ -392,7 +392,7 @@ class PartitionStore:
         assert self._session is None
         self._forget_question()
         if wait_ms == 0:
-            self._ask_again()
+            self._request_again()
         else:
             self._retry_at_ms = self._now_ms + wait_ms
 
@@ -401,7 +401,7 @@ class PartitionStore:
         self._writing = None
         self._retry_at_ms = None
 
-    def _ask_again(self) -> None:
+    def _request_again(self) -> None:
         """Send the next request: the pause is over."""
         if self._generation is None:
             return
@@ -443,7 +443,7 @@ class PartitionStore:
                 metadata = EMPTY_METADATA if event.metadata is None else event.metadata
                 versions = event.metadata_version, event.marker_version
                 view = View(metadata, versions[0], event.marker, versions[1])
-                self._heard_reading(waiting, view)
+                self._process_reading(waiting, view)
             case MetadataWritten():
                 assert self._writing is not None
                 view = self._writing._replace(
@@ -459,7 +459,7 @@ class PartitionStore:
 
     def _coordinator_away(self, waiting: _Waiting, reason: str) -> None:
         """Repeat the request after a pause; an open session continues."""
-        self._report("coordinator.away", waiting=waiting.name, reason=reason)
+        self._report("coordinator.unavailable", waiting=waiting.name, reason=reason)
         self._view = None
         if waiting is _Waiting.CLAIM:
             self._waiting = _Waiting.CLAIM_CHECK
@@ -474,7 +474,7 @@ class PartitionStore:
             # Other servers probably do not reach ZooKeeper either: releasing would not help.
             self._no_quorum_since_ms = self._now_ms
 
-    def _heard_reading(self, waiting: _Waiting, view: View) -> None:
+    def _process_reading(self, waiting: _Waiting, view: View) -> None:
         self._view = view
         wrote = self._writing
         if waiting is _Waiting.READ:

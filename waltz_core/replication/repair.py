@@ -20,8 +20,8 @@ The steps, each derived from the known state and never twice in flight:
     longer than the mark    own lineage at the mark, and its newest batch -> Cut
     chain differs           the source's chain at the end of this log; if it differs, both lineages,
                             newest first -> Cut to the last common batch end (rule 6)
-    damaged                 Fetch -> Mend; damage below the previous mark blocks nothing: it is
-                            repaired before the mark is set if a source has the records, or later
+    damaged                 Fetch -> FillDamage; damage below the previous mark blocks nothing: it
+                            is repaired before the mark is set if a source has the records, or later
     shorter                 Fetch -> Append
     equal                   SetMark
 """
@@ -91,7 +91,7 @@ class AppendCopy(NamedTuple):
     chain: Chain
 
 
-class Mend(NamedTuple):
+class FillDamage(NamedTuple):
     """Overwrite damaged records with the fetched ones."""
 
     answer: RangeBytes
@@ -105,8 +105,10 @@ class SetMark(NamedTuple):
 
 
 # Whether another replica has the records of a damaged range.
-CanMend: TypeAlias = Callable[[TransactionId, TransactionId], bool]
-RepairStep: TypeAlias = OwnLineage | SourceLineage | Cut | FetchCopy | AppendCopy | Mend | SetMark
+CanFill: TypeAlias = Callable[[TransactionId, TransactionId], bool]
+RepairStep: TypeAlias = (
+    OwnLineage | SourceLineage | Cut | FetchCopy | AppendCopy | FillDamage | SetMark
+)
 
 
 class ReplicaRepair:
@@ -144,17 +146,17 @@ class ReplicaRepair:
     # -----------------------------------------------------------------------------------------
     # the next step
 
-    def next_step(self, goal: Goal, *, can_mend: CanMend) -> RepairStep | None:
+    def next_step(self, goal: Goal, *, can_fill: CanFill) -> RepairStep | None:
         """Return the next step; None when done, or while it must wait for the goal's chain or for
         a replica that has the damaged records.
         """
         if self.is_set:
             return None
-        step = self._step(goal, can_mend=can_mend)
+        step = self._step(goal, can_fill=can_fill)
         self._wants_newest = isinstance(step, Cut) and self.newest is None
         return OwnLineage(self.last, self.last) if self._wants_newest else step
 
-    def _step(self, goal: Goal, *, can_mend: CanMend) -> RepairStep | None:
+    def _step(self, goal: Goal, *, can_fill: CanFill) -> RepairStep | None:
         if self.last > goal.mark:
             return self._shorten(goal.mark)
         if goal.chain is None:
@@ -166,18 +168,18 @@ class ReplicaRepair:
             self._is_aligned = True
         if not self._is_aligned and not self._align():
             return self._align_step()
-        return self._complete(goal.mark, goal.chain, can_mend=can_mend)
+        return self._complete(goal.mark, goal.chain, can_fill=can_fill)
 
-    def mend_step(self, damaged: tuple[TransactionId, TransactionId]) -> RepairStep:
+    def fill_step(self, damaged: tuple[TransactionId, TransactionId]) -> RepairStep:
         """Return the step that repairs damage of a marked replica, possibly above the mark.
 
         The range is one of `damaged`, and another replica has the records.
         """
         assert damaged in self.damaged
-        return self._mend(*damaged)
+        return self._fill(*damaged)
 
     def _complete(
-        self, mark: TransactionId, chain: Chain, *, can_mend: CanMend
+        self, mark: TransactionId, chain: Chain, *, can_fill: CanFill
     ) -> RepairStep | None:
         """The log is a prefix of the goal's: repair damage, complete it, set its mark."""
         assert self.last <= mark
@@ -186,16 +188,16 @@ class ReplicaRepair:
             (first, min(last, self.last)) for first, last in self.damaged if first <= self.last
         ]
         for first, last in self.damaged:
-            if can_mend(first, last):
-                return self._mend(first, last)
-        if any(self._must_mend(last) for _, last in self.damaged):
+            if can_fill(first, last):
+                return self._fill(first, last)
+        if any(self._must_fill(last) for _, last in self.damaged):
             return None
         if self.last < mark:
             return self._copy(mark)
         assert self.chain == chain, "rule 5"
         return SetMark(mark, chain)
 
-    def _must_mend(self, last: TransactionId) -> bool:
+    def _must_fill(self, last: TransactionId) -> bool:
         # Records up to the previous mark are on other replicas, too: they block no session.
         return not self.is_set and last > self._old_mark
 
@@ -244,10 +246,10 @@ class ReplicaRepair:
         self._own = self._source = None
         return self._align_step()
 
-    def _mend(self, first: TransactionId, last: TransactionId) -> RepairStep:
+    def _fill(self, first: TransactionId, last: TransactionId) -> RepairStep:
         if self._fetched is None or self._fetched.first != first:
             return FetchCopy(first, last, whole_batches=False)
-        return Mend(self._fetched)
+        return FillDamage(self._fetched)
 
     def _copy(self, mark: TransactionId) -> RepairStep:
         first = TransactionId(self.last + 1)
@@ -258,7 +260,7 @@ class ReplicaRepair:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def heard_own(self, answer: LineageResponse, *, first: int, last: int) -> None:
+    def own_answered(self, answer: LineageResponse, *, first: int, last: int) -> None:
         """The replica returned its lineage."""
         _check_lineage(answer, first, last)
         if last == self.last and self.newest is None:
@@ -266,7 +268,7 @@ class ReplicaRepair:
         if not self._wants_newest:
             self._own = answer
 
-    def heard_source(self, answer: LineageResponse, *, first: int, last: int) -> None:
+    def source_answered(self, answer: LineageResponse, *, first: int, last: int) -> None:
         """The source returned its lineage."""
         _check_lineage(answer, first, last)
         if self._own is not None:
@@ -309,25 +311,25 @@ class ReplicaRepair:
         """The replica has reported all known damage; a step under way continues."""
         self.damaged = damaged
 
-    def mended(self, step: Mend) -> None:
+    def filled(self, step: FillDamage) -> None:
         """The replica has overwritten damaged records."""
-        mended_first, mended_last = step.answer.first, step.answer.first + step.answer.count - 1
+        filled_first, filled_last = step.answer.first, step.answer.first + step.answer.count - 1
         left: list[tuple[TransactionId, TransactionId]] = []
         for first, last in self.damaged:
-            if first < mended_first:
-                left.append((first, TransactionId(min(last, mended_first - 1))))
-            if mended_last < last:
-                left.append((TransactionId(max(first, mended_last + 1)), last))
+            if first < filled_first:
+                left.append((first, TransactionId(min(last, filled_first - 1))))
+            if filled_last < last:
+                left.append((TransactionId(max(first, filled_last + 1)), last))
         self.damaged, self._fetched = left, None
 
-    def not_mended(self, step: Mend) -> bool:
+    def not_filled(self, step: FillDamage) -> bool:
         """The replica has rejected these records; return whether it needs them before its mark.
 
         It may have reported other damage since. If the range can wait it is ignored until it is
         reported again.
         """
         refused = [one for one in self.damaged if one[0] == step.answer.first]
-        is_needed = any(self._must_mend(last) for _, last in refused)
+        is_needed = any(self._must_fill(last) for _, last in refused)
         if not is_needed:
             self.damaged = [one for one in self.damaged if one not in refused]
         self._fetched = None

@@ -38,8 +38,8 @@ from waltz_core.replication.repair import (
     AppendCopy,
     Cut,
     FetchCopy,
+    FillDamage,
     Goal,
-    Mend,
     OwnLineage,
     RepairStep,
     ReplicaRepair,
@@ -85,7 +85,7 @@ class Repairs:
         self._outbox = outbox
         self._limits = limits
         self._errands: dict[int, StepUnderWay] = {}
-        self._mends_from: dict[ReplicaId, ReplicaId] = {}  # the last source of each replica
+        self._fills_from: dict[ReplicaId, ReplicaId] = {}  # the last source of each replica
         self._ticket = 0
         self._shunned_until_ms: dict[tuple[ReplicaId, ReplicaId], int] = {}
 
@@ -107,7 +107,7 @@ class Repairs:
             if each.stage is ReplicaStage.REPAIRING:
                 self._next_step(each, each.repair, now_ms)
             elif each.repair.damaged:
-                self._next_mend(each, each.repair, now_ms)
+                self._next_fill(each, each.repair, now_ms)
 
     def take_failed(self) -> list[tuple[ReplicaId, str]]:
         """Return, once, the replicas that cannot be repaired, and why."""
@@ -136,11 +136,11 @@ class Repairs:
     def _next_step(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
         assert self.goal is not None
 
-        def can_mend(first: TransactionId, last: TransactionId) -> bool:
+        def can_fill(first: TransactionId, last: TransactionId) -> bool:
             return self._source(each, first, last, now_ms) is not None
 
         try:
-            step = repair.next_step(self.goal, can_mend=can_mend)
+            step = repair.next_step(self.goal, can_fill=can_fill)
         except WaltzError as error:
             self._failed.append((each.replica, str(error)))
             return
@@ -154,12 +154,12 @@ class Repairs:
         elif step is not None:
             self._take(each, step, now_ms)
 
-    def _next_mend(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
+    def _next_fill(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
         """Repair the first damaged range of a marked replica for which there is a source."""
         assert each.is_marked
         for damaged in repair.damaged:
             if self._source(each, *damaged, now_ms) is not None:
-                self._take(each, repair.mend_step(damaged), now_ms)
+                self._take(each, repair.fill_step(damaged), now_ms)
                 return
 
     def _contradicts(self, repair: ReplicaRepair) -> bool:
@@ -182,7 +182,7 @@ class Repairs:
                     (*_records(answer), *_lineage(answer)),
                     now_ms,
                 )
-            case Mend(answer):
+            case FillDamage(answer):
                 self._ask(each, each, step, messages.Repair, _records(answer), now_ms)
             case SetMark(mark, chain):
                 self._ask(each, each, step, messages.SetLowWaterMark, (mark, chain), now_ms)
@@ -291,15 +291,15 @@ class Repairs:
         self._shun(ticket, each.replica, reason, now_ms)
         return True
 
-    def mend_refused(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
+    def fill_rejected(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
         """Return whether a replica rejected the repair of damage; it continues (rule 6)."""
         errand = self._errands.get(ticket)
-        if errand is None or not isinstance(errand.step, Mend):
+        if errand is None or not isinstance(errand.step, FillDamage):
             return False
         assert each.repair is not None
-        if each.repair.not_mended(errand.step):
+        if each.repair.not_filled(errand.step):
             # The records may be bad: another source may have better ones.
-            self._shun(ticket, self._mends_from[each.replica], reason, now_ms)
+            self._shun(ticket, self._fills_from[each.replica], reason, now_ms)
         else:
             self._drop(ticket)
         return True
@@ -378,17 +378,17 @@ class Repairs:
         if isinstance(step, FetchCopy):
             assert isinstance(answer, messages.RangeBytes)
             repair.fetched(answer, step)
-            self._mends_from[wanting.replica] = asked
+            self._fills_from[wanting.replica] = asked
         else:
             assert isinstance(answer, messages.LineageResponse)
-            repair.heard_source(answer, first=step.first, last=step.last)
+            repair.source_answered(answer, first=step.first, last=step.last)
 
     def _done(self, each: ReplicaSession, step: RepairStep, answer: StorageMessage) -> None:
         repair = each.repair
         assert repair is not None
         if isinstance(answer, messages.LineageResponse):
             assert isinstance(step, OwnLineage)
-            repair.heard_own(answer, first=step.first, last=step.last)
+            repair.own_answered(answer, first=step.first, last=step.last)
         elif isinstance(answer, messages.Appended):
             assert isinstance(step, AppendCopy)
             expected = step.answer.first + step.answer.count - 1
@@ -418,10 +418,10 @@ class Repairs:
         last, chain = TransactionId(answer.synced_max), Chain(bytes(answer.chain))
         if isinstance(step, Cut):
             repair.cut(last, chain, step)
-        elif isinstance(step, Mend):
-            repair.mended(step)
+        elif isinstance(step, FillDamage):
+            repair.filled(step)
             first, count = TransactionId(step.answer.first), step.answer.count
-            self._report("replica.mended", each, [(first, TransactionId(first + count - 1))])
+            self._report("replica.repaired", each, [(first, TransactionId(first + count - 1))])
         else:
             assert isinstance(step, SetMark)
             if (last, chain) != step:

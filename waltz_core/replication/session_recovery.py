@@ -159,7 +159,7 @@ class Recovery:
         """
         return self.origin is not Origin.RECORDED or replica in self.engaged
 
-    def heard(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
+    def answered(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
         """Process a replica's answer to PREPARE."""
         if replica not in self.engaged:
             return  # It was not in the last session, so it has nothing above its closing mark.

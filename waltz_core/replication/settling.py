@@ -46,15 +46,15 @@ class Settling:
                 LineageRequest, self._mark, self._mark, now_ms=now_ms, ticket=SETTLING
             )
             return
-        doubt = self._claim.in_doubt
-        if doubt is None:
+        in_doubt = self._claim.in_doubt
+        if in_doubt is None:
             self._settle(self._mark)
-        elif min(doubt.last, self._mark) <= doubt.committed:
-            self._settle(doubt.committed)
+        elif min(in_doubt.last, self._mark) <= in_doubt.committed:
+            self._settle(in_doubt.committed)
         else:
-            self._ask_doubtful(min(doubt.last, self._mark), now_ms)
+            self._request_unresolved(min(in_doubt.last, self._mark), now_ms)
 
-    def heard(self, each: ReplicaSession, answer: LineageResponse, now_ms: int) -> None:
+    def answered(self, each: ReplicaSession, answer: LineageResponse, now_ms: int) -> None:
         """Process an answer; the next query or the outcome follows.
 
         Raises:
@@ -66,27 +66,27 @@ class Settling:
                 f"storage {each.replica}: expected a lineage with batches, found none"
             )
         if any(entry.session_id == MADE_UP for entry in answer.lineage):
-            self._ask_the_next(each, now_ms)
+            self._request_next(each, now_ms)
             return
         if self._stamp_ms is None:
             self._stamp_ms = answer.lineage[-1].stamp_ms
             self.begin(now_ms)
             return
-        doubt = self._claim.in_doubt
-        assert doubt is not None
+        in_doubt = self._claim.in_doubt
+        assert in_doubt is not None
         self._doubtful[:0] = answer.lineage
         first = self._doubtful[0].first
-        if first > doubt.committed + 1:
-            self._ask_doubtful(TransactionId(first - 1), now_ms)
+        if first > in_doubt.committed + 1:
+            self._request_unresolved(TransactionId(first - 1), now_ms)
             return
-        last = doubt.committed
+        last = in_doubt.committed
         for entry in self._doubtful:
-            if entry.session_id != doubt.session_id:
+            if entry.session_id != in_doubt.session_id:
                 break
             last = TransactionId(max(last, entry.last))
-        self._settle(min(last, doubt.last, self._mark))
+        self._settle(min(last, in_doubt.last, self._mark))
 
-    def _ask_the_next(self, each: ReplicaSession, now_ms: int) -> None:
+    def _request_next(self, each: ReplicaSession, now_ms: int) -> None:
         del self._replicas[0]
         self._doubtful.clear()
         if not self._replicas:
@@ -96,7 +96,7 @@ class Settling:
             )
         self.begin(now_ms)
 
-    def _ask_doubtful(self, last: TransactionId, now_ms: int) -> None:
+    def _request_unresolved(self, last: TransactionId, now_ms: int) -> None:
         assert self._claim.in_doubt is not None
         first = self._claim.in_doubt.committed + 1
         self._replicas[0].ask(LineageRequest, first, last, now_ms=now_ms, ticket=SETTLING)

@@ -443,7 +443,7 @@ class StoreSession:
                 self._proving.vote(request.ticket, each.replica)
             case messages.LineageResponse() if request.ticket == SETTLING:
                 assert self._settling is not None
-                self._settling.heard(each, answer, now_ms)
+                self._settling.answered(each, answer, now_ms)
                 self._note_settled()
             case messages.ReplicaEnd() if isinstance(request.message, messages.Engage):
                 pass
@@ -466,8 +466,8 @@ class StoreSession:
             self.end(Ending(Cause.FENCED, reason, each.replica))
         elif is_same and isinstance(request.message, messages.Prepare):
             self._met_rival(each, reason, now_ms)
-        elif self.repairs.mend_refused(request.ticket, each, reason, now_ms):
-            self._report("replica.not_mended", replica=each.replica, reason=reason)
+        elif self.repairs.fill_rejected(request.ticket, each, reason, now_ms):
+            self._report("replica.repair_rejected", replica=each.replica, reason=reason)
         elif not self.repairs.source_refused(request.ticket, each, reason, now_ms):
             self._refuse(each, reason, now_ms, error_code=nack.error_code)
 
@@ -497,7 +497,7 @@ class StoreSession:
             else:
                 self._refuse(each, reason, now_ms)
             return
-        self.recovery.heard(each.replica, answer, registered)
+        self.recovery.answered(each.replica, answer, registered)
         if each.replica in self.recovery.unknown:
             self._report("replica.unknown", replica=each.replica, last=answer.synced_max)
         each.stage = ReplicaStage.REPAIRING

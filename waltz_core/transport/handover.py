@@ -40,7 +40,7 @@ _ROOT: Final = 0
 Open = Callable[[bytes], Awaitable[int]]
 
 
-async def offer(name: str, question_bytes: int, open_asked: Open) -> None:
+async def offer(name: str, question_bytes: int, open_requested: Open) -> None:
     """Serve files under this name until cancelled.
 
     Returns if that is not possible here: then readers use the storage's connection.
@@ -63,10 +63,10 @@ async def offer(name: str, question_bytes: int, open_asked: Open) -> None:
                     caller, _ = await _accept(listening)
                 except OSError as error:  # too many open files, or the caller has disconnected
                     room.release()
-                    _log.warning("handover.not_let_in name=%s error=%s", name, error)
+                    _log.warning("handover.rejected name=%s error=%s", name, error)
                     await asyncio.sleep(PAUSE_S)
                     continue
-                answering = callers.create_task(_answer(caller, question_bytes, open_asked))
+                answering = callers.create_task(_answer(caller, question_bytes, open_requested))
                 answering.add_done_callback(lambda _: room.release())
 
 
@@ -114,7 +114,7 @@ def take(name: str, question: bytes, *, timeout_s: float) -> int:
         return descriptors[0]
 
 
-async def _answer(caller: socket.socket, question_bytes: int, open_asked: Open) -> None:
+async def _answer(caller: socket.socket, question_bytes: int, open_requested: Open) -> None:
     """Apply rule 2; a connection without a request in time gets no answer."""
     loop = asyncio.get_running_loop()
     with closing(caller):
@@ -131,14 +131,14 @@ async def _answer(caller: socket.socket, question_bytes: int, open_asked: Open) 
                         return
                     question += part
             # NB: not under the timeout: a file that a thread opens after it would never be closed.
-            descriptor = await open_asked(question)
+            descriptor = await open_requested(question)
         except (WaltzError, OSError, TimeoutError) as error:
             _log.info("handover.refused error=%s", error)
             return
         try:
             socket.send_fds(caller, [_HERE], [descriptor])
         except OSError as error:  # the caller has disconnected meanwhile
-            _log.info("handover.not_taken error=%s", error)
+            _log.info("handover.failed error=%s", error)
         finally:
             os.close(descriptor)
 
@@ -148,8 +148,8 @@ def _trusted() -> tuple[int, int]:
 
 
 def _user_of(other: socket.socket) -> int:
-    told = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(told)[1])
+    failure_text = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(failure_text)[1])
 
 
 def _abstract(name: str) -> str:

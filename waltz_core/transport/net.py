@@ -117,10 +117,10 @@ async def dial(
             raise Unreachable(f"{address}: no connection and hello within {timeout_s} s") from error
         except OSError as error:
             kind = TlsMismatch if isinstance(error, SSLError) else Unreachable
-            raise kind(f"{address}: {tls.told(error)}") from error
+            raise kind(f"{address}: {tls.failure_text(error)}") from error
     except BaseException as error:
         if isinstance(error, TlsMismatch):
-            tls.tell(address, str(error).removeprefix(f"{address}: "))
+            tls.log_failure(address, str(error).removeprefix(f"{address}: "))
         # NB: a caller may be cancelled when the link is ready already; only this code knows it.
         link.abort("the dial was cancelled")
         raise
@@ -446,7 +446,7 @@ class Link:
         if self.closed_reason is None:
             self.closed_reason = f"connection lost: {error}" if error else "closed by the peer"
             if isinstance(error, SSLError):
-                self.closed_reason, self._has_tls_failed = tls.told(error), True
+                self.closed_reason, self._has_tls_failed = tls.failure_text(error), True
             if isinstance(error, TimeoutError):  # the kernel's own probes of an idle connection
                 _log.warning("net.peer_silent peer=%s error=%s", self.address, error)
         self._set_timer(None, None)
@@ -477,7 +477,7 @@ class Link:
             if str(failed) != FOUND_TLS:
                 _log.warning("net.protocol peer=%s error=%s", self.address, failed)
             elif self._is_listener:  # a dialer gets an exception
-                tls.tell(self.address.rpartition(":")[0], FOUND_TLS)
+                tls.log_failure(self.address.rpartition(":")[0], FOUND_TLS)
             self.abort(str(failed))
 
     def _hello_received(self) -> None:

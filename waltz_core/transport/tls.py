@@ -143,7 +143,7 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
     return context
 
 
-def tell(peer: str, failure: str) -> None:
+def log_failure(peer: str, failure: str) -> None:
     """Log why a handshake with a peer failed (rule 6); `peer` is a host if its ports vary."""
     now_s = time.monotonic()
     if now_s < _NEWS.get((peer, failure), -NEWS_AGAIN_S) + NEWS_AGAIN_S:
@@ -169,7 +169,7 @@ def place_in(connect: str) -> str:
     return parse_connect_string(connect).tls if "tls=" in connect else ""
 
 
-def told(error: Exception) -> str:
+def failure_text(error: Exception) -> str:
     """Return the text for an error of a handshake, or after it."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the peer's certificate is not accepted: {error.verify_message}"
@@ -224,13 +224,13 @@ def _words(reason: str) -> str:
 
 def _effective(config: TlsConfig, place: str) -> TlsConfig | None:
     """Return the effective settings (rule 1); None: no TLS."""
-    said = _read(ON if place == UNVERIFIED and config.tls_authorities else place)
+    value = _read(ON if place == UNVERIFIED and config.tls_authorities else place)
     given = {
         each.name: getattr(config, each.name)
         for each in fields(TlsConfig)
         if getattr(config, each.name) != each.default
     }
-    chosen = replace(said, **given)
+    chosen = replace(value, **given)
     if chosen.tls == ON:
         return chosen
     if not chosen.tls and given:
@@ -287,7 +287,7 @@ def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
             with contextlib.suppress(ssl.SSLWantReadError):
                 end.do_handshake()
     except ssl.SSLError as error:  # also for a key of a kind that peers do not accept
-        reason = told(error)
+        reason = failure_text(error)
         if isinstance(error, ssl.SSLCertVerificationError):
             reason = error.verify_message
         _log.error(

@@ -84,19 +84,19 @@ class TlsPort:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             if self._handshakes_count >= HANDSHAKES_MAX:
-                tls.tell(address[0], f"{self._handshakes_count} handshakes are in progress")
+                tls.log_failure(address[0], f"{self._handshakes_count} handshakes are in progress")
                 accepted.close()
                 continue
             self._handshakes_count += 1
-            tasks.create_task(self._shake_hands(accepted, address[0]))
+            tasks.create_task(self._handshake(accepted, address[0]))
 
-    async def _shake_hands(self, accepted: socket.socket, host: str) -> None:
-        telling: socket.socket | None = None
+    async def _handshake(self, accepted: socket.socket, host: str) -> None:
+        duplicate: socket.socket | None = None
         is_handed_over = False
         try:
             if await self._begins_with_handshake(accepted, host):
                 # The loop closes its transport before it reports a failure; this socket stays open.
-                telling = accepted.dup()
+                duplicate = accepted.dup()
                 is_handed_over = True
                 await self._loop.connect_accepted_socket(
                     self._make_protocol,
@@ -105,23 +105,23 @@ class TlsPort:
                     ssl_handshake_timeout=HANDSHAKE_S_MAX,
                 )
         except TimeoutError:
-            tls.tell(host, f"no handshake within {HANDSHAKE_S_MAX} s")
+            tls.log_failure(host, f"no handshake within {HANDSHAKE_S_MAX} s")
         except ConnectionResetError:
-            tls.tell(
+            tls.log_failure(
                 host,
                 "it disconnected during the handshake: perhaps it does not accept the certificate",
             )
         except OSError as error:
-            tls.tell(host, tls.told(error))
-            if telling is not None:
+            tls.log_failure(host, tls.failure_text(error))
+            if duplicate is not None:
                 with contextlib.suppress(OSError):
-                    telling.send(tls.alert_of(error))
+                    duplicate.send(tls.alert_of(error))
         except Exception:  # noqa: BLE001 - one connection must not end the port
             _log.exception("tls.failed peer=%s", host)
         finally:
             self._handshakes_count -= 1
-            if telling is not None:
-                telling.close()
+            if duplicate is not None:
+                duplicate.close()
             if not is_handed_over:
                 accepted.close()
 
@@ -141,7 +141,7 @@ class TlsPort:
             return False
         if not first or first[0] == tls.HANDSHAKE:
             return bool(first)
-        tls.tell(host, "expected TLS, found plain TCP")
+        tls.log_failure(host, "expected TLS, found plain TCP")
         accepted.recv(64 * 1024)  # with unread bytes the system would drop the alert
         accepted.send(tls.REFUSAL)
         return False

@@ -95,7 +95,7 @@ class Operator:
                 service = self._storage.service
                 is_served = service is not None and errand.partition_id in service.partitions
                 return upkeep.facts_of(self._engine, errand.partition_id, is_served=is_served)
-            case errands.FindStanding():
+            case errands.FindZooKeeperView():
                 return self._standing()
             case _:
                 raise BadRequest(f"the simulator's operator does not support {errand}")

@@ -101,7 +101,7 @@ class Rescue:
         newest = NO_SESSION
         for _ in range(ATTEMPTS_MAX):
             self._claim(newest)
-            await self._hear()
+            await self._query()
             nacks = [each for each in self._heard.values() if isinstance(each, Nack)]
             newest = SessionId(max((each.promised for each in nacks), default=NO_SESSION))
             if newest < self._session_id:
@@ -124,7 +124,7 @@ class Rescue:
         self._versions = coordinator.metadata_version, coordinator.marker_version
         self._passed("claim")
 
-    async def _hear(self) -> None:
+    async def _query(self) -> None:
         """Query every storage for its log, in the session."""
         identity = (NO_STORAGE_ID, self._cluster.key, 1)
         prepare = Prepare(self._session_id, 1, self._partition_id, self._nonce, *identity)
@@ -153,7 +153,7 @@ class Rescue:
                 logs,
                 groups={},
                 replica_count=len(self._cluster.replicas),
-                unheard=[each for each in self._heard if each not in prepared],
+                unanswered=[each for each in self._heard if each not in prepared],
             )
         else:
             self._passed("fence")
@@ -166,9 +166,9 @@ class Rescue:
             log = logs[self._accepted]
             verdict = RebuildDecision(self._partition_id, self._accepted, log, members)
         declared = verdict.declared_in(self._session_id)
-        hands = _Hands(self, declared, prepared[verdict.source])
+        operations = _DeclareOperations(self, declared, prepared[verdict.source])
         generation = self._cluster.coordinator.assignment.generation
-        await rebuilding.declare(declared.metadata(generation, self._session_id), hands)
+        await rebuilding.declare(declared.metadata(generation, self._session_id), operations)
         if self._accepted is not None:
             await self._add(verdict.members[2:])
         return verdict
@@ -239,7 +239,7 @@ class Rescue:
         sound = [
             each
             for each, log in logs.items()
-            if log.can_vouch and not cluster.budget.has_lost(cluster.storages[each])
+            if log.is_trusted and not cluster.budget.has_lost(cluster.storages[each])
         ]
         engaged = [each for each in sound if cluster.budget.is_engaged(cluster.storages[each])]
         is_whole = accepted in sound or not cluster.budget.has_rot(cluster.storages[accepted])
@@ -250,7 +250,7 @@ class Rescue:
         return is_run_again or len(engaged) >= quorum_size(len(metadata.states))
 
 
-class _Hands:
+class _DeclareOperations:
     """See `rebuilding.Hands`."""
 
     def __init__(self, rescue: Rescue, verdict: RebuildDecision, source: Prepared) -> None:

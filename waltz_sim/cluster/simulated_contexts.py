@@ -413,7 +413,7 @@ class _Directory:
         """See `Directory`."""
         return await self.owner(partition_id, after_failure=True)
 
-    def doubt(self) -> None:
+    def mark_suspect(self) -> None:
         """See `Directory`."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:

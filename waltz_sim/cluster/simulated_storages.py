@@ -311,7 +311,7 @@ class SimStorage(Process):
     def is_scrubbing(self) -> bool:
         """Whether a requested scrub is still running."""
         states = () if self.service is None else self.service.scrub_states(self.now_ms)
-        return any(each.is_asked for each in states)
+        return any(each.is_requested for each in states)
 
     # ---- links
 

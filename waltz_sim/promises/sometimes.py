@@ -38,7 +38,7 @@ SOMETIMES: Final = (
     "doubt in the log",
     "replica.refused",
     "session.abandoned",
-    "coordinator.away",
+    "coordinator.unavailable",
     "locks.refilled",
     "locks.refilled_in_part",
     "released",

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from waltz_core.client import BatchOrder, BatchOutcome, Reason
+from waltz_core.client import BatchOutcome, Reason, ReportOrder
 from waltz_core.errors import BadRequest, ClientAhead, NoSpace, TooLarge, Unavailable, WaltzError
 from waltz_core.records.batches import encode_append_arrow
 from waltz_spark.options import WriteOptions
@@ -67,7 +67,7 @@ class BatchClient(Protocol):
         row_count: int,
         *,
         client_high_water_mark: int,
-        order: BatchOrder,
+        order: ReportOrder,
     ) -> "Future[BatchOutcome]":
         """Send one append batch; once one of `order` has lost rows, later ones are lost, too."""
 
@@ -144,7 +144,7 @@ class _Lane:
     again: list[_Chunk] = field(default_factory=list)
     refused: "deque[_Waiting]" = field(default_factory=deque)
     anew: "deque[_Chunk]" = field(default_factory=deque)
-    order: BatchOrder = field(default_factory=BatchOrder)
+    order: ReportOrder = field(default_factory=ReportOrder)
     failing_since: float | None = None
     failures: int = 0
     last_failure: str = ""
@@ -307,7 +307,7 @@ class Appender:
                 raise kind(f"partition {chunk.partition}: {told}")
         lost = np.isin(reasons, [int(reason) for reason in _SEND_AGAIN])
         if lost.any():
-            lane.order.seen += 1
+            lane.order.processed_count += 1
             lane.again.append(chunk.take(np.flatnonzero(lost)))
             lane.last_failure = Reason(int(reasons[lost][0])).name
         elif not lane.again:

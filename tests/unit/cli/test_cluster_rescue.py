@@ -70,10 +70,10 @@ def test_nothing_is_accepted_where_a_quorum_is_trusted(logs, is_rolled_back, is_
     view = SimpleNamespace(
         metadata=PartitionMetadata(1, 8, states), marker=PartitionMarker(MarkerState.OPEN)
     )
-    heard = SimpleNamespace(view=view, logs=logs, is_rolled_back=is_rolled_back)
+    answered = SimpleNamespace(view=view, logs=logs, is_rolled_back=is_rolled_back)
     refusal = pytest.raises(BadRequest, match="expected fewer than 2 of 3") if is_refused else None
     with refusal or contextlib.nullcontext():
-        cluster_rescue._check_needed(0, heard)
+        cluster_rescue._check_needed(0, answered)
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
@@ -81,12 +81,12 @@ def test_a_rebuilding_that_waits_may_be_decided(is_waiting):
     state = ReplicaState(NO_SESSION if is_waiting else 7, BEFORE_FIRST)
     metadata = PartitionMetadata(1, 8, dict.fromkeys((A, B, C), state))
     view = SimpleNamespace(metadata=metadata, marker=PartitionMarker(MarkerState.OPEN))
-    heard = SimpleNamespace(view=view, logs={A: log(), B: log(last=50)}, is_rolled_back=False)
+    answered = SimpleNamespace(view=view, logs={A: log(), B: log(last=50)}, is_rolled_back=False)
     if is_waiting:
-        assert cluster_rescue._check_needed(0, heard) is None
+        assert cluster_rescue._check_needed(0, answered) is None
     else:
         with pytest.raises(BadRequest, match="nothing was changed"):
-            cluster_rescue._check_needed(0, heard)
+            cluster_rescue._check_needed(0, answered)
 
 
 class Died(Exception):
@@ -107,16 +107,16 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
             raise Died
 
     metadata = SimpleNamespace(generation=1)
-    heard = SimpleNamespace(
+    answered = SimpleNamespace(
         session=cluster_rescue.Session(8, bytes(16)),
         view=SimpleNamespace(metadata=metadata, versions=None),
-        told={A: None},
+        prepared={A: None},
         links={A: Link()},
         logs={A: log()},
     )
     command = SimpleNamespace(coordinator=Coordinator())
     with pytest.raises(Died):
-        asyncio.run(cluster_rescue._declare(command, 0, heard, A))
+        asyncio.run(cluster_rescue._declare(command, 0, answered, A))
     assert not marked
 
 

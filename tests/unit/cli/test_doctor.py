@@ -11,7 +11,7 @@ import pytest
 from tests.certificates import make
 from tests.unit.ops.test_diagnosis import ONE, A, B, healthy
 from waltz_core.cli.doctor import doctor_command
-from waltz_core.cli.doctor.doctor_probes import _Asked, gather, mode_of
+from waltz_core.cli.doctor.doctor_probes import _ProbeCounter, gather, mode_of
 from waltz_core.cli.main import main
 from waltz_core.ops.diagnosis import diagnose
 from waltz_core.ops.facts import Facts
@@ -138,7 +138,7 @@ def test_who_is_still_waited_for_is_told_as_the_others_answer():
         return "quick"
 
     async def ask():
-        asked = _Asked(lambda *each: told.append(each))
+        asked = _ProbeCounter(lambda *each: told.append(each))
         async with asyncio.TaskGroup() as tasks:
             first = tasks.create_task(asked.one("server a:1", slow()))
             await tasks.create_task(asked.one("storage b:1", quick()))

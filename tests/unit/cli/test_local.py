@@ -19,7 +19,7 @@ def test_a_local_cluster_is_what_file_environment_and_flags_say(tmp_path, monkey
         def exists(self):
             return False
 
-        def up(self, timeout_s, say):
+        def up(self, timeout_s, show_line):
             made.append(timeout_s)
             raise BadConfig("enough")
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from waltz_core.cli import progress
-from waltz_core.cli.output import show_table
+from waltz_core.cli.output import print_table
 from waltz_core.cli.progress import ProgressLine
 
 TABLE = (("partition", "state"), [(0, "ok"), (12, "FAILED"), (3, "[red]?")])
@@ -31,7 +31,7 @@ def terminal(monkeypatch):
 
 
 def test_a_table_for_a_program_is_plain_text(capsys):
-    show_table(*TABLE)
+    print_table(*TABLE)
     assert capsys.readouterr().out == (
         "partition  state\n        0  ok\n       12  FAILED\n        3  [red]?\n"
     )
@@ -39,7 +39,7 @@ def test_a_table_for_a_program_is_plain_text(capsys):
 
 def test_a_table_on_a_terminal_has_states_in_colour(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
-    show_table(*TABLE)
+    print_table(*TABLE)
     shown = terminal.getvalue()
     assert "\x1b[32mok" in shown
     assert "\x1b[31mFAILED" in shown
@@ -49,15 +49,15 @@ def test_a_table_on_a_terminal_has_states_in_colour(terminal, monkeypatch):
 def test_no_colour_is_shown_where_none_is_wanted(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("NO_COLOR", "1")
-    show_table(*TABLE)
+    print_table(*TABLE)
     assert "FAILED" in terminal.getvalue()
     assert "\x1b[3" not in terminal.getvalue()
 
 
 def test_plain_output_does_not_import_rich():
     code = (
-        "import sys; from waltz_core.cli.output import show_table; import waltz_core.cli.progress;"
-        "show_table(['a'], [[1]]); print('rich' in sys.modules)"
+        "import sys; from waltz_core.cli.output import print_table; import waltz_core.cli.progress;"
+        "print_table(['a'], [[1]]); print('rich' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert ran.stdout.splitlines()[-1] == "False"
@@ -72,7 +72,7 @@ def test_progress_is_shown_on_a_terminal_after_a_while_and_then_gone(
 
     async def work():
         with ProgressLine() as line:
-            line.show(1, 4, "waiting for a storage")
+            line.print_result(1, 4, "waiting for a storage")
             for _ in range(10):  # turns of the loop, in which a timer that is due runs
                 await asyncio.sleep(0)
         return line.awaited
@@ -86,7 +86,7 @@ def test_progress_is_shown_on_a_terminal_after_a_while_and_then_gone(
 def test_progress_in_a_file_is_nothing(capsys):
     async def work():
         with ProgressLine() as line:
-            line.show(1, 4, "waiting")
+            line.print_result(1, 4, "waiting")
 
     asyncio.run(work())
     assert capsys.readouterr() == ("", "")

@@ -46,7 +46,7 @@ def test_an_option_says_it_for_who_has_an_address_only(told, tmp_path):
 
 def test_a_cluster_that_is_found_out_later_says_it(told):
     def find_out():
-        own_transport.speak_as(f"{PLACE}?tls=unverified")
+        own_transport.use_scheme_of(f"{PLACE}?tls=unverified")
         return own_transport.ssl()
 
     assert contextvars.copy_context().run(find_out).verify_mode is ssl.CERT_NONE

@@ -9,7 +9,7 @@ from tests.patience import HANG_S
 from tests.unit.client.stories import PARTITION
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FollowedState
-from waltz_core.client.stream.appends import Appends, AppendWindow, BatchOrder, PendingRow
+from waltz_core.client.stream.appends import Appends, AppendWindow, PendingRow, ReportOrder
 from waltz_core.client.stream.monitor import BatchOutcome
 from waltz_core.records.batches import decode_append
 from waltz_core.records.record import SessionId
@@ -168,7 +168,7 @@ def test_a_batch_waits_behind_what_is_held_back(monkeypatch):
         author = Author()
         author.append()
         author.lose(1)
-        author.append_batch(BatchOrder())
+        author.append_batch(ReportOrder())
         author.append()
         assert len(author.sent) == 1
         await until(lambda: len(author.sent) == 4)
@@ -181,11 +181,11 @@ def test_a_batch_that_waits_ends_when_nothing_more_is_heard_or_its_order_is_lost
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
-        author, order = Author(), BatchOrder()
+        author, order = Author(), ReportOrder()
         author.append()
         author.lose(1)
         lost = author.append_batch(order)
-        order.told += 1
+        order.reported_count += 1
         assert (await lost).reasons.tolist() == [Reason.LOST] * 2
         author.lose(2)
         refused = author.append_batch()
@@ -200,20 +200,20 @@ def test_a_batch_that_waited_is_lost_when_one_of_its_order_before_it_was(monkeyp
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
-        author, order = Author(), BatchOrder()
+        author, order = Author(), ReportOrder()
         first = author.append_batch(order)
         author.append()
         author.lose(2)
         behind = author.append_batch(order)
         author.appends.settled(1, BatchOutcome.uniform(2, Reason.LOST, high_water_mark=0))
         assert (await first).reasons.tolist() == [Reason.LOST] * 2
-        order.seen += 1  # the writer knows of the first now, and of that one alone
+        order.processed_count += 1  # the writer knows of the first now, and of that one alone
         again = author.append_batch(order)
         await until(lambda: len(author.sent) == 3)
         assert [each.row_count for each in author.sent] == [2, 1, 1]
         for each in (behind, again):
             assert (await each).reasons.tolist() == [Reason.LOST] * 2
-        order.seen += 2
+        order.processed_count += 2
         author.append_batch(order)
         assert author.sent[-1].row_count == 2
 

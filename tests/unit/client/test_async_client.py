@@ -466,7 +466,7 @@ class Counting(TransactionContext):
         super().__init__()
         self.state = state
         self.partition = partition
-        self.heard: list[str] = []
+        self.answered: list[str] = []
 
     def partition_id(self, partition_count):
         return self.partition
@@ -478,19 +478,19 @@ class Counting(TransactionContext):
         return True
 
     def on_completion(self, result):
-        self.heard.append(f"completed {result}")
+        self.answered.append(f"completed {result}")
 
     def on_application(self):
-        self.heard.append("applied")
+        self.answered.append("applied")
 
     def on_lock_failure(self):
-        self.heard.append("lock failure")
+        self.answered.append("lock failure")
 
     def on_exception(self, error):
-        self.heard.append(f"exception {type(error).__name__}")
+        self.answered.append(f"exception {type(error).__name__}")
 
     def on_expiration(self):
-        self.heard.append("expired")
+        self.answered.append("expired")
 
 
 class Applying(AsyncCallbacks):
@@ -534,9 +534,9 @@ async def test_contexts_that_race_count_every_one():
         assert sorted(ids) == list(range(30))
         rows = cluster.logs[0].rows()
         assert [data for _, _, data in rows] == [bytes([i]) for i in range(1, 31)]
-        assert sum(c.heard.count("lock failure") for _, c in contexts) > 0
-        await until(lambda: all(c.heard[-1] == "applied" for _, c in contexts))
-        assert all(c.heard[-2] == "completed True" for _, c in contexts)
+        assert sum(c.answered.count("lock failure") for _, c in contexts) > 0
+        await until(lambda: all(c.answered[-1] == "applied" for _, c in contexts))
+        assert all(c.answered[-2] == "completed True" for _, c in contexts)
 
 
 @on_virtual_loop
@@ -545,7 +545,7 @@ async def test_a_context_may_give_itself_up():
         context = Counting({"value": 0})
         context.execute = lambda builder: False
         assert await (await client.submit(context)) is None
-        assert context.heard == ["completed False"]
+        assert context.answered == ["completed False"]
         assert cluster.logs[0].rows() == []
 
 
@@ -555,7 +555,7 @@ async def test_what_execute_raises_ends_the_context():
         context = Counting({})
         with pytest.raises(KeyError):
             await (await client.submit(context))
-        assert context.heard == ["exception KeyError"]
+        assert context.answered == ["exception KeyError"]
         without_data = Counting({"value": 0})
         without_data.execute = lambda builder: True
         with pytest.raises(errors.BadRequest, match="without transaction data"):
@@ -578,7 +578,7 @@ async def test_retries_end_with_their_limit():
         context.execute = execute
         with pytest.raises(errors.LockFailed):
             await (await client.submit(context))
-        assert context.heard == ["lock failure"] * 3 + ["expired"]
+        assert context.answered == ["lock failure"] * 3 + ["expired"]
         assert marks == [0, 0, 0]
 
 
@@ -594,7 +594,7 @@ async def test_a_context_waits_no_longer_than_it_wants():
         context.timeout_ms = 100
         with pytest.raises(errors.WaltzError):
             await (await client.submit(context))
-        assert context.heard[0] == "lock failure"
+        assert context.answered[0] == "lock failure"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -807,9 +807,9 @@ async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
             await cluster.add_server()
             await until(lambda: callbacks.seen == [0, 1])
         (waits,) = [line for line in logged if "for=data" in line]
-        assert waits.startswith("feed.waits partition=0 ")
+        assert waits.startswith("feed.waiting partition=0 ")
         assert "no answer within 250 ms" in waits
-        assert logged.index(waits) < logged.index("feed.goes_on partition=0 with=data")
+        assert logged.index(waits) < logged.index("feed.resumed partition=0 with=data")
 
 
 @on_virtual_loop
@@ -1065,11 +1065,11 @@ class Computing(Counting):
 
     def __init__(self, state):
         super().__init__(state)
-        self.begun, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.begun, self.is_running = asyncio.Event(), asyncio.Event()
 
     async def execute(self, builder):
         self.begun.set()
-        await self.goes_on.wait()
+        await self.is_running.wait()
         builder.set_transaction_data(1)
         return True
 
@@ -1083,7 +1083,7 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
             submitted = tasks.create_task(client.submit(context))
             await context.begun.wait()
             await client.close()
-            context.goes_on.set()
+            context.is_running.set()
         with pytest.raises(errors.Unreachable, match="closed before it was sent"):
             await submitted.result()
-        assert context.heard == ["exception Unreachable"]
+        assert context.answered == ["exception Unreachable"]

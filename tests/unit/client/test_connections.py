@@ -213,12 +213,12 @@ def test_a_server_is_silent_when_somebody_waits_and_nothing_has_come_since_the_l
                     if spoken:
                         other = request.req_id._replace(sequence=-7)
                         server.send(HighWaterMarkResponse(other, 7))
-                        await until(lambda: link._watch._has_spoken)
+                        await until(lambda: link._watch._has_received)
                     look(link)
                     assert len(silences) == count
                 server.send(HighWaterMarkResponse(request.req_id, 7))
                 await asking
-            link._watch._has_spoken = False
+            link._watch._has_received = False
             look(link)
             assert len(silences) == 2, "nobody waits for it any more"
             link.send(HighWaterMarkRequest(request.req_id))
@@ -259,7 +259,7 @@ def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monk
     ]
     assert told == [
         ("WARNING", "server.silent", f"server={address}", "looks_at=zookeeper"),
-        ("INFO", "server.not_silent", f"server={address}"),
+        ("INFO", "server.responsive", f"server={address}"),
     ]
 
 
@@ -282,5 +282,5 @@ def test_a_server_that_does_not_greet_is_told_as_silent_and_then_as_left(
 
     address = asyncio.run(story())
     told = [each.getMessage().split(" server=")[0] for each in caplog.records]
-    assert told == (["server.silent", "server.left_silent"] if is_logged else [])
+    assert told == (["server.silent", "server.silent_until_closed"] if is_logged else [])
     assert all(address in each.getMessage() for each in caplog.records)

@@ -40,18 +40,18 @@ def test_who_has_seen_nothing_claims_nothing():
 
 
 def test_what_is_told_is_added_to_what_was_told_before():
-    first = FOLLOW.told(message(6, 8, last=9), 5, MOUNT, LOCKS)
+    first = FOLLOW.with_predecessors(message(6, 8, last=9), 5, MOUNT, LOCKS)
     assert (first.session_id, first.mount, first.base, first.mark) == (SESSION, MOUNT, 5, 9)
     assert ids(first.predecessors) == [6, 8]
     assert first.predecessors[0].value() == 6
-    more = first.told(message(11, last=11), 9, MOUNT, LOCKS)
+    more = first.with_predecessors(message(11, last=11), 9, MOUNT, LOCKS)
     assert (more.base, more.mark) == (5, 11)
     assert ids(more.predecessors) == [6, 8, 11]
     assert ids(more.above(8)) == [11]
 
 
 def test_a_state_between_what_was_told_and_where_it_began_may_follow():
-    told = FOLLOW.told(message(6, last=9), 5, MOUNT, LOCKS)
+    told = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert told.claim(5) == (9, told)
     assert told.claim(8) == (9, told)
     assert told.claim(4) == (4, FOLLOW)  # what lies between is not known
@@ -60,26 +60,26 @@ def test_a_state_between_what_was_told_and_where_it_began_may_follow():
 
 
 def test_of_other_locks_an_author_has_seen_what_his_state_holds():
-    told = FOLLOW.told(message(6, last=9), 5, MOUNT, LOCKS)
+    told = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert told.claim(5, LOCKS[:1]) == (9, told)
     mark, claimed = told.claim(5, (*LOCKS, 33))
     assert mark == 5
     assert (claimed.session_id, claimed.mount, claimed.predecessors) == (SESSION, MOUNT, ())
     # Refused for a lock, he is told anew of all that he has asked for.
-    again = claimed.told(message(6, 7, last=10), 5, MOUNT, (*LOCKS, 33))
+    again = claimed.with_predecessors(message(6, 7, last=10), 5, MOUNT, (*LOCKS, 33))
     assert (again.base, again.mark, ids(again.predecessors)) == (5, 10, [6, 7])
     assert again.claim(5, (*LOCKS, 33)) == (10, again)
 
 
 def test_a_list_is_of_the_locks_that_were_asked_for_last():
-    first = FOLLOW.told(message(6, last=9), 5, MOUNT, LOCKS)
-    fewer = first.told(message(11, last=11), 9, MOUNT, LOCKS[:1])
+    first = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
+    fewer = first.with_predecessors(message(11, last=11), 9, MOUNT, LOCKS[:1])
     assert fewer.claim(5, LOCKS[:1]) == (11, fewer)
     assert fewer.claim(5, LOCKS)[0] == 5
 
 
 def test_a_lock_that_was_nobodys_tells_nothing_but_a_mark():
-    told = FOLLOW.told(message(last=9), 5, MOUNT, LOCKS)
+    told = FOLLOW.with_predecessors(message(last=9), 5, MOUNT, LOCKS)
     assert told.predecessors == ()
     assert told.claim(5) == (9, told)
 
@@ -87,19 +87,19 @@ def test_a_lock_that_was_nobodys_tells_nothing_but_a_mark():
 @pytest.mark.parametrize("told", [(5,), (4, 6), (7, 6), (6, 6), (6, 10)])
 def test_ids_that_do_not_follow_the_mark_are_not_believed(told):
     with pytest.raises(errors.RemoteProtocolError, match="ascending IDs from 5 to 9"):
-        FOLLOW.told(message(*told, last=9), 5, MOUNT, LOCKS)
+        FOLLOW.with_predecessors(message(*told, last=9), 5, MOUNT, LOCKS)
 
 
 def test_what_has_become_too_much_is_dropped(monkeypatch):
     monkeypatch.setattr(predecessors, "CARRIED_MAX", 3)
-    told = FOLLOW.told(message(6, 7, last=7), 5, MOUNT, LOCKS)
+    told = FOLLOW.with_predecessors(message(6, 7, last=7), 5, MOUNT, LOCKS)
     assert ids(told.predecessors) == [6, 7]
-    assert told.told(message(8, 9, last=9), 7, MOUNT, LOCKS) is FOLLOW
+    assert told.with_predecessors(message(8, 9, last=9), 7, MOUNT, LOCKS) is FOLLOW
     assert FOLLOW.session_id == NO_SESSION
 
 
 def test_a_predecessor_is_what_the_record_is():
-    (found,) = FOLLOW.told(message(3, last=3), 2, MOUNT, LOCKS).predecessors
+    (found,) = FOLLOW.with_predecessors(message(3, last=3), 2, MOUNT, LOCKS).predecessors
     assert found == (3, REQ, 3, MSGPACK.serialize(3))
 
 
@@ -109,11 +109,11 @@ def test_bytes_that_are_not_what_was_written_are_not_believed(at):
     wrong = bytearray(whole.records)
     wrong[len(record(5)) + at] ^= 1
     with pytest.raises(errors.RemoteProtocolError, match="expected a record at byte"):
-        FOLLOW.told(replace(whole, records=bytes(wrong)), 4, MOUNT, LOCKS)
+        FOLLOW.with_predecessors(replace(whole, records=bytes(wrong)), 4, MOUNT, LOCKS)
 
 
 @pytest.mark.parametrize("lengths", [b"", b"\0\0\0\0", b"\0\0\xff\xff", b"\xff\xff\xff\xff"])
 def test_lengths_that_are_none_are_not_believed(lengths):
     whole = message(6, last=9)
     with pytest.raises(errors.RemoteProtocolError, match="a record at byte 0, found other bytes"):
-        FOLLOW.told(replace(whole, lengths=lengths), 4, MOUNT, LOCKS)
+        FOLLOW.with_predecessors(replace(whole, lengths=lengths), 4, MOUNT, LOCKS)

@@ -191,10 +191,10 @@ def test_a_thread_waits_for_what_is_on_the_disk(files, reader, monkeypatch, erro
 
 
 def test_nothing_is_read_while_a_thread_is_still_at_what_was_given_up(files, monkeypatch):
-    goes_on, reader = threading.Event(), Nearby("the door", 3, timeout_s=0.05)
+    is_running, reader = threading.Event(), Nearby("the door", 3, timeout_s=0.05)
 
     def hangs(_door, question, *, timeout_s):
-        assert goes_on.wait(HANG_S)
+        assert is_running.wait(HANG_S)
         return files.take("the door", question, timeout_s=100 * timeout_s)
 
     monkeypatch.setattr(nearby_module.handover, "take", hangs)
@@ -207,7 +207,7 @@ def test_nothing_is_read_while_a_thread_is_still_at_what_was_given_up(files, mon
             await reader.read(10, 29, 1 << 20, ask)
         with pytest.raises(errors.Unreachable, match="a read is not done yet"):
             await reader.read(10, 29, 1 << 20, ask)
-        goes_on.set()
+        is_running.set()
 
     asyncio.run(read())  # which waits for the thread
     reader.close()

@@ -24,11 +24,11 @@ def times_told(
         for at_s in failures_s:
             caplog.clear()
             if at_s is None:
-                each.is_over()
+                each.succeeded()
                 continue
             now[0] = at_s
-            each.goes_on("no answer")
-            if "feed.waits partition=3 for=server" in caplog.text:
+            each.failed("no answer")
+            if "feed.waiting partition=3 for=server" in caplog.text:
                 told.append(at_s)
 
     with caplog.at_level(logging.INFO):

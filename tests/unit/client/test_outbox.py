@@ -42,14 +42,14 @@ def test_what_keeps_its_order_is_taken_out_and_the_rest_stays():
     for token in range(4):
         outbox.put(replace(parcel(token), keeps_order=token % 2 == 1), 10)
     lost = BatchOutcome.uniform(1, Reason.LOST, high_water_mark=7)
-    assert outbox.lose_behind(parcel(9), lost) == []
+    assert outbox.lose_following(parcel(9), lost) == []
     ordered = replace(parcel(9), keeps_order=True)
-    told = outbox.lose_behind(ordered, lost)
+    told = outbox.lose_following(ordered, lost)
     assert [(token, each.reasons.tolist()) for token, each in told] == [
         (1, [Reason.LOST]),
         (3, [Reason.LOST]),
     ]
-    assert outbox.lose_behind(ordered, lost) == []
+    assert outbox.lose_following(ordered, lost) == []
     assert tokens(outbox.take_all()) == [0, 2]
 
 

@@ -25,14 +25,14 @@ def test_the_chain_is_compared_first_and_then_the_headers_are_read():
     readback.begin((5, 7), (3, A))
     asked = readback.request(req(-1))
     assert (asked.first, asked.last, asked.form) == (3, 3, RangeForm.HEADERS)
-    assert readback.is_asked(req(-1))
-    assert not readback.is_asked(req(-2))
+    assert readback.is_requested(req(-1))
+    assert not readback.is_requested(req(-2))
     answer = range_data(asked, req(1, 0, 99), mark=9, lineage=(LineageEntry(2, 3, 1, 0, A),))
     assert readback.history_loss(answer) is None
     assert readback.take(answer, monitor) is None
     asked = readback.request(req(-2))
     assert (asked.first, asked.last, asked.bytes_max) == (5, 7, 100)
-    assert not readback.is_asked(req(-1))
+    assert not readback.is_requested(req(-1))
     readback.take(range_data(asked, req(1, 0, 99), req(2, 0, 99), mark=9), monitor)
     asked = readback.request(req(-3))
     assert (asked.first, asked.last) == (7, 7)

@@ -44,47 +44,47 @@ def story(caplog):
 
 def test_a_silence_is_told_once_and_its_end_once_and_zookeeper_is_looked_at_each_time(story):
     silences = story.silences
-    assert story.at(101, silences.goes_on, SERVER, 1, since_s=99.5) == [
+    assert story.at(101, silences.detected, SERVER, 1, since_s=99.5) == [
         ("WARNING", f"server.silent server={SERVER} owes_answer_s=1.5 looks_at=zookeeper")
     ]
     for now_s in range(102, 300):
-        assert story.at(now_s, silences.goes_on, SERVER, 1, since_s=now_s - 1) == []
+        assert story.at(now_s, silences.detected, SERVER, 1, since_s=now_s - 1) == []
     assert story.doubts == 199
-    assert story.at(300, silences.spoke, SERVER, 1) == [
-        ("INFO", f"server.not_silent server={SERVER} after_s=200.5")
+    assert story.at(300, silences.received, SERVER, 1) == [
+        ("INFO", f"server.responsive server={SERVER} after_s=200.5")
     ]
-    assert story.at(301, silences.spoke, SERVER, 1) == []
+    assert story.at(301, silences.received, SERVER, 1) == []
 
 
 def test_one_that_is_left_is_told_with_the_reason(story):
-    story.at(101, story.silences.goes_on, SERVER, 1, since_s=100)
+    story.at(101, story.silences.detected, SERVER, 1, since_s=100)
     assert story.at(104, story.silences.left, SERVER, 1, "reset by peer") == [
-        ("INFO", f"server.left_silent server={SERVER} after_s=4.0 reason=reset by peer")
+        ("INFO", f"server.silent_until_closed server={SERVER} after_s=4.0 reason=reset by peer")
     ]
     assert story.at(105, story.silences.left, SERVER, 1, "reset by peer") == []
 
 
 def test_nothing_is_told_of_one_that_was_not_silent(story):
-    assert story.at(100, story.silences.spoke, SERVER, 1) == []
+    assert story.at(100, story.silences.received, SERVER, 1) == []
     assert story.at(100, story.silences.left, SERVER, 1, "closed") == []
 
 
 def test_a_servers_connections_are_silent_as_one(story):
     silences = story.silences
-    assert story.at(101, silences.goes_on, SERVER, 1, since_s=100)
-    assert story.at(102, silences.goes_on, SERVER, 2, since_s=101) == []
-    assert story.at(103, silences.spoke, SERVER, 3) == [], "it was never silent there"
+    assert story.at(101, silences.detected, SERVER, 1, since_s=100)
+    assert story.at(102, silences.detected, SERVER, 2, since_s=101) == []
+    assert story.at(103, silences.received, SERVER, 3) == [], "it was never silent there"
     assert story.at(104, silences.left, SERVER, 1, "closed") == []
-    assert story.at(105, silences.spoke, SERVER, 2) == [
-        ("INFO", f"server.not_silent server={SERVER} after_s=5.0")
+    assert story.at(105, silences.received, SERVER, 2) == [
+        ("INFO", f"server.responsive server={SERVER} after_s=5.0")
     ]
-    assert story.at(106, silences.goes_on, "host-2:15180", 1, since_s=105), "another server"
+    assert story.at(106, silences.detected, "host-2:15180", 1, since_s=105), "another server"
 
 
 def test_one_that_is_tried_again_and_again_is_told_now_and_then(story):
     told = []
     for now_s in range(100, 100 + 2 * int(AGAIN_S) + 1, 5):
-        if story.at(now_s, story.silences.goes_on, SERVER, 0, since_s=now_s - 1):
+        if story.at(now_s, story.silences.detected, SERVER, 0, since_s=now_s - 1):
             told.append(now_s)
         story.at(now_s + 1, story.silences.left, SERVER, 0, "no hello")
     assert told == [100, 100 + AGAIN_S, 100 + 2 * AGAIN_S]

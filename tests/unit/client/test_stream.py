@@ -340,7 +340,8 @@ def test_a_later_owner_of_the_client_id_ends_the_stream():
     assert isinstance(told[2], errors.OutcomeUnknown)
     assert isinstance(effects[-1], stream_events.Stopped)
     assert isinstance(
-        refused(story.tell(stream_events.SendAppends(parcel(3))))[3], errors.ConnectionSuperseded
+        refused(story.tell(stream_events.SendAppends(parcel(3))))[3],
+        errors.ConnectionSuperseded,
     )
 
 

@@ -231,7 +231,7 @@ async def test_a_context_waits_while_its_partition_is_laid_down():
         await until(lambda: callbacks.is_applying)
         context = Tried(callbacks.state)
         future = await two.submit(context)
-        await until(lambda: "lock failure" in context.heard)
+        await until(lambda: "lock failure" in context.answered)
         async with asyncio.TaskGroup() as group:
             laying_down = group.create_task(two.set_partitions([]))
             await until(lambda: two.partitions == ())
@@ -255,7 +255,7 @@ async def test_a_context_whose_partition_stays_laid_down_expires():
         context = Tried(callbacks.state)
         context.timeout_ms = 300
         future = await two.submit(context)
-        await until(lambda: "lock failure" in context.heard)
+        await until(lambda: "lock failure" in context.answered)
         async with asyncio.TaskGroup() as group:
             group.create_task(two.set_partitions([]))
             callbacks.may_go_on.set()
@@ -391,8 +391,8 @@ async def test_a_context_is_computed_anew_after_a_conflict_that_its_feed_does_no
         await (await one.append(b"", partition=0, header=1, write_locks=[lock("counter")]))
         await (await two.submit(context))
         assert marks == [-1, 2]
-        await until(lambda: context.heard[-1] == "applied")
-        assert context.heard == ["lock failure", "completed True", "applied"]
+        await until(lambda: context.answered[-1] == "applied")
+        assert context.answered == ["lock failure", "completed True", "applied"]
         assert callbacks.seen[0] == []
 
 

@@ -149,7 +149,7 @@ def test_what_was_not_looked_at_has_not_lasted(is_alone):
     if is_alone:  # only one of the servers tells its loads
         assert balancer.plan(owners, (), uneven, (1,), 10_000) == {}
     else:  # another server was the lead, or servers have come or gone
-        balancer.look_away()
+        balancer.reset_history()
     assert balancer.plan(owners, (), uneven, (1, 2), 20_000) == {}
     assert balancer.plan(owners, (), uneven, (1, 2), 35_000) == {1: 2}
 

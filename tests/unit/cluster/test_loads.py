@@ -113,12 +113,12 @@ def test_servers_tell_and_the_lead_reads():
         zookeeper = MemoryZooKeeper(asyncio.Event)
         one, two = zookeeper.coordinator("/w"), zookeeper.coordinator("/w")
         await one.create_cluster(NewCluster("w", 1, KEY))
-        await one.loads.tell(1, {0: PartitionLoad(1.0, 5)})
-        await one.loads.tell(1, {0: PartitionLoad(2.0, 10)})
-        await two.loads.tell(2, {})
+        await one.loads.publish(1, {0: PartitionLoad(1.0, 5)})
+        await one.loads.publish(1, {0: PartitionLoad(2.0, 10)})
+        await two.loads.publish(2, {})
         assert await two.loads.read([1, 2, 3]) == {1: {0: PartitionLoad(2.0, 10)}, 2: {}}
         # The node of a process that is about to go, under the id that it keeps.
-        await two.loads.tell(1, {0: PartitionLoad(3.0, 15)})
+        await two.loads.publish(1, {0: PartitionLoad(3.0, 15)})
         assert await one.loads.read([1]) == {1: {0: PartitionLoad(3.0, 15)}}
         # One of a version to come does not keep the others from being read.
         nodes = one.loads._nodes

@@ -100,12 +100,12 @@ async def test_a_server_that_is_known_to_be_dead_is_taken_out_by_another(cluster
     await dead.register(descriptor(1))
     await other.register(descriptor(2))
     # What is registered now is another process, or has changed: nobody has seen that one dead.
-    await other.take_out(descriptor(1, preferred=[1]))
+    await other.remove_dead(descriptor(1, preferred=[1]))
     assert cluster.registered() == [1, 2]
     session.faults = [WriteFault.REPLY_LOST]
-    await other.take_out(descriptor(1))
+    await other.remove_dead(descriptor(1))
     assert cluster.registered() == [2]
-    await other.take_out(descriptor(1))
+    await other.remove_dead(descriptor(1))
     assert cluster.registered() == [2]
     # It was alive after all: it comes back by itself.
     seen = Inbox()
@@ -476,11 +476,11 @@ async def test_who_is_known_to_be_dead_is_not_waited_for(cluster):
         await looked(cluster)
         assert not (await two.read()).is_settled
         # The lead's own neighbours tell, though the node has gone already.
-        await two.take_out(descriptor(1))
+        await two.remove_dead(descriptor(1))
         await at_two.until(lambda view: list(view.servers) == [2, 3])
         # And right after the return a death is acted on at once as ever.
         third.suspend()
-        await two.take_out(descriptor(3))
+        await two.remove_dead(descriptor(3))
         await at_two.until(lambda view: list(view.servers) == [2])
 
 
@@ -604,7 +604,7 @@ async def test_a_preference_waits_no_longer_than_the_lead_does(cluster):
         await looked(cluster)
         assert not wished.done()
         # Both who wait are woken when its own neighbours tell that the owner is dead.
-        await two.take_out(descriptor(1))
+        await two.remove_dead(descriptor(1))
         await wished
         view = await at_two.until(lambda view: list(view.servers) == [2])
     assert view.servers[2].preferred == (3,)

@@ -25,8 +25,8 @@ def log(session, last, *, suspect=False, damaged=False):
     return Log(session, last, suspect, damaged)
 
 
-def chosen(logs, *, unheard=(), count=3):
-    return choose(7, logs, groups=GROUPS, replica_count=count, unheard=unheard)
+def chosen(logs, *, unanswered=(), count=3):
+    return choose(7, logs, groups=GROUPS, replica_count=count, unanswered=unanswered)
 
 
 def test_the_newest_session_goes_before_the_longest_log():
@@ -44,9 +44,9 @@ def test_the_members_are_of_different_groups_first():
 
 
 def test_fewer_than_a_quorum_may_be_missing():
-    assert chosen({"A": log(5, 10), "B": log(5, 9)}, unheard=["C"]).source == "A"
+    assert chosen({"A": log(5, 10), "B": log(5, 9)}, unanswered=["C"]).source == "A"
     with pytest.raises(errors.BadRequest, match=r"7: 1 of 3 replicas have a trusted log .* \(A\)"):
-        chosen({"A": log(5, 10)}, unheard=["B", "C"])
+        chosen({"A": log(5, 10)}, unanswered=["B", "C"])
     with pytest.raises(errors.BadRequest, match="Fewer than 2 may be missing"):
         chosen({"A": log(5, 10)})
     with pytest.raises(errors.BadRequest, match="0 of 1 replicas have"):
@@ -67,7 +67,7 @@ def test_a_copy_of_an_older_session_stands_in_for_nobody():
         chosen({"C": log(5, 80), "D": log(3, 70)})
     # The same from a replica that is behind: nobody can tell it from D.
     with pytest.raises(errors.BadRequest, match="from: C; only in older sessions: B"):
-        chosen({"A": log(5, 80), "B": log(4, 70)}, unheard=["C"])
+        chosen({"A": log(5, 80), "B": log(4, 70)}, unanswered=["C"])
     assert chosen({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}).source == "C"
     assert chosen({"A": log(5, 80), "C": log(5, 81), "D": log(3, 90)}, count=2).source == "C"
 
@@ -94,11 +94,11 @@ def test_nothing_is_chosen_that_lacks_what_a_quorum_had(count, data):
     acknowledged = sorted(in_last.values(), reverse=True)[quorum - 1]
     heard_of_last = data.draw(st.sets(st.sampled_from(sorted(in_last)), min_size=1))
     hidden = data.draw(st.sets(st.sampled_from(sorted(logs)))) | set(in_last) - heard_of_last
-    heard = {name: its for name, its in logs.items() if name not in hidden - heard_of_last}
+    answered = {name: its for name, its in logs.items() if name not in hidden - heard_of_last}
     for number, session in enumerate(data.draw(st.lists(st.integers(0, 3), max_size=4))):
-        heard[f"left{number}"] = log(session, 20)
+        answered[f"left{number}"] = log(session, 20)
     try:
-        found = choose(0, heard, groups={}, replica_count=count, unheard=[])
+        found = choose(0, answered, groups={}, replica_count=count, unanswered=[])
     except errors.BadRequest:
         return
     assert found.log.last_session == 4
@@ -120,7 +120,7 @@ def test_whatever_a_quorum_had_is_in_the_chosen_log(cluster, data):
     logs = {f"r{n}": log(4, last) for n, last in enumerate(lasts) if n not in gone}
     logs["leftover"] = log(data.draw(st.integers(0, 4)), data.draw(st.integers(-1, acknowledged)))
     found = choose(
-        0, logs, groups={}, replica_count=count, unheard=[f"r{number}" for number in gone]
+        0, logs, groups={}, replica_count=count, unanswered=[f"r{number}" for number in gone]
     )
     assert found.log.synced_max >= acknowledged
 

@@ -12,8 +12,8 @@ from waltz_core.legacy.old_client import (
     MOUNT_WAIT_S,
     EndConnection,
     Frames,
-    Original,
-    Unheard,
+    InexpressibleError,
+    OldClientAdapter,
 )
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.partition_events import ConnectionId, refusal
@@ -29,17 +29,17 @@ def req(sequence: int, partition: int = 0) -> ReqId:
     return ReqId(ClientId(1), Generation(1), PartitionId(partition), sequence)
 
 
-def told(original: Original, message: ClientMessage, now_s: float = 0.0) -> Any:
+def told(original: OldClientAdapter, message: ClientMessage, now_s: float = 0.0) -> Any:
     return original.tell(message, None, now_s)
 
 
-def refused(original: Original, question: ClientMessage, error: errors.WaltzError) -> Any:
+def refused(original: OldClientAdapter, question: ClientMessage, error: errors.WaltzError) -> Any:
     answer = refusal(A, question.req_id, 9, error, question)
     return original.tell(answer.message, answer.question, 0.0)
 
 
-def mounted(version: int = 4, sequence: int = 1) -> Original:
-    original = Original(version)
+def mounted(version: int = 4, sequence: int = 1) -> OldClientAdapter:
+    original = OldClientAdapter(version)
     original.ask(messages.MountRequest(req(sequence), -1, 0), 0.0)
     assert told(original, MountResponse(req(sequence), READY)) is not None
     return original
@@ -62,7 +62,7 @@ def append(sequence: int) -> messages.AppendRequest:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("state", [READY, NOT_READY, CLIENT_AHEAD])
 def test_the_answer_to_a_mount_is_a_state_or_a_bool(version: int, state: int) -> None:
-    original = Original(version)
+    original = OldClientAdapter(version)
     assert original.ask(messages.MountRequest(req(1), 5, 0), 0.0) is None
     expected = (
         messages.MountOutcome(req(1), state == READY)
@@ -96,7 +96,7 @@ def test_the_answer_to_an_obsolete_mount_is_not_told() -> None:
 def test_where_a_partition_cannot_be_mounted_or_fed_it_is_not_ready(
     error: errors.WaltzError,
 ) -> None:
-    original = Original(4)
+    original = OldClientAdapter(4)
     question = messages.MountRequest(req(1), -1, 0)
     original.ask(question, 0.0)
     assert refused(original, question, error) == MountResponse(req(1), NOT_READY)
@@ -125,15 +125,19 @@ def test_where_the_original_ends_the_connection_so_do_we(error: errors.WaltzErro
 
 def test_requests_that_the_original_cannot_stand_end_the_connection() -> None:
     # -2 means something to us, and nothing to an original.
-    assert isinstance(Original(4).ask(messages.MountRequest(req(1), -2, 0), 0.0), EndConnection)
-    assert isinstance(Original(4).ask(messages.AddPreferredRequest(req(0), ()), 0.0), EndConnection)
     assert isinstance(
-        Original(4).ask(messages.RemovePreferredRequest(req(0), ()), 0.0), EndConnection
+        OldClientAdapter(4).ask(messages.MountRequest(req(1), -2, 0), 0.0), EndConnection
     )
-    assert Original(4).ask(messages.RemovePreferredRequest(req(0), (7,)), 0.0) is None
+    assert isinstance(
+        OldClientAdapter(4).ask(messages.AddPreferredRequest(req(0), ()), 0.0), EndConnection
+    )
+    assert isinstance(
+        OldClientAdapter(4).ask(messages.RemovePreferredRequest(req(0), ()), 0.0), EndConnection
+    )
+    assert OldClientAdapter(4).ask(messages.RemovePreferredRequest(req(0), (7,)), 0.0) is None
     answer = messages.FlushResponse(req(1), 3)
     wrong = errors.BadRequest("FlushResponse is no request to a server")
-    assert refused(Original(4), answer, wrong) == EndConnection(str(wrong))
+    assert refused(OldClientAdapter(4), answer, wrong) == EndConnection(str(wrong))
 
 
 # --- appends
@@ -179,7 +183,7 @@ def test_a_lost_append_ends_the_mount_of_its_partition_only() -> None:
 
 def test_what_a_flush_will_settle_is_not_told() -> None:
     assert told(mounted(), result(2, Reason.OVERLOADED)) is None
-    assert isinstance(told(mounted(), result(2, Reason.TOO_LARGE)), Unheard)
+    assert isinstance(told(mounted(), result(2, Reason.TOO_LARGE)), InexpressibleError)
 
 
 def test_of_an_append_that_is_refused_in_words_only_broken_data_end_the_connection() -> None:
@@ -197,13 +201,13 @@ def test_a_flush_that_cannot_be_answered_is_not_or_has_the_client_mount_again() 
     assert refused(mounted(), flush, errors.NotOwned("gone")) is None
     for error in (errors.Unavailable("no session"), errors.SessionLost("no quorum")):
         assert refused(mounted(), flush, error) == MountResponse(req(1), NOT_READY)
-        assert refused(Original(4), flush, error) is None
+        assert refused(OldClientAdapter(4), flush, error) is None
 
 
 def test_a_mark_is_told_as_it_is_or_not_at_all() -> None:
     mark = messages.HighWaterMarkResponse(req(1), -1)
-    assert told(Original(4), mark) == mark
-    original = Original(4)
+    assert told(OldClientAdapter(4), mark) == mark
+    original = OldClientAdapter(4)
     for error in (errors.NotOwned("elsewhere"), errors.Unavailable("no session")):
         first = refused(original, messages.HighWaterMarkRequest(req(1)), error)
         again = refused(original, messages.HighWaterMarkRequest(req(2)), error)
@@ -221,28 +225,30 @@ def test_data_that_cannot_be_had_is_told_in_the_originals_words() -> None:
         return messages.TransactionDataResponse(question.req_id, 44, (None, text))
 
     expected = "com.wepay.waltz.store.exception.TransactionNotFoundException: "
-    assert told(Original(4), no("not in the log")) == no(f"{expected}partition=6transactionId=44")
+    assert told(OldClientAdapter(4), no("not in the log")) == no(
+        f"{expected}partition=6transactionId=44"
+    )
     there = messages.TransactionDataResponse(question.req_id, 44, (b"data", None))
-    assert told(Original(4), there) is there
+    assert told(OldClientAdapter(4), there) is there
     for error in (
         errors.NotOwned("gone"),
         errors.UnknownPartition("there is none"),
         errors.Unavailable("no session"),
         errors.SessionLost("no quorum"),
     ):
-        assert refused(Original(4), question, error) == no("partition not ready")
+        assert refused(OldClientAdapter(4), question, error) == no("partition not ready")
     fault = errors.Unreachable("no replica gave it")
-    assert refused(Original(4), question, fault) == no("no replica gave it")
+    assert refused(OldClientAdapter(4), question, fault) == no("no replica gave it")
 
 
 def test_a_preference_that_cannot_be_written_down_is_told_as_false() -> None:
     away = errors.CoordinatorUnavailable("ZooKeeper is away")
     wanted = messages.AddPreferredRequest(req(0), (1,))
     told_so = messages.AddPreferredResponse(req(0), is_done=False)
-    assert refused(Original(4), wanted, away) == told_so
+    assert refused(OldClientAdapter(4), wanted, away) == told_so
     unwanted = messages.RemovePreferredRequest(req(0), (1,))
     told_no = messages.RemovePreferredResponse(req(0), is_done=False)
-    assert refused(Original(4), unwanted, away) == told_no
+    assert refused(OldClientAdapter(4), unwanted, away) == told_no
 
 
 # --- the feed
@@ -294,26 +300,26 @@ def test_whatever_a_client_is_told_can_be_said_in_its_version(version: int) -> N
     for question in questions_of(version):
         for error in all_errors():
             said.append(refused(mounted(version), question, error))
-            said.append(refused(Original(version), question, error))
+            said.append(refused(OldClientAdapter(version), question, error))
     assert len(all_errors()) > 30
     for each in said:
         assert not isinstance(each, messages.ErrorResponse)
         if isinstance(each, ClientMessage):
             assert codec.encode(each, version)
         else:
-            assert each is None or isinstance(each, EndConnection | Unheard)
+            assert each is None or isinstance(each, EndConnection | InexpressibleError)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_no_refusal_of_a_mount_a_feed_or_data_is_met_by_silence(version: int) -> None:
     mount, feed, _, _, mark, data, *_ = questions_of(version)
     for error in all_errors():
-        original = Original(version)
+        original = OldClientAdapter(version)
         original.ask(mount, 0.0)
         assert refused(original, mount, error) is not None
         assert refused(mounted(version), feed, error) is not None
-        assert refused(Original(version), mark, error) is not None
-        assert refused(Original(version), data, error) is not None
+        assert refused(OldClientAdapter(version), mark, error) is not None
+        assert refused(OldClientAdapter(version), data, error) is not None
 
 
 @pytest.mark.parametrize("goes_on", [append(7), messages.FeedRequest(req(1), -1)])

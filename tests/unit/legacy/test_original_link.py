@@ -1,7 +1,7 @@
 """The partitions of one connection to an original, and what they share."""
 
 from waltz_core.legacy.old_server_link import (
-    OriginalLink,
+    OldServerLink,
     OwnershipProven,
     ReceivedFromOld,
     SendToOld,
@@ -22,7 +22,7 @@ def sent_by(effects):
 
 
 def test_all_mounts_have_the_sequence_of_the_first_and_each_partition_hears_its_own():
-    link = OriginalLink()
+    link = OldServerLink()
     for partition, sequence in ((0, 5), (1, 6)):
         mount = m.MountWriter(mount_id(partition), sequence, LATEST_MARK, wants_feed=False)
         link.step(SendToOld(mount), 0)
@@ -45,4 +45,4 @@ def test_all_mounts_have_the_sequence_of_the_first_and_each_partition_hears_its_
 
 
 def test_what_is_for_nobody_here_is_passed_over():
-    assert OriginalLink().step(ReceivedFromOld([m.HighWaterMarkResponse(mount_id(3), 9)]), 0) == []
+    assert OldServerLink().step(ReceivedFromOld([m.HighWaterMarkResponse(mount_id(3), 9)]), 0) == []

@@ -39,7 +39,7 @@ def small(monkeypatch):
 
 
 def feeds(client):
-    return sum(len(each) for each in client.requests._originals._feeds.values())
+    return sum(len(each) for each in client.requests._old_reads._feeds.values())
 
 
 async def data_of(chunks):
@@ -133,7 +133,7 @@ def test_what_cannot_be_read_is_told_when_time_is_up():
 
 def test_a_partition_that_has_an_original_is_told_so():
     async def story(cluster, client):
-        assert await client.has_original()
-        assert await client.has_original([0])
+        assert await client.has_old_server()
+        assert await client.has_old_server([0])
 
     run(story)

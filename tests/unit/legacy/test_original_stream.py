@@ -8,10 +8,10 @@ from waltz_core import errors
 from waltz_core.legacy import old_server_stream
 from waltz_core.legacy.old_server_appends import IN_FLIGHT_MAX
 from waltz_core.legacy.old_server_stream import (
-    ASK_AGAIN_MS,
     FLUSH_AFTER_MS,
+    RETRY_MS,
     CloseLink,
-    OriginalPartition,
+    OldServerPartition,
     Prove,
     ToServer,
     ToStream,
@@ -44,7 +44,7 @@ class Table:
     """A partition at an original, and what both sides of it have been told."""
 
     def __init__(self):
-        self.partition = OriginalPartition(0)
+        self.partition = OldServerPartition(0)
         self.now_ms = 0
         self.sent, self.told, self.proofs = [], [], []
         self.given_up = None
@@ -186,11 +186,11 @@ def test_a_mount_at_a_server_that_is_the_owner_no_more_is_not_believed(table):
 
 def test_a_server_that_does_not_say_its_mark_is_asked_again(table):
     table.say(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False))
-    assert table.partition.wake_at_ms == ASK_AGAIN_MS
+    assert table.partition.wake_at_ms == RETRY_MS
     assert table.wake() == []
-    table.now_ms = ASK_AGAIN_MS
+    table.now_ms = RETRY_MS
     assert table.wake() == [m.HighWaterMarkRequest(MOUNT)]
-    assert table.partition.wake_at_ms == 2 * ASK_AGAIN_MS
+    assert table.partition.wake_at_ms == 2 * RETRY_MS
     assert table.hear(MARK, MARK) == []
     assert table.sent == [m.MountRequest(MOUNT, 9, 40)]
     assert table.partition.wake_at_ms is None
@@ -360,8 +360,8 @@ def test_a_mark_above_the_log_waits_for_the_servers_own(mounted):
 def test_the_servers_own_mark_is_asked_for_again(mounted):
     mounted.say(append(1, 9))
     mounted.say(append(2, 11))
-    assert mounted.partition.wake_at_ms == ASK_AGAIN_MS
-    mounted.now_ms = ASK_AGAIN_MS
+    assert mounted.partition.wake_at_ms == RETRY_MS
+    mounted.now_ms = RETRY_MS
     assert mounted.wake() == [m.HighWaterMarkRequest(mine(2))]
     mounted.now_ms = FLUSH_AFTER_MS
     assert mounted.wake() == [m.HighWaterMarkRequest(mine(2)), m.FlushRequest(mine(1))]

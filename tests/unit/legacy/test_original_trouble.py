@@ -153,7 +153,7 @@ def test_nothing_is_told_on_the_word_of_a_server_that_has_lost_the_partition():
             await asyncio.to_thread(cluster.move, 0, 1, kept=1, is_told=False)
             # The old owner gives up what was on its way, and answers flushes and mounts.
             await on_server(cluster, lambda: before.break_session(0))
-            await until(lambda: cluster.servers[0].heard.count(8) > 3)
+            await until(lambda: cluster.servers[0].answered.count(8) > 3)
             assert not any(each.done() for each in futures)
             directory.told = None
             assert await told(futures) == [0, 1]
@@ -167,7 +167,7 @@ def test_a_server_that_does_not_own_it_yet_is_asked_again():
         await on_server(cluster, lambda: cluster.servers[0].disown(0))
         async with client_of(cluster) as client:
             future = await client.append(b"late", partition=0)
-            await until(lambda: cluster.servers[0].heard.count(11) > 1)
+            await until(lambda: cluster.servers[0].answered.count(11) > 1)
             await on_server(cluster, lambda: cluster.servers[0].own(0, cluster.logs[0], 1))
             assert await future == 0
 
@@ -182,7 +182,7 @@ def test_a_mark_is_asked_for_again_at_a_server_that_does_not_own_it_yet(monkeypa
         await on_server(cluster, lambda: cluster.servers[0].disown(0))
         async with client_of(cluster) as client, asyncio.TaskGroup() as group:
             asked = group.create_task(client.high_water_mark(0, linearizable=True))
-            await until(lambda: cluster.servers[0].heard.count(11) > 1)
+            await until(lambda: cluster.servers[0].answered.count(11) > 1)
             await on_server(cluster, lambda: cluster.servers[0].own(0, cluster.logs[0], 1))
             assert await asked == 3
 
@@ -195,10 +195,10 @@ def test_a_mount_that_is_never_answered_is_tried_on_another_connection():
         server.is_answering = False
         async with client_of(cluster) as client:
             future = await client.append(b"at last", partition=0)
-            await until(lambda: server.heard.count(0) >= 1)
+            await until(lambda: server.answered.count(0) >= 1)
             server.is_answering = True
             assert await future == 0
-            assert server.heard.count(0) >= 2
+            assert server.answered.count(0) >= 2
 
     run(story)
 
@@ -210,7 +210,7 @@ def test_a_mark_above_the_log_is_refused_before_anything_is_sent():
             future = await client.append(b"", partition=0, client_high_water_mark=5)
             with pytest.raises(errors.ClientAhead):
                 await future
-        assert 2 not in cluster.servers[0].heard
+        assert 2 not in cluster.servers[0].answered
 
     run(story)
 
@@ -319,7 +319,7 @@ def test_a_partition_moves_from_a_server_of_ours_to_an_original():
                 client._client_id = 50
                 first = [await client.append(b"ours", partition=0) for _ in range(3)]
                 assert await told(first) == [0, 1, 2]
-                assert not await client.has_original()
+                assert not await client.has_old_server()
                 # What is in the log is in the log, whoever serves it.
                 cluster.fill(0, 3)
                 cluster.owners[0] = (0, 2)
@@ -328,7 +328,7 @@ def test_a_partition_moves_from_a_server_of_ours_to_an_original():
                 directory.changed(directory.owners)
                 later = [await client.append(b"original", partition=0) for _ in range(3)]
                 assert await told(later) == [3, 4, 5]
-                assert await client.has_original()
+                assert await client.has_old_server()
         assert datas_of(cluster)[3:] == [b"original"] * 3
 
     run(story)

@@ -433,7 +433,7 @@ def test_one_suspect_is_repaired_and_a_quorum_of_them_has_to_be_decided(case):
     assert case.found() == [("replica-suspect", f"0 {A}")]
     case.replica(B, is_suspect=True)
     case.server(1, served={0: False})
-    found = case.the_only("nobody-can-vouch")
+    found = case.the_only("no-trusted-quorum")
     assert "only 1 of 3 replicas have a trusted log" in found.sentence
     assert found.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
@@ -512,7 +512,7 @@ def test_a_partition_in_the_wrong_hands(case):
 def test_a_session_with_other_replicas_and_a_mark_that_is_not_told(case):
     case.states({A: ENGAGED, B: ENGAGED})
     case.partition(mark=None, mark_trouble="no answer")
-    assert case.found() == [("session-of-other-replicas", "0"), ("mark-not-told", "0")]
+    assert case.found() == [("session-of-other-replicas", "0"), ("no-mark", "0")]
 
 
 def test_replicas_that_are_too_few_or_in_the_wrong_places(case):

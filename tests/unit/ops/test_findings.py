@@ -33,7 +33,7 @@ def test_a_finding_names_what_it_was_given(name):
 # What a row's fields may be. Whole commands are made by the diagnosis, whose tests check them.
 VALUES = {
     "connect": "zk1:2181/waltz/payments",
-    "spoken": "'zk1:2181/waltz/payments?tls=FILE'",
+    "scheme_free": "'zk1:2181/waltz/payments?tls=FILE'",
     "hosts": "zk1:2181/waltz/payments",
     "partition": "3",
     "partitions": "0-3,7",

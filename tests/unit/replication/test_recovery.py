@@ -62,18 +62,18 @@ def test_the_decision_is_the_highest_id_that_can_have_been_acknowledged(replica_
 def test_replicas_that_were_not_engaged_have_no_voice():
     states = {**engaged(A, B), C: ReplicaState(3, 7)}
     recovery = Recovery(Origin.RECORDED, states)
-    recovery.heard(C, prepared(99), OWN_ID)
+    recovery.answered(C, prepared(99), OWN_ID)
     assert recovery.decide() is None
-    recovery.heard(A, prepared(4), OWN_ID)
+    recovery.answered(A, prepared(4), OWN_ID)
     assert recovery.decide() == 4
     assert recovery.unknown == [B]
 
 
 def test_two_unknown_of_three_are_waited_for_though_both_answered():
     recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
-    recovery.heard(A, prepared(9), OWN_ID)
-    recovery.heard(B, prepared(9, session=4), OWN_ID)
-    recovery.heard(C, prepared(9, suspect=True), OWN_ID)
+    recovery.answered(A, prepared(9), OWN_ID)
+    recovery.answered(B, prepared(9, session=4), OWN_ID)
+    recovery.answered(C, prepared(9, suspect=True), OWN_ID)
     assert recovery.is_complete
     assert recovery.decide() is None
 
@@ -81,28 +81,28 @@ def test_two_unknown_of_three_are_waited_for_though_both_answered():
 def test_the_seeds_vote_would_lose_what_ours_keeps():
     """Id 0 is on B and C; B's disk is put back to an older one; C is away, A never had it."""
     recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
-    recovery.heard(A, prepared(-1), OWN_ID)
-    recovery.heard(B, prepared(-1, session=4), OWN_ID)
+    recovery.answered(A, prepared(-1), OWN_ID)
+    recovery.answered(B, prepared(-1, session=4), OWN_ID)
     assert recovery.decide() is None
-    recovery.heard(C, prepared(0), OWN_ID)
+    recovery.answered(C, prepared(0), OWN_ID)
     assert recovery.decide() == 0
 
 
 def test_unknown_is_for_good_and_a_log_that_shrank_is_unknown():
     recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
-    recovery.heard(A, prepared(9, suspect=True), OWN_ID)
-    recovery.heard(A, prepared(9), OWN_ID)
-    recovery.heard(B, prepared(9), OWN_ID)
-    recovery.heard(B, prepared(8), OWN_ID)
+    recovery.answered(A, prepared(9, suspect=True), OWN_ID)
+    recovery.answered(A, prepared(9), OWN_ID)
+    recovery.answered(B, prepared(9), OWN_ID)
+    recovery.answered(B, prepared(8), OWN_ID)
     assert recovery.unknown == [A, B, C]
 
 
 def test_the_decision_stays():
     recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
-    recovery.heard(A, prepared(9), OWN_ID)
-    recovery.heard(B, prepared(7), OWN_ID)
+    recovery.answered(A, prepared(9), OWN_ID)
+    recovery.answered(B, prepared(7), OWN_ID)
     assert recovery.decide() == 9
-    recovery.heard(C, prepared(7), OWN_ID)
+    recovery.answered(C, prepared(7), OWN_ID)
     assert recovery.decide() == 9
 
 
@@ -160,10 +160,10 @@ def test_an_adoption_is_remembered_until_it_is_done():
     metadata = PartitionMetadata(1, 1, states)
     assert origin_of(metadata, marker(MarkerState.NEW)) is Origin.ADOPTED
     recovery = Recovery(Origin.ADOPTED, states)
-    recovery.heard(A, prepared(-1, session=-1), OWN_ID)
-    recovery.heard(B, prepared(-1, session=-1), OWN_ID)
+    recovery.answered(A, prepared(-1, session=-1), OWN_ID)
+    recovery.answered(B, prepared(-1, session=-1), OWN_ID)
     assert recovery.decide() is None
-    recovery.heard(C, prepared(-1, session=-1), OWN_ID)
+    recovery.answered(C, prepared(-1, session=-1), OWN_ID)
     assert recovery.decide() == -1
 
 
@@ -190,7 +190,7 @@ def test_a_new_partition_begins_empty():
 def test_states_at_the_opening():
     states = {**engaged(A, B), C: ReplicaState(3, 7)}
     recovery = Recovery(Origin.RECORDED, states)
-    recovery.heard(A, prepared(9), OWN_ID)
+    recovery.answered(A, prepared(9), OWN_ID)
     assert recovery.decide() == 9
     assert recovery.opening_states(6, [A, B, C, D], [A]) == {
         A: ReplicaState(6, UNRESOLVED),
@@ -209,8 +209,8 @@ def test_the_last_assignments_quorum_is_not_that_of_its_engaged():
 
 def test_a_replica_that_is_no_longer_assigned_disappears():
     recovery = Recovery(Origin.RECORDED, engaged(A, B, C))
-    recovery.heard(A, prepared(9), OWN_ID)
-    recovery.heard(B, prepared(9), OWN_ID)
+    recovery.answered(A, prepared(9), OWN_ID)
+    recovery.answered(B, prepared(9), OWN_ID)
     recovery.decide()
     assert list(recovery.opening_states(6, [A, B], [A, B])) == [A, B]
 

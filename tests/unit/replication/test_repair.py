@@ -12,8 +12,8 @@ from waltz_core.replication.repair import (
     AppendCopy,
     Cut,
     FetchCopy,
+    FillDamage,
     Goal,
-    Mend,
     OwnLineage,
     ReplicaRepair,
     SetMark,
@@ -55,10 +55,10 @@ def nobody(_first, _last):
     return False
 
 
-def walk(repair, one, source, goal, *, can_mend=somebody):
+def walk(repair, one, source, goal, *, can_fill=somebody):
     """Carry the steps out until nothing is left to do; return them."""
     steps = []
-    while (step := repair.next_step(goal, can_mend=can_mend)) is not None:
+    while (step := repair.next_step(goal, can_fill=can_fill)) is not None:
         steps.append(step)
         assert len(steps) < 100
         take(repair, one, source, step)
@@ -69,12 +69,12 @@ def take(repair, one, source, step):
     prefix = (9, 1, 0)
     match step:
         case OwnLineage(first, last):
-            repair.heard_own(
+            repair.own_answered(
                 ok(one.handle(wire.LineageRequest(*prefix, *step))), first=first, last=last
             )
         case SourceLineage(first, last):
             answer = ok(source.handle(wire.LineageRequest(*prefix, *step)))
-            repair.heard_source(answer, first=first, last=last)
+            repair.source_answered(answer, first=first, last=last)
         case Cut():
             answer = ok(one.handle(wire.Truncate(*prefix, *step)))
             repair.cut(answer.synced_max, answer.chain, step)
@@ -85,10 +85,10 @@ def take(repair, one, source, step):
             fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
             ok(one.handle(wire.AppendRaw(*prefix, *fields, answer.chain_before, answer.lineage)))
             repair.appended(step)
-        case Mend(answer):
+        case FillDamage(answer):
             fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
             ok(one.handle(wire.Repair(*prefix, *fields)))
-            repair.mended(step)
+            repair.filled(step)
         case SetMark():
             ok(one.handle(wire.SetLowWaterMark(*prefix, *step)))
             repair.marked()
@@ -142,7 +142,7 @@ def test_the_newest_batch_is_known_before_anything_is_cut():
     one, source = storage(*OLD, (2, [7]), (8, [9])), storage(*OLD)
     repair = repair_of(one)
     goal = Goal(5, source.chain)
-    while not isinstance(step := repair.next_step(goal, can_mend=somebody), Cut):
+    while not isinstance(step := repair.next_step(goal, can_fill=somebody), Cut):
         assert step.last in (5, 7)
         take(repair, one, source, step)
     assert repair.newest == 8
@@ -238,7 +238,7 @@ def test_a_log_that_a_later_source_has_is_not_cut():
     repair, goal = repair_of(one), Goal(4, usher.chain)
     steps = []
     for source in (first, one, usher, usher, usher, usher):
-        steps.append(repair.next_step(goal, can_mend=somebody))
+        steps.append(repair.next_step(goal, can_fill=somebody))
         take(repair, one, source, steps[-1])
     assert kinds(steps) == ["SourceLineage", "OwnLineage", "SourceLineage", *kinds(steps)[3:]]
     assert "Cut" not in kinds(steps)
@@ -267,15 +267,15 @@ def test_a_mark_that_is_not_confirmed_protects_nothing():
 
 def test_nothing_is_done_while_the_goals_chain_is_unknown():
     one = storage(*OLD[:2])
-    assert repair_of(one).next_step(Goal(5, None), can_mend=somebody) is None
+    assert repair_of(one).next_step(Goal(5, None), can_fill=somebody) is None
 
 
 def test_a_new_goal_forgets_what_was_learnt_for_the_old_one():
     one, source = storage(*OLD[:1]), storage(*OLD)
     repair = repair_of(one)
-    step = repair.next_step(Goal(5, source.chain), can_mend=somebody)
+    step = repair.next_step(Goal(5, source.chain), can_fill=somebody)
     take(repair, one, source, step)
-    assert isinstance(repair.next_step(Goal(5, source.chain), can_mend=somebody), FetchCopy)
+    assert isinstance(repair.next_step(Goal(5, source.chain), can_fill=somebody), FetchCopy)
     other = storage((4, [1, 2]), (4, [60, 61, 62, 63]))
     walk(repair, one, other, Goal(5, other.chain))
     assert one.payloads() == other.payloads()
@@ -289,7 +289,7 @@ def test_damage_is_mended_before_the_mark():
     one, source = storage(*OLD), storage(*OLD)
     one.disk.damaged = {1, 2, 4}
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert kinds(steps) == ["FetchCopy", "Mend"] * 3 + ["SetMark"]
+    assert kinds(steps) == ["FetchCopy", "FillDamage"] * 3 + ["SetMark"]
     assert not one.disk.damaged
 
 
@@ -297,16 +297,16 @@ def test_old_damage_does_not_hold_up_a_session_when_nobody_can_mend_it():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {1}
     repair = repair_of(one)
-    assert kinds(walk(repair, one, source, Goal(5, source.chain), can_mend=nobody)) == ["SetMark"]
-    assert repair.mend_step((1, 1)) == FetchCopy(1, 1, whole_batches=False)
+    assert kinds(walk(repair, one, source, Goal(5, source.chain), can_fill=nobody)) == ["SetMark"]
+    assert repair.fill_step((1, 1)) == FetchCopy(1, 1, whole_batches=False)
 
 
 def test_damage_above_the_old_mark_waits_for_somebody_who_can_mend_it():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {4}
     repair = repair_of(one)
-    assert repair.next_step(Goal(5, source.chain), can_mend=nobody) is None
-    step = repair.next_step(Goal(5, source.chain), can_mend=somebody)
+    assert repair.next_step(Goal(5, source.chain), can_fill=nobody) is None
+    step = repair.next_step(Goal(5, source.chain), can_fill=somebody)
     assert step == FetchCopy(4, 4, whole_batches=False)
 
 
@@ -314,8 +314,8 @@ def test_damage_that_nobody_can_mend_does_not_hold_up_the_mending_of_other_damag
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {1, 4}
     repair = repair_of(one)
-    steps = walk(repair, one, source, Goal(5, source.chain), can_mend=lambda first, _: first == 4)
-    assert kinds(steps) == ["FetchCopy", "Mend", "SetMark"]
+    steps = walk(repair, one, source, Goal(5, source.chain), can_fill=lambda first, _: first == 4)
+    assert kinds(steps) == ["FetchCopy", "FillDamage", "SetMark"]
     assert one.disk.damaged == {1}
 
 
@@ -323,27 +323,27 @@ def test_records_for_a_mend_that_has_become_needless_are_not_appended():
     one, source = storage(*OLD[:2], mark=2), storage(*OLD)
     one.disk.damaged = {1}
     repair, goal = repair_of(one), Goal(5, source.chain)
-    while not isinstance(step := repair.next_step(goal, can_mend=somebody), FetchCopy):
+    while not isinstance(step := repair.next_step(goal, can_fill=somebody), FetchCopy):
         take(repair, one, source, step)
     take(repair, one, source, step)
-    assert repair.next_step(goal, can_mend=nobody) == FetchCopy(3, 5, whole_batches=True)
+    assert repair.next_step(goal, can_fill=nobody) == FetchCopy(3, 5, whole_batches=True)
 
 
 def test_a_mend_takes_from_the_damage_that_is_known_when_it_is_done():
     one, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(one)
     repair.damage_found([(1, 4)])
-    fetch = repair.mend_step((1, 4))
+    fetch = repair.fill_step((1, 4))
     take(repair, one, source, fetch)
-    mend = repair.mend_step((1, 4))
-    assert (mend.answer.first, mend.answer.count) == (1, 2)
+    fill = repair.fill_step((1, 4))
+    assert (fill.answer.first, fill.answer.count) == (1, 2)
     repair.damage_found([(0, 0), (2, 7)])
     # What was fetched does not begin where the damage begins now, so it is fetched anew.
-    assert repair.mend_step((2, 7)) == FetchCopy(2, 7, whole_batches=False)
-    repair.mended(mend)
+    assert repair.fill_step((2, 7)) == FetchCopy(2, 7, whole_batches=False)
+    repair.filled(fill)
     assert repair.damaged == [(0, 0), (3, 7)]
     repair.damage_found([(0, 5)])
-    repair.mended(mend)
+    repair.filled(fill)
     assert repair.damaged == [(0, 0), (3, 5)]
 
 
@@ -351,12 +351,12 @@ def test_refused_records_leave_the_damage_that_was_told_of_since():
     one, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(one)
     repair.damage_found([(1, 2), (4, 4)])
-    take(repair, one, source, repair.mend_step((1, 2)))
-    mend = repair.mend_step((1, 2))
-    repair.not_mended(mend)
+    take(repair, one, source, repair.fill_step((1, 2)))
+    fill = repair.fill_step((1, 2))
+    repair.not_filled(fill)
     assert repair.damaged == [(4, 4)]
     repair.damage_found([(0, 2), (4, 4)])
-    repair.not_mended(mend)
+    repair.not_filled(fill)
     assert repair.damaged == [(0, 2), (4, 4)]
 
 
@@ -369,7 +369,7 @@ def test_damage_that_is_cut_away_is_no_damage():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     one.disk.damaged = {6}
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))
-    assert "Mend" not in kinds(steps)
+    assert "FillDamage" not in kinds(steps)
 
 
 def test_of_damage_that_was_cut_through_only_what_is_left_is_asked_for():
@@ -377,8 +377,8 @@ def test_of_damage_that_was_cut_through_only_what_is_left_is_asked_for():
     one.disk.damaged = {5}
     repair = repair_of(one)
     repair.damage_found([(5, 6)])  # as a storage tells of records that lie side by side
-    steps = walk(repair, one, source, Goal(5, source.chain), can_mend=lambda _, last: last <= 5)
-    assert kinds(steps)[-3:] == ["FetchCopy", "Mend", "SetMark"]
+    steps = walk(repair, one, source, Goal(5, source.chain), can_fill=lambda _, last: last <= 5)
+    assert kinds(steps)[-3:] == ["FetchCopy", "FillDamage", "SetMark"]
     assert not one.disk.damaged
 
 
@@ -457,13 +457,13 @@ def test_a_batch_of_another_session_has_another_chain():
 def test_a_lineage_that_does_not_cover_the_question_is_refused():
     one, source = storage(*OLD[:2]), storage(*OLD)
     repair = repair_of(one)
-    step = repair.next_step(Goal(5, source.chain), can_mend=somebody)
+    step = repair.next_step(Goal(5, source.chain), can_fill=somebody)
     for lineage in ((), (LineageEntry(0, 1, 1, 0, bytes(16)),)):
         answer = wire.LineageResponse(9, 1, 0, bytes(16), lineage)
         with pytest.raises(RemoteProtocolError):
-            repair.heard_source(answer, first=step.first, last=step.last)
+            repair.source_answered(answer, first=step.first, last=step.last)
         with pytest.raises(RemoteProtocolError):
-            repair.heard_own(answer, first=step.first, last=step.last)
+            repair.own_answered(answer, first=step.first, last=step.last)
 
 
 def without_batches(one, first, last):
@@ -506,7 +506,7 @@ def test_a_mark_within_a_batch_of_another_history_is_not_cut_through():
 def test_a_cut_that_cut_elsewhere_is_refused():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     repair = repair_of(one)
-    while not isinstance(step := repair.next_step(Goal(5, source.chain), can_mend=somebody), Cut):
+    while not isinstance(step := repair.next_step(Goal(5, source.chain), can_fill=somebody), Cut):
         take(repair, one, source, step)
     with pytest.raises(RemoteProtocolError, match="expected the log to end at 5"):
         repair.cut(4, bytes(16), step)

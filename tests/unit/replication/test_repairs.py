@@ -282,7 +282,7 @@ def test_a_marked_replica_that_cannot_be_mended_stays():
     assert not bench.storages[A].disk.damaged
     assert bench.storages[B].disk.damaged == {1}
     assert bench.store.open_session is not None
-    assert B not in bench.store.readable_replicas or bench.reports("replica.not_mended")
+    assert B not in bench.store.readable_replicas or bench.reports("replica.repair_rejected")
 
 
 def refuses_mends(bench, replica):
@@ -326,7 +326,7 @@ def test_what_lies_below_the_old_mark_and_cannot_be_mended_holds_up_no_mark():
     bench.step(session_events.Checkpoint())
     bench.reopen()
     assert bench.store.readable_replicas == [A, B, C]
-    assert [one["replica"] for one in bench.reports("replica.not_mended")] == [B]
+    assert [one["replica"] for one in bench.reports("replica.repair_rejected")] == [B]
     assert not bench.reports("replica.refused")
     # It is tried again when the replica tells of it again.
     bench.storages[B].handle = real
@@ -411,10 +411,10 @@ def test_damage_in_a_running_session_is_mended_in_it():
     bench.run()
     assert not bench.storages[B].disk.damaged
     assert bench.store.open_session == session
-    mended = [(each["replica"], each["ids"]) for each in bench.reports("replica.mended")]
-    assert mended == [(B, "0..0"), (B, "5..5")]
+    filled = [(each["replica"], each["ids"]) for each in bench.reports("replica.repaired")]
+    assert filled == [(B, "0..0"), (B, "5..5")]
     assert bench.reports("replica.damaged")[0]["ids"] == "0..0,5..5"
-    assert all(each["is_live"] for each in bench.reports("replica.mended"))
+    assert all(each["is_live"] for each in bench.reports("replica.repaired"))
 
 
 def test_appends_go_on_while_damage_is_mended():

@@ -53,16 +53,16 @@ def test_the_last_batch_of_a_log_that_others_may_have_written_tells_its_stamp():
     past, replica = settling(5, unbroken=False)
     past.begin(0)
     assert (past.outcome, replica.asked) == (None, [(5, 5)])
-    past.heard(replica, lineage((4, 5, 8, 777)), 0)
+    past.answered(replica, lineage((4, 5, 8, 777)), 0)
     assert past.outcome == Settled(9, 5, 777)
 
 
 def test_doubt_is_read_back_window_by_window_after_the_stamp():
     past, replica = settling(9, unbroken=False, in_doubt=InDoubt(7, 3, 8))
     past.begin(0)
-    past.heard(replica, lineage((9, 9, 8, 777)), 0)
-    past.heard(replica, lineage((7, 7, 8, 770), (8, 8, 8, 775)), 0)
-    past.heard(replica, lineage((4, 5, 7, 700), (6, 6, 7, 710)), 0)
+    past.answered(replica, lineage((9, 9, 8, 777)), 0)
+    past.answered(replica, lineage((7, 7, 8, 770), (8, 8, 8, 775)), 0)
+    past.answered(replica, lineage((4, 5, 7, 700), (6, 6, 7, 710)), 0)
     assert replica.asked == [(9, 9), (4, 8), (4, 6)]
     assert past.outcome == Settled(9, 6, 777)
 
@@ -71,7 +71,7 @@ def test_an_answer_without_batches_is_refused():
     past, replica = settling(5, unbroken=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError):
-        past.heard(replica, lineage(), 0)
+        past.answered(replica, lineage(), 0)
     assert past.outcome is None
 
 
@@ -79,10 +79,10 @@ def test_batches_that_were_made_up_do_not_say_that_a_session_wrote_nothing():
     other = Replica()
     past, replica = settling(9, other, in_doubt=InDoubt(7, 3, 8))
     past.begin(0)
-    past.heard(replica, lineage((6, 6, 7, 710), (7, 8, 7, 720)), 0)
-    past.heard(replica, lineage((4, 5, MADE_UP, 0)), 0)
+    past.answered(replica, lineage((6, 6, 7, 710), (7, 8, 7, 720)), 0)
+    past.answered(replica, lineage((4, 5, MADE_UP, 0)), 0)
     assert past.outcome is None
-    past.heard(other, lineage((4, 5, 7, 700), (6, 6, 7, 710), (7, 8, 7, 720)), 0)
+    past.answered(other, lineage((4, 5, 7, 700), (6, 6, 7, 710), (7, 8, 7, 720)), 0)
     assert (replica.asked, other.asked) == ([(4, 8), (4, 5)], [(4, 8)])
     assert past.outcome == Settled(9, 8, 0)
 
@@ -91,5 +91,5 @@ def test_nobody_is_left_who_has_the_batches():
     past, replica = settling(5, unbroken=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):
-        past.heard(replica, lineage((4, 5, MADE_UP, 0)), 0)
+        past.answered(replica, lineage((4, 5, MADE_UP, 0)), 0)
     assert past.outcome is None

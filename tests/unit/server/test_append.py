@@ -196,7 +196,7 @@ def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Re
 def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
     """Return what is told of the rows that are ahead, once the session is proven."""
     found = [each.ticket for each in outcomes if isinstance(each, Ahead)]
-    told = [world.pipeline.tell_ahead(ticket, is_proved=True) for ticket in found]
+    told = [world.pipeline.answer_ahead(ticket, is_proved=True) for ticket in found]
     return [each for outcomes in told for each in outcomes if isinstance(each, Answer)]
 
 

@@ -135,7 +135,7 @@ class Scripted:
     async def read_servers(self):
         return self.views.pop(0)
 
-    async def tell(self, server_id, loads):
+    async def publish(self, server_id, loads):
         pass
 
     async def read(self, server_ids, _on_ignored):
@@ -151,7 +151,7 @@ def shows(*servers, is_settled=True):
 def test_nothing_has_lasted_when_servers_have_come_or_gone_or_another_one_led(monkeypatch, between):
     called, now_ms = [], 0
     monkeypatch.setattr("waltz_core.server.process.balancing.loop_clock_ms", lambda: now_ms)
-    monkeypatch.setattr(Balancer, "look_away", lambda _: called.append("away"))
+    monkeypatch.setattr(Balancer, "reset_history", lambda _: called.append("away"))
     monkeypatch.setattr(Balancer, "plan", lambda *_: called.append("plan") or {})
 
     async def story():

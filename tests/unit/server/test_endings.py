@@ -69,7 +69,7 @@ def test_without_a_proof_that_it_is_ahead_a_client_has_to_mount_again():
     world = World()
     ahead = world.single(mark=9)
     (found,) = [each for each in world.turn() if isinstance(each, Ahead)]
-    told = world.pipeline.tell_ahead(found.ticket, is_proved=False)
+    told = world.pipeline.answer_ahead(found.ticket, is_proved=False)
     assert results(told) == {ahead: [(-1, Reason.NOT_MOUNTED, -1)]}
     behind = world.single()
     assert results(world.turn()) == {behind: [(-1, Reason.NOT_MOUNTED, -1)]}
@@ -81,7 +81,7 @@ def test_a_client_that_has_mounted_meanwhile_keeps_its_mount():
     (found,) = [each for each in world.turn() if isinstance(each, Ahead)]
     world.mounts.begin(ALICE, A, 2)
     world.mounts.finish(ALICE, A)
-    world.pipeline.tell_ahead(found.ticket, is_proved=False)
+    world.pipeline.answer_ahead(found.ticket, is_proved=False)
     world.single()
     assert results(world.turn()) == {}
     assert results(world.commit())

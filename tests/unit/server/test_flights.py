@@ -1,7 +1,7 @@
 """What lies between judgement and outcome."""
 
 from waltz_core.records.batches import EncodedBatch
-from waltz_core.records.lock_blocks import TOLD_APART_MAX
+from waltz_core.records.lock_blocks import DISTANCES_TRANSACTIONS_MAX
 from waltz_core.server.append.flights import Draft
 
 
@@ -21,5 +21,7 @@ def test_a_draft_tells_how_far_its_locks_are_behind_its_last_id():
         part = EncodedBatch(first, last, b"", memoryview(b""), b"", 0)
         draft.add(part, bytes(4 * len(writers)), writers)
     assert list(draft.behind()) == [12 - 7, 12 - 9, 12 - 9, 0, 1]
-    draft.add(EncodedBatch(13, 7 + TOLD_APART_MAX, b"", memoryview(b""), b"", 0), b"", b"")
+    draft.add(
+        EncodedBatch(13, 7 + DISTANCES_TRANSACTIONS_MAX, b"", memoryview(b""), b"", 0), b"", b""
+    )
     assert draft.behind() == b""

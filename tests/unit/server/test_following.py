@@ -21,7 +21,7 @@ from waltz_core.records.record import NO_SESSION, PartitionId, ReqId
 from waltz_core.server.append.outcomes import Ahead, Reached
 from waltz_core.server.locking import following
 from waltz_core.server.locking.following import GATHER_MS
-from waltz_core.server.locking.lock_queues import HELD_MS_MAX, PATIENCE_MS_MIN
+from waltz_core.server.locking.lock_queues import HELD_MS_MAX, NOTIFY_MS_MIN
 from waltz_core.server.partition_events import Answer, PartitionLimits
 from waltz_core.wire.messages import AppendFollowing, Predecessors
 
@@ -60,7 +60,8 @@ def told(outcomes) -> dict[ReqId, list[int]]:
     """Return the ids that each author was told."""
     return {
         each.message.req_id: [
-            record.transaction_id for record in FOLLOW.told(each.message, -1, 0, ()).predecessors
+            record.transaction_id
+            for record in FOLLOW.with_predecessors(each.message, -1, 0, ()).predecessors
         ]
         for each in outcomes
         if isinstance(each, Answer) and isinstance(each.message, Predecessors)
@@ -82,7 +83,9 @@ def test_an_author_is_told_what_is_in_flight_and_is_let_in_behind_it():
     message = answer.message
     assert message.req_id == loser
     assert (message.session_id, message.high_water_mark, message.last) == (world.session, -1, 0)
-    ((transaction_id, req_id, header, data),) = FOLLOW.told(message, -1, 0, ()).predecessors
+    ((transaction_id, req_id, header, data),) = FOLLOW.with_predecessors(
+        message, -1, 0, ()
+    ).predecessors
     assert (transaction_id, req_id, header, data) == (0, winner, 7, b"first")
     behind = world.after(0, client=BOB)
     assert world.turn() == []  # it is gathered
@@ -198,7 +201,7 @@ def test_rows_of_batches_with_its_locks_cannot_be_told():
     assert results(out)[winner] == [(0, COMMITTED, -1)]
 
 
-@pytest.mark.parametrize("name", ["TOLD_COUNT_MAX", "TOLD_BYTES_MAX"])
+@pytest.mark.parametrize("name", ["PREDECESSORS_COUNT_MAX", "PREDECESSORS_BYTES_MAX"])
 def test_too_much_is_not_told(name, monkeypatch):
     world, _ = in_flight()
     world.single(append=[HOT])
@@ -211,7 +214,7 @@ def test_too_much_is_not_told(name, monkeypatch):
 
 def test_who_asks_for_many_locks_is_not_told():
     world, _ = in_flight()
-    most = following.TOLD_LOCKS_MAX
+    most = following.PREDECESSORS_LOCKS_MAX
     assert told_of(world, write=range(HOT, HOT + most)) == [0]
     waiting = world.follow(BOB, write=range(HOT, HOT + most), read=[100])
     assert world.turn() == []
@@ -258,7 +261,7 @@ def test_when_nobody_comes_the_next_is_told_after_a_while():
     losers = [world.follow(), world.follow()]
     assert list(told(world.turn())) == losers[:1]
     at_ms = world.pipeline.turn_at_ms(world.now_ms)
-    assert at_ms == world.now_ms + PATIENCE_MS_MIN
+    assert at_ms == world.now_ms + NOTIFY_MS_MIN
     world.now_ms = at_ms
     assert list(told(world.turn())) == losers[1:]
     world.now_ms += HELD_MS_MAX
@@ -316,7 +319,7 @@ def test_what_follows_is_refused_for_what_has_come_since():
 def test_who_cannot_be_told_hears_nothing_before_what_stands_against_him_is_final():
     world, _ = in_flight()
     behind = world.after(0)
-    late = world.after(0, client=BOB, read=range(100, 100 + following.TOLD_LOCKS_MAX))
+    late = world.after(0, client=BOB, read=range(100, 100 + following.PREDECESSORS_LOCKS_MAX))
     assert results(world.turn()) == {}
     assert late not in results(world.commit())
     assert len(world.turns()) == 1
@@ -438,7 +441,7 @@ def test_nothing_of_a_lost_session_is_told_in_the_next_one():
     world.follow(BOB)
     (answer,) = world.turn()
     assert (answer.message.session_id, answer.message.last) == (world.session, 0)
-    (found,) = FOLLOW.told(answer.message, -1, 0, ()).predecessors
+    (found,) = FOLLOW.with_predecessors(answer.message, -1, 0, ()).predecessors
     assert (found.req_id, found.data) == (again, b"again")
 
 
@@ -449,7 +452,7 @@ def test_what_is_told_is_the_record_of_what_was_admitted_and_not_of_what_was_ref
     world.turns()
     world.follow(BOB, write=(COLD,))
     (answer,) = world.turn()
-    (found,) = FOLLOW.told(answer.message, -1, 0, ()).predecessors
+    (found,) = FOLLOW.with_predecessors(answer.message, -1, 0, ()).predecessors
     assert (found.transaction_id, found.req_id, found.data) == (1, cold, b"cold")
 
 

@@ -79,5 +79,5 @@ def test_a_replica_that_does_not_answer_is_told_until_it_does(caplog) -> None:
     assert (wait_ms(), waits.silent) == (0, set())
     assert [each.message for each in caplog.records] == [
         f"replica.silent partition=3 replica={A_REPLICA}",
-        f"replica.not_silent partition=3 replica={A_REPLICA}",
+        f"replica.responsive partition=3 replica={A_REPLICA}",
     ]

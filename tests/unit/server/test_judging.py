@@ -8,7 +8,7 @@ import pytest
 from waltz_core import errors
 from waltz_core.records import raw_records
 from waltz_core.records.batches import EncodedBatch, encode_append
-from waltz_core.records.lock_blocks import TOLD_APART_MAX
+from waltz_core.records.lock_blocks import DISTANCES_TRANSACTIONS_MAX
 from waltz_core.records.record import (
     BEFORE_FIRST,
     ClientId,
@@ -146,14 +146,14 @@ def test_the_locks_of_what_was_accepted_are_told(few: int, monkeypatch: pytest.M
 def test_of_many_transactions_nobody_is_told_which_one_has_which_lock() -> None:
     group = [
         SingleTicket(A, 100, AppendRequest(REQ, -1, (row,), (), (), 0, b"", 0), Epoch(), 0)
-        for row in range(TOLD_APART_MAX + 1)
+        for row in range(DISTANCES_TRANSACTIONS_MAX + 1)
     ]
     place = LogPlace(BEFORE_FIRST, TransactionId(0))
     whole = judge_singles(group, LockTable(10_007, BEFORE_FIRST), place)
     assert whole.locks == struct.pack(f">{len(group)}i", *range(len(group)))
     assert whole.writers == b""
     few = judge_singles(group[1:], LockTable(10_007, BEFORE_FIRST), place)
-    assert list(few.writers) == list(range(TOLD_APART_MAX))
+    assert list(few.writers) == list(range(DISTANCES_TRANSACTIONS_MAX))
 
 
 def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_told() -> None:

@@ -3,7 +3,7 @@
 from tests.unit.server.test_append import ALICE, BOB, COMMITTED, LOCK, B, World, results
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.server.append.outcomes import Reached
-from waltz_core.server.locking.lock_queues import HELD_MS_MAX, PATIENCE, PATIENCE_MS_MIN
+from waltz_core.server.locking.lock_queues import HELD_MS_MAX, NOTIFY_FACTOR, NOTIFY_MS_MIN
 
 HOT, COLD = 5, 6
 
@@ -76,7 +76,7 @@ def test_when_nobody_comes_the_next_one_is_told_after_a_while() -> None:
         assert not world.wants_turn
         told = results(world.turn_when_paced())
         assert list(told) == [req_id]
-        assert world.now_ms - before_ms == PATIENCE * 4
+        assert world.now_ms - before_ms == NOTIFY_FACTOR * 4
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
@@ -91,7 +91,7 @@ def test_when_commits_become_slower_everybody_gets_more_time() -> None:
     while not told:  # The first look comes at what was due before.
         told = results(world.turn_when_paced())
     assert list(told) == [refused[2]]
-    assert world.now_ms - before_ms == PATIENCE * 8
+    assert world.now_ms - before_ms == NOTIFY_FACTOR * 8
 
 
 def test_who_waits_is_told_of_the_newest_conflict_whoever_has_met_it() -> None:
@@ -108,7 +108,7 @@ def test_who_waits_is_told_of_the_newest_conflict_whoever_has_met_it() -> None:
 def test_commits_of_no_time_at_all_leave_some_time_too() -> None:
     world, refused, _ = contended(took_ms=0)
     assert refused[1] in results(world.turn_when_paced())
-    assert world.now_ms == PATIENCE_MS_MIN
+    assert world.now_ms == NOTIFY_MS_MIN
 
 
 def test_nobody_is_held_back_for_long() -> None:
@@ -204,10 +204,10 @@ def test_of_two_queues_the_one_that_is_due_first_is_told_first() -> None:
     world.now_ms += 1
     assert quick[0] in results(world.commit())
     assert list(results(world.turn_when_paced())) == [quick[1]]
-    assert world.now_ms == began_ms + 1 + PATIENCE
+    assert world.now_ms == began_ms + 1 + NOTIFY_FACTOR
     while slow[1] not in (told := results(world.turn_when_paced())):
         assert told == {}
-    assert world.now_ms == began_ms + PATIENCE * 20
+    assert world.now_ms == began_ms + NOTIFY_FACTOR * 20
 
 
 def test_they_are_told_while_the_session_is_held_too() -> None:

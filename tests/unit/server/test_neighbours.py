@@ -63,9 +63,9 @@ class World:
         self.taken_out: list[ServerDescriptor] = []
         self.failures = 0
         self.links: list[net.Link] = []
-        self.neighbours = Neighbours(ME, tasks, self.take_out)
+        self.neighbours = Neighbours(ME, tasks, self.remove_dead)
 
-    async def take_out(self, dead: ServerDescriptor) -> None:
+    async def remove_dead(self, dead: ServerDescriptor) -> None:
         if self.failures:
             self.failures -= 1
             raise CoordinatorUnavailable("not now")

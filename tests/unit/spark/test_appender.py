@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from waltz_core.client import BatchOrder, BatchOutcome, Reason
+from waltz_core.client import BatchOutcome, Reason, ReportOrder
 from waltz_core.errors import ClientAhead
 from waltz_core.records.batches import decode_append
 from waltz_core.records.record import LOCKS_MAX
@@ -34,7 +34,7 @@ class RandomLog:
         self._loss = loss
         self.taken: dict[int, list[bytes]] = {}
         self.refused: list[bytes] = []
-        self._open: list[tuple[int, Future[BatchOutcome], list[bytes], BatchOrder]] = []
+        self._open: list[tuple[int, Future[BatchOutcome], list[bytes], ReportOrder]] = []
         self.in_flight_max = 0
 
     def append_batch(
@@ -44,7 +44,7 @@ class RandomLog:
         row_count: int,
         *,
         client_high_water_mark: int,
-        order: BatchOrder,
+        order: ReportOrder,
     ) -> Future[BatchOutcome]:
         assert client_high_water_mark == -1
         rows = decode_append(payload, rows_max=row_count, bytes_max=1 << 24)
@@ -59,7 +59,7 @@ class RandomLog:
     def answer_all(self) -> None:
         for partition, future, rows, order in self._open:
             reasons = []
-            is_lost = order.told != order.seen
+            is_lost = order.reported_count != order.processed_count
             log = self.taken.setdefault(partition, [])
             for row in rows:
                 if is_lost or self._chance.random() < self._loss:
@@ -71,7 +71,7 @@ class RandomLog:
                 else:
                     log.append(row)
                     reasons.append(TAKEN)
-            order.told += is_lost
+            order.reported_count += is_lost
             ids = np.full(len(rows), -1, np.int64)
             taken = np.array(reasons) == TAKEN
             ids[taken] = np.arange(len(log) - int(taken.sum()), len(log))
@@ -91,7 +91,7 @@ class Answering(RandomLog):
         row_count: int,
         *,
         client_high_water_mark: int,
-        order: BatchOrder,
+        order: ReportOrder,
     ) -> Future[BatchOutcome]:
         future = super().append_batch(
             partition,
@@ -136,11 +136,11 @@ def test_every_row_ends_once_and_in_order(seed: int, monkeypatch: pytest.MonkeyP
     rows = rows_of(chance, 200)
     log = Answering(seed, loss=chance.choice([0.0, 0.02, 0.2]))
     pieces = [rows[start : start + 23] for start in range(0, len(rows), 23)]
-    told = list(Appender(log, OPTIONS).send(shaped(piece) for piece in pieces))
+    reported_count = list(Appender(log, OPTIONS).send(shaped(piece) for piece in pieces))
     for partition in range(3):
         mine = [data for p, data in rows if p == partition]
         assert log.taken.get(partition, []) == [data for data in mine if not data.endswith(b"!")]
-        answered = [a for a in told if a.partition == partition]
+        answered = [a for a in reported_count if a.partition == partition]
         names = [name for a in answered for name in a.identity.column("name").to_pylist()]
         assert sorted(names) == sorted(data.decode() for data in mine)
         for a in answered:
@@ -158,10 +158,12 @@ def test_every_row_ends_once_and_in_order(seed: int, monkeypatch: pytest.MonkeyP
 def test_a_payload_near_the_limit_travels_alone() -> None:
     big = b"x" * (3 * 1024 * 1024)
     log = Answering(1, loss=0.0)
-    told = list(Appender(log, OPTIONS).send([shaped([(0, big), (0, b"a"), (0, big), (0, b"b")])]))
+    reported_count = list(
+        Appender(log, OPTIONS).send([shaped([(0, big), (0, b"a"), (0, big), (0, b"b")])])
+    )
     assert [len(data) for data in log.taken[0]] == [len(big), 1, len(big), 1]
-    assert sum(len(a.reasons) for a in told) == 4
-    assert len(told) == 2
+    assert sum(len(a.reasons) for a in reported_count) == 4
+    assert len(reported_count) == 2
 
 
 def test_rows_with_many_locks_travel_in_smaller_batches() -> None:
@@ -171,10 +173,10 @@ def test_rows_with_many_locks_travel_in_smaller_batches() -> None:
     append = rows.append.set_column(place, "append_locks", locks)
     log = Answering(1, loss=0.0)
     options = dataclasses.replace(OPTIONS, batch_rows=1000)
-    told = list(Appender(log, options).send([dataclasses.replace(rows, append=append)]))
+    reported_count = list(Appender(log, options).send([dataclasses.replace(rows, append=append)]))
     assert log.taken[0] == [b"%d" % number for number in range(100)]
     # 256 KiB of locks in a row, 4 MiB in an append.
-    assert max(len(each.reasons) for each in told) == 15
+    assert max(len(each.reasons) for each in reported_count) == 15
 
 
 def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
@@ -239,9 +241,9 @@ def test_refused_rows_are_computed_anew(seed: int, monkeypatch: pytest.MonkeyPat
     log, mending = Answering(seed, loss=chance.choice([0.0, 0.1])), Mending()
     pieces = [rows[start : start + 23] for start in range(0, len(rows), 23)]
     appender = Appender(log, OPTIONS, mending)
-    told = list(appender.send(with_source(piece) for piece in pieces))
+    reported_count = list(appender.send(with_source(piece) for piece in pieces))
     ends: dict[str, bool] = {}
-    for answered in told:
+    for answered in reported_count:
         names = answered.identity.column("name").to_pylist()
         for name, reason in zip(names, answered.reasons.tolist(), strict=True):
             key = name.rstrip("!")

@@ -25,7 +25,7 @@ from waltz_core.storage.service.errands import (
     DiskRoom,
     FindHeld,
     FindRoom,
-    FindStanding,
+    FindZooKeeperView,
     HeldPartition,
     InspectReplica,
     LogFacts,
@@ -66,7 +66,7 @@ class Desk:
 
     def __init__(self, **answers):
         self.machine = AdminService(StorageIdentity(KEY, 4, b"the storage's id"), address="a:1")
-        self.answers = {"InspectReplica": FACTS, "FindStanding": LEFT} | answers
+        self.answers = {"InspectReplica": FACTS, "FindZooKeeperView": LEFT} | answers
         self.errands = []
         self.told = []
         self.reports = []
@@ -106,7 +106,7 @@ class Desk:
 
     @property
     def changes(self):
-        questions = (InspectReplica, FindHeld, FindRoom, FindStanding, ReadRange)
+        questions = (InspectReplica, FindHeld, FindRoom, FindZooKeeperView, ReadRange)
         return [errand for errand in self.errands if not isinstance(errand, questions)]
 
 
@@ -225,7 +225,7 @@ def test_records_are_listed_as_the_original_lists_them():
 def test_what_no_session_counts_on_may_go():
     desk = Desk()
     assert desk.ask(wire.RemovePartition(1, 2, True, False)) == wire.Done(1)
-    assert desk.errands == [InspectReplica(2), FindStanding(2), Unassign(2, True)]
+    assert desk.errands == [InspectReplica(2), FindZooKeeperView(2), Unassign(2, True)]
     desk = Desk()
     assert desk.ask(wire.SetAssigned(1, (2,), False, False), version=0) == wire.Done(1)
     assert desk.changes == [Unassign(2, False)]
@@ -233,14 +233,14 @@ def test_what_no_session_counts_on_may_go():
 
 @pytest.mark.parametrize("forced", [False, True])
 def test_what_zookeeper_assigns_here_never_goes(forced):
-    desk = Desk(FindStanding=ASSIGNED)
+    desk = Desk(FindZooKeeperView=ASSIGNED)
     text = refused(desk.ask(wire.RemovePartition(1, 2, True, forced)), errors.BadRequest)
     assert "found it assigned" in text
     assert desk.changes == []
 
 
 def test_what_the_last_session_counts_on_goes_only_when_somebody_insists():
-    desk = Desk(FindStanding=ENGAGED)
+    desk = Desk(FindZooKeeperView=ENGAGED)
     text = refused(desk.ask(wire.RemovePartition(1, 2, True, False)), errors.BadRequest)
     assert "in session 7 with a:1, b:1, c:1 (without it 2 are left, still a quorum)" in text
     answer = desk.ask(wire.SetAssigned(1, (2,), False, True), version=0)
@@ -251,11 +251,11 @@ def test_what_the_last_session_counts_on_goes_only_when_somebody_insists():
 
 
 def test_a_log_is_thrown_away_only_where_nobody_counts_on_it_or_somebody_insists():
-    desk = Desk(FindStanding=ASSIGNED)
+    desk = Desk(FindZooKeeperView=ASSIGNED)
     assert desk.ask(wire.ReSeed(1, 2, False)) == wire.Done(1)
     assert desk.changes == [Reseed(2)]
     bare = ENGAGED._replace(engaged=("a:1", "b:1"))
-    desk = Desk(FindStanding=bare)
+    desk = Desk(FindZooKeeperView=bare)
     text = refused(desk.ask(wire.ReSeed(1, 2, False)), errors.BadRequest)
     assert "(without it 1 are left, less than the quorum of 2)" in text
     assert "offline first" in text
@@ -265,10 +265,10 @@ def test_a_log_is_thrown_away_only_where_nobody_counts_on_it_or_somebody_insists
 
 
 def test_a_replica_is_doubted_unless_it_is_the_only_one():
-    desk = Desk(FindStanding=ENGAGED)
+    desk = Desk(FindZooKeeperView=ENGAGED)
     assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
     assert desk.changes == [MarkReplicaSuspect(2)]
-    desk = Desk(FindStanding=ALONE)
+    desk = Desk(FindZooKeeperView=ALONE)
     assert "only this one" in refused(desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest)
     assert desk.changes == []
     assert desk.ask(wire.MarkSuspect(1, 2, True)) == wire.Done(1)
@@ -278,7 +278,7 @@ def test_a_replica_is_doubted_unless_it_is_the_only_one():
     "message", [wire.RemovePartition(1, 2, True, False), wire.ReSeed(1, 2, False)]
 )
 def test_while_zookeeper_is_away_nothing_is_thrown_away(message):
-    desk = Desk(FindStanding=CoordinatorUnavailable("ZooKeeper is away"))
+    desk = Desk(FindZooKeeperView=CoordinatorUnavailable("ZooKeeper is away"))
     assert refused(desk.ask(message), CoordinatorUnavailable) == "ZooKeeper is away"
     assert desk.changes == []
 

@@ -211,7 +211,7 @@ def test_lost_blocks_of_an_index_are_made_anew(place):
     content = log.disk.content(path)
     log.segments.close()
     log.disk.make_unreadable(path, place, place)
-    assert log.segments.mend(0, 59) == ()
+    assert log.segments.repair(0, 59) == ()
     assert log.segments.read(0, 59)[0] == log.records[: 60 * RECORD_BYTES]
     log.segments.close()
     assert log.disk.open(path).pread(10_000, 0) == content
@@ -222,7 +222,7 @@ def test_lost_blocks_of_batches_are_made_anew():
     segments, _, entries = make_segments(disk, [1] * 40, [1])
     path = ROOT / segment_name(0, ".chn")
     disk.make_unreadable(path, 600, 600)
-    segments.mend(0, 39)
+    segments.repair(0, 39)
     found = list(segments.entries_from(0))
     is_lost = [one != other for one, other in zip(found, entries, strict=True)]
     assert 1 < sum(is_lost) <= 512 // LINEAGE_ENTRY_BYTES + 1
@@ -235,7 +235,7 @@ def test_a_lost_block_with_the_batches_header_is_made_anew():
     path = ROOT / segment_name(0, ".chn")
     before = disk.content(path)[:LINEAGE_HEADER_BYTES]
     disk.make_unreadable(path, 0, 0)
-    segments.mend(0, 39)
+    segments.repair(0, 39)
     assert disk.content(path)[:LINEAGE_HEADER_BYTES] == before
     found = list(segments.entries_from(0))
     assert [(one.first, one.last) for one in found] == [(one.first, one.last) for one in entries]

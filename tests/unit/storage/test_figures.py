@@ -25,7 +25,7 @@ def test_work_is_counted_for_its_partition():
         appended_bytes=220,
         sync_s=0.25,
         found=(IdRange(3, 3), IdRange(7, 9)),
-        mended=IdRange(3, 4),
+        repaired=IdRange(3, 4),
         failed_reads=["reading x.seg"],
         scrubbed=Scrubbed(20, 900),
     )
@@ -38,7 +38,7 @@ def test_work_is_counted_for_its_partition():
         "read_bytes_total": 88,
         "failed_reads_total": 1,
         "damage_found_transactions_total": 4,
-        "damage_mended_transactions_total": 2,
+        "damage_repaired_transactions_total": 2,
         "scrubbed_bytes_total": 900,
     }
     for name, value in shown.items():

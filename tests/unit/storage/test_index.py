@@ -178,11 +178,11 @@ def test_the_newest_word_on_what_was_durable_counts():
     entries = make_batches(0, (2,) * 4)[2]
     for entry, synced in zip(entries, (BEFORE_FIRST, 1, 3, 3), strict=True):
         lineage.append([entry], synced)
-    assert [lineage.vouched(place) for place in range(5)] == [3, 3, 3, 3, BEFORE_FIRST]
+    assert [lineage.durable_before(place) for place in range(5)] == [3, 3, 3, 3, BEFORE_FIRST]
     disk.flip(CHN, entry_offset(2))
     disk.flip(CHN, entry_offset(3))
-    assert lineage.vouched(0) == 1
-    assert lineage.vouched(2) == BEFORE_FIRST
+    assert lineage.durable_before(0) == 1
+    assert lineage.durable_before(2) == BEFORE_FIRST
 
 
 def test_a_header_is_rewritten_durably_and_the_entries_stay():

@@ -54,7 +54,7 @@ def written(disk, *counts_of_each, acked=None, **slot):
     if acked_entries:
         marker = Marker(acked_entries[-1].last, acked_entries[-1].chain)
     fields = {"promised": 1, "last_session": 1, "dirty": True} | slot
-    fields.setdefault("original_sequence", INFO.sequence)
+    fields.setdefault("old_sequence", INFO.sequence)
     SlotFile.create(disk, ROOT, Slot(2, acked=marker, **fields))
     return segments, records, entries
 
@@ -151,7 +151,7 @@ def test_another_history_below_the_marker_is_suspect():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
     SlotFile.create(
-        disk, ROOT, Slot(2, acked=Marker(2, KEY), original_sequence=INFO.sequence, dirty=True)
+        disk, ROOT, Slot(2, acked=Marker(2, KEY), old_sequence=INFO.sequence, dirty=True)
     )
     assert opened(disk)[1].slot.suspect
     assert segments.chain == entries[-1].chain
@@ -206,7 +206,7 @@ def test_falling_back_to_the_older_slot_refuses_all_sessions_so_far():
     disk = new_disk()
     written(disk, [3])
     slots = SlotFile.open(disk, ROOT, 2)
-    slots.write(Slot(2, promised=9, acked=slots.slot.acked, original_sequence=INFO.sequence))
+    slots.write(Slot(2, promised=9, acked=slots.slot.acked, old_sequence=INFO.sequence))
     disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
     slot = opened(disk, info=INFO._replace(session_id=4))[1].slot
     assert slot.suspect
@@ -224,7 +224,7 @@ def test_a_session_that_only_the_log_knows_of_was_promised_too():
     disk = new_disk()
     written(disk, [3], promised=0, last_session=0)
     slots = SlotFile.open(disk, ROOT, 2)
-    slots.write(Slot(2, acked=slots.slot.acked, original_sequence=INFO.sequence))
+    slots.write(Slot(2, acked=slots.slot.acked, old_sequence=INFO.sequence))
     disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
     segments, slots = opened(disk)
     assert segments.lineage_end().session_id == 1
@@ -235,7 +235,7 @@ def fallen_back(disk, **slot):
     """Write a log whose newer slot is lost."""
     written(disk, [3])
     slots = SlotFile.open(disk, ROOT, 2)
-    slots.write(Slot(2, acked=slots.slot.acked, original_sequence=INFO.sequence, **slot))
+    slots.write(Slot(2, acked=slots.slot.acked, old_sequence=INFO.sequence, **slot))
     disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
 
 
@@ -303,7 +303,7 @@ def test_the_intent_of_a_truncation_is_carried_out(last_to_keep):
             promised=1,
             acked=acked,
             truncate=TruncateIntent(last_to_keep, cut),
-            original_sequence=INFO.sequence,
+            old_sequence=INFO.sequence,
             dirty=True,
         )
     )
@@ -381,13 +381,13 @@ def test_a_directory_of_an_original_gets_batches_and_is_not_suspect():
     assert check_chain(entries, 0, GENESIS_CHAIN, segments.record_crcs(0, 6)) is None
     slot = slots.slot
     assert (slot.promised, slot.last_session, slot.low_water_mark) == (5, 5, 4)
-    assert (slot.suspect, slot.original_sequence) == (False, 9)
+    assert (slot.suspect, slot.old_sequence) == (False, 9)
 
 
 def test_what_was_promised_before_an_originals_session_is_not_promised_in_it():
     """Whose nonce it has is another owner's, of an older session."""
     disk = new_disk()
-    written(disk, [3], promised=4, nonce=bytes([7] * 16), original_sequence=3)
+    written(disk, [3], promised=4, nonce=bytes([7] * 16), old_sequence=3)
     slot = opened(disk, info=INFO._replace(session_id=5, sequence=9))[1].slot
     assert slot.promise == Promise(5)
 
@@ -576,9 +576,9 @@ def test_a_replica_that_lost_its_batches_is_suspect_however_its_opening_ends(ack
 def test_batches_made_after_a_fall_back_are_marked():
     """Rule 5: an older slot takes what our own last session wrote for an original's."""
     disk = new_disk()
-    written(disk, [3, 2], [4], original_sequence=3)
+    written(disk, [3, 2], [4], old_sequence=3)
     _, slots = opened(disk, info=INFO._replace(sequence=3))
-    slots.write(dataclasses.replace(slots.slot, original_sequence=9))
+    slots.write(dataclasses.replace(slots.slot, old_sequence=9))
     disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._place + 20)
     disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 3)
     segments, slots = opened(disk, info=INFO._replace(sequence=9))

@@ -62,9 +62,7 @@ def test_one_that_begins_anew_keeps_its_promise_and_whether_it_is_available(disk
     assert (info.session_id, info.low_water_mark, info.flags) == (-1, -1, FLAG_ASSIGNED)
     slots = SlotFile.open(disk, HOME, 2)
     assert not slots.fell_back
-    assert slots.slot == Slot(
-        2, original_sequence=info.sequence, promised=9, nonce=NONCE, suspect=True
-    )
+    assert slots.slot == Slot(2, old_sequence=info.sequence, promised=9, nonce=NONCE, suspect=True)
     assert (slots.slot.last_session, slots.slot.low_water_mark) == (NO_SESSION, BEFORE_FIRST)
 
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from tests.unit.storage.logs import ROOT, new_disk
 from waltz_core.storage.log.scrub import (
-    ASKED_BYTES_PER_S,
     PIECE_BYTES_MAX,
     PLACES_NAME,
+    REQUESTED_BYTES_PER_S,
     REST_MS,
     Scrub,
     Scrubbed,
@@ -94,7 +94,7 @@ def test_nothing_goes_by_itself_at_rate_zero_but_what_is_asked_for():
     assert scrub.wake_at_ms is None
     scrub.ask([2], 70)
     assert scrub.wake_at_ms == 70
-    assert read(scrub, 70, next_id=9, size=ASKED_BYTES_PER_S // 10)[0] == 2
+    assert read(scrub, 70, next_id=9, size=REQUESTED_BYTES_PER_S // 10)[0] == 2
     assert scrub.wake_at_ms == 170
     assert read(scrub, 170)[2]
     assert scrub.wake_at_ms is None

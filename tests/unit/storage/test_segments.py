@@ -202,7 +202,7 @@ def test_the_last_batches_of_a_running_log_are_not_made_up():
     path = ROOT / segment_name(0, ".chn")
     disk.flip(path, len(disk.content(path)) - 20)
     with pytest.raises(ChecksumMismatch, match="the last 1 of 3 batches"):
-        segments.mend(0, 5)
+        segments.repair(0, 5)
     disk.flip(path, len(disk.content(path)) - 20)
-    assert segments.mend(0, 5) == ()
+    assert segments.repair(0, 5) == ()
     assert list(segments.entries(0, 5, 9)[1]) == entries

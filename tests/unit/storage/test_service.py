@@ -847,7 +847,7 @@ def test_what_is_mended_in_the_session_is_reported(bench):
     records, _, lengths = records_of(3, 1)
     repair = owner.make(Repair, 3, lengths, records, zlib.crc32(records))
     assert isinstance(bench.ask(1, repair), ReplicaEnd)
-    assert reports(bench, "damage_mended") == [{"partition": 0, "ids": "3..3"}]
+    assert reports(bench, "damage_repaired") == [{"partition": 0, "ids": "3..3"}]
     assert bench.ask(1, range_of(owner, 0, 5)).count == 6
 
 
@@ -944,7 +944,7 @@ def test_a_scrub_that_fails_at_a_slot_is_a_failed_write_and_goes_on_elsewhere(be
         bench.disk.next_errors["pwrite"] = DiskFailed("writing waltz-x.ctl: Input/output error")
         bench.finish()
     assert len(reports(bench, "disk_failed")) == 1
-    assert "waltz-x.ctl" in reports(bench, "scrub_passed_over")[0]["error"]
+    assert "waltz-x.ctl" in reports(bench, "scrub_skipped")[0]["error"]
     assert bench.service.wake_at_ms is None or bench.service.wake_at_ms > bench.now_ms
 
 
@@ -1053,7 +1053,7 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
     assert gone.log is bench.log
     names = [each.name for each in bench.only(Report)]
     assert names.count("files_replaced") == 1
-    assert {"disk_failed", "scrub_passed_over", "damage_found"}.isdisjoint(names)
+    assert {"disk_failed", "scrub_skipped", "damage_found"}.isdisjoint(names)
     assert bench.refusal(3, prepare(Owner(4))) is UnknownPartition
     bench.now_ms += 10_000
     bench.step(Wakeup())

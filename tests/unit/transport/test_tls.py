@@ -333,12 +333,12 @@ def failure(reason: str) -> ssl.SSLError:
     ],
 )
 def test_what_has_failed_is_told_in_words(reason, said):
-    assert tls.told(failure(reason)).startswith(said)
+    assert tls.failure_text(failure(reason)).startswith(said)
 
 
 def test_what_is_no_matter_of_tls_is_told_as_it_is():
-    assert tls.told(ConnectionRefusedError(111, "Connection refused")).endswith("refused")
-    assert tls.told(ConnectionResetError()) == "ConnectionResetError"
+    assert tls.failure_text(ConnectionRefusedError(111, "Connection refused")).endswith("refused")
+    assert tls.failure_text(ConnectionResetError()) == "ConnectionResetError"
     assert tls.alert_of(ConnectionResetError()) == tls.alert_of(failure("OTHER")) == b""
 
 

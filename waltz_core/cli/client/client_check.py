@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.output import say, show, show_json
+from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import VerbFunction, verb
 from waltz_core.client import (
@@ -161,10 +161,10 @@ async def _write(
     for turn in range(chosen.transactions):
         partition = (first + turn) % chosen.partitions
         context = Numbered(partition, chosen.timeout_s)
-        told = await (await client.submit(context))
-        assert told is not None, "it never aborts"
-        written.add(partition, told, context.attempts)
-        line.show(written.count, written.wanted, "written")
+        result = await (await client.submit(context))
+        assert result is not None, "it never aborts"
+        written.add(partition, result, context.attempts)
+        line.print_result(written.count, written.wanted, "written")
         if chosen.interval_ms:
             await asyncio.sleep(chosen.interval_ms / 1000)
 
@@ -209,10 +209,10 @@ class Checking(AsyncCallbacks):
             self._changed.set()
         return policy
 
-    async def has_seen(self, count: int, tell: Callable[[], None]) -> None:
+    async def has_seen(self, count: int, on_seen: Callable[[], None]) -> None:
         """Wait until `count` transactions were checked, or the feed has ended."""
         while self.seen_count < count and not self.is_stopped:
-            tell()
+            on_seen()
             self._changed.clear()
             await self._changed.wait()
 
@@ -266,14 +266,14 @@ async def validate(chosen: CheckLoad) -> int:
         wrong.append(
             f"{strange} transactions more than were written: by other clients, or duplicates"
         )
-    told = {
+    result = {
         "clients": len(clients),
         "written": written.count,
         "attempts": written.attempts,
         "checked": sum(check.seen_count for check in checks),
         "ids": _spans(starts, written.ends),
     }
-    return _tell(chosen, wrong, told)
+    return _print_result(chosen, wrong, result)
 
 
 @verb
@@ -285,12 +285,12 @@ async def produce(chosen: CheckLoad) -> int:
         starts = {each: await client.high_water_mark(each) for each in partitions}
         written = CheckResult(chosen.transactions)
         await _in_time(chosen, _write_all([client], chosen, written), lambda: str(written))
-    told = {
+    result = {
         "written": written.count,
         "attempts": written.attempts,
         "ids": _spans(starts, written.ends),
     }
-    return _tell(chosen, None, told)
+    return _print_result(chosen, None, result)
 
 
 @verb
@@ -308,16 +308,18 @@ async def consume(chosen: CheckLoad) -> int:
         check = Checking(starts, wanted)
         if not chosen.as_json:
             begins = ", ".join(f"{each} from id {mark + 1}" for each, mark in starts.items())
-            say(f"checking {wanted} transactions of partitions {begins}")
+            print_error(f"checking {wanted} transactions of partitions {begins}")
 
         async def work() -> None:
             await client.subscribe(check, partitions)
             with ProgressLine() as line:
-                await check.has_seen(wanted, lambda: line.show(check.seen_count, wanted, "checked"))
+                await check.has_seen(
+                    wanted, lambda: line.print_result(check.seen_count, wanted, "checked")
+                )
 
         await _in_time(chosen, work(), lambda: f"{check.seen_count} of {wanted} were checked")
-    told = {"checked": check.seen_count, "ids": _spans(starts, check.marks)}
-    return _tell(chosen, check.wrong, told)
+    result = {"checked": check.seen_count, "ids": _spans(starts, check.marks)}
+    return _print_result(chosen, check.wrong, result)
 
 
 def mark_before(first: int) -> int:
@@ -369,23 +371,25 @@ def _spans(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list
     return {each: [starts[each] + 1, end] for each, end in ends.items() if end > starts[each]}
 
 
-def _tell(chosen: CheckLoad, wrong: Sequence[str] | None, told: Mapping[str, object]) -> int:
+def _print_result(
+    chosen: CheckLoad, wrong: Sequence[str] | None, result: Mapping[str, object]
+) -> int:
     if chosen.as_json:
         verdict = {} if wrong is None else {"is_valid": not wrong, "wrong": wrong[:WRONG_SHOWN_MAX]}
-        show_json({**verdict, **told})
+        print_json({**verdict, **result})
         return 1 if wrong else 0
-    for name, value in told.items():
+    for name, value in result.items():
         text = value
         if isinstance(value, dict):
             text = ", ".join(
                 f"{first}..{last} of partition {p}" for p, (first, last) in value.items()
             )
-        show(f"{name}: {text}")
+        print_result(f"{name}: {text}")
     if wrong is None:
         return 0
     for fault in wrong[:WRONG_SHOWN_MAX]:
-        show(fault)
+        print_result(fault)
     if len(wrong) > WRONG_SHOWN_MAX:
-        show(f"and {len(wrong) - WRONG_SHOWN_MAX} more errors")
-    show("failed" if wrong else "passed")
+        print_result(f"and {len(wrong) - WRONG_SHOWN_MAX} more errors")
+    print_result("failed" if wrong else "passed")
     return 1 if wrong else 0

@@ -8,7 +8,7 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.client import client_check
-from waltz_core.cli.output import show, show_json, show_table
+from waltz_core.cli.output import print_json, print_result, print_table
 from waltz_core.cli.verbs import verb
 from waltz_core.client import (
     LATEST,
@@ -71,10 +71,10 @@ def append(  # noqa: PLR0913 - one for each option
         ]
         ids = [int(future.result()) for future in futures]
     if as_json:
-        show_json(ids)
+        print_json(ids)
     else:
         for transaction_id in ids:
-            show(str(transaction_id))
+            print_result(str(transaction_id))
     return 0
 
 
@@ -175,9 +175,9 @@ class _Printing(AsyncCallbacks):
 
 def _print(row: tuple[int, int, str], *, as_json: bool) -> None:
     if as_json:
-        show_json(dict(zip(("transaction_id", "header", "data"), row, strict=True)))
+        print_json(dict(zip(("transaction_id", "header", "data"), row, strict=True)))
     else:
-        show("\t".join(map(str, row)))
+        print_result("\t".join(map(str, row)))
 
 
 @verb
@@ -195,7 +195,7 @@ def high_water_mark(
             marks = {partition: client.high_water_mark(partition, linearizable=linearizable)}
     rows = [(int(number), int(mark)) for number, mark in sorted(marks.items())]
     if as_json:
-        show_json(dict(rows))
+        print_json(dict(rows))
     else:
-        show_table(("partition", "high-water mark"), rows)
+        print_table(("partition", "high-water mark"), rows)
     return 0

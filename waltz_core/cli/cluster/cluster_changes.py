@@ -11,7 +11,7 @@ import click
 
 from waltz_core.cli import own_transport
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.asking import answers, name_at
+from waltz_core.cli.queries import answers, name_at
 from waltz_core.cli.changing import Command, Result, changes
 from waltz_core.cli.output import ranges_of
 from waltz_core.cli.verbs import verb
@@ -182,8 +182,8 @@ async def _leave_out(command: Command, address: ReplicaId) -> None:
     command.note(f"{address} is excluded")
 
 
-def _port_of(asked: int | None, address: str) -> int:
-    return split_address(address)[1] + 1 if asked is None else asked
+def _port_of(requested: int | None, address: str) -> int:
+    return split_address(address)[1] + 1 if requested is None else requested
 
 
 # --- replicas

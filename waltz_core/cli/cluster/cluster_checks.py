@@ -5,9 +5,9 @@ import datetime
 from collections.abc import Sequence
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.asking import ask
+from waltz_core.cli.queries import ask
 from waltz_core.cli.changing import Command, Result, changes, connected
-from waltz_core.cli.output import show_json, show_table
+from waltz_core.cli.output import print_json, print_table
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.changes import parse_partitions
 from waltz_core.cluster.membership.registration import ServersView
@@ -101,10 +101,10 @@ async def _all_open(command: Command, partitions: Sequence[PartitionId]) -> Serv
 
 async def _open_at(address: str) -> set[int]:
     try:
-        told = await ask(address, PartitionsHealthResponse, PartitionsHealthRequest)
+        response = await ask(address, PartitionsHealthResponse, PartitionsHealthRequest)
     except WaltzError:  # It has just ended; the next check queries its successor.
         return set()
-    return {partition for partition, is_healthy in told.healthy if is_healthy}
+    return {partition for partition, is_healthy in response.healthy if is_healthy}
 
 
 # --- audit
@@ -118,7 +118,7 @@ async def audit(*, connect: str, as_json: bool) -> int:
         await coordinator.read_cluster()
         entries = await coordinator.audit.read()
     if as_json:
-        show_json(
+        print_json(
             [
                 {
                     "who": each.who,
@@ -132,7 +132,7 @@ async def audit(*, connect: str, as_json: bool) -> int:
         )
         return 0
     rows = [(_time(each.begun_ms), each.who, each.what, each.outcome) for each in entries]
-    show_table(("when", "who", "what", "outcome"), rows)
+    print_table(("when", "who", "what", "outcome"), rows)
     return 0
 
 

@@ -7,7 +7,7 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import connected, placed, recorded
-from waltz_core.cli.output import say, show, show_json, show_table
+from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.coordinator import Coordinator
@@ -50,11 +50,11 @@ async def create(
     )
     async with connected(connect, wait_s) as found:
         if if_absent and await _exists(found):
-            say(f"there is a cluster at {connect} already")
+            print_error(f"there is a cluster at {connect} already")
             return 0
         async with recorded(found, creates=True):
             await found.create_cluster(new)
-        say(
+        print_error(
             f"created {new.name} at {connect}: {new.partition_count} partitions, "
             f"{len(new.storages)} storages, key {new.cluster_key}"
         )
@@ -78,7 +78,7 @@ async def protect(*, connect: str, wait_s: float) -> int:
         raise BadConfig(f"no cluster at {connect}: ZooKeeper has no such root")
     # The audit entry is written with the same credentials.
     async with connected(connect, wait_s) as found, recorded(found, creates=True):
-        say(f"protected {count} nodes")
+        print_error(f"protected {count} nodes")
     return 0
 
 
@@ -117,7 +117,7 @@ async def show_command(*, as_json: bool, connect: str, wait_s: float) -> int:
         "partitions": partitions,
     }
     if as_json:
-        show_json(summary)
+        print_json(summary)
     else:
         _print(summary)
     return 0
@@ -140,9 +140,9 @@ def _partition(owner: str | None, metadata: PartitionMetadata | None) -> dict[st
 
 
 def _print(summary: dict[str, Any]) -> None:
-    show(f"{summary['name']}  key {summary['cluster_key']}")
+    print_result(f"{summary['name']}  key {summary['cluster_key']}")
     storages = summary["storages"]
-    show_table(
+    print_table(
         ("storage", "admin port", "group", "replicas"),
         [
             (
@@ -154,7 +154,7 @@ def _print(summary: dict[str, Any]) -> None:
             for name, held in storages.items()
         ],
     )
-    show_table(
+    print_table(
         ("partition", "server", "generation", "session", "engaged replicas"),
         [
             (

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.asking import ask
+from waltz_core.cli.queries import ask
 from waltz_core.cli.changing import connected
-from waltz_core.cli.output import show_json, show_table
+from waltz_core.cli.output import print_json, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import WaltzError
@@ -37,23 +37,23 @@ async def check_connectivity(*, connect: str, as_json: bool) -> int:
         servers = [each.address for each in (await coordinator.read_servers()).servers.values()]
         storages = [str(each) for each in (await coordinator.storages.read()).assignment.partitions]
     with ProgressLine() as line:
-        found = await _ask_all(servers, storages, line)
+        found = await _query_all(servers, storages, line)
     is_well = bool(servers) and all(each.is_reached for each in found)
     if as_json:
-        show_json({"is_well": is_well, "connections": [each._asdict() for each in found]})
+        print_json({"is_well": is_well, "connections": [each._asdict() for each in found]})
         return 0 if is_well else 1
     rows = [
         (each.origin, each.target, "reached" if each.is_reached else each.why_not or "NOT REACHED")
         for each in found
     ]
-    show_table(("from", "to", "found"), rows or [("-", "-", "no server is registered")])
+    print_table(("from", "to", "found"), rows or [("-", "-", "no server is registered")])
     return 0 if is_well else 1
 
 
-async def _ask_all(servers: list[str], storages: list[str], line: ProgressLine) -> list[Reach]:
+async def _query_all(servers: list[str], storages: list[str], line: ProgressLine) -> list[Reach]:
     done: list[str] = []
 
-    async def asked(address: str) -> list[Reach]:
+    async def query(address: str) -> list[Reach]:
         try:
             answer = await ask(address, CheckConnectivityResponse, CheckConnectivityRequest)
         except WaltzError as error:
@@ -62,20 +62,20 @@ async def _ask_all(servers: list[str], storages: list[str], line: ProgressLine) 
             found = reached_by(address, storages, dict(answer.reachable))
         done.append(address)
         waits = ", ".join(each for each in servers if each not in done)
-        line.show(len(done), len(servers), f"waiting for {waits}")
+        line.print_result(len(done), len(servers), f"waiting for {waits}")
         return found
 
     async with asyncio.TaskGroup() as tasks:
-        started = [tasks.create_task(asked(each), name=each) for each in servers]
+        started = [tasks.create_task(query(each), name=each) for each in servers]
     return [reach for task in started for reach in task.result()]
 
 
-def reached_by(server: str, storages: list[str], told: Mapping[str, bool]) -> list[Reach]:
+def reached_by(server: str, storages: list[str], reported: Mapping[str, bool]) -> list[Reach]:
     """Return a server's answer for every storage, also for one that it does not know yet."""
     name = f"server {server}"
     found = [Reach(HERE, name, is_reached=True)]
-    for storage in dict.fromkeys([*storages, *told]):
-        unknown = None if storage in told else "the server does not know this storage (yet)"
-        is_reached = told.get(storage, False)
+    for storage in dict.fromkeys([*storages, *reported]):
+        unknown = None if storage in reported else "the server does not know this storage (yet)"
+        is_reached = reported.get(storage, False)
         found.append(Reach(name, f"storage {storage}", is_reached=is_reached, why_not=unknown))
     return found

@@ -17,7 +17,7 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import Command, Result, changes
-from waltz_core.cli.output import show_table
+from waltz_core.cli.output import print_table
 from waltz_core.cli.storage.owner_requests import (
     ExpectedCluster,
     OwnerConnection,
@@ -65,19 +65,19 @@ NONCE_BYTES = 16
 
 
 @dataclass(slots=True)
-class _Heard:
+class _Answers:
     """The answers of one partition's replicas in a session that was claimed for it."""
 
     session: Session
     view: PartitionView
-    told: dict[ReplicaId, Prepared]
+    prepared: dict[ReplicaId, Prepared]
     links: dict[ReplicaId, OwnerConnection]
-    unheard: dict[ReplicaId, str]
+    unanswered: dict[ReplicaId, str]
     is_rolled_back: bool  # a replica knows a later session than ZooKeeper
 
     @property
     def logs(self) -> dict[ReplicaId, Log]:
-        return {each: log_of(told) for each, told in self.told.items()}
+        return {each: log_of(prepared) for each, prepared in self.prepared.items()}
 
     def close(self) -> None:
         for link in self.links.values():
@@ -106,11 +106,11 @@ async def accept_replicas(
     for _ in range(ATTEMPTS_MAX):
         command.wait_for(f"the replicas of partition {partition_id}")
         try:
-            heard = await _hear(coordinator, partition_id, facts, newest)
+            answers = await _query(coordinator, partition_id, facts, newest)
             try:
-                return await _decide(command, partition_id, heard, (replica, yes))
+                return await _decide(command, partition_id, answers, (replica, yes))
             finally:
-                heard.close()
+                answers.close()
         except SessionFenced as fenced:
             newest = SessionId(max(newest, fenced.promised))
         except CoordinatorConflict:
@@ -118,9 +118,9 @@ async def accept_replicas(
     raise Unavailable(f"partition {partition_id}: its server keeps claiming it. Hint: try again.")
 
 
-async def _hear(
+async def _query(
     coordinator: Coordinator, partition_id: PartitionId, facts: ExpectedCluster, newest: SessionId
-) -> _Heard:
+) -> _Answers:
     """Claim a session later than `newest`, like an owner, and query every replica in it."""
     view = await coordinator.read_partition(partition_id)
     metadata, marker = view.metadata, view.marker
@@ -131,27 +131,27 @@ async def _hear(
         )
     assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)
     members = tuple(dict.fromkeys([*assigned, *metadata.states]))
-    links, unheard = await open_links(members, facts)
+    links, unanswered = await open_links(members, facts)
     session_id = SessionId(max(metadata.session_id, newest) + 1)
     session = Session(session_id, secrets.token_bytes(NONCE_BYTES))
     claimed = replace(metadata, session_id=session_id)
     marker = PartitionMarker(marker.state, session_id, session.nonce)
-    told: dict[ReplicaId, Prepared] = {}
+    prepared: dict[ReplicaId, Prepared] = {}
     try:
         versions = await coordinator.write_partition(partition_id, claimed, marker, view.versions)
         for address, link in links.items():
             answer = (await link.prepare({partition_id: session}))[partition_id]
             if isinstance(answer, Prepared):
-                told[address] = answer
+                prepared[address] = answer
             else:
                 _check_not_fenced(address, answer, session_id)
-                unheard[address] = answer.message
+                unanswered[address] = answer.message
     except BaseException:
         for link in links.values():
             link.close()
         raise
     after = PartitionView(claimed, versions.metadata, marker, versions.marker)
-    return _Heard(session, after, told, links, unheard, newest > metadata.session_id)
+    return _Answers(session, after, prepared, links, unanswered, newest > metadata.session_id)
 
 
 def _check_not_fenced(address: ReplicaId, answer: Nack, session_id: SessionId) -> None:
@@ -162,23 +162,23 @@ def _check_not_fenced(address: ReplicaId, answer: Nack, session_id: SessionId) -
 async def _decide(
     command: Command,
     partition_id: PartitionId,
-    heard: _Heard,
-    asked: tuple[str | None, bool],
+    answers: _Answers,
+    requested: tuple[str | None, bool],
 ) -> Result:
-    logs, (replica, is_accepted) = heard.logs, asked
+    logs, (replica, is_accepted) = answers.logs, requested
     chosen = _chosen(replica, partition_id, logs)
     lost = rebuilding.losses(logs[chosen], logs)
-    lost += [f"{each} did not answer: {reason}" for each, reason in heard.unheard.items()]
+    lost += [f"{each} did not answer: {reason}" for each, reason in answers.unanswered.items()]
     shown: dict[str, object] = {
         "partition": partition_id,
         "chosen": chosen,
         "replicas": {each: log._asdict() for each, log in logs.items()},
-        "unheard": heard.unheard,
+        "unanswered": answers.unanswered,
         "may_be_lost": lost,
         "accepted": is_accepted,
     }
     if not command.as_json:
-        _show_replicas(logs, heard.unheard)
+        _show_replicas(logs, answers.unanswered)
     for each in lost:
         command.note(each)
     if not is_accepted:
@@ -187,8 +187,8 @@ async def _decide(
             "summary": f"nothing was changed; with --yes the log of {chosen} becomes the log of "
             f"partition {partition_id}, and records that only others have are lost",
         }
-    _check_needed(partition_id, heard)
-    members = await _declare(command, partition_id, heard, chosen)
+    _check_needed(partition_id, answers)
+    members = await _declare(command, partition_id, answers, chosen)
     return {
         **shown,
         "summary": f"the log of {chosen}, 0..{logs[chosen].synced_max}, is the log of partition "
@@ -196,15 +196,15 @@ async def _decide(
     }
 
 
-def _check_needed(partition_id: PartitionId, heard: _Heard) -> None:
+def _check_needed(partition_id: PartitionId, answers: _Answers) -> None:
     """Raise BadRequest if its server can open a session without a decision."""
-    metadata, marker = heard.view.metadata, heard.view.marker
+    metadata, marker = answers.view.metadata, answers.view.marker
     assert metadata is not None
-    if heard.is_rolled_back or rebuilding.is_waiting(metadata, marker):
+    if answers.is_rolled_back or rebuilding.is_waiting(metadata, marker):
         return
     trusted = [
         each
-        for each, log in heard.logs.items()
+        for each, log in answers.logs.items()
         if each in metadata.states and not log.is_suspect and not log.is_damaged
     ]
     count = len(metadata.states)
@@ -218,15 +218,15 @@ def _check_needed(partition_id: PartitionId, heard: _Heard) -> None:
 
 
 def _chosen(
-    asked: str | None, partition_id: PartitionId, logs: Mapping[ReplicaId, Log]
+    requested: str | None, partition_id: PartitionId, logs: Mapping[ReplicaId, Log]
 ) -> ReplicaId:
     if not logs:
         raise Unavailable(f"partition {partition_id}: no replica answers. Hint: start a storage.")
-    if asked is None:
+    if requested is None:
         return max(logs, key=lambda each: _worth(logs[each]))
-    if asked not in logs:
-        raise BadConfig(f"{asked} did not answer as a replica of partition {partition_id}")
-    return ReplicaId(asked)
+    if requested not in logs:
+        raise BadConfig(f"{requested} did not answer as a replica of partition {partition_id}")
+    return ReplicaId(requested)
 
 
 def _worth(log: Log) -> tuple[bool, int, int, bool]:
@@ -234,7 +234,7 @@ def _worth(log: Log) -> tuple[bool, int, int, bool]:
     return not log.is_damaged, *log.rank, not log.is_suspect
 
 
-def _show_replicas(logs: Mapping[ReplicaId, Log], unheard: Mapping[ReplicaId, str]) -> None:
+def _show_replicas(logs: Mapping[ReplicaId, Log], unanswered: Mapping[ReplicaId, str]) -> None:
     rows: list[tuple[object, ...]] = [
         (
             each,
@@ -244,22 +244,22 @@ def _show_replicas(logs: Mapping[ReplicaId, Log], unheard: Mapping[ReplicaId, st
         )
         for each, log in logs.items()
     ]
-    rows += [(each, "-", "-", "no answer") for each in unheard]
-    show_table(("replica", "last session", "last id", "trouble"), rows)
+    rows += [(each, "-", "-", "no answer") for each in unanswered]
+    print_table(("replica", "last session", "last id", "trouble"), rows)
 
 
 async def _declare(
-    command: Command, partition_id: PartitionId, heard: _Heard, chosen: ReplicaId
+    command: Command, partition_id: PartitionId, answers: _Answers, chosen: ReplicaId
 ) -> tuple[ReplicaId, ...]:
     """Declare one log; the other replicas copy what they lack."""
-    session_id, logs = heard.session.session_id, heard.logs
+    session_id, logs = answers.session.session_id, answers.logs
     others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
     members = (chosen, *(each for each in others if each != chosen))
     verdict = RebuildDecision(partition_id, chosen, logs[chosen], members).declared_in(session_id)
-    metadata = heard.view.metadata
+    metadata = answers.view.metadata
     assert metadata is not None
-    hands = _Hands(command.coordinator, verdict, heard)
-    await rebuilding.declare(verdict.metadata(metadata.generation, session_id), hands)
+    operations = _DeclareOperations(command.coordinator, verdict, answers)
+    await rebuilding.declare(verdict.metadata(metadata.generation, session_id), operations)
     command.note(f"partition {partition_id}: the log of {chosen} is accepted")
     layout = await command.coordinator.storages.read()
     await command.carry_out(Plan.to({partition_id: members}, layout.assignment))
@@ -267,18 +267,18 @@ async def _declare(
 
 
 @dataclass(frozen=True, slots=True)
-class _Hands:
+class _DeclareOperations:
     """See `rebuilding.Hands`."""
 
     coordinator: Coordinator
     verdict: RebuildDecision
-    heard: _Heard
+    answers: _Answers
 
     async def write(self, metadata: PartitionMetadata) -> None:
         """Write ZooKeeper."""
-        session = self.heard.session
+        session = self.answers.session
         marker = PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce)
-        versions = self.heard.view.versions
+        versions = self.answers.view.versions
         await self.coordinator.write_partition(
             self.verdict.partition_id, metadata, marker, versions
         )
@@ -286,8 +286,8 @@ class _Hands:
     async def mark(self) -> None:
         """Mark the replica."""
         source = self.verdict.source
-        told, link = self.heard.told[source], self.heard.links[source]
-        await link.set_mark(self.verdict.partition_id, self.heard.session, told)
+        prepared, link = self.answers.prepared[source], self.answers.links[source]
+        await link.set_mark(self.verdict.partition_id, self.answers.session, prepared)
 
     async def assign(self) -> None:
         """Assign the first replicas."""
@@ -385,8 +385,8 @@ async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
             for partition_id in map(PartitionId, range(new.partition_count))
             if await _is_undecided(command.coordinator, partition_id)
         ]
-        sessions, told = await _hear_all(undecided, links)
-        verdicts, failures = _choose_all(undecided, told, new.groups, replica_count, missing)
+        sessions, prepared = await _query_all(undecided, links)
+        verdicts, failures = _choose_all(undecided, prepared, new.groups, replica_count, missing)
         newest = {
             verdict.partition_id: await _newest_ids(
                 command, verdict, sessions[verdict.partition_id], links
@@ -418,7 +418,7 @@ async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
 
 def _choose_all(
     undecided: Sequence[PartitionId],
-    told: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
+    prepared: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
     groups: Mapping[ReplicaId, int],
     replica_count: int,
     missing: Sequence[ReplicaId],
@@ -427,10 +427,10 @@ def _choose_all(
     verdicts: list[RebuildDecision] = []
     failures: list[BadRequest] = []
     for each in undecided:
-        logs = {name: log_of(its[each]) for name, its in told.items() if each in its}
+        logs = {name: log_of(its[each]) for name, its in prepared.items() if each in its}
         try:
             verdict = rebuilding.choose(
-                each, logs, groups=groups, replica_count=replica_count, unheard=missing
+                each, logs, groups=groups, replica_count=replica_count, unanswered=missing
             )
         except BadRequest as error:
             failures.append(error)
@@ -510,29 +510,29 @@ async def _await_storages(
         await asyncio.sleep(LOOK_AGAIN_S)
 
 
-async def _hear_all(
+async def _query_all(
     partitions: Sequence[PartitionId], links: Mapping[ReplicaId, OwnerConnection]
 ) -> tuple[dict[PartitionId, Session], dict[ReplicaId, dict[PartitionId, Prepared]]]:
     """Fence every replica at a session later than all others, and get its state."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     newest = dict.fromkeys(partitions, NO_SESSION)
     for link in links.values():
-        asked = await link.prepare({each: Session(SessionId(0), nonce) for each in partitions})
-        for each, answer in asked.items():
+        requested = await link.prepare({each: Session(SessionId(0), nonce) for each in partitions})
+        for each, answer in requested.items():
             if isinstance(answer, Nack):
                 newest[each] = max(newest[each], SessionId(answer.promised))
     # Two more: a storage that has lost its promise's nonce accepts the session after it.
     sessions = {each: Session(SessionId(newest[each] + 2), nonce) for each in partitions}
-    told: dict[ReplicaId, dict[PartitionId, Prepared]] = {}
+    prepared: dict[ReplicaId, dict[PartitionId, Prepared]] = {}
     for address, link in links.items():
         answers = await link.prepare(sessions)
-        told[address] = {
+        prepared[address] = {
             each: answer for each, answer in answers.items() if isinstance(answer, Prepared)
         }
         for each, refused in answers.items():
             if isinstance(refused, Nack) and refused.error_code != UnknownPartition.code:
                 raise Unavailable(f"{address}, partition {each}: {refused.message}")
-    return sessions, told
+    return sessions, prepared
 
 
 async def _newest_ids(

@@ -5,9 +5,9 @@ import asyncio
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.asking import answers
+from waltz_core.cli.queries import answers
 from waltz_core.cli.changing import Command, Result, changes, connected, placed
-from waltz_core.cli.output import say, show, show_json, show_table
+from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
@@ -35,21 +35,21 @@ async def list_command(*, connect: str, as_json: bool) -> int:
                 "partitions": params.partition_count,
             }
             try:
-                rows.append({**row, **await _told_of(session.at(root))})
+                rows.append({**row, **await _counts_of(session.at(root))})
             except WaltzError as error:  # A partly deleted cluster must not hide the others.
                 rows.append({**row, **dict.fromkeys(DETAILS)})
-                say(f"{root}: {error}")
+                print_error(f"{root}: {error}")
     if as_json:
-        show_json(rows)
+        print_json(rows)
     elif rows:
         shown = [["-" if cell is None else cell for cell in row.values()] for row in rows]
-        show_table(tuple(rows[0]), shown)
+        print_table(tuple(rows[0]), shown)
     else:
-        show(f"no cluster at {below} or below it")
+        print_result(f"no cluster at {below} or below it")
     return 0
 
 
-async def _told_of(cluster: Coordinator) -> dict[str, object]:
+async def _counts_of(cluster: Coordinator) -> dict[str, object]:
     view = await cluster.read_cluster()
     servers = (await cluster.read_servers()).servers
     storages = (await cluster.storages.read()).assignment.partitions
@@ -73,9 +73,9 @@ async def show_key(*, connect: str, as_json: bool) -> int:
     async with connected(connect) as coordinator:
         key = str((await coordinator.read_cluster()).store.cluster_key)
     if as_json:
-        show_json({"cluster_key": key})
+        print_json({"cluster_key": key})
     else:
-        show(key)
+        print_result(key)
     return 0
 
 
@@ -107,12 +107,12 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
                 f"found {name}"
             )
         if not force:
-            await _expect_nobody(command)
+            await _expect_no_process(command)
 
-    def tell(done_count: int, count: int) -> None:
+    def show_progress(done_count: int, count: int) -> None:
         command.wait_for(f"the nodes of {coordinator.where} to be deleted", done_count, count)
 
-    count = await coordinator.delete_cluster(tell)
+    count = await coordinator.delete_cluster(show_progress)
     if not count:
         raise BadRequest(f"there is nothing at {coordinator.where} to delete")
     what = f"{name}, key {key}" if key else "remains of a cluster"
@@ -124,7 +124,7 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
     }
 
 
-async def _expect_nobody(command: Command) -> None:
+async def _expect_no_process(command: Command) -> None:
     """Raise BadRequest while a server is registered or a storage answers."""
     coordinator = command.coordinator
     servers = (await coordinator.read_servers()).servers

@@ -10,7 +10,7 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import connected
-from waltz_core.cli.output import show, show_json, show_table
+from waltz_core.cli.output import print_json, print_result, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change import changes
@@ -36,25 +36,27 @@ async def verify(*, partitions: str, by_partition: bool, connect: str, as_json: 
         count = (await coordinator.read_cluster()).params.partition_count
         chosen = changes.parse_partitions(partitions, count)
         with ProgressLine() as line:
-            facts = await ask_cluster(coordinator, timeout_s=ANSWER_S, tell=line.show)
+            facts = await ask_cluster(
+                coordinator, timeout_s=ANSWER_S, on_progress=line.print_result
+            )
     found = check(facts, chosen)
     failed = {each: failed_checks(found, each) for each in chosen}
     if as_json:
-        told: dict[str, object] = {"passed": not found, "findings": [each.text for each in found]}
+        shown: dict[str, object] = {"passed": not found, "findings": [each.text for each in found]}
         if by_partition:
-            told["partitions"] = {
+            shown["partitions"] = {
                 int(each): {name: name not in its for name in CHECKS}
                 for each, its in failed.items()
             }
-        show_json(told)
+        print_json(shown)
         return 1 if found else 0
     if by_partition:
         rows = [
             (int(each), *("FAILED" if name in its else "ok" for name in CHECKS))
             for each, its in failed.items()
         ]
-        show_table(("partition", *CHECKS), rows)
+        print_table(("partition", *CHECKS), rows)
     for finding in found:
-        show(finding.text)
-    show("failed" if found else "passed")
+        print_result(finding.text)
+    print_result("failed" if found else "passed")
     return 1 if found else 0

@@ -6,7 +6,7 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.disk.disk_text import uuid, when
-from waltz_core.cli.output import show, show_json, show_table
+from waltz_core.cli.output import print_json, print_result, print_table
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadRequest
 from waltz_core.offline.files import is_storage, partitions_in, read_all
@@ -61,15 +61,15 @@ def dump_control_file(
             "storage_id": None if identity is None else _id_json(identity),
             "partitions": [_partition_json(one, entries.get(one), slots.get(one)) for one in shown],
         }
-        show_json(value)
+        print_json(value)
         return 0
     if control is not None:
         _print_control(control, {one: entries[one] for one in shown if one in entries})
-        show("")
+        print_result("")
     if identity is not None:
         storage, wrong = storage_id(identity)
-        show(f"{ID_NAME}: storage {uuid(storage)}{_wrong_text(wrong)}")
-        show("")
+        print_result(f"{ID_NAME}: storage {uuid(storage)}{_wrong_text(wrong)}")
+        print_result("")
     for number, pair in slots.items():
         if pair is not None:
             _print_slots(number, pair)
@@ -179,7 +179,7 @@ def _slot_json(one: ControlSlot, *, is_current: bool) -> dict[str, object]:
 
 def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
     header = control.header
-    show(
+    print_result(
         f"{CONTROL_NAME}: version {header.version}, {control.size} bytes, "
         f"{header.partition_count} partitions, created {when(header.created_ms)}, cluster key "
         f"{uuid(header.cluster_key)}{_wrong_text(header.wrong)}"
@@ -201,21 +201,21 @@ def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
                 )
             )
     titles = ("partition", "structure", "", "session", "low-water mark", "local mark", "flags")
-    show_table((*titles, "sequence", "CRC and values"), rows)
+    print_table((*titles, "sequence", "CRC and values"), rows)
     for entry in entries.values():
         for what in entry.wrong:
-            show(f"partition {entry.number}: {what}")
+            print_result(f"partition {entry.number}: {what}")
 
 
 def _print_slots(number: int, slots: tuple[ControlSlot, ControlSlot]) -> None:
     counts = current_slot(slots, number)
-    show(f"{number}/{SLOTS_NAME}")
+    print_result(f"{number}/{SLOTS_NAME}")
     columns = [_slot_texts(one, is_current=one is counts) for one in slots]
-    show_table(
+    print_table(
         ("", "slot 0", "slot 1"),
         [(title, columns[0][title], columns[1][title]) for title in columns[0]],
     )
-    show("")
+    print_result("")
 
 
 def _slot_texts(one: ControlSlot, *, is_current: bool) -> dict[str, str]:
@@ -229,7 +229,7 @@ def _slot_texts(one: ControlSlot, *, is_current: bool) -> dict[str, str]:
         "version": str(one.version),
         "partition": str(one.partition),
         "sequence": str(one.sequence),
-        "sequence of 0.13": str(one.original_sequence),
+        "sequence of 0.13": str(one.old_sequence),
         "flags": " ".join(_names(one.flags, _SLOT_FLAGS)) or "-",
         "promised session": str(one.promised),
         "nonce": one.nonce.hex(),

@@ -21,7 +21,7 @@ from waltz_core.cli.disk.disk_text import (
     uuid,
     when,
 )
-from waltz_core.cli.output import show, show_json
+from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadConfig
 from waltz_core.offline.file_findings import records_text
@@ -196,14 +196,14 @@ def _batches(path: Path, wanted: _Wanted) -> Iterator[BatchEntry]:
 
 def _show_header(path: Path, header: FileHeader, size: int, wanted: _Wanted) -> None:
     if wanted.json:
-        show_json({"kind": "segment", "file": str(path), **_header_json(header), "bytes": size})
+        print_json({"kind": "segment", "file": str(path), **_header_json(header), "bytes": size})
         return
-    show(
+    print_result(
         f"{path}: version {header.version}, partition {header.partition}, from id {header.first}, "
         f"{size} bytes, created {when(header.created_ms)}, cluster key {uuid(header.cluster_key)}"
     )
     for one in header.wrong:
-        show(f"  wrong: {one}")
+        print_result(f"  wrong: {one}")
 
 
 def _header_json(header: FileHeader) -> dict[str, object]:
@@ -223,7 +223,7 @@ _ROW = "{:>10}  {:>11}  {:>20}  {:>11}  {:>8}  {:8}  {:8}  {:5}"
 
 
 def _show_record_titles(wanted: _Wanted) -> None:
-    show((_ROW.format(*_TITLES) + ("  data" if wanted.read is not None else "")).rstrip())
+    print_result((_ROW.format(*_TITLES) + ("  data" if wanted.read is not None else "")).rstrip())
 
 
 def _show_record(offset: int, record: bytes, wanted: _Wanted) -> None:
@@ -232,7 +232,7 @@ def _show_record(offset: int, record: bytes, wanted: _Wanted) -> None:
     stated = int.from_bytes(record[-4:], "big")
     is_right = crc32(record[:-4]) == stated and crc32(data) == found.data_crc
     if wanted.json:
-        show_json(_record_json(found, offset, stated, is_right=is_right) | _data(wanted, data))
+        print_json(_record_json(found, offset, stated, is_right=is_right) | _data(wanted, data))
         return
     identity = f"{found.client}/{found.generation}/{found.partition}/{found.sequence}"
     row = _ROW.format(
@@ -245,7 +245,9 @@ def _show_record(offset: int, record: bytes, wanted: _Wanted) -> None:
         f"{found.data_crc:08x}",
         "yes" if is_right else "NO",
     )
-    show(row.rstrip() if wanted.read is None else f"{row}  {payload_text(wanted.read, data)}")
+    print_result(
+        row.rstrip() if wanted.read is None else f"{row}  {payload_text(wanted.read, data)}"
+    )
 
 
 def _record_json(found: Fields, offset: int, crc: int, *, is_right: bool) -> dict[str, object]:
@@ -271,21 +273,21 @@ def _data(wanted: _Wanted, data: bytes) -> dict[str, object]:
 
 def _show_gap(gap: Gap, wanted: _Wanted) -> None:
     if wanted.json:
-        show_json({"kind": "gap", **gap._asdict()})
+        print_json({"kind": "gap", **gap._asdict()})
         return
     what = f"records from {gap.first} on"
     if gap.next_id is not None:
         what = records_text(gap.first, gap.next_id - 1)
-    show(f"  {what}: cannot be read, bytes {gap.offset}..{gap.end - 1}: {gap.why}")
+    print_result(f"  {what}: cannot be read, bytes {gap.offset}..{gap.end - 1}: {gap.why}")
 
 
 def _show_batch(batch: BatchEntry, wanted: _Wanted) -> None:
     if wanted.json:
         value = {"kind": "batch", **batch._asdict(), "chain": batch.chain.hex()}
-        show_json({**value, "stamp": when(batch.stamp_ms)})
+        print_json({**value, "stamp": when(batch.stamp_ms)})
         return
     wrong = f"  wrong: {'; '.join(batch.wrong)}" if batch.wrong else ""
-    show(
+    print_result(
         f"  batch {batch.first}..{batch.last}, session {batch.session}, {when(batch.stamp_ms)}, "
         f"chain {batch.chain.hex()}, synced before {batch.synced}{wrong}"
     )
@@ -300,7 +302,7 @@ def _show_batch(batch: BatchEntry, wanted: _Wanted) -> None:
 def segment_statistic(*, path: Path, partitions: list[int] | None, as_json: bool) -> int:
     found = (statistic_of(path) for path in segments_at(path, partitions))
     if as_json:
-        show_json([_statistic_json(one) for one in found])
+        print_json([_statistic_json(one) for one in found])
         return 0
     for one in found:
         _print_statistic(one)
@@ -356,32 +358,32 @@ def _statistic_json(found: Statistic) -> dict[str, object]:
 
 def _print_statistic(found: Statistic) -> None:
     value = _statistic_json(found)
-    show(f"{found.path}: {found.file_bytes} bytes, created {when(found.header.created_ms)}")
+    print_result(f"{found.path}: {found.file_bytes} bytes, created {when(found.header.created_ms)}")
     ids = "none" if found.last is None else f"{found.last - found.records + 1}..{found.last}"
     if found.unreadable_bytes:
         ids = f"{found.header.first}..{found.last}, {found.unreadable_bytes} bytes are unreadable"
-    show(f"  records   {found.records}, ids {ids}, of {len(found.clients)} clients")
+    print_result(f"  records   {found.records}, ids {ids}, of {len(found.clients)} clients")
     sizes = _sizes_json(found)
     if sizes is not None:
         shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        show(f"  data      {found.data_bytes} bytes: {shown}")
+        print_result(f"  data      {found.data_bytes} bytes: {shown}")
     batches = value["batches"]
     assert isinstance(batches, dict)
     if found.batches:
-        show(
+        print_result(
             f"  batches   {found.batches}, of {batches['records_min']} to "
             f"{batches['records_max']} records, mean {batches['records_mean']}"
         )
     if found.wrong_batches:
-        show(f"  batches   {found.wrong_batches} entries are wrong")
+        print_result(f"  batches   {found.wrong_batches} entries are wrong")
     for session, one in found.sessions.items():
-        show(f"  session   {session}: {one.batches} batches, {one.first}..{one.last}")
+        print_result(f"  session   {session}: {one.batches} batches, {one.first}..{one.last}")
     if found.first_stamp_ms is not None and found.last_stamp_ms is not None:
         seconds = (found.last_stamp_ms - found.first_stamp_ms) / 1000
         span = f"{when(found.first_stamp_ms)} to {when(found.last_stamp_ms)}"
-        show(f"  committed {span}, {seconds:.1f} s")
+        print_result(f"  committed {span}, {seconds:.1f} s")
     density = found.index_density
     shown = (
         "missing" if density is None else f"{found.index_entries} entries, {density:.2f} a record"
     )
-    show(f"  index     {shown}")
+    print_result(f"  index     {shown}")

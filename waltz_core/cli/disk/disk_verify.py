@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.output import say, show, show_json, show_table
+from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.offline.file_findings import FileFinding
@@ -35,7 +35,7 @@ def verify(*, path: Path, partitions: list[int] | None, limit: int, as_json: boo
         raise BadConfig(f"--limit: expected a number from 0, found {limit}")
     found = verify_at(path, partitions, limit)
     if as_json:
-        show_json(_verified_json(found))
+        print_json(_verified_json(found))
     else:
         _print_verified(found)
     return 1 if found.findings.wrong else 0
@@ -78,11 +78,11 @@ def _print_verified(found: Verified) -> None:
     findings = found.findings
     for one in findings.kept:
         where = one.path if one.offset is None else f"{one.path} at {one.offset}"
-        show(f"{_kind(one)}: {where}: {one.what}")
+        print_result(f"{_kind(one)}: {where}: {one.what}")
     if findings.unkept:
-        show(f"and {findings.unkept} more, see --limit")
+        print_result(f"and {findings.unkept} more, see --limit")
     if found.logs and next(iter(found.logs)) >= 0:
-        show_table(
+        print_table(
             (
                 "partition",
                 "segments",
@@ -96,7 +96,7 @@ def _print_verified(found: Verified) -> None:
             [_row(number, seen) for number, seen in found.logs.items()],
         )
     logs = found.logs.values()
-    show(
+    print_result(
         f"{sum(one.checksums for one in logs)} checksums of {sum(one.records for one in logs)} "
         f"records, {sum(one.bytes_read for one in logs)} bytes, in {found.seconds:.1f} s: "
         f"{findings.wrong} wrong, {findings.notes} to note"
@@ -137,12 +137,12 @@ def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_
             except BadFormat as error:  # The others can be repaired nevertheless.
                 refused.append(str(error))
     if as_json:
-        show_json([_repaired_json(one, dry_run=dry_run) for one in repaired])
+        print_json([_repaired_json(one, dry_run=dry_run) for one in repaired])
     else:
         for one in repaired:
-            show(_repaired_text(one, dry_run=dry_run))
+            print_result(_repaired_text(one, dry_run=dry_run))
     for message in refused:
-        say(f"waltz-core: {message}")
+        print_error(f"waltz-core: {message}")
     return 1 if refused else 0
 
 

@@ -18,7 +18,7 @@ import click
 from waltz_core.cli import own_transport
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.doctor.doctor_probes import gather, local_cluster
-from waltz_core.cli.output import show, show_json
+from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.verbs import verb
 from waltz_core.config.declarations import LocalConfig
 from waltz_core.errors import BadConfig
@@ -67,7 +67,7 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
     if timeout_s <= 0:
         raise BadConfig(f"--timeout-s: expected more than 0, found {timeout_s:g}")
     connect, local = _cluster_of(connect, directory)
-    own_transport.speak_as(connect)
+    own_transport.use_scheme_of(connect)
     own_transport.ssl()  # raises BadConfig for the files of ?tls= before any query
     facts = await gather(connect, timeout_s=timeout_s, local=local)
     found = diagnose(facts)
@@ -76,10 +76,10 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
         facts = await gather(connect, timeout_s=timeout_s, local=local)
         found = lasting(found, diagnose(facts))
     if as_json:
-        show_json(value_of(facts, found))
+        print_json(value_of(facts, found))
     else:
         for line in as_text(facts, found):
-            show(line)
+            print_result(line)
     return 1 if found else 0
 
 

@@ -97,7 +97,7 @@ ItemT = TypeVar("ItemT")
 ProbeProgress: TypeAlias = Callable[[int, int, str], None]
 
 
-def _tell_nobody(_done_count: int, _count: int, _what: str) -> None:
+def _ignore_progress(_done_count: int, _count: int, _what: str) -> None:
     """Report to no one."""
 
 
@@ -223,28 +223,28 @@ async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Fact
 
 
 async def ask_cluster(
-    coordinator: Coordinator, *, timeout_s: float, tell: ProbeProgress
+    coordinator: Coordinator, *, timeout_s: float, on_progress: ProbeProgress
 ) -> ClusterFacts:
     """Query the processes of one cluster; `tell` receives the progress."""
-    return await (await _Seen.read(coordinator)).ask(timeout_s, None, tell)
+    return await (await _Seen.read(coordinator)).ask(timeout_s, None, on_progress)
 
 
-class _Asked:
+class _ProbeCounter:
     """The processes that were queried and have not answered yet."""
 
-    def __init__(self, tell: ProbeProgress) -> None:
-        self._tell = tell
+    def __init__(self, on_progress: ProbeProgress) -> None:
+        self._on_progress = on_progress
         self._waiting: dict[str, None] = {}
         self._done_count = 0
 
-    async def one(self, name: str, asking: Awaitable[ResultT]) -> ResultT:
+    async def one(self, name: str, probing: Awaitable[ResultT]) -> ResultT:
         self._waiting[name] = None
-        answer = await asking
+        answer = await probing
         del self._waiting[name]
         self._done_count += 1
         waits = ", ".join(self._waiting)
         what = f"waiting for {waits}" if waits else "all have answered"
-        self._tell(self._done_count, self._done_count + len(self._waiting), what)
+        self._on_progress(self._done_count, self._done_count + len(self._waiting), what)
         return answer
 
 
@@ -282,13 +282,16 @@ class _Seen:
         )
 
     async def ask(
-        self, timeout_s: float, local: LocalFacts | None, tell: ProbeProgress = _tell_nobody
+        self,
+        timeout_s: float,
+        local: LocalFacts | None,
+        on_progress: ProbeProgress = _ignore_progress,
     ) -> ClusterFacts:
         """Query the cluster's processes concurrently."""
         servers = self.servers.servers
-        asked = _Asked(tell)
+        asked = _ProbeCounter(on_progress)
         async with asyncio.TaskGroup() as tasks:
-            told = {
+            response = {
                 key: tasks.create_task(
                     asked.one(f"server {each.address}", _Server(self, key, timeout_s).ask())
                 )
@@ -304,7 +307,7 @@ class _Seen:
             PartitionId(number): PartitionFacts(each.metadata, each.marker)
             for number, each in enumerate(self.partitions)
         }
-        for task in told.values():
+        for task in response.values():
             for partition_id, (mark, trouble, ahead_ms) in (await task)[1].items():
                 partitions[partition_id] = replace(
                     partitions[partition_id],
@@ -316,7 +319,7 @@ class _Seen:
             self.count,
             self.servers.is_settled,
             self.servers.owners,
-            {int(each): (await task)[0] for each, task in told.items()},
+            {int(each): (await task)[0] for each, task in response.items()},
             {facts.address: facts for facts in [await each for each in storages]},
             self.assigned,
             self.layout.groups,
@@ -408,10 +411,10 @@ class _Server:
         return tuple(ReplicaId(name) for name, is_there in answer.reachable if not is_there)
 
     async def _append_times(self, link: ServerLink) -> Mapping[ReplicaId, tuple[int, int]]:
-        if link.is_original:
+        if link.is_old_server:
             return {}
         try:
-            told = await link.request(
+            response = await link.request(
                 AppendTimesResponse,
                 AppendTimesRequest,
                 client_id=NOT_A_CLIENT,
@@ -420,8 +423,8 @@ class _Server:
             )
         except WaltzError:
             return {}  # An older server closes the connection, so this request comes last.
-        figures = zip(told.second_counts, told.medians_us, strict=True)
-        return dict(zip(map(ReplicaId, told.storages), figures, strict=True))
+        figures = zip(response.second_counts, response.medians_us, strict=True)
+        return dict(zip(map(ReplicaId, response.storages), figures, strict=True))
 
     async def _mark(self, link: ServerLink, partition_id: PartitionId) -> _Mark:
         """Query like a client: the mark, and the commit time of its transaction."""
@@ -444,10 +447,10 @@ class _Server:
             return RangeRequest(req_id, last, last, 1, RangeForm.HEADERS, ())
 
         try:
-            told = await self._of_partition(link, RangeData, request, partition_id)
+            response = await self._of_partition(link, RangeData, request, partition_id)
         except WaltzError:
             return None  # a 0.13 server, which has no times; other findings report the rest
-        return told.lineage[-1].stamp_ms - _now_ms() if told.lineage else None
+        return response.lineage[-1].stamp_ms - _now_ms() if response.lineage else None
 
     async def _of_partition(
         self,
@@ -514,15 +517,16 @@ class _Storage:
         assigned = self._seen.layout.assignment.partitions[self._address]
         every = sorted({*held, *assigned})
         async with asyncio.timeout(self._timeout_s):
-            told = await admin.ask(StorageResponse, StorageRequest)
+            response = await admin.ask(StorageResponse, StorageRequest)
         facts = await self._with_gauges(admin, facts)
-        facts = replace(facts, storage_id=bytes(told.storage_id).hex())
+        facts = replace(facts, storage_id=bytes(response.storage_id).hex())
         replicas = {PartitionId(each): await self._replica(admin, each) for each in every}
         stuck = await self._stuck(replicas)
         return replace(
             facts,
             replicas={
-                each: replace(told, is_stuck=each in stuck) for each, told in replicas.items()
+                each: replace(response, is_stuck=each in stuck)
+                for each, response in replicas.items()
             },
         )
 
@@ -573,25 +577,25 @@ class _Storage:
 
     async def _replica(self, admin: StorageAdmin, partition: int) -> ReplicaFacts:
         async with asyncio.timeout(self._timeout_s):
-            told = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
-            if told.is_held and told.why_not == OPENING:
+            response = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
+            if response.is_held and response.why_not == OPENING:
                 marks = await admin.ask(SessionInfoResponse, SessionInfoRequest, partition)
                 return ReplicaFacts(
-                    is_available=told.is_available,
-                    is_served=told.is_served,
+                    is_available=response.is_available,
+                    is_served=response.is_served,
                     is_opening=True,
                     last_session=SessionId(marks.last_session),
                     last=TransactionId(max(marks.low_water_mark, marks.local_low_water_mark)),
                 )
         return ReplicaFacts(
-            told.is_held,
-            told.is_available,
-            told.is_served,
-            told.why_not,
-            told.is_suspect,
-            SessionId(told.last_session),
-            TransactionId(told.synced_max),
-            damaged_count(told),
+            response.is_held,
+            response.is_available,
+            response.is_served,
+            response.why_not,
+            response.is_suspect,
+            SessionId(response.last_session),
+            TransactionId(response.synced_max),
+            damaged_count(response),
         )
 
     async def _admin_port(self) -> int | None:
@@ -607,6 +611,6 @@ class _Storage:
                 asyncio.timeout(self._timeout_s),
                 administered(f"{self._host}:{port}", ssl=own_transport.ssl()) as admin,
             ):
-                told = await admin.ask(StorageResponse, StorageRequest)
-                return told.address == self._address
+                response = await admin.ask(StorageResponse, StorageRequest)
+                return response.address == self._address
         return False

@@ -4,9 +4,9 @@ import asyncio
 from typing import NamedTuple
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.asking import ask
+from waltz_core.cli.queries import ask
 from waltz_core.cli.changing import connected
-from waltz_core.cli.output import ranges_of, show_json, show_table
+from waltz_core.cli.output import print_json, print_table, ranges_of
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import WaltzError
@@ -38,7 +38,7 @@ async def list_command(*, connect: str, as_json: bool) -> int:
                 key: tasks.create_task(_state_of(its.address), name=its.address)
                 for key, its in view.servers.items()
             }
-            line.show(0, len(asked), "waiting for the servers to answer")
+            line.print_result(0, len(asked), "waiting for the servers to answer")
     rows = [
         ServerRow(
             int(key),
@@ -50,10 +50,10 @@ async def list_command(*, connect: str, as_json: bool) -> int:
         for key, its in view.servers.items()
     ]
     if as_json:
-        told = [each._asdict() for each in rows]
-        show_json({"is_settled": view.is_settled, "servers": told})
+        entries = [each._asdict() for each in rows]
+        print_json({"is_settled": view.is_settled, "servers": entries})
     else:
-        show_table(
+        print_table(
             ("server", "address", "owns", "partitions", "preferred", "state"),
             [
                 (
@@ -72,8 +72,8 @@ async def list_command(*, connect: str, as_json: bool) -> int:
 
 async def _state_of(address: str) -> str:
     try:
-        told = await ask(address, PartitionsHealthResponse, PartitionsHealthRequest)
+        response = await ask(address, PartitionsHealthResponse, PartitionsHealthRequest)
     except WaltzError as error:
         return f"does not answer: {error}"
-    ill = [partition for partition, is_healthy in told.healthy if not is_healthy]
+    ill = [partition for partition, is_healthy in response.healthy if not is_healthy]
     return f"no open session: partitions {ranges_of(ill)}" if ill else WELL

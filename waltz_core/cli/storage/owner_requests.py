@@ -45,7 +45,7 @@ from waltz_core.wire.messages import (
 DIAL_TIMEOUT_S: Final = 3.0
 ANSWER_S: Final = 30.0
 IDS_ROWS_MAX: Final = 10_000
-_NOBODY: Final = -1
+_NO_CLIENT: Final = -1
 _ANY_STORAGE: Final = bytes(16)
 
 
@@ -78,9 +78,11 @@ class OwnerConnection:
         """Connect; raises Unreachable, or ClusterKeyMismatch for another cluster's storage."""
         link = await own_transport.dial(Surface.STORAGE, address, timeout_s=DIAL_TIMEOUT_S)
         made = OwnerConnection(address, link, facts)
-        opening = OpenRequest(_NOBODY, _NOBODY, _NOBODY, facts.cluster_key, facts.partition_count)
+        opening = OpenRequest(
+            _NO_CLIENT, _NO_CLIENT, _NO_CLIENT, facts.cluster_key, facts.partition_count
+        )
         try:
-            (answer,) = await made._ask([opening])
+            (answer,) = await made._request([opening])
             made._expect(answer, SuccessResponse)
         except BaseException:
             made.close()
@@ -91,7 +93,7 @@ class OwnerConnection:
         self, sessions: Mapping[PartitionId, Session]
     ) -> dict[PartitionId, Prepared | Nack]:
         """Let the storage promise sessions; return its state of each partition."""
-        asked = [
+        requests = [
             Prepare(
                 session.session_id,
                 number,
@@ -103,7 +105,7 @@ class OwnerConnection:
             )
             for number, (partition_id, session) in enumerate(sessions.items())
         ]
-        answers = await self._ask(asked)
+        answers = await self._request(requests)
         found: dict[PartitionId, Prepared | Nack] = {}
         for answer in answers:
             if not isinstance(answer, Prepared | Nack):
@@ -111,11 +113,13 @@ class OwnerConnection:
             found[PartitionId(answer.partition_id)] = answer
         return found
 
-    async def set_mark(self, partition_id: PartitionId, session: Session, told: Prepared) -> None:
+    async def set_mark(
+        self, partition_id: PartitionId, session: Session, prepared: Prepared
+    ) -> None:
         """Make session and mark durable at the log's end, which makes the log trusted."""
         fields = (session.session_id, 1_000_000, partition_id)
-        mark = SetLowWaterMark(*fields, told.synced_max, bytes(told.chain))
-        (answer,) = await self._ask([mark])
+        mark = SetLowWaterMark(*fields, prepared.synced_max, bytes(prepared.chain))
+        (answer,) = await self._request([mark])
         self._expect(answer, ReplicaEnd)
 
     async def newest_ids(
@@ -131,8 +135,8 @@ class OwnerConnection:
         newest = NO_IDS
         while first <= last:
             window = (first, last, size, RangeForm.HEADERS)
-            asked = RangeRaw(*fields, *window, whole_batches=False, reader=False)
-            (answer,) = await self._ask([asked])
+            requests = RangeRaw(*fields, *window, whole_batches=False, reader=False)
+            (answer,) = await self._request([requests])
             self._expect(answer, RangeBytes)
             assert isinstance(answer, RangeBytes)
             if not answer.count:
@@ -147,7 +151,7 @@ class OwnerConnection:
         """End the link."""
         self._link.abort("asked")
 
-    async def _ask(self, requests: Sequence[StorageMessage]) -> list[StorageMessage]:
+    async def _request(self, requests: Sequence[StorageMessage]) -> list[StorageMessage]:
         """Send requests, return as many answers."""
         for request in requests:
             self._link.send(request)
@@ -194,13 +198,13 @@ async def open_links(
     return {each: links[each] for each in storages if each in links}, failures
 
 
-def log_of(told: Prepared) -> Log:
+def log_of(prepared: Prepared) -> Log:
     """Return the log that a replica reports."""
-    pairs = memoryview(told.damaged)
+    pairs = memoryview(prepared.damaged)
     lasts = (int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16))
     return Log(
-        SessionId(told.last_session),
-        TransactionId(told.synced_max),
-        told.suspect,
-        any(last > told.low_water_mark for last in lasts),
+        SessionId(prepared.last_session),
+        TransactionId(prepared.synced_max),
+        prepared.suspect,
+        any(last > prepared.low_water_mark for last in lasts),
     )

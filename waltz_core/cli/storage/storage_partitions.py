@@ -12,7 +12,7 @@ import click
 
 from waltz_core.cli import own_transport
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.output import say, show, show_json, show_table
+from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
     StorageChoice,
@@ -78,9 +78,9 @@ async def _each(
                 done.append(partition)
     finally:
         if where.as_json:
-            show_json({"storage": str(target), "verb": what, "done": done})
+            print_json({"storage": str(target), "verb": what, "done": done})
         elif done:
-            say(f"{target}: {what}, done for partitions {_ranges(done)}")
+            print_error(f"{target}: {what}, done for partitions {_ranges(done)}")
     return 0
 
 
@@ -200,7 +200,7 @@ async def recover_partition(
     ):
         with ProgressLine() as line:
             for partition in chosen:
-                line.show(len(results), len(chosen), f"copying partition {partition}")
+                line.print_result(len(results), len(chosen), f"copying partition {partition}")
                 before = await _last_of(taker, target, partition)
                 after = await copy_partition(
                     giver, taker, partition, before + 1, bytes_max=batch_bytes
@@ -208,9 +208,9 @@ async def recover_partition(
                 results.append((partition, before, after))
     titles = ("partition", "last before", "last after")
     if where.as_json:
-        show_json([dict(zip(titles, row, strict=True)) for row in results])
+        print_json([dict(zip(titles, row, strict=True)) for row in results])
     else:
-        show_table(titles, results)
+        print_table(titles, results)
     return 0
 
 
@@ -252,7 +252,7 @@ async def sync_partitions(where: StorageChoice) -> int:
     async with on_record(where):
         with ProgressLine() as line:
             for at, target in enumerate(targets):
-                line.show(at, len(targets), f"storage {target}")
+                line.print_result(at, len(targets), f"storage {target}")
                 wanted = facts.assignments.partitions.get(ReplicaId(str(target)), ())
                 try:
                     async with administered(target.admin, ssl=own_transport.ssl()) as admin:
@@ -260,20 +260,22 @@ async def sync_partitions(where: StorageChoice) -> int:
                 except WaltzError as error:
                     rows.append((str(target), "reach", "-", str(error)))
         failed_count = sum(outcome != "done" for *_, outcome in rows)
-        _tell_synced(rows, is_done=not failed_count, as_json=where.as_json)
+        _print_synced(rows, is_done=not failed_count, as_json=where.as_json)
         if failed_count:
             raise WaltzError(f"{failed_count} of {len(rows)} steps failed, see their outcome")
     return 0
 
 
-def _tell_synced(rows: list[tuple[str, str, object, str]], *, is_done: bool, as_json: bool) -> None:
+def _print_synced(
+    rows: list[tuple[str, str, object, str]], *, is_done: bool, as_json: bool
+) -> None:
     titles = ("storage", "step", "partition", "outcome")
     if as_json:
-        show_json({"is_done": is_done, "steps": [dict(zip(titles, r, strict=True)) for r in rows]})
+        print_json({"is_done": is_done, "steps": [dict(zip(titles, r, strict=True)) for r in rows]})
     elif rows:
-        show_table(titles, rows)
+        print_table(titles, rows)
     else:
-        show("nothing to do: all storages match the assignment in ZooKeeper")
+        print_result("nothing to do: all storages match the assignment in ZooKeeper")
 
 
 async def _synced(

@@ -11,7 +11,7 @@ import click
 from waltz_core.cli import own_transport
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import in_time
-from waltz_core.cli.output import say, show_json, show_table
+from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
     StorageChoice,
@@ -32,7 +32,7 @@ from waltz_core.wire.admin_messages import (
 )
 
 LOOK_S: Final = 0.2
-_GOES_ON: Final = "The storage continues the pass; --status shows its progress"
+_CONTINUES: Final = "The storage continues the pass; --status shows its progress"
 _TITLES: Final = ("partition", "next id", "last id", "passes", "damaged", "error")
 
 
@@ -45,9 +45,9 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
     chosen = numbers_of(partitions)
     target = await target_of(where)
     with ProgressLine() as line:
-        line.show(0, len(chosen), f"waiting for {target} to answer")
+        line.print_result(0, len(chosen), f"waiting for {target} to answer")
         async with (
-            in_time(timeout_s, lambda: line.awaited, afterwards=_GOES_ON),
+            in_time(timeout_s, lambda: line.awaited, afterwards=_CONTINUES),
             administered(target.admin, ssl=own_transport.ssl()) as admin,
         ):
             if not admin.is_ours:
@@ -55,34 +55,38 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
                     f"{target}: expected a storage that can scrub, found a Waltz 0.13 storage"
                 )
             found = [
-                await _looked_at(admin, partition, line, is_asked=not status)
+                await _looked_at(admin, partition, line, is_requested=not status)
                 for partition in chosen
             ]
     if where.as_json:
-        show_json({"storage": str(target), "partitions": found})
+        print_json({"storage": str(target), "partitions": found})
     else:
-        show_table(
+        print_table(
             _TITLES, [["-" if cell is None else cell for cell in row.values()] for row in found]
         )
     bad = [row["partition"] for row in found if row["damaged"] or row["error"]]
     if bad:
-        say(f"{target}: damaged or not completely read: partitions {bad}; the owner repairs damage")
+        print_error(
+            f"{target}: damaged or not completely read: partitions {bad}; the owner repairs damage"
+        )
     return 1 if bad else 0
 
 
 async def _looked_at(
-    admin: StorageAdmin, partition: int, line: ProgressLine, *, is_asked: bool
+    admin: StorageAdmin, partition: int, line: ProgressLine, *, is_requested: bool
 ) -> dict[str, object]:
     """Start a pass and wait for its end, if requested; return the partition's state."""
-    line.show(0, 1, f"waiting for {admin.address} to answer about partition {partition}")
-    state = await admin.ask(ScrubResponse, ScrubRequest, partition, is_asked)
+    line.print_result(0, 1, f"waiting for {admin.address} to answer about partition {partition}")
+    state = await admin.ask(ScrubResponse, ScrubRequest, partition, is_requested)
     passes_count = state.passes_count
-    while is_asked and state.passes_count == passes_count:
+    while is_requested and state.passes_count == passes_count:
         at, count = state.next_id, state.last_id + 1
-        line.show(at, count, f"records of partition {partition}, {at} of {count}")
+        line.print_result(at, count, f"records of partition {partition}, {at} of {count}")
         await asyncio.sleep(LOOK_S)
         state = await admin.ask(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
-    line.show(1, 1, f"waiting for {admin.address} to report damage of partition {partition}")
+    line.print_result(
+        1, 1, f"waiting for {admin.address} to report damage of partition {partition}"
+    )
     replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
     return _row(state, damaged_count(replica))
 

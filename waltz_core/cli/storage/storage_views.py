@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from waltz_core.cli import own_transport
-from waltz_core.cli.output import say, show_json, show_table
+from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.storage.storage_target import (
     ClusterStorages,
     StorageChoice,
@@ -66,12 +66,12 @@ async def list_command(where: StorageChoice) -> int:
                 raise
             unreached[str(target)] = str(error)
     if where.as_json:
-        show_json({"replicas": [row._asdict() for row in rows], "unreached": unreached})
+        print_json({"replicas": [row._asdict() for row in rows], "unreached": unreached})
     else:
         titles = [name.replace("_", " ") for name in ReplicaRow._fields]
-        show_table(titles, [["-" if cell is None else cell for cell in row] for row in rows])
+        print_table(titles, [["-" if cell is None else cell for cell in row] for row in rows])
         for name, why in unreached.items():
-            say(f"{name}: {why}")
+            print_error(f"{name}: {why}")
     return 1 if unreached else 0
 
 
@@ -140,14 +140,14 @@ async def validate(where: StorageChoice) -> int:
     }
     is_well = all(wrong is None for ports in results.values() for wrong in ports.values())
     if where.as_json:
-        show_json({"is_well": is_well, "storages": results})
+        print_json({"is_well": is_well, "storages": results})
     else:
         rows = [
             (name, port, wrong or "ok")
             for name, ports in results.items()
             for port, wrong in ports.items()
         ]
-        show_table(("storage", "port", "found"), rows)
+        print_table(("storage", "port", "found"), rows)
     return 0 if is_well else 1
 
 
@@ -168,13 +168,13 @@ async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str 
         async with administered(target.admin, ssl=own_transport.ssl()) as admin:
             await admin.ask(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
             if admin.is_ours:
-                told = await admin.ask(StorageResponse, StorageRequest)
+                response = await admin.ask(StorageResponse, StorageRequest)
                 registered = facts.storage_ids.get(ReplicaId(str(target)))
-                if registered != bytes(told.storage_id):
+                if registered != bytes(response.storage_id):
                     known = "none" if registered is None else registered.hex()
                     raise StorageIdMismatch(
                         f"expected storage {known}, which is registered for {target}, found "
-                        f"{bytes(told.storage_id).hex()}"
+                        f"{bytes(response.storage_id).hex()}"
                     )
     except WaltzError as error:
         return str(error)
@@ -200,7 +200,7 @@ async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:
                 raise WaltzError(f"{target}: partition {partition} cannot be queried: {why}")
             found[partition] = replica.synced_max
     if where.as_json:
-        show_json(found)
+        print_json(found)
     else:
-        show_table(("partition", "max transaction id"), list(found.items()))
+        print_table(("partition", "max transaction id"), list(found.items()))
     return 0

@@ -55,7 +55,7 @@ from waltz_core.client.read.ranges import (
     read_chunks,
 )
 from waltz_core.client.read.requests import OwnerRequests, by_partition
-from waltz_core.client.stream.appends import BatchOrder, PendingRow
+from waltz_core.client.stream.appends import PendingRow, ReportOrder
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
@@ -92,7 +92,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self.links = ServerLinks(
             dial_timeout_s=config.dial_timeout_ms / 1000,
             late_answers_s=config.request_timeout_ms / 1000,
-            silent=directory.doubt,
+            silent=directory.mark_suspect,
             ssl=self._ssl,
         )
         self.requests = OwnerRequests(directory, self.links, config, self.random)
@@ -299,12 +299,12 @@ class AsyncWaltzClient(OpenedByConnect):
 
         `linearizable`: a quorum confirms the answer, so it is not older than the call.
         """
-        return await self._ask_mark(self._checked(partition), linearizable=linearizable)
+        return await self._request_mark(self._checked(partition), linearizable=linearizable)
 
     async def high_water_marks(self, *, linearizable: bool = False) -> dict[int, TransactionId]:
         """Return the marks of all partitions, requested in parallel."""
         wanted = self._all_or(None)
-        return await by_partition(wanted, partial(self._ask_mark, linearizable=linearizable))
+        return await by_partition(wanted, partial(self._request_mark, linearizable=linearizable))
 
     async def replicas(
         self, partition: int, *, linearizable: bool = False, group: int | None = None
@@ -324,9 +324,9 @@ class AsyncWaltzClient(OpenedByConnect):
         wanted, near = self._all_or(partitions), self.config.group if group is None else group
         return await self.requests.replica_sets(wanted, linearizable=linearizable, group=near)
 
-    async def has_original(self, partitions: Iterable[int] | None = None) -> bool:
+    async def has_old_server(self, partitions: Iterable[int] | None = None) -> bool:
         """Return whether a 0.13 server owns any of these partitions (default: all) now."""
-        return await self.requests.has_original(self._all_or(partitions))
+        return await self.requests.has_old_server(self._all_or(partitions))
 
     async def flush(self, partition: int) -> TransactionId:
         """Wait until all earlier appends are final; return the partition's mark.
@@ -415,12 +415,12 @@ class AsyncWaltzClient(OpenedByConnect):
         row_count: int,
         *,
         client_high_water_mark: int,
-        order: BatchOrder | None = None,
+        order: ReportOrder | None = None,
     ) -> "asyncio.Future[BatchOutcome]":
         """Append a batch encoded by `batches.encode_append`; return a future of its outcome.
 
         With an `order`, rows enter the log in the order in which they were appended, also when
-        requests are lost; see `BatchOrder`.
+        requests are lost; see `ReportOrder`.
 
         The future raises only if rows have no outcome of their own: TooLarge, BadRequest,
         Unavailable or the error that ended the stream (no row is in the log), or OutcomeUnknown.
@@ -603,7 +603,9 @@ class AsyncWaltzClient(OpenedByConnect):
         self._round_robin = (self._round_robin + 1) % self.partition_count
         return PartitionId(self._round_robin)
 
-    async def _ask_mark(self, partition_id: PartitionId, *, linearizable: bool) -> TransactionId:
+    async def _request_mark(
+        self, partition_id: PartitionId, *, linearizable: bool
+    ) -> TransactionId:
         mark = await self.requests.high_water_mark(partition_id, linearizable=linearizable)
         # A server that has lost the partition without knowing it may return a lower mark than
         # this client received earlier; the returned mark never decreases.

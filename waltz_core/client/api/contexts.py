@@ -176,7 +176,7 @@ class ContextRun:
         """Execute and append; False when `execute` has abandoned the transaction."""
         partition = self._partition
         await self._in_time(partition.mounted(), "the partition was not mounted")
-        if partition.goes_by_feed:
+        if partition.reads_by_feed:
             await self._in_time(partition.fed(), "the application has paused the partition")
         builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
         builder.following = self._following
@@ -269,7 +269,7 @@ class ContextRun:
     def _behind(self, wanted: TransactionId | None) -> errors.ViewBehind | None:
         """Return an error with the view's position if it has not applied `wanted` (rule 7)."""
         partition, applier = self._partition, self._partition.applier
-        if wanted is None or applier is None or applier.is_laid_down:
+        if wanted is None or applier is None or applier.is_paused_by_application:
             return None
         applied = partition.mark if applier.mark is None else applier.mark
         if applied >= wanted:
@@ -291,14 +291,14 @@ class ContextRun:
 
     async def _consumed(self, mark: TransactionId) -> None:
         """Rule 2."""
-        while self._partition.goes_by_feed:
+        while self._partition.reads_by_feed:
             applier = await self._partition.fed()
             if applier is None:
                 break
             try:
                 await applier.reached(mark)
             except errors.Unavailable:
-                if not applier.is_laid_down:
+                if not applier.is_paused_by_application:
                     raise
             else:
                 return
@@ -322,8 +322,8 @@ class ContextRun:
         if row is None or not row.future.done():
             error = errors.OutcomeUnknown("the client was closed before the outcome was settled")
             self._end_with(error)
-        elif (told := row.future.exception()) is not None:
-            self._end_with(told)
+        elif (failure := row.future.exception()) is not None:
+            self._end_with(failure)
         elif isinstance(outcome := row.future.result(), RowOutcome) and not outcome.reason:
             if not self.future.done():
                 self.future.set_result(outcome.transaction_id)

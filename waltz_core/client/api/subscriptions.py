@@ -53,7 +53,7 @@ class _Feed:
     async def stop(self) -> None:
         """Stop, and wait for running callbacks (rule 2)."""
         text = f"the feed of partition {self.partition.partition_id} was ended by the application"
-        self._catch_up.applier.lay_down(errors.Unavailable(text))
+        self._catch_up.applier.pause_for(errors.Unavailable(text))
         await self._is_over.wait()
         self.partition.unsubscribe()
 

@@ -68,7 +68,7 @@ from waltz_core.wire.messages import RangeForm
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from waltz_core.client.stream.appends import BatchOrder
+    from waltz_core.client.stream.appends import ReportOrder
     from waltz_core.client.stream.monitor import BatchOutcome
 
 # Threads for `execute`; and threads for hooks and feeds, one for each that runs. The pools are
@@ -265,9 +265,9 @@ class WaltzClient:
             self._client.replica_sets(partitions, linearizable=linearizable, group=group)
         )
 
-    def has_original(self, partitions: Iterable[int] | None = None) -> bool:
+    def has_old_server(self, partitions: Iterable[int] | None = None) -> bool:
         """Return whether a 0.13 server owns any of these partitions (default: all) now."""
-        return self._call(self._client.has_original(partitions))
+        return self._call(self._client.has_old_server(partitions))
 
     def flush(self, partition: int) -> TransactionId:
         """Wait until all earlier appends are final; return the partition's mark.
@@ -325,7 +325,7 @@ class WaltzClient:
         row_count: int,
         *,
         client_high_water_mark: int,
-        order: "BatchOrder | None" = None,
+        order: "ReportOrder | None" = None,
     ) -> "Future[BatchOutcome]":
         """Append a batch encoded by `batches.encode_append`; return a future of its outcome."""
         return self._call_future(
@@ -616,7 +616,7 @@ class _ThreadConsumer:
         partition_id: PartitionId,
         run: DeliveryRun,
         last: TransactionId,
-        goes_on: Callable[[], bool],
+        is_running: Callable[[], bool],
     ) -> DeliveryProgress:
         source = self._client.subscriptions.data(partition_id)
         apply: Callable[[Transaction], object] = self._callbacks.apply_transaction
@@ -626,7 +626,7 @@ class _ThreadConsumer:
             count = 0
             try:
                 for number, words in run:
-                    if not goes_on():
+                    if not is_running():
                         break
                     given = Transaction(partition_id, TransactionId(number), words, source)
                     _check_plain("apply_transaction", apply(given))
@@ -682,7 +682,7 @@ class _BatchConsumer(_ThreadConsumer):
         partition_id: PartitionId,
         run: DeliveryRun,
         last: TransactionId,
-        goes_on: Callable[[], bool],
+        is_running: Callable[[], bool],
     ) -> DeliveryProgress:
         source = self._client.subscriptions.data(partition_id)
         given: Sequence[Transaction] = [
@@ -690,7 +690,7 @@ class _BatchConsumer(_ThreadConsumer):
         ]
 
         def apply_some() -> DeliveryProgress:
-            if run and not goes_on():
+            if run and not is_running():
                 return DeliveryProgress(0, None)
             try:
                 return DeliveryProgress(self._batched.apply_some(partition_id, given, last), None)

@@ -74,8 +74,10 @@ class ServerLink:
         self._streams: dict[int, _Stream] = {}
         self._used_by: dict[int, Waiting] = {}
         self._close_after_s: float | None = None
-        self.is_original = (link.version or 0) <= old_server_stream.VERSION_MAX
-        self._old_server = OldServer(link, self._hand_on, self._prove) if self.is_original else None
+        self.is_old_server = (link.version or 0) <= old_server_stream.VERSION_MAX
+        self._old_server = (
+            OldServer(link, self._hand_on, self._prove) if self.is_old_server else None
+        )
         link.start(self._take, self._closed)
 
     @property
@@ -154,7 +156,7 @@ class ServerLink:
         return self._answers.are_awaited or any(each() for each in self._used_by.values())
 
     def _take(self, received: list[Message]) -> None:
-        self._watch.spoke()
+        self._watch.received()
         rest = [
             message
             for message in cast("list[ClientMessage]", received)
@@ -214,7 +216,7 @@ class ServerLinks:
         self._open: dict[int, ServerLink] = {}
         self._dialling: dict[_Key, asyncio.Future[None]] = {}
         self._count = 0
-        self._originals: set[str] = set()  # 0.13 servers that are logged already
+        self._logged_old_servers: set[str] = set()  # 0.13 servers that are logged already
         self._is_closed = False
 
     async def get(
@@ -254,7 +256,7 @@ class ServerLinks:
             outcome.exception()  # retrieved here, as there may be no waiting caller
             raise
         else:
-            self._silences.spoke(key[0], _DIAL)
+            self._silences.received(key[0], _DIAL)
             outcome.set_result(None)
             return made
         finally:
@@ -268,7 +270,7 @@ class ServerLinks:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         return loop.call_later(
-            silence.SILENT_S, lambda: self._silences.goes_on(address, _DIAL, since_s=began_s)
+            silence.SILENT_S, lambda: self._silences.detected(address, _DIAL, since_s=began_s)
         )
 
     async def dial_apart(self, address: str) -> net.Link:
@@ -291,10 +293,10 @@ class ServerLinks:
             self._count, link, lost=lambda gone: self._forget(key, gone), silences=self._silences
         )
         self._links[key] = self._open[made.number] = made
-        if made.is_original and address not in self._originals:
-            self._originals.add(address)
+        if made.is_old_server and address not in self._logged_old_servers:
+            self._logged_old_servers.add(address)
             _log.warning(
-                "client.original_server server=%s version=%d see=docs/compatibility.md",
+                "client.old_server server=%s version=%d see=docs/compatibility.md",
                 address,
                 link.version,
             )

@@ -103,7 +103,7 @@ class Directory(Protocol):
         Raises NotOwned while there is none, or while the assignment is being rebuilt.
         """
 
-    def doubt(self) -> None:
+    def mark_suspect(self) -> None:
         """Mark the owners suspect: a server is silent, so its partitions may have moved."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
@@ -217,7 +217,7 @@ class ZooKeeperDirectory:
             )
         return found
 
-    def doubt(self) -> None:
+    def mark_suspect(self) -> None:
         """Do nothing: the watch reports every move."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
@@ -306,7 +306,7 @@ class FixedDirectory:
         connect_timeout_ms: int,
         session_timeout_ms: int = zookeeper_session.SESSION_TIMEOUT_MS,
     ) -> None:
-        self._told: dict[PartitionId, Owner] = {}
+        self._known_owners: dict[PartitionId, Owner] = {}
         self._cluster = layout.cluster
         self._changed: Changed | None = None
         self.learn(layout)
@@ -318,7 +318,7 @@ class FixedDirectory:
         self._is_open = False
         self._is_closed = False
         self._opening = Shared(self._open_fallback)
-        self._patience: asyncio.Timeout | None = None
+        self._request_timeout: asyncio.Timeout | None = None
         self._is_doubtful = asyncio.Event()
 
     @classmethod
@@ -332,16 +332,16 @@ class FixedDirectory:
 
     def learn(self, layout: ClusterLayout) -> None:
         """Accept the owners that are newer."""
-        told = {
+        answers = {
             PartitionId(partition): Owner(address, Generation(generation))
             for partition, (address, generation) in layout.owners.items()
         }
-        self._take(told, ahead=1)
+        self._take(answers, ahead=1)
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
         """The owners as they were passed, or read since."""
-        return self._told
+        return self._known_owners
 
     @property
     def cluster(self) -> ClusterInfo:
@@ -360,15 +360,15 @@ class FixedDirectory:
             await self._opened()
         await self._fallback.run()
 
-    def doubt(self) -> None:
+    def mark_suspect(self) -> None:
         """Start to watch ZooKeeper (rule 3)."""
         self._is_doubtful.set()
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
         """Return the known server, or read ZooKeeper if it has failed."""
-        told = self._told.get(partition_id)
-        if told is not None and not after_failure:
-            return told
+        owner = self._known_owners.get(partition_id)
+        if owner is not None and not after_failure:
+            return owner
         await self._opened()
         return await self._fallback.owner(partition_id, after_failure=True)
 
@@ -390,8 +390,8 @@ class FixedDirectory:
     async def close(self) -> None:
         """End the session with ZooKeeper if there is one."""
         self._is_closed = True
-        if self._patience is not None and not self._patience.expired():
-            self._patience.reschedule(0.0)
+        if self._request_timeout is not None and not self._request_timeout.expired():
+            self._request_timeout.reschedule(0.0)
         with contextlib.suppress(errors.WaltzError):
             await self._opened()  # rule 7: a session that is being opened has ended then
         if self._is_open:
@@ -408,12 +408,12 @@ class FixedDirectory:
         if self._is_closed:
             raise errors.UsageError(_CLOSED)
         try:
-            async with asyncio.timeout(None) as self._patience:
+            async with asyncio.timeout(None) as self._request_timeout:
                 await self._fallback.open(self._found)
         except TimeoutError:
             raise errors.UsageError(_CLOSED) from None
         finally:
-            self._patience = None
+            self._request_timeout = None
         key = self._fallback.cluster.key
         if key != self._cluster.key:
             where = self._fallback.coordinator.where
@@ -431,13 +431,13 @@ class FixedDirectory:
 
     def _take(self, owners: Mapping[PartitionId, Owner], *, ahead: int) -> None:
         """Accept owners whose generation is at least `ahead` above the known one."""
-        known = self._told
+        known = self._known_owners
         news = {
             each: owner
             for each, owner in owners.items()
             if each not in known or owner.generation >= known[each].generation + ahead
         }
-        self._told = {**known, **news}
+        self._known_owners = {**known, **news}
         if news and self._changed is not None:
             self._changed(news)
 

@@ -10,7 +10,7 @@ from waltz_core.driver import Driver
 from waltz_core.legacy import old_server_stream
 from waltz_core.legacy.old_server_link import (
     Event,
-    OriginalLink,
+    OldServerLink,
     OwnershipProven,
     ReceivedFromOld,
     SendToOld,
@@ -33,7 +33,7 @@ class OldServer:
         self._hand_on = hand_on
         self._prove = prove
         self._driver: Driver[Event, old_server_stream.Effect] = Driver(
-            OriginalLink(),
+            OldServerLink(),
             self._perform,
             on_failure=lambda error: link.abort(f"translating for 0.13: {error}"),
         )

@@ -28,9 +28,9 @@ class Outage:
         self._what = what
         self._quiet_s = quiet_s
         self._since_s: float | None = None
-        self._told_s: float | None = None
+        self._logged_s: float | None = None
 
-    def goes_on(self, reason: object) -> None:
+    def failed(self, reason: object) -> None:
         """Another attempt has failed."""
         now_s = asyncio.get_running_loop().time()
         if self._since_s is None:
@@ -38,19 +38,19 @@ class Outage:
         lasts_s = now_s - self._since_s
         if lasts_s < self._quiet_s:
             return
-        if self._told_s is not None and now_s - self._told_s < AGAIN_S:
+        if self._logged_s is not None and now_s - self._logged_s < AGAIN_S:
             return
-        self._told_s = now_s
+        self._logged_s = now_s
         _log.warning(
-            "feed.waits partition=%d for=%s since_s=%.0f reason=%s",
+            "feed.waiting partition=%d for=%s since_s=%.0f reason=%s",
             self._partition_id,
             self._what,
             lasts_s,
             reason,
         )
 
-    def is_over(self) -> None:
+    def succeeded(self) -> None:
         """An attempt has succeeded."""
-        if self._told_s is not None:
-            _log.info("feed.goes_on partition=%d with=%s", self._partition_id, self._what)
-        self._since_s = self._told_s = None
+        if self._logged_s is not None:
+            _log.info("feed.resumed partition=%d with=%s", self._partition_id, self._what)
+        self._since_s = self._logged_s = None

@@ -23,8 +23,8 @@ class _Silence:
 
     connections: set[int] = field(default_factory=set)
     since_s: float = 0.0
-    told_s: float | None = None
-    is_told: bool = False
+    logged_s: float | None = None
+    is_logged: bool = False
 
 
 class Silences:
@@ -35,35 +35,35 @@ class Silences:
     is logged: the doctor reports servers that do not answer as findings.
     """
 
-    def __init__(self, doubt: Callable[[], None] | None) -> None:
-        self._doubt = doubt
+    def __init__(self, mark_suspect: Callable[[], None] | None) -> None:
+        self._on_silence = mark_suspect
         self._known: dict[str, _Silence] = {}
 
-    def goes_on(self, address: str, connection: int, *, since_s: float) -> None:
+    def detected(self, address: str, connection: int, *, since_s: float) -> None:
         """It has sent nothing here since `since_s` (the loop's clock), and a caller waits."""
-        if self._doubt is None:
+        if self._on_silence is None:
             return
-        self._doubt()
+        self._on_silence()
         known = self._known.setdefault(address, _Silence())
         if not known.connections:
             known.since_s = since_s
         known.connections.add(connection)
         now_s = asyncio.get_running_loop().time()
-        is_soon = known.told_s is not None and now_s - known.told_s < AGAIN_S
-        if known.is_told or is_soon:
+        is_soon = known.logged_s is not None and now_s - known.logged_s < AGAIN_S
+        if known.is_logged or is_soon:
             return
-        known.is_told, known.told_s = True, now_s
+        known.is_logged, known.logged_s = True, now_s
         _log.warning(
             "server.silent server=%s owes_answer_s=%.1f looks_at=zookeeper",
             address,
             now_s - known.since_s,
         )
 
-    def spoke(self, address: str, connection: int) -> None:
+    def received(self, address: str, connection: int) -> None:
         """It has sent something here; logged if it was silent."""
         known = self._ended(address, connection)
         if known is not None:
-            _log.info("server.not_silent server=%s after_s=%.1f", address, _lasted_s(known))
+            _log.info("server.responsive server=%s after_s=%.1f", address, _lasted_s(known))
 
     def left(self, address: str, connection: int, reason: object) -> None:
         """No caller waits for it here any more; logged if it was silent."""
@@ -71,7 +71,10 @@ class Silences:
         if known is not None:
             lasted_s = _lasted_s(known)
             _log.info(
-                "server.left_silent server=%s after_s=%.1f reason=%s", address, lasted_s, reason
+                "server.silent_until_closed server=%s after_s=%.1f reason=%s",
+                address,
+                lasted_s,
+                reason,
             )
 
     def _ended(self, address: str, connection: int) -> _Silence | None:
@@ -80,9 +83,9 @@ class Silences:
         if known is None:
             return None
         known.connections.discard(connection)
-        if known.connections or not known.is_told:
+        if known.connections or not known.is_logged:
             return None
-        known.is_told = False
+        known.is_logged = False
         return known
 
 
@@ -102,22 +105,22 @@ class SilenceWatch:
         self._is_waiting = is_waiting
         self._timer: asyncio.TimerHandle | None = None
         self._since_s = 0.0
-        self._has_spoken = False
+        self._has_received = False
         self._is_ended = False
 
     def start(self) -> None:
         """Check after `SILENT_S`, unless a check is planned: a message was just sent."""
         if self._timer is None and not self._is_ended:
-            self._has_spoken = False
+            self._has_received = False
             loop = asyncio.get_running_loop()
             self._since_s = loop.time()
             self._timer = loop.call_later(SILENT_S, self._look)
 
-    def spoke(self) -> None:
+    def received(self) -> None:
         """The server has sent something."""
-        if not self._has_spoken:
-            self._has_spoken = True
-            self._silences.spoke(self._address, self._connection)
+        if not self._has_received:
+            self._has_received = True
+            self._silences.received(self._address, self._connection)
 
     def end(self, reason: str) -> None:
         """The connection is closed."""
@@ -131,6 +134,6 @@ class SilenceWatch:
         if not self._is_waiting():
             self._silences.left(self._address, self._connection, "no caller waits for it")
             return
-        if not self._has_spoken:
-            self._silences.goes_on(self._address, self._connection, since_s=self._since_s)
+        if not self._has_received:
+            self._silences.detected(self._address, self._connection, since_s=self._since_s)
         self.start()

@@ -108,7 +108,7 @@ class FollowedState:
             return mark, FOLLOW
         return mark, replace(self, base=mark, mark=mark, predecessors=(), locks=frozenset())
 
-    def told(
+    def with_predecessors(
         self, message: Predecessors, mark: TransactionId, mount: int, locks: Iterable[int]
     ) -> "FollowedState":
         """Return this state with the predecessors that came with a rejection at `mark`.

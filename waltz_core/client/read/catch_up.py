@@ -68,7 +68,7 @@ class CatchUp:
         """Feed the application after `mark`, its start; None for the end of the log."""
         if mark is None:
             try:
-                mark = await self._until_answered(self._ask_mark)
+                mark = await self._until_answered(self._request_mark)
             except errors.WaltzError as error:
                 await self._applier.stop(error)
                 return
@@ -91,7 +91,7 @@ class CatchUp:
             while last - fed > lag_max // 2 and self._applier.stopped is None:
                 fed = await self._until_answered(partial(self._fetch, fed, last))
                 if fed >= last:
-                    last = await self._until_answered(self._ask_mark)
+                    last = await self._until_answered(self._request_mark)
         except errors.WaltzError as error:
             await self._applier.stop(error)
             return
@@ -110,9 +110,9 @@ class CatchUp:
             except errors.Unavailable as error:
                 if self._applier.stopped is not None:
                     raise
-                self._outage.goes_on(error)
+                self._outage.failed(error)
             else:
-                self._outage.is_over()
+                self._outage.succeeded()
                 return answer
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
@@ -141,7 +141,7 @@ class CatchUp:
         self._applier.feed(heads["transaction_id"].tolist(), feed.tobytes(), last)
         return last
 
-    async def _ask_mark(self) -> TransactionId:
+    async def _request_mark(self) -> TransactionId:
         return await self._requests.high_water_mark(
             self._partition.partition_id, linearizable=False
         )

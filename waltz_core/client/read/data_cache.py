@@ -132,22 +132,22 @@ class DataCache:
         found = self._find(transaction_id)
         if found is not None:
             return found
-        asking = self.data_of(transaction_id)
+        reading = self.data_of(transaction_id)
         try:
-            asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
+            future = asyncio.run_coroutine_threadsafe(reading, self._loop)
         except RuntimeError:  # the loop is closed
-            asking.close()
+            reading.close()
             raise errors.Unavailable("the client is closed") from None
         while True:
             try:
-                return asked.result(LOOK_S)
+                return future.result(LOOK_S)
             except TimeoutError:
                 # A loop that was closed in the meantime never resolves the future.
-                if not asked.done() and self._loop.is_closed():
-                    if inspect.getcoroutinestate(asking) == inspect.CORO_CREATED:
-                        asking.close()
+                if not future.done() and self._loop.is_closed():
+                    if inspect.getcoroutinestate(reading) == inspect.CORO_CREATED:
+                        reading.close()
                     raise errors.Unavailable("the client is closed") from None
-                if asked.done():
+                if future.done():
                     raise
             except CancelledError:
                 raise errors.Unavailable("the client is closed") from None
@@ -177,10 +177,10 @@ class DataCache:
         return None
 
     async def _load(self, transaction_id: TransactionId) -> bytes:
-        goes_on = transaction_id == self._expected
+        is_sequential = transaction_id == self._expected
         if self._header_values:  # the next one that passes the filter has any later id
-            goes_on = BEFORE_FIRST < self._expected <= transaction_id
-        wanted_bytes = 2 * self._bytes if goes_on else PREFETCH_BYTES_MIN
+            is_sequential = BEFORE_FIRST < self._expected <= transaction_id
+        wanted_bytes = 2 * self._bytes if is_sequential else PREFETCH_BYTES_MIN
         self._bytes = min(wanted_bytes, self._bytes_max, self._budget.fetch_bytes_max)
         last = max(transaction_id, self._mark())
         try:

@@ -73,9 +73,9 @@ class Consumer(Protocol):
         partition_id: PartitionId,
         run: DeliveryRun,
         last: TransactionId,
-        goes_on: Callable[[], bool],
+        failed: Callable[[], bool],
     ) -> DeliveryProgress:
-        """Apply transactions in order, up to the first that raises, while `goes_on` is true.
+        """Apply transactions in order, up to the first that raises, while `failed` is true.
 
         When all of them are applied, everything up to `last` is. A consumer may apply fewer, at
         least one: a batched one any number, another one those that it begins within
@@ -101,17 +101,17 @@ class LoopConsumer:
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         """Return the application's mark, None for the end of the log."""
-        asked = self._callbacks.client_high_water_mark(partition_id)
-        return mark_of(partition_id, await _result_of(asked))
+        mark = self._callbacks.client_high_water_mark(partition_id)
+        return mark_of(partition_id, await _result_of(mark))
 
     async def apply(
         self,
         partition_id: PartitionId,
         run: DeliveryRun,
         last: TransactionId,
-        goes_on: Callable[[], bool],
+        failed: Callable[[], bool],
     ) -> DeliveryProgress:
-        """Apply transactions in order, up to the first that raises, while `goes_on` is true."""
+        """Apply transactions in order, up to the first that raises, while `failed` is true."""
         source = self._source_of(partition_id)
         apply = self._callbacks.apply_transaction
         loop = asyncio.get_running_loop()
@@ -119,7 +119,7 @@ class LoopConsumer:
         count = 0
         try:
             for number, words in run:
-                if not goes_on():
+                if not failed():
                     break
                 transaction_id = TransactionId(number)
                 await apply(AsyncTransaction(partition_id, transaction_id, words, source))
@@ -183,7 +183,7 @@ class Applier:
     ) -> None:
         self._partition_id = partition_id
         self._consumer = consumer
-        self._tell_applied = applied
+        self._on_applied = applied
         self._queue: deque[tuple[Sequence[int], Buffer, TransactionId]] = deque()
         self._arrived = asyncio.Event()
         self._ended = asyncio.Event()
@@ -192,7 +192,7 @@ class Applier:
         self._waiting: list[tuple[TransactionId, asyncio.Future[None]]] = []
         self._outage = Outage(partition_id, "data")
         self.stopped: Exception | None = None
-        self.is_laid_down = False  # paused by the application, which may resume it
+        self.is_paused_by_application = False  # paused by the application, which may resume it
 
     @property
     def mark(self) -> TransactionId | None:
@@ -290,13 +290,13 @@ class Applier:
         """Pass transactions and the mark on; return False when one of them has ended the feed."""
         pause_s = RETRY_S_MIN
         while self._applied != last and self.stopped is None:
-            verdict = await self._consumer.apply(self._partition_id, run, last, self._goes_on)
+            verdict = await self._consumer.apply(self._partition_id, run, last, self._is_running)
             if verdict.applied_count:
                 self._advance(TransactionId(run[verdict.applied_count - 1][0]))
                 run = run[verdict.applied_count :]
                 pause_s = RETRY_S_MIN
             if verdict.error is None:
-                self._outage.is_over()
+                self._outage.succeeded()
                 if not run and self.stopped is None:
                     self._advance(last)
                 continue
@@ -314,7 +314,7 @@ class Applier:
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
         return self.stopped is None
 
-    def _goes_on(self) -> bool:
+    def _is_running(self) -> bool:
         return self.stopped is None
 
     async def _pause(self, pause_s: float, event: asyncio.Event) -> None:
@@ -325,7 +325,7 @@ class Applier:
 
     async def _judge(self, transaction_id: TransactionId, error: Exception) -> PoisonPolicy:
         if policy_of(error) is PoisonPolicy.RETRY:
-            self._outage.goes_on(error)
+            self._outage.failed(error)
         else:
             _log.warning(
                 "feed.not_applied partition=%d transaction=%d",
@@ -348,7 +348,7 @@ class Applier:
         assert self._applied is None or mark > self._applied or mark == self._applied
         self._applied = mark
         self._advanced_s = asyncio.get_running_loop().time()
-        self._tell_applied(mark)
+        self._on_applied(mark)
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             for wanted, future in waiting:
@@ -357,9 +357,9 @@ class Applier:
                 elif not future.done():
                     future.set_result(None)
 
-    def lay_down(self, error: Exception) -> None:
+    def pause_for(self, error: Exception) -> None:
         """End the feed because the application has paused it."""
-        self.is_laid_down = True
+        self.is_paused_by_application = True
         self.end(error)
 
     def end(self, error: Exception) -> None:

@@ -83,7 +83,7 @@ class NearbyRecords:
     lineage: tuple[LineageEntry, ...]
 
 
-Ask = Callable[[], Awaitable[ReadGrant]]
+RequestGrant = Callable[[], Awaitable[ReadGrant]]
 
 
 class Nearby:
@@ -106,7 +106,7 @@ class Nearby:
             file.close()
 
     async def read(
-        self, first: TransactionId, last: TransactionId, bytes_max: int, ask: Ask
+        self, first: TransactionId, last: TransactionId, bytes_max: int, ask: RequestGrant
     ) -> NearbyRecords:
         """Read first..last up to `bytes_max`, at least one record.
 

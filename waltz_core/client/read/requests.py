@@ -37,7 +37,7 @@ from waltz_core.client.read.ranges import (
     server_request,
 )
 from waltz_core.config.declarations import NO_GROUP, ClientConfig
-from waltz_core.legacy.old_server_reads import OriginalReads
+from waltz_core.legacy.old_server_reads import OldServerReads
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, PartitionId, ReqId, TransactionId
 from waltz_core.wire import messages
 from waltz_core.wire.messages import ClientMessage
@@ -68,8 +68,8 @@ class OwnerLink(NamedTuple):
 
 
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
-ToldT = TypeVar("ToldT")
-Ask: TypeAlias = Callable[[OwnerLink], Coroutine[Any, Any, ToldT]]
+ResponseT = TypeVar("ResponseT")
+OwnerRequest: TypeAlias = Callable[[OwnerLink], Coroutine[Any, Any, ResponseT]]
 
 
 class _Question(NamedTuple):
@@ -77,7 +77,7 @@ class _Question(NamedTuple):
 
     partition_id: PartitionId
     address: str
-    patience: asyncio.Timeout
+    timeout: asyncio.Timeout
 
 
 class OwnerRequests:
@@ -92,19 +92,19 @@ class OwnerRequests:
         self._random = random
         self._waiting: dict[int, _Question] = {}
         self._numbers = count(1)
-        self._originals = OriginalReads(directory, links, NO_CLIENT_ID)
+        self._old_reads = OldServerReads(directory, links, NO_CLIENT_ID)
 
     def moved(self, owners: Mapping[PartitionId, Owner]) -> None:
         """The assignment has changed (rule 5)."""
         for each in self._waiting.values():
             owner = owners.get(each.partition_id)
             is_moved = owner is not None and owner.address != each.address
-            if is_moved and not each.patience.expired():
-                each.patience.reschedule(0.0)
+            if is_moved and not each.timeout.expired():
+                each.timeout.reschedule(0.0)
 
     def close(self) -> None:
         """Close what it holds open."""
-        self._originals.close()
+        self._old_reads.close()
 
     async def ask(
         self,
@@ -114,14 +114,14 @@ class OwnerRequests:
     ) -> AnswerT:
         """Query until answered; raises the last error when the request timeout has passed."""
 
-        async def ask_owner(reader: OwnerLink) -> AnswerT:
+        async def request_owner(reader: OwnerLink) -> AnswerT:
             return await _answer_of(reader, answer, make)
 
-        return await self._until_answered(partition_id, ask_owner, is_bulk=answer in _LARGE)
+        return await self._until_answered(partition_id, request_owner, is_bulk=answer in _LARGE)
 
     async def _until_answered(
-        self, partition_id: PartitionId, ask: Ask[ToldT], *, is_bulk: bool
-    ) -> ToldT:
+        self, partition_id: PartitionId, ask: OwnerRequest[ResponseT], *, is_bulk: bool
+    ) -> ResponseT:
         """Query the owner until it answers; raises like `ask`."""
         loop = asyncio.get_running_loop()
         whole_s = self._config.request_timeout_ms / 1000
@@ -138,11 +138,11 @@ class OwnerRequests:
                 now_s = loop.time()
                 if now_s + pause_s >= deadline_s:
                     was_cut = now_s >= deadline_s and timeout_s < whole_s * _TRY_PART_MIN
-                    told = before if was_cut and before is not None else error
+                    last_error = before if was_cut and before is not None else error
                     raise errors.from_code(
-                        told.code,
+                        last_error.code,
                         f"partition {partition_id}: no answer within "
-                        f"{self._config.request_timeout_ms} ms: {told}",
+                        f"{self._config.request_timeout_ms} ms: {last_error}",
                     ) from error
                 before = error
             await asyncio.sleep(pause_s * (0.5 + self._random.random() / 2))
@@ -151,20 +151,20 @@ class OwnerRequests:
     async def _once(
         self,
         partition_id: PartitionId,
-        ask: Ask[ToldT],
+        ask: OwnerRequest[ResponseT],
         *,
         is_bulk: bool,
         timeout_s: float,
         before: errors.Unavailable | None,
-    ) -> ToldT:
+    ) -> ResponseT:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         owner = await self._owner(partition_id, timeout_s=timeout_s, before=before)
         timeout_s = max(deadline_s - loop.time(), 0.001)
         number = next(self._numbers)
         try:
-            async with asyncio.timeout(None) as patience:
-                self._waiting[number] = _Question(partition_id, owner.address, patience)
+            async with asyncio.timeout(None) as timeout:
+                self._waiting[number] = _Question(partition_id, owner.address, timeout)
                 link = await self._link(owner, is_bulk=is_bulk)
                 return await ask(OwnerLink(link, owner, partition_id, timeout_s))
         except TimeoutError as error:  # rule 5
@@ -215,7 +215,7 @@ class OwnerRequests:
         """
 
         async def ask(reader: OwnerLink) -> ReplicaSet:
-            if reader.link.is_original:
+            if reader.link.is_old_server:
                 mark = await _mark_of(reader)
                 if linearizable:
                     await self._prove(reader)
@@ -242,11 +242,11 @@ class OwnerRequests:
         if now != reader.owner:
             raise errors.NotOwned(f"{reader.owner.address}: the partition has moved")
 
-    async def has_original(self, partition_ids: Iterable[PartitionId]) -> bool:
+    async def has_old_server(self, partition_ids: Iterable[PartitionId]) -> bool:
         """Return whether a 0.13 server owns any of these partitions now."""
 
         async def ask(reader: OwnerLink) -> bool:
-            return reader.link.is_original
+            return reader.link.is_old_server
 
         found = await by_partition(
             partition_ids, lambda each: self._until_answered(each, ask, is_bulk=False)
@@ -262,8 +262,8 @@ class OwnerRequests:
         if group == NO_GROUP:
             return found
         try:
-            told = {address for each in found.values() for address in each.replicas}
-            groups = await self._directory.groups(told)
+            addresses = {address for each in found.values() for address in each.replicas}
+            groups = await self._directory.groups(addresses)
         except errors.WaltzError as error:
             _log.warning("requests.groups_unknown error=%s", error)
             return found
@@ -291,8 +291,8 @@ class OwnerRequests:
             await asyncio.sleep(self._config.retry_interval_ms_min / 1000)
 
     async def _range_of(self, query: RangeQuery, reader: OwnerLink) -> RangeChunk:
-        if reader.link.is_original:
-            return chunk_of_stretch(query, await self._originals.range(reader, query))
+        if reader.link.is_old_server:
+            return chunk_of_stretch(query, await self._old_reads.range(reader, query))
         answer = await _answer_of(
             reader, messages.RangeData, lambda req_id: server_request(req_id, query)
         )
@@ -302,8 +302,8 @@ class OwnerRequests:
         """Return the same of known committed records; only IDs and data of it are valid."""
 
         async def ask(reader: OwnerLink) -> RangeChunk:
-            if reader.link.is_original:
-                return chunk_of_stretch(query, await self._originals.data_range(reader, query))
+            if reader.link.is_old_server:
+                return chunk_of_stretch(query, await self._old_reads.data_range(reader, query))
             return await self._range_of(query, reader)
 
         return await self._until_answered(partition_id, ask, is_bulk=True)
@@ -325,7 +325,7 @@ async def _answer_of(
     reader: OwnerLink, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
 ) -> AnswerT:
     timeout_s = reader.timeout_s
-    if reader.link.is_original:
+    if reader.link.is_old_server:
         timeout_s = min(timeout_s, UNANSWERED_S.get(answer, timeout_s))
     return await reader.link.request(
         answer,
@@ -351,8 +351,9 @@ def _mark_in(reader: OwnerLink, mark: int) -> TransactionId:
 
 
 async def by_partition(
-    partition_ids: Iterable[PartitionId], ask: Callable[[PartitionId], Coroutine[Any, Any, ToldT]]
-) -> dict[int, ToldT]:
+    partition_ids: Iterable[PartitionId],
+    ask: Callable[[PartitionId], Coroutine[Any, Any, ResponseT]],
+) -> dict[int, ResponseT]:
     """Query all of them at once; raise the first error alone, not in a group."""
     try:
         async with asyncio.TaskGroup() as group:

@@ -186,20 +186,21 @@ class AppendWindow:
 Post: TypeAlias = Callable[[Parcel], None]
 
 
-class BatchOrder:
+class ReportOrder:
     """Keeps one writer's batches of one partition in order, also when some of them are lost.
 
-    `told` counts the outcomes with lost rows that the client has reported, `seen` those that the
-    writer has processed. While they differ, later batches are not sent but answered LOST: the
+    `reported_count` counts the outcomes with lost rows that the client has reported,
+    `processed_count` those that the writer has processed. While they differ, later batches are not
+    sent but answered LOST: the
     writer must send the lost rows again first. Without this, a batch between the writer and the
     client could enter the log before the lost rows.
     """
 
-    __slots__ = ("seen", "told")
+    __slots__ = ("processed_count", "reported_count")
 
     def __init__(self) -> None:
-        self.told = 0
-        self.seen = 0
+        self.reported_count = 0
+        self.processed_count = 0
 
 
 class _Batch(NamedTuple):
@@ -209,8 +210,8 @@ class _Batch(NamedTuple):
     row_count: int
     payload: bytes | memoryview
     mark: TransactionId
-    order: BatchOrder | None
-    seen: int  # what its writer had processed when it was appended
+    order: ReportOrder | None
+    processed_count: int  # what its writer had processed when it was appended
 
     @property
     def size_bytes(self) -> int:
@@ -220,7 +221,7 @@ class _Batch(NamedTuple):
     def tell(self, outcome: BatchOutcome) -> None:
         """Pass the outcome to the writer."""
         if self.order is not None and np.isin(outcome.reasons, list(_TRANSIENT)).any():
-            self.order.told += 1
+            self.order.reported_count += 1
         if not self.future.done():
             self.future.set_result(outcome)
 
@@ -247,7 +248,7 @@ class Appends:
         self._gathered_bytes = 0
         self._is_scheduled = False
         self._has_landed = False
-        self._patience: asyncio.TimerHandle | None = None
+        self._gather_timer: asyncio.TimerHandle | None = None
         self._parcels: dict[int, list[PendingRow] | _Batch] = {}
         self._token = 0
         self._added = 0
@@ -284,12 +285,12 @@ class Appends:
         payload: bytes | memoryview,
         row_count: int,
         mark: TransactionId,
-        order: BatchOrder | None,
+        order: ReportOrder | None,
     ) -> asyncio.Future[BatchOutcome]:
         """Append a batch for which the window has room."""
         # NB: taken now: a loss that the writer counts while the batch waits came too late for it.
-        seen = 0 if order is None else order.seen
-        batch = _Batch(self._loop.create_future(), row_count, payload, mark, order, seen)
+        processed_count = 0 if order is None else order.processed_count
+        batch = _Batch(self._loop.create_future(), row_count, payload, mark, order, processed_count)
         self._gathered.append(batch)
         self._gathered_bytes += batch.size_bytes
         self._send_gathered()  # rule 2
@@ -308,14 +309,14 @@ class Appends:
         self._is_scheduled = False
         if self._has_landed or len(self._parcels) < PARCELS_BEFORE_GATHERING:
             self._send_gathered()
-        elif self._patience is None:
-            self._patience = self._loop.call_later(GATHERING_S_MAX, self._send_gathered)
+        elif self._gather_timer is None:
+            self._gather_timer = self._loop.call_later(GATHERING_S_MAX, self._send_gathered)
 
     def _send_gathered(self) -> None:
         self._has_landed = False
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        if self._gather_timer is not None:
+            self._gather_timer.cancel()
+            self._gather_timer = None
         if not self._gathered or self._held:  # rule 4
             return
         rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
@@ -331,7 +332,7 @@ class Appends:
 
     def _send_batch(self, batch: _Batch) -> None:
         order = batch.order
-        if order is not None and order.told != batch.seen:
+        if order is not None and order.reported_count != batch.processed_count:
             self.window.give(batch.row_count, batch.size_bytes)
             lost = BatchOutcome.uniform(batch.row_count, Reason.LOST, high_water_mark=BEFORE_FIRST)
             batch.tell(lost)
@@ -386,7 +387,7 @@ class Appends:
             self.window.give(parcel.row_count, parcel.size_bytes)
             parcel.tell(outcome)
         else:
-            self._tell_rows(parcel, outcome)
+            self._settle_rows(parcel, outcome)
         self._landed()
 
     def refused(self, token: int, error: errors.WaltzError) -> None:
@@ -421,7 +422,7 @@ class Appends:
                 each.future.set_exception(error)
         self._landed()
 
-    def _tell_rows(self, rows: list[PendingRow], outcome: BatchOutcome) -> None:
+    def _settle_rows(self, rows: list[PendingRow], outcome: BatchOutcome) -> None:
         again: list[PendingRow] = []
         now_s = self._loop.time()
         for row, transaction_id, reason, conflicting in zip(
@@ -438,13 +439,13 @@ class Appends:
             if row.future.done():
                 continue
             ids = (TransactionId(transaction_id), TransactionId(conflicting))
-            told = RowOutcome(reason, *ids, outcome.high_water_mark, outcome.following)
+            result = RowOutcome(reason, *ids, outcome.high_water_mark, outcome.following)
             if row.is_attempt:
-                row.future.set_result(told)
+                row.future.set_result(result)
             elif reason == Reason.COMMITTED:
                 row.future.set_result(TransactionId(transaction_id))
             else:
-                error = error_of(self._partition_id, row, told)
+                error = error_of(self._partition_id, row, result)
                 if isinstance(error, errors.LockFailed) and outcome.following is not None:
                     error.following = outcome.following
                     error.conflicting = outcome.following.mark
@@ -497,28 +498,28 @@ class Appends:
                     future.set_result(None)
 
 
-def error_of(partition_id: PartitionId, row: PendingRow, told: RowOutcome) -> errors.WaltzError:
+def error_of(partition_id: PartitionId, row: PendingRow, outcome: RowOutcome) -> errors.WaltzError:
     """Return the error that states why a row is not in the log."""
     where = f"partition {partition_id}"
-    if told.reason == Reason.LOCK:
+    if outcome.reason == Reason.LOCK:
         failed = errors.LockFailed(
-            f"{where}: a lock of the transaction was written by transaction {told.conflicting} "
+            f"{where}: a lock of the transaction was written by transaction {outcome.conflicting} "
             f"(or one before it), after the client's high-water mark {row.mark}"
         )
-        failed.conflicting = told.conflicting
-        failed.high_water_mark = told.high_water_mark
+        failed.conflicting = outcome.conflicting
+        failed.high_water_mark = outcome.high_water_mark
         return failed
-    if told.reason == Reason.AHEAD:
+    if outcome.reason == Reason.AHEAD:
         return errors.ClientAhead(
             f"{where}: the client's high-water mark {row.mark} is above the log's "
-            f"{told.high_water_mark}: another cluster, or the log was lost"
+            f"{outcome.high_water_mark}: another cluster, or the log was lost"
         )
-    if told.reason == Reason.TOO_LARGE:
+    if outcome.reason == Reason.TOO_LARGE:
         return errors.TooLarge(
             f"{where}: a transaction of {len(row.data)} bytes is too large for the log"
         )
-    made = _TRANSIENT.get(told.reason, errors.Unavailable)
-    name = Reason(told.reason).name
+    made = _TRANSIENT.get(outcome.reason, errors.Unavailable)
+    name = Reason(outcome.reason).name
     return made(f"{where}: not appended ({name}); it is not in the log, try again")
 
 

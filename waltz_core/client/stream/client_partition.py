@@ -135,14 +135,14 @@ class ClientPartition:
             self._change_applier()
 
     @property
-    def goes_by_feed(self) -> bool:
+    def reads_by_feed(self) -> bool:
         """Whether the application has a view of this partition, fed now or earlier (rule 3)."""
         return self.is_starting or self._consumed is not None or self._applier is not None
 
     @property
     def is_fed(self) -> bool:
         """Whether there is a feed that the application has not paused."""
-        return self._applier is not None and not self._applier.is_laid_down
+        return self._applier is not None and not self._applier.is_paused_by_application
 
     async def fed(self) -> "Applier | None":
         """Wait for a feed that the application has not paused; return its applier.
@@ -150,8 +150,8 @@ class ClientPartition:
         None if the first feed of the partition could not be started: the application has no view of
         it. Raises the error that has ended the stream.
         """
-        while self._applier is None or self._applier.is_laid_down:
-            if not self.goes_by_feed:
+        while self._applier is None or self._applier.is_paused_by_application:
+            if not self.reads_by_feed:
                 return None
             if self._stopped is not None:
                 raise self._stopped
@@ -271,10 +271,10 @@ class ClientPartition:
                     self._spawn(self.fetch(effect.fed, effect.high_water_mark), "catch-up")
             case stream_events.OpenLink():
                 if self.stream.is_fed:
-                    self._outage.goes_on(self.stream.trouble)
+                    self._outage.failed(self.stream.trouble)
                 self._spawn(self._open_link(effect), "link")
             case stream_events.Ready():
-                self._outage.is_over()
+                self._outage.succeeded()
                 _release(self._mount_waiters)
             case stream_events.NeedClientId():
                 self._spawn(self._renew_client_id(), "client-id")
@@ -304,8 +304,8 @@ class ClientPartition:
         if self._link is not None and self._link is not link:
             self._link.leave(self.partition_id)
 
-        def prove(told: Callable[[bool], None]) -> None:
-            self._spawn(self._ask_owner(owner, told), "owner")
+        def prove(on_result: Callable[[bool], None]) -> None:
+            self._spawn(self._verify_owner(owner, on_result), "owner")
 
         link.attach(self.partition_id, self._received, self._lost, self._is_waiting, prove)
         self._link = link
@@ -315,17 +315,17 @@ class ClientPartition:
         )
 
     def _check_claim(self, link: ServerLink) -> None:
-        if link.is_original and self._surroundings.claim is not None:
+        if link.is_old_server and self._surroundings.claim is not None:
             raise old_server_stream.no_claims(link.address)
 
-    async def _ask_owner(self, known: Owner, told: Callable[[bool], None]) -> None:
+    async def _verify_owner(self, known: Owner, on_result: Callable[[bool], None]) -> None:
         """Pass on whether the partition's owner is unchanged, which a 0.13 server cannot prove."""
         now: Owner | None = None
         try:
             now = await self._surroundings.directory.owner_now(self.partition_id)
         except errors.WaltzError as error:
             _log.info("client.owner_unknown partition=%d error=%s", self.partition_id, error)
-        told(now == known)
+        on_result(now == known)
 
     async def _renew_client_id(self) -> None:
         if self._surroundings.claim is not None:
@@ -379,9 +379,9 @@ class ClientPartition:
 
     def _died(self, error: Exception) -> None:
         """Handle an error that the machine raised: a bug, or a log that contradicts itself."""
-        told = error if isinstance(error, errors.WaltzError) else None
-        why = f"partition {self.partition_id}: the stream has failed: {told or repr(error)}"
-        self._end(told or errors.WaltzError(why))
+        known_error = error if isinstance(error, errors.WaltzError) else None
+        why = f"partition {self.partition_id}: the stream has failed: {known_error or repr(error)}"
+        self._end(known_error or errors.WaltzError(why))
         self.appends.abandon(errors.OutcomeUnknown(why))
 
 

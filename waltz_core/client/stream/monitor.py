@@ -358,13 +358,13 @@ def _note(pending: Pending, rows: I64, ids: I64) -> None:
         pending.found = np.full(pending.parcel.row_count, BEFORE_FIRST, dtype=np.int64)
     known = pending.found[rows]
     pending.found[rows] = ids
-    told = np.where(known == BEFORE_FIRST, ids, known)
-    twice = np.flatnonzero(pending.found[rows] != told)
+    reported = np.where(known == BEFORE_FIRST, ids, known)
+    twice = np.flatnonzero(pending.found[rows] != reported)
     if twice.size:
         place = int(twice[0])
         raise errors.DataLoss(
             f"append {tuple(pending.req_id)} row {rows[place]} is in the log twice: "
-            f"as transaction {told[place]} and as {pending.found[rows[place]]}"
+            f"as transaction {reported[place]} and as {pending.found[rows[place]]}"
         )
 
 
@@ -387,7 +387,9 @@ def _refused(result: Predecessors, pending: Pending) -> BatchOutcome:
         )
     mark = TransactionId(result.high_water_mark)
     locks = (*content.write_locks, *content.read_locks)
-    following = parcel.follows.told(result, parcel.client_high_water_mark, pending.mount, locks)
+    following = parcel.follows.with_predecessors(
+        result, parcel.client_high_water_mark, pending.mount, locks
+    )
     return BatchOutcome(mark, _NO_ID, _LOCK, _NO_ID, following)
 
 

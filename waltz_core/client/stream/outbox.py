@@ -75,20 +75,22 @@ class Outbox:
         self._waiting.clear()
         return taken
 
-    def lose_behind(self, parcel: Parcel, outcome: BatchOutcome) -> list[tuple[int, BatchOutcome]]:
+    def lose_following(
+        self, parcel: Parcel, outcome: BatchOutcome
+    ) -> list[tuple[int, BatchOutcome]]:
         """Remove the parcels that must not overtake a lost one; return their outcomes."""
         if not verdicts.is_order_lost(parcel, outcome):
             return []
-        told: list[tuple[int, BatchOutcome]] = []
+        outcomes: list[tuple[int, BatchOutcome]] = []
         for _ in range(len(self._waiting)):
             waiting = self._waiting.popleft()
             if waiting.parcel.keeps_order:
                 rows, mark = waiting.parcel.row_count, outcome.high_water_mark
                 lost = BatchOutcome.uniform(rows, Reason.LOST, high_water_mark=mark)
-                told.append((waiting.parcel.token, lost))
+                outcomes.append((waiting.parcel.token, lost))
             else:
                 self._waiting.append(waiting)
-        return told
+        return outcomes
 
     def take_expired(self, now_ms: int) -> list[WaitingParcel]:
         """Take out the parcels whose deadline has passed."""

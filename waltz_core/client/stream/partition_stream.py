@@ -323,10 +323,10 @@ class PartitionStream:
                 self._feed_batch(message, now_ms, out)
             case messages.FeedSuspended() if message.req_id == self._mount_id:
                 self._cursor.is_suspended = True
-                self._ask_feed(out)
+                self._request_feed(out)
             case messages.Mounted() if message.req_id == self._mount_id:
                 self._mounted(message, now_ms, out)
-            case messages.RangeData() if self._readback.is_asked(message.req_id):
+            case messages.RangeData() if self._readback.is_requested(message.req_id):
                 self._range_data(message, now_ms, out)
             case messages.ErrorResponse():
                 self._error(message, now_ms, out)
@@ -343,7 +343,7 @@ class PartitionStream:
             return
         self._learn(mark, out)
         self._limits = MountLimits.of(message, self._settings.in_flight_bytes_max)
-        if self._asks_for_feed(mark, now_ms, out):
+        if self._must_request_feed(mark, now_ms, out):
             return
         self._monitor.prove(mark)
         self._readback.begin(
@@ -352,14 +352,14 @@ class PartitionStream:
         self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
         self._settle(now_ms, out)
 
-    def _asks_for_feed(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> bool:
+    def _must_request_feed(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> bool:
         """Mount once more, with the feed, if it is wanted and not far behind (invariant 7)."""
         cursor = self._cursor
         if not cursor.is_wanted:
             return False
         if self._mount_has_feed:
             cursor.mounted()
-            self._ask_feed(out)
+            self._request_feed(out)
             return False
         fed = cursor.know(mark)
         if mark - fed <= self._settings.feed_lag_max:
@@ -393,7 +393,7 @@ class PartitionStream:
     def _ready(self, now_ms: int, out: list[Effect]) -> None:
         for pending, outcome in self._monitor.settle(self.high_water_mark):
             self._spoiled[pending.link] = None
-            self._tell(pending.parcel, outcome, out)
+            self._settle_parcel(pending.parcel, outcome, out)
         assert len(self._monitor) == 0  # invariant 1
         self.phase = Phase.READY
         self._phase_deadline_ms = None
@@ -412,7 +412,7 @@ class PartitionStream:
                 self._leave(str(error), now_ms, out)
             else:
                 self._stop(error, out)
-        elif self._readback.is_asked(message.req_id):
+        elif self._readback.is_requested(message.req_id):
             self._leave(f"reading back: {error}", now_ms, out)
         else:
             out.append(self._report("message_ignored", message=str(error)))
@@ -434,7 +434,7 @@ class PartitionStream:
             if len(self._monitor) and in_flight_bytes > self._limits.in_flight_bytes_max:
                 return
             if self.next_sequence + parcel.row_count > SEQUENCE_MAX:
-                self._ask_client_id(out)
+                self._request_client_id(out)
                 return
             self._outbox.take()
             self._send_parcel(parcel, waiting.deadline_ms, out)
@@ -484,7 +484,7 @@ class PartitionStream:
         self, pending: Pending, outcome: BatchOutcome, now_ms: int, out: list[Effect]
     ) -> None:
         self._learn(outcome.high_water_mark, out)
-        self._tell(pending.parcel, outcome, out)
+        self._settle_parcel(pending.parcel, outcome, out)
         if self.phase is not Phase.READY:
             return
         reason = verdicts.remount_reason(outcome) if pending.mount == self._mount else None
@@ -493,9 +493,12 @@ class PartitionStream:
         elif not self._leave_if_drained(now_ms, out):
             self._send_waiting(out)
 
-    def _tell(self, parcel: Parcel, outcome: BatchOutcome, out: list[Effect]) -> None:
+    def _settle_parcel(self, parcel: Parcel, outcome: BatchOutcome, out: list[Effect]) -> None:
         out.append(ParcelSettled(parcel.token, outcome))
-        out.extend(ParcelSettled(*told) for told in self._outbox.lose_behind(parcel, outcome))
+        out.extend(
+            ParcelSettled(*outcome_of_token)
+            for outcome_of_token in self._outbox.lose_following(parcel, outcome)
+        )
 
     def _expire(self, now_ms: int, out: list[Effect]) -> None:
         timeout_ms = self._settings.request_timeout_ms
@@ -519,7 +522,7 @@ class PartitionStream:
 
     # --- client ids
 
-    def _ask_client_id(self, out: list[Effect]) -> None:
+    def _request_client_id(self, out: list[Effect]) -> None:
         # NB: the monitor must be empty before the id changes: rows are matched by it.
         if len(self._monitor) == 0 and not self._renewing:
             self._renewing = True
@@ -564,9 +567,9 @@ class PartitionStream:
             # The log has grown by an unknown amount: the next mount's answer says how far (7).
             self._mount_again("the application has caught up", now_ms, out)
         else:
-            self._ask_feed(out)
+            self._request_feed(out)
 
-    def _ask_feed(self, out: list[Effect]) -> None:
+    def _request_feed(self, out: list[Effect]) -> None:
         """Request the next stretch, unless the application is too far behind."""
         if self._mount_id is None or not self._mount_has_feed:
             return

@@ -23,7 +23,7 @@ class ReadBack:
         self._first: TransactionId | None = None
         self._last = BEFORE_FIRST
         self._chain: tuple[TransactionId, Chain] | None = None
-        self._asked: RangeRequest | None = None
+        self._request: RangeRequest | None = None
 
     @property
     def is_done(self) -> bool:
@@ -38,7 +38,7 @@ class ReadBack:
         """Plan to read headers first..last, and to compare the chain at an id."""
         self._first, self._last = doubtful or (None, BEFORE_FIRST)
         self._chain = chain
-        self._asked = None
+        self._request = None
 
     def cancel(self) -> None:
         """Drop the plan: the mount has failed."""
@@ -51,27 +51,27 @@ class ReadBack:
         if self._chain is not None:
             first = last = self._chain[0]
         assert first is not None
-        self._asked = RangeRequest(req_id, first, last, self._bytes_max, RangeForm.HEADERS, ())
-        return self._asked
+        self._request = RangeRequest(req_id, first, last, self._bytes_max, RangeForm.HEADERS, ())
+        return self._request
 
-    def is_asked(self, req_id: ReqId) -> bool:
+    def is_requested(self, req_id: ReqId) -> bool:
         """Whether this is the outstanding request."""
-        return self._asked is not None and self._asked.req_id == req_id
+        return self._request is not None and self._request.req_id == req_id
 
     def take(self, message: RangeData, monitor: Monitor) -> str | None:
         """Process an answer; return a text that says what is wrong with it, or None."""
-        asked = self._asked
-        assert asked is not None
-        self._asked = None
+        request = self._request
+        assert request is not None
+        self._request = None
         fits = (
             message.form == RangeForm.HEADERS
-            and message.first == asked.first
+            and message.first == request.first
             and message.count > 0
             and message.next == message.first + message.count
         )
         first = TransactionId(message.first)
         if not fits or not monitor.saw_headers(first, message.count, message.records):
-            return f"no dense headers in answer to transactions {asked.first}..{asked.last}"
+            return f"no dense headers in answer to transactions {request.first}..{request.last}"
         if self._chain is not None:
             self._chain = None
             return None

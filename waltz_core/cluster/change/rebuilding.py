@@ -57,7 +57,7 @@ STEP_PARTITIONS_MAX = 200
 # No cluster allocates a client id a second for years, so these are above all allocated ones.
 IDS_EPOCH_S = 1_577_836_800  # the beginning of 2020
 # The owner of all partitions in the first assignment: no server ever has this id.
-NOBODY = ServerId(0)
+NO_SERVER = ServerId(0)
 
 
 class Log(NamedTuple):
@@ -69,7 +69,7 @@ class Log(NamedTuple):
     is_damaged: bool  # above its low-water mark
 
     @property
-    def can_vouch(self) -> bool:
+    def is_trusted(self) -> bool:
         """Whether it may be chosen automatically (rule 3)."""
         return not (self.is_suspect or self.is_damaged)
 
@@ -117,7 +117,7 @@ class RebuildDecision:
         return model.PartitionMetadata(generation, session_id, states)
 
 
-class Hands(Protocol):
+class DeclareOperations(Protocol):
     """The operations that declare a log; each returns when it is durable."""
 
     async def write(self, metadata: model.PartitionMetadata) -> None:
@@ -130,11 +130,11 @@ class Hands(Protocol):
         """Assign the first replicas."""
 
 
-async def declare(metadata: model.PartitionMetadata, hands: Hands) -> None:
+async def declare(metadata: model.PartitionMetadata, operations: DeclareOperations) -> None:
     """Declare a log to be the log of its partition (rule 6)."""
-    await hands.write(metadata)
-    await hands.mark()
-    await hands.assign()
+    await operations.write(metadata)
+    await operations.mark()
+    await operations.assign()
 
 
 def choose(
@@ -143,23 +143,23 @@ def choose(
     *,
     groups: Mapping[ReplicaId, int],
     replica_count: int,
-    unheard: Sequence[ReplicaId],
+    unanswered: Sequence[ReplicaId],
 ) -> RebuildDecision:
     """Choose the log of a partition among those of the storages that answered.
 
-    `unheard` are storages that did not answer and may have a replica. Raises BadRequest, with a
+    `unanswered` are storages that did not answer and may have a replica. Raises BadRequest, with a
     hint, if only those may have what a quorum has acknowledged.
     """
-    able = {name: log for name, log in logs.items() if log.can_vouch}
-    silent = [*unheard, *(name for name in logs if name not in able)]
+    able = {name: log for name, log in logs.items() if log.is_trusted}
+    silent = [*unanswered, *(name for name in logs if name not in able)]
     newest = max((log.last_session for log in logs.values()), default=NO_SESSION)
-    heard = [name for name, log in able.items() if log.last_session == newest]  # rule 4
-    older = [name for name in able if name not in heard]
+    current = [name for name, log in able.items() if log.last_session == newest]  # rule 4
+    older = [name for name in able if name not in current]
     quorum = replica_count // 2 + 1
-    if max(len(silent), replica_count - len(heard)) >= quorum:
+    if max(len(silent), replica_count - len(current)) >= quorum:
         raise errors.BadRequest(
-            f"partition {partition_id}: {len(heard)} of {replica_count} replicas have a trusted "
-            f"log of the last session ({', '.join(heard) or 'none'}); no trusted log from: "
+            f"partition {partition_id}: {len(current)} of {replica_count} replicas have a trusted "
+            f"log of the last session ({', '.join(current) or 'none'}); no trusted log from: "
             f"{', '.join(silent) or 'none'}; only in older sessions: {', '.join(older) or 'none'}. "
             f"Fewer than {quorum} may be missing. Hint: start more of them, or decide with "
             f"`cluster accept-replicas {partition_id}`."
@@ -214,7 +214,9 @@ def rebuilding_steps(
         Generation(ids), NO_SESSION, dict.fromkeys(new.groups, closed)
     )
     owned = dict.fromkeys(partitions, Generation(ids))
-    assignment = model.PartitionAssignment(model.NO_CVERSION, new.partition_count, {NOBODY: owned})
+    assignment = model.PartitionAssignment(
+        model.NO_CVERSION, new.partition_count, {NO_SERVER: owned}
+    )
     contents = {
         paths.servers: assignment.to_bytes(),
         paths.client_ids: model.encode_id(ids),

@@ -176,7 +176,7 @@ class Storages:
             found[partition_id] = PartitionReplicas(assignment.replicas_of(partition_id), metadata)
         return found
 
-    async def carry_out(self, plan: Plan, tell: Callable[[Progress], None]) -> None:
+    async def carry_out(self, plan: Plan, on_progress: Callable[[Progress], None]) -> None:
         """Take steps until every partition is as wanted, or until cancelled.
 
         Raises BadRequest if that is impossible. Another command's change of the same partitions
@@ -187,7 +187,7 @@ class Storages:
 
         async def look(signal: Signal) -> None:
             try:
-                await self._advance(plan, open_ends, tell, signal)
+                await self._advance(plan, open_ends, on_progress, signal)
             except (errors.BadRequest, errors.BadFormat) as error:
                 failure.append(error)
                 raise _Done from error
@@ -202,7 +202,7 @@ class Storages:
         self,
         plan: Plan,
         open_ends: list[PartitionId],
-        tell: Callable[[Progress], None],
+        on_progress: Callable[[Progress], None],
         signal: Signal,
     ) -> None:
         """Read once, and write once if there is a next step."""
@@ -218,7 +218,7 @@ class Storages:
                 open_ends.remove(partition_id)
             todo = tuple(each for each in steps.values() if isinstance(each, Change))
             waits = tuple(each for each in steps.values() if isinstance(each, Wait))
-            tell(Progress(len(plan.wanted) - len(open_ends), len(plan.wanted), waits, todo))
+            on_progress(Progress(len(plan.wanted) - len(open_ends), len(plan.wanted), waits, todo))
             if not open_ends:
                 raise _Done
             if todo:

@@ -68,21 +68,21 @@ def assign_partitions(
             f"the assignment has {old.partition_count} partitions, the cluster only "
             f"{partition_count}: the number of partitions cannot shrink"
         )
-    deal = _Deal(old, sorted(servers), partition_count)
-    for server_id in deal.owned:
-        deal.give_preferred(server_id, servers[server_id].preferred)
+    distribution = _Distribution(old, sorted(servers), partition_count)
+    for server_id in distribution.owned:
+        distribution.give_preferred(server_id, servers[server_id].preferred)
     if keeps_all and servers.keys() <= old.servers.keys():
-        deal.keep_all()
+        distribution.keep_all()
     else:
-        for server_id in deal.owned:
-            deal.keep(server_id)
-        for server_id in deal.owned:
-            deal.give_rest(server_id)
-    assert not deal.free  # invariant 1
+        for server_id in distribution.owned:
+            distribution.keep(server_id)
+        for server_id in distribution.owned:
+            distribution.give_rest(server_id)
+    assert not distribution.free  # invariant 1
     return PartitionAssignment(
         cversion,
         partition_count,
-        {server_id: dict(sorted(owned.items())) for server_id, owned in deal.owned.items()},
+        {server_id: dict(sorted(owned.items())) for server_id, owned in distribution.owned.items()},
     )
 
 
@@ -137,7 +137,7 @@ def with_generations(
     return PartitionAssignment(old.cversion, old.partition_count, servers)
 
 
-class _Deal:
+class _Distribution:
     """One assignment under construction: the free partitions, and those of each server."""
 
     def __init__(

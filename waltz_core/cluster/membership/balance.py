@@ -64,7 +64,7 @@ class Balancer:
         """Note that these partitions have moved (rule 3)."""
         self._moved_ms.update(dict.fromkeys(partition_ids, now_ms))
 
-    def look_away(self) -> None:
+    def reset_history(self) -> None:
         """Reset the history: loads were not observed, so nothing has lasted (rules 2 and 6)."""
         self._uneven_since_ms = None
         self._giving_since_ms = {}
@@ -89,7 +89,7 @@ class Balancer:
             if owner in held:
                 held[owner][partition_id] = IDLE_LOAD + loads.get(partition_id, 0.0)
         if len(held) < 2:
-            self.look_away()
+            self.reset_history()
             return {}
         movable = {each for each in loads if each not in pinned}
         is_in_motion = self._is_in_motion(held, movable, now_ms)

@@ -81,20 +81,20 @@ class LoadBook:
 
     def __init__(self, window_ms: int) -> None:
         self._window_ms = window_ms
-        self._believed: dict[PartitionId, float] = {}
+        self._confirmed: dict[PartitionId, float] = {}
 
     def take(
         self,
-        told: Mapping[ServerId, Mapping[PartitionId, PartitionLoad]],
+        reported: Mapping[ServerId, Mapping[PartitionId, PartitionLoad]],
         owners: Mapping[PartitionId, ServerId],
     ) -> dict[PartitionId, float]:
         """Process published loads; return the loads of the partitions with a known one."""
         for partition_id, owner in owners.items():
-            load = told.get(owner, {}).get(partition_id)
+            load = reported.get(owner, {}).get(partition_id)
             if load is not None and load.age_ms >= self._window_ms:
-                self._believed[partition_id] = load.per_s
-        self._believed = {each: load for each, load in self._believed.items() if each in owners}
-        return dict(self._believed)
+                self._confirmed[partition_id] = load.per_s
+        self._confirmed = {each: load for each, load in self._confirmed.items() if each in owners}
+        return dict(self._confirmed)
 
 
 def encode_loads(loads: Mapping[PartitionId, PartitionLoad]) -> bytes:
@@ -144,7 +144,9 @@ class LoadBoard:
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
 
-    async def tell(self, server_id: ServerId, loads: Mapping[PartitionId, PartitionLoad]) -> None:
+    async def publish(
+        self, server_id: ServerId, loads: Mapping[PartitionId, PartitionLoad]
+    ) -> None:
         """Publish the loads of this server's partitions until its session ends.
 
         Raises CoordinatorConflict and CoordinatorOutcomeUnknown; the next call tries again.
@@ -166,14 +168,14 @@ class LoadBoard:
         A server without any is omitted: it is neither a source nor a target. So is one whose node
         cannot be decoded; `on_ignored` is called for it.
         """
-        told: dict[ServerId, dict[PartitionId, PartitionLoad]] = {}
+        reported: dict[ServerId, dict[PartitionId, PartitionLoad]] = {}
         for server_id in server_ids:
             path = self._nodes.paths.load(server_id)
             node = await self._nodes.znodes.get(path)
             if node is None:
                 continue
             try:
-                told[server_id] = decode_node(path, node, decode_loads)
+                reported[server_id] = decode_node(path, node, decode_loads)
             except errors.BadFormat as error:  # a server of another version, or damage
                 on_ignored(error)
-        return told
+        return reported

@@ -12,8 +12,8 @@ Rules (docs/zookeeper.md, "Membership and assignment"):
     4. A server that registers for the first time removes earlier processes at its address.
     5. When ZooKeeper was unavailable, sessions may end although no server has died. So for one
        session timeout after its return the lead moves no partition away from servers that have not
-       registered again, unless they are known to be dead: this process has seen it (`take_out`), or
-       another one is registered at their address. Otherwise it acts at once. A server that changes
+       registered again, unless they are known to be dead: this process has seen it
+       (`remove_dead`), or another one is registered at their address. Otherwise it acts at once. A server that changes
        its own preferences writes an assignment, too, and waits like the lead.
     6. An assignment includes the servers that may own partitions (`reachability.py`). When that set
        changes, the lead writes another one for the same live servers.
@@ -249,7 +249,7 @@ class Membership:
             f"{self._nodes.paths.servers} was changed by others in {WRITE_ATTEMPTS_MAX} attempts"
         )
 
-    async def take_out(self, dead: model.ServerDescriptor) -> None:
+    async def remove_dead(self, dead: model.ServerDescriptor) -> None:
         """Delete the node of a server whose process is known to be dead, if it is still there.
 
         Its session would end some seconds later. Safety does not depend on it, but on fencing.

@@ -65,7 +65,7 @@ async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
 
 
 async def delete_tree(
-    znodes: Znodes, root: str, tell: Callable[[int, int], None] = lambda _done, _count: None
+    znodes: Znodes, root: str, on_progress: Callable[[int, int], None] = lambda _done, _count: None
 ) -> int:
     """Delete a root and everything below it; return the number of nodes (0: there was none).
 
@@ -84,7 +84,7 @@ async def delete_tree(
                 await znodes.write([Set(root, b"", node.stat.version)])  # rule 1
             deletions = await _deletions(znodes, root)
             for start in range(0, len(deletions), STEP_NODES_MAX):
-                tell(done_count, done_count + len(deletions) - start)
+                on_progress(done_count, done_count + len(deletions) - start)
                 step = deletions[start : start + STEP_NODES_MAX]
                 await znodes.write(step)
                 done_count += len(step)

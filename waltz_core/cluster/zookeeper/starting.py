@@ -6,7 +6,7 @@ Servers and storages use it; after the start they already wait for ZooKeeper (`n
 Rules:
     1. A step that ZooKeeper does not answer is repeated until `zookeeper_connect_timeout_ms` after
        its first failure. A permanent error (no cluster, no permission) ends the start at once.
-    2. While a step waits, the log has `zookeeper.waiting` every `TELL_S` seconds.
+    2. While a step waits, the log has `zookeeper.waiting` every `LOG_EVERY_S` seconds.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from waltz_core.errors import Unavailable
 
 _log = logging.getLogger(__name__)
 
-TELL_S: Final = 3.0
+LOG_EVERY_S: Final = 3.0
 RETRY_S: Final = 0.2
 ResultT = TypeVar("ResultT")
 
@@ -40,27 +40,27 @@ async def connected(config: ServerConfig | StorageConfig) -> AsyncIterator[Coord
             session_timeout_ms=config.zookeeper_session_timeout_ms,
             request_timeout_ms=config.zookeeper_request_timeout_ms,
         )
-        with _told("a connection", [""]):
+        with _logged_while_waiting("a connection", [""]):
             coordinator = await stack.enter_async_context(session)
         yield coordinator
 
 
-async def patiently(
+async def retry_start_step(
     what: str, step: Callable[[], Awaitable[ResultT]], *, timeout_ms: int
 ) -> ResultT:
     """Run a step of the start, with repetitions (rules 1 and 2); return its result.
 
     Raises Unavailable if ZooKeeper does not answer until `timeout_ms` after the first failure.
     """
-    last, give_up_s, clock_s = [""], None, asyncio.get_running_loop().time
-    with _told(what, last):
+    last, deadline_s, clock_s = [""], None, asyncio.get_running_loop().time
+    with _logged_while_waiting(what, last):
         while True:
             try:
                 return await step()
             except Unavailable as error:
-                if give_up_s is None:
-                    give_up_s = clock_s() + timeout_ms / 1000
-                if clock_s() >= give_up_s:
+                if deadline_s is None:
+                    deadline_s = clock_s() + timeout_ms / 1000
+                if clock_s() >= deadline_s:
                     raise
                 if not last[0]:
                     _log.warning("zookeeper.waiting for=%r error=%s", what, error)
@@ -69,17 +69,17 @@ async def patiently(
 
 
 @contextlib.contextmanager
-def _told(what: str, last: list[str]) -> Iterator[None]:
-    """Log every `TELL_S` that the body still waits, with the last error in `last[0]`."""
+def _logged_while_waiting(what: str, last: list[str]) -> Iterator[None]:
+    """Log every `LOG_EVERY_S` that the body still waits, with the last error in `last[0]`."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
 
-    def tell() -> None:
+    def log_waiting() -> None:
         nonlocal timer
         _log.warning("zookeeper.waiting for=%r error=%s", what, last[0] or "no answer yet")
-        timer = loop.call_later(TELL_S, tell)
+        timer = loop.call_later(LOG_EVERY_S, log_waiting)
 
-    timer = loop.call_later(TELL_S, tell)
+    timer = loop.call_later(LOG_EVERY_S, log_waiting)
     try:
         yield
     finally:

@@ -73,20 +73,20 @@ class Endings:
 
     # --- answers
 
-    def tell(self, refused: Iterable[SingleTicket]) -> list[AppendOutcome]:
+    def answer_rejected(self, refused: Iterable[SingleTicket]) -> list[AppendOutcome]:
         """Answer writers from the lock queues (`lock_queues.py`)."""
         out: list[AppendOutcome] = []
         for ticket in refused:
             self.finish(ticket, out)
         return out
 
-    def tell_followers(
+    def answer_followers(
         self, refused: Iterable[SingleTicket], following: Followers, next_id: TransactionId
     ) -> list[AppendOutcome]:
         """Answer writers with their predecessors in flight, or with LOCK if there are none."""
         out: list[AppendOutcome] = []
         for ticket in refused:
-            answer = following.told(ticket, self.high_water_mark, next_id)
+            answer = following.predecessors_answer(ticket, self.high_water_mark, next_id)
             if answer is None:
                 ticket.refuse_for(min(ticket.conflict, self.high_water_mark))
                 self.finish(ticket, out)
@@ -109,13 +109,13 @@ class Endings:
         elif ticket.session_id == self.session_id:
             out.append(Ahead(ticket))  # Flushes wait for that answer, too.
         else:
-            out.extend(self.tell_ahead(ticket, is_proved=False))
+            out.extend(self.answer_ahead(ticket, is_proved=False))
 
-    def tell_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[AppendOutcome]:
+    def answer_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[AppendOutcome]:
         """Answer a request with rows that were ahead of the log (rule 2)."""
         if not is_proved:
             client_id = ticket.req_id.client_id
-            ticket.doubt()
+            ticket.end_unproved()
             if ticket.mount == self._mounts.number(client_id, ticket.connection):
                 self._mounts.lapse(client_id)
         out: list[AppendOutcome] = [self._answer(ticket)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from waltz_core.records.batches import EncodedBatch
-from waltz_core.records.lock_blocks import TOLD_APART_MAX
+from waltz_core.records.lock_blocks import DISTANCES_TRANSACTIONS_MAX
 from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -72,7 +72,7 @@ class Draft:
     def behind(self) -> bytes:
         """Return each lock writer's distance from the last ID; nothing if one is too large."""
         last = self.parts[-1].last
-        if last - self.parts[0].first >= TOLD_APART_MAX:
+        if last - self.parts[0].first >= DISTANCES_TRANSACTIONS_MAX:
             return b""
         return b"".join(
             rows.translate(_FROM_255_DOWN[255 - (last - part.first) :][:256])

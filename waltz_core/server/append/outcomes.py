@@ -34,7 +34,7 @@ class Reached:
 
 @value(frozen=True, slots=True)
 class Ahead:
-    """Prove the session, then answer this with `tell_ahead` (pipeline.py, rule 9)."""
+    """Prove the session, then answer this with `answer_ahead` (pipeline.py, rule 9)."""
 
     ticket: Ticket
 

@@ -45,7 +45,7 @@ PAUSE_MS_MAX: Final = 100
 # Timeout for a piece to land; after that, other large batches start without waiting for it.
 STALLED_MS: Final = 1_000
 # How soon to check again while a piece of another partition is in flight.
-ASK_AGAIN_MS: Final = 2
+RETRY_MS: Final = 2
 
 
 class Pace:
@@ -106,7 +106,7 @@ class Pace:
         if now_ms >= self._shared_until_ms:
             return now_ms
         if self._in_flight and now_ms - self._large_ms < STALLED_MS:
-            return now_ms + ASK_AGAIN_MS
+            return now_ms + RETRY_MS
         return max(now_ms, self._free_at_ms)
 
     def piece_bytes(self, now_ms: int) -> int | None:

@@ -194,7 +194,7 @@ class AppendPipeline:
         self._flights.stop()
         self._following.closed()
         # Final rejections are reported now: the next session may take long to open.
-        return self._endings.tell(self._contenders.all()) + self._notify_followers(
+        return self._endings.answer_rejected(self._contenders.all()) + self._notify_followers(
             self._following.waiting.all()
         )
 
@@ -274,9 +274,9 @@ class AppendPipeline:
         last.waiting.append(token)
         return []
 
-    def tell_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[AppendOutcome]:
+    def answer_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[AppendOutcome]:
         """Answer a request with rows that were ahead of the log (rule 9)."""
-        return self._endings.tell_ahead(ticket, is_proved=is_proved)
+        return self._endings.answer_ahead(ticket, is_proved=is_proved)
 
     def flush(self, token: int) -> list[AppendOutcome]:
         """Return `Reached` when everything received up to now is final."""
@@ -290,7 +290,7 @@ class AppendPipeline:
         flights = self._flights
         draft, flights.gathered = flights.gathered or Draft(), None
         draft.out = [*self.refill.turn(now_ms)]
-        draft.out += self._endings.tell(self._contenders.due(now_ms))
+        draft.out += self._endings.answer_rejected(self._contenders.due(now_ms))
         draft.out += self._notify_followers(self._following.waiting.due(now_ms))
         self._take_slice(draft, now_ms)
         if draft.parts and self._may_gather(draft, now_ms):
@@ -423,7 +423,7 @@ class AppendPipeline:
             return
         mark = last if has_seen else self._high_water_mark
         piece = judge_singles([ticket], self._table, LogPlace(mark, self._flights.next_id))
-        if ticket.reason is Reason.LOCK and self._following.may_tell(ticket):
+        if ticket.reason is Reason.LOCK and self._following.has_predecessors(ticket):
             notified = self._following.waiting.refused(ticket, now_ms)
             draft.out += self._notify_followers(notified)
             return
@@ -435,7 +435,7 @@ class AppendPipeline:
             draft.out += self._notify_followers(notified)
 
     def _notify_followers(self, refused: Iterable[SingleTicket]) -> list[AppendOutcome]:
-        return self._endings.tell_followers(refused, self._following, self._flights.next_id)
+        return self._endings.answer_followers(refused, self._following, self._flights.next_id)
 
     @property
     def _place(self) -> LogPlace:
@@ -472,7 +472,7 @@ class AppendPipeline:
                 self._landed(ticket, out)
         if now_ms is not None:
             took_ms = now_ms - flight.submitted_ms
-            out += self._endings.tell(
+            out += self._endings.answer_rejected(
                 self._contenders.landed(flight.tickets, held, took_ms=took_ms, now_ms=now_ms)
             )
         out.extend(Reached(token) for token in flight.waiting)

@@ -35,10 +35,10 @@ REMEMBERED_BYTES_MAX: Final = 4 << 20
 # for eight, and the next dependent append does not wait for it.
 GATHER_MS: Final = 5
 # How many predecessors one answer contains.
-TOLD_COUNT_MAX: Final = 64
-TOLD_BYTES_MAX: Final = 64 << 10
+PREDECESSORS_COUNT_MAX: Final = 64
+PREDECESSORS_BYTES_MAX: Final = 64 << 10
 # Writers with more locks get none: each lock is searched in all remembered transactions.
-TOLD_LOCKS_MAX: Final = 64
+PREDECESSORS_LOCKS_MAX: Final = 64
 _LOCK_BYTES: Final = 4
 # Memory of a remembered lock that is stored as a number of its own.
 REMEMBERED_LOCK_BYTES: Final = 64
@@ -98,7 +98,7 @@ class RecentAppends:
 
     def above(self, mark: int, locks: Sequence[int]) -> list[Buffer] | None:
         """Return the records above a mark that entered one of the locks; None by rule 2."""
-        if self._after is None or mark < self._after or len(locks) > TOLD_LOCKS_MAX:
+        if self._after is None or mark < self._after or len(locks) > PREDECESSORS_LOCKS_MAX:
             return None
         found: list[Buffer] = []
         size_bytes = 0
@@ -112,7 +112,7 @@ class RecentAppends:
             if entry.locks.isdisjoint(locks):
                 continue
             size_bytes += len(entry.content)
-            if len(found) == TOLD_COUNT_MAX or size_bytes > TOLD_BYTES_MAX:
+            if len(found) == PREDECESSORS_COUNT_MAX or size_bytes > PREDECESSORS_BYTES_MAX:
                 return None
             found.append(entry.content)
         found.reverse()
@@ -192,13 +192,13 @@ class Followers:
 
     # --- answers
 
-    def may_tell(self, ticket: SingleTicket) -> bool:
+    def has_predecessors(self, ticket: SingleTicket) -> bool:
         """Whether the predecessors of a rejected append are known."""
         if self._session_id == NO_SESSION:
             return False
         return self._admitted.above(*_view_of(ticket)) is not None
 
-    def told(
+    def predecessors_answer(
         self, ticket: SingleTicket, high_water_mark: TransactionId, next_id: TransactionId
     ) -> Answer | None:
         """Return the answer with the predecessors of a rejected append; None by rule 2."""

@@ -17,7 +17,7 @@ import numpy as np
 from waltz_core.errors import BadRequest, ChecksumMismatch
 from waltz_core.records.batches import AppendRows, EncodedBatch, decode_append, encode_records
 from waltz_core.records.checksum import crc32
-from waltz_core.records.lock_blocks import TOLD_APART_MAX
+from waltz_core.records.lock_blocks import DISTANCES_TRANSACTIONS_MAX
 from waltz_core.records.record import BEFORE_FIRST, TRANSACTION_BYTES_MAX, TransactionId
 from waltz_core.server.locking.lock_table import (
     AHEAD,
@@ -36,7 +36,7 @@ from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
 # Up to this many single transactions are judged in plain Python: arrays cost more than they save.
 FEW: Final = 16
-_ROWS: Final = tuple(bytes([row]) for row in range(TOLD_APART_MAX))
+_ROWS: Final = tuple(bytes([row]) for row in range(DISTANCES_TRANSACTIONS_MAX))
 
 
 class JudgedPiece(NamedTuple):
@@ -126,7 +126,7 @@ def judge_rows(ticket: BatchTicket, stop: int, table: LockTable, place: LogPlace
         keep = None if judgement.accepted_count == rows.count else accepted
         req_id = ticket.req_id._replace(sequence=ticket.req_id.sequence + start)
         part = encode_records(rows, keep, place.next_id, req_id)
-        is_few = judgement.accepted_count <= TOLD_APART_MAX
+        is_few = judgement.accepted_count <= DISTANCES_TRANSACTIONS_MAX
         writers = writers_of(rows, keep) if is_few else b""
         return JudgedPiece(part, [ticket], [], entered_locks(rows, keep), writers)
     if judgement.pending.any():
@@ -175,7 +175,7 @@ def judge_singles(group: list[SingleTicket], table: LockTable, place: LogPlace) 
     messages = [ticket.message for ticket in kept]
     locks = [lock for each in messages for lock in (*each.write_locks, *each.append_locks)]
     writers = b""
-    if locks and len(kept) <= TOLD_APART_MAX:
+    if locks and len(kept) <= DISTANCES_TRANSACTIONS_MAX:
         counts = [len(each.write_locks) + len(each.append_locks) for each in messages]
         writers = b"".join(_ROWS[row] * number for row, number in enumerate(counts))
     packed = struct.pack(f">{len(locks)}i", *locks)

@@ -25,8 +25,8 @@ from waltz_core.wire.messages import Reason
 
 HELD_MS_MAX: Final = 100
 # The next writer is notified after this many times as long as the last commit or answer took.
-PATIENCE: Final = 3
-PATIENCE_MS_MIN: Final = 2
+NOTIFY_FACTOR: Final = 3
+NOTIFY_MS_MIN: Final = 2
 
 LockKey: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -36,7 +36,7 @@ class _Queue:
     """The writers that wait for some locks; the first is notified at `due_ms` at the latest."""
 
     due_ms: int
-    patience_ms: int = PATIENCE_MS_MIN
+    notify_after_ms: int = NOTIFY_MS_MIN
     notified_ms: int = 0
     last_id: int = REFUSED  # the last transaction with these locks
     waiting: deque[tuple[SingleTicket, int]] = field(default_factory=deque)  # with a deadline
@@ -88,7 +88,7 @@ class LockQueues:
         queue = self._queues.get(key_of(ticket))
         if queue is None:
             return []
-        queue.patience_ms = max(PATIENCE_MS_MIN, PATIENCE * (now_ms - queue.notified_ms))
+        queue.notify_after_ms = max(NOTIFY_MS_MIN, NOTIFY_FACTOR * (now_ms - queue.notified_ms))
         if not queue.waiting:
             queue.due_ms = now_ms
             return []
@@ -121,7 +121,7 @@ class LockQueues:
                     touched[key].last_id = max(touched[key].last_id, each.transaction_id)
         notified: list[SingleTicket] = []
         for queue in touched.values():
-            queue.patience_ms = max(PATIENCE_MS_MIN, PATIENCE * took_ms)
+            queue.notify_after_ms = max(NOTIFY_MS_MIN, NOTIFY_FACTOR * took_ms)
             notified.append(self._first_of(queue, now_ms))
         self._sweep(now_ms)
         return notified
@@ -160,7 +160,7 @@ class LockQueues:
         ticket, _ = queue.waiting.popleft()
         self.waiting_count -= 1
         ticket.conflict = max(ticket.conflict, queue.last_id)  # rule 4
-        queue.notified_ms, queue.due_ms = now_ms, now_ms + queue.patience_ms
+        queue.notified_ms, queue.due_ms = now_ms, now_ms + queue.notify_after_ms
         self._note(queue)
         return ticket
 

@@ -67,8 +67,8 @@ class Refill:
         # For rule 6: the floor at which each replica had no block.
         self._lacking: dict[ReplicaId, TransactionId] = {}
         self._sender: ReplicaId | None = None  # the sender of `_blocks`
-        self._asked: Fetch | None = None
-        self._asked_count = 0
+        self._fetch: Fetch | None = None
+        self._fetch_count = 0
         self._under_way: set[int] = set()
         self._blocks: Blocks | None = None
         self._retry_at_ms: int | None = None
@@ -98,15 +98,15 @@ class Refill:
         left = [each for each in replicas if self._lacking.get(each) != self.floor]
         if self._is_done or not left:
             return []
-        self._session_id, self._asked_count = session_id, 0
+        self._session_id, self._fetch_count = session_id, 0
         self._left = left
         self._held_until_ms = now_ms + HELD_MS_MAX if holds else None
-        return self._ask_next(now_ms)
+        return self._fetch_next(now_ms)
 
     def stop(self) -> None:
         """The session has ended, or the descent has; the floor stays."""
         self._left, self._failed = [], []
-        self._asked = self._blocks = None
+        self._fetch = self._blocks = None
         self._retry_at_ms = self._held_until_ms = None
 
     def holds(self, now_ms: int) -> bool:
@@ -125,19 +125,19 @@ class Refill:
     def fetched(self, token: int, message: LockBlocks) -> None:
         """A replica has sent its newest blocks; the turns process them."""
         self._under_way.discard(token)
-        if self._asked is not None and token == self._asked.token:
-            self._sender = self._asked.replica if message.blocks else None
-            self._asked = None
+        if self._fetch is not None and token == self._fetch.token:
+            self._sender = self._fetch.replica if message.blocks else None
+            self._fetch = None
             self._blocks = Blocks(message.blocks)
 
     def failed(self, token: int, now_ms: int) -> list[Fetch | Report]:
         """A replica has not sent its blocks."""
         self._under_way.discard(token)
-        if self._asked is None or token != self._asked.token:
+        if self._fetch is None or token != self._fetch.token:
             return []
-        self._failed.append(self._asked.replica)
-        self._asked = None
-        return self._ask_next(now_ms)
+        self._failed.append(self._fetch.replica)
+        self._fetch = None
+        return self._fetch_next(now_ms)
 
     def turn(self, now_ms: int) -> list[Fetch | Report]:
         """Process a slice of the blocks (rule 5), or query again."""
@@ -149,10 +149,10 @@ class Refill:
                 self._blocks = None
                 if self._sender is not None:
                     self._lacking[self._sender] = self.floor
-                return self._ask_next(now_ms)
+                return self._fetch_next(now_ms)
         elif self._retry_at_ms is not None and self._retry_at_ms <= now_ms:
             self._retry_at_ms = None
-            return self._ask_next(now_ms)
+            return self._fetch_next(now_ms)
         return []
 
     # -----------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Refill:
     def _is_done(self) -> bool:
         return self._table is None or self._floor.last <= self._wanted
 
-    def _ask_next(self, now_ms: int) -> list[Fetch | Report]:
+    def _fetch_next(self, now_ms: int) -> list[Fetch | Report]:
         """Query the next replica; after all of them, those that failed, after `RETRY_MS`."""
         if not self._left:
             if self._failed and self.holds(now_ms):
@@ -172,13 +172,13 @@ class Refill:
             return self._finish("locks.refilled_in_part")
         if len(self._under_way) >= UNDER_WAY_MAX:
             return self._finish("locks.refilled_in_part")
-        self._asked_count += 1
-        token = -(self._session_id * _TOKENS + self._asked_count)
+        self._fetch_count += 1
+        token = -(self._session_id * _TOKENS + self._fetch_count)
         prefix = self._session_id, token, self._partition_id
         message = LockBlocksRequest(*prefix, self._limits.lock_tail_bytes_max)
-        self._asked = Fetch(token, self._left.pop(0), message)
+        self._fetch = Fetch(token, self._left.pop(0), message)
         self._under_way.add(token)
-        return [self._asked]
+        return [self._fetch]
 
     def _finish(self, name: str) -> list[Fetch | Report]:
         """Report from which ID on the table knows all locks."""

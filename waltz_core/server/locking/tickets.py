@@ -101,7 +101,7 @@ class SingleTicket:
         """Whether its outcome is AHEAD (rule 5)."""
         return self.reason is Reason.AHEAD
 
-    def doubt(self) -> None:
+    def end_unproved(self) -> None:
         """Replace AHEAD, for which there is no proof (rule 5)."""
         assert self.is_ahead
         self.reason = Reason.NOT_MOUNTED
@@ -179,7 +179,7 @@ class BatchTicket:
         """Whether the outcome of a row is AHEAD (rule 5)."""
         return bool((self.reasons == Reason.AHEAD).any())
 
-    def doubt(self) -> None:
+    def end_unproved(self) -> None:
         """Replace AHEAD, for which there is no proof (rule 5)."""
         assert self.is_ahead
         self.reasons[self.reasons == Reason.AHEAD] = Reason.NOT_MOUNTED

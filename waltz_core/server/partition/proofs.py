@@ -35,9 +35,9 @@ class Proofs(Generic[QuestionT]):
     """The requests that wait for each proof."""
 
     __slots__ = (
-        "_asked",
-        "_asked_ms",
         "_is_under_way",
+        "_questions",
+        "_requested_ms",
         "_session_timer_ms",
         "_token",
         "_waiting",
@@ -47,8 +47,8 @@ class Proofs(Generic[QuestionT]):
     def __init__(self, session_timer_ms: int) -> None:
         self._session_timer_ms = session_timer_ms
         self._waiting: list[QuestionT] = []
-        self._asked: list[QuestionT] = []
-        self._asked_ms = 0
+        self._questions: list[QuestionT] = []
+        self._requested_ms = 0
         self._is_under_way = False
         self._token = 0
         # When a quorum last confirmed the session; None until then.
@@ -72,34 +72,34 @@ class Proofs(Generic[QuestionT]):
         """Return the requests that this proof answers, and the next proof to request."""
         if token != self._token or not self._is_under_way:
             return (), []
-        answered, self._asked, self._is_under_way = self._asked, [], False
-        self.confirm(self._asked_ms)
+        answered, self._questions, self._is_under_way = self._questions, [], False
+        self.confirm(self._requested_ms)
         return answered, self._begin(now_ms)
 
     def failed(self, token: int, now_ms: int) -> tuple[Sequence[QuestionT], list[ProveMark]]:
         """Return the requests that do not get this proof, and the next proof to request."""
         if token != self._token or not self._is_under_way:
             return (), []
-        unanswered, self._asked, self._is_under_way = self._asked, [], False
+        unanswered, self._questions, self._is_under_way = self._questions, [], False
         return unanswered, self._begin(now_ms)
 
     def drop(self, is_gone: Callable[[QuestionT], bool]) -> None:
         """Forget requests whose connection was closed."""
-        self._asked = [each for each in self._asked if not is_gone(each)]
+        self._questions = [each for each in self._questions if not is_gone(each)]
         self._waiting = [each for each in self._waiting if not is_gone(each)]
 
     def reset(self) -> Sequence[QuestionT]:
         """The session has ended: return every request, and discard all proofs."""
-        questions = [*self._asked, *self._waiting]
-        self._asked, self._waiting, self._is_under_way = [], [], False
+        questions = [*self._questions, *self._waiting]
+        self._questions, self._waiting, self._is_under_way = [], [], False
         self.proved_ms = None
         return questions
 
     def _begin(self, now_ms: int) -> list[ProveMark]:
         if self._is_under_way or not self._waiting:
             return []
-        self._asked, self._waiting, self._is_under_way = self._waiting, [], True
-        self._asked_ms = now_ms
+        self._questions, self._waiting, self._is_under_way = self._waiting, [], True
+        self._requested_ms = now_ms
         self._token += 1
         return [ProveMark(self._token)]
 

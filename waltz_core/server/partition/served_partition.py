@@ -228,9 +228,9 @@ class Partition:
             case messages.FeedRequest():
                 self._grant(event, message)
             case messages.HighWaterMarkRequest():
-                self._tell_mark(event)
+                self._answer_mark(event)
             case messages.ReplicasRequest():
-                self._tell_mark(event, always=message.linearizable)
+                self._answer_mark(event, always=message.linearizable)
             case messages.RangeRequest():
                 self._route_reads(self.reads.range(event, message))
             case messages.TransactionDataRequest():
@@ -318,7 +318,7 @@ class Partition:
     # -----------------------------------------------------------------------------------------
     # marks
 
-    def _tell_mark(self, event: Received, *, always: bool = False) -> None:
+    def _answer_mark(self, event: Received, *, always: bool = False) -> None:
         """Answer with the mark; first get a proof if the last one is too old (rule 4)."""
         if not always and self._proofs.is_fresh(self._now_ms):
             self._out.append(self._with_mark(event))
@@ -331,7 +331,7 @@ class Partition:
 
     def _proved(self, question: Received | Ticket) -> None:
         if not isinstance(question, Received):
-            self._route(self.pipeline.tell_ahead(question, is_proved=self._is_open))
+            self._route(self.pipeline.answer_ahead(question, is_proved=self._is_open))
         elif not self._is_open:
             self._wait_for_session(question)
         elif isinstance(
@@ -481,7 +481,7 @@ class Partition:
             if isinstance(each, Received):
                 rest.append(each)
             else:
-                self._route(self.pipeline.tell_ahead(each, is_proved=False))
+                self._route(self.pipeline.answer_ahead(each, is_proved=False))
         return rest
 
     # -----------------------------------------------------------------------------------------
@@ -562,4 +562,4 @@ class Partition:
         elif isinstance(found, WaitingMount):
             self._drained(found)
         else:
-            self._tell_mark(question)
+            self._answer_mark(question)

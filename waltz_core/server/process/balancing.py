@@ -76,18 +76,18 @@ class Balancing:
             try:
                 await self._look()
             except WaltzError as error:
-                _log.info("balance.not_looked reason=%s", error)  # rule 2
+                _log.info("balance.check_failed reason=%s", error)  # rule 2
 
     async def _look(self) -> None:
         loads = self._meter.take(self._costs(), loop_clock_ms())
         if self._is_fit():
-            await self._coordinator.loads.tell(self._server_id, loads)
+            await self._coordinator.loads.publish(self._server_id, loads)
         else:
             await self._coordinator.loads.withdraw(self._server_id)
         view = await self._coordinator.read_servers()
         if not view.is_settled or self._server_id != min(view.servers):
             self._servers = frozenset()
-            self._balancer.look_away()
+            self._balancer.reset_history()
             return
         await self._balance(view)
 
@@ -104,7 +104,7 @@ class Balancing:
         owners = {partition_id: owner.server_id for partition_id, owner in view.owners.items()}
         loads = self._book.take(published, owners)
         if now_ms < self._quiet_until_ms:
-            self._balancer.look_away()
+            self._balancer.reset_history()
             return  # rule 3
         preferred = {each for its in view.servers.values() for each in its.preferred}
         moves = self._balancer.plan(owners, preferred, loads, published.keys(), now_ms)

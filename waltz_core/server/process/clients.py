@@ -24,9 +24,9 @@ from waltz_core.legacy.old_client import (
     VERSION_MAX,
     EndConnection,
     Frames,
+    InexpressibleError,
     OldAnswer,
-    Original,
-    Unheard,
+    OldClientAdapter,
 )
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import PartitionId
@@ -135,7 +135,7 @@ class Backend(Protocol):
 @dataclass(slots=True)
 class _Client:
     link: Link
-    original: Original | None
+    old_client: OldClientAdapter | None
     hosts: dict[PartitionId, Served] = field(default_factory=dict)  # that have its requests
     is_congested: bool = False
     is_read: bool = True
@@ -170,8 +170,8 @@ class Clients:
         return len(self._clients)
 
     @property
-    def original_count(self) -> int:
-        return sum(client.original is not None for client in self._clients.values())
+    def old_client_count(self) -> int:
+        return sum(client.old_client is not None for client in self._clients.values())
 
     # -----------------------------------------------------------------------------------------
     # links
@@ -181,10 +181,10 @@ class Clients:
         connection = ConnectionId(next(self._ids))
         version = link.version
         assert version is not None
-        original = Original(version) if version <= VERSION_MAX else None
-        if original is not None:
-            _log.info("client.original address=%s version=%d", link.address, version)
-        self._clients[connection] = _Client(link, original)
+        old_client = OldClientAdapter(version) if version <= VERSION_MAX else None
+        if old_client is not None:
+            _log.info("client.old_version address=%s version=%d", link.address, version)
+        self._clients[connection] = _Client(link, old_client)
         self._flow.open(connection)
         link.start(
             lambda messages: self._received(connection, messages),
@@ -242,12 +242,12 @@ class Clients:
         client = self._clients.get(connection)
         if client is None:
             return
-        if client.original is None:
+        if client.old_client is None:
             self._send(connection, client, effect.message)
         else:
-            translated = client.original.tell(effect.message, effect.question, self._loop.time())
+            translated = client.old_client.tell(effect.message, effect.question, self._loop.time())
             if translated is not None:
-                self._send_to_original(connection, client, translated)
+                self._send_to_old_client(connection, client, translated)
         self._flow.answered(connection, effect.cost_bytes)
         if not self._answered:
             # Not now: the caller is in the middle of a step.
@@ -262,7 +262,7 @@ class Clients:
         client.link.send(message)
         self._note_sent(connection, client)
 
-    def _send_to_original(
+    def _send_to_old_client(
         self, connection: ConnectionId, client: _Client, answer: OldAnswer
     ) -> None:
         match answer:
@@ -274,8 +274,10 @@ class Clients:
                 client.outbox.append(answer)
             case EndConnection():
                 self._loop.call_later(answer.after_s, self._end, connection, answer.reason)
-            case Unheard():
-                _log.warning("client.unheard address=%s %s", client.link.address, answer.text)
+            case InexpressibleError():
+                _log.warning(
+                    "client.inexpressible_error address=%s %s", client.link.address, answer.text
+                )
             case _:
                 self._send(connection, client, answer)
 
@@ -352,8 +354,8 @@ class Clients:
         if client is None or client.link.is_closed:
             return
         message = request.message
-        if client.original is not None:
-            end = client.original.ask(message, self._loop.time())
+        if client.old_client is not None:
+            end = client.old_client.ask(message, self._loop.time())
             if end is not None:
                 self._end(connection, end.reason)
                 return

@@ -340,7 +340,7 @@ class Waits:
             self._metrics.report(Report("replica.silent", (("replica", each),)))
             _log.warning("replica.silent partition=%s replica=%s", self._partition_id, each)
         for each in sorted(self.silent - silent):
-            _log.warning("replica.not_silent partition=%s replica=%s", self._partition_id, each)
+            _log.warning("replica.responsive partition=%s replica=%s", self._partition_id, each)
         self._slow, self.silent = slow, silent
 
 
@@ -370,7 +370,7 @@ class _ShownFigures:
             self._refused_before[reason] = figures.refused[reason]
             if more:
                 metrics.add(
-                    "waltz_server_refused_transactions_total",
+                    "waltz_server_rejected_transactions_total",
                     more,
                     partition=partition_id,
                     reason=reason.name.lower(),
@@ -403,7 +403,7 @@ class _ShownFigures:
             # For a client that lags by a thousand transactions.
             lagging = TransactionId(max(BEFORE_FIRST, mark - 1_000))
             metrics.set(
-                "waltz_server_false_refusals_ratio",
+                "waltz_server_false_rejections_ratio",
                 locks.false_refusal_probability(lagging),
                 partition=partition_id,
             )

@@ -135,7 +135,7 @@ class MemoryServer:
         self.failure: Exception | None = None
         self.client_ids = itertools.count(1)
         # How long each client waits for an outcome.
-        self.patience_s: dict[int, float] = {}
+        self.outcome_timeout_s: dict[int, float] = {}
         self.clients = Clients(self, _FLOW, tasks, Metrics("server"))
         self.hosts: dict[PartitionId, MemoryHost] = {
             PartitionId(number): MemoryHost(PartitionId(number), self)
@@ -254,9 +254,9 @@ class MemoryHost:
             if not isinstance(failure.error, errors.OutcomeUnknown):
                 self._server.answer(refusal(connection, req_id, cost_bytes, failure.error))
                 return True
-            patience_s = self._server.patience_s[req_id.client_id]
+            outcome_timeout_s = self._server.outcome_timeout_s[req_id.client_id]
             now_s = self._server.loop.time()
-            self._shut_out_until_s[req_id.client_id] = now_s + patience_s
+            self._shut_out_until_s[req_id.client_id] = now_s + outcome_timeout_s
             return self._lose(connection, req_id, enters_log=failure.enters_log)
         if faults.refuses(message):
             mark = self._partition.high_water_mark

@@ -70,12 +70,12 @@ class MemoryLog:
         self._batches.put(entry, lengths, bytes(batch.records))
         self.mark = batch.last
 
-    def read(self, asked: RangeRaw) -> RangeBytes:
+    def read(self, request: RangeRaw) -> RangeBytes:
         """Answer as a storage does, from one batch."""
         part = self._batches.read(
-            TransactionId(asked.first), TransactionId(asked.last), asked.bytes_max
+            TransactionId(request.first), TransactionId(request.last), request.bytes_max
         )[0]
-        is_whole = asked.form == RangeForm.WHOLE
+        is_whole = request.form == RangeForm.WHOLE
         records = part.records if is_whole else headers_of(part.records, part.lengths)
         return RangeBytes(
             self.session,
@@ -83,7 +83,7 @@ class MemoryLog:
             0,
             part.first,
             part.last - part.first + 1,
-            asked.form,
+            request.form,
             lengths_to_wire(part.lengths) if is_whole else b"",
             records,
             crc32(records),

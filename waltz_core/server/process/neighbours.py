@@ -53,7 +53,7 @@ class Neighbours:
     Args:
         server_id: this server.
         tasks: runs the watches.
-        take_out: removes a dead server from the cluster; raises if that fails.
+        remove_dead: removes a dead server from the cluster; raises if that fails.
         ssl: the TLS context for dialling other servers.
     """
 
@@ -61,13 +61,13 @@ class Neighbours:
         self,
         server_id: ServerId,
         tasks: Tasks,
-        take_out: Callable[[ServerDescriptor], Awaitable[None]],
+        remove_dead: Callable[[ServerDescriptor], Awaitable[None]],
         *,
         ssl: SSLContext | None = None,
     ) -> None:
         self._server_id = server_id
         self._tasks = tasks
-        self._take_out = take_out
+        self._take_out = remove_dead
         self._ssl = ssl
         self._watches: dict[tuple[ServerId, str], _Watch] = {}
         self._seen = _Seen()
@@ -135,13 +135,13 @@ class _Watch:
     def __init__(
         self,
         descriptor: ServerDescriptor,
-        take_out: Callable[[ServerDescriptor], Awaitable[None]],
+        remove_dead: Callable[[ServerDescriptor], Awaitable[None]],
         ssl: SSLContext | None,
         seen: _Seen,
     ) -> None:
         self.descriptor = descriptor
         self._seen = seen
-        self._take_out = take_out
+        self._take_out = remove_dead
         self._ssl = ssl
         self._stopped = asyncio.Event()
         self._link: net.Link | None = None
@@ -196,10 +196,10 @@ class _Watch:
         try:
             await self._take_out(dead)
         except WaltzError as error:
-            _log.warning("neighbours.not_taken_out server=%s error=%s", dead.server_id, error)
+            _log.warning("neighbours.removal_failed server=%s error=%s", dead.server_id, error)
             return False
         _log.warning(
-            "neighbours.taken_out server=%s address=%s reason='nothing listens at this address'",
+            "neighbours.removed server=%s address=%s reason='nothing listens at this address'",
             dead.server_id,
             dead.address,
         )

@@ -27,7 +27,7 @@ from waltz_core.cluster.coordinator import ClusterView, Coordinator
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.nodes.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.cluster.nodes.sharing import Shared
-from waltz_core.cluster.zookeeper.starting import connected, patiently
+from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Health, Metrics, serve_pages
@@ -90,8 +90,10 @@ async def serve(
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with connected(config) as coordinator:
         limit_ms = config.zookeeper_connect_timeout_ms
-        cluster = await patiently("the cluster", coordinator.read_cluster, timeout_ms=limit_ms)
-        server_id = await patiently("an id", coordinator.next_server_id, timeout_ms=limit_ms)
+        cluster = await retry_start_step(
+            "the cluster", coordinator.read_cluster, timeout_ms=limit_ms
+        )
+        server_id = await retry_start_step("an id", coordinator.next_server_id, timeout_ms=limit_ms)
         try:
             await Server(config, coordinator, cluster, server_id).serve(stop, on_ready)
         except BaseExceptionGroup as group:
@@ -203,7 +205,7 @@ class Server:
         try:
             async with self._tasks as tasks:
                 tasks.create_task(self._coordinator.follow_replica_assignment(self._assigned))
-                await patiently(
+                await retry_start_step(
                     "its registration",
                     lambda: self._coordinator.register_server(self._descriptor),
                     timeout_ms=self._config.zookeeper_connect_timeout_ms,
@@ -362,7 +364,7 @@ class Server:
                 if not await self._coordinator.hand_over(partition_id, generation):
                     return False
                 if self._preferences.handed_over(partition_id, time.monotonic()):
-                    _log.warning("server.preference_rests partition=%s", partition_id)
+                    _log.warning("server.preference_suspended partition=%s", partition_id)
         # Only now: without an answer of ZooKeeper it is tried again at the next release.
         self._handed_over_s[partition_id] = time.monotonic()
         return True
@@ -412,9 +414,11 @@ class Server:
             try:
                 await self._change_preferences(resting, ())
             except errors.WaltzError as error:
-                _log.warning("server.preference_rests_on error=%r", error)  # until the next check
+                _log.warning(
+                    "server.preference_restore_failed error=%r", error
+                )  # until the next check
             else:
-                _log.warning("server.preferred_again partitions=%s", resting)
+                _log.warning("server.preference_restored partitions=%s", resting)
 
     # -----------------------------------------------------------------------------------------
     # health and metrics
@@ -467,7 +471,7 @@ class Server:
                 host.show()
             metrics.set("waltz_server_partitions", len(self.hosts))
             metrics.set("waltz_server_connections", self._clients.count)
-            metrics.set("waltz_server_original_connections", self._clients.original_count)
+            metrics.set("waltz_server_old_client_connections", self._clients.old_client_count)
             metrics.set("waltz_server_queued_bytes", self._clients.bytes)
             metrics.set("waltz_server_feed_cache_bytes", len(self.hosts) * self._feed_cache_bytes)
             metrics.set("waltz_server_transaction_cache_bytes", self._budget.used_bytes)

@@ -513,13 +513,13 @@ class IdRange(NamedTuple):
 class Slot:
     """The durable state of a partition outside its log.
 
-    `original_sequence`: of the structure in `waltz-storage.ctl` that this version wrote last, or
+    `old_sequence`: of the structure in `waltz-storage.ctl` that this version wrote last, or
     was about to write.
     """
 
     partition_id: PartitionId
     sequence: int = 0
-    original_sequence: int = 0
+    old_sequence: int = 0
     promised: SessionId = NO_SESSION
     nonce: bytes = NO_NONCE
     last_session: SessionId = NO_SESSION
@@ -535,7 +535,7 @@ class Slot:
     def is_overtaken(self, info: PartitionInfo) -> bool:
         """Return whether Waltz 0.13 has written since, as its sequence or session shows."""
         is_later = NO_SESSION < self.last_session < info.session_id
-        return is_later or info.sequence > self.original_sequence
+        return is_later or info.sequence > self.old_sequence
 
     @property
     def promise(self) -> Promise:
@@ -563,7 +563,7 @@ class Slot:
             self.partition_id,
             len(self.damaged),
             self.sequence,
-            self.original_sequence,
+            self.old_sequence,
             self.promised,
             self.nonce,
             self.last_session,
@@ -596,7 +596,7 @@ class Slot:
         """Read 512 bytes (rule 2)."""
         body = checked_body(data, SLOT_BYTES, "control slot")
         fields = _SLOT.unpack_from(body)
-        version, flags, partition, damaged_count, sequence, original = fields[:6]
+        version, flags, partition, damaged_count, sequence, old_sequence = fields[:6]
         promised, nonce, last_session, low_water_mark = fields[6:10]
         check_version(version, "control slot")
         if not 0 <= damaged_count <= DAMAGED_MAX or not 0 <= flags < 2 * _CUT:
@@ -613,7 +613,7 @@ class Slot:
         return Slot(
             PartitionId(partition),
             sequence,
-            original,
+            old_sequence,
             promised=SessionId(promised),
             nonce=nonce,
             last_session=SessionId(last_session),

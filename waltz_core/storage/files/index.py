@@ -262,19 +262,19 @@ class LineageFile:
         """Return the chain before the entry at a place."""
         return self.entry(place - 1).chain if place else self.chain_before
 
-    def vouched(self, place: int) -> TransactionId:
+    def durable_before(self, place: int) -> TransactionId:
         """Return the last ID that the entries from a place on state as durable before them.
 
         Unreadable entries are skipped.
         """
-        vouched = BEFORE_FIRST
+        durable_before = BEFORE_FIRST
         for at in range(place, self.count):
             data = self._file.pread(LINEAGE_ENTRY_BYTES, _entry_place(at))
             try:
-                vouched = max(vouched, self._decoded(data, at)[1])
+                durable_before = max(durable_before, self._decoded(data, at)[1])
             except (BadFormat, ChecksumMismatch):
                 continue
-        return vouched
+        return durable_before
 
     def append(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
         """Write entries at the end; `synced` is the last durable ID. Not durable."""

@@ -463,7 +463,7 @@ class Segment:
         search = HoleSearch(reader, index, self.first, last=TransactionId(must_reach + 1))
         while True:
             starts, offset = scan(reader, offset, next_id, size=file_size, stop_id=stop_id)
-            self._mend(next_id, starts)
+            self._repair(next_id, starts)
             next_id = TransactionId(next_id + int(starts.size))
             if next_id > must_reach:
                 break  # what follows is torn, whatever it looks like: none of it was synced
@@ -491,7 +491,7 @@ class Segment:
             self._records_dirty = False
         return Recovered(tuple(damaged), lost)
 
-    def _mend(self, first: TransactionId, starts: I64) -> None:
+    def _repair(self, first: TransactionId, starts: I64) -> None:
         self.index.rewrite(first - self.first, starts)
 
     def _hole(self, hole: IdRange, offset: int, end: int) -> IdRange:

@@ -206,7 +206,7 @@ class Segments:
             return (IdRange(wrong, wrong),)
         return segment.recover(segment.first, segment.last, is_last=False).damaged
 
-    def mend(self, first: TransactionId, last: TransactionId) -> tuple[IdRange, ...]:
+    def repair(self, first: TransactionId, last: TransactionId) -> tuple[IdRange, ...]:
         """Rebuild index and batches of first..last where they cannot be read.
 
         Return newly found damage.
@@ -222,7 +222,7 @@ class Segments:
                 found = segment.recover(segment.first, segment.last, is_last=False)
                 damaged.extend(found.damaged)
             for run in segment.lineage.unreadable():
-                self._mend_batches(index, *run)
+                self._repair_batches(index, *run)
         return tuple(damaged)
 
     def lost_batches(self, first: TransactionId, last: TransactionId) -> list[LostBatches]:
@@ -275,7 +275,7 @@ class Segments:
             last_index = min(self._index_of(last) + 1, len(self.all) - 1)
         return range(max(0, self._index_of(first)), last_index + 1)
 
-    def _mend_batches(self, index: int, low: int, high: int) -> None:
+    def _repair_batches(self, index: int, low: int, high: int) -> None:
         """Rewrite the entries of places low..high-1, whose neighbours are known.
 
         A single one can be reconstructed from the chain of the next, except for its stamp, which

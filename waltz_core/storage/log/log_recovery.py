@@ -130,9 +130,7 @@ def _begin(
     disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo, *, trust_fsync: bool
 ) -> tuple[Segments, SlotFile]:
     """Create the files of a new log durably, the `.seg` last."""
-    slot = Slot(
-        blank.partition_id, original_sequence=info.sequence, dirty=True, suspect=not trust_fsync
-    )
+    slot = Slot(blank.partition_id, old_sequence=info.sequence, dirty=True, suspect=not trust_fsync)
     if info.session_id != NO_SESSION:  # rule 8
         slot = replace(_without_promise(slot, info.session_id), suspect=True)
     files = [SlotFile.new_file(slot), *Segment.new_files(blank, GENESIS_CHAIN)]
@@ -151,7 +149,7 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
     if any(name.endswith(".chn") for name in disk.list(directory)):
         raise BadFormat(f"{directory}: expected {SLOTS_NAME} with .chn files, found none")
     # A sequence below that in the control file means "adopt", also after a crash on the way.
-    slot = Slot(blank.partition_id, original_sequence=info.sequence - 1, dirty=True)
+    slot = Slot(blank.partition_id, old_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)
 
 
@@ -221,7 +219,7 @@ class _Opening:
         # batch entries cover is known when the segments are open.
         acked = slot.acked.transaction_id
         self._marker = info.local_low_water_mark if self._is_overtaken else acked
-        self._vouched = self._marker
+        self._durable = self._marker
         self._passed = BEFORE_FIRST  # the end of the last batch in an older segment
 
     def may_fall_back(self) -> bool:
@@ -335,22 +333,22 @@ class _Opening:
         lineage = segments.current.lineage
         after = lineage.place_of(TransactionId(self._marker + 1))
         # The marker moves at a roll, but not when a failure makes the log begin a new file.
-        self._vouched = max(self._marker, self._passed, lineage.vouched(after))
+        self._durable = max(self._marker, self._passed, lineage.durable_before(after))
         if self.slot.truncate is not None:
             # An entry above the cut is true, but does not count after the cut (rule 1).
-            self._vouched = min(self._vouched, self.slot.truncate.last_to_keep)
+            self._durable = min(self._durable, self.slot.truncate.last_to_keep)
         nexts = [*(segment.first for segment in segments.all[1:]), None]
         for segment, next_first in zip(segments.all, nexts, strict=True):
             if next_first is None:
                 start = max(segment.first, TransactionId(self._marker))
-                self._recover(segment, start, self._vouched, is_last=True)
+                self._recover(segment, start, self._durable, is_last=True)
                 continue
             reach = TransactionId(next_first - 1)
             plausible = segment.first not in self._implausible
             if not plausible or reach > self._marker:
                 start = max(segment.first, min(self._marker, reach)) if plausible else segment.first
                 self._recover(segment, start, reach, is_last=False)
-        if segments.last < self._vouched:
+        if segments.last < self._durable:
             self._suspect()
         if self.slot.truncate is not None:
             segments.cut(*self.slot.truncate)  # Durable before the intent goes (`write_again`).
@@ -374,11 +372,11 @@ class _Opening:
         if not self._adopting and not self._marker_holds(segments):
             self._suspect()
         end = min(self._valid_end(segments, TransactionId(anchor)), segments.last)
-        if not self._adopting and end < self._vouched:
+        if not self._adopting and end < self._durable:
             self._suspect()
         if self._adopting:
             end = self._before_uneven(segments, end)
-        if self._adopting or end < self._vouched:
+        if self._adopting or end < self._durable:
             drop_batches(segments, end)
             # An unreadable entry below that end is cut, too, with all after it.
             end = min(end, self._end_of(segments))
@@ -493,11 +491,11 @@ class _Opening:
 
     def write_again(self, segments: Segments) -> None:
         """Make the trusted log durable (rules 7, 9); one of 0.13 may be long, so only sync it."""
-        current, vouched, marker = segments.current, self._vouched, self._marker
+        current, durable_before, marker = segments.current, self._durable, self._marker
         if self._is_overtaken:
-            vouched = marker = segments.last
+            durable_before = marker = segments.last
         current.write_again(
-            max(current.first, TransactionId(vouched + 1)),
+            max(current.first, TransactionId(durable_before + 1)),
             index_first=max(current.first, TransactionId(marker + 1)),
             syncs_all=self._adopting or segments.last > self._marker,
         )
@@ -523,7 +521,7 @@ class _Opening:
             acked=marker,
             truncate=None,
             damaged=damage_until(slot.damaged, segments.last),
-            original_sequence=max(self._info.sequence, self.slot.original_sequence),
+            old_sequence=max(self._info.sequence, self.slot.old_sequence),
         )
 
 

@@ -297,7 +297,7 @@ class PartitionLog:
         """Write session and provisional mark into a slot, then into the 0.13 control file."""
         info = self._control.info(self.partition_id)
         slot = replace(slot, last_session=session, provisional=Mark(session, mark))
-        self._files.write_slot(replace(slot, original_sequence=info.sequence + 1))
+        self._files.write_slot(replace(slot, old_sequence=info.sequence + 1))
         try:
             self._control.set_marks(self.partition_id, session, mark, self.max_id)
         except (DiskFailed, NoSpace) as error:

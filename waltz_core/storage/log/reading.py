@@ -112,7 +112,7 @@ class LogReader:
         wrong = BEFORE_FIRST
         while True:
             self._refuse_damaged(first, whole_batches=whole_batches)
-            read = self._mended(
+            read = self._repaired(
                 first,
                 last,
                 lambda: self._attempt(first, last, bytes_max, whole_batches=whole_batches),
@@ -129,7 +129,7 @@ class LogReader:
             )
             wrong = read
 
-    def _mended(
+    def _repaired(
         self, first: TransactionId, last: TransactionId, read: Callable[[], _Read]
     ) -> _Read:
         """Read; when index or batches are wrong, repair them and read once more."""
@@ -141,7 +141,7 @@ class LogReader:
                 return read()
         except (BadFormat, ChecksumMismatch):
             pass
-        self._note_damage(self._segments.mend(first, last))
+        self._note_damage(self._segments.repair(first, last))
         return read()
 
     def _attempt(
@@ -214,7 +214,7 @@ class LogReader:
     def _refuse_damaged(self, first: TransactionId, *, whole_batches: bool) -> None:
         last = first
         if whole_batches:
-            entry = self._mended(first, first, lambda: self._segments.entry_of(first))
+            entry = self._repaired(first, first, lambda: self._segments.entry_of(first))
             if entry is None or entry.first != first:
                 raise BadRequest(
                     f"partition {self.partition_id}: expected a batch that begins at {first}, "
@@ -283,7 +283,7 @@ class LogReader:
                 f"found {first}..{last}"
             )
         self._refuse_damaged(first, whole_batches=False)
-        return self._mended(first, last, lambda: self._places(first, last, bytes_max))
+        return self._repaired(first, last, lambda: self._places(first, last, bytes_max))
 
     def _places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> PlacesRead:
         # They cannot have more batches than records, so none is left out.
@@ -302,7 +302,7 @@ class LogReader:
         Raises:
             BadFormat, ChecksumMismatch: an entry is wrong.
         """
-        return self._mended(
+        return self._repaired(
             first, last, lambda: self._segments.entries(first, last, LINEAGE_ENTRIES_MAX)
         )
 

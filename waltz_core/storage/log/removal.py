@@ -105,7 +105,7 @@ def finish(disk: Disk, directory: Path, control: ControlFile, partition_id: Part
     if intent.is_held:
         slot = Slot(
             partition_id,
-            original_sequence=info.sequence,
+            old_sequence=info.sequence,
             promised=intent.promised,
             nonce=intent.nonce,
             suspect=True,

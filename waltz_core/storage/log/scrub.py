@@ -26,7 +26,7 @@ MIB: Final = 1024 * 1024
 # While a piece is read its partition does nothing else.
 PIECE_BYTES_MAX: Final = 256 * 1024
 # Faster for a requested pass: an operator waits for it and has chosen the time.
-ASKED_BYTES_PER_S: Final = 32 * MIB
+REQUESTED_BYTES_PER_S: Final = 32 * MIB
 # Retry interval for a partition that has no records or is busy.
 REST_MS: Final = 1_000
 PLACES_NAME: Final = "waltz-x.scrub"
@@ -54,7 +54,7 @@ class ScrubState(NamedTuple):
 
     partition_id: PartitionId
     is_running: bool
-    is_asked: bool
+    is_requested: bool
     next_id: TransactionId
     last_id: TransactionId
     read_bytes: int
@@ -70,7 +70,7 @@ class _Turn:
     next_id: TransactionId
     last_id: TransactionId = BEFORE_FIRST
     is_running: bool = False
-    is_asked: bool = False
+    is_requested: bool = False
     due_ms: int | None = None
     read_bytes: int = 0
     passes_count: int = 0
@@ -119,7 +119,7 @@ class Scrub:
         """Request a pass over these partitions now, from their beginning (rule 3)."""
         for partition_id in partition_ids:
             turn = self._turns[partition_id]
-            turn.is_asked, turn.is_running, turn.due_ms = True, False, now_ms
+            turn.is_requested, turn.is_running, turn.due_ms = True, False, now_ms
             turn.next_id = _FIRST
         self._free_at_ms = min(self._free_at_ms, now_ms)
         self._set_wake()
@@ -138,7 +138,7 @@ class Scrub:
         if self.wake_at_ms is None or self.wake_at_ms > now_ms:
             return None
         ready = [
-            (not turn.is_asked, not turn.is_running, turn.due_ms, partition_id)
+            (not turn.is_requested, not turn.is_running, turn.due_ms, partition_id)
             for partition_id, turn in self._turns.items()
             if turn.due_ms is not None and turn.due_ms <= now_ms
         ]
@@ -181,11 +181,11 @@ class Scrub:
         return is_finished
 
     def _rate(self, turn: _Turn) -> int:
-        return max(self._bytes_per_s, ASKED_BYTES_PER_S if turn.is_asked else 1)
+        return max(self._bytes_per_s, REQUESTED_BYTES_PER_S if turn.is_requested else 1)
 
     def _finish(self, turn: _Turn, now_ms: int) -> None:
         assert turn.due_ms is not None
-        turn.is_running = turn.is_asked = False
+        turn.is_running = turn.is_requested = False
         turn.next_id = _FIRST
         turn.passes_count += 1
         turn.finished_ms = now_ms
@@ -203,7 +203,7 @@ class Scrub:
             ScrubState(
                 partition_id,
                 turn.is_running,
-                turn.is_asked,
+                turn.is_requested,
                 turn.next_id,
                 turn.last_id,
                 turn.read_bytes,

@@ -115,7 +115,7 @@ class AdminPort:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case AdminAnswer():
-                self._tell(effect)
+                self._send(effect)
             case RunErrand():
                 self._tasks.create_task(self._run(effect))
             case Report():
@@ -123,7 +123,7 @@ class AdminPort:
             case _:
                 assert_never(effect)
 
-    def _tell(self, effect: AdminAnswer) -> None:
+    def _send(self, effect: AdminAnswer) -> None:
         link = self._links.get(effect.connection)
         if link is None:
             return
@@ -151,8 +151,8 @@ class AdminPort:
         match errand:
             case errands.FindHeld() | errands.FindRoom() | errands.InspectReplica():
                 return await self._look(errand)
-            case errands.FindStanding():
-                return await self._serving.standing(errand.partition_id)
+            case errands.FindZooKeeperView():
+                return await self._serving.zookeeper_view(errand.partition_id)
             case errands.ReadRange():
                 return await self._read(errand)
             case errands.ScrubStatus():

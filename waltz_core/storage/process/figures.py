@@ -75,15 +75,15 @@ class StorageFigures:
             self._metrics.observe("waltz_storage_sync_seconds", result.sync_s)
         if result.failure is not None:
             add("waltz_storage_failed_writes_total")
-        if result.scrubbed or result.found or result.mended or result.failed_reads:
+        if result.scrubbed or result.found or result.repaired or result.failed_reads:
             self._count_damage(result, partition)
 
     def _count_damage(self, result: WorkResult, partition: PartitionId) -> None:
-        mended = () if result.mended is None else (result.mended,)
+        repaired = () if result.repaired is None else (result.repaired,)
         for name, amount in (
             ("failed_reads_total", len(result.failed_reads)),
             ("damage_found_transactions_total", count_of(result.found)),
-            ("damage_mended_transactions_total", count_of(mended)),
+            ("damage_repaired_transactions_total", count_of(repaired)),
             ("scrubbed_bytes_total", result.scrubbed.read_bytes if result.scrubbed else 0),
         ):
             if amount:

@@ -283,12 +283,12 @@ class Serving:
                 if ends_session:
                     self.look_again()
 
-    async def stand_still(self) -> None:
+    async def pause_changes(self) -> None:
         """Stop opening, dropping and changing partitions; wait for running operations."""
         for partition_id in range(self._engine.partition_count):
             await self._alone[PartitionId(partition_id)].acquire()
 
-    async def standing(self, partition_id: PartitionId) -> ZooKeeperView:
+    async def zookeeper_view(self, partition_id: PartitionId) -> ZooKeeperView:
         """Return the state of this replica in ZooKeeper, or else in the configured cluster.
 
         Raises:

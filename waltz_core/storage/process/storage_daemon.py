@@ -34,7 +34,7 @@ from uuid import UUID
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ReplicaAssignments
-from waltz_core.cluster.zookeeper.starting import connected, patiently
+from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
 from waltz_core.config.declarations import StorageConfig
 from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
@@ -74,8 +74,8 @@ _LEVELS: Final = {
     "read_failed": logging.WARNING,
     "reserve_released": logging.WARNING,
     "damage_found": logging.WARNING,
-    "scrub_passed_over": logging.WARNING,
-    "damage_mended": logging.INFO,
+    "scrub_skipped": logging.WARNING,
+    "damage_repaired": logging.INFO,
     "disk_has_room": logging.INFO,
     "replica_repaired": logging.INFO,
     "scrub_finished": logging.INFO,
@@ -96,10 +96,10 @@ def run(config: StorageConfig) -> None:
     """Run a storage until SIGTERM or SIGINT; raise the error that ended it otherwise."""
     if not __debug__:
         raise errors.BadConfig("python -O: the storage relies on its assertions, run it without -O")
-    net.run(serve(config, on_ready=_say_ready))
+    net.run(serve(config, on_ready=_print_ready))
 
 
-def _say_ready(address: str) -> None:
+def _print_ready(address: str) -> None:
     _log.info("storage.ready address=%s", address)
     print(f"storage ready {address}", flush=True)  # noqa: T201 - our parent process waits for it
 
@@ -126,7 +126,7 @@ async def serve(
         return
     async with connected(config) as coordinator:
         limit_ms = config.zookeeper_connect_timeout_ms
-        view = await patiently("the cluster", coordinator.read_cluster, timeout_ms=limit_ms)
+        view = await retry_start_step("the cluster", coordinator.read_cluster, timeout_ms=limit_ms)
         facts = StaticCluster(view.store.cluster_key, view.params.partition_count, ())
         await StorageDaemon(config, facts, coordinator).serve(stop, on_ready)
 
@@ -186,10 +186,10 @@ class StorageDaemon:
             is_clean = True
         except BaseExceptionGroup as group:
             # Report one error in a sentence, not as a tree of tasks.
-            told, _ = group.split(errors.WaltzError)
-            if told is None:
+            known, _ = group.split(errors.WaltzError)
+            if known is None:
                 raise
-            raise _first_of(told) from group
+            raise _first_of(known) from group
         finally:
             if not self._is_left:
                 await self._let_work_end()  # begun before the driver stopped
@@ -295,14 +295,14 @@ class StorageDaemon:
         try:
             return read_places(RealDisk(), Path(self._config.directory))
         except errors.WaltzError as error:
-            _log.warning("storage.scrub_begins_anew error=%s", error)
+            _log.warning("storage.scrub_restarted error=%s", error)
             return {}
 
     def _write_places(self, places: Mapping[PartitionId, TransactionId]) -> None:
         try:
             write_places(RealDisk(), Path(self._config.directory), places)
         except errors.WaltzError as error:
-            _log.warning("storage.scrub_place_not_kept error=%s", error)
+            _log.warning("storage.scrub_progress_not_saved error=%s", error)
 
     async def _keep_places(self, machine: StorageService) -> None:
         """Write the scrub's progress now and then, so that a restart continues it."""
@@ -347,7 +347,7 @@ class StorageDaemon:
         if coordinator is None:
             return
         mine = UUID(bytes=engine.storage_id)
-        registered = await patiently(
+        registered = await retry_start_step(
             "its registration",
             lambda: coordinator.register_storage_id(ReplicaId(self.address), mine),
             timeout_ms=self._config.zookeeper_connect_timeout_ms,
@@ -421,11 +421,11 @@ class StorageDaemon:
         try:
             async with asyncio.timeout(CLOSE_S_MAX):
                 if serving is not None:
-                    await serving.stand_still()
+                    await serving.pause_changes()
                 await self._is_idle.wait()
         except TimeoutError:
             self._is_left = True
-            _log.warning("storage.busy_at_end works=%d", self._works_count)
+            _log.warning("storage.shutdown_pending_work works=%d", self._works_count)
 
     def _failed(self, error: BaseException) -> None:
         """End the process with an error; the first one counts."""

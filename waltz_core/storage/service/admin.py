@@ -49,7 +49,7 @@ from waltz_core.storage.service.errands import (
     Errand,
     FindHeld,
     FindRoom,
-    FindStanding,
+    FindZooKeeperView,
     HeldPartition,
     InspectReplica,
     LogFacts,
@@ -152,11 +152,11 @@ class AdminService:
             wire.SetAvailable: self._set_available,
             wire.SetAssigned: self._set_assigned,
             wire.RecordListRequest: self._list_records,
-            wire.SessionInfoRequest: self._tell_marks,
-            wire.MetricsRequest: self._tell_gauges,
-            wire.HeldRequest: self._tell_held,
-            wire.StorageRequest: self._tell_held,
-            wire.ReplicaRequest: self._tell_replica,
+            wire.SessionInfoRequest: self._answer_marks,
+            wire.MetricsRequest: self._answer_gauges,
+            wire.HeldRequest: self._answer_held,
+            wire.StorageRequest: self._answer_held,
+            wire.ReplicaRequest: self._answer_replica,
             wire.RemovePartition: self._remove,
             wire.MarkSuspect: self._mark_suspect,
             wire.ReSeed: self._re_seed,
@@ -230,11 +230,11 @@ class AdminService:
         self._report("administration_refused", request, error=text)
 
     def _report(self, name: str, request: AdminRequest, **fields: object) -> None:
-        told = {"request": type(request.message).__name__} | fields
+        reported = {"request": type(request.message).__name__} | fields
         partition = getattr(request.message, "partition_id", None)
         if partition is not None:
-            told["partition"] = partition
-        self._effects.append(Report(name, tuple(told.items())))
+            reported["partition"] = partition
+        self._effects.append(Report(name, tuple(reported.items())))
 
     # ------------------------------------------------------------------ requests
 
@@ -285,11 +285,11 @@ class AdminService:
     def _mark_suspect(self, message: wire.MarkSuspect) -> Script:
         partition_id = PartitionId(message.partition_id)
         if not message.is_forced:
-            standing = yield from _standing(partition_id)
-            if standing.is_engaged and quorum_size(standing.replica_count) == 1:
+            view = yield from _zookeeper_view(partition_id)
+            if view.is_engaged and quorum_size(view.replica_count) == 1:
                 raise BadRequest(
                     f"partition {partition_id}: expected another trusted replica, found only this "
-                    f"one engaged in session {standing.session_id}. Hint: once it is suspect, no "
+                    f"one engaged in session {view.session_id}. Hint: once it is suspect, no "
                     "replica proves which appends were acknowledged; use --force to accept that."
                 )
         yield MarkReplicaSuspect(partition_id)
@@ -298,18 +298,18 @@ class AdminService:
     def _re_seed(self, message: wire.ReSeed) -> Script:
         partition_id = PartitionId(message.partition_id)
         if not message.is_forced:
-            standing = yield from _standing(partition_id)
-            if standing.is_engaged:
+            view = yield from _zookeeper_view(partition_id)
+            if view.is_engaged:
                 raise BadRequest(
                     f"partition {partition_id}: expected a replica that the last session does not "
-                    f"count on, found it engaged {_counted_on(standing)}. Hint: take it offline "
+                    f"count on, found it engaged {_counted_on(view)}. Hint: take it offline "
                     "first (`storage availability`), so that the others continue without it, or "
                     "use --force."
                 )
         yield Reseed(partition_id)
         return wire.Done(message.sequence)
 
-    def _tell_held(self, message: wire.HeldRequest | wire.StorageRequest) -> Script:
+    def _answer_held(self, message: wire.HeldRequest | wire.StorageRequest) -> Script:
         held = yield from _held()
         if isinstance(message, wire.HeldRequest):
             pairs = tuple((int(one.partition_id), one.is_available) for one in held)
@@ -323,18 +323,18 @@ class AdminService:
             held=tuple(int(one.partition_id) for one in held),
         )
 
-    def _tell_gauges(self, message: wire.MetricsRequest) -> Script:
+    def _answer_gauges(self, message: wire.MetricsRequest) -> Script:
         held = yield from _held()
         room = yield FindRoom()
         assert isinstance(room, DiskRoom)
         return wire.MetricsResponse(message.sequence, gauges_json(held, room))
 
-    def _tell_marks(self, message: wire.SessionInfoRequest) -> Script:
+    def _answer_marks(self, message: wire.SessionInfoRequest) -> Script:
         info = (yield from _look_at(PartitionId(message.partition_id))).info
         marks = (info.session_id, info.low_water_mark, info.local_low_water_mark)
         return wire.SessionInfoResponse(message.sequence, message.partition_id, *marks)
 
-    def _tell_replica(self, message: wire.ReplicaRequest) -> Script:
+    def _answer_replica(self, message: wire.ReplicaRequest) -> Script:
         facts = yield from _look_at(PartitionId(message.partition_id), must_be_held=False)
         log = facts.log or NO_LOG
         return wire.ReplicaResponse(
@@ -450,28 +450,28 @@ def _removal(
 ) -> Generator[Errand, object, None]:
     """Remove a partition, if that is allowed (rule 2)."""
     yield from _look_at(partition_id)
-    standing = yield from _standing(partition_id)
-    if standing.is_assigned:
+    view = yield from _zookeeper_view(partition_id)
+    if view.is_assigned:
         raise BadRequest(
             f"partition {partition_id}: expected that ZooKeeper does not assign it to this "
             "storage, found it assigned. Hint: unassign it first, otherwise it is created again at "
             "once; or use `storage re-seed` to start this replica again, empty."
         )
-    if standing.is_engaged and not is_forced:
+    if view.is_engaged and not is_forced:
         raise BadRequest(
             f"partition {partition_id}: expected a replica that no session counts on, found it "
-            f"engaged {_counted_on(standing)}. Hint: its owner drops it as soon as it can; try "
+            f"engaged {_counted_on(view)}. Hint: its owner drops it as soon as it can; try "
             "again, or use --force."
         )
     yield Unassign(partition_id, deletes_files)
 
 
-def _counted_on(standing: ZooKeeperView) -> str:
+def _counted_on(view: ZooKeeperView) -> str:
     """Describe the replicas of the last session, and how many are left without this one."""
-    left, quorum = len(standing.engaged) - 1, quorum_size(standing.replica_count)
-    names = ", ".join(standing.engaged)
+    left, quorum = len(view.engaged) - 1, quorum_size(view.replica_count)
+    names = ", ".join(view.engaged)
     safe = "still a quorum" if left >= quorum else f"less than the quorum of {quorum}"
-    return f"in session {standing.session_id} with {names} (without it {left} are left, {safe})"
+    return f"in session {view.session_id} with {names} (without it {left} are left, {safe})"
 
 
 def _look_at(
@@ -491,10 +491,10 @@ def _log_of(partition_id: PartitionId) -> Generator[Errand, object, LogFacts]:
     return facts.log
 
 
-def _standing(partition_id: PartitionId) -> Generator[Errand, object, ZooKeeperView]:
-    standing = yield FindStanding(partition_id)
-    assert isinstance(standing, ZooKeeperView)
-    return standing
+def _zookeeper_view(partition_id: PartitionId) -> Generator[Errand, object, ZooKeeperView]:
+    view = yield FindZooKeeperView(partition_id)
+    assert isinstance(view, ZooKeeperView)
+    return view
 
 
 def _held() -> Generator[Errand, object, tuple[HeldPartition, ...]]:

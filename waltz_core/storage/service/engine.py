@@ -314,7 +314,7 @@ class Engine:
         if deletes_files:
             self._wipe(Wipe(partition_id, is_held=False, promised=NO_SESSION, nonce=NO_NONCE))
         else:
-            self._tell_slot(partition_id)
+            self._report_slot(partition_id)
             self._control.forget(partition_id, FLAG_AVAILABLE)
         self.failed.pop(partition_id, None)
 
@@ -423,10 +423,10 @@ class Engine:
         return SlotFile.open(self._disk, self._directory_of(partition_id), partition_id)
 
     def _write_flags(self, partition_id: PartitionId, flags: int) -> None:
-        self._tell_slot(partition_id)
+        self._report_slot(partition_id)
         self._control.set_flags(partition_id, flags)
 
-    def _tell_slot(self, partition_id: PartitionId) -> None:
+    def _report_slot(self, partition_id: PartitionId) -> None:
         """Write the next sequence of the control file into the slot (rule 6)."""
         if partition_id in self.failed:
             self._open_log(partition_id)  # It may open now; otherwise this raises.
@@ -441,7 +441,7 @@ class Engine:
                     "first, to find out what it may have promised"
                 )
             sequence = self._control.info(partition_id).sequence + 1
-            slots.write(replace(slots.slot, original_sequence=sequence))
+            slots.write(replace(slots.slot, old_sequence=sequence))
         finally:
             slots.close()
 

@@ -41,7 +41,7 @@ class InspectReplica:
 
 
 @value(frozen=True, slots=True)
-class FindStanding:
+class FindZooKeeperView:
     """Read the state of this replica in ZooKeeper: `ZooKeeperView`."""
 
     partition_id: PartitionId
@@ -113,7 +113,9 @@ class PutCopy:
     batches: Copy
 
 
-Question: TypeAlias = FindHeld | FindRoom | InspectReplica | FindStanding | ReadRange | ScrubStatus
+Question: TypeAlias = (
+    FindHeld | FindRoom | InspectReplica | FindZooKeeperView | ReadRange | ScrubStatus
+)
 ReplicaChange: TypeAlias = (
     Assign | Unassign | SetAvailability | MarkReplicaSuspect | Reseed | PutCopy
 )

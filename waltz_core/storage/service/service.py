@@ -300,19 +300,19 @@ class StorageService:
                 f"partition {message.partition_id}: a control slot was lost, and with it the owner "
                 f"of session {session}; the next session can be {promise.session_id + 1}"
             )
-        asked = Promise(session, message.nonce)
-        if session <= promise.session_id and asked != promise:
+        requested = Promise(session, message.nonce)
+        if session <= promise.session_id and requested != promise:
             raise SessionFenced(
                 f"partition {message.partition_id}: session {session} comes after "
                 f"{promise.session_id} was promised to another owner"
             )
         why: WaltzError = SessionFenced(f"session {session} was prepared")
-        if asked == promise:  # rule 10
+        if requested == promise:  # rule 10
             why = ConnectionSuperseded(f"a later connection of session {session}'s owner is here")
             if lane.owner is not None and request.connection < lane.owner:
                 raise why
         # First the promise: the rejected owners get this session in the error, not their own.
-        lane.promise = asked
+        lane.promise = requested
         self._fence(lane, why, keep=request.connection)
         lane.owner = request.connection
         self._queue(lane, lane.writes, request)
@@ -440,12 +440,12 @@ class StorageService:
             return
         lane.work = None
         self._learn(lane, work, result)
-        self._tell_findings(lane, result)
+        self._report_findings(lane, result)
         self._notice_room(now_ms)
         scrubbed = result.scrubbed
         if scrubbed is not None and self._scrub.done(work.partition_id, scrubbed, now_ms):
             self._report("scrub_finished", partition=work.partition_id)
-            self._tell_owner(lane)  # Again: what could not be repaired may be repairable now.
+            self._notify_owner(lane)  # Again: what could not be repaired may be repairable now.
         is_marked = not work.requests and work.piece is None
         lane.is_unmarked = result.appended_count > 0 or (lane.is_unmarked and not is_marked)
         if lane.is_unmarked and self._mark_at_ms is None:
@@ -470,7 +470,7 @@ class StorageService:
             if lane.piece is not None and lane.work is None:
                 self._start_work(lane)
 
-    def _tell_findings(self, lane: Lane, result: WorkResult) -> None:
+    def _report_findings(self, lane: Lane, result: WorkResult) -> None:
         """Report new damage, and notify the owner of all known damage (rule 8)."""
         partition_id = lane.log.partition_id
         if lane.is_gone:
@@ -481,14 +481,16 @@ class StorageService:
             self._report("read_failed", partition=partition_id, error=error)
         if result.scrubbed is not None and result.scrubbed.error is not None:
             error = result.scrubbed.error
-            self._report("scrub_passed_over", partition=partition_id, error=error)
-        if result.mended is not None:
-            self._report("damage_mended", partition=partition_id, ids=in_words((result.mended,)))
+            self._report("scrub_skipped", partition=partition_id, error=error)
+        if result.repaired is not None:
+            self._report(
+                "damage_repaired", partition=partition_id, ids=in_words((result.repaired,))
+            )
         if result.found:
             self._report("damage_found", partition=partition_id, ids=in_words(result.found))
-            self._tell_owner(lane)
+            self._notify_owner(lane)
 
-    def _tell_owner(self, lane: Lane) -> None:
+    def _notify_owner(self, lane: Lane) -> None:
         """Notify the owner of all known damage, if any."""
         if lane.owner is not None and lane.log.damaged:
             damaged = np.array(lane.log.damaged, dtype=">i8").tobytes()

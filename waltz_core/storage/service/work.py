@@ -103,7 +103,7 @@ class WorkResult:
     read_bytes: int = 0
     sync_s: float | None = None  # how long the sync of a group of appends took
     found: tuple[IdRange, ...] = ()
-    mended: IdRange | None = None
+    repaired: IdRange | None = None
     failed_reads: list[str] = field(default_factory=list)
     scrubbed: Scrubbed | None = None
     has_released: bool = False  # the reserve was released for this
@@ -222,7 +222,7 @@ class Work:
             case Repair():
                 state = _change(self.log, message)
                 last = message.first + len(message.lengths) // 4 - 1
-                result.mended = IdRange(TransactionId(message.first), TransactionId(last))
+                result.repaired = IdRange(TransactionId(message.first), TransactionId(last))
                 return state
             case LockBlocksRequest():
                 return _lock_blocks(self.log, message)

@@ -55,10 +55,10 @@ class Writers:
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
-            self._tell(work, _outcome_of(work))
+            self._report(work, _outcome_of(work))
             del work  # It holds megabytes, which must not stay while this waits for the next one.
 
-    def _tell(self, work: Work, outcome: WriteOutcome) -> None:
+    def _report(self, work: Work, outcome: WriteOutcome) -> None:
         try:
             self._loop.call_soon_threadsafe(self._done, work, outcome)
         except RuntimeError:

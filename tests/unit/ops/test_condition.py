@@ -7,7 +7,7 @@ import pytest
 from tests.unit.ops.test_diagnosis import ENGAGED, ONE, SPARE, A, B, C, Case
 from waltz_core.cluster.nodes.model import PartitionMetadata, ReplicaState
 from waltz_core.ops.facts import ReplicaFacts
-from waltz_core.ops.standing import Lack, PartitionStanding, lack_of
+from waltz_core.ops.condition import Lack, PartitionCondition, lack_of
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def case():
 
 
 def standing(case):
-    return PartitionStanding(case.facts.cluster, 0)
+    return PartitionCondition(case.facts.cluster, 0)
 
 
 def test_a_partition_that_is_well(case):
@@ -26,7 +26,7 @@ def test_a_partition_that_is_well(case):
         *(True, True, False, False),
     )
     assert now.answering == now.engaged == [A, B, C]
-    assert (now.behind, now.suspects, now.unknown, now.nobody_can_vouch) == ([], [], [], False)
+    assert (now.behind, now.suspects, now.unknown, now.has_no_trusted_quorum) == ([], [], [], False)
     assert (now.quorum, now.newest) == (2, 90)
 
 
@@ -63,12 +63,12 @@ def test_who_answers_is_who_a_session_could_be_opened_with(case):
 def test_who_can_vouch(case):
     case.server(1, served={0: False})
     case.replica(A, is_suspect=True)
-    assert not standing(case).nobody_can_vouch
+    assert not standing(case).has_no_trusted_quorum
     case.replica(B, is_suspect=True)
     assert standing(case).suspects == [A, B]
-    assert standing(case).nobody_can_vouch
+    assert standing(case).has_no_trusted_quorum
     case.storage(C, trouble="refused", replicas={})
-    assert not standing(case).nobody_can_vouch  # somebody who may know is only away
+    assert not standing(case).has_no_trusted_quorum  # somebody who may know is only away
 
 
 def test_what_the_newest_session_says(case):

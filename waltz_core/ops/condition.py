@@ -45,7 +45,7 @@ def lack_of(held: ReplicaFacts) -> Lack | None:
     return Lack.STUCK if held.is_stuck else None
 
 
-class PartitionStanding:
+class PartitionCondition:
     """One partition; see the module's rules."""
 
     def __init__(self, cluster: ClusterFacts, partition_id: PartitionId) -> None:
@@ -145,7 +145,7 @@ class PartitionStanding:
         return [each for each in self.engaged if not self.answers(each) or self.is_suspect(each)]
 
     @property
-    def nobody_can_vouch(self) -> bool:
+    def has_no_trusted_quorum(self) -> bool:
         """Whether all answer, and too many are suspect: starting a process does not help."""
         is_answered = all(self.answers(each) for each in self.engaged)
         return is_answered and not self.is_open and len(self.suspects) >= self.quorum
