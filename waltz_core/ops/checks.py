@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from waltz_core.cluster.change import changes
-from waltz_core.ops.facts import ClusterFacts, ServerFacts, StorageFacts
 from waltz_core.ops.condition import Lack, PartitionCondition, lack_of
+from waltz_core.ops.facts import ClusterFacts, ServerFacts, StorageFacts
 from waltz_core.records.record import PartitionId
 
 # check -> its condition, in the order of `verify` of Waltz 0.13

@@ -20,6 +20,7 @@ from typing import Final
 
 from waltz_core.cluster.change import changes, rebuilding
 from waltz_core.config.connect_string import parse_connect_string, split_address
+from waltz_core.ops.condition import Lack, PartitionCondition, lack_of
 from waltz_core.ops.facts import (
     ClusterFacts,
     Facts,
@@ -32,7 +33,6 @@ from waltz_core.ops.facts import (
     StorageFacts,
 )
 from waltz_core.ops.findings import KINDS, Finding, finding
-from waltz_core.ops.condition import Lack, PartitionCondition, lack_of
 from waltz_core.records.record import PartitionId, ReplicaId
 
 MIB: Final = 1024 * 1024

@@ -11,8 +11,8 @@ end, which has the newest ones.
 Rules:
     1. A block contains the write and append locks of all transactions first..last, and for each
        lock the distance of its writer from `last`. With more than `DISTANCES_TRANSACTIONS_MAX`
-       transactions there are no distances ("WLB1"): each lock counts as written by `last`, which is not below
-       its writer.
+       transactions there are no distances ("WLB1"): each lock counts as written by
+       `last`, which is not below its writer.
     2. The chain is that of the log after `last` (replication/window.py): it covers the whole log up
        to there. If a block contains the log's known chain at `last`, the block belongs to this log,
        and its `chain before` is the log's chain before `first`.

@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.ops.test_diagnosis import ENGAGED, ONE, SPARE, A, B, C, Case
 from waltz_core.cluster.nodes.model import PartitionMetadata, ReplicaState
-from waltz_core.ops.facts import ReplicaFacts
 from waltz_core.ops.condition import Lack, PartitionCondition, lack_of
+from waltz_core.ops.facts import ReplicaFacts
 
 
 @pytest.fixture

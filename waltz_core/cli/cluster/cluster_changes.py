@@ -11,9 +11,9 @@ import click
 
 from waltz_core.cli import own_transport
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.queries import answers, name_at
 from waltz_core.cli.changing import Command, Result, changes
 from waltz_core.cli.output import ranges_of
+from waltz_core.cli.queries import answers, name_at
 from waltz_core.cli.verbs import verb
 from waltz_core.client.links.storage_admin import administered
 from waltz_core.cluster.change import changes as placements

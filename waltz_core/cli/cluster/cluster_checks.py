@@ -5,9 +5,9 @@ import datetime
 from collections.abc import Sequence
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.queries import ask
 from waltz_core.cli.changing import Command, Result, changes, connected
 from waltz_core.cli.output import print_json, print_table
+from waltz_core.cli.queries import ask
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.changes import parse_partitions
 from waltz_core.cluster.membership.registration import ServersView

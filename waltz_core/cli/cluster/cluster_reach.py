@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.queries import ask
 from waltz_core.cli.changing import connected
 from waltz_core.cli.output import print_json, print_table
 from waltz_core.cli.progress import ProgressLine
+from waltz_core.cli.queries import ask
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import WaltzError
 from waltz_core.wire.messages import CheckConnectivityRequest, CheckConnectivityResponse

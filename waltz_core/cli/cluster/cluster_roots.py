@@ -5,9 +5,9 @@ import asyncio
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.queries import answers
 from waltz_core.cli.changing import Command, Result, changes, connected, placed
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
+from waltz_core.cli.queries import answers
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError

@@ -4,10 +4,10 @@ import asyncio
 from typing import NamedTuple
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.queries import ask
 from waltz_core.cli.changing import connected
 from waltz_core.cli.output import print_json, print_table, ranges_of
 from waltz_core.cli.progress import ProgressLine
+from waltz_core.cli.queries import ask
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import WaltzError
 from waltz_core.wire.messages import PartitionsHealthRequest, PartitionsHealthResponse

@@ -13,8 +13,8 @@ Rules (docs/zookeeper.md, "Membership and assignment"):
     5. When ZooKeeper was unavailable, sessions may end although no server has died. So for one
        session timeout after its return the lead moves no partition away from servers that have not
        registered again, unless they are known to be dead: this process has seen it
-       (`remove_dead`), or another one is registered at their address. Otherwise it acts at once. A server that changes
-       its own preferences writes an assignment, too, and waits like the lead.
+       (`remove_dead`), or another one is registered at their address. Otherwise it acts at once. A
+       server that changes its own preferences writes an assignment, too, and waits like the lead.
     6. An assignment includes the servers that may own partitions (`reachability.py`). When that set
        changes, the lead writes another one for the same live servers.
 """
