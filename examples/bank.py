@@ -38,11 +38,11 @@ class Command(NamedTuple):
 
     arguments: str
     about: str
-    run: Callable[["Desk", list[str]], None]
+    run: Callable[["Terminal", list[str]], None]
     is_write: bool = True
 
 
-class Desk:
+class Terminal:
     """Runs the commands of the bank, and prints their results."""
 
     def __init__(self, bank: Bank) -> None:
@@ -74,20 +74,20 @@ class Desk:
         """Deposit money."""
         account = account_of(words[0])
         self.bank.deposit(account, cents_of(words[1]), key=self.key)
-        self._tell(account)
+        self._print_balance(account)
 
     def withdraw(self, words: list[str]) -> None:
         """Withdraw money."""
         account = account_of(words[0])
         self.bank.withdraw(account, cents_of(words[1]), key=self.key)
-        self._tell(account)
+        self._print_balance(account)
 
     def transfer(self, words: list[str]) -> None:
         """Move money."""
         source, target = account_of(words[0]), account_of(words[1])
         self.bank.transfer(source, target, cents_of(words[2]), key=self.key)
-        self._tell(source)
-        self._tell(target)
+        self._print_balance(source)
+        self._print_balance(target)
 
     def deactivate(self, words: list[str]) -> None:
         """Close an account."""
@@ -97,7 +97,7 @@ class Desk:
 
     def balance(self, words: list[str]) -> None:
         """Print the balance of an account."""
-        self._tell(account_of(words[0]))
+        self._print_balance(account_of(words[0]))
 
     def accounts(self, _: list[str]) -> None:
         """Print all accounts."""
@@ -130,27 +130,31 @@ class Desk:
 
     def help(self, _: list[str]) -> None:
         """List the commands."""
-        tell_commands()
+        print_commands()
 
-    def _tell(self, account: int) -> None:
+    def _print_balance(self, account: int) -> None:
         show_line(f"account {account} holds {money(self.bank.balance(account))}")
 
 
 COMMANDS = {
-    "open": Command("ACCOUNT", "a new account; any whole number", Desk.open),
-    "deposit": Command("ACCOUNT AMOUNT", "bring money in, 100 or 12.50", Desk.deposit),
-    "withdraw": Command("ACCOUNT AMOUNT", "take money out, if it is there", Desk.withdraw),
-    "transfer": Command("SOURCE TARGET AMOUNT", "move money between accounts", Desk.transfer),
-    "deactivate": Command("ACCOUNT", "close an empty account for ever", Desk.deactivate),
-    "balance": Command("ACCOUNT", "what an account holds", Desk.balance, is_write=False),
-    "accounts": Command("", "what all accounts hold", Desk.accounts, is_write=False),
-    "history": Command("ACCOUNT", "what has happened to an account", Desk.history, is_write=False),
-    "settle": Command("", "end transfers that were left half done", Desk.settle, is_write=False),
-    "help": Command("", "this list", Desk.help, is_write=False),
+    "open": Command("ACCOUNT", "a new account; any whole number", Terminal.open),
+    "deposit": Command("ACCOUNT AMOUNT", "bring money in, 100 or 12.50", Terminal.deposit),
+    "withdraw": Command("ACCOUNT AMOUNT", "take money out, if it is there", Terminal.withdraw),
+    "transfer": Command("SOURCE TARGET AMOUNT", "move money between accounts", Terminal.transfer),
+    "deactivate": Command("ACCOUNT", "close an empty account for ever", Terminal.deactivate),
+    "balance": Command("ACCOUNT", "what an account holds", Terminal.balance, is_write=False),
+    "accounts": Command("", "what all accounts hold", Terminal.accounts, is_write=False),
+    "history": Command(
+        "ACCOUNT", "what has happened to an account", Terminal.history, is_write=False
+    ),
+    "settle": Command(
+        "", "end transfers that were left half done", Terminal.settle, is_write=False
+    ),
+    "help": Command("", "this list", Terminal.help, is_write=False),
 }
 
 
-def tell_commands() -> None:
+def print_commands() -> None:
     """Print the commands."""
     for name, command in COMMANDS.items():
         show_line(f"  {f'{name} {command.arguments}':<34} {command.about}")
@@ -194,17 +198,17 @@ def sentence_of(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def attempt(desk: Desk, words: Sequence[str], key: str | None = None) -> bool:
+def attempt(terminal: Terminal, words: Sequence[str], key: str | None = None) -> bool:
     """Run a command; return False, and print one sentence, if it was not done."""
     try:
-        desk.run(words, key)
+        terminal.run(words, key)
     except (Refused, WaltzError, SQLAlchemyError) as error:
         print(sentence_of(error), file=sys.stderr, flush=True)
         return False
     return True
 
 
-def prompt(desk: Desk) -> None:
+def prompt(terminal: Terminal) -> None:
     """Run commands until `quit`."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, PLC0415 - arrow keys at the prompt, if it exists
@@ -217,12 +221,12 @@ def prompt(desk: Desk) -> None:
         if words and words[0] in ("quit", "exit"):
             break
         if words:
-            attempt(desk, words)
+            attempt(terminal, words)
     show_line("good-bye")
 
 
 @contextlib.contextmanager
-def opened(options: argparse.Namespace) -> Iterator[Desk]:
+def opened(options: argparse.Namespace) -> Iterator[Terminal]:
     """Open a desk with a cluster and a database."""
     with contextlib.ExitStack() as stack:
         directory: Path = options.directory
@@ -235,7 +239,7 @@ def opened(options: argparse.Namespace) -> Iterator[Desk]:
         stack.callback(engine.dispose)
         bank = Bank(connect, engine)
         stack.callback(bank.close)
-        yield Desk(bank)
+        yield Terminal(bank)
 
 
 def main() -> int:
@@ -253,13 +257,13 @@ def main() -> int:
     if options.connect is not None and options.database is None:
         parser.error("--connect needs --database: each log has a database of its own")
     if options.command == ["help"]:  # needs no bank
-        tell_commands()
+        print_commands()
         return 0
     try:
-        with opened(options) as desk:
+        with opened(options) as terminal:
             if options.command:
-                return 0 if attempt(desk, options.command, options.id) else 1
-            prompt(desk)
+                return 0 if attempt(terminal, options.command, options.id) else 1
+            prompt(terminal)
     except (BadConfig, WaltzError, SQLAlchemyError, ImportError) as error:
         print(f"bank: {sentence_of(error)}", file=sys.stderr)
         return 1

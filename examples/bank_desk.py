@@ -125,7 +125,7 @@ class Bank:
             cents = active_cents(connection, account)
             if cents:
                 raise Refused(f"account {account} holds {money(cents)}; it must be empty")
-            if any(row.source == account for row in connection.execute(under_way())):
+            if any(row.source == account for row in connection.execute(in_transit())):
                 raise Refused(f"a transfer from account {account} is in transit; try again")
             return Entry("deactivate", key, account)
 
@@ -135,7 +135,7 @@ class Bank:
         """Complete transfers that were left in transit; return how many."""
         self.catch_up()
         with self._books.engine.connect() as connection:
-            keys = [row.key for row in connection.execute(under_way())]
+            keys = [row.key for row in connection.execute(in_transit())]
         for key in keys:
             with contextlib.suppress(Refused):
                 self._settle(key)
@@ -163,7 +163,7 @@ class Bank:
     def cents_under_way(self) -> int:
         """Return the amount in transit between partitions."""
         with self._books.engine.connect() as connection:
-            return sum(row.cents for row in connection.execute(under_way()))
+            return sum(row.cents for row in connection.execute(in_transit()))
 
     def history(self, account: int) -> list[tuple[int, int, str, int, int | None]]:
         """Return partition, transaction, kind, signed cents and other side of an account's entries.
@@ -254,7 +254,7 @@ def check_has(connection: sa.Connection, account: int, cents: int) -> None:
         raise Refused(f"account {account} holds {money(held)}, which is less than {money(cents)}")
 
 
-def under_way() -> sa.Select[tuple[str, int, int, int, bool]]:
+def in_transit() -> sa.Select[tuple[str, int, int, int, bool]]:
     """Return the query for transfers that have neither arrived nor returned."""
     both = SENDS.outerjoin(ARRIVALS, ARRIVALS.c.key == SENDS.c.key)
     has_arrived = sa.func.coalesce(ARRIVALS.c.is_rejected, sa.true()) == sa.false()

@@ -107,9 +107,11 @@ def whereabouts(back: DataFrame) -> DataFrame:
     )
 
 
-def dispatch(spark: SparkSession, who: str, aircraft: list[tuple[str, str]], to: str) -> DataFrame:
+def dispatch(
+    spark: SparkSession, dispatcher: str, aircraft: list[tuple[str, str]], to: str
+) -> DataFrame:
     """Decide where aircraft fly next: rows with a write lock on each."""
-    rows = [(tailnum, at, to, who) for tailnum, at in aircraft]
+    rows = [(tailnum, at, to, dispatcher) for tailnum, at in aircraft]
     table = spark.createDataFrame(rows, DISPATCH_SCHEMA)
     return table.select(
         "*",
@@ -147,12 +149,12 @@ def conflict(spark: SparkSession, connect: str, busiest: list[tuple[str, str]]) 
         "   the log rejects exactly the rows that conflict with Anna's, and names her transactions:"
     )
     refused.orderBy("partition", "lock_failure_transaction_id").show(5, truncate=False)
-    again = decide_anew(spark, connect, both)
+    again = decide_again(spark, connect, both)
     check("Boris's rows committed after a new decision", found=again, expected=CONTESTED)
     return int(second.counts["rejected"])
 
 
-def decide_anew(spark: SparkSession, connect: str, tailnums: set[str]) -> int:
+def decide_again(spark: SparkSession, connect: str, tailnums: set[str]) -> int:
     """Recompute the rejected decisions from a new snapshot, after Anna's."""
     snapshot = waltz_spark.snapshot(spark, connect)
     sent = snapshot.read(DISPATCH_SCHEMA, dataFormat="msgpack", headers=DISPATCH)

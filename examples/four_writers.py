@@ -94,14 +94,14 @@ class Content(NamedTuple):
 
 
 @dataclass
-class Told:
+class RecordedOutcome:
     """The outcome of one transaction."""
 
     key: str
     partition: int
     digest: str
     sent_s: float
-    told_s: float = 0.0
+    reported_s: float = 0.0
     outcome: str = UNKNOWN
     transaction_id: int = -1
     why: str = ""
@@ -150,7 +150,7 @@ class Count(TransactionContext):
 
     def __init__(self, key: str, counter: int, counters: Counters) -> None:
         super().__init__()
-        self.attempts: list[Told] = []
+        self.attempts: list[RecordedOutcome] = []
         self._key = key
         self._counter = counter
         self._lock = lock("counter", counter)
@@ -174,7 +174,9 @@ class Count(TransactionContext):
         )
         data = content.to_bytes()
         now_s = time.monotonic()
-        self.attempts.append(Told(content.key, content.partition, digest_of(data), now_s))
+        self.attempts.append(
+            RecordedOutcome(content.key, content.partition, digest_of(data), now_s)
+        )
         builder.set_header(COUNTING)
         builder.set_transaction_data(data, BYTES)
         builder.set_write_locks(content.writes)
@@ -185,7 +187,7 @@ class Pending(NamedTuple):
     """Transactions in flight: a future, and the outcomes that it will decide."""
 
     future: "Future[Any]"
-    told: list[Told]
+    recorded: list[RecordedOutcome]
     context: Count | None = None
 
 
@@ -195,7 +197,7 @@ class Writer:
     def __init__(
         self, connect: str, number: int, share: int, progress: "Synchronized[int]"
     ) -> None:
-        self.ledger: list[Told] = []
+        self.ledger: list[RecordedOutcome] = []
         self._client = WaltzClient(connect)
         self._number = number
         self._left = share
@@ -258,12 +260,12 @@ class Writer:
             append_locks=[row.appends for row in rows],
         )
         now_s = time.monotonic()
-        told = [
-            Told(row.key, partition, digest_of(each), now_s)
+        recorded = [
+            RecordedOutcome(row.key, partition, digest_of(each), now_s)
             for row, each in zip(rows, data, strict=True)
         ]
         future = self._client.append_batch(partition, payload, count, client_high_water_mark=mark)
-        self._add("batch", Pending(future, told))
+        self._add("batch", Pending(future, recorded))
 
     def _single(self) -> None:
         self._settle("single", in_flight=IN_FLIGHT["single"])
@@ -274,7 +276,7 @@ class Writer:
         (key,) = self._take(1)
         row = self._blind(key, partition, self._marks[partition])
         data = row.to_bytes()
-        told = Told(key, partition, digest_of(data), time.monotonic())
+        recorded = RecordedOutcome(key, partition, digest_of(data), time.monotonic())
         future = self._client.append(
             data,
             partition=partition,
@@ -284,7 +286,7 @@ class Writer:
             append_locks=row.appends,
             client_high_water_mark=row.mark,
         )
-        self._add("single", Pending(future, [told]))
+        self._add("single", Pending(future, [recorded]))
 
     def _count(self) -> None:
         self._settle("context", in_flight=IN_FLIGHT["context"])
@@ -294,7 +296,7 @@ class Writer:
         self._add("context", Pending(future, context.attempts, context))
 
     def _add(self, kind: str, pending: Pending) -> None:
-        pending.future.add_done_callback(lambda _: _stamp(pending.told))
+        pending.future.add_done_callback(lambda _: _stamp(pending.recorded))
         self._pending[kind].append(pending)
 
     def _settle(self, kind: str, *, in_flight: int) -> None:
@@ -303,21 +305,21 @@ class Writer:
         while queue and len(queue) >= max(1, in_flight):
             pending = queue.popleft()
             _decide(pending)
-            self.ledger += pending.told
+            self.ledger += pending.recorded
             with self._progress.get_lock():
-                self._progress.value += 1 if pending.context else len(pending.told)
+                self._progress.value += 1 if pending.context else len(pending.recorded)
 
 
-def _stamp(told: list[Told]) -> None:
+def _stamp(recorded: list[RecordedOutcome]) -> None:
     now_s = time.monotonic()
-    for each in told:
-        each.told_s = each.told_s or now_s
+    for each in recorded:
+        each.reported_s = each.reported_s or now_s
 
 
 def _decide(pending: Pending) -> None:
     """Set the outcomes from the future's result."""
     pending.future.exception()
-    _stamp(pending.told)  # A waiting thread may continue before the future's callbacks run.
+    _stamp(pending.recorded)  # A waiting thread may continue before the future's callbacks run.
     try:
         result = pending.future.result()
     except WaltzError as error:
@@ -336,11 +338,11 @@ def _decide(pending: Pending) -> None:
     last_try[0].outcome, last_try[0].transaction_id = OK, int(result)
 
 
-def _last_try(pending: Pending) -> list[Told]:
+def _last_try(pending: Pending) -> list[RecordedOutcome]:
     """Return the last attempt of a context; the earlier ones were rejected."""
     if pending.context is None:
-        return pending.told
-    *earlier, last = pending.told  # only now: it has grown with every attempt
+        return pending.recorded
+    *earlier, last = pending.recorded  # only now: it has grown with every attempt
     for each in earlier:
         each.outcome = REFUSED
     return [last]
@@ -359,8 +361,8 @@ def write(
     writer = Writer(connect, number, share, progress)
     writer.run()
     with ledger.open("w", encoding="utf-8") as lines:
-        for told in writer.ledger:
-            lines.write(json.dumps(told.__dict__) + "\n")
+        for recorded in writer.ledger:
+            lines.write(json.dumps(recorded.__dict__) + "\n")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -408,39 +410,42 @@ class Verdict:
             self.wrong.append(what)
 
 
-def compare(ledger: list[Told], log: list[Entry]) -> Verdict:
+def compare(ledger: list[RecordedOutcome], log: list[Entry]) -> Verdict:
     """Compare the outcomes with the log; see the rules at the top."""
     verdict = Verdict()
     _check_order(log, verdict)
-    told_of = {told.key: told for told in ledger}
-    verdict.check(len(told_of) == len(ledger), "a key was recorded twice")
+    outcomes = {recorded.key: recorded for recorded in ledger}
+    verdict.check(len(outcomes) == len(ledger), "a key was recorded twice")
     seen: Counter[str] = Counter()
     for entry in log:
         content = Content.from_bytes(entry.data)
         where = f"{content.key} at {entry.partition}/{entry.transaction_id}"
         seen[content.key] += 1
-        told = told_of.get(content.key)
-        if told is None:
+        recorded = outcomes.get(content.key)
+        if recorded is None:
             verdict.wrong.append(f"{where} was not written by any process")
             continue
-        right = told.partition == entry.partition and told.digest == digest_of(entry.data)
+        right = recorded.partition == entry.partition and recorded.digest == digest_of(entry.data)
         verdict.check(right, f"{where} has other bytes than the sent ones")
         verdict.check(
-            told.outcome in (OK, UNKNOWN), f"{where} was reported as {told.outcome} {told.why}"
+            recorded.outcome in (OK, UNKNOWN),
+            f"{where} was reported as {recorded.outcome} {recorded.why}",
         )
-        if told.outcome == OK:
+        if recorded.outcome == OK:
             verdict.check(
-                told.transaction_id == entry.transaction_id,
-                f"{where} was reported as {told.transaction_id}",
+                recorded.transaction_id == entry.transaction_id,
+                f"{where} was reported as {recorded.transaction_id}",
             )
     for key, times in seen.items():
         verdict.check(times == 1, f"{key} is in the log {times} times")
-    for told in ledger:
-        verdict.counts[told.outcome] += 1
-        if told.outcome == OK:
-            verdict.check(told.key in seen, f"{told.key} was reported as committed and is lost")
+    for recorded in ledger:
+        verdict.counts[recorded.outcome] += 1
+        if recorded.outcome == OK:
+            verdict.check(
+                recorded.key in seen, f"{recorded.key} was reported as committed and is lost"
+            )
     _check_locks(log, verdict)
-    _check_times(log, told_of, verdict)
+    _check_times(log, outcomes, verdict)
     return verdict
 
 
@@ -481,18 +486,18 @@ def _check_locks(log: list[Entry], verdict: Verdict) -> None:
             )
 
 
-def _check_times(log: list[Entry], told_of: dict[str, Told], verdict: Verdict) -> None:
+def _check_times(log: list[Entry], outcomes: dict[str, RecordedOutcome], verdict: Verdict) -> None:
     latest_sent: dict[int, float] = {}
     for entry in log:
-        told = told_of.get(Content.from_bytes(entry.data).key)
-        if told is None or told.outcome != OK:
+        recorded = outcomes.get(Content.from_bytes(entry.data).key)
+        if recorded is None or recorded.outcome != OK:
             continue
-        latest = max(latest_sent.get(entry.partition, 0.0), told.sent_s)
+        latest = max(latest_sent.get(entry.partition, 0.0), recorded.sent_s)
         latest_sent[entry.partition] = latest
         verdict.check(
-            latest <= told.told_s,
-            f"{told.key} at {entry.partition}/{entry.transaction_id} was reported before one that "
-            "precedes it was sent",
+            latest <= recorded.reported_s,
+            f"{recorded.key} at {entry.partition}/{entry.transaction_id} was reported before one "
+            "that precedes it was sent",
         )
 
 
@@ -533,7 +538,7 @@ def play(cluster: LocalCluster, transactions: int, directory: Path) -> Verdict:
     if failed:
         return Verdict(wrong=[f"writers {failed} ended with an error"])
     ledger = [
-        Told(**json.loads(line))
+        RecordedOutcome(**json.loads(line))
         for path in ledgers
         for line in path.read_text(encoding="utf-8").splitlines()
     ]

@@ -153,8 +153,8 @@ async def _check(
 ) -> tuple[int, int]:
     """Read the headers of all written rows; return how many ids are lost, and how many doubled."""
     lost = doubled = 0
-    for partition, told in ledger.ids.items():
-        ids = np.sort(np.concatenate(told)) if told else np.zeros(0, np.int64)
+    for partition, chunks in ledger.ids.items():
+        ids = np.sort(np.concatenate(chunks)) if chunks else np.zeros(0, np.int64)
         doubled += len(ids) - len(np.unique(ids))
         last = await client.high_water_mark(partition)
         found: list[I64] = []
@@ -267,7 +267,7 @@ async def _false_refusals(load: BenchLoad, meter: Meter) -> Measured:
             rows += count
         for lag in LAGS:
             mark = await client.high_water_mark(partition) - lag
-            refused = asked = 0
+            refused = requested = 0
             for _ in range(10):
                 locks = [[2 * chance.randrange(1 << 30) + 1] for _ in range(count)]
                 payload = encode_append(
@@ -278,9 +278,9 @@ async def _false_refusals(load: BenchLoad, meter: Meter) -> Measured:
                 )
                 outcome = await answer
                 refused += int((outcome.reasons == Reason.LOCK).sum())
-                asked += count
-            rates[str(lag)] = refused / asked
-            rows += asked
+                requested += count
+            rates[str(lag)] = refused / requested
+            rows += requested
         took = time.perf_counter() - began
         meter.stop()
     return Measured(

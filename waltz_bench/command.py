@@ -122,7 +122,7 @@ def bench(
         elif connect is None:
             print_error("starting a local cluster")
             cluster = stack.enter_context(waltz_core.local.running())
-        asked = BenchLoad(
+        requested = BenchLoad(
             connect or (cluster.connect if cluster else ""),
             load.pop("payload"),
             load.pop("locks"),
@@ -131,9 +131,9 @@ def bench(
         )
         meter = Meter(cluster)
         print_error(f"running {workload}")
-        measured = run(asked, meter)
+        measured = run(requested, meter)
         cpu = measured.cpu_seconds or meter.spent()
-        report = make_report(workload, asked, measured, cpu)
+        report = make_report(workload, requested, measured, cpu)
     if not as_json:
         for line in _lines(report):
             print_result(line)

@@ -111,8 +111,8 @@ class _Run:
         is_in = outcome.reasons == Reason.COMMITTED
         if is_in.any():
             lane.answered_s.append(time.perf_counter())
-        lane.acknowledged.update(row for row, told in zip(rows, is_in, strict=True) if told)
-        left = [row for row, told in zip(rows, is_in, strict=True) if not told]
+        lane.acknowledged.update(row for row, outcomes in zip(rows, is_in, strict=True) if outcomes)
+        left = [row for row, outcomes in zip(rows, is_in, strict=True) if not outcomes]
         if left:
             lane.again += 1
             await asyncio.sleep(PAUSE_S)
@@ -302,7 +302,7 @@ def zookeeper_loss(load: BenchLoad, meter: Meter) -> Measured:
 
 
 async def _measured(
-    load: BenchLoad, meter: Meter, story: Callable[[_Run], Awaitable[None]], told: str | None
+    load: BenchLoad, meter: Meter, story: Callable[[_Run], Awaitable[None]], outcomes: str | None
 ) -> Measured:
     """Run the steps; `told` is the kind of step whose gaps are reported, None for all kinds."""
 
@@ -322,7 +322,7 @@ async def _measured(
             run.stop()
         took = time.perf_counter() - began
         lost, doubled = await run.check()
-    gaps_s = [gap for kind, each in run.gaps_s.items() for gap in each if told in (kind, None)]
+    gaps_s = [gap for kind, each in run.gaps_s.items() for gap in each if outcomes in (kind, None)]
     count = sum(lane.acknowledged.total() for lane in run.lanes)
     return Measured(
         rows=count,

@@ -136,7 +136,7 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
     run = time.time_ns()
     padding = Random(3).randbytes(max(0, load.payload_bytes - _COUNT.size))  # noqa: S311 - test data
     latencies: list[float] = []
-    told: dict[int, int] = {}
+    outcomes: dict[int, int] = {}
     attempts = followed = reads = 0
 
     async def write(client: AsyncWaltzClient, seen: Seen, until: float) -> None:
@@ -146,7 +146,7 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
             transaction_id = await (await client.submit(context))
             assert transaction_id is not None, "it never aborts"
             latencies.append(time.perf_counter() - sent)
-            told[transaction_id] = context.value
+            outcomes[transaction_id] = context.value
             seen = Seen(context.value, transaction_id, transaction_id)
             attempts += context.attempts
             followed += context.has_followed
@@ -167,16 +167,16 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
                 group.create_task(write(client, Seen(0, -1, start), began + load.seconds))
         took = time.perf_counter() - began
         meter.stop()
-        wrong = await _check(clients[0], run, start, told)
-        batches = await _batches(clients[0], min(told), max(told))
+        wrong = await _check(clients[0], run, start, outcomes)
+        batches = await _batches(clients[0], min(outcomes), max(outcomes))
     extra: dict[str, object] = {
         "writers": WRITERS,
-        "conflicts_per_commit": round((attempts - len(told)) / max(len(told), 1), 2),
+        "conflicts_per_commit": round((attempts - len(outcomes)) / max(len(outcomes), 1), 2),
         "followed": followed,
-        "commits_per_batch": round(len(told) / batches, 2),
+        "commits_per_batch": round(len(outcomes) / batches, 2),
         "reads": reads,
     }
-    return measured(load, list(told), latencies, took=took, wrong=wrong, extra=extra)
+    return measured(load, list(outcomes), latencies, took=took, wrong=wrong, extra=extra)
 
 
 async def _batches(client: AsyncWaltzClient, first: int, last: int) -> int:
@@ -188,13 +188,13 @@ async def _batches(client: AsyncWaltzClient, first: int, last: int) -> int:
 
 
 async def _check(
-    client: AsyncWaltzClient, run: int, start: int, told: dict[int, int]
+    client: AsyncWaltzClient, run: int, start: int, outcomes: dict[int, int]
 ) -> tuple[int, int]:
     """Return how many transactions are lost, and how many doubled or computed wrongly."""
     last = await client.high_water_mark(PARTITION, linearizable=True)
     before, value, broken, found = -1, 0, 0, 0
     async for transaction_id, count, writer in _counts(client, run, start + 1, last):
-        found += told.get(transaction_id) == count
+        found += outcomes.get(transaction_id) == count
         broken += (count, writer) != (value + 1, before)
         before, value = transaction_id, count
-    return len(told) - found, broken
+    return len(outcomes) - found, broken

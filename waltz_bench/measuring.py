@@ -134,7 +134,7 @@ def make_report(
     rows = max(measured.rows, 1)
     by_role = {role: round(seconds * 1e6 / rows, 3) for role, seconds in (cpu or {}).items()}
     hot = [by_role[role] for role in ("server", "storage") if role in by_role]
-    asked = {key: value for key, value in asdict(load).items() if key != "connect"}
+    requested = {key: value for key, value in asdict(load).items() if key != "connect"}
     return BenchReport(
         workload=name,
         rate_per_s=round(measured.rows / measured.seconds, 1),
@@ -151,7 +151,7 @@ def make_report(
         seconds=round(measured.seconds, 3),
         of_ceiling=measured.of_ceiling,
         cpu_us_per_tx_by_role=by_role,
-        load=asked,
+        load=requested,
         ran_on={
             "version": __version__,
             "python": platform.python_version(),

@@ -23,7 +23,7 @@ from waltz_core.records.record import TransactionId
 
 
 @dataclass
-class _Told:
+class _Acknowledged:
     ids: dict[int, list[int]] = field(default_factory=dict)
     latencies_s: list[float] = field(default_factory=list)
     refused: int = 0
@@ -35,7 +35,7 @@ def producers(load: BenchLoad, meter: Meter) -> Measured:
 
 
 async def _producers(load: BenchLoad, meter: Meter) -> Measured:
-    told = _Told()
+    acknowledged = _Acknowledged()
     async with AsyncWaltzClient.connect(load.connect) as client:
         await client.mount()
         starts = await client.high_water_marks()
@@ -43,17 +43,21 @@ async def _producers(load: BenchLoad, meter: Meter) -> Measured:
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for number in range(load.writers):
-                group.create_task(_write(client, load, number, began + load.seconds, told))
+                group.create_task(_write(client, load, number, began + load.seconds, acknowledged))
         took = time.perf_counter() - began
         meter.stop()
-        wrong = await check_ids(client, starts, told.ids)
-    rows = [each for its in told.ids.values() for each in its]
-    extra: dict[str, object] = {"refused": told.refused}
-    return measured(load, rows, told.latencies_s, took=took, wrong=wrong, extra=extra)
+        wrong = await check_ids(client, starts, acknowledged.ids)
+    rows = [each for its in acknowledged.ids.values() for each in its]
+    extra: dict[str, object] = {"refused": acknowledged.refused}
+    return measured(load, rows, acknowledged.latencies_s, took=took, wrong=wrong, extra=extra)
 
 
 async def _write(
-    client: AsyncWaltzClient, load: BenchLoad, number: int, until: float, told: _Told
+    client: AsyncWaltzClient,
+    load: BenchLoad,
+    number: int,
+    until: float,
+    acknowledged: _Acknowledged,
 ) -> None:
     chance = Random(number)  # noqa: S311 - test data
     payload = chance.randbytes(load.payload_bytes)
@@ -68,13 +72,13 @@ async def _write(
             )
             mark = await future
         except errors.LockFailed as failed:
-            told.refused += 1
+            acknowledged.refused += 1
             later = failed.high_water_mark
             mark = (
                 await client.high_water_mark(partition) if later is None else TransactionId(later)
             )
             continue
-        told.latencies_s.append(time.perf_counter() - sent)
-        told.ids.setdefault(partition, []).append(mark)
+        acknowledged.latencies_s.append(time.perf_counter() - sent)
+        acknowledged.ids.setdefault(partition, []).append(mark)
         if load.interval_ms:
             await asyncio.sleep(load.interval_ms / 1000)

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from waltz_core.local import LocalCluster
 
 LAGS = (0, 1_000, 10_000, 50_000, 100_000)
-ASKS = 3
+ROUNDS = 3
 PARTITION = 0
 WAIT_S_MAX = 60.0
 LOOK_S = 0.02
 # The reasons that count as a decision about locks.
-_JUDGED = (Reason.COMMITTED, Reason.LOCK)
+_DECIDED = (Reason.COMMITTED, Reason.LOCK)
 
 
 class _Run:
@@ -81,12 +81,12 @@ class _Run:
 
     async def _rate(self, mark: int) -> float:
         """Return the share of rows that are rejected at a mark (rule 1)."""
-        refused = asked = 0
-        for _ in range(ASKS):
+        refused = requested = 0
+        for _ in range(ROUNDS):
             outcome = await self._append(mark, is_writer=False)
             refused += int((outcome.reasons == Reason.LOCK).sum())
-            asked += self._batch_rows
-        return refused / asked
+            requested += self._batch_rows
+        return refused / requested
 
     async def _append(self, mark: int, *, is_writer: bool) -> BatchOutcome:
         """Append a batch, repeatedly until the locks have decided about its rows."""
@@ -110,7 +110,7 @@ class _Run:
                 )
             except WaltzError:
                 continue
-            if all(Reason(each) in _JUDGED for each in set(outcome.reasons.tolist())):
+            if all(Reason(each) in _DECIDED for each in set(outcome.reasons.tolist())):
                 self.rows += count
                 return outcome
         raise Unavailable(f"partition {PARTITION}: no decision within {WAIT_S_MAX:.0f} s")

@@ -238,11 +238,11 @@ def measured(
 
 
 async def check_ids(
-    client: AsyncWaltzClient, starts: Mapping[int, int], told: Mapping[int, list[int]]
+    client: AsyncWaltzClient, starts: Mapping[int, int], acknowledged: Mapping[int, list[int]]
 ) -> tuple[int, int]:
     """Return how many acknowledged ids are not in the log, and how many are doubled."""
     lost = doubled = 0
-    for partition, ids in told.items():
+    for partition, ids in acknowledged.items():
         doubled += len(ids) - len(set(ids))
         last = await client.high_water_mark(partition)
         lost += sum(1 for each in ids if not starts[partition] < each <= last)

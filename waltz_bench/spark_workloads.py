@@ -57,7 +57,7 @@ def write(load: BenchLoad, meter: Meter) -> Measured:
     finally:
         spark.stop()
         close_clients()
-    return _told(load, rounds, grown - (ROUNDS - 1) * load.rows)
+    return _measurement(load, rounds, grown - (ROUNDS - 1) * load.rows)
 
 
 def read(load: BenchLoad, meter: Meter) -> Measured:
@@ -83,7 +83,7 @@ def read(load: BenchLoad, meter: Meter) -> Measured:
     finally:
         spark.stop()
         close_clients()
-    return _told(load, rounds, found)
+    return _measurement(load, rounds, found)
 
 
 def _by_turns(
@@ -93,7 +93,7 @@ def _by_turns(
     return [(_timed(through_log), _timed(through_memory)) for _ in range(ROUNDS)]
 
 
-def _told(load: BenchLoad, rounds: Sequence[tuple[float, float]], found: int) -> Measured:
+def _measurement(load: BenchLoad, rounds: Sequence[tuple[float, float]], found: int) -> Measured:
     """Return the figures of all rounds; `found` is the number of one round's rows in the log."""
     ours, ceilings = zip(*rounds, strict=True)
     return Measured(

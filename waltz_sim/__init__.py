@@ -7,6 +7,6 @@ It is a development tool, and not part of the installed product. `docs/testing.m
     stage, scenario, telling       stories, step by step, for the scenario table
     faults/                        the kinds of faults
     cluster/                       clients, servers, storages, ZooKeeper and operators
-    promises/                      the guarantees, checked from outside
+    guarantees/                    the guarantees, checked from outside
     world/                         virtual time, randomness, network, disks, processes
 """

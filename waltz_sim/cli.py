@@ -135,7 +135,7 @@ def _one(schedule: Schedule, arguments: argparse.Namespace) -> int:
     if arguments.trace and not arguments.json:
         for line in verdict.notes:
             print_result(line)
-    told: dict[str, object] = {
+    on_progress: dict[str, object] = {
         "seed": schedule.seed,
         "rule": verdict.rule,
         "text": verdict.text,
@@ -148,7 +148,9 @@ def _one(schedule: Schedule, arguments: argparse.Namespace) -> int:
         "counts": dict(sorted(verdict.counts.items())),
     }
     if arguments.json:
-        print_json({**told, "lines": list(verdict.notes)} if arguments.trace else told)
+        print_json(
+            {**on_progress, "lines": list(verdict.notes)} if arguments.trace else on_progress
+        )
     else:
         print_result(
             f"seed {schedule.seed}: {verdict.rule or 'good'}, {verdict.steps} steps in "
@@ -213,11 +215,11 @@ def _many(arguments: argparse.Namespace) -> int:
             jobs=jobs,
             seconds=seconds,
             drawing=drawing,
-            told=_progress(seed_count),
+            on_progress=_progress(seed_count),
             sums=sums,
         )
         took_s = time.monotonic() - began_s
-        files = _tell_failures(sums, drawing)
+        files = _print_failures(sums, drawing)
     except KeyboardInterrupt:
         print_error(_so_far(sums, first, time.monotonic() - began_s))
         raise
@@ -256,7 +258,7 @@ def _progress(seed_count: int | None) -> Callable[[Coverage, float], None]:
     of = "" if seed_count is None else f" of {seed_count}"
     known = 0
 
-    def told(sums: Coverage, seconds: float) -> None:
+    def on_progress(sums: Coverage, seconds: float) -> None:
         nonlocal known
         for failure in sums.failures[known:]:
             print_error(f"seed {failure.seed} broke {failure.rule}; details at the end")
@@ -266,10 +268,10 @@ def _progress(seed_count: int | None) -> Callable[[Coverage, float], None]:
             f"{sums.seeds}{of} seeds, {rate:.1f} per second, {len(sums.failures)} broke a rule"
         )
 
-    return told
+    return on_progress
 
 
-def _tell_failures(sums: Coverage, drawing: Drawing) -> dict[int, Path]:
+def _print_failures(sums: Coverage, drawing: Drawing) -> dict[int, Path]:
     """Rule 2."""
     files: dict[int, Path] = {}
     for failure in sums.failures:

@@ -5,7 +5,7 @@ same definition of sufficient coverage.
 
 Rules:
     1. In `SEEDS_MIN` seeds or more every kind of fault has fired, and every state that is listed in
-       `promises/sometimes.py` has occurred; otherwise the whole run counts as failed.
+       `guarantees/sometimes.py` has occurred; otherwise the whole run counts as failed.
     2. The sums are small for any number of runs: they contain no traces and no schedules.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from waltz_sim.faults.kinds import WEIGHTS
-from waltz_sim.promises.sometimes import never
+from waltz_sim.guarantees.sometimes import never
 from waltz_sim.run import RunVerdict
 
 SEEDS_MIN: Final = 300

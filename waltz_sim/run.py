@@ -12,7 +12,7 @@ from typing import Final
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.faults import kinds as faults
 from waltz_sim.faults.kinds import WEIGHTS
-from waltz_sim.promises.history import Violation
+from waltz_sim.guarantees.history import Violation
 from waltz_sim.schedule import STEPS, Schedule, schedule_of
 
 

@@ -21,7 +21,7 @@ Rules:
     1. The world of a story is calm: every delay is the middle one, and no fault occurs by itself.
     2. All checkers of the simulator are active. At its end a story is healed, and the cluster must
        recover, unless the story has the command `leave it broken`.
-    3. `stage.py` has the commands, `telling.py` the milestones.
+    3. `stage.py` has the commands, `narration.py` the milestones.
 """
 
 import re
@@ -79,7 +79,7 @@ def stories_in(text: str) -> tuple[str, list[Story]]:
     return intro, stories
 
 
-def told_again(story: Story) -> Story:
+def replayed(story: Story) -> Story:
     """Run a story; return it with the milestones of each step (rule 2).
 
     Raises BadFormat for an invalid command, `history.Violation` for a broken guarantee.

@@ -124,24 +124,24 @@ class Schedule:
 
     def to_json(self) -> str:
         """Return the schedule as text; `from_json` reads it."""
-        told = {
+        shown = {
             "format": FORMAT,
             "seed": self.seed,
             "setup": dataclasses.asdict(self.setup),
             "faults": [[each.at_us, each.kind, each.chance] for each in self.faults],
         }
-        return json.dumps(told, indent=1)
+        return json.dumps(shown, indent=1)
 
     @staticmethod
     def from_json(text: str) -> "Schedule":
         """Read a schedule; raises BadFormat for anything else."""
         try:
-            told: dict[str, Any] = json.loads(text)
-            if told["format"] != FORMAT:
-                raise BadFormat(f"schedule: expected format {FORMAT}, found {told['format']!r}")
-            setup = Setup(**told["setup"])
-            faults = tuple(Fault(int(at), str(kind), int(no)) for at, kind, no in told["faults"])
-            return Schedule(int(told["seed"]), setup, faults)
+            shown: dict[str, Any] = json.loads(text)
+            if shown["format"] != FORMAT:
+                raise BadFormat(f"schedule: expected format {FORMAT}, found {shown['format']!r}")
+            setup = Setup(**shown["setup"])
+            faults = tuple(Fault(int(at), str(kind), int(no)) for at, kind, no in shown["faults"])
+            return Schedule(int(shown["seed"]), setup, faults)
         except (KeyError, TypeError, ValueError) as error:
             raise BadFormat(f"schedule: expected a file of the simulator: {error}") from error
 

@@ -36,8 +36,8 @@ from waltz_sim.cluster.rescue import Rescue
 from waltz_sim.cluster.servers import SimServer
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.cluster.simulated_storages import SimStorage
+from waltz_sim.narration import Narrator
 from waltz_sim.schedule import Schedule, Setup
-from waltz_sim.telling import Telling
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk, Survival
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class Stage:
             range_bytes_max=1 << 16,
             is_calm=True,
         )
-        self.telling: Telling
-        self.cluster = SimCluster(Schedule(0, setup), checks=self._told_to)
+        self.narrator: Narrator
+        self.cluster = SimCluster(Schedule(0, setup), checks=self._narrated)
         self.is_left_broken = False
         self._triggers: list[tuple[str, str]] = []
         self._held: SimLink | None = None
@@ -95,23 +95,25 @@ class Stage:
         """Check the time regularly, also without other events."""
         self.cluster.world.after(_TICK_MS * MS, self._tick)
 
-    def _told_to(self, cluster: SimCluster) -> Telling:
-        self.telling = Telling(cluster)
-        self.telling.on_milestone = self._on_milestone
-        return self.telling
+    def _narrated(self, cluster: SimCluster) -> Narrator:
+        self.narrator = Narrator(cluster)
+        self.narrator.on_milestone = self._on_milestone
+        return self.narrator
 
     # ---- a step
 
     def play(self, commands: str) -> list[str]:
         """Run the commands of a step, wait until the world is quiet, and return the milestones."""
-        telling, world = self.telling, self.cluster.world
+        narrator, world = self.narrator, self.cluster.world
         for command in commands.split(";"):
             if command and not command.startswith("begin "):
                 self.do(command.strip())
-        telling.last_told_us = world.now_us
+        narrator.last_narrated_us = world.now_us
         quiet_us = QUIET_MS * MS
-        world.run(STEP_MS_MAX * MS, until=lambda: world.now_us - telling.last_told_us > quiet_us)
-        return telling.take_lines()
+        world.run(
+            STEP_MS_MAX * MS, until=lambda: world.now_us - narrator.last_narrated_us > quiet_us
+        )
+        return narrator.take_lines()
 
     def do(self, command: str) -> None:
         """Run one command."""
@@ -203,7 +205,7 @@ class Stage:
         """Delay messages of the application on its link to the server."""
         self._held = next(reversed(self._client.links.values()))
         self.cluster.network.hold(
-            self._held, lambda: self.telling.tell("what was held back arrives")
+            self._held, lambda: self.narrator.narrate("what was held back arrives")
         )
 
     def give_up_link(self) -> None:
@@ -216,9 +218,9 @@ class Stage:
         assert self._held is not None
         self.cluster.network.release(self._held, "given up", 50 * MS)
 
-    def mend_network(self) -> None:
+    def repair_network(self) -> None:
         """Repair the network."""
-        self.cluster.network.heal()
+        self.cluster.network.repair()
         self.cluster.coordinator.cut_off.clear()
 
     def set_clock(self, name: str, sign: str) -> None:
@@ -238,7 +240,7 @@ class Stage:
         """Replace the disk by the copy; the storage is down."""
         storage = self._storage(name)
         storage.disk = self._disks.pop(name)
-        self.telling.rolled_back(storage)
+        self.narrator.rolled_back(storage)
 
     def new_disk(self, name: str, registered: str | None) -> None:
         """Insert an empty disk; with `cluster replace` its storage is the registered one."""
@@ -247,14 +249,14 @@ class Stage:
         storage.storage_id = bytes(reversed(storage.storage_id))
         if registered:
             self.cluster.coordinator.storage_ids[storage.replica] = storage.storage_id
-        self.telling.rolled_back(storage)
+        self.narrator.rolled_back(storage)
 
     def swap_disks(self, name: str, other: str) -> None:
         """Swap the disks of two machines; both storages are down."""
         one, two = self._storage(name), self._storage(other)
         one.disk, two.disk = two.disk, one.disk
         for each in (one, two):
-            self.telling.rolled_back(each)
+            self.narrator.rolled_back(each)
 
     def fill_disk(self, name: str) -> None:
         """Fill a disk."""
@@ -298,11 +300,11 @@ class Stage:
     def administer(self, name: str, message: AdminMessage) -> None:
         """Send a request to a storage's administration port."""
 
-        def told(answer: AdminMessage) -> None:
+        def on_answer(answer: AdminMessage) -> None:
             if isinstance(answer, AdminRefused):
-                self.telling.tell(f"{name} does not do that: {answer.text}")
+                self.narrator.narrate(f"{name} does not do that: {answer.text}")
 
-        Operator(self.cluster, self._storage(name), told).ask(message)
+        Operator(self.cluster, self._storage(name), on_answer).ask(message)
 
     def mark_suspect(self, name: str) -> None:
         """`storage mark-suspect`."""
@@ -320,14 +322,14 @@ class Stage:
     def declare(self) -> None:
         """Rebuild ZooKeeper's metadata from the storages' logs."""
 
-        def told(verdict: RebuildDecision | None) -> None:
+        def on_answer(verdict: RebuildDecision | None) -> None:
             assert verdict is not None
-            log = self.telling.span(0, verdict.log.synced_max)
-            self.telling.tell(f"the log of {verdict.source} is the log: {log}")
+            log = self.narrator.span(0, verdict.log.synced_max)
+            self.narrator.narrate(f"the log of {verdict.source} is the log: {log}")
 
-        Rescue(self.cluster, told)
+        Rescue(self.cluster, on_answer)
 
-    def stranger_asks(self, name: str, session_id: str) -> None:
+    def stranger_requests(self, name: str, session_id: str) -> None:
         """Let a process that owns no partition request a session from a storage."""
         identity = (bytes(16), NO_STORAGE_ID, self.cluster.key, 1)
         self._stranger(name, Prepare(int(session_id), 1, self.cluster.partition_id, *identity))
@@ -338,12 +340,12 @@ class Stage:
         self._stranger(name, AppendRaw(int(session_id), 1, self.cluster.partition_id, *nothing))
 
     def _stranger(self, name: str, request: StorageMessage) -> None:
-        def told(answers: PeerAnswers) -> None:
+        def on_answer(answers: PeerAnswers) -> None:
             for each in answers:
                 what = each.message if isinstance(each, Nack) else "as you say"
-                self.telling.tell(f"{name} to a stranger: {what}")
+                self.narrator.narrate(f"{name} to a stranger: {what}")
 
-        SimPeer(self.cluster, "stranger").ask(self._storage(name), [request], told)
+        SimPeer(self.cluster, "stranger").ask(self._storage(name), [request], on_answer)
 
     # ---- the application
 
@@ -361,7 +363,7 @@ class Stage:
 
     def writes_go_on(self) -> None:
         """Append a row now and then; lost appends are retried."""
-        self._is_writing = self.telling.names_ids = True
+        self._is_writing = self.narrator.names_ids = True
         self._write()
 
     def writes_end(self) -> None:
@@ -370,7 +372,7 @@ class Stage:
         is_done = self.cluster.world.run(
             STEP_MS_MAX * MS, until=lambda: not self.cluster.workload.pending_count
         )
-        self.telling.tell_written(is_complete=is_done)
+        self.narrator.narrate_written(is_complete=is_done)
 
     def _write(self) -> None:
         if self._is_writing:
@@ -379,14 +381,14 @@ class Stage:
 
     def _settled(self, effect: client_events.ParcelSettled) -> None:
         count = len(self.cluster.workload.ended(effect.token))
-        if not self.telling.names_ids:
-            self.telling.last_told_us = self.cluster.world.now_us
+        if not self.narrator.names_ids:
+            self.narrator.last_narrated_us = self.cluster.world.now_us
         elif (effect.outcome.reasons == Reason.LOST).any():
             self._append(count)
 
     def _refused(self, effect: client_events.ParcelRefused) -> None:
         self.cluster.workload.ended(effect.token)
-        self.telling.last_told_us = self.cluster.world.now_us
+        self.narrator.last_narrated_us = self.cluster.world.now_us
 
     # ---- ZooKeeper and operators
 
@@ -424,7 +426,7 @@ class Stage:
         """Restore the copy."""
         coordinator = self.cluster.coordinator
         coordinator.metadata, coordinator.marker = self._kept
-        self.telling.zookeeper_changed()
+        self.narrator.zookeeper_changed()
 
     def forget_states(self) -> None:
         """Remove all replica states of an opened partition from ZooKeeper."""
@@ -454,7 +456,7 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"hold back what the application sends": Stage.hold_back,
     r"let the application give its link up": Stage.give_up_link,
     r"let what was held back arrive": Stage.release,
-    r"mend the network": Stage.mend_network,
+    r"mend the network": Stage.repair_network,
     r"set the clock of ([A-ES-U]) an hour (back|forward)": Stage.set_clock,
     r"keep a copy of ([A-E])": Stage.keep_disk,
     r"put the copy back in ([A-E])": Stage.old_disk,
@@ -471,7 +473,7 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"take ([A-E]) (offline|online)": Stage.set_available,
     r"empty ([A-E])": Stage.empty,
     r"declare what the storages have": Stage.declare,
-    r"let a stranger ask ([A-E]) for session (\d+)": Stage.stranger_asks,
+    r"let a stranger ask ([A-E]) for session (\d+)": Stage.stranger_requests,
     r"let a stranger append to ([A-E]) in session (\d+)": Stage.stranger_appends,
     r"append (\d+)( at once)?": Stage.append,
     r"writes go on": Stage.writes_go_on,

@@ -30,14 +30,14 @@ from waltz_sim.coverage import Coverage, covered
 from waltz_sim.run import PLAIN, Drawing, run_seed
 
 CHUNK_SEEDS: Final = 8
-TOLD_EVERY_S: Final = 5.0
+PROGRESS_EVERY_S: Final = 5.0
 LOOK_S: Final = 0.2  # the longest delay of an interrupt
 # A world is full of reference cycles, and is released as a whole: more frequent collections find
 # nothing, and take some percent of the time.
 COLLECT_EVERY: Final = 200_000
 _PR_SET_PDEATHSIG: Final = 1
 
-Told = Callable[[Coverage, float], None]
+OnProgress = Callable[[Coverage, float], None]
 
 
 def sweep(  # noqa: PLR0913 - what to run, how, and where to report
@@ -47,7 +47,7 @@ def sweep(  # noqa: PLR0913 - what to run, how, and where to report
     jobs: int,
     seconds: float | None = None,
     drawing: Drawing = PLAIN,
-    told: Told | None = None,
+    on_progress: OnProgress | None = None,
     sums: Coverage | None = None,
 ) -> Coverage:
     """Run `seed_count` seeds from `first` on, or as many as there is time for; on the main thread.
@@ -56,7 +56,7 @@ def sweep(  # noqa: PLR0913 - what to run, how, and where to report
     `sums`, if given, so that they are available after an interrupt.
     """
     assert seed_count is not None or seconds is not None
-    began_s = told_s = time.monotonic()
+    began_s = reported_s = time.monotonic()
     end_s = None if seconds is None else began_s + seconds
     chunks = _chunks(first, seed_count, end_s)
     sums = Coverage() if sums is None else sums
@@ -64,9 +64,9 @@ def sweep(  # noqa: PLR0913 - what to run, how, and where to report
         for part in parts:
             sums.merge(part)
             now_s = time.monotonic()
-            if told is not None and now_s - told_s >= TOLD_EVERY_S:
-                told_s = now_s
-                told(sums, now_s - began_s)
+            if on_progress is not None and now_s - reported_s >= PROGRESS_EVERY_S:
+                reported_s = now_s
+                on_progress(sums, now_s - began_s)
     return sums
 
 

@@ -134,7 +134,7 @@ def append(
     if high_water_marks is not None:
         _check_free("clientHighWaterMarks", texts, "argument high_water_marks is given")
         texts["clientHighWaterMarks"] = _marks_text(high_water_marks)
-    _check_told_apart(df, texts)
+    _check_distinct_columns(df, texts)
     path = texts.setdefault("resultsPath", "") or _temporary_results(spark)
     texts["resultsPath"] = path
     # In a thread of the caller, Spark's writer has no active session and does not find Python
@@ -165,7 +165,7 @@ def _check_free(name: str, options: Mapping[str, object], why: str) -> None:
         raise BadConfig(f"option {name!r} is not allowed: {why}. Hint: omit the option.")
 
 
-def _check_told_apart(df: DataFrame, options: Mapping[str, str]) -> None:
+def _check_distinct_columns(df: DataFrame, options: Mapping[str, str]) -> None:
     """Reject columns that Spark could not distinguish in the results, before any row is written."""
     if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true":
         return

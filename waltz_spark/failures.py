@@ -4,8 +4,8 @@ Spark sends an exception to the driver as text, with the worker's stack first. T
 the text in the worker, and recognizes the error in the driver.
 
 Rules:
-    1. A `WaltzError` of the classes in `_SPOKEN` needs no stack: its message comes first. Any other
-       error, also a `ProtocolError`, may be a bug and keeps its stack.
+    1. A `WaltzError` of the classes in `_SHOWN_WITHOUT_STACK` needs no stack: its message comes
+       first. Any other error, also a `ProtocolError`, may be a bug and keeps its stack.
     2. Only the last output of a worker is changed: Spark ends it after an exception.
     3. A `WaltzError` is recognized only at the positions where Spark or Python put an error, not in
        a value, in a message of the user, or on another line of that message.
@@ -25,7 +25,7 @@ _log = logging.getLogger("waltz")
 # Variables that Spark sets for its Python workers, and that these read for their reports.
 _WORKER = ("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
 _HIDE = "SPARK_HIDE_TRACEBACK"
-_SPOKEN = (errors.UsageError, errors.Unavailable, errors.Superseded, errors.Damaged)
+_SHOWN_WITHOUT_STACK = (errors.UsageError, errors.Unavailable, errors.Superseded, errors.Damaged)
 # The positions of an error in a text (rule 3): after Spark's prefix of a Python error, or below the
 # last frame of a stack.
 _PUT_BEFORE = (
@@ -43,28 +43,28 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def plainly(call: Callable[P, T]) -> Callable[P, T]:
+def without_stack(call: Callable[P, T]) -> Callable[P, T]:
     """Decorate a method so that the user sees its errors as messages (rule 1)."""
 
     @functools.wraps(call)
     def plain(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return call(*args, **kwargs)
-        except _SPOKEN as error:
+        except _SHOWN_WITHOUT_STACK as error:
             _hide_stack(error)
             raise
 
     return plain
 
 
-def plainly_each(call: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
+def without_stack_each(call: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
     """Do the same for errors while the method's result is iterated."""
 
     @functools.wraps(call)
     def plain(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         try:
             yield from call(*args, **kwargs)
-        except _SPOKEN as error:
+        except _SHOWN_WITHOUT_STACK as error:
             _hide_stack(error)
             raise
 
@@ -93,7 +93,7 @@ def error_of(failure: BaseException) -> errors.WaltzError | None:
     return _made(*found[-1]) if found else None
 
 
-def last_word(text: str) -> errors.WaltzError | None:
+def trailing_error(text: str) -> errors.WaltzError | None:
     """Return the `WaltzError` at the end of a text; None if another error was raised after it."""
     found = list(_SENTENCE.finditer(text))
     if not found or _ANSWERED.search(text, found[-1].end()):

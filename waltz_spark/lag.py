@@ -64,8 +64,8 @@ class LagListener(StreamingQueryListener):
         told: called at each progress with a query's id and its logs' lags by partition.
     """
 
-    def __init__(self, told: Callable[[str, list[Lags]], None] | None = None) -> None:
-        self._told = told
+    def __init__(self, on_lag: Callable[[str, list[Lags]], None] | None = None) -> None:
+        self._on_lag = on_lag
         self._lock = threading.Lock()
         self._lags: dict[str, list[Lags]] = {}
 
@@ -84,8 +84,8 @@ class LagListener(StreamingQueryListener):
         with self._lock:
             self._lags[query] = lags
         _log.debug("query %s is behind by %s", query, lags)
-        if self._told is not None:
-            self._told(query, [dict(each) for each in lags])
+        if self._on_lag is not None:
+            self._on_lag(query, [dict(each) for each in lags])
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802 - Spark's name
         """Do nothing: the last lag is still valid."""

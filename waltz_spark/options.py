@@ -104,7 +104,7 @@ class WriteOptions:
     identity_columns: tuple[str, ...] = ()
 
     @property
-    def hands_back(self) -> bool:
+    def returns_rejected_rows(self) -> bool:
         """Whether a rejected row has status RETRY: the caller computes it again."""
         return self.on_lock_failure is OnLockFailure.RETRY and self.recompute is None
 
@@ -142,10 +142,10 @@ def check_names(options: Mapping[str, str]) -> None:
             )
         near = difflib.get_close_matches(key.lower(), list(BY_KEY), n=1, cutoff=0.5)
         if near:
-            mend = f"did you mean {BY_KEY[near[0]].name!r}?"
+            suggestion = f"did you mean {BY_KEY[near[0]].name!r}?"
         else:
-            mend = "the options are " + ", ".join(option.name for option in OPTIONS)
-        raise BadConfig(f"format 'waltz' has no option {key!r}; {mend}")
+            suggestion = "the options are " + ", ".join(option.name for option in OPTIONS)
+        raise BadConfig(f"format 'waltz' has no option {key!r}; {suggestion}")
 
 
 def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
@@ -379,10 +379,10 @@ class _Bag:
         for name in names:
             if name not in LOG_COLUMNS:
                 near = difflib.get_close_matches(name, LOG_COLUMNS, n=1)
-                mend = (
+                suggestion = (
                     f"did you mean {near[0]!r}?" if near else f"they are {', '.join(LOG_COLUMNS)}"
                 )
-                raise BadConfig(f"option 'columns': the log has no column {name!r}; {mend}")
+                raise BadConfig(f"option 'columns': the log has no column {name!r}; {suggestion}")
         if not names or len(set(names)) != len(names):
             raise BadConfig(f"option 'columns': expected each column once, found {value!r}")
         return names

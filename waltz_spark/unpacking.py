@@ -308,8 +308,8 @@ def _only(values: list[Any], *wanted: type) -> list[Any]:
     """Return the values; raises TypeError for one that is neither None nor of a wanted type."""
     if not set(map(type, values)) <= {NoneType, *wanted}:
         value = next(each for each in values if each is not None and type(each) not in wanted)
-        names = " or ".join(_SAID.get(each, each.__name__) for each in wanted)
-        raise TypeError(f"expected {names}, found {_SAID.get(type(value), type(value).__name__)}")
+        names = " or ".join(_NAMES.get(each, each.__name__) for each in wanted)
+        raise TypeError(f"expected {names}, found {_NAMES.get(type(value), type(value).__name__)}")
     return values
 
 
@@ -435,11 +435,11 @@ def _present(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:
     present = np.fromiter((value is not None for value in values), np.bool_, len(values))
     for value in values:
         if value is not None and type(value) is not kind:
-            raise TypeError(f"expected a {_SAID[kind]}, found {type(value).__name__}")
+            raise TypeError(f"expected a {_NAMES[kind]}, found {type(value).__name__}")
     return present
 
 
-_SAID: dict[type, str] = {
+_NAMES: dict[type, str] = {
     dict: "map",
     list: "list",
     bool: "boolean",

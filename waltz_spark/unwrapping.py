@@ -22,7 +22,7 @@ from pyspark.errors.exceptions.captured import convert_exception, install_except
 from pyspark.sql import SparkSession
 
 from waltz_core.errors import WaltzError
-from waltz_spark.failures import last_word
+from waltz_spark.failures import trailing_error
 
 _log = logging.getLogger("waltz")
 
@@ -59,27 +59,27 @@ def _unwrap_gateway() -> None:
         try:
             return given(*args, **kwargs)
         except protocol.Py4JJavaError as failure:
-            ours = _last_word_of_java(failure)
+            ours = _trailing_error_of_java(failure)
             if ours is None:
                 raise
-            cause = _told_by_spark(failure)
+            cause = _error_from_spark(failure)
         raise _both(ours, cause) from cause
 
     protocol.get_return_value = get_return_value
     install_exception_handler()
 
 
-def _last_word_of_java(failure: protocol.Py4JJavaError) -> WaltzError | None:
+def _trailing_error_of_java(failure: protocol.Py4JJavaError) -> WaltzError | None:
     if SparkContext._active_spark_context not in _contexts:
         return None
     try:
-        return last_word(str(failure))  # requests the text from Java
+        return trailing_error(str(failure))  # requests the text from Java
     except Exception as error:  # noqa: BLE001 - rule 3
         _log.debug("an error has no text", exc_info=error)
         return None
 
 
-def _told_by_spark(failure: protocol.Py4JJavaError) -> Exception:
+def _error_from_spark(failure: protocol.Py4JJavaError) -> Exception:
     """Return the error that PySpark would have raised."""
     try:
         return convert_exception(failure.java_exception)
@@ -99,7 +99,7 @@ def _unwrap_client(client: Any) -> None:  # noqa: ANN401 - its class cannot be n
         try:
             return given(*args, **kwargs)
         except PySparkException as failure:
-            ours, cause = last_word(str(failure)), failure
+            ours, cause = trailing_error(str(failure)), failure
             if ours is None:
                 raise
         raise _both(ours, cause) from cause
@@ -107,17 +107,17 @@ def _unwrap_client(client: Any) -> None:  # noqa: ANN401 - its class cannot be n
     client._handle_error = handle_error
 
 
-def _both(ours: WaltzError, told: Exception) -> Exception:
+def _both(ours: WaltzError, reported: Exception) -> Exception:
     """Return the `WaltzError`, which handlers of Spark's class catch, too."""
-    if not isinstance(told, PySparkException):
+    if not isinstance(reported, PySparkException):
         return ours
-    kind = _kind(type(ours), type(told))
+    kind = _kind(type(ours), type(reported))
     error: Exception = kind.__new__(kind, *ours.args)
-    error.__dict__.update(told.__dict__, plain=ours)
+    error.__dict__.update(reported.__dict__, plain=ours)
     return error
 
 
-def _kind(ours: type[WaltzError], told: type[PySparkException]) -> type[Exception]:
+def _kind(ours: type[WaltzError], reported: type[PySparkException]) -> type[Exception]:
     """Return a class with both base classes, Spark's methods, and the name of the `WaltzError`."""
     members = {
         "__module__": ours.__module__,
@@ -125,4 +125,4 @@ def _kind(ours: type[WaltzError], told: type[PySparkException]) -> type[Exceptio
         "__str__": Exception.__str__,
         "__reduce__": lambda self: (ours, self.args),
     }
-    return type(ours.__name__, (ours, told), members)
+    return type(ours.__name__, (ours, reported), members)

@@ -60,7 +60,7 @@ class Journal:
 
     def told(self, told: Any) -> list[Any]:
         """Return the line of an outcome."""
-        return ["told", told.key, told.outcome, told.transaction_id, told.told_s, told.why]
+        return ["told", told.key, told.outcome, told.transaction_id, told.reported_s, told.why]
 
 
 class Feed(four_writers.Counters):  # type: ignore[misc, name-defined]
@@ -169,7 +169,7 @@ class Application:
         data = [row.to_bytes() for row in rows]
         now_s = time.monotonic()
         told = [
-            four_writers.Told(row.key, partition, four_writers.digest_of(each), now_s)
+            four_writers.RecordedOutcome(row.key, partition, four_writers.digest_of(each), now_s)
             for row, each in zip(rows, data, strict=True)
         ]
         self._journal.write(

@@ -77,7 +77,7 @@ class Tale:
         """Return how long each commit took that was sent since, in order of length."""
         self.applications.poll()
         return sorted(
-            each.told.told_s - each.told.sent_s
+            each.told.reported_s - each.told.sent_s
             for each in self.life.sent.values()
             if each.told.sent_s >= since_s and each.told.outcome == four_writers.OK
         )

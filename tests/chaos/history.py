@@ -76,13 +76,13 @@ class Life:
             self.asked.append(Asked(*words))
         elif kind == "sent":
             key, partition, digest, sent_s, mark, locks = words
-            told = four_writers.Told(key, partition, digest, sent_s)
+            told = four_writers.RecordedOutcome(key, partition, digest, sent_s)
             self.sent[key] = Sent(told, mark, locks)
         else:
-            key, outcome, transaction_id, told_s, why = words
+            key, outcome, transaction_id, reported_s, why = words
             told = self.sent[key].told
             told.outcome, told.transaction_id = outcome, transaction_id
-            told.told_s, told.why = told_s, why
+            told.reported_s, told.why = reported_s, why
 
     def fed(self) -> list[tuple[int, int, bytes]]:
         """Return partition, id and request id of what it was fed, in order."""
@@ -99,7 +99,7 @@ class Life:
         """Return when the first row sent after a moment was told committed; None: not yet."""
         return min(
             (
-                each.told.told_s
+                each.told.reported_s
                 for each in self.sent.values()
                 if each.told.partition == partition
                 and each.told.sent_s >= since_s
@@ -164,7 +164,7 @@ def _check_refusals(sent: dict[str, Sent], log: Log, verdict: Any, *, lives: int
         if told.outcome != four_writers.REFUSED:
             continue
         if any(
-            transaction_id > each.mark and sent_s <= told.told_s
+            transaction_id > each.mark and sent_s <= told.reported_s
             for hashed in each.locks
             for transaction_id, sent_s in writers.get((told.partition, hashed), ())
         ):
@@ -219,11 +219,11 @@ def _check_marks(lives: list[Life], sent: dict[str, Sent], log: Log, verdict: An
     told: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for each in sent.values():
         if each.told.outcome == four_writers.OK:
-            told[each.told.partition].append((each.told.told_s, each.told.transaction_id))
+            told[each.told.partition].append((each.told.reported_s, each.told.transaction_id))
     times, highest = {}, {}
     for partition, each_told in told.items():
         each_told.sort()
-        times[partition] = [told_s for told_s, _ in each_told]
+        times[partition] = [reported_s for reported_s, _ in each_told]
         top, tops = -1, []
         for _, transaction_id in each_told:
             top = max(top, transaction_id)
@@ -246,12 +246,12 @@ def longest_gap_s(
 ) -> float:
     """Return the longest time in which nobody was told a commit in a partition."""
     told = sorted(
-        each.told.told_s
+        each.told.reported_s
         for life in lives
         for each in life.sent.values()
         if each.told.outcome == four_writers.OK
         and each.told.partition == partition
-        and since_s <= each.told.told_s <= until_s
+        and since_s <= each.told.reported_s <= until_s
     )
     moments = [since_s, *told, until_s]
     return max(later - earlier for earlier, later in pairwise(moments))

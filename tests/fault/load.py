@@ -85,7 +85,7 @@ class Load:
     _numbers = itertools.count(100)
 
     def __init__(self, connect: str, *, request_timeout_ms: int = 20_000) -> None:
-        self.ledger: list[four_writers.Told] = []
+        self.ledger: list[four_writers.RecordedOutcome] = []
         self.committed = 0
         self.refusals: list[str] = []
         self._number = next(self._numbers)
@@ -165,7 +165,7 @@ class Load:
         )
         now_s = time.monotonic()
         told = [
-            four_writers.Told(row.key, partition, four_writers.digest_of(each), now_s)
+            four_writers.RecordedOutcome(row.key, partition, four_writers.digest_of(each), now_s)
             for row, each in zip(rows, data, strict=True)
         ]
         mark = self._marks[partition]
@@ -196,11 +196,11 @@ class Story:
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
-        self.ledger: list[four_writers.Told] = []
+        self.ledger: list[four_writers.RecordedOutcome] = []
 
-    def load(self) -> "_Told":
+    def load(self) -> "_Load":
         """Run a load for the length of a `with`; what it was told belongs to the story."""
-        return _Told(self)
+        return _Load(self)
 
     def row(self, partition: int, *, padding: int = 0) -> bytes:
         """Return data for an append beside the loads; what is told of it is not written down."""
@@ -208,7 +208,9 @@ class Story:
             f"row.{len(self.ledger)}", partition, -1, [], [], [], padding="x" * padding
         )
         data: bytes = content.to_bytes()
-        told = four_writers.Told(content.key, partition, four_writers.digest_of(data), 0.0)
+        told = four_writers.RecordedOutcome(
+            content.key, partition, four_writers.digest_of(data), 0.0
+        )
         self.ledger.append(told)
         return data
 
@@ -227,7 +229,7 @@ class Story:
         assert segments(self.cluster, "storage-1"), "nothing was compared"
 
 
-class _Told:
+class _Load:
     def __init__(self, story: Story) -> None:
         self._story = story
         self._load = Load(story.cluster.connect)

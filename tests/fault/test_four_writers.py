@@ -30,18 +30,18 @@ def test_four_writers_agree_with_the_log(tmp_path):
 
 def test_an_outcome_has_its_time_also_where_the_callbacks_come_later():
     future: Future[int] = Future()
-    asked = four_writers.Told("1.1", 0, "digest", sent_s=1.0)
+    asked = four_writers.RecordedOutcome("1.1", 0, "digest", sent_s=1.0)
     future.set_result(7)
     four_writers._decide(four_writers.Pending(future, [asked]))
-    first_s = asked.told_s
+    first_s = asked.reported_s
     assert (asked.outcome, asked.transaction_id, first_s > 1.0) == (four_writers.OK, 7, True)
     four_writers._stamp([asked])
-    assert asked.told_s == first_s
+    assert asked.reported_s == first_s
 
 
-def told(key: str, outcome: str, transaction_id: int = -1) -> four_writers.Told:
+def told(key: str, outcome: str, transaction_id: int = -1) -> four_writers.RecordedOutcome:
     made = content(key)
-    return four_writers.Told(
+    return four_writers.RecordedOutcome(
         key, 0, four_writers.digest_of(made.to_bytes()), 1.0, 2.0, outcome, transaction_id
     )
 
@@ -77,7 +77,7 @@ def test_the_comparison_finds_a_conflict_that_was_let_in():
         for number, row in enumerate(rows)
     ]
     ledger = [
-        four_writers.Told(
+        four_writers.RecordedOutcome(
             row.key, 0, four_writers.digest_of(row.to_bytes()), 1.0, 2.0, "committed", number
         )
         for number, row in enumerate(rows)

@@ -109,7 +109,7 @@ def away(cluster: LocalCluster) -> list[str]:
 
 def gap_s(load: Load, began: float, ended: float) -> float:
     """Return the longest time without any acknowledgement, over all partitions, in a stretch."""
-    told = sorted(each.told_s for each in load.ledger if began <= each.told_s <= ended)
+    told = sorted(each.reported_s for each in load.ledger if began <= each.reported_s <= ended)
     return max(b - a for a, b in pairwise([began, *told, ended]))
 
 

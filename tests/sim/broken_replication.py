@@ -52,7 +52,7 @@ def unknown_counts_as_no() -> Patches:
         if replica in self.engaged and self._max[replica] is None:
             self._max[replica] = -1
 
-    yield instead(Recovery, "heard", answered)
+    yield instead(Recovery, "answered", answered)
 
 
 @switch
@@ -83,9 +83,9 @@ def damage_is_no_doubt() -> Patches:
     def is_credible(answer, state, registered_id):
         return answer.last_session >= state.session_id and not answer.suspect
 
-    def _complete(self, mark, chain, *, can_mend):
+    def _complete(self, mark, chain, *, can_fill):
         self.damaged = []
-        return original(self, mark, chain, can_mend=can_mend)
+        return original(self, mark, chain, can_fill=can_fill)
 
     yield instead(session_recovery, "is_credible", is_credible)
     yield instead(ReplicaRepair, "_complete", _complete)
@@ -157,8 +157,8 @@ def mark_on_a_short_log() -> Patches:
         PartitionLog.set_low_water_mark,
     )
 
-    def _next_step(self, goal, *, can_mend):
-        step = next_step(self, goal, can_mend=can_mend)
+    def _next_step(self, goal, *, can_fill):
+        step = next_step(self, goal, can_fill=can_fill)
         if step is not None and goal.chain is not None and self.last < goal.mark:
             return SetMark(goal.mark, goal.chain)
         return step
@@ -296,8 +296,8 @@ def connections_are_replaced() -> Patches:
         self.unanswered_bytes = 0
         self._requests.clear()
 
-    def _next_step(self, goal, *, can_mend):
-        return None if self.is_set else self._step(goal, can_mend=can_mend)
+    def _next_step(self, goal, *, can_fill):
+        return None if self.is_set else self._step(goal, can_fill=can_fill)
 
     def objection(self, answer):
         return "has records of a partition without history" if self.is_foreign(answer) else None

@@ -127,8 +127,8 @@ def conflict_in_flight_told_at_once() -> Patches:
     def judge_singles(group, table, place):
         piece = singles(group, table, place)
         kept = [ticket for ticket in piece.doubtful if ticket.transaction_id >= 0]
-        told = [ticket for ticket in piece.doubtful if ticket.transaction_id < 0]
-        return JudgedPiece(piece.part, kept, [*piece.refused, *told])
+        outcome = [ticket for ticket in piece.doubtful if ticket.transaction_id < 0]
+        return JudgedPiece(piece.part, kept, [*piece.refused, *outcome])
 
     yield instead(pipeline, "judge_rows", judge_rows)
     yield instead(pipeline, "judge_singles", judge_singles)
@@ -302,9 +302,9 @@ def appends_taken_after_the_session() -> Patches:
     closed, settled = AppendPipeline.closed, AppendPipeline.settled
 
     def closed_but_open(self, loss=Reason.LOST):
-        told = closed(self, loss)
+        outcome = closed(self, loss)
         self._is_open = True
-        return told
+        return outcome
 
     def settled_anew(self, opened, last, *, unbroken, stamp_ms=0):
         self._is_open = False
@@ -321,11 +321,11 @@ def mark_told_without_proof() -> Patches:
     def is_fresh(self, now_ms):
         return True
 
-    def _tell_mark(self, event, *, always=False):
+    def _answer_mark(self, event, *, always=False):
         self._out.append(self._with_mark(event))
 
     yield instead(Proofs, "is_fresh", is_fresh)
-    yield instead(Partition, "_answer_mark", _tell_mark)
+    yield instead(Partition, "_answer_mark", _answer_mark)
 
 
 @switch
@@ -428,10 +428,10 @@ def append_locks_not_told_to_storages() -> Patches:
     rows, singles = pipeline.judge_rows, pipeline.judge_singles
 
     def judge_rows(ticket, stop, table, place):
-        def without(told):
+        def without(outcome):
             def no_append_locks(rows_kept, keep):
                 none = LockColumn(np.zeros(rows_kept.count + 1, np.int64), np.zeros(0, np.int32))
-                return told(dataclasses.replace(rows_kept, append_locks=none), keep)
+                return outcome(dataclasses.replace(rows_kept, append_locks=none), keep)
 
             return no_append_locks
 

@@ -260,7 +260,7 @@ def damage_cut_as_torn_tail() -> Patches:
 
     def settle_lineage(self, segments):
         slot = self.slot
-        self._vouched = self._marker = BEFORE_FIRST
+        self._durable = self._marker = BEFORE_FIRST
         lineage(self, segments)
         self.slot = replace(self.slot, suspect=slot.suspect)
 
@@ -274,13 +274,13 @@ def damage_cut_as_torn_tail() -> Patches:
 def index_trusted_after_crash() -> Patches:
     """The index is not held against the records after a crash."""
 
-    def _mend(self, first, starts):
+    def _repair(self, first, starts):
         place = first - self.first
         missing = place + starts.size - self.index.count
         if missing > 0:
             self.index.write(self.index.count, starts[starts.size - missing :])
 
-    yield instead(Segment, "_repair", _mend)
+    yield instead(Segment, "_repair", _repair)
 
 
 @switch
@@ -311,7 +311,7 @@ def marker_not_kept() -> Patches:
         return BEFORE_FIRST
 
     yield instead(LogFiles, "write_slot", write_slot)
-    yield instead(LineageFile, "vouched", durable_before)
+    yield instead(LineageFile, "durable_before", durable_before)
 
 
 @switch

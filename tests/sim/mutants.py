@@ -64,7 +64,7 @@ class Trace:
 
     def save(self) -> None:
         """Write it down."""
-        told = {
+        outcome = {
             "switch": self.switch,
             "rule": self.rule,
             "text": self.text,
@@ -74,14 +74,14 @@ class Trace:
             "schedule": json.loads(self.schedule.to_json()),
         }
         TRACES.mkdir(exist_ok=True)
-        self.path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        self.path.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> Trace:
     """Read a trace."""
-    told = json.loads(path.read_text(encoding="utf-8"))
-    schedule = Schedule.from_json(json.dumps(told.pop("schedule")))
-    return Trace(schedule=schedule, **told)
+    outcome = json.loads(path.read_text(encoding="utf-8"))
+    schedule = Schedule.from_json(json.dumps(outcome.pop("schedule")))
+    return Trace(schedule=schedule, **outcome)
 
 
 def traces() -> list[Trace]:

@@ -23,7 +23,7 @@ from waltz_sim.cluster.administration import Operator
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.faults import kinds as faults
 from waltz_sim.faults.zookeeper_faults import change_replicas
-from waltz_sim.promises.history import Violation
+from waltz_sim.guarantees.history import Violation
 from waltz_sim.schedule import schedule_of
 
 pytestmark = pytest.mark.sim
@@ -37,7 +37,7 @@ class DeclareOperations:
     def __init__(self, cluster, rng):
         self.cluster = cluster
         self.rng = rng
-        self.told = []
+        self.outcome = []
         self.asked_count = 0
         self.is_over = False
         self.again()
@@ -71,13 +71,13 @@ class DeclareOperations:
         )
 
     def ask(self, storage, command):
-        def told(answer):
-            self.told.append((command, answer))
+        def outcome(answer):
+            self.outcome.append((command, answer))
 
         if not isinstance(command, MarkSuspect) or self.cluster.budget.allows(storage):
             # To doubt a replica while others have lost something leaves nobody to be believed.
             self.asked_count += 1
-            Operator(self.cluster, storage, told).ask(command)
+            Operator(self.cluster, storage, outcome).ask(command)
 
     def put_back(self):
         """Have everything online again: nobody heals what an operator has switched off."""
@@ -104,21 +104,21 @@ def administered(cluster, schedule):
     hands = DeclareOperations(cluster, Random(schedule.seed))
     setup = schedule.setup
     cluster.world.run(setup.duration_ms * MS, steps_max=setup.steps_max)
-    cluster.heal()
+    cluster.repair()
     hands.is_over = True
     for _ in range(100):  # some are down, and are started again
         hands.put_back()
         cluster.world.run(100 * MS)
         up = [each.engine for each in cluster.storages.values()]
         are_up = all(engine is not None and engine.is_available(0) for engine in up)
-        if are_up and len(hands.told) == hands.asked_count:
+        if are_up and len(hands.outcome) == hands.asked_count:
             break  # Else what was asked may still wait for a disk that hung.
     cluster.run_healed()
     return hands
 
 
 def kinds(hands, answer):
-    return {type(command) for command, given in hands.told if isinstance(given, answer)}
+    return {type(command) for command, given in hands.outcome if isinstance(given, answer)}
 
 
 def test_what_a_storage_agrees_to_loses_nothing():
@@ -130,7 +130,7 @@ def test_what_a_storage_agrees_to_loses_nothing():
             pytest.fail(f"seed {seed}: {violation}")
         done |= kinds(hands, Done)
         refused |= kinds(hands, AdminRefused)
-        answers += len(hands.told)
+        answers += len(hands.outcome)
     assert done == {SetAvailable, MarkSuspect, ReSeed, RemovePartition}
     assert refused >= {ReSeed, RemovePartition}
     assert answers > 2 * SEEDS

@@ -17,11 +17,11 @@ from waltz_core.server.partition_events import Answer, refusal
 from waltz_core.storage.service.work import LaneRequest, Work, WorkResult
 from waltz_core.wire import messages as m
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
-from waltz_sim.promises.bounds import CLAIMS_MAX, DIALS_MAX
-from waltz_sim.promises.history import BatchNode, HistoryRow, Violation, data_in, data_of
-from waltz_sim.promises.ledger import Deal, Ledger, RowKind
-from waltz_sim.promises.replica_promises import segments_of
-from waltz_sim.promises.sometimes import SOMETIMES, never
+from waltz_sim.guarantees.bounds import CLAIMS_MAX, DIALS_MAX
+from waltz_sim.guarantees.history import BatchNode, HistoryRow, Violation, data_in, data_of
+from waltz_sim.guarantees.ledger import CheckedTransaction, Ledger, RowKind
+from waltz_sim.guarantees.replica_guarantees import segments_of
+from waltz_sim.guarantees.sometimes import SOMETIMES, never
 from waltz_sim.schedule import Schedule, Setup
 
 BUSY_MS = 90
@@ -443,9 +443,9 @@ def test_identity_of_a_disk_that_takes_something(world):
 
 
 def test_identity_told_by_a_storage(world):
-    told = m.Prepared(0, 1, 0, bytes(16), 0, -1, True, -1, bytes(16), False, b"")
+    outcome = m.Prepared(0, 1, 0, bytes(16), 0, -1, True, -1, bytes(16), False, b"")
     with fails("Identity"):
-        world.works(m.Prepare, bytes(16), bytes(16), bytes(16), 1, outcome=told)
+        world.works(m.Prepare, bytes(16), bytes(16), bytes(16), 1, outcome=outcome)
 
 
 def test_log_matching_of_two_replicas(world):
@@ -516,49 +516,49 @@ class Settled:
 
 
 def test_outcome_truth_of_a_yes(world):
-    told = Settled(world, reason=m.Reason.COMMITTED, transaction_id=1)
+    outcome = Settled(world, reason=m.Reason.COMMITTED, transaction_id=1)
     with fails("OutcomeTruth"):
-        world.checks.settled(world.client, told.effect)
+        world.checks.settled(world.client, outcome.effect)
 
 
 def test_outcome_truth_of_a_no(world):
-    told = Settled(world, reason=m.Reason.LOST)
-    told.operation.transaction_id = 3
+    outcome = Settled(world, reason=m.Reason.LOST)
+    outcome.operation.transaction_id = 3
     with fails("OutcomeTruth"):
-        world.checks.settled(world.client, told.effect)
+        world.checks.settled(world.client, outcome.effect)
 
 
 def test_outcome_truth_of_a_no_for_ever(world):
     operation = world.last_operation()
-    operation.told = "no"
+    operation.outcome = "no"
     with fails("OutcomeTruth"):
         world.checks.outcomes._in_the_log(world.history.last)
 
 
 def test_outcome_truth_of_being_ahead(world):
-    told = Settled(world, reason=m.Reason.AHEAD)
+    outcome = Settled(world, reason=m.Reason.AHEAD)
     with fails("OutcomeTruth"):
-        world.checks.settled(world.client, told.effect)
-    told = Settled(world, reason=m.Reason.AHEAD)
-    told.operation.mark = world.history.last + 1
-    world.checks.settled(world.client, told.effect)
+        world.checks.settled(world.client, outcome.effect)
+    outcome = Settled(world, reason=m.Reason.AHEAD)
+    outcome.operation.mark = world.history.last + 1
+    world.checks.settled(world.client, outcome.effect)
 
 
 def test_outcome_truth_of_a_refusal(world):
-    told = Settled(world, reason=m.Reason.LOST)
-    told.operation.transaction_id = 3
-    effect = client_events.ParcelRefused(told.parcel.token, Unreachable("never sent"))
+    outcome = Settled(world, reason=m.Reason.LOST)
+    outcome.operation.transaction_id = 3
+    effect = client_events.ParcelRefused(outcome.parcel.token, Unreachable("never sent"))
     with fails("OutcomeTruth"):
         world.checks.refused(world.client, effect)
 
 
 def test_a_refusal_names_what_is_final(world):
-    told = Settled(world, reason=m.Reason.LOCK, conflict=world.history.last + 1)
+    settled = Settled(world, reason=m.Reason.LOCK, conflict=world.history.last + 1)
     with fails("OutcomeTruth"):
-        world.checks.settled(world.client, told.effect)
+        world.checks.settled(world.client, settled.effect)
     with fails("OutcomeTruth"):
-        told = outcome(m.Reason.LOCK, conflict=world.history.last + 1)
-        world.answer(replace(told, high_water_mark=world.history.last))
+        answer = outcome(m.Reason.LOCK, conflict=world.history.last + 1)
+        world.answer(replace(answer, high_water_mark=world.history.last))
 
 
 def test_at_most_once_by_the_request(world):
@@ -629,12 +629,12 @@ def test_a_proven_mark_has_what_was_acknowledged_before(world):
     asked = m.ReplicasRequest(QUESTION, linearizable=True)
     for mark, is_stale in ((last, False), (last - 1, True)):
         world.checks.client_sent(world.client, world.link, asked)
-        told = m.ReplicasResponse(QUESTION, world.session, mark, (), bytes(16), 1)
+        outcome = m.ReplicasResponse(QUESTION, world.session, mark, (), bytes(16), 1)
         if is_stale:
             with fails("StaleMark"):
-                world.checks.client_heard(world.client, world.link, told)
+                world.checks.client_received(world.client, world.link, outcome)
         else:
-            world.checks.client_heard(world.client, world.link, told)
+            world.checks.client_received(world.client, world.link, outcome)
 
 
 def test_a_flush_covers_what_came_before_it(world):
@@ -643,7 +643,7 @@ def test_a_flush_covers_what_came_before_it(world):
     world.checks.client_sent(world.client, world.link, request)
     world.checks.client_sent(world.client, world.link, m.FlushRequest(QUESTION))
     with fails("Flush"):
-        world.checks.client_heard(world.client, world.link, m.FlushResponse(QUESTION, 1))
+        world.checks.client_received(world.client, world.link, m.FlushResponse(QUESTION, 1))
 
 
 @pytest.mark.parametrize("loss", [m.Reason.LOST, m.Reason.NO_SPACE])
@@ -700,10 +700,10 @@ def follower_behind_a_writer(world):
 
 
 def test_followed_by_somebody_who_was_not_told_of_all(world):
-    chain, operation, told = follower_behind_a_writer(world)
+    chain, operation, outcome = follower_behind_a_writer(world)
     with fails("Followed"):
         world.checks.outcomes._check_followed(operation, chain, world.history.last)
-    operation.followed = (told,)
+    operation.followed = (outcome,)
     world.checks.outcomes._check_followed(operation, chain, world.history.last)
 
 
@@ -714,8 +714,8 @@ def test_followed_by_somebody_who_was_told_of_another(world):
         world.checks.outcomes._check_followed(operation, chain, world.history.last)
 
 
-def deal(ledger, number, mark, *things):
-    return data_of(number, 8) + ledger.body(Deal(*things), mark)
+def checked(ledger, number, mark, *things):
+    return data_of(number, 8) + ledger.body(CheckedTransaction(*things), mark)
 
 
 @pytest.mark.parametrize(
@@ -729,24 +729,24 @@ def deal(ledger, number, mark, *things):
 def test_serializable(first, second):
     """Two deals computed at one mark: the second has not seen what the first has done."""
     ledger = Ledger()
-    one, other = deal(ledger, 5, -1, *first), deal(ledger, 6, -1, *second)
+    one, other = checked(ledger, 5, -1, *first), checked(ledger, 6, -1, *second)
     ledger.take(0, one)
     with fails("Serializable"):
         ledger.take(1, other)
-    ledger.take(1, deal(ledger, 6, 0, *second))
+    ledger.take(1, checked(ledger, 6, 0, *second))
     ledger.audit()
-    assert ledger.deal_count == 2
+    assert ledger.checked_count == 2
 
 
 def test_serializable_by_what_must_hold_in_any_order():
     ledger = Ledger()
-    ledger.take(0, deal(ledger, 5, -1, RowKind.TRANSFER, 0, 1))
+    ledger.take(0, checked(ledger, 5, -1, RowKind.TRANSFER, 0, 1))
     ledger.audit()
     ledger._thing(RowKind.TRANSFER, 0).values[-1] += 1
     with fails("Serializable"):
         ledger.audit()
     ledger = Ledger()
-    ledger.take(0, deal(ledger, 5, -1, RowKind.GUARD, 0, 1))
+    ledger.take(0, checked(ledger, 5, -1, RowKind.GUARD, 0, 1))
     ledger._thing(RowKind.GUARD, 1).values[-1] = 0
     with fails("Serializable"):
         ledger.audit()
@@ -866,12 +866,12 @@ def test_no_rot_served_by_a_storage(world, form):
 
 
 def test_no_rot_served_of_a_batch_that_nobody_wrote(world):
-    told = m.LineageResponse(0, 1, 0, bytes(16), (entry(world),))
+    outcome = m.LineageResponse(0, 1, 0, bytes(16), (entry(world),))
     with fails("NoRotServed"):
-        world.works(m.LineageRequest, 0, 1, outcome=told)
-    told = m.RangeBytes(0, 1, 0, 0, 1, 0, b"", b"", 0, bytes(16), (entry(world),))
+        world.works(m.LineageRequest, 0, 1, outcome=outcome)
+    outcome = m.RangeBytes(0, 1, 0, 0, 1, 0, b"", b"", 0, bytes(16), (entry(world),))
     with fails("NoRotServed"):
-        world.works(m.RangeRaw, 0, 9, 9, 0, False, True, outcome=told)
+        world.works(m.RangeRaw, 0, 9, 9, 0, False, True, outcome=outcome)
 
 
 @pytest.mark.parametrize("form", [m.RangeForm.WHOLE, m.RangeForm.HEADERS])
@@ -880,27 +880,27 @@ def test_no_rot_served_by_a_server(world, form):
     good = b"".join(record[:size] for record in world.history.records[2:4])
     mark = world.history.last
 
-    def told(records):
+    def outcome(records):
         return m.RangeData(QUESTION, 2, 2, 4, form, b"", records, world.session, mark, ())
 
-    world.answer(told(good))
+    world.answer(outcome(good))
     for bad in (good[:9] + b"?" + good[10:], good + b"?", b"\x7f" + good[1:]):
         with fails("NoRotServed"):
-            world.answer(told(bad))
+            world.answer(outcome(bad))
 
 
 def test_no_rot_served_in_the_feed(world):
     good = b"".join(record[8:28] for record in world.history.records[2:4])
     last = world.history.last
 
-    def told(headers, chain_at=-1, chain=bytes(16)):
+    def outcome(headers, chain_at=-1, chain=bytes(16)):
         return m.FeedBatch(QUESTION, 2, 2, headers, world.session, chain_at, chain)
 
-    world.answer(told(good, last, world.history.chains[last]))
+    world.answer(outcome(good, last, world.history.chains[last]))
     with fails("NoRotServed"):
-        world.answer(told(good[:-1] + b"?"))
+        world.answer(outcome(good[:-1] + b"?"))
     with fails("NoRotServed"):
-        world.answer(told(good, last))
+        world.answer(outcome(good, last))
 
 
 def test_no_rot_served_alone(world):
@@ -933,7 +933,7 @@ def test_converged_a_suspect_replica():
 def test_converged_an_application_that_was_never_told():
     world = World(is_over=True)
     world.checks.at_end()
-    world.last_operation().told = ""
+    world.last_operation().outcome = ""
     with fails("Converged"):
         world.checks.at_end()
 

@@ -63,17 +63,22 @@ def test_a_schedule_is_replayed_with_its_trace(capsys, tmp_path):
     assert last.startswith("seed 5: good, ")
     assert len(lines) > 100
     assert main(["--schedule", str(path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["rule"] is None
-    assert told["trace"] in last
+    outcome = json.loads(capsys.readouterr().out)
+    assert outcome["rule"] is None
+    assert outcome["trace"] in last
 
 
 def test_a_few_seeds(capsys, tmp_path):
     report = tmp_path / "build" / "report.md"
     words = ["--seeds", "2", "--first", "3", "--jobs", "1", "--json"]
     assert main([*words, "--report", str(report)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["seeds"], told["first"], told["failures"], told["never"]) == (2, 3, [], [])
+    outcome = json.loads(capsys.readouterr().out)
+    assert (outcome["seeds"], outcome["first"], outcome["failures"], outcome["never"]) == (
+        2,
+        3,
+        [],
+        [],
+    )
     assert "| seeds | 2 from 3 on |" in report.read_text()
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 from waltz_sim.coverage import SEEDS_MIN, Coverage, FailedSeed, covered
 from waltz_sim.faults.kinds import WEIGHTS
-from waltz_sim.promises.sometimes import SOMETIMES
+from waltz_sim.guarantees.sometimes import SOMETIMES
 from waltz_sim.report import report_of
 from waltz_sim.run import RunVerdict
 from waltz_sim.schedule import Schedule

@@ -25,34 +25,34 @@ async def virtual(s):
 
 
 def test_time_passes_only_in_the_world(process):
-    loop, told = loop_of(process), []
+    loop, outcome = loop_of(process), []
 
     async def wait(s):
         await virtual(s)
-        told.append((s, loop.time()))
+        outcome.append((s, loop.time()))
 
     async def begin():
         async with asyncio.TaskGroup() as group:
             for s in (2.0, 0.5, 1.0):
                 group.create_task(wait(s))
-        told.append("all")
+        outcome.append("all")
 
     loop.enter(lambda: loop.create_task(begin()))
-    assert told == []
+    assert outcome == []
     process.world.run(10_000_000)
-    assert [s for s, _ in told[:3]] == [0.5, 1.0, 2.0]
-    assert all(0 <= at - s < 0.001 for s, at in told[:3])
-    assert told[3] == "all"
+    assert [s for s, _ in outcome[:3]] == [0.5, 1.0, 2.0]
+    assert all(0 <= at - s < 0.001 for s, at in outcome[:3])
+    assert outcome[3] == "all"
 
 
 def test_a_timeout_ends_what_waits_and_leaves_no_timer(process):
-    loop, told = loop_of(process), []
+    loop, outcome = loop_of(process), []
 
     async def late():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
                 await virtual(60)
-        told.append(loop.time())
+        outcome.append(loop.time())
         async with asyncio.timeout(60):
             await virtual(1)
 
@@ -60,18 +60,18 @@ def test_a_timeout_ends_what_waits_and_leaves_no_timer(process):
     process.world.run(10_000_000)
     steps = process.world.step_count
     process.world.run(100_000_000)
-    assert told[0] == pytest.approx(1.0, abs=0.001)
+    assert outcome[0] == pytest.approx(1.0, abs=0.001)
     assert process.world.step_count == steps
 
 
 def test_a_program_that_stands_still_runs_no_callback(process):
-    loop, told = loop_of(process), []
-    loop.enter(lambda: loop.call_later(1, told.append, "late"))
+    loop, outcome = loop_of(process), []
+    loop.enter(lambda: loop.call_later(1, outcome.append, "late"))
     process.pause()
     process.world.run(5_000_000)
-    assert told == []
+    assert outcome == []
     process.resume()
-    assert told == ["late"]
+    assert outcome == ["late"]
 
 
 def test_what_fails_inside_is_raised_when_the_loop_is_left(process):
@@ -89,7 +89,7 @@ def test_what_fails_inside_is_raised_when_the_loop_is_left(process):
 
 
 def test_its_tasks_end_with_it_and_the_loop_outside_is_as_before(process):
-    told = []
+    outcome = []
 
     async def outside():
         loop = loop_of(process)
@@ -98,7 +98,7 @@ def test_its_tasks_end_with_it_and_the_loop_outside_is_as_before(process):
             try:
                 await virtual(60)
             finally:
-                told.append("ended")
+                outcome.append("ended")
 
         loop.enter(lambda: loop.create_task(work()))
         loop.close()
@@ -107,4 +107,4 @@ def test_its_tasks_end_with_it_and_the_loop_outside_is_as_before(process):
         process.world.run(100_000_000)
 
     asyncio.run(outside())
-    assert told == ["ended"]
+    assert outcome == ["ended"]

@@ -7,7 +7,7 @@ from tests.sim.switches import broken
 from tests.sim.test_faults import at_rest, cluster_of, healed
 from waltz_sim.cluster.rescue import BEST, STEPS, Rescue
 from waltz_sim.cluster.simulated_cluster import MS
-from waltz_sim.promises.history import Violation
+from waltz_sim.guarantees.history import Violation
 from waltz_sim.world.simulated_disk import Survival
 
 pytestmark = pytest.mark.sim

@@ -1,6 +1,6 @@
 """Every story of `scenarios/` is told again, and must read the same.
 
-`WALTZ_TELL_ANEW=1` writes down what is told now; whoever does that reads what has changed.
+`WALTZ_REWRITE_STORIES=1` writes down what is told now; whoever does that reads what has changed.
 """
 
 import os
@@ -10,8 +10,8 @@ import pytest
 
 from waltz_core.errors import BadFormat
 from waltz_core.replication import session_recovery
-from waltz_sim.promises.history import Violation
-from waltz_sim.scenario import stories_in, told_again
+from waltz_sim.guarantees.history import Violation
+from waltz_sim.scenario import replayed, stories_in
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 TOLD = [
@@ -19,13 +19,13 @@ TOLD = [
     for path in FILES
     for story in stories_in(path.read_text(encoding="utf-8"))[1]
 ]
-IS_TOLD_ANEW = "WALTZ_TELL_ANEW" in os.environ
+IS_TOLD_ANEW = "WALTZ_REWRITE_STORIES" in os.environ
 
 
 @pytest.mark.skipif(IS_TOLD_ANEW, reason="the stories are written down anew")
 @pytest.mark.parametrize("story", TOLD)
 def test_story(story):
-    assert told_again(story).text == story.text
+    assert replayed(story).text == story.text
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -33,7 +33,7 @@ def test_file_has_one_form(path):
     text = path.read_text(encoding="utf-8")
     intro, stories = stories_in(text)
     if IS_TOLD_ANEW:
-        stories = [told_again(each) for each in stories]
+        stories = [replayed(each) for each in stories]
     written = intro + "\n".join(each.text for each in stories)
     if IS_TOLD_ANEW:
         path.write_text(written, encoding="utf-8")
@@ -44,10 +44,10 @@ def test_file_has_one_form(path):
 BEGINNING = "A few words.\n\n## A storage dies\nAnd more.\n\n> begin with A B C; append 1\n"
 
 
-def told(steps: str) -> list[str]:
+def outcome(steps: str) -> list[str]:
     """Return what comes of the last of some steps."""
     (story,) = stories_in(f"## A title\n\n{steps}\n")[1]
-    return told_again(story).steps[-1].lines
+    return replayed(story).steps[-1].lines
 
 
 def test_a_file_is_read_and_written():
@@ -71,20 +71,20 @@ def test_a_file_is_read_and_written():
 )
 def test_what_is_no_story_is_told(steps, sentence):
     with pytest.raises(BadFormat, match=sentence):
-        told(steps)
+        outcome(steps)
 
 
 def test_a_story_that_tells_something_else_is_noticed():
     (story,) = stories_in(BEGINNING + "    told: 0..1 in the log\n")[1]
-    assert told_again(story).text != story.text
-    assert told_again(story).steps[0].lines == ["told: 0 in the log"]
+    assert replayed(story).text != story.text
+    assert replayed(story).steps[0].lines == ["told: 0 in the log"]
 
 
 def test_the_checkers_look_on(monkeypatch):
     """A promise that is broken within a story is no matter of how it is told."""
     monkeypatch.setattr(session_recovery, "decide", lambda maxes, **_: min(maxes, default=None))
     with pytest.raises(Violation, match="DecisionCovers"):
-        told(
+        outcome(
             "> begin with A B C; append 5\n"
             "> pause A; append 1; wait 20 ms; kill S; kill A\n"
             "> start A; start S"
@@ -92,10 +92,10 @@ def test_the_checkers_look_on(monkeypatch):
 
 
 def test_what_replicas_do_at_once_is_told_in_the_order_of_their_names():
-    lines = told("> begin slowly with A B C")
+    lines = outcome("> begin slowly with A B C")
     assert lines[2] == "A B C: fenced with nothing, marked at nothing"
 
 
 def test_ids_of_a_load_have_names():
-    lines = told("> begin with A B C\n> writes go on\n> checkpoint\n> checkpoint")
+    lines = outcome("> begin with A B C\n> writes go on\n> checkpoint\n> checkpoint")
     assert "S opens session 2 with 0..h2" in lines

@@ -52,9 +52,9 @@ def test_a_seed_has_one_trace_in_all_processes():
 
 
 def test_a_trace_does_not_depend_on_what_is_noted():
-    told, silent = run_seed(5, is_traced=True), run_seed(5)
-    assert told.fingerprint == silent.fingerprint
-    assert (told.steps, told.committed, told.counts) == (
+    outcome, silent = run_seed(5, is_traced=True), run_seed(5)
+    assert outcome.fingerprint == silent.fingerprint
+    assert (outcome.steps, outcome.committed, outcome.counts) == (
         silent.steps,
         silent.committed,
         silent.counts,
@@ -117,7 +117,7 @@ class Two:
             message = FlushRequest(ReqId(1, 1, PartitionId(0), number))
             self.network.send(self.link, end, message)
 
-    def told(self, end):
+    def outcome(self, end):
         return [each.what for each in self.answered if each.end == end]
 
 
@@ -132,8 +132,8 @@ def two(request):
 def test_a_link_keeps_the_order(two):
     two.send(NEAR, *range(50))
     two.world.run(1_000_000)
-    assert two.told("far") == list(range(50))
-    assert two.told("near") == []
+    assert two.outcome("far") == list(range(50))
+    assert two.outcome("near") == []
 
 
 def test_what_was_sent_before_the_end_arrives(two):
@@ -142,8 +142,8 @@ def test_what_was_sent_before_the_end_arrives(two):
     two.send(NEAR, 3)
     two.send(FAR, 4)
     two.world.run(1_000_000)
-    assert two.told("far") == [1, 2, "enough"]
-    assert two.told("near") == []
+    assert two.outcome("far") == [1, 2, "enough"]
+    assert two.outcome("near") == []
     assert two.network.links == {}
 
 
@@ -151,18 +151,18 @@ def test_a_break_is_told_to_both_once(two):
     two.network.break_link(two.link, "cut")
     two.network.break_link(two.link, "cut")
     two.world.run(10_000_000)
-    assert two.told("near") == ["cut"]
-    assert two.told("far") == ["cut"]
+    assert two.outcome("near") == ["cut"]
+    assert two.outcome("far") == ["cut"]
 
 
 def test_a_blocked_way_is_found_out_late(two):
     two.network.block("near", "far")
     began_us = two.world.now_us
     two.send(NEAR, 1)
-    two.network.heal()
+    two.network.repair()
     two.send(NEAR, 2)
     two.world.run(10_000_000)
-    assert two.told("near") == two.told("far") == ["no answer to pings"]
+    assert two.outcome("near") == two.outcome("far") == ["no answer to pings"]
     assert min(each.at_us for each in two.answered) - began_us >= 200_000
 
 
@@ -179,15 +179,15 @@ class TestOutliving:
     def test_it_arrives_in_order_behind_the_next_link_and_then_the_end(self, two):
         late, old = self.held(two), two.link
         two.network.give_up(old, "given up")
-        assert two.told("near") == ["given up"]
+        assert two.outcome("near") == ["given up"]
         two.dial()
         two.send(NEAR, 3)
         two.world.run(1_000_000)
-        assert two.told("far") == [3]
+        assert two.outcome("far") == [3]
         began_us = two.world.now_us
         two.network.release(old, "given up", 20_000)
         two.world.run(1_000_000)
-        assert two.told("far") == [3, 1, 2, "given up"]
+        assert two.outcome("far") == [3, 1, 2, "given up"]
         assert two.answered[-1].at_us > began_us + 20_000
         assert len(late) == 1
         assert began_us < late[0] < two.answered[-1].at_us
@@ -201,28 +201,28 @@ class TestOutliving:
         two.send(FAR, 9)
         two.network.release(two.link, "given up")
         two.world.run(1_000_000)
-        assert two.told("near") == [8, "given up"]
+        assert two.outcome("near") == [8, "given up"]
         assert len(late) == 1
 
     def test_an_end_that_is_closed_is_told_behind_what_is_held_back(self, two):
         self.held(two)
         two.network.close(two.link, NEAR, "enough")
         two.world.run(1_000_000)
-        assert two.told("far") == []
+        assert two.outcome("far") == []
         two.network.release(two.link, "given up")
         two.world.run(1_000_000)
-        assert two.told("far") == [1, 2, "given up"]
-        assert two.told("near") == []
+        assert two.outcome("far") == [1, 2, "given up"]
+        assert two.outcome("near") == []
 
     def test_healing_lets_it_arrive_at_once(self, two):
         late = self.held(two)
-        two.network.heal()
+        two.network.repair()
         two.network.give_up(two.link, "later")
         two.world.run(10_000)
         two.network.release(two.link, "later")
         two.world.run(1_000_000)
-        assert two.told("far") == [1, 2, "given up"]
-        assert two.told("near") == ["given up"]
+        assert two.outcome("far") == [1, 2, "given up"]
+        assert two.outcome("near") == ["given up"]
         assert len(late) == 1
 
     @pytest.mark.parametrize("lets_go", ["release", "heal"])
@@ -231,19 +231,19 @@ class TestOutliving:
         network.slow_us = 100_000
         two.send(NEAR, 3)
         network.slow_us = 0
-        network.heal() if lets_go == "heal" else network.release(two.link, "given up")
+        network.repair() if lets_go == "heal" else network.release(two.link, "given up")
         two.world.run(1_000_000)
-        assert two.told("far") == [1, 2, 3, "given up"]
-        assert two.told("near") == ["given up"]
+        assert two.outcome("far") == [1, 2, 3, "given up"]
+        assert two.outcome("near") == ["given up"]
         assert len(late) == 1
 
     def test_an_end_on_its_way_comes_behind_what_was_held_back(self, two):
         self.held(two)
         two.network.slow_us = 100_000
         two.network.close(two.link, NEAR, "enough")
-        two.network.heal()
+        two.network.repair()
         two.world.run(1_000_000)
-        assert two.told("far") == [1, 2, "given up"]
+        assert two.outcome("far") == [1, 2, "given up"]
 
     def test_nothing_counts_as_late_for_a_far_end_that_is_gone(self, two):
         late = self.held(two)
@@ -252,7 +252,7 @@ class TestOutliving:
         two.network.died(two.far, is_silent=False)
         two.network.release(two.link, "given up")
         two.world.run(1_000_000)
-        assert two.told("far") == late == []
+        assert two.outcome("far") == late == []
 
 
 def test_nobody_answers_for_a_dead_machine():
@@ -271,14 +271,14 @@ def test_a_reset_is_told_and_a_silent_death_is_not(two):
     two.far.die()
     two.network.died(two.far, is_silent=True)
     two.world.run(10_000_000)
-    assert two.told("near") == ["no answer to pings"]
+    assert two.outcome("near") == ["no answer to pings"]
     assert two.answered[0].at_us - began_us >= 200_000
     other = Two()
     other.dial()
     other.far.die()
     other.network.died(other.far, is_silent=False)
     other.world.run(1_000_000)
-    assert other.told("near") == ["reset"]
+    assert other.outcome("near") == ["reset"]
 
 
 # --- processes
@@ -288,9 +288,9 @@ def test_what_stands_still_loses_nothing(two):
     two.far.pause()
     two.send(NEAR, 1, 2, 3)
     two.world.run(1_000_000)
-    assert two.told("far") == []
+    assert two.outcome("far") == []
     two.far.resume()
-    assert two.told("far") == [1, 2, 3]
+    assert two.outcome("far") == [1, 2, 3]
 
 
 def test_the_next_life_hears_nothing_of_the_last_one(two):
@@ -299,7 +299,7 @@ def test_the_next_life_hears_nothing_of_the_last_one(two):
     two.far.die()
     two.far.start()
     two.world.run(1_000_000)
-    assert two.told("far") == []
+    assert two.outcome("far") == []
 
 
 def test_a_slow_process_takes_one_thing_after_the_other():

@@ -201,7 +201,7 @@ def test_a_pyspark_that_has_changed_keeps_its_own_errors(
     with pytest.raises(errors.BadConfig) as caught:
         read(spark, connect, startingHighWaterMarks="x")
     assert isinstance(caught.value.__cause__, Py4JJavaError)
-    monkeypatch.setattr(unwrapping, "last_word", changed)
+    monkeypatch.setattr(unwrapping, "trailing_error", changed)
     with pytest.raises(AnalysisException, match="startingHighWaterMarks"):
         read(spark, connect, startingHighWaterMarks="x")
     monkeypatch.setattr(unwrapping, "_unwrap_gateway", changed)

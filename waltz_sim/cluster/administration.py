@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_storages import SimStorage
 
 VERSION = 1
-Told = Callable[[AdminMessage], None]
+OnAnswer = Callable[[AdminMessage], None]
 
 
 class Operator:
     """One request to one running storage; `told` gets the answer, unless the storage dies."""
 
-    def __init__(self, cluster: "SimCluster", storage: "SimStorage", told: Told) -> None:
+    def __init__(self, cluster: "SimCluster", storage: "SimStorage", on_answer: OnAnswer) -> None:
         assert storage.engine is not None
         self._cluster = cluster
         self._storage = storage
         self._engine = storage.engine
-        self._told = told
+        self._on_answer = on_answer
         identity = StorageIdentity(cluster.key, 1, storage.storage_id)
         self._machine = AdminService(identity, address=storage.replica)
 
@@ -58,7 +58,7 @@ class Operator:
             case AdminAnswer():
                 is_done = isinstance(effect.message, Done)
                 self._cluster.checks.count("administered" if is_done else "administration refused")
-                self._told(effect.message)
+                self._on_answer(effect.message)
             case RunErrand():
                 self._run(effect.ticket, effect.errand)
             case Report():

@@ -1,7 +1,7 @@
 """The guarantees, one checker each, called on each event and once more at the end.
 
 Processes, links and disks of the simulator report their events to one object; it passes them to the
-checkers (`promises/`) that need them.
+checkers (`guarantees/`) that need them.
 
 Each public method receives one kind of event. Names and numbers are those of
 docs/design/correctness.md 3.2.
@@ -18,15 +18,15 @@ from waltz_core.records.record import Chain, SessionId, TransactionId
 from waltz_core.replication import session_events
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.work import Work, WorkResult
-from waltz_sim.promises.answer_promises import AnswerPromises
-from waltz_sim.promises.bounds import Bounds
-from waltz_sim.promises.ledger import Ledger
-from waltz_sim.promises.locking import Locking
-from waltz_sim.promises.outcome_promises import Outcomes
-from waltz_sim.promises.replica_promises import Before, ReplicaPromises
-from waltz_sim.promises.sessions import Sessions
-from waltz_sim.promises.sometimes import REPORTED
-from waltz_sim.promises.witness import Witness
+from waltz_sim.guarantees.answer_guarantees import AnswerGuarantees
+from waltz_sim.guarantees.base import CheckerBase
+from waltz_sim.guarantees.bounds import Bounds
+from waltz_sim.guarantees.ledger import Ledger
+from waltz_sim.guarantees.locking import Locking
+from waltz_sim.guarantees.outcome_guarantees import Outcomes
+from waltz_sim.guarantees.replica_guarantees import Before, ReplicaGuarantees
+from waltz_sim.guarantees.sessions import Sessions
+from waltz_sim.guarantees.sometimes import REPORTED
 
 if TYPE_CHECKING:
     from waltz_core.replication.partition_store import PartitionStore
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from waltz_sim.world.network import SimLink
 
 
-class Checks(Witness):
+class Checks(CheckerBase):
     """All checkers, and their state."""
 
     def __init__(self, cluster: "SimCluster") -> None:
         super().__init__(cluster)
         self.sessions = Sessions(self)
-        self.replicas = ReplicaPromises(self, self.sessions)
-        self.answers = AnswerPromises(self, self.sessions)
+        self.replicas = ReplicaGuarantees(self, self.sessions)
+        self.answers = AnswerGuarantees(self, self.sessions)
         self.locking = Locking(self)
         self.outcomes = Outcomes(self, self.answers, self.locking)
         self.bounds = Bounds(self)
@@ -151,9 +151,9 @@ class Checks(Witness):
                 self.outcomes.exposed(effect.last, effect.chain)
             elif isinstance(effect, session_events.SessionClosed):
                 self.count("session closed")
-            self.answers.store_said(name, effect)
-            self.locking.store_said(name, effect)
-            self.bounds.store_said(name, effect)
+            self.answers.store_reported(name, effect)
+            self.locking.store_reported(name, effect)
+            self.bounds.store_reported(name, effect)
 
     def server_stepped(self, server: "SimServer") -> None:
         """A server has completed one step, with all its effects."""
@@ -170,16 +170,16 @@ class Checks(Witness):
         self, session_id: SessionId, replica: str, message: "StorageMessage"
     ) -> None:
         """The owner has received a storage's answer."""
-        self.sessions.heard(session_id, replica, message)
-        self.bounds.heard(session_id, replica, message)
+        self.sessions.received(session_id, replica, message)
+        self.bounds.received(session_id, replica, message)
 
     def answered(self, server: "SimServer", answer: "Answer") -> None:
         """A server has sent a message to a client."""
         self.answers.answered(server, answer)
 
-    def dialled(self, who: str, whom: str) -> None:
+    def dialled(self, client: str, server: str) -> None:
         """A process opens a connection."""
-        self.bounds.dialled(who, whom)
+        self.bounds.dialled(client, server)
 
     # -----------------------------------------------------------------------------------------
     # clients
@@ -204,9 +204,11 @@ class Checks(Witness):
         """A client sends a message to a server."""
         self.answers.sent(client, link, message)
 
-    def client_heard(self, client: "SimClient", link: "SimLink", message: "ClientMessage") -> None:
+    def client_received(
+        self, client: "SimClient", link: "SimLink", message: "ClientMessage"
+    ) -> None:
         """A client receives a message from a server."""
-        self.answers.heard(client, link, message)
+        self.answers.received(client, link, message)
 
     def mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
         """A client's mark has moved."""
@@ -241,7 +243,7 @@ class Checks(Witness):
                 self.fail("LogMatching", f"{name} has another chain at {last}")
             self.replicas.check_records(storage, last)
         for operation in history.operations.values():
-            if not operation.told:
+            if not operation.outcome:
                 self.fail("Converged", f"the outcome of {operation} was never reported")
         for client in self.outcomes.followers.values():
             if client.fed != last:
@@ -255,7 +257,7 @@ class Checks(Witness):
         for transaction_id, data in enumerate(self.replicas.data_on(storage)):
             ledger.take(transaction_id, data)
         ledger.audit()
-        self.counts["deals"] += ledger.deal_count
+        self.counts["deals"] += ledger.checked_count
 
 
 def states_in_words(metadata: PartitionMetadata) -> str:

@@ -31,7 +31,7 @@ class SimPeer(Process):
         self,
         storage: "SimStorage",
         requests: Sequence[StorageMessage],
-        told: "Callable[[PeerAnswers], None]",
+        on_answer: "Callable[[PeerAnswers], None]",
     ) -> None:
         """Connect, send, and return as many answers, or those that arrived before the end."""
         answers: PeerAnswers = []
@@ -43,13 +43,13 @@ class SimPeer(Process):
                 is_over = True
                 if answered is not None:
                     self._network.close(answered, NEAR)
-                told(answers)
+                on_answer(answers)
 
         def opened(link: SimLink) -> None:
             for each in requests:
                 self._network.send(link, NEAR, each)
 
-        def heard(link: SimLink, message: Message) -> None:
+        def received(link: SimLink, message: Message) -> None:
             assert isinstance(message, StorageMessage)
             answers.append(message)
             if len(answers) == len(requests):
@@ -58,7 +58,7 @@ class SimPeer(Process):
         self._network.dial(
             self,
             storage,
-            Handlers(heard, lambda _link, _reason: end(None)),
+            Handlers(received, lambda _link, _reason: end(None)),
             opened=opened,
             failed=lambda _reason: end(None),
             accept=storage.accept,

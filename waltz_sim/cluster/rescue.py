@@ -61,7 +61,7 @@ class Rescue:
     def __init__(
         self,
         cluster: "SimCluster",
-        told: "Callable[[RebuildDecision | None], None]",
+        prepared: "Callable[[RebuildDecision | None], None]",
         *,
         accepted: ReplicaId | None = None,
         dies_after: str = "",
@@ -71,14 +71,14 @@ class Rescue:
         cluster.rescue_count += 1  # each has its own random numbers, and so its own nonces
         self._peer = SimPeer(cluster, f"operator{cluster.rescue_count}")
         self._loop = loop_of(self._peer)
-        self._told = told
+        self._on_verdict = prepared
         self._accepted = accepted
         self._dies_after = dies_after
         self._versions = (0, 0)
         self._nonce = self._peer.rng.randbytes(16)
         self._partition_id = PartitionId(cluster.partition_id)
         self._session_id: SessionId = NO_SESSION
-        self._heard: dict[ReplicaId, StorageMessage | None] = {}
+        self._received: dict[ReplicaId, StorageMessage | None] = {}
         self._loop.enter(lambda: self._loop.create_task(self._run(), name="rescue"))
 
     async def _run(self) -> None:
@@ -89,7 +89,7 @@ class Rescue:
             self._cluster.world.note(f"the operator's command has died: {died}")
         except Exception as error:  # noqa: BLE001 - a checker's, or a fault of the command
             self._loop.fail(error)
-        self._told(verdict)
+        self._on_verdict(verdict)
 
     def _passed(self, step: str) -> None:
         """Rule 2."""
@@ -102,7 +102,7 @@ class Rescue:
         for _ in range(ATTEMPTS_MAX):
             self._claim(newest)
             await self._query()
-            nacks = [each for each in self._heard.values() if isinstance(each, Nack)]
+            nacks = [each for each in self._received.values() if isinstance(each, Nack)]
             newest = SessionId(max((each.promised for each in nacks), default=NO_SESSION))
             if newest < self._session_id:
                 return await self._decide()
@@ -129,10 +129,10 @@ class Rescue:
         identity = (NO_STORAGE_ID, self._cluster.key, 1)
         prepare = Prepare(self._session_id, 1, self._partition_id, self._nonce, *identity)
         asked = {each: self._ask(each, [prepare]) for each in self._cluster.replicas}
-        self._heard = {}
+        self._received = {}
         for replica, answering in asked.items():
             answers = await answering
-            self._heard[replica] = answers[0] if answers else None
+            self._received[replica] = answers[0] if answers else None
 
     def _ask(
         self, replica: ReplicaId, requests: "Sequence[StorageMessage]"
@@ -145,15 +145,17 @@ class Rescue:
         return answers
 
     async def _decide(self) -> RebuildDecision:
-        prepared = {each: said for each, said in self._heard.items() if isinstance(said, Prepared)}
-        logs = {each: _log_of(said) for each, said in prepared.items()}
+        prepared = {
+            each: answer for each, answer in self._received.items() if isinstance(answer, Prepared)
+        }
+        logs = {each: _log_of(answer) for each, answer in prepared.items()}
         if self._accepted is None:
             verdict = rebuilding.choose(
                 self._partition_id,
                 logs,
                 groups={},
                 replica_count=len(self._cluster.replicas),
-                unanswered=[each for each in self._heard if each not in prepared],
+                unanswered=[each for each in self._received if each not in prepared],
             )
         else:
             self._passed("fence")
@@ -234,7 +236,9 @@ class Rescue:
         assert accepted is not None
         assert metadata is not None
         logs = {
-            each: _log_of(said) for each, said in self._heard.items() if isinstance(said, Prepared)
+            each: _log_of(answer)
+            for each, answer in self._received.items()
+            if isinstance(answer, Prepared)
         }
         sound = [
             each
@@ -274,8 +278,8 @@ def _worth(log: Log) -> tuple[bool, int, int, bool]:
     return not log.is_damaged, *log.rank, not log.is_suspect
 
 
-def _log_of(told: Prepared) -> Log:
-    lasts = [last for _, last in pairs_of(told.damaged)]
-    is_damaged = any(last > told.low_water_mark for last in lasts)
-    last_id = TransactionId(told.synced_max)
-    return Log(SessionId(told.last_session), last_id, told.suspect, is_damaged)
+def _log_of(prepared: Prepared) -> Log:
+    lasts = [last for _, last in pairs_of(prepared.damaged)]
+    is_damaged = any(last > prepared.low_water_mark for last in lasts)
+    last_id = TransactionId(prepared.synced_max)
+    return Log(SessionId(prepared.last_session), last_id, prepared.suspect, is_damaged)

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 RELEASED_PAUSE_US: Final = 300_000
 READ_TIMEOUT_US: Final = 2_000_000
 PIECE_BYTES: Final = 150
-_NOBODY: Final = -1
+_NO_CLIENT: Final = -1
 
 
 class SmallPieces(Pace):
@@ -296,9 +296,9 @@ class SimServer(Process):
 
     def accept(self, link: SimLink) -> Handlers:
         """Accept a client's connection."""
-        return Handlers(self._client_said, self._client_lost)
+        return Handlers(self._client_sent, self._client_lost)
 
-    def _client_said(self, link: SimLink, message: Message) -> None:
+    def _client_sent(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, ClientMessage)
         connection = ConnectionId(link.number)
         cost_bytes = 512
@@ -353,7 +353,7 @@ class SimServer(Process):
             self._sessions[key] = link
             self.step(session_events.ReplicaOpened(session_id, replica))
 
-        def said(link: SimLink, message: Message) -> None:
+        def answered(link: SimLink, message: Message) -> None:
             if self._sessions.get(key) is link:
                 assert isinstance(message, StorageMessage)
                 self.cluster.checks.replica_answered(session_id, replica, message)
@@ -362,7 +362,7 @@ class SimServer(Process):
         self.cluster.network.dial(
             self,
             storage,
-            Handlers(said, lambda link, reason: self._session_lost(key, reason)),
+            Handlers(answered, lambda link, reason: self._session_lost(key, reason)),
             opened=opened,
             failed=lambda reason: self._session_lost(key, reason),
             accept=storage.accept,
@@ -401,7 +401,7 @@ class SimServer(Process):
 
         def opened(link: SimLink) -> None:
             self._readers[replica] = link
-            opening = OpenRequest(_NOBODY, _NOBODY, _NOBODY, self.cluster.key, 1)
+            opening = OpenRequest(_NO_CLIENT, _NO_CLIENT, _NO_CLIENT, self.cluster.key, 1)
             self.cluster.network.send(link, NEAR, opening)
             for at, _, fetch in list(self._fetches.values()):
                 if at == replica:
@@ -410,13 +410,13 @@ class SimServer(Process):
         self.cluster.network.dial(
             self,
             storage,
-            Handlers(self._reader_said, lambda link, reason: self._reader_lost(replica, reason)),
+            Handlers(self._reader_sent, lambda link, reason: self._reader_lost(replica, reason)),
             opened=opened,
             failed=partial(self._reader_lost, replica),
             accept=storage.accept,
         )
 
-    def _reader_said(self, link: SimLink, message: Message) -> None:
+    def _reader_sent(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, StorageMessage)
         if isinstance(message, SuccessResponse):
             return

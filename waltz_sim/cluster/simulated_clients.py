@@ -224,7 +224,7 @@ class SimClient(Process):
             self.cluster.network.dial(
                 self,
                 server,
-                Handlers(self._said, self._lost),
+                Handlers(self._received, self._lost),
                 opened=lambda link: self._linked(effect, link, assignment),
                 failed=fail,
                 accept=server.accept,
@@ -265,11 +265,11 @@ class SimClient(Process):
                 del self._asked[req_id]
                 answered(None)
 
-    def _said(self, link: SimLink, message: Message) -> None:
+    def _received(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, ClientMessage)
         if self.world.is_traced:
             self.world.note(f"{self.name} < {message_in_words(message)}")
-        self.cluster.checks.client_heard(self, link, message)
+        self.cluster.checks.client_received(self, link, message)
         found = self._asked.pop(message.req_id, None)
         if found is not None:
             found[1](None if isinstance(message, ErrorResponse) else message)

@@ -34,7 +34,7 @@ from waltz_sim.cluster.simulated_contexts import ContextClient
 from waltz_sim.cluster.simulated_coordinator import SimCoordinator
 from waltz_sim.cluster.simulated_storages import RESTART_MS, SimStorage
 from waltz_sim.cluster.workload import Workload
-from waltz_sim.promises.budget import Budget, read_whole
+from waltz_sim.guarantees.budget import Budget, read_whole
 from waltz_sim.schedule import Schedule
 from waltz_sim.world.network import Network
 from waltz_sim.world.process import Process
@@ -168,7 +168,7 @@ class SimCluster:
         """Change the replica assignment, as `cluster` commands do: one replica at a time."""
         self.coordinator.reassign(replicas)
         for storage in self.storages.values():
-            storage.after(self.coordinator.watch_us(), storage.hear_of_assignment)
+            storage.after(self.coordinator.watch_us(), storage.receive_assignment)
 
     def kill(self, process: "SimStorage | SimServer") -> None:
         """`kill -9`; its supervisor starts it again."""
@@ -191,7 +191,7 @@ class SimCluster:
                 self.swapped[each.name] = its
             self.restart_later(each)
 
-    def operate(self, *, is_patient: bool = True) -> None:
+    def operate(self, *, waits: bool = True) -> None:
         """Repair what cannot heal by itself; if patient, wait for what may."""
         for name in list(self.swapped):
             if name in self.swapped:
@@ -204,15 +204,15 @@ class SimCluster:
                 if not self.budget.has_lost(storage):
                     self.checks.fail("Converged", f"{storage.name} refuses: {storage.refused}")
                 self.replace(storage)
-            elif not is_patient and self._cannot_be_mended(storage):
+            elif not waits and self._cannot_be_repaired(storage):
                 self.replace(storage)
         if self.unfinished_rescue is not None:
             Rescue(self, lambda _: None, accepted=self.unfinished_rescue)
-        if not is_patient:
+        if not waits:
             self.read_all()
             self._checkpoint()
 
-    def _cannot_be_mended(self, storage: SimStorage) -> bool:
+    def _cannot_be_repaired(self, storage: SimStorage) -> bool:
         """Whether a replica with lost data cannot recover by itself."""
         owner = self.owner
         session = None if owner is None or owner.store is None else owner.store.store.session
@@ -243,7 +243,7 @@ class SimCluster:
         former = self.coordinator.storage_ids.get(storage.replica)
         if former is not None:
             self.coordinator.former_ids.setdefault(storage.replica, []).append(former)
-        storage.start_anew()
+        storage.reseed()
         self.coordinator.storage_ids[storage.replica] = storage.storage_id
         self.restart_later(storage)
 
@@ -267,14 +267,14 @@ class SimCluster:
 
     # ---- healing
 
-    def heal(self) -> None:
+    def repair(self) -> None:
         """End all faults; no more occur.
 
         A hanging server continues to hang until the other servers have recovered the partition.
         """
         self.is_healing = True
         self.world.note("heal")
-        self.network.heal()
+        self.network.repair()
         self.held_down.clear()
         coordinator = self.coordinator
         coordinator.is_away, coordinator.lost_answers = False, 0.0
@@ -282,7 +282,7 @@ class SimCluster:
         coordinator.watch_delay_ms_max = 20
         coordinator.lost_watches = coordinator.stale_reads = 0.0
         for storage in self.storages.values():
-            storage.heal()
+            storage.repair()
         for server in self.servers:
             server.dies_at = None
         for process in self.processes:
@@ -322,7 +322,7 @@ class SimCluster:
         logs = [self.storages[each].log for each in self.coordinator.assignment.replicas]
         return all(log is not None and log.synced_max == last for log in logs)
 
-    def is_mended(self) -> bool:
+    def is_repaired(self) -> bool:
         """Whether no replica has anything to repair."""
         logs = [self.storages[each].log for each in self.replicas]
         return self.is_whole() and all(
@@ -355,7 +355,7 @@ class SimCluster:
 
     def run_healed(self) -> None:
         """Run until the cluster has recovered, or fail with the reasons (rule 2)."""
-        self.heal()
+        self.repair()
         if self.setup.is_unbounded:
             self._run_halted()
             return
@@ -363,7 +363,7 @@ class SimCluster:
         self._run_until_whole()
         for server in self.servers:
             server.resume()
-        self._run_until_mended()
+        self._run_until_repaired()
         # Some more work, then a pause.
         world.run(AFTERWARDS_MS * MS)
         self.workload.is_over = True
@@ -376,20 +376,20 @@ class SimCluster:
         for again in range(OPEN_MS_MAX // OPERATOR_MS):
             if self.world.run(OPERATOR_MS * MS, until=self.is_whole):
                 return
-            self.operate(is_patient=again % 4 != 3)
+            self.operate(waits=again % 4 != 3)
         self.checks.fail("Converged", f"not whole: {self.why_not()}")
 
-    def _run_until_mended(self) -> None:
+    def _run_until_repaired(self) -> None:
         """Read all logs; damage is repaired in the session, or by a new one."""
         for again in range(OPEN_MS_MAX // OPERATOR_MS):
             self._scrub_all()
             self.read_all()
-            if self.is_mended():
+            if self.is_repaired():
                 return
             self.checks.count("damage to be mended at the end")
             self._checkpoint()
-            self.world.run(OPERATOR_MS * MS, until=self.is_mended)
-            self.operate(is_patient=again % 4 != 3)
+            self.world.run(OPERATOR_MS * MS, until=self.is_repaired)
+            self.operate(waits=again % 4 != 3)
         self.checks.fail("Converged", f"not mended: {self.why_not()}")
 
     def _scrub_all(self) -> None:
@@ -399,7 +399,7 @@ class SimCluster:
                 storage.scrub_now()
 
         def is_done() -> bool:
-            return self.is_mended() and not any(
+            return self.is_repaired() and not any(
                 storage.is_scrubbing for storage in self.storages.values()
             )
 

@@ -31,7 +31,7 @@ from waltz_core.client.read.requests import OwnerRequests
 from waltz_core.config.declarations import KIB, ClientConfig
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
 from waltz_core.wire.messages import AppendRequest, ClientMessage, Message
-from waltz_sim.promises.history import Operation, Violation
+from waltz_sim.guarantees.history import Operation, Violation
 from waltz_sim.world.event_loop import loop_of
 from waltz_sim.world.network import CLIENT_VERSION, NEAR, Handlers, SimLink
 from waltz_sim.world.process import Process
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from waltz_core.transport import net
     from waltz_sim.cluster.simulated_cluster import SimCluster
     from waltz_sim.cluster.simulated_coordinator import Assignment
-    from waltz_sim.cluster.workload import Ask
+    from waltz_sim.cluster.workload import RowPlan
 
 CONFIG: Final = ClientConfig(
     request_timeout_ms=4_000,
@@ -171,7 +171,7 @@ class ContextClient(Process):
             result = error
         self.ended(operation, result)
 
-    def operation(self, row: "Ask", mark: int) -> Operation:
+    def operation(self, row: "RowPlan", mark: int) -> Operation:
         """Record a row that was computed at a mark."""
         return self.cluster.workload.operation(self.name, row, mark)
 
@@ -233,14 +233,14 @@ class ContextClient(Process):
         network.dial(
             self,
             server,
-            Handlers(self._said, self._lost),
+            Handlers(self._received, self._lost),
             opened=opened,
             failed=failed,
             accept=server.accept,
         )
         return self._wires[(await dialled).number]
 
-    def _said(self, link: SimLink, message: Message) -> None:
+    def _received(self, link: SimLink, message: Message) -> None:
         wire = self._wires.get(link.number)
         if wire is not None:
             self.loop.enter(lambda: wire.took([message]))
@@ -260,7 +260,9 @@ class _Context(TransactionContext):
         self.timeout_ms = author.rng.choice((100, 1_000, 3_000))
         self.retries_max = author.rng.choice((None, 0, 3))
         self.operation: Operation | None = None  # of the last attempt
-        self._row = author.cluster.workload.deal_of(author) if author.has_view else _COLD_ROW
+        self._row = (
+            author.cluster.workload.checked_transaction_of(author) if author.has_view else _COLD_ROW
+        )
 
     def partition_id(self, partition_count: int) -> int:
         """See `TransactionContext`."""
@@ -399,11 +401,11 @@ class _Directory:
         """See `Directory`."""
         asked: asyncio.Future[Assignment] = self._author.loop.create_future()
 
-        def told(assignment: "Assignment") -> None:
+        def received(assignment: "Assignment") -> None:
             if not asked.done():
                 self._author.loop.enter(lambda: asked.set_result(assignment))
 
-        self._author.cluster.coordinator.owner_for(self._author, told)
+        self._author.cluster.coordinator.owner_for(self._author, received)
         assignment = await asked
         if assignment.owner is None:
             raise errors.NotOwned(f"partition {partition_id} has no owner")

@@ -89,7 +89,7 @@ class SimCoordinator:
         self.past_nodes: list[tuple[PartitionMetadata | None, PartitionMarker | None]] = []
         self._views = [self.assignment]  # earlier states, newest last
         self._firing: dict[str, int] = {}  # servers whose watch will fire, with incarnation
-        self._told_at_us: dict[str, int] = {}
+        self._notified_us: dict[str, int] = {}
 
     # ---- the partition's nodes (rule 1)
 
@@ -190,7 +190,7 @@ class SimCoordinator:
         if is_another and self._cluster.setup.has_new_owner_ids:
             self._take_out_former(server)
         self.assign()
-        self._tell(server)
+        self._notify(server)
 
     def _take_out_former(self, server: "SimServer") -> None:
         """Remove the partition from the former process at this address (rule 7)."""
@@ -220,18 +220,18 @@ class SimCoordinator:
         """Keep the session of a hanging server until its watchdog ends it (rule 6)."""
         watchdog = Watchdog(SESSION_MS, server.now_ms)
         hang = server.incarnation, server.hang_count
-        heard_us = self._world.now_us
+        received_us = self._world.now_us
 
         def look() -> None:
-            nonlocal heard_us
+            nonlocal received_us
             is_over = not server.is_hanging or hang != (server.incarnation, server.hang_count)
             if is_over or not self.alive.get(server.name):
                 return
             may_keep = watchdog.may_keep_session(server.now_ms)
             # While ZooKeeper is unavailable, no session ends.
             if self.is_away or (may_keep and server.name not in self.cut_off):
-                heard_us = self._world.now_us
-            if self._world.now_us - heard_us >= SESSION_MS * 1000:
+                received_us = self._world.now_us
+            if self._world.now_us - received_us >= SESSION_MS * 1000:
                 self._cluster.checks.count("session of a hanging server expired")
                 self.expire(server)
                 return
@@ -277,7 +277,7 @@ class SimCoordinator:
             self._cluster.checks.count("owner changed")
         self.assignment = Assignment(owner, generation, now.replicas)
         self._views = [*self._views, self.assignment][-VIEWS_MAX:]
-        self._tell_all()
+        self._notify_all()
 
     def reassign(self, replicas: tuple[ReplicaId, ...]) -> None:
         """Change which storages hold the partition."""
@@ -285,13 +285,13 @@ class SimCoordinator:
         self._world.note(f"zookeeper: replicas {' '.join(replicas)}")
         self.assignment = Assignment(now.owner, now.generation, replicas)
         self._views = [*self._views, self.assignment][-VIEWS_MAX:]
-        self._tell_all()
+        self._notify_all()
 
-    def _tell_all(self) -> None:
+    def _notify_all(self) -> None:
         for server in self._cluster.servers:
-            self._tell(server)
+            self._notify(server)
 
-    def _tell(self, server: "SimServer", *, is_new: bool = False) -> None:
+    def _notify(self, server: "SimServer", *, is_new: bool = False) -> None:
         """Fire a server's watch; the server then reads the current state (rule 4)."""
         name = server.name
         if not is_new and self._firing.get(name) == server.incarnation:
@@ -307,9 +307,9 @@ class SimCoordinator:
             seen = self.assignment
             if self.alive.get(name):
                 at_us = max(
-                    self._world.now_us + self._delay_us(), self._told_at_us.get(name, 0) + 1
+                    self._world.now_us + self._delay_us(), self._notified_us.get(name, 0) + 1
                 )
-                self._told_at_us[name] = at_us
+                self._notified_us[name] = at_us
                 server.after(at_us - self._world.now_us, lambda: server.assigned(seen))
 
         server.after(self.watch_us(), fire)
@@ -330,7 +330,7 @@ class SimCoordinator:
             if server in expired and self.alive.get(server.name):
                 self.expire(server)
             else:
-                self._tell(server, is_new=True)
+                self._notify(server, is_new=True)
 
     def put_back(self, metadata: PartitionMetadata | None, marker: PartitionMarker | None) -> None:
         """Replace the data of the partition's nodes, or (None) remove one."""

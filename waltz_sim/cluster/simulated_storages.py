@@ -199,10 +199,10 @@ class SimStorage(Process):
         is_held = self._cluster.partition_id in self.engine.assigned()
         return is_held and metadata is not None and self.replica in metadata.states
 
-    def hear_of_assignment(self) -> None:
+    def receive_assignment(self) -> None:
         """Handle a fired watch."""
         if self._cluster.is_zookeeper_away:
-            self.after(100_000, self.hear_of_assignment)
+            self.after(100_000, self.receive_assignment)
         else:
             self.follow()
 
@@ -274,7 +274,7 @@ class SimStorage(Process):
         self.disk.power_loss(survival, self.rng)
         self._cluster.restart_later(self)
 
-    def start_anew(self) -> None:
+    def reseed(self) -> None:
         """Get an empty disk and a new storage ID; the process is down."""
         assert not self.is_up
         self.disk.become(NO_CONTENTS)
@@ -282,7 +282,7 @@ class SimStorage(Process):
         self.refused = None
         self.storage_id = self.rng.randbytes(16)
 
-    def heal(self) -> None:
+    def repair(self) -> None:
         """End the faults of the machine and its disk."""
         disk = self.disk
         disk.capacity_bytes = disk.on_full = None
@@ -317,9 +317,9 @@ class SimStorage(Process):
 
     def accept(self, link: SimLink) -> Handlers:
         """Accept a server's connection."""
-        return Handlers(self._heard, self._lost)
+        return Handlers(self._received, self._lost)
 
-    def _heard(self, link: SimLink, message: Message) -> None:
+    def _received(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, StorageMessage)
         self._step(LaneRequest(ConnectionId(link.number), message))
 

@@ -101,13 +101,13 @@ class TwoAttempts(Process):
         cluster.network.dial(
             self,
             owner,
-            Handlers(partial(self._heard, again), lambda _link, _reason: again()),
+            Handlers(partial(self._received, again), lambda _link, _reason: again()),
             opened=mount,
             failed=lambda _reason: again(),
             accept=owner.accept,
         )
 
-    def _heard(self, again: "Callable[[], None]", link: SimLink, message: Message) -> None:
+    def _received(self, again: "Callable[[], None]", link: SimLink, message: Message) -> None:
         network = self._cluster.network
         if isinstance(message, Mounted):
             self._is_over = (

@@ -31,8 +31,8 @@ from waltz_core.wire.messages import (
     ReplicasRequest,
     TransactionDataRequest,
 )
-from waltz_sim.promises.history import NUMBER_BYTES, Operation, data_of
-from waltz_sim.promises.ledger import Deal, RowKind
+from waltz_sim.guarantees.history import NUMBER_BYTES, Operation, data_of
+from waltz_sim.guarantees.ledger import CheckedTransaction, RowKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 # The write, read and append locks of one row.
 Locks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-Ask = Locks | Deal
+RowPlan = Locks | CheckedTransaction
 PENDING_MAX: Final = 4
 RETRIES_MAX: Final = 3
-PATIENCE_US: Final = 200_000
+WAIT_US: Final = 200_000
 SLOWING_US: Final = 20_000
-DEAL_SHARE: Final = 0.4
+CHECKED_SHARE: Final = 0.4
 QUESTION_SHARE: Final = 0.06
 WAITING_QUESTION_SHARE: Final = 0.25  # of an application without answers to its appends
 AHEAD_SHARE: Final = 0.004
@@ -91,7 +91,7 @@ class Workload:
     def parcel(
         self,
         client: "SimClient",
-        rows: "Sequence[Ask]",
+        rows: "Sequence[RowPlan]",
         mark: int,
         follows: FollowedState | None = None,
     ) -> Parcel:
@@ -119,16 +119,16 @@ class Workload:
         """Record rows without a waiting author."""
         operations = [self._operation(author, row, BEFORE_FIRST, None) for row in rows]
         for operation in operations:
-            operation.told = "gone"
+            operation.outcome = "gone"
         return operations
 
     def _operation(
-        self, author: str, row: Ask, mark: int, follows: FollowedState | None
+        self, author: str, row: RowPlan, mark: int, follows: FollowedState | None
     ) -> Operation:
         self._numbers += 1
         ahead = () if follows is None else follows.above(TransactionId(mark))
         number, checks = self._numbers, self._cluster.checks
-        if isinstance(row, Deal):
+        if isinstance(row, CheckedTransaction):
             write, read = row.write, row.read
             append: tuple[int, ...] = ()
             data = data_of(number, NUMBER_BYTES) + checks.ledger.body(
@@ -153,7 +153,7 @@ class Workload:
         checks.history.operations[number] = operation
         return operation
 
-    def operation(self, author: str, row: Ask, mark: int) -> Operation:
+    def operation(self, author: str, row: RowPlan, mark: int) -> Operation:
         """Record one row whose author gets the outcome elsewhere."""
         return self._operation(author, row, mark, None)
 
@@ -162,19 +162,23 @@ class Workload:
         think_us = self._cluster.setup.think_ms * 1_000
         if self._cluster.is_healing:
             # Only the recovery of the cluster is still to be seen, and that may take long.
-            late_us = max(0, self.healing_us() - PATIENCE_US)
+            late_us = max(0, self.healing_us() - WAIT_US)
             think_us += think_us * late_us // SLOWING_US
         return int(process.chance() * 2 * think_us) + 100
 
-    def deal_of(self, process: "Process") -> Deal:
+    def checked_transaction_of(self, process: "Process") -> CheckedTransaction:
         """Return the next deal of an application."""
         keys, roll = self._cluster.setup.keys, process.chance()
         one = int(process.chance() * keys)
         if roll < 0.4:
-            return Deal(
+            return CheckedTransaction(
                 RowKind.TRANSFER, one, (one + 1 + int(process.chance() * (keys - 1))) % keys
             )
-        return Deal(RowKind.PUSH, one, one) if roll < 0.7 else Deal(RowKind.GUARD, one, one ^ 1)
+        return (
+            CheckedTransaction(RowKind.PUSH, one, one)
+            if roll < 0.7
+            else CheckedTransaction(RowKind.GUARD, one, one ^ 1)
+        )
 
     def ended(self, token: int) -> "list[Operation]":
         """Remove a parcel: its outcome is known, or never will be."""
@@ -254,9 +258,9 @@ class _Application:
             mark = max(BEFORE_FIRST, mark - int(self._chance() * 10))
         return mark
 
-    def _row(self) -> Ask:
-        if self._chance() < DEAL_SHARE:
-            return self._workload.deal_of(self._client)
+    def _row(self) -> RowPlan:
+        if self._chance() < CHECKED_SHARE:
+            return self._workload.checked_transaction_of(self._client)
         return self._some(0.5), self._some(0.3), self._some(0.2)
 
     def _some(self, share: float) -> tuple[int, ...]:
@@ -266,14 +270,16 @@ class _Application:
         count = 1 if self._chance() < 0.8 else 2
         return tuple(sorted({int(self._chance() * keys) for _ in range(count)}))
 
-    def _append(self, rows: "Sequence[Ask]", mark: int, told: FollowedState | None = None) -> None:
+    def _append(
+        self, rows: "Sequence[RowPlan]", mark: int, following: FollowedState | None = None
+    ) -> None:
         self._waiting += 1
         if self._chance() < AHEAD_SHARE:
-            rows, mark, told = [((), (), (1,))], self._client.mark + 5, None
+            rows, mark, following = [((), (), (1,))], self._client.mark + 5, None
         follows: FollowedState | None = None
         if self._follows and len(rows) == 1:
             # Its state is that of the mark, and the claims of earlier appends are on top of it.
-            follows = (told or FOLLOW).claim(TransactionId(mark))[1]
+            follows = (following or FOLLOW).claim(TransactionId(mark))[1]
         self._client.append(self._workload.parcel(self._client, rows, mark, follows))
 
     def _settled(self, effect: stream_events.ParcelSettled) -> None:

@@ -19,7 +19,7 @@ from typing import Final
 
 from waltz_sim.cluster.simulated_cluster import SimCluster
 from waltz_sim.faults import disk_faults, network_faults, process_faults, zookeeper_faults
-from waltz_sim.faults.striking import Strike
+from waltz_sim.faults.striking import InjectFault
 from waltz_sim.schedule import Fault, Schedule, schedule_of
 from waltz_sim.world.world import chance_of
 
@@ -31,7 +31,7 @@ def plan(cluster: SimCluster, schedule: Schedule) -> None:
 
 
 def _action(cluster: SimCluster, fault: Fault) -> Callable[[], None]:
-    def strike() -> None:
+    def inject() -> None:
         if cluster.is_healing:
             return
         rng = chance_of(fault.chance)
@@ -39,12 +39,12 @@ def _action(cluster: SimCluster, fault: Fault) -> Callable[[], None]:
         if KINDS[fault.kind](cluster, rng):
             cluster.checks.count(f"fault {fault.kind}")
 
-    return strike
+    return inject
 
 
-KINDS: Final[dict[str, Strike]] = {
-    strike.__name__: strike
-    for strike in (
+KINDS: Final[dict[str, InjectFault]] = {
+    inject.__name__: inject
+    for inject in (
         process_faults.kill_storage,
         process_faults.storage_away,
         process_faults.restart_loop,

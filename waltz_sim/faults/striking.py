@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from random import Random
 
 # Injects the fault or schedules it; returns whether it has struck (rule 2).
-Strike = Callable[[SimCluster, "Random"], bool]
+InjectFault = Callable[[SimCluster, "Random"], bool]
 
 
 def any_storage(cluster: SimCluster, rng: "Random") -> SimStorage:

@@ -335,7 +335,7 @@ def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", aft
     dies_after = rng.choice(("", "", *STEPS))
     again_ms = rng.choice((None, 200, 1_500))
 
-    def told(verdict: RebuildDecision | None) -> None:
+    def on_verdict(verdict: RebuildDecision | None) -> None:
         cluster.checks.count("fault accept_replicas")
         cluster.checks.count("rescue broken off" if verdict is None else "rescue done")
         if verdict is None and again_ms is not None:
@@ -349,7 +349,7 @@ def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", aft
         if left and accepted != BEST and cluster.storages[accepted].log is None:
             cluster.world.after(50 * MS, lambda: run(left - 1))
         elif not cluster.is_healing:
-            Rescue(cluster, told, accepted=accepted, dies_after=dies_after)
+            Rescue(cluster, on_verdict, accepted=accepted, dies_after=dies_after)
 
     cluster.world.after(after_ms * MS, run)
 

@@ -408,14 +408,14 @@ class _File:
 
     def sync(self) -> None:
         """Make all durable except doubtful sectors."""
-        doubted = {one: self.sectors[one] for one in self.doubtful}
+        suspect = {one: self.sectors[one] for one in self.doubtful}
         before = self.kept
         self.kept = bytearray(self.seen)
-        for sector in doubted:
+        for sector in suspect:
             at = sector * SECTOR_BYTES
             size = len(self.kept[at : at + SECTOR_BYTES])
             self.kept[at : at + size] = before[at : at + size].ljust(size, b"\0")
-        self.sectors = doubted
+        self.sectors = suspect
         self.sizes.clear()
 
     def content(self, number: FileId, keep: Keep) -> bytes:

@@ -169,9 +169,9 @@ class Network:
             if receiver.takes_at_once(incarnation):
                 link.handlers[end].message(link, message)
             else:
-                receiver.take(incarnation, partial(self._hear, link, end, message))
+                receiver.take(incarnation, partial(self._receive, link, end, message))
 
-    def _hear(self, link: SimLink, end: int, message: Message) -> None:
+    def _receive(self, link: SimLink, end: int, message: Message) -> None:
         # It may have been paused when the message arrived, and may have closed the link since.
         if link.is_open[end]:
             link.handlers[end].message(link, message)
@@ -188,11 +188,11 @@ class Network:
         if self.blocked and (closer.name, other.name) in self.blocked:
             self.mute(link)
         elif not link.is_mute and link.is_open[1 - end]:
-            told = partial(self._hear_end, link, 1 - end, reason)
-            self._world.after(self._in_order(link, end), told)
+            receive_end = partial(self._receive_end, link, 1 - end, reason)
+            self._world.after(self._in_order(link, end), receive_end)
         self._forget(link)
 
-    def _hear_end(self, link: SimLink, end: int, reason: str) -> None:
+    def _receive_end(self, link: SimLink, end: int, reason: str) -> None:
         if link.held is None or end == NEAR:  # Else it follows the held messages.
             self._lose(link, end, reason)
 
@@ -302,7 +302,7 @@ class Network:
         """Unblock these directions."""
         self.blocked.difference_update(ways)
 
-    def heal(self) -> None:
+    def repair(self) -> None:
         """Unblock everything; mute links stay mute until their ends drop them."""
         self.blocked.clear()
         self.slow_us, self.tail_share = 0, 0.0

@@ -34,7 +34,7 @@ def chance_of(number: int) -> Random:
     return Random(number)  # noqa: S311 - repeatable is the point
 
 
-class Evenness(Random):
+class MiddleRandom(Random):
     """A random stream that always returns the middle; only bytes and nonces differ."""
 
     def random(self) -> float:
@@ -104,7 +104,7 @@ class World:
         """Return a new random stream that depends on the seed and the name only (rule 3)."""
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "big")
-        return Evenness(number) if self.is_calm else chance_of(number)
+        return MiddleRandom(number) if self.is_calm else chance_of(number)
 
     def note(self, text: str) -> None:
         """Add a line to the trace."""

@@ -16,7 +16,7 @@ from waltz_core.client import ClusterLayout, ReplicaSet, WaltzClient
 from waltz_spark import planning
 from waltz_spark.datasource.fetch import Shape, fetch
 from waltz_spark.datasource.starts import starts
-from waltz_spark.failures import plainly, plainly_each
+from waltz_spark.failures import without_stack, without_stack_each
 from waltz_spark.options import ReadOptions
 from waltz_spark.shared_clients import client_at, sources_of
 
@@ -47,7 +47,7 @@ class WaltzBatchReader(DataSourceReader):
         self._options = options
         self._schema = schema
 
-    @plainly
+    @without_stack
     def partitions(self) -> Sequence[InputPartition]:
         """Resolve the marks, once, and return the tasks.
 
@@ -72,7 +72,7 @@ class WaltzBatchReader(DataSourceReader):
         whole = planning.spans(begin, ends, options.transaction_ids)
         return tasks_of(client, options, whole, sources)
 
-    @plainly_each
+    @without_stack_each
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield a task's transactions as Arrow batches."""
         return read_task(partition, self._options, self._schema)

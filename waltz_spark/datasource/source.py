@@ -20,7 +20,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import BinaryType, StringType, StructType
 
 from waltz_core.errors import BadRequest, WaltzError
-from waltz_spark.failures import plainly
+from waltz_spark.failures import without_stack
 from waltz_spark.option_table import Use
 from waltz_spark.options import (
     LOG_COLUMNS,
@@ -46,7 +46,7 @@ class WaltzDataSource(DataSource):
         df.write.format("waltz").mode("append").save("zk1:2181/waltz/payments")
     """
 
-    @plainly
+    @without_stack
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(dict(options))
         check_names(options)
@@ -56,12 +56,12 @@ class WaltzDataSource(DataSource):
         """Return the name of the format."""
         return "waltz"
 
-    @plainly
+    @without_stack
     def schema(self) -> str:
         """Return the log's columns, or those that option `columns` names."""
         return read_schema(parse_read(self.options).columns)
 
-    @plainly
+    @without_stack
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch; `schema` may be the user's."""
         options = self._read_options(schema, Use.BATCH)
@@ -69,7 +69,7 @@ class WaltzDataSource(DataSource):
 
         return WaltzBatchReader(options, schema)
 
-    @plainly
+    @without_stack
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
         """Return the reader of a stream; `schema` may be the user's."""
         from waltz_spark.datasource import stream_read  # noqa: PLC0415 - see the module
@@ -78,7 +78,7 @@ class WaltzDataSource(DataSource):
         try:
             options = self._read_options(schema, Use.STREAM)
         except WaltzError as error:
-            return stream_reader(stream_read.RefusedStream(error))
+            return stream_reader(stream_read.FailingStreamReader(error))
         return stream_reader(stream_read.WaltzStreamReader(options, schema))
 
     def _read_options(self, schema: StructType, use: Use) -> ReadOptions:
@@ -121,7 +121,7 @@ class WaltzDataSource(DataSource):
                 check_nullable(field.name, field.dataType, nullable=field.nullable)
         return options
 
-    @plainly
+    @without_stack
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:  # noqa: FBT001
         """Return the writer of a batch."""
         if overwrite:
@@ -134,7 +134,7 @@ class WaltzDataSource(DataSource):
 
         return WaltzBatchWriter(options, schema)
 
-    @plainly
+    @without_stack
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: FBT001, N802 - Spark's
         """Return the writer of a stream."""
         if overwrite:

@@ -33,7 +33,7 @@ from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark import planning
 from waltz_spark.datasource.batch_read import read_task, tasks_of
 from waltz_spark.datasource.starts import starts
-from waltz_spark.failures import plainly, plainly_each
+from waltz_spark.failures import without_stack, without_stack_each
 from waltz_spark.offsets import Offset, Position, decode, encode
 from waltz_spark.options import Marks, ReadOptions
 from waltz_spark.shared_clients import client_of, sources_of
@@ -65,7 +65,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     # ---- offsets, in Spark's process for them
 
-    @plainly
+    @without_stack
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Return the start of a query without a checkpoint.
 
@@ -75,19 +75,19 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             Unavailable: the cluster does not answer.
         """
         # Rule 3: a given mark is compared with marks that a quorum confirms.
-        client, sources = self._ask(linearizable=True)
+        client, sources = self._query(linearizable=True)
         return encode(starts(client, self._options, _marks(sources)), client.cluster().key)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """Return the limit of a micro-batch, unless the trigger sets another one."""
         return ReadMaxRows(self._options.trigger_transactions_max)
 
-    @plainly
+    @without_stack
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
         """Set the end of the query to the current marks."""
         self._target = self._marks_now()
 
-    @plainly
+    @without_stack
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - Spark's name
         """Return the end of the next micro-batch (rules 2 and 3).
 
@@ -100,7 +100,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         is_other = cluster not in (None, self._cluster_key.hex())
         lost = [each for each, mark in begin.items() if is_other or mark > marks[each]]
         if lost:
-            again = self._begun_again(lost, Position(begin, cluster), marks)
+            again = self._restarted(lost, Position(begin, cluster), marks)
             return encode({**begin, **again}, self._cluster_key)
         ends = marks
         if self._target is not None:
@@ -111,7 +111,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ends = planning.limited(begin, ends, limit.max_rows)
         return encode(ends, self._cluster_key)
 
-    @plainly
+    @without_stack
     def reportLatestOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Return the current marks, for the query's progress."""
         return encode(self._marks_now(), self._cluster_key)
@@ -136,7 +136,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         marks = {partition: found.get(partition, int(BEFORE_FIRST)) for partition in chosen}
         return Position(marks, cluster)
 
-    def _begun_again(self, lost: Sequence[int], start: Position, marks: Marks) -> Marks:
+    def _restarted(self, lost: Sequence[int], start: Position, marks: Marks) -> Marks:
         """Return the start of partitions of another log (rule 4).
 
         Raises:
@@ -168,7 +168,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if now_s >= self._marks_until_s:
             known = self._marks
             # Rule 2: a reader without marks has nothing to compare them with.
-            self._marks = self._asked(linearizable=not known)
+            self._marks = self._request_marks(linearizable=not known)
             self._confirm(known)
             self._marks_until_s = now_s + self._options.poll_ms / 1000
         self._confirm(least or {})
@@ -177,12 +177,12 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _confirm(self, known: Marks) -> None:
         """Let a quorum confirm marks that are below known ones (rules 2 and 3)."""
         if any(mark < known.get(each, mark) for each, mark in self._marks.items()):
-            self._marks = self._asked(linearizable=True)
+            self._marks = self._request_marks(linearizable=True)
 
-    def _asked(self, *, linearizable: bool) -> Marks:
-        return _marks(self._ask(linearizable=linearizable)[1])
+    def _request_marks(self, *, linearizable: bool) -> Marks:
+        return _marks(self._query(linearizable=linearizable)[1])
 
-    def _ask(
+    def _query(
         self, partitions: Sequence[int] | None = None, *, linearizable: bool
     ) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
         """Request these partitions, or all chosen ones, and note the cluster."""
@@ -201,7 +201,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     # ---- a micro-batch
 
-    @plainly
+    @without_stack
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         """Return the tasks of a micro-batch (rule 1).
 
@@ -211,9 +211,9 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         options, (ends, cluster) = self._options, self._begin(end)
         whole = planning.spans(self._begin(start).marks, ends, options.transaction_ids)
         held = {span.partition: ends[span.partition] for span in whole}
-        client, sources = self._ask(list(held), linearizable=False)
+        client, sources = self._query(list(held), linearizable=False)
         if _past(held, sources):
-            client, sources = self._ask(list(held), linearizable=True)
+            client, sources = self._query(list(held), linearizable=True)
         past, key = _past(held, sources), client.cluster().key
         is_other = cluster not in (None, key.hex())
         if lost := [each for each in held if each in past or is_other]:
@@ -229,13 +229,13 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             whole = [span for span in whole if span.partition not in lost]
         return tasks_of(client, options, whole, sources)
 
-    @plainly_each
+    @without_stack_each
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield a task's transactions as Arrow batches."""
         return read_task(partition, self._options, self._schema)
 
 
-class RefusedStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class FailingStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """A reader for a stream that cannot be read: its methods raise the reason.
 
     PySpark 4.3 hides an exception of `streamReader` behind its own error.
@@ -244,22 +244,22 @@ class RefusedStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, error: WaltzError) -> None:
         self._error = error
 
-    @plainly
+    @without_stack
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Raise the reason."""
         raise self._error
 
-    @plainly
+    @without_stack
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
         """Raise the reason."""
         raise self._error
 
-    @plainly
+    @without_stack
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         """Raise the reason."""
         raise self._error
 
-    @plainly
+    @without_stack
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Raise the reason."""
         raise self._error

@@ -29,7 +29,7 @@ from waltz_core.errors import BadRequest, ClientAhead, NoSpace, TooLarge, Unavai
 from waltz_core.records.batches import encode_append_arrow
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
-from waltz_spark.writer.recompute import Anew, RefusedRows
+from waltz_spark.writer.recompute import RecomputedRows, RejectedRows
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -38,7 +38,7 @@ BATCH_BYTES_MAX = 4 * 1024 * 1024
 _LOCK_BYTES = 4
 RETRY_SECONDS_MAX = 60.0
 _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 0.02, 1.0
-_SEND_AGAIN = (
+_RETRIED = (
     Reason.LOST,
     Reason.NOT_MOUNTED,
     Reason.GENERATION,
@@ -80,7 +80,7 @@ class Recompute(Protocol):
     def pause_s(self, retries: int) -> float:
         """Return the delay of rows after this many recomputations."""
 
-    def again(self, refused: RefusedRows) -> Anew:
+    def recompute(self, refused: RejectedRows) -> RecomputedRows:
         """Return the recomputed rows, possibly fewer."""
 
 
@@ -141,9 +141,9 @@ class _Lane:
     waiting_rows: int = 0
     waiting_bytes: int = 0
     sent: "deque[tuple[_Chunk, Future[BatchOutcome]]]" = field(default_factory=deque)
-    again: list[_Chunk] = field(default_factory=list)
+    resend: list[_Chunk] = field(default_factory=list)
     refused: "deque[_Waiting]" = field(default_factory=deque)
-    anew: "deque[_Chunk]" = field(default_factory=deque)
+    recomputed: "deque[_Chunk]" = field(default_factory=deque)
     order: ReportOrder = field(default_factory=ReportOrder)
     failing_since: float | None = None
     failures: int = 0
@@ -208,7 +208,7 @@ class Appender:
             for partition in sorted(self._lanes):
                 lane = self._lanes[partition]
                 if lane.refused:
-                    yield from self._compute_anew(lane)
+                    yield from self._recompute(lane)
                 self._fill(lane, last=last)
             yield from self._collect(block=False)
             if self._has_room() and not self._has_work(last=last):
@@ -222,7 +222,7 @@ class Appender:
 
     def _has_work(self, *, last: bool) -> bool:
         lanes = self._lanes.values()
-        if any(lane.again or lane.anew for lane in lanes):
+        if any(lane.resend or lane.recomputed for lane in lanes):
             return True
         if last:
             return any(lane.waiting_rows or lane.sent or lane.refused for lane in lanes)
@@ -237,18 +237,18 @@ class Appender:
         return lane.waiting_rows >= self._batch_rows or lane.waiting_bytes >= BATCH_BYTES_MAX
 
     def _fill(self, lane: _Lane, *, last: bool) -> None:
-        if lane.again:
+        if lane.resend:
             # Rule 2: lost rows first, and those only after every earlier answer, so that they are
             # sent in order.
             if lane.sent:
                 return
             self._pause(lane)
-            chunks, lane.again = lane.again, []
+            chunks, lane.resend = lane.resend, []
             for chunk in chunks:
                 self._submit(lane, chunk)
             return
-        while lane.anew and self._has_room():
-            self._submit(lane, lane.anew.popleft())
+        while lane.recomputed and self._has_room():
+            self._submit(lane, lane.recomputed.popleft())
         while self._has_room() and (self._is_full(lane) or (last and lane.waiting_rows)):
             self._submit(lane, self._next_chunk(lane))
 
@@ -303,14 +303,14 @@ class Appender:
         for reason, (kind, text) in _NEVER.items():
             if (reasons == reason).any():
                 mark = pc.max(chunk.append.column(MARK_COLUMN)).as_py()
-                told = text.format(end=outcome.high_water_mark, mark=mark)
-                raise kind(f"partition {chunk.partition}: {told}")
-        lost = np.isin(reasons, [int(reason) for reason in _SEND_AGAIN])
+                text_of_outcome = text.format(end=outcome.high_water_mark, mark=mark)
+                raise kind(f"partition {chunk.partition}: {text_of_outcome}")
+        lost = np.isin(reasons, [int(reason) for reason in _RETRIED])
         if lost.any():
             lane.order.processed_count += 1
-            lane.again.append(chunk.take(np.flatnonzero(lost)))
+            lane.resend.append(chunk.take(np.flatnonzero(lost)))
             lane.last_failure = Reason(int(reasons[lost][0])).name
-        elif not lane.again:
+        elif not lane.resend:
             lane.failing_since, lane.failures = None, 0
         kept = np.flatnonzero(~lost)
         if self._recomputer is not None and chunk.retries < self._recomputer.retries_max:
@@ -337,7 +337,7 @@ class Appender:
 
     # -- again --------------------------------------------------------------------------------
 
-    def _compute_anew(self, lane: _Lane) -> Iterator[Answered]:
+    def _recompute(self, lane: _Lane) -> Iterator[Answered]:
         """Recompute the rows whose delay has passed; yield those that are final."""
         assert self._recomputer is not None
         now = time.monotonic()
@@ -346,19 +346,19 @@ class Appender:
             chunk = waiting.chunk
             assert chunk.source is not None
             marks = chunk.append.column(MARK_COLUMN).to_numpy()
-            anew = self._recomputer.again(
-                RefusedRows(chunk.partition, chunk.source, marks, waiting.conflicting)
+            recomputed = self._recomputer.recompute(
+                RejectedRows(chunk.partition, chunk.source, marks, waiting.conflicting)
             )
             made = _Chunk(
                 chunk.partition,
-                anew.shaped.append,
-                anew.shaped.identity,
-                anew.shaped.source,
+                recomputed.shaped.append,
+                recomputed.shaped.identity,
+                recomputed.shaped.source,
                 chunk.attempt,
                 chunk.retries + 1,
             )
-            lane.anew.extend(_pieces(made, self._batch_rows))
-            given_up = np.setdiff1d(np.arange(chunk.append.num_rows), anew.rows)
+            lane.recomputed.extend(_pieces(made, self._batch_rows))
+            given_up = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
             if len(given_up):
                 yield _given_up(waiting, given_up)
 
@@ -372,12 +372,12 @@ class Appender:
         now = time.monotonic()
         lane.failing_since = lane.failing_since or now
         if now - lane.failing_since > RETRY_SECONDS_MAX:
-            chunk = lane.again[0]
+            chunk = lane.resend[0]
             kind = NoSpace if lane.last_failure == "NO_SPACE" else Unavailable
             raise kind(
                 f"partition {chunk.partition} accepted no rows for {RETRY_SECONDS_MAX:.0f} s "
-                f"(last answer: {lane.last_failure}); {sum(c.append.num_rows for c in lane.again)} "
-                "rows are not in the log"
+                f"(last answer: {lane.last_failure}); "
+                f"{sum(c.append.num_rows for c in lane.resend)} rows are not in the log"
             )
         pause = min(_PAUSE_SECONDS_FIRST * 2**lane.failures, _PAUSE_SECONDS_MAX)
         lane.failures += 1

@@ -38,13 +38,13 @@ from waltz_core.client import (
     tasks_of_write,
 )
 from waltz_core.errors import BadConfig, BadRequest, ConnectionSuperseded, WaltzError
-from waltz_spark.failures import plainly
+from waltz_spark.failures import without_stack
 from waltz_spark.options import WriteOptions
 from waltz_spark.shared_clients import with_client
 from waltz_spark.writer.appender import check_marks
 from waltz_spark.writer.columns import check_schema
 from waltz_spark.writer.recompute import load_function
-from waltz_spark.writer.results import check_carried, keep, tell_again
+from waltz_spark.writer.results import check_carried, keep, rewrite
 from waltz_spark.writer.row_sum import RowSum
 from waltz_spark.writer.task import Job, TaskResult, place_of_task
 
@@ -127,14 +127,14 @@ class WaltzBatchWriter(DataSourceArrowWriter):
 
     # -- in a task ----------------------------------------------------------------------------
 
-    @plainly
+    @without_stack
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Send a task's rows; return their outcomes."""
         return self._job.write_task(iterator, *place_of_task())
 
     # -- on the driver ------------------------------------------------------------------------
 
-    @plainly
+    @without_stack
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Keep the results and log the outcome of the job (rule 2)."""
         write, days = self._job.write, self._job.options.retention_days
@@ -178,7 +178,7 @@ def finish(job: Job, messages: Sequence[WriterCommitMessage | None], named: Name
         _check_no_task_is_left(job, named.write, len(messages))
     paths = [task.results_path for task in tasks if task.results_path is not None]
     rows = _rows_of(tasks)
-    summary = summarise(tasks, hands_back=job.options.hands_back)
+    summary = summarise(tasks, returns_rejected_rows=job.options.returns_rejected_rows)
     summary["seconds"] = round((now_ms() - job.began_ms) / 1_000, 3)
     if named is not None:
         summary |= rows.as_fields()
@@ -218,7 +218,7 @@ def _repeat(job: Job, tasks: list[TaskResult], named: Named) -> None:
     )
     path = next((task.results_path for task in tasks if task.results_path is not None), None)
     if path is not None:
-        tell_again(path, summary | {"already_committed": True})
+        rewrite(path, summary | {"already_committed": True})
 
 
 def _check_no_task_is_left(job: Job, write: str, task_count: int) -> None:
@@ -258,7 +258,7 @@ def now_ms() -> int:
     return int(time.time() * 1_000)  # noqa: TID251 - see above
 
 
-def summarise(tasks: list[TaskResult], *, hands_back: bool = False) -> dict[str, Any]:
+def summarise(tasks: list[TaskResult], *, returns_rejected_rows: bool = False) -> dict[str, Any]:
     """Return the job's counts and marks from those of its tasks."""
     marks: dict[int, int] = {}
     for task in tasks:
@@ -275,8 +275,8 @@ def summarise(tasks: list[TaskResult], *, hands_back: bool = False) -> dict[str,
     return {
         "committed": sum(task.committed for task in tasks),
         "recomputed": sum(task.recomputed for task in tasks),
-        "rejected": 0 if hands_back else refused,
-        "retry": refused if hands_back else 0,
+        "rejected": 0 if returns_rejected_rows else refused,
+        "retry": refused if returns_rejected_rows else 0,
         "rejected_by_own_rows": own,
         "found": sum(task.found for task in tasks),
         "high_water_marks": {str(partition): mark for partition, mark in sorted(marks.items())},

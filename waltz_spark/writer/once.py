@@ -41,7 +41,7 @@ class EarlierRecord(NamedTuple):
     transaction_id: int
 
 
-class Already:
+class EarlierRows:
     """The rows of a task that are in the log.
 
     Args:
@@ -220,7 +220,7 @@ def read_back(
     own: int,
     others: set[int],
     keys: RowKeys | None = None,
-) -> Already:
+) -> EarlierRows:
     """Read the records of a write's clients since its starting marks (rule 1)."""
     keys = keys or RowKeys()
     records: dict[bytes, list[EarlierRecord]] = defaultdict(list)
@@ -237,7 +237,7 @@ def read_back(
                 sequences[partition] = max(sequences.get(partition, 0), record.sequence + 1)
             else:
                 elsewhere.update(both)
-    return Already(records, frozenset(elsewhere), sequences, keys)
+    return EarlierRows(records, frozenset(elsewhere), sequences, keys)
 
 
 class _Record(NamedTuple):

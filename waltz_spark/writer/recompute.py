@@ -55,7 +55,7 @@ SINCE_BYTES_MAX = 256 * 1024 * 1024
 Function = Callable[[pa.Table, pa.Table], pa.Table]
 
 
-class RefusedRows(NamedTuple):
+class RejectedRows(NamedTuple):
     """Rows of one partition that locks rejected, as they were sent."""
 
     partition: int
@@ -63,13 +63,13 @@ class RefusedRows(NamedTuple):
     marks: npt.NDArray[np.int64]
     conflicting: npt.NDArray[np.int64]
 
-    def take(self, places: npt.NDArray[np.intp]) -> "RefusedRows":
+    def take(self, places: npt.NDArray[np.intp]) -> "RejectedRows":
         """Return some of them."""
         source = self.source.take(pa.array(places))
-        return RefusedRows(self.partition, source, self.marks[places], self.conflicting[places])
+        return RejectedRows(self.partition, source, self.marks[places], self.conflicting[places])
 
 
-class Anew(NamedTuple):
+class RecomputedRows(NamedTuple):
     """Recomputed rows, and the numbers of the rejected ones that they replace."""
 
     shaped: Shaped
@@ -125,7 +125,7 @@ class Recomputer:
         doubled = min(self._options.backoff_ms << min(retries, 20), PAUSE_MS_MAX)
         return doubled * (1 - self._random.random() / 2) / 1_000
 
-    def again(self, refused: RefusedRows) -> Anew:
+    def recompute(self, refused: RejectedRows) -> RecomputedRows:
         """Return the recomputed rows; fewer than were rejected, or none.
 
         Raises:
@@ -144,9 +144,9 @@ class Recomputer:
             found, part = self._call(refused.take(places), newer)
             rows.extend(places[found].tolist())
             parts.append(part)
-        return self._anew(_one_batch(parts), partition, mark, rows)
+        return self._recomputed(_one_batch(parts), partition, mark, rows)
 
-    def _call(self, refused: RefusedRows, since: pa.Table) -> tuple[list[int], pa.RecordBatch]:
+    def _call(self, refused: RejectedRows, since: pa.Table) -> tuple[list[int], pa.RecordBatch]:
         name = self._options.recompute or ""
         try:
             answer = self._function(_question(refused), since)
@@ -155,7 +155,7 @@ class Recomputer:
             raise
         return _checked(answer, refused.source, name, self._options.identity_columns)
 
-    def _since_of_marks(self, refused: RefusedRows, last: int) -> tuple[list[int], pa.Table]:
+    def _since_of_marks(self, refused: RejectedRows, last: int) -> tuple[list[int], pa.Table]:
         """Return the marks from which rows are recomputed, and the transactions since the first."""
         marks = sorted({int(mark) for mark in refused.marks})
         while marks:
@@ -172,7 +172,9 @@ class Recomputer:
             del marks[0]
         return [], pa.table({})
 
-    def _anew(self, batch: pa.RecordBatch, partition: int, mark: int, rows: list[int]) -> Anew:
+    def _recomputed(
+        self, batch: pa.RecordBatch, partition: int, mark: int, rows: list[int]
+    ) -> RecomputedRows:
         """Return the append columns of new rows, and the rows with the input's columns (rule 2)."""
         count = batch.num_rows
         found = {name: batch.column(name) for name in batch.schema.names}
@@ -188,7 +190,7 @@ class Recomputer:
         source = pa.RecordBatch.from_arrays(list(found.values()), schema=batch.schema)
         identity = self._shaper.identity(source)
         shaped = dataclasses.replace(shaped, source=source, identity=identity)
-        return Anew(shaped, np.array(rows, np.int64))
+        return RecomputedRows(shaped, np.array(rows, np.int64))
 
     def _since(self, partition: int, first: int, last: int, schema: pa.Schema) -> pa.Table | None:
         """Return transactions first..last, unpacked like the input; None: too many (rule 4)."""
@@ -244,7 +246,7 @@ def _one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
     )
 
 
-def _question(refused: RefusedRows) -> pa.Table:
+def _question(refused: RejectedRows) -> pa.Table:
     """Return the rejected rows with number, partition, mark, and conflicting transaction."""
     source = refused.source
     count = source.num_rows

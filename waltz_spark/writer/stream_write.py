@@ -24,7 +24,7 @@ from pyspark.sql.datasource import WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadConfig
-from waltz_spark.failures import plainly
+from waltz_spark.failures import without_stack
 from waltz_spark.options import WriteOptions
 from waltz_spark.spark_version import DataSourceStreamArrowWriter
 from waltz_spark.writer.batch_write import DAY_MS, UNDONE_DAYS, Named, finish, forget, new_job
@@ -64,14 +64,14 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
 
     # -- in a task ----------------------------------------------------------------------------
 
-    @plainly
+    @without_stack
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Send a task's rows; return their outcomes."""
         return _job_of_batch(self._job).write_task(iterator, *place_of_task())
 
     # -- on the driver ------------------------------------------------------------------------
 
-    @plainly
+    @without_stack
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Keep the results and log the outcome of the micro-batch."""
         tasks = [message for message in messages if isinstance(message, TaskResult)]

@@ -26,7 +26,7 @@ from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.shared_clients import client_at, settle
 from waltz_spark.writer.appender import Answered, Appender
 from waltz_spark.writer.columns import Shaped, Shaper
-from waltz_spark.writer.once import Already, read_back
+from waltz_spark.writer.once import EarlierRows, read_back
 from waltz_spark.writer.recompute import Recomputer
 from waltz_spark.writer.results import REJECTED, RETRY, ResultFile, file_name
 from waltz_spark.writer.row_keys import RowKeys
@@ -117,7 +117,7 @@ class Job:
     def _write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
         if self.write is None:
             client = client_at(self.layout)
-            return self._send(client, batches, Already(), (task, attempt), self.marks)
+            return self._send(client, batches, EarlierRows(), (task, attempt), self.marks)
         claim = TaskClaim(
             self.layout.connect,
             self.write,
@@ -135,7 +135,7 @@ class Job:
                 return written
             already = self._look_back(client, claim)
             written = self._send(
-                client, batches, already or Already(), (task, attempt), claim.marks
+                client, batches, already or EarlierRows(), (task, attempt), claim.marks
             )
             written.is_repeated = already is not None
             return written
@@ -148,7 +148,7 @@ class Job:
     def _file_name(self, task: int, attempt: int) -> str:
         return file_name(task, attempt, self.results_name)
 
-    def _look_back(self, client: WaltzClient, claim: TaskClaim) -> Already | None:
+    def _look_back(self, client: WaltzClient, claim: TaskClaim) -> EarlierRows | None:
         """Return the rows in the log of an earlier attempt or run; None if there was none."""
         state, others = claim.state, client.other_clients()
         if state.attempt == 1 and not others:
@@ -170,7 +170,7 @@ class Job:
         self,
         client: WaltzClient,
         batches: Iterator[pa.RecordBatch],
-        already: Already,
+        already: EarlierRows,
         place: tuple[int, int],  # task and attempt
         marks: dict[int, int],
     ) -> TaskResult:
@@ -179,7 +179,7 @@ class Job:
         written.results_name = self.results_name
         results = None
         if options.results_path is not None:
-            refused = RETRY if options.hands_back else REJECTED
+            refused = RETRY if options.returns_rejected_rows else REJECTED
             results = ResultFile(options.results_path, self._file_name(*place), refused=refused)
         shaper = self._shaper(marks, place[0], wants_identity=results is not None)
         shaped = self._shaped(batches, shaper, written)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from waltz_core.errors import BadConfig, BadRequest, Unreachable
-from waltz_spark.api import Snapshot, _check_told_apart, _for_spark, _marks_text, append
+from waltz_spark.api import Snapshot, _check_distinct_columns, _for_spark, _marks_text, append
 from waltz_spark.writer.results import open_place
 
 INSENSITIVE = {"spark.sql.caseSensitive": "false"}
@@ -69,10 +69,10 @@ def test_marks_are_given_once() -> None:
 def test_columns_that_spark_cannot_tell_apart_are_told_before_anything_is_written() -> None:
     for names in (("id", "ID"), ("id", "Status"), ("Partition", "data")):
         with pytest.raises(BadRequest, match="are equal for Spark, and results would have both"):
-            _check_told_apart(frame(*names, **INSENSITIVE), {})
-        _check_told_apart(frame(*names, **{"spark.sql.caseSensitive": "true"}), {})
-    _check_told_apart(frame("id", "ID", **INSENSITIVE), {"resultColumns": "id"})
-    _check_told_apart(frame("id", "status", "partition", "data", **INSENSITIVE), {})
+            _check_distinct_columns(frame(*names, **INSENSITIVE), {})
+        _check_distinct_columns(frame(*names, **{"spark.sql.caseSensitive": "true"}), {})
+    _check_distinct_columns(frame("id", "ID", **INSENSITIVE), {"resultColumns": "id"})
+    _check_distinct_columns(frame("id", "status", "partition", "data", **INSENSITIVE), {})
 
 
 def test_a_given_option_replaces_a_default_whatever_its_case() -> None:

@@ -16,7 +16,7 @@ from waltz_spark.options import WriteOptions
 from waltz_spark.writer import appender as appender_module
 from waltz_spark.writer.appender import Appender
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
-from waltz_spark.writer.recompute import Anew, RefusedRows
+from waltz_spark.writer.recompute import RecomputedRows, RejectedRows
 
 OPTIONS = WriteOptions(connect="zk:2181/waltz/x", batch_rows=7, in_flight_max=3)
 LOST, REFUSED, TAKEN = int(Reason.LOST), int(Reason.LOCK), int(Reason.COMMITTED)
@@ -208,7 +208,7 @@ class Mending:
         assert retries < self.retries_max
         return 0.0
 
-    def again(self, refused: RefusedRows) -> Anew:
+    def recompute(self, refused: RejectedRows) -> RecomputedRows:
         assert (refused.conflicting == 5).all()
         assert (refused.marks == -1).all()
         rows = []
@@ -221,7 +221,7 @@ class Mending:
                 rows.append(row)
                 # A "!!" is refused a second time, and a "!!!" for good.
                 made.append((refused.partition, data[:-1]))
-        return Anew(with_source(made), np.array(rows, np.int64))
+        return RecomputedRows(with_source(made), np.array(rows, np.int64))
 
 
 def with_source(rows: list[tuple[int, bytes]]) -> Shaped:

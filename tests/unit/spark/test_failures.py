@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core import errors
-from waltz_spark.failures import error_of, last_word, plainly, plainly_each
+from waltz_spark.failures import error_of, trailing_error, without_stack, without_stack_each
 
 HIDE = "SPARK_HIDE_TRACEBACK"
 
 
-@plainly
+@without_stack
 def one(error: Exception) -> None:
     raise error
 
 
-@plainly_each
+@without_stack_each
 def each(error: Exception) -> Iterator[int]:
     yield 1
     raise error
@@ -112,7 +112,7 @@ SOURCE = "[PYTHON_DATA_SOURCE_ERROR] Failed to initialize Python data source wri
     ],
 )
 def test_the_last_word_is_ours(text: str) -> None:
-    for found in (last_word(text), error_of(RuntimeError(text))):
+    for found in (trailing_error(text), error_of(RuntimeError(text))):
         assert type(found) is errors.LockFailed
         assert str(found) == "partition 2: a row was rejected"
 
@@ -126,13 +126,13 @@ def test_the_last_word_is_ours(text: str) -> None:
 )
 def test_what_is_raised_over_it_has_the_last_word(between: str) -> None:
     text = f"{WORKER}{OURS}\n\n{between}\n\nRuntimeError: the ledger is closed{JAVA}"
-    assert last_word(text) is None
+    assert trailing_error(text) is None
     assert type(error_of(RuntimeError(text))) is errors.LockFailed  # it is inside
 
 
 @pytest.mark.parametrize("text", ["", "ValueError: x", "waltz_core.errors.Nobody: x", "LockFailed"])
 def test_other_texts_are_nobodys(text: str) -> None:
-    assert last_word(text) is None
+    assert trailing_error(text) is None
     assert error_of(RuntimeError(text)) is None
 
 
@@ -152,7 +152,7 @@ def test_other_texts_are_nobodys(text: str) -> None:
     ],
 )
 def test_our_words_in_what_a_user_says_are_the_users(text: str) -> None:
-    assert last_word(text) is None
+    assert trailing_error(text) is None
     assert error_of(ValueError(text)) is None
 
 

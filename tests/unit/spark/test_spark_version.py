@@ -95,13 +95,13 @@ def test_the_first_marks_are_confirmed_by_a_quorum(
 ) -> None:
     """Nothing else tells a reader whose start is unknown that a server is not the owner now."""
     asked = []
-    given = WaltzStreamReader._asked
+    given = WaltzStreamReader._request_marks
 
     def noted(self: WaltzStreamReader, *, linearizable: bool):
         asked.append(linearizable)
         return given(self, linearizable=linearizable)
 
-    monkeypatch.setattr(WaltzStreamReader, "_asked", noted)
+    monkeypatch.setattr(WaltzStreamReader, "_request_marks", noted)
     reader = old_reader_of()
     reader.latestOffset()
     reader.latestOffset()

@@ -61,7 +61,7 @@ ENGAGED = ZooKeeperView(False, True, 7, ("a:1", "b:1", "c:1"), 3)
 ALONE = ZooKeeperView(True, True, 7, ("a:1",), 1)
 
 
-class Desk:
+class Terminal:
     """The machine, and the answers to the errands that it may have."""
 
     def __init__(self, **answers):
@@ -120,21 +120,21 @@ def refused(answer, error):
 
 
 def test_the_cluster_is_checked():
-    assert Desk().ask(wire.CheckCluster(-1, KEY, 4)) == wire.Done(-1)
+    assert Terminal().ask(wire.CheckCluster(-1, KEY, 4)) == wire.Done(-1)
     for other in (wire.CheckCluster(-1, KEY, 5), wire.CheckCluster(-1, bytes(16), 4)):
-        text = refused(Desk().ask(other), errors.ClusterKeyMismatch)
+        text = refused(Terminal().ask(other), errors.ClusterKeyMismatch)
         assert f"expected cluster {KEY.hex()} with 4 partitions" in text
 
 
 def test_a_peer_of_version_0_is_told_errors_as_the_original_tells_them():
-    answer = Desk().ask(wire.CheckCluster(-1, KEY, 5), version=0)
+    answer = Terminal().ask(wire.CheckCluster(-1, KEY, 5), version=0)
     assert isinstance(answer, wire.AdminFailure)
     assert answer.text.startswith("ClusterKeyMismatch: expected cluster")
     assert answer.stack == ()
 
 
 def test_partitions_are_held_and_switched_one_by_one():
-    desk = Desk()
+    desk = Terminal()
     assert desk.ask(wire.SetAssigned(3, (2, 1, 2), True, False), version=0) == wire.Done(3)
     assert desk.ask(wire.SetAvailable(4, (1, 3), False), version=0) == wire.Done(4)
     assert desk.ask(wire.SetAssigned(5, (), False, True), version=0) == wire.Done(5)
@@ -147,7 +147,7 @@ def test_partitions_are_held_and_switched_one_by_one():
 
 
 def test_a_request_for_several_ends_at_the_first_that_is_refused_and_says_what_is_done():
-    desk = Desk(
+    desk = Terminal(
         SetAvailability=lambda errand: DiskFailed("no") if errand.partition_id == 2 else None
     )
     answer = desk.ask(wire.SetAvailable(4, (0, 1, 2, 3), True))
@@ -158,16 +158,16 @@ def test_a_request_for_several_ends_at_the_first_that_is_refused_and_says_what_i
 
 def test_marks_and_held_partitions_are_told():
     held = (HeldPartition(0, INFO, 52, True), HeldPartition(3, INFO._replace(flags=4), -1, False))
-    desk = Desk(FindHeld=held)
+    desk = Terminal(FindHeld=held)
     assert desk.ask(wire.SessionInfoRequest(1, 2)) == wire.SessionInfoResponse(1, 2, 6, 40, 39)
     assert desk.ask(wire.HeldRequest(2)) == wire.HeldResponse(2, ((0, True), (3, False)))
-    absent = Desk(InspectReplica=FACTS._replace(is_held=False))
+    absent = Terminal(InspectReplica=FACTS._replace(is_held=False))
     assert "held here" in refused(absent.ask(wire.SessionInfoRequest(1, 2)), errors.BadRequest)
 
 
 def test_the_gauges_have_the_originals_names_and_form():
     held, room = (HeldPartition(3, INFO, 52, True),), DiskRoom(5_000, 64, True, 1_700_000_000_000)
-    desk = Desk(FindHeld=held, FindRoom=room)
+    desk = Terminal(FindHeld=held, FindRoom=room)
     answer = desk.ask(wire.MetricsRequest(1), version=0)
     assert answer.json == gauges_json(held, room)
     told = json.loads(answer.json)
@@ -191,7 +191,7 @@ def test_the_gauges_have_the_originals_names_and_form():
 
 def test_a_disk_that_does_not_say_what_is_free_has_no_gauge_for_it_but_its_error():
     room = DiskRoom(None, 64, False, 1_700_000_000_000, "statvfs: input/output error")
-    desk = Desk(FindHeld=(HeldPartition(3, INFO, 52, True),), FindRoom=room)
+    desk = Terminal(FindHeld=(HeldPartition(3, INFO, 52, True),), FindRoom=room)
     gauges = json.loads(desk.ask(wire.MetricsRequest(1)).json)["gauges"]
     assert "waltz-storage.free-bytes" not in gauges
     assert gauges["waltz-storage.disk-error"]["value"] == "statvfs: input/output error"
@@ -208,7 +208,9 @@ def range_of(first, count, data=b"data"):
 
 
 def test_records_are_listed_as_the_original_lists_them():
-    desk = Desk(ReadRange=lambda each: range_of(each.first, each.last - each.first + 1, b"hello"))
+    desk = Terminal(
+        ReadRange=lambda each: range_of(each.first, each.last - each.first + 1, b"hello")
+    )
     answer = desk.ask(wire.RecordListRequest(1, 2, 50, 20), version=0)
     assert desk.errands[-1] == ReadRange(2, 50, 52, 8 * 1024 * 1024)
     assert [record.transaction_id for record in answer.records] == [50, 51, 52]
@@ -223,24 +225,24 @@ def test_records_are_listed_as_the_original_lists_them():
 
 
 def test_what_no_session_counts_on_may_go():
-    desk = Desk()
+    desk = Terminal()
     assert desk.ask(wire.RemovePartition(1, 2, True, False)) == wire.Done(1)
     assert desk.errands == [InspectReplica(2), FindZooKeeperView(2), Unassign(2, True)]
-    desk = Desk()
+    desk = Terminal()
     assert desk.ask(wire.SetAssigned(1, (2,), False, False), version=0) == wire.Done(1)
     assert desk.changes == [Unassign(2, False)]
 
 
 @pytest.mark.parametrize("forced", [False, True])
 def test_what_zookeeper_assigns_here_never_goes(forced):
-    desk = Desk(FindZooKeeperView=ASSIGNED)
+    desk = Terminal(FindZooKeeperView=ASSIGNED)
     text = refused(desk.ask(wire.RemovePartition(1, 2, True, forced)), errors.BadRequest)
     assert "found it assigned" in text
     assert desk.changes == []
 
 
 def test_what_the_last_session_counts_on_goes_only_when_somebody_insists():
-    desk = Desk(FindZooKeeperView=ENGAGED)
+    desk = Terminal(FindZooKeeperView=ENGAGED)
     text = refused(desk.ask(wire.RemovePartition(1, 2, True, False)), errors.BadRequest)
     assert "in session 7 with a:1, b:1, c:1 (without it 2 are left, still a quorum)" in text
     answer = desk.ask(wire.SetAssigned(1, (2,), False, True), version=0)
@@ -251,11 +253,11 @@ def test_what_the_last_session_counts_on_goes_only_when_somebody_insists():
 
 
 def test_a_log_is_thrown_away_only_where_nobody_counts_on_it_or_somebody_insists():
-    desk = Desk(FindZooKeeperView=ASSIGNED)
+    desk = Terminal(FindZooKeeperView=ASSIGNED)
     assert desk.ask(wire.ReSeed(1, 2, False)) == wire.Done(1)
     assert desk.changes == [Reseed(2)]
     bare = ENGAGED._replace(engaged=("a:1", "b:1"))
-    desk = Desk(FindZooKeeperView=bare)
+    desk = Terminal(FindZooKeeperView=bare)
     text = refused(desk.ask(wire.ReSeed(1, 2, False)), errors.BadRequest)
     assert "(without it 1 are left, less than the quorum of 2)" in text
     assert "offline first" in text
@@ -265,10 +267,10 @@ def test_a_log_is_thrown_away_only_where_nobody_counts_on_it_or_somebody_insists
 
 
 def test_a_replica_is_doubted_unless_it_is_the_only_one():
-    desk = Desk(FindZooKeeperView=ENGAGED)
+    desk = Terminal(FindZooKeeperView=ENGAGED)
     assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
     assert desk.changes == [MarkReplicaSuspect(2)]
-    desk = Desk(FindZooKeeperView=ALONE)
+    desk = Terminal(FindZooKeeperView=ALONE)
     assert "only this one" in refused(desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest)
     assert desk.changes == []
     assert desk.ask(wire.MarkSuspect(1, 2, True)) == wire.Done(1)
@@ -278,13 +280,13 @@ def test_a_replica_is_doubted_unless_it_is_the_only_one():
     "message", [wire.RemovePartition(1, 2, True, False), wire.ReSeed(1, 2, False)]
 )
 def test_while_zookeeper_is_away_nothing_is_thrown_away(message):
-    desk = Desk(FindZooKeeperView=CoordinatorUnavailable("ZooKeeper is away"))
+    desk = Terminal(FindZooKeeperView=CoordinatorUnavailable("ZooKeeper is away"))
     assert refused(desk.ask(message), CoordinatorUnavailable) == "ZooKeeper is away"
     assert desk.changes == []
 
 
 def test_what_is_not_held_cannot_be_removed():
-    desk = Desk(InspectReplica=FACTS._replace(is_held=False))
+    desk = Terminal(InspectReplica=FACTS._replace(is_held=False))
     refused(desk.ask(wire.RemovePartition(1, 2, True, True)), errors.BadRequest)
     assert desk.changes == []
 
@@ -293,7 +295,7 @@ def test_what_is_not_held_cannot_be_removed():
 
 
 def test_a_storage_and_a_replica_are_told():
-    desk = Desk(FindHeld=(HeldPartition(3, INFO, 52, True),))
+    desk = Terminal(FindHeld=(HeldPartition(3, INFO, 52, True),))
     answer = desk.ask(wire.StorageRequest(1))
     assert answer == wire.StorageResponse(1, b"the storage's id", KEY, 4, "a:1", (3,))
     told = desk.ask(wire.ReplicaRequest(2, 2))
@@ -302,14 +304,14 @@ def test_a_storage_and_a_replica_are_told():
     assert (told.synced_max, told.chain, told.is_suspect) == (52, b"c" * 16, False)
     assert told.damaged == bytes(7) + b"\3" + bytes(7) + b"\4"
     broken = ReplicaStatus(True, True, False, INFO, None, "no control slot is valid")
-    told = Desk(InspectReplica=broken).ask(wire.ReplicaRequest(2, 2))
+    told = Terminal(InspectReplica=broken).ask(wire.ReplicaRequest(2, 2))
     assert (told.why_not, told.synced_max, told.damaged) == ("no control slot is valid", -1, b"")
-    refusal = Desk(InspectReplica=broken).ask(wire.RecordListRequest(2, 2, 0, 1))
+    refusal = Terminal(InspectReplica=broken).ask(wire.RecordListRequest(2, 2, 0, 1))
     assert "no control slot is valid" in refused(refusal, errors.BadRequest)
 
 
 def test_only_what_is_below_the_confirmed_mark_is_given_away():
-    desk = Desk(ReadRange=lambda each: range_of(each.first, 11))
+    desk = Terminal(ReadRange=lambda each: range_of(each.first, 11))
     copy = desk.ask(wire.CopyRequest(1, 2, 30, 1 << 30))
     assert desk.errands[-1] == ReadRange(2, 30, 40, 8 * 1024 * 1024, whole_batches=True)
     assert (copy.first, copy.chain_before, copy.lineage[0].last) == (30, b"b" * 16, 40)
@@ -322,10 +324,10 @@ def test_only_what_is_below_the_confirmed_mark_is_given_away():
 def test_a_copy_is_taken_only_while_the_partition_is_offline():
     entry = LineageEntry(53, 53, 6, 5, bytes(16))
     copy = wire.Copy(1, 2, 53, b"", b"", 0, GENESIS_CHAIN, (entry,))
-    desk = Desk(PutCopy=53)
+    desk = Terminal(PutCopy=53)
     assert "expected it to be offline" in refused(desk.ask(copy), errors.BadRequest)
     assert desk.changes == []
-    desk = Desk(PutCopy=53, InspectReplica=OFFLINE)
+    desk = Terminal(PutCopy=53, InspectReplica=OFFLINE)
     assert desk.ask(copy) == wire.Copied(1, 2, 53)
     assert desk.changes == [PutCopy(copy)]
 
@@ -334,7 +336,7 @@ def test_a_copy_is_taken_only_while_the_partition_is_offline():
 
 
 def test_changes_take_turns_and_questions_do_not_wait_for_them():
-    desk = Desk()
+    desk = Terminal()
     desk.post(wire.SetAvailable(1, (0,), False))
     desk.post(wire.SetAvailable(2, (1,), False), connection=2)
     desk.post(wire.MarkSuspect(3, 2, True))
@@ -351,7 +353,7 @@ def test_changes_take_turns_and_questions_do_not_wait_for_them():
 
 
 def test_what_waits_is_bounded():
-    desk = Desk()
+    desk = Terminal()
     for sequence in range(WAITING_MAX + 3):
         desk.post(wire.MarkSuspect(sequence, 2, True))
     assert [answer.sequence for _, answer in desk.told] == [WAITING_MAX + each for each in range(3)]
@@ -363,7 +365,7 @@ def test_what_waits_is_bounded():
 
 
 def test_a_message_that_is_no_request_is_refused_and_ends_nothing():
-    desk = Desk()
+    desk = Terminal()
     for message in (wire.Done(1), wire.AdminRefused(1, 5, "x"), wire.Copied(1, 2, 3)):
         assert "does not accept" in refused(desk.ask(message), errors.BadRequest)
     assert desk.machine.step(Wakeup(), 5) == []
@@ -372,7 +374,7 @@ def test_a_message_that_is_no_request_is_refused_and_ends_nothing():
 
 
 def test_changes_and_refusals_are_reported():
-    desk = Desk()
+    desk = Terminal()
     desk.ask(wire.MarkSuspect(1, 2, True))
     desk.ask(wire.CheckCluster(-1, KEY, 5))
     assert [report.name for report in desk.reports] == ["administered", "administration_refused"]

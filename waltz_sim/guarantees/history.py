@@ -89,14 +89,14 @@ class Operation:
     read: tuple[int, ...]
     append: tuple[int, ...]
     mark: int  # the last id that its author had really seen
-    asked_us: int
+    requested_us: int
     data: bytes = b""
     # The in-flight rows that it depends on (ids and keys) and their session. Its mark is then
     # higher than that of the state it was computed from, which is `state_mark`.
     followed: tuple[tuple[int, tuple[int, int]], ...] = ()
     state_mark: int = BEFORE_FIRST
     session_id: SessionId = NO_SESSION
-    told: str = ""  # "ok", "no", "unknown", "gone" (its author died); empty while pending
+    outcome: str = ""  # "ok", "no", "unknown", "gone" (its author died); empty while pending
     transaction_id: int = -1
 
 

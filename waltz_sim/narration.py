@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.cluster.simulated_cluster import SimCluster
     from waltz_sim.cluster.simulated_storages import SimStorage
-    from waltz_sim.promises.replica_promises import Before
+    from waltz_sim.guarantees.replica_guarantees import Before
 
 _NAME: Final = re.compile(r"storage(\d):1|server(\d)")
 _CHAIN: Final = re.compile(r"\b[0-9a-f]{32}\b")
@@ -80,18 +80,18 @@ def letters(text: str) -> str:
     return _CHAIN.sub("...", _NAME.sub(name, text))
 
 
-class Telling(Checks):
+class Narrator(Checks):
     """The checkers of a world, which also write down milestones."""
 
     def __init__(self, cluster: "SimCluster") -> None:
         super().__init__(cluster)
         self.lines: list[str] = []
-        self.last_told_us = 0  # or when an application got an outcome
+        self.last_narrated_us = 0  # or when an application got an outcome
         # Called with every milestone as it happens, for example "cut C", before it is written down.
         self.on_milestone: Callable[[str], None] = lambda _: None
         self.names_ids = False  # rule 3
         self._ids: dict[int, str] = {}
-        self._said: dict[object, None] = {}  # rule 5
+        self._narrated_once: dict[object, None] = {}  # rule 5
         self._together: dict[str, list[tuple[str, int, int]]] = {}  # by replica
         self._outcomes: dict[str, list[int]] = {}
 
@@ -101,12 +101,12 @@ class Telling(Checks):
         """Return the lines since the last call."""
         self._flush()
         if not self.names_ids:
-            self._tell_outcomes()
+            self._narrate_outcomes()
         lines, self.lines = self.lines, []
-        self._said.clear()
+        self._narrated_once.clear()
         return lines
 
-    def tell(self, text: str) -> None:
+    def narrate(self, text: str) -> None:
         """Write down a milestone of the partition."""
         line = letters(text)
         if self._is_new(line):
@@ -114,7 +114,7 @@ class Telling(Checks):
             self.lines.append(line)
         self.on_milestone(line)
 
-    def _tell_of(self, verb: str, replica: str, first: int, last: int) -> None:
+    def _narrate_records(self, verb: str, replica: str, first: int, last: int) -> None:
         """Write down an action of one replica on some IDs (rule 2)."""
         name = letters(replica)
         if self._is_new((verb, name, first, last)):
@@ -126,10 +126,10 @@ class Telling(Checks):
 
     def _is_new(self, what: object) -> bool:
         """Return whether a line is new in this session and step (rule 5)."""
-        if what in self._said:
+        if what in self._narrated_once:
             return False
-        self._said[what] = None
-        self.last_told_us = self.world.now_us
+        self._narrated_once[what] = None
+        self.last_narrated_us = self.world.now_us
         return True
 
     def _flush(self) -> None:
@@ -151,7 +151,7 @@ class Telling(Checks):
             return self._ids.get(number, str(number))
         return self._ids.setdefault(number, f"h{len(self._ids) + 1}")
 
-    def _tell_outcomes(self) -> None:
+    def _narrate_outcomes(self) -> None:
         outcomes, self._outcomes = self._outcomes, {}
         for what, ids in sorted(outcomes.items()):
             if what == "in the log":
@@ -160,14 +160,14 @@ class Telling(Checks):
             else:
                 self.lines.append(f"told: {len(ids)} {what}")
 
-    def tell_written(self, *, is_complete: bool) -> None:
+    def narrate_written(self, *, is_complete: bool) -> None:
         """Write down in one line the outcomes of continuous writes."""
         outcomes, self._outcomes = self._outcomes, {}
         bad = sorted(what for what in outcomes if what not in {"in the log", "LOST"})
         if bad or not is_complete:
-            self.tell(f"told: {', '.join(bad) or 'nothing'} for some rows")
+            self.narrate(f"told: {', '.join(bad) or 'nothing'} for some rows")
         else:
-            self.tell("told: all rows are in the log, each once")
+            self.narrate("told: all rows are in the log, each once")
 
     # ---- replicas
 
@@ -185,16 +185,20 @@ class Telling(Checks):
                 continue
             match request.message:
                 case Prepare():
-                    self._tell_of("fenced", storage.name, 0, work.log.synced_max)
+                    self._narrate_records("fenced", storage.name, 0, work.log.synced_max)
                 case Truncate(last_to_keep=last):
-                    self._tell_of("cut", storage.name, 0, last)
+                    self._narrate_records("cut", storage.name, 0, last)
                 case Repair(first=first, lengths=lengths):
-                    self._tell_of("mended", storage.name, first, first + len(lengths) // 4 - 1)
+                    self._narrate_records(
+                        "mended", storage.name, first, first + len(lengths) // 4 - 1
+                    )
                 case SetLowWaterMark(mark=mark):
-                    self._tell_of("marked", storage.name, 0, mark)
+                    self._narrate_records("marked", storage.name, 0, mark)
                 case AppendRaw() as message if not self._is_engaged(storage.name, message):
                     lineage = message.lineage
-                    self._tell_of("copied", storage.name, lineage[0].first, lineage[-1].last)
+                    self._narrate_records(
+                        "copied", storage.name, lineage[0].first, lineage[-1].last
+                    )
                 case _:
                     pass
 
@@ -206,7 +210,7 @@ class Telling(Checks):
     def storage_refused(self, storage: "SimStorage", error: WaltzError) -> None:
         """See `Checks.storage_refused`."""
         super().storage_refused(storage, error)
-        self.tell(f"{storage.name} does not open: {error}")
+        self.narrate(f"{storage.name} does not open: {error}")
 
     # ---- ZooKeeper
 
@@ -226,7 +230,7 @@ class Telling(Checks):
         now = [name for name, state in after.states.items() if state == (session, UNRESOLVED)]
         if already:
             joined = [letters(name) for name in now if name not in already]
-            self.tell(f"{_WRITTEN} {' '.join(sorted(joined))} in session {session}, too")
+            self.narrate(f"{_WRITTEN} {' '.join(sorted(joined))} in session {session}, too")
             return
         parts = [f"{' '.join(sorted(map(letters, now)))} in session {session}"]
         parts += [
@@ -234,7 +238,7 @@ class Telling(Checks):
             for name, state in sorted(after.states.items())
             if name not in now
         ]
-        self.tell(f"{_WRITTEN} {', '.join(parts)}")
+        self.narrate(f"{_WRITTEN} {', '.join(parts)}")
 
     def _left(self, name: str, state: ReplicaState) -> str:
         last = state.closing_high_water_mark
@@ -250,18 +254,18 @@ class Telling(Checks):
         fields = dict(report.fields)
         match report.name:
             case "session.claimed":
-                self._said.clear()
+                self._narrated_once.clear()
                 origin = str(fields["origin"])
                 of_what = "" if origin == "RECORDED" else f", the partition is {origin.lower()}"
-                self.tell(f"{name} claims session {fields['session']}{of_what}")
+                self.narrate(f"{name} claims session {fields['session']}{of_what}")
             case "recovery.decided":
                 mark = fields["mark"]
                 assert isinstance(mark, int)
-                self.tell(f"decided: {self.span(0, mark)} {self._without(fields['unknown'])}")
+                self.narrate(f"decided: {self.span(0, mark)} {self._without(fields['unknown'])}")
             case "recovery.waiting":
-                self.tell(f"undecidable {self._without(fields['unknown'])}")
+                self.narrate(f"undecidable {self._without(fields['unknown'])}")
             case known if known in _REPORTS:
-                self.tell(_REPORTS[known].format(**fields))
+                self.narrate(_REPORTS[known].format(**fields))
             case _:
                 pass
 
@@ -277,24 +281,24 @@ class Telling(Checks):
         for effect in effects:
             match effect:
                 case session_events.SessionOpened(session_id=session, high_water_mark=mark):
-                    self.tell(f"{server.name} opens session {session} with {self.span(0, mark)}")
+                    self.narrate(f"{server.name} opens session {session} with {self.span(0, mark)}")
                 case session_events.SessionClosed(session_id=session, reason=reason):
-                    self.tell(f"session {session} ends: {reason}")
+                    self.narrate(f"session {session} ends: {reason}")
                 case session_events.Settled():
-                    self._tell_settled(store, effect)
+                    self._narrate_settled(store, effect)
                 case session_events.Released(reason=reason):
-                    self.tell(f"{server.name} gives the partition up: {reason}")
+                    self.narrate(f"{server.name} gives the partition up: {reason}")
                 case _:
                     pass
 
-    def _tell_settled(self, store: "PartitionStore", effect: session_events.Settled) -> None:
+    def _narrate_settled(self, store: "PartitionStore", effect: session_events.Settled) -> None:
         assert store.session is not None
         mark_suspect = store.session.claim.in_doubt
         if mark_suspect is None:
             return
         first, last = mark_suspect.committed + 1, mark_suspect.last
         kept = self.span(first, min(effect.committed_last, last))
-        self.tell(f"in doubt: {self.span(first, last)}; in the log: {kept}")
+        self.narrate(f"in doubt: {self.span(first, last)}; in the log: {kept}")
 
     def answered(self, server: "SimServer", answer: "Answer") -> None:
         """See `Checks.answered`; an outcome is a milestone when the application gets it."""
@@ -302,8 +306,8 @@ class Telling(Checks):
         link, message = self.cluster.network.links.get(answer.connection), answer.message
         if link is None or link.is_open[NEAR] or not isinstance(message, AppendResult):
             return
-        told = {_outcome(reason) for reason in bytes(message.reasons)}
-        self.tell(f"{server.name} to a link that was given up: {', '.join(sorted(told))}")
+        reported = {_outcome(reason) for reason in bytes(message.reasons)}
+        self.narrate(f"{server.name} to a link that was given up: {', '.join(sorted(reported))}")
 
     # ---- applications
 

@@ -3,14 +3,14 @@
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
-from waltz_sim.promises.history import History, Violation
-from waltz_sim.promises.ledger import Ledger
+from waltz_sim.guarantees.history import History, Violation
+from waltz_sim.guarantees.ledger import Ledger
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_cluster import SimCluster
 
 
-class Witness:
+class CheckerBase:
     """The shared state of the checkers of one world."""
 
     def __init__(self, cluster: "SimCluster") -> None:

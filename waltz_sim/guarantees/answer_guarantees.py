@@ -42,14 +42,14 @@ from waltz_core.wire.messages import (
     ReplicasResponse,
     TransactionDataResponse,
 )
-from waltz_sim.promises.history import data_in
+from waltz_sim.guarantees.history import data_in
 
 if TYPE_CHECKING:
     from waltz_core.server.partition_events import Answer
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_clients import SimClient
-    from waltz_sim.promises.sessions import Sessions
-    from waltz_sim.promises.witness import Witness
+    from waltz_sim.guarantees.base import CheckerBase
+    from waltz_sim.guarantees.sessions import Sessions
     from waltz_sim.world.network import SimLink
 
 _NEEDS_SESSION: Final = (
@@ -60,7 +60,7 @@ _NEEDS_SESSION: Final = (
     Predecessors,
     ReplicasResponse,
 )
-_ASKS_MARK: Final = (FlushRequest, HighWaterMarkRequest, MountWriter, ReplicasRequest)
+_MARK_REQUESTS: Final = (FlushRequest, HighWaterMarkRequest, MountWriter, ReplicasRequest)
 # Committed records are final: a server may send them after the session of the request.
 _FINAL: Final = (FeedBatch, RangeData)
 _WITHOUT_SESSION: Final = bytes((Reason.NOT_MOUNTED, Reason.TOO_LARGE, Reason.OVERLOADED))
@@ -70,11 +70,11 @@ _FROM_THE_LOG: Final = (ClientAhead.code, LockFailed.code)
 _FEED_HEADER: Final = 20
 
 
-class AnswerPromises:
+class AnswerGuarantees:
     """Checks all messages from servers to clients."""
 
-    def __init__(self, witness: "Witness", sessions: "Sessions") -> None:
-        self._witness = witness
+    def __init__(self, base: "CheckerBase", sessions: "Sessions") -> None:
+        self._base = base
         self._sessions = sessions
         # By server: the connection on which it answered each client's last mount.
         self._mounted: dict[str, dict[int, int]] = {}
@@ -103,7 +103,7 @@ class AnswerPromises:
         self._mark.pop(server, None)
         self._mark_before.pop(server, None)
 
-    def store_said(self, server: str, effect: session_events.Effect) -> None:
+    def store_reported(self, server: str, effect: session_events.Effect) -> None:
         """Track which sessions open (with `Settled`) and close."""
         match effect:
             case session_events.Settled():
@@ -133,7 +133,7 @@ class AnswerPromises:
         """Check a message that a server sends to a client."""
         message, name = answer.message, server.name
         if self._depends_on_the_log(message) and not self._in_step.get(name):
-            self._witness.fail("GateCAS2", f"{name} sends {message} without an open session")
+            self._base.fail("GateCAS2", f"{name} sends {message} without an open session")
         session = getattr(message, "session_id", None)
         if session is not None:
             self._check_session(name, message, SessionId(session))
@@ -173,27 +173,25 @@ class AnswerPromises:
         """7. GateCAS2: a server names only sessions that have opened."""
         allowed = self._sessions.opened if isinstance(message, _FINAL) else self._in_step[name]
         if session not in allowed:
-            self._witness.fail(
+            self._base.fail(
                 "GateCAS2", f"{name} sends {type(message).__name__} of session {session}"
             )
 
     def _check_mark(self, server: "SimServer", answer: "Answer", mark: int) -> None:
         """15. HwmMono on each connection, never beyond the log; rule 2."""
-        witness, message = self._witness, answer.message
-        if mark > witness.history.last:
-            witness.fail(
-                "HwmMono", f"{server.name} sends {mark}, the log ends at {witness.history.last}"
-            )
+        base, message = self._base, answer.message
+        if mark > base.history.last:
+            base.fail("HwmMono", f"{server.name} sends {mark}, the log ends at {base.history.last}")
         before = self._marks.get(answer.connection, BEFORE_FIRST)
         if mark < before:
-            witness.fail("HwmMono", f"{server.name} sends mark {mark} after {before}")
+            base.fail("HwmMono", f"{server.name} sends mark {mark} after {before}")
         self._marks[answer.connection] = mark
         if isinstance(message, FlushResponse | HighWaterMarkResponse | ReplicasResponse):
             pace = self._pace.get(server.name, 1)
-            timer_ms = int(witness.cluster.limits.session_timer_ms / pace)
-            known = self.acknowledged_at(witness.world.now_ms - timer_ms - 1)
+            timer_ms = int(base.cluster.limits.session_timer_ms / pace)
+            known = self.acknowledged_at(base.world.now_ms - timer_ms - 1)
             if mark < known:
-                witness.fail(
+                base.fail(
                     "StaleMark",
                     f"{server.name} sends {mark}, {known} was acknowledged {timer_ms} ms ago",
                 )
@@ -201,43 +199,43 @@ class AnswerPromises:
     # ---- 21. NoRotServed
 
     def _check_feed(self, name: str, message: FeedBatch) -> None:
-        records = self._witness.history.records
+        records = self._base.history.records
         first, stop = message.first, message.first + message.count
         size = RECORD_HEADER.size
         wanted = b"".join(record[8:size] for record in records[first:stop])
         if stop > len(records) or bytes(message.headers) != wanted:
-            self._witness.fail("NoRotServed", f"{name} feeds wrong headers in {first}..{stop - 1}")
+            self._base.fail("NoRotServed", f"{name} feeds wrong headers in {first}..{stop - 1}")
         if message.chain_at != BEFORE_FIRST and not self._is_chain(message):
-            self._witness.fail("NoRotServed", f"{name} feeds a wrong chain at {message.chain_at}")
+            self._base.fail("NoRotServed", f"{name} feeds a wrong chain at {message.chain_at}")
 
     def _is_chain(self, message: FeedBatch) -> bool:
-        known = self._witness.history.chains.get(message.chain_at)
+        known = self._base.history.chains.get(message.chain_at)
         return known in (None, bytes(message.chain))
 
     def _check_range(self, name: str, message: RangeData) -> None:
-        records, data = self._witness.history.records, bytes(message.records)
+        records, data = self._base.history.records, bytes(message.records)
         size, at = RECORD_HEADER.size, 0
         for _ in range(message.count):
             place = int.from_bytes(data[at : at + 8], "big")
             if not 0 <= place < len(records):
-                self._witness.fail("NoRotServed", f"{name} sends {place}, which is not in the log")
+                self._base.fail("NoRotServed", f"{name} sends {place}, which is not in the log")
             record = records[place]
             wanted = record if message.form == RangeForm.WHOLE else record[:size]
             if data[at : at + len(wanted)] != wanted:
-                self._witness.fail("NoRotServed", f"{name} sends a wrong record at {place}")
+                self._base.fail("NoRotServed", f"{name} sends a wrong record at {place}")
             at += len(wanted)
         if at != len(data):
-            self._witness.fail("NoRotServed", f"{name} sends {len(data)} bytes, not {at}")
-        self._witness.counts["read"] += message.count
+            self._base.fail("NoRotServed", f"{name} sends {len(data)} bytes, not {at}")
+        self._base.counts["read"] += message.count
 
     def _check_data(self, name: str, message: TransactionDataResponse) -> None:
-        place, records = message.transaction_id, self._witness.history.records
+        place, records = message.transaction_id, self._base.history.records
         found, _ = message.result
         if found is None:
             return
         if not 0 <= place < len(records) or bytes(found) != data_in(records[place]):
-            self._witness.fail("NoRotServed", f"{name} sends wrong data for {place}")
-        self._witness.count("read alone")
+            self._base.fail("NoRotServed", f"{name} sends wrong data for {place}")
+        self._base.count("read alone")
 
     def _check_result(self, name: str, message: AppendResult) -> None:
         """Check that a lock conflict names a committed transaction; it may have waited for that."""
@@ -246,16 +244,16 @@ class AnswerPromises:
         if Reason.LOCK not in reasons:
             return
         if claimed is not None and claimed not in self._in_step[name]:
-            self._witness.count("follower of another session refused")
+            self._base.count("follower of another session refused")
         conflicts = memoryview(message.conflicting).cast("B")
         for row, reason in enumerate(reasons):
             if reason != Reason.LOCK:
                 continue
             conflict = int.from_bytes(conflicts[8 * row : 8 * row + 8], "big", signed=True)
-            if conflict > self._witness.history.last:
-                self._witness.fail("OutcomeTruth", f"{name} rejects for {conflict}, not final")
+            if conflict > self._base.history.last:
+                self._base.fail("OutcomeTruth", f"{name} rejects for {conflict}, not final")
             if conflict > self._mark_before.get(name, BEFORE_FIRST):
-                self._witness.count("lock wait")
+                self._base.count("lock wait")
 
     def _check_order(self, name: str, connection: int, message: AppendResult) -> None:
         """Check that no row commits after a lost row of the same mount (rule 3)."""
@@ -263,7 +261,7 @@ class AnswerPromises:
         key = req_id.client_id, connection
         lost = self._lost.get(key)
         if lost is not None and lost < req_id.sequence and Reason.COMMITTED in reasons:
-            self._witness.fail("Overtaken", f"{name} reports {req_id} committed, {lost} was lost")
+            self._base.fail("Overtaken", f"{name} reports {req_id} committed, {lost} was lost")
         rows = [row for row, reason in enumerate(reasons) if reason in _LOSSES]
         if rows and lost is None:
             self._lost[key] = req_id.sequence + rows[0]
@@ -272,14 +270,14 @@ class AnswerPromises:
         """Count rejections on connections older than the client's current mount."""
         mounted = self._mounted.get(name, {}).get(message.req_id.client_id, connection)
         if connection < mounted and Reason.NOT_MOUNTED in bytes(message.reasons):
-            self._witness.count("append on an older connection")
+            self._base.count("append on an older connection")
 
     # ---- what clients send and receive
 
     def acknowledged(self, transaction_id: int) -> None:
         """Record that an application received an acknowledgement of this id."""
         if transaction_id > self._acknowledged[-1][1]:
-            self._acknowledged.append((self._witness.world.now_ms, transaction_id))
+            self._acknowledged.append((self._base.world.now_ms, transaction_id))
 
     def acknowledged_at(self, at_ms: int) -> int:
         """Return the highest id acknowledged by a time; calls must not go back in time."""
@@ -292,11 +290,11 @@ class AnswerPromises:
         """Record a message that a client sends to a server."""
         server = link.ends[1].name
         if (
-            isinstance(message, _ASKS_MARK)
+            isinstance(message, _MARK_REQUESTS)
             and server in self._open
-            and self._mark[server] < self._witness.history.last
+            and self._mark[server] < self._base.history.last
         ):
-            self._witness.count("mark asked of an old owner")
+            self._base.count("mark asked of an old owner")
         owed = self._owed.setdefault((client.name, link.number), {})
         if isinstance(message, AppendFollowing) and message.session_id != NO_SESSION:
             self._claims[message.req_id] = SessionId(message.session_id)
@@ -306,7 +304,7 @@ class AnswerPromises:
             known = self._acknowledged[-1][1]
             self._questions[message.req_id] = message, known, list(owed)
 
-    def heard(self, client: "SimClient", link: "SimLink", message: ClientMessage) -> None:
+    def received(self, client: "SimClient", link: "SimLink", message: ClientMessage) -> None:
         """Check a message that a client receives: flush order and age of proven marks."""
         owed = self._owed.get((client.name, link.number), {})
         if isinstance(message, AppendResult | ErrorResponse | Predecessors):
@@ -316,16 +314,16 @@ class AnswerPromises:
             return
         question, known, before = found
         if isinstance(message, FlushResponse):
-            self._witness.count("flushed")
+            self._base.count("flushed")
             left = [each for each in before if each in owed]
             if left:
-                self._witness.fail("Flush", f"{client.name} is answered before {left}")
+                self._base.fail("Flush", f"{client.name} is answered before {left}")
         elif isinstance(message, ReplicasResponse):
             assert isinstance(question, ReplicasRequest)
             if question.linearizable:
-                self._witness.count("proven mark")
+                self._base.count("proven mark")
                 if message.high_water_mark < known:
-                    self._witness.fail(
+                    self._base.fail(
                         "StaleMark",
                         f"{client.name} receives {message.high_water_mark}, {known} was "
                         "acknowledged before its request",

@@ -87,8 +87,8 @@ class Budget:
         unsound = [cluster.storages[name] for name in self.lost if name != victim.replica]
         rots = any(not is_sound(storage) for storage in unsound)
         is_awaited = any(self.lost.get(each.replica) == metadata.session_id for each, _ in rest)
-        believed = all(self._is_believed(storage, state) for storage, state in others)
-        if rots or is_awaited or not believed:
+        trusted = all(self._is_trusted(storage, state) for storage, state in others)
+        if rots or is_awaited or not trusted:
             return False
         if not is_silent:
             return True
@@ -108,7 +108,7 @@ class Budget:
         self.lost[victim.replica] = self._metadata.session_id
         self._cluster.checks.rolled_back(victim)
 
-    def _is_believed(self, storage: "SimStorage", state: ReplicaState) -> bool:
+    def _is_trusted(self, storage: "SimStorage", state: ReplicaState) -> bool:
         log = storage.log
         if log is None or log.suspect or log.damaged or log.last_session < state.session_id:
             return False

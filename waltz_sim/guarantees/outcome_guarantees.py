@@ -19,24 +19,26 @@ from waltz_core.client.stream import stream_events
 from waltz_core.errors import OutcomeUnknown, WaltzError
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, TransactionId
 from waltz_core.wire.messages import Reason
-from waltz_sim.promises.history import Operation, data_in
+from waltz_sim.guarantees.history import Operation, data_in
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_clients import SimClient
-    from waltz_sim.promises.answer_promises import AnswerPromises
-    from waltz_sim.promises.locking import Locking
-    from waltz_sim.promises.witness import Witness
+    from waltz_sim.guarantees.answer_guarantees import AnswerGuarantees
+    from waltz_sim.guarantees.base import CheckerBase
+    from waltz_sim.guarantees.locking import Locking
     from waltz_sim.world.process import Process
 
-_TOLD: Final = {int(reason): f"told {reason.name}" for reason in Reason}
+_REPORTED: Final = {int(reason): f"told {reason.name}" for reason in Reason}
 _HEAD: Final = struct.Struct(">5i")  # client id, generation, partition, sequence, header
 
 
 class Outcomes:
     """Checks the results that all applications receive."""
 
-    def __init__(self, witness: "Witness", answers: "AnswerPromises", locking: "Locking") -> None:
-        self._witness = witness
+    def __init__(
+        self, base: "CheckerBase", answers: "AnswerGuarantees", locking: "Locking"
+    ) -> None:
+        self._base = base
         self._answers = answers
         self._locking = locking
         self._marks: dict[str, int] = {}
@@ -47,12 +49,12 @@ class Outcomes:
 
     def exposed(self, last: TransactionId, chain: Chain) -> None:
         """1. AckUnique: a component exposes that the log reaches an id with this chain."""
-        for transaction_id in self._witness.history.exposed(last, chain):
+        for transaction_id in self._base.history.exposed(last, chain):
             self._in_the_log(transaction_id)
 
     def submitted(self, chain: Chain) -> None:
         """16. NotAhead: no row was computed from rows that are not in the log."""
-        history = self._witness.history
+        history = self._base.history
         for place, row in enumerate(history.nodes[chain].rows, history.nodes[chain].first):
             operation = history.operations.get(row.number)
             if operation is None:
@@ -60,31 +62,31 @@ class Outcomes:
             if operation.session_id != NO_SESSION:
                 self._check_followed(operation, chain, place)
             elif operation.mark > history.last:
-                self._witness.fail(
+                self._base.fail(
                     "NotAhead", f"{operation} is accepted, the log ends at {history.last}"
                 )
 
     def _check_followed(self, operation: Operation, chain: Chain, place: int) -> None:
         """Followed: a dependent append's predecessors have the expected ids, in one session."""
-        witness, history = self._witness, self._witness.history
+        base, history = self._base, self._base.history
         session_id = history.nodes[chain].session_id
         if operation.session_id != session_id:
-            witness.fail("Followed", f"{operation} is accepted in session {session_id}")
+            base.fail("Followed", f"{operation} is accepted in session {session_id}")
         if operation.mark >= place:
-            witness.fail("Followed", f"{operation} is accepted as {place}")
+            base.fail("Followed", f"{operation} is accepted as {place}")
         for transaction_id, key in operation.followed:
             row = history.row_before(chain, transaction_id)
             if row is None or row.key != key:
-                witness.fail(
+                base.fail(
                     "Followed", f"{operation} depends on {key} at {transaction_id}, found {row}"
                 )
-        self._check_all_told(operation, chain)
+        self._check_all_reported(operation, chain)
         if operation.mark > history.last:
-            witness.count("followed in flight")
+            base.count("followed in flight")
 
-    def _check_all_told(self, operation: Operation, chain: Chain) -> None:
+    def _check_all_reported(self, operation: Operation, chain: Chain) -> None:
         """Followed: its author was notified of every later row that wrote one of its locks."""
-        history = self._witness.history
+        history = self._base.history
         told = {transaction_id for transaction_id, _ in operation.followed}
         locks = {*operation.write, *operation.read}
         for transaction_id in range(operation.state_mark + 1, operation.mark + 1):
@@ -93,26 +95,26 @@ class Outcomes:
             if writer is None or transaction_id in told:
                 continue
             if not locks.isdisjoint((*writer.write, *writer.append)):
-                self._witness.fail(
+                self._base.fail(
                     "Followed", f"{operation} was not notified of {writer} at {transaction_id}"
                 )
 
     def _in_the_log(self, transaction_id: int) -> None:
         """11. OutcomeTruth, 12. AtMostOnce, 16. NotAhead, 17. LockSerial."""
-        witness, history = self._witness, self._witness.history
-        self._since_us[transaction_id] = witness.world.now_us
+        base, history = self._base, self._base.history
+        self._since_us[transaction_id] = base.world.now_us
         operation = history.operations.get(history.log[transaction_id].number)
         if operation is None:
-            witness.fail("LogMatching", f"no application appended the row at {transaction_id}")
+            base.fail("LogMatching", f"no application appended the row at {transaction_id}")
         if data_in(history.records[transaction_id]) != operation.data:
-            witness.fail("LogMatching", f"{operation} differs from the row at {transaction_id}")
-        if operation.told == "no":
-            witness.fail("OutcomeTruth", f"{operation} is at {transaction_id}, reported as failed")
+            base.fail("LogMatching", f"{operation} differs from the row at {transaction_id}")
+        if operation.outcome == "no":
+            base.fail("OutcomeTruth", f"{operation} is at {transaction_id}, reported as failed")
         if operation.transaction_id not in {-1, transaction_id}:
-            witness.fail("AtMostOnce", f"{operation} is also at {transaction_id}")
+            base.fail("AtMostOnce", f"{operation} is also at {transaction_id}")
         operation.transaction_id = transaction_id
         self._check_serial(operation, transaction_id)
-        self._witness.ledger.take(transaction_id, operation.data)
+        self._base.ledger.take(transaction_id, operation.data)
 
     def _check_serial(self, operation: Operation, transaction_id: int) -> None:
         """17. LockSerial and 16. NotAhead, by the author's real mark (rule 2)."""
@@ -120,13 +122,13 @@ class Outcomes:
         for lock in (*operation.write, *operation.read):
             writer = last_writer(lock, transaction_id)
             if writer > operation.mark:
-                self._witness.fail(
+                self._base.fail(
                     "LockSerial",
                     f"{transaction_id} with lock {lock} at mark {operation.mark}, written at "
                     f"{writer}",
                 )
         if operation.mark >= transaction_id:
-            self._witness.fail("NotAhead", f"{transaction_id} was computed at {operation.mark}")
+            self._base.fail("NotAhead", f"{transaction_id} was computed at {operation.mark}")
         self._locking.written(operation, transaction_id)
 
     # ---- clients
@@ -139,97 +141,97 @@ class Outcomes:
     def died(self, client: "Process") -> None:
         """Mark the pending operations of a client that died."""
         self.followers.pop(client.name, None)
-        for operation in self._witness.history.operations.values():
-            if operation.client == client.name and not operation.told:
-                operation.told = "gone"
+        for operation in self._base.history.operations.values():
+            if operation.client == client.name and not operation.outcome:
+                operation.outcome = "gone"
 
     def mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
         """15. HwmMono: a client's mark never goes back, nor beyond the log."""
         if mark < self._marks[client.name]:
-            self._witness.fail("HwmMono", f"{client.name}: {mark} after {self._marks[client.name]}")
+            self._base.fail("HwmMono", f"{client.name}: {mark} after {self._marks[client.name]}")
         self._not_beyond(client, mark)
         self._marks[client.name] = mark
 
     def _not_beyond(self, client: "SimClient", mark: int) -> None:
-        last = self._witness.history.last
+        last = self._base.history.last
         if mark > last:
-            self._witness.fail("HwmMono", f"{client.name} received {mark}, the log ends at {last}")
+            self._base.fail("HwmMono", f"{client.name} received {mark}, the log ends at {last}")
 
     def settled(self, client: "SimClient", effect: stream_events.ParcelSettled) -> None:
         """11. OutcomeTruth: each outcome that an application receives is true."""
-        witness, outcome = self._witness, effect.outcome
+        base, outcome = self._base, effect.outcome
         assert isinstance(outcome.reasons, np.ndarray)
         for operation, transaction_id, reason, conflict in zip(
-            witness.cluster.workload.operations_of(effect.token),
+            base.cluster.workload.operations_of(effect.token),
             outcome.transaction_ids.tolist(),
             outcome.reasons.tolist(),
             outcome.conflicting.tolist(),
             strict=True,
         ):
-            witness.counts[_TOLD[reason]] += 1
+            base.counts[_REPORTED[reason]] += 1
             if transaction_id >= 0:
-                self._told_yes(operation, transaction_id)
+                self._reported_committed(operation, transaction_id)
             else:
-                self._told_no(operation, Reason(reason), conflict)
+                self._reported_rejected(operation, Reason(reason), conflict)
         self._not_beyond(client, outcome.high_water_mark)
 
-    def _told_yes(self, operation: Operation, transaction_id: int) -> None:
-        history = self._witness.history
+    def _reported_committed(self, operation: Operation, transaction_id: int) -> None:
+        history = self._base.history
         if transaction_id > history.last or (
             history.log[transaction_id].number != operation.number
         ):
-            self._witness.fail("OutcomeTruth", f"{operation} was reported as {transaction_id}")
-        operation.told = "ok"
+            self._base.fail("OutcomeTruth", f"{operation} was reported as {transaction_id}")
+        operation.outcome = "ok"
         self._answers.acknowledged(transaction_id)
 
-    def _told_no(self, operation: Operation, reason: Reason, conflict: int) -> None:
+    def _reported_rejected(self, operation: Operation, reason: Reason, conflict: int) -> None:
         if operation.transaction_id >= 0:
-            self._witness.fail("OutcomeTruth", f"{operation} is in the log, got {reason!r}")
-        if reason == Reason.LOCK and conflict > self._witness.history.last:
-            self._witness.fail("OutcomeTruth", f"rejected for {conflict}, which is not final")
+            self._base.fail("OutcomeTruth", f"{operation} is in the log, got {reason!r}")
+        if reason == Reason.LOCK and conflict > self._base.history.last:
+            self._base.fail("OutcomeTruth", f"rejected for {conflict}, which is not final")
         if reason == Reason.AHEAD and self._is_reached(operation):
-            self._witness.fail("OutcomeTruth", f"{operation} was not AHEAD, but rejected (rule 3)")
-        operation.told = "no"
+            self._base.fail("OutcomeTruth", f"{operation} was not AHEAD, but rejected (rule 3)")
+        operation.outcome = "no"
 
     def _is_reached(self, operation: Operation) -> bool:
         """Whether the log had reached an operation's mark when the application requested it."""
-        since_us = self._since_us.get(operation.mark, operation.asked_us + 1)
-        return operation.mark == BEFORE_FIRST or since_us <= operation.asked_us
+        since_us = self._since_us.get(operation.mark, operation.requested_us + 1)
+        return operation.mark == BEFORE_FIRST or since_us <= operation.requested_us
 
     def refused(self, client: "SimClient", token: int, error: WaltzError) -> None:
         """11. OutcomeTruth, for a parcel without an outcome: unknown, or certainly not sent."""
         is_unknown = isinstance(error, OutcomeUnknown)
-        self._witness.count("told unknown" if is_unknown else "told not sent")
-        for operation in self._witness.cluster.workload.operations_of(token):
-            operation.told = "unknown" if is_unknown else "no"
+        self._base.count("told unknown" if is_unknown else "told not sent")
+        for operation in self._base.cluster.workload.operations_of(token):
+            operation.outcome = "unknown" if is_unknown else "no"
             if not is_unknown and operation.transaction_id >= 0:
-                self._witness.fail("OutcomeTruth", f"{operation} is in the log, got {error}")
+                self._base.fail("OutcomeTruth", f"{operation} is in the log, got {error}")
 
     def context_ended(self, operation: Operation, result: TransactionId | Exception | None) -> None:
         """11. OutcomeTruth, for an attempt of a context: its id, or the reason for its failure."""
         if isinstance(result, OutcomeUnknown):
-            operation.told = "unknown"
+            operation.outcome = "unknown"
         elif isinstance(result, int):
-            self._told_yes(operation, result)
+            self._reported_committed(operation, result)
         else:
-            self._told_no(operation, Reason.LOST, BEFORE_FIRST)
+            self._reported_rejected(operation, Reason.LOST, BEFORE_FIRST)
 
     # ---- the feed
 
     def fed(self, client: "SimClient", effect: stream_events.Fed) -> None:
         """13. Dense and 14. ClientPrefix."""
-        witness, log = self._witness, self._witness.history.log
+        base, log = self._base, self._base.history.log
         if effect.first != client.fed + 1:
-            witness.fail("Dense", f"{client.name} received {effect.first} after {client.fed}")
+            base.fail("Dense", f"{client.name} received {effect.first} after {client.fed}")
         heads = list(_HEAD.iter_unpack(effect.headers))
         if len(heads) != effect.count:
-            witness.fail("Dense", f"{client.name}: {len(heads)} headers, expected {effect.count}")
+            base.fail("Dense", f"{client.name}: {len(heads)} headers, expected {effect.count}")
         for place, (client_id, _, _, sequence, _) in enumerate(heads, effect.first):
             if place >= len(log) or log[place].key != (client_id, sequence):
-                witness.fail("ClientPrefix", f"{client.name} received a wrong row at {place}")
-        witness.counts["fed"] += effect.count
+                base.fail("ClientPrefix", f"{client.name} received a wrong row at {place}")
+        base.counts["fed"] += effect.count
 
     def are_all_fed(self) -> bool:
         """25. Converged: every client that follows the feed has reached its end."""
-        last = self._witness.history.last
+        last = self._base.history.last
         return all(each.fed == last for each in self.followers.values())

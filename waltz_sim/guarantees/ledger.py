@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from waltz_sim.promises.history import NUMBER_BYTES, Violation
+from waltz_sim.guarantees.history import NUMBER_BYTES, Violation
 
 # Kind, first, second, the value read from each.
 _BODY: Final = struct.Struct(">BiiQQ")
@@ -39,7 +39,7 @@ class RowKind(IntEnum):
     GUARD = 3
 
 
-class Deal(NamedTuple):
+class CheckedTransaction(NamedTuple):
     """A transaction that carries the values that it read."""
 
     kind: RowKind
@@ -107,9 +107,11 @@ class Ledger:
 
     def __init__(self) -> None:
         self._things: dict[tuple[int, int], _Versions] = {}
-        self.deal_count = 0
+        self.checked_count = 0
 
-    def body(self, deal: Deal, mark: int, predecessors: Iterable[bytes] = ()) -> bytes:
+    def body(
+        self, checked: CheckedTransaction, mark: int, predecessors: Iterable[bytes] = ()
+    ) -> bytes:
         """Return the data that a deal computed at a mark carries after its number.
 
         `predecessors` are the data of in-flight rows after the mark that it depends on.
@@ -118,10 +120,10 @@ class Ledger:
         for data in predecessors:
             after.update(_written_by(data))
         values = [
-            after.get((deal.kind, place), self._thing(deal.kind, place).at(mark))
-            for place in (deal.first, deal.second)
+            after.get((checked.kind, place), self._thing(checked.kind, place).at(mark))
+            for place in (checked.first, checked.second)
         ]
-        return _BODY.pack(deal.kind, deal.first, deal.second, *values)
+        return _BODY.pack(checked.kind, checked.first, checked.second, *values)
 
     def take(self, transaction_id: int, data: bytes) -> None:
         """Replay the next transaction of the log; raises Violation when it read other values.
@@ -141,7 +143,7 @@ class Ledger:
                 f"{RowKind(kind).name} {first}, {second} at {transaction_id} read {read}, "
                 f"expected {now}",
             )
-        self.deal_count += 1
+        self.checked_count += 1
         for thing, value in _written_by(data):
             self._thing(*thing).put(transaction_id, value)
 

@@ -18,8 +18,8 @@ from waltz_core.replication import session_events
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.servers import SimServer
-    from waltz_sim.promises.history import Operation
-    from waltz_sim.promises.witness import Witness
+    from waltz_sim.guarantees.base import CheckerBase
+    from waltz_sim.guarantees.history import Operation
 
 # One lock of one table is checked every N steps of servers, and the whole table at the end.
 LOCK_EVERY: Final = 4
@@ -29,8 +29,8 @@ TABLE_EVERY: Final = 64
 class Locking:
     """Checks all lock tables."""
 
-    def __init__(self, witness: "Witness") -> None:
-        self._witness = witness
+    def __init__(self, base: "CheckerBase") -> None:
+        self._base = base
         self._writers: dict[int, list[int]] = {}  # lock -> the transactions that wrote it
         self._mark: dict[str, int] = {}  # by server: committed in its session
         self._given: dict[str, int] = {}  # by server: submitted to the store
@@ -47,7 +47,7 @@ class Locking:
         at = bisect_right(writers, mark)
         return writers[at - 1] if at else BEFORE_FIRST
 
-    def store_said(self, server: str, effect: session_events.Effect) -> None:
+    def store_reported(self, server: str, effect: session_events.Effect) -> None:
         """Follow the marks of servers."""
         match effect:
             case session_events.SessionOpened():
@@ -85,11 +85,9 @@ class Locking:
         given = self._given_out(server)
         writer = self.last_writer(lock, mark)
         if estimate < writer:
-            self._witness.fail(
-                "LockBound", f"{name} has lock {lock} at {estimate}, {writer} wrote it"
-            )
+            self._base.fail("LockBound", f"{name} has lock {lock} at {estimate}, {writer} wrote it")
         if estimate > given:
-            self._witness.fail(
+            self._base.fail(
                 "ReserveHeld",
                 f"{name} has lock {lock} at {estimate}; the last assigned id is {given}, "
                 f"the log ends at {mark}",
@@ -108,4 +106,4 @@ class Locking:
         assert table is not None
         given = self._given_out(server)
         if table.false_refusal_probability(given) > 0:
-            self._witness.fail("ReserveHeld", f"{name} has entries above {given}")
+            self._base.fail("ReserveHeld", f"{name} has entries above {given}")
