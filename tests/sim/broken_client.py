@@ -12,13 +12,13 @@ from waltz_core.wire.messages import Reason
 
 @switch
 def doubt_settled_as_failed() -> Patches:
-    """After a mount, what was in doubt counts as failed without a look at the log."""
+    """After a mount, unsettled appends count as failed without a look at the log."""
     yield instead(Monitor, "unread", nothing)
 
 
 @switch
-def unknown_is_a_refusal() -> Patches:
-    """An outcome that nobody knows counts as a refusal."""
+def unknown_is_a_rejection() -> Patches:
+    """An unknown outcome counts as a rejection."""
     original = verdicts.reason_of
 
     def reason_of(error):
@@ -28,7 +28,7 @@ def unknown_is_a_refusal() -> Patches:
 
 
 @switch
-def broken_link_is_a_refusal() -> Patches:
+def broken_link_is_a_rejection() -> Patches:
     """A parcel whose link breaks counts as not sent."""
     original = PartitionStream._leave
 
@@ -58,7 +58,7 @@ def sequence_numbers_used_again() -> Patches:
 
 @switch
 def sent_again_on_a_new_link() -> Patches:
-    """What was not answered is sent again after a mount, under new numbers, and not settled."""
+    """Unanswered appends are sent again after a mount, under new numbers, and not settled."""
     original = PartitionStream._mounted
 
     def _mounted(self, message, now_ms, out):
@@ -84,7 +84,7 @@ def spoiled_link_mounted_again() -> Patches:
 
 
 @switch
-def log_mark_claimed_while_laid_down() -> Patches:
+def log_mark_claimed_while_unsubscribed() -> Patches:
     """A context of a partition that was unsubscribed claims the log's mark for an old view."""
     fed = property(lambda self: self._applier is not None)
     mark = property(

@@ -34,7 +34,7 @@ def quorum_minus_one() -> Patches:
 
 @switch
 def older_replica_votes() -> Patches:
-    """A replica that is older than ZooKeeper says votes with what it has."""
+    """A replica that is older than ZooKeeper states votes with its log."""
 
     def is_credible(answer, state, registered_id):
         return not answer.suspect
@@ -44,7 +44,7 @@ def older_replica_votes() -> Patches:
 
 @switch
 def unknown_counts_as_no() -> Patches:
-    """A replica that answers and cannot be believed counts as one that has nothing."""
+    """A replica that answers but is suspect counts as one that has nothing."""
     original = Recovery.answered
 
     def answered(self, replica, answer, registered_id):
@@ -66,8 +66,8 @@ def absent_counts_as_no() -> Patches:
 
 
 @switch
-def suspect_is_believed() -> Patches:
-    """A replica that cannot vouch for its log is believed."""
+def suspect_is_trusted() -> Patches:
+    """A replica with a suspect log is trusted."""
 
     def is_credible(answer, state, registered_id):
         return answer.last_session >= state.session_id
@@ -76,8 +76,8 @@ def suspect_is_believed() -> Patches:
 
 
 @switch
-def damage_is_no_doubt() -> Patches:
-    """A replica with damage above its mark is believed, and need not be mended to be marked."""
+def damage_is_not_suspect() -> Patches:
+    """A replica with damage above its mark is trusted, and is marked without a repair."""
     original = ReplicaRepair._complete
 
     def is_credible(answer, state, registered_id):
@@ -123,8 +123,8 @@ def lowest_mark() -> Patches:
 
 
 @switch
-def decided_by_those_who_answer() -> Patches:
-    """A majority of those who answer decides, however few they are."""
+def decided_by_answering_replicas() -> Patches:
+    """A majority of the replicas that answer decides, however few they are."""
 
     def decide(maxes, *, unknown_count, quorum):
         return quorum_mark(maxes, quorum_size(len(maxes))) if maxes else None
@@ -134,7 +134,7 @@ def decided_by_those_who_answer() -> Patches:
 
 @switch
 def cut_before_decision() -> Patches:
-    """A replica is cut back to its own mark as soon as it answers (the original's way)."""
+    """A replica is cut back to its own mark as soon as it answers (as in Waltz 0.13)."""
     original = StoreSession._prepared
 
     def _prepared(self, each, answer, now_ms):
@@ -208,7 +208,7 @@ def as_written(view):
 
 @switch
 def unknown_cas_taken_as_success() -> Patches:
-    """A write with unknown outcome counts as one that has succeeded."""
+    """A write with an unknown outcome counts as successful."""
     original = PartitionStore._coordinator_away
 
     def _coordinator_away(self, waiting, reason):
@@ -222,7 +222,7 @@ def unknown_cas_taken_as_success() -> Patches:
 
 @switch
 def conflict_taken_as_success() -> Patches:
-    """States whose write has met another version count as written."""
+    """States whose write failed on the version count as written."""
     original = PartitionStore._process_reading
 
     def _process_reading(self, waiting, view):
@@ -267,7 +267,7 @@ def late_replica_counts_at_once() -> Patches:
 
 @switch
 def lost_replica_rejoins() -> Patches:
-    """An engaged replica whose connection broke goes on in the same session."""
+    """An engaged replica whose connection broke continues in the same session."""
     original = StoreSession._drop
 
     def _drop(self, each, reason, now_ms, **why):
@@ -321,7 +321,7 @@ def settled_by_id() -> Patches:
 
 @switch
 def empty_metadata_taken_as_new() -> Patches:
-    """A partition that ZooKeeper has forgotten is taken for a new one."""
+    """A partition that ZooKeeper has forgotten counts as a new one."""
 
     def origin_of(metadata, marker):
         return Origin.RECORDED if metadata is not None and metadata.states else Origin.NEW
@@ -345,7 +345,7 @@ def older_generation_claims() -> Patches:
 
 @switch
 def unbroken_whoever_was_there() -> Patches:
-    """A server believes that nobody else has written between two of its sessions."""
+    """A server assumes that no other server has written between two of its sessions."""
     original = PartitionStore._claim
 
     def _claim(self, view):
@@ -358,7 +358,7 @@ def unbroken_whoever_was_there() -> Patches:
 
 @switch
 def engaged_although_not_ready() -> Patches:
-    """All replicas of the assignment are written down as engaged, ready or not."""
+    """All replicas of the assignment are stored as engaged, ready or not."""
     original = Recovery.opening_states
 
     def opening_states(self, session_id, assigned, ready):
@@ -391,7 +391,7 @@ def appends_without_order() -> Patches:
 
 @switch
 def sent_counts_as_synced() -> Patches:
-    """What was sent to a replica counts as synced there."""
+    """Records that were sent to a replica count as synced there."""
     original = StoreSession._feed
 
     def _feed(self, each, now_ms):
@@ -419,7 +419,7 @@ def lineage_not_compared() -> Patches:
 
 
 @switch
-def mark_told_without_a_session() -> Patches:
+def mark_answered_without_a_session() -> Patches:
     """A proof of the mark succeeds with the first storage that answers."""
 
     def verdict(self):
@@ -430,7 +430,7 @@ def mark_told_without_a_session() -> Patches:
 
 @switch
 def doubt_is_forgotten() -> Patches:
-    """What was in flight in a lost session is taken for lost, without a look at the log."""
+    """Appends in flight in a lost session count as lost, without a look at the log."""
     original = Settling.begin
 
     def begin(self, now_ms):
@@ -454,7 +454,7 @@ def former_quorum_not_needed() -> Patches:
 
 
 @switch
-def stamps_go_on_from_the_clock() -> Patches:
+def stamps_continue_from_the_clock() -> Patches:
     """A new owner stamps batches by its own clock, whatever the log's last stamp is."""
     original = Settling.begin
 

@@ -27,7 +27,7 @@ from waltz_core.wire.messages import Reason
 
 @switch
 def locks_kept_over_foreign_session() -> Patches:
-    """The lock table is not filled anew when another server may have written."""
+    """The lock table is not filled again when another server may have written."""
     yield instead(LockTable, "reset", nothing)
 
 
@@ -45,7 +45,7 @@ def locks_not_clamped() -> Patches:
 
 @switch
 def locks_written_at_commit() -> Patches:
-    """A lock is entered when its transaction is committed, not when it is judged."""
+    """A lock is entered when its transaction is committed, not when it is checked."""
     judge, judge_one, committed = LockTable.judge, LockTable.judge_one, AppendPipeline.committed
     later = {}  # table -> what was entered too early, by id
 
@@ -112,8 +112,8 @@ def without_locks(kind):
 
 
 @switch
-def conflict_in_flight_told_at_once() -> Patches:
-    """A refusal for a transaction in flight is told before that one is final."""
+def conflict_in_flight_answered_at_once() -> Patches:
+    """A rejection for a transaction in flight is answered before that one is final."""
     rows, singles = pipeline.judge_rows, pipeline.judge_singles
 
     def judge_rows(ticket, stop, table, place):
@@ -136,7 +136,7 @@ def conflict_in_flight_told_at_once() -> Patches:
 
 @switch
 def rows_see_no_rows_of_their_batch() -> Patches:
-    """A row of a batch is not held against the rows before it."""
+    """A row of a batch is not checked against the preceding rows."""
     original = LockTable._estimates
 
     def _estimates(self, requests, entered_rows, entered_slots):
@@ -148,7 +148,7 @@ def rows_see_no_rows_of_their_batch() -> Patches:
 
 @switch
 def client_ahead_accepted() -> Patches:
-    """A transaction that was computed above the log's mark is let in."""
+    """The server accepts a transaction that was computed above the log's mark."""
     judge, judge_one = LockTable.judge, LockTable.judge_one
 
     def judge_rows(self, requests, *, high_water_mark, next_id):
@@ -165,8 +165,8 @@ def client_ahead_accepted() -> Patches:
 
 
 @switch
-def loss_told_before_settled() -> Patches:
-    """When a session is lost, what it had in flight is told LOST at once."""
+def loss_answered_before_settled() -> Patches:
+    """When a session is lost, its appends in flight are answered LOST at once."""
     original = Partition._session_closed
 
     def _session_closed(self, event):
@@ -197,7 +197,7 @@ def mount_does_not_wait() -> Patches:
 
 @switch
 def connection_checked_on_arrival_only() -> Patches:
-    """Whether an append may enter is looked at when it comes, not when its turn comes."""
+    """Whether a connection may append is checked when the request comes, not in its turn."""
     receive, stale = AppendPipeline.receive, Admission.stale
     passed = {}
 
@@ -221,7 +221,7 @@ def connection_checked_on_arrival_only() -> Patches:
 
 @switch
 def older_connections_append() -> Patches:
-    """An append that comes on an older connection of a client gets in behind its newer mount."""
+    """An append on an older connection of a client enters the log after its newer mount."""
 
     def is_ready(self, client_id, connection):
         mount = self._mounts.get(client_id)
@@ -232,7 +232,7 @@ def older_connections_append() -> Patches:
 
 @switch
 def mount_fences_when_answered() -> Patches:
-    """Older connections of a client append until its mount is answered, not until it is asked."""
+    """Older connections of a client append until its mount is answered, not requested."""
     begin, finish, is_ready = Mounts.begin, Mounts.finish, Mounts.is_ready
     older = {}  # the mounts of one partition -> by client, the connection that still appends
 
@@ -257,13 +257,13 @@ def mount_fences_when_answered() -> Patches:
 
 @switch
 def lost_row_keeps_its_mount() -> Patches:
-    """After a lost row, what the client had sent behind it is let in."""
+    """After a lost row, later appends that the client had sent are accepted."""
     yield instead(Mounts, "lapse", nothing)
 
 
 @switch
 def cache_filled_at_submission() -> Patches:
-    """What is in flight can be read from the caches, and stays in them when it is lost."""
+    """Appends in flight can be read from the caches, and stay there when they are lost."""
     original = Partition._route
 
     def _route(self, outcomes):
@@ -315,8 +315,8 @@ def appends_taken_after_the_session() -> Patches:
 
 
 @switch
-def mark_told_without_proof() -> Patches:
-    """A server tells its mark without asking whether a later session exists."""
+def mark_answered_without_proof() -> Patches:
+    """A server answers with its mark without checking whether a later session exists."""
 
     def is_fresh(self, now_ms):
         return True
@@ -330,7 +330,7 @@ def mark_told_without_proof() -> Patches:
 
 @switch
 def flush_does_not_wait() -> Patches:
-    """A flush is answered before what came before it is final."""
+    """A flush is answered before the preceding appends are final."""
 
     def flush(self, token):
         return [Reached(token)]
@@ -339,8 +339,8 @@ def flush_does_not_wait() -> Patches:
 
 
 @switch
-def given_up_taken_for_lost() -> Patches:
-    """A server that gives a partition up tells those who wait that they are not in the log."""
+def released_counts_as_lost() -> Patches:
+    """A server that releases a partition answers waiting requests that they are not in the log."""
     original = AppendPipeline.abandon
 
     def abandon(self):
@@ -352,7 +352,7 @@ def given_up_taken_for_lost() -> Patches:
 
 @switch
 def doubtful_flights_land() -> Patches:
-    """What a lost session had in flight is told as committed."""
+    """Appends in flight in a lost session are answered as committed."""
     original = AppendPipeline.settled
 
     def settled(self, opened, last, *, unbroken, stamp_ms=0):
@@ -370,8 +370,8 @@ def batch_answered_before_all_is_final() -> Patches:
 
 
 @switch
-def held_refusals_lost_with_session() -> Patches:
-    """A refusal that is held back when a session ends is told to nobody."""
+def held_rejections_lost_with_session() -> Patches:
+    """A rejection that is held back when a session ends is never answered."""
 
     def forgotten(self):
         self._queues.clear()
@@ -381,8 +381,8 @@ def held_refusals_lost_with_session() -> Patches:
 
 
 @switch
-def lock_blocks_believed_without_chain() -> Patches:
-    """A lock block is taken by its ids alone, whatever log it is of."""
+def lock_blocks_trusted_without_chain() -> Patches:
+    """A lock block is accepted by its IDs only, whatever log it is from."""
 
     def below(self, end, steps_max):
         for _ in range(steps_max):
@@ -399,7 +399,7 @@ def lock_blocks_believed_without_chain() -> Patches:
 
 @switch
 def gap_between_lock_blocks_ignored() -> Patches:
-    """Where a lock block is missing, the ones before it are taken all the same."""
+    """Where a lock block is missing, the earlier ones are used anyway."""
 
     def below(self, end, steps_max):
         while (block := self._take()) is not None and block.end.last > end.last:
@@ -411,8 +411,8 @@ def gap_between_lock_blocks_ignored() -> Patches:
 
 
 @switch
-def lock_blocks_taken_over_the_floor() -> Patches:
-    """What was entered since the session opened is forgotten when the old locks come."""
+def lock_blocks_replace_newer_locks() -> Patches:
+    """Locks written since the session opened are forgotten when the old locks arrive."""
     refine = LockTable.refine
 
     def refine_all(self, floor, lower_floor, locks, ids):
@@ -423,8 +423,8 @@ def lock_blocks_taken_over_the_floor() -> Patches:
 
 
 @switch
-def append_locks_not_told_to_storages() -> Patches:
-    """A lock block holds the write locks alone."""
+def append_locks_missing_in_lock_blocks() -> Patches:
+    """A lock block has write locks only."""
     rows, singles = pipeline.judge_rows, pipeline.judge_singles
 
     def judge_rows(ticket, stop, table, place):
@@ -456,7 +456,7 @@ def append_locks_not_told_to_storages() -> Patches:
 
 @switch
 def followed_session_not_compared() -> Patches:
-    """Who follows what was in flight in one session is let in behind what is in another."""
+    """A dependent append of one session is accepted after appends in flight of another session."""
 
     def holds(self, message, last):
         return message.client_high_water_mark <= last
@@ -466,7 +466,7 @@ def followed_session_not_compared() -> Patches:
 
 @switch
 def predecessors_left_out() -> Patches:
-    """An author is not told of the last transaction with one of his locks."""
+    """An answer leaves out the last transaction with one of the row's locks."""
     original = RecentAppends.above
 
     def above(self, mark, locks):
@@ -478,7 +478,7 @@ def predecessors_left_out() -> Patches:
 
 @switch
 def append_locks_not_followed() -> Patches:
-    """An author is not told of what has entered one of his locks as an append lock."""
+    """An answer leaves out a transaction that wrote one of the row's locks as an append lock."""
     original = RecentAppends.add
 
     def add(self, ticket, record):

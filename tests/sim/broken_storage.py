@@ -21,7 +21,7 @@ from waltz_core.wire.messages import AppendRaw, SetLowWaterMark
 
 @switch
 def skip_truncate() -> Patches:
-    """A storage says that it has cut its log, and has not."""
+    """A storage reports that it has cut its log, and has not."""
     original = PartitionLog.truncate
 
     def truncate(self, session, last_to_keep, base, base_chain):
@@ -30,7 +30,7 @@ def skip_truncate() -> Patches:
         kept = self.chain_at(last_to_keep)
         if kept is None:
             return original(self, session, last_to_keep, base, base_chain)
-        # What it tells is what a cut would have left; the next append goes behind the rest.
+        # It answers with the state after a cut; the next append follows the uncut rest.
         files = self._files
         files.synced_max, files.chain, files.synced_chain = last_to_keep, kept, kept
         return last_to_keep, kept
@@ -40,7 +40,7 @@ def skip_truncate() -> Patches:
 
 @switch
 def truncate_without_intent() -> Patches:
-    """A truncation is not written down first, and not synced."""
+    """A truncation is not stored first, and not synced."""
 
     def cut(self, last_to_keep):
         cut, _ = truncation.cut_of(self.segments, last_to_keep)
@@ -114,7 +114,7 @@ def promise_not_durable() -> Patches:
 
 @switch
 def fence_after_vote() -> Patches:
-    """PREPARE tells what the log has, and fences older sessions later, with the mark.
+    """PREPARE answers with the state of the log, and fences older sessions later, with the mark.
 
     Until then appends of the session before are taken.
     """
@@ -215,7 +215,7 @@ def mark_confirmed_when_set() -> Patches:
 
 @switch
 def session_kept_at_mark_only_when_engaged() -> Patches:
-    """The session is written down with ENGAGE, not with the mark."""
+    """The session is stored with ENGAGE, not with the mark."""
     set_mark, confirm = PartitionLog.set_low_water_mark, PartitionLog._confirm
 
     def set_low_water_mark(self, session, mark, chain):
@@ -239,7 +239,7 @@ def session_kept_at_mark_only_when_engaged() -> Patches:
 
 @switch
 def torn_record_accepted() -> Patches:
-    """After a crash the records are not held against their checksums."""
+    """After a crash the records are not checked against their checksums."""
     yield instead(record_search, "first_bad_record", nothing)
     # Else the batch that a torn record lies in would be found out, and cut.
     yield instead(segments, "first_wrong", nothing)
@@ -247,7 +247,7 @@ def torn_record_accepted() -> Patches:
 
 @switch
 def damage_cut_as_torn_tail() -> Patches:
-    """A bad record is the end of the log, whatever was synced behind it."""
+    """A bad record is the end of the log, whatever was synced after it."""
     original = Segment.recover
 
     def recover(self, start_id, must_reach, *, is_last):
@@ -272,7 +272,7 @@ def damage_cut_as_torn_tail() -> Patches:
 
 @switch
 def index_trusted_after_crash() -> Patches:
-    """The index is not held against the records after a crash."""
+    """The index is not checked against the records after a crash."""
 
     def _repair(self, first, starts):
         place = first - self.first
@@ -285,7 +285,7 @@ def index_trusted_after_crash() -> Patches:
 
 @switch
 def batches_trusted_after_crash() -> Patches:
-    """After a crash the batches' chain is not held against the records."""
+    """After a crash the batches' chain is not checked against the records."""
 
     def _holds(self, segments, entry, end, chain):
         return entry.first == end + 1

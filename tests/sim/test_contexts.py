@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.sim.broken_client import log_mark_claimed_while_laid_down
+from tests.sim.broken_client import log_mark_claimed_while_unsubscribed
 from tests.sim.switches import broken
 from waltz_sim.cluster.simulated_contexts import ContextClient
 from waltz_sim.run import run
@@ -30,14 +30,14 @@ def test_the_same_seed_is_the_same_run():
 
 
 def test_a_claim_beyond_the_view_is_found():
-    with broken(log_mark_claimed_while_laid_down.__name__):
+    with broken(log_mark_claimed_while_unsubscribed.__name__):
         assert run(schedule(3)).rule == "ClaimedMark"
 
 
 def test_double_spending_is_found_by_the_log_alone(monkeypatch):
     """Whatever is claimed: what was decided by an old view is in the log."""
     monkeypatch.setattr(ContextClient, "sending", lambda *_: None)
-    with broken(log_mark_claimed_while_laid_down.__name__):
+    with broken(log_mark_claimed_while_unsubscribed.__name__):
         rules = {run(schedule(seed)).rule for seed in range(4)}
     assert rules & {"LockSerial", "Serializable"}
     assert rules <= {"LockSerial", "Serializable", None}
