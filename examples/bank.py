@@ -141,7 +141,7 @@ COMMANDS = {
     "deposit": Command("ACCOUNT AMOUNT", "bring money in, 100 or 12.50", Terminal.deposit),
     "withdraw": Command("ACCOUNT AMOUNT", "take money out, if it is there", Terminal.withdraw),
     "transfer": Command("SOURCE TARGET AMOUNT", "move money between accounts", Terminal.transfer),
-    "deactivate": Command("ACCOUNT", "close an empty account for ever", Terminal.deactivate),
+    "deactivate": Command("ACCOUNT", "close an empty account permanently", Terminal.deactivate),
     "balance": Command("ACCOUNT", "what an account holds", Terminal.balance, is_write=False),
     "accounts": Command("", "what all accounts hold", Terminal.accounts, is_write=False),
     "history": Command(

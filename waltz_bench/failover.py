@@ -111,8 +111,8 @@ class _Run:
         is_in = outcome.reasons == Reason.COMMITTED
         if is_in.any():
             lane.answered_s.append(time.perf_counter())
-        lane.acknowledged.update(row for row, outcomes in zip(rows, is_in, strict=True) if outcomes)
-        left = [row for row, outcomes in zip(rows, is_in, strict=True) if not outcomes]
+        lane.acknowledged.update(row for row, is_there in zip(rows, is_in, strict=True) if is_there)
+        left = [row for row, is_there in zip(rows, is_in, strict=True) if not is_there]
         if left:
             lane.again += 1
             await asyncio.sleep(PAUSE_S)
@@ -302,9 +302,9 @@ def zookeeper_loss(load: BenchLoad, meter: Meter) -> Measured:
 
 
 async def _measured(
-    load: BenchLoad, meter: Meter, story: Callable[[_Run], Awaitable[None]], outcomes: str | None
+    load: BenchLoad, meter: Meter, story: Callable[[_Run], Awaitable[None]], only: str | None
 ) -> Measured:
-    """Run the steps; `told` is the kind of step whose gaps are reported, None for all kinds."""
+    """Run the steps; `only` is the kind of step whose gaps are reported, None for all."""
 
     if meter.cluster is None:
         raise BadConfig("this workload ends daemons: give --directory of a local cluster, or none")
@@ -322,7 +322,7 @@ async def _measured(
             run.stop()
         took = time.perf_counter() - began
         lost, doubled = await run.check()
-    gaps_s = [gap for kind, each in run.gaps_s.items() for gap in each if outcomes in (kind, None)]
+    gaps_s = [gap for kind, each in run.gaps_s.items() for gap in each if only in (kind, None)]
     count = sum(lane.acknowledged.total() for lane in run.lanes)
     return Measured(
         rows=count,

@@ -55,17 +55,17 @@ if TYPE_CHECKING:
 _NAME: Final = re.compile(r"storage(\d):1|server(\d)")
 _CHAIN: Final = re.compile(r"\b[0-9a-f]{32}\b")
 # Actions of single replicas (rule 2).
-_VERBS: Final = {"fenced": "with", "cut": "to", "copied": "", "mended": "", "marked": "at"}
+_VERBS: Final = {"fenced": "with", "cut": "to", "copied": "", "repaired": "", "marked": "at"}
 _WRITTEN: Final = "ZooKeeper has"
 # Reports that are milestones; the others have visible consequences.
 _REPORTS: Final[dict[str, str]] = {
-    "replica.unknown": "{replica} is not believed",
-    "replica.refused": "{replica} is refused: {reason}",
+    "replica.unknown": "{replica} is not trusted",
+    "replica.refused": "{replica} is rejected: {reason}",
     "replica.no_source": "{replica} cannot give {wanting} what it lacks: {reason}",
-    "replica.repair_rejected": "{replica} is not mended: {reason}",
-    "session.abandoned": "session {session} is given up: {reason}",
-    "coordinator.unavailable": "ZooKeeper gives no answer",
-    "partition.refused": "refused: {reason}",
+    "replica.repair_rejected": "{replica} rejects the repair: {reason}",
+    "session.abandoned": "session {session} is abandoned: {reason}",
+    "coordinator.unavailable": "ZooKeeper does not answer",
+    "partition.refused": "rejected: {reason}",
     "data_loss": "stopped: {reason}",
 }
 
@@ -156,18 +156,18 @@ class Narrator(Checks):
         for what, ids in sorted(outcomes.items()):
             if what == "in the log":
                 spans = _runs(sorted(ids))
-                self.lines.append(f"told: {', '.join(self.span(*one) for one in spans)} {what}")
+                self.lines.append(f"reported: {', '.join(self.span(*one) for one in spans)} {what}")
             else:
-                self.lines.append(f"told: {len(ids)} {what}")
+                self.lines.append(f"reported: {len(ids)} {what}")
 
     def narrate_written(self, *, is_complete: bool) -> None:
         """Write down in one line the outcomes of continuous writes."""
         outcomes, self._outcomes = self._outcomes, {}
         bad = sorted(what for what in outcomes if what not in {"in the log", "LOST"})
         if bad or not is_complete:
-            self.narrate(f"told: {', '.join(bad) or 'nothing'} for some rows")
+            self.narrate(f"reported: {', '.join(bad) or 'nothing'} for some rows")
         else:
-            self.narrate("told: all rows are in the log, each once")
+            self.narrate("reported: all rows are in the log, each once")
 
     # ---- replicas
 
@@ -190,7 +190,7 @@ class Narrator(Checks):
                     self._narrate_records("cut", storage.name, 0, last)
                 case Repair(first=first, lengths=lengths):
                     self._narrate_records(
-                        "mended", storage.name, first, first + len(lengths) // 4 - 1
+                        "repaired", storage.name, first, first + len(lengths) // 4 - 1
                     )
                 case SetLowWaterMark(mark=mark):
                     self._narrate_records("marked", storage.name, 0, mark)
@@ -307,7 +307,7 @@ class Narrator(Checks):
         if link is None or link.is_open[NEAR] or not isinstance(message, AppendResult):
             return
         reported = {_outcome(reason) for reason in bytes(message.reasons)}
-        self.narrate(f"{server.name} to a link that was given up: {', '.join(sorted(reported))}")
+        self.narrate(f"{server.name} to a link that was abandoned: {', '.join(sorted(reported))}")
 
     # ---- applications
 

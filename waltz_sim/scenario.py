@@ -11,7 +11,7 @@ is quiet for a while. The milestones follow, indented:
     Two of three go on without it.
 
     > begin with A B C; append 5
-        told: 0..4 in the log
+        reported: 0..4 in the log
     > kill C
         session 0 ends: replica C: reset
         S claims session 1

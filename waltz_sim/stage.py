@@ -211,12 +211,12 @@ class Stage:
     def give_up_link(self) -> None:
         """Break the application's end of its link; the server does not notice."""
         assert self._held is not None
-        self.cluster.network.give_up(self._held, "given up")
+        self.cluster.network.give_up(self._held, "abandoned")
 
     def release(self) -> None:
         """Deliver the delayed messages, and then the end of their link."""
         assert self._held is not None
-        self.cluster.network.release(self._held, "given up", 50 * MS)
+        self.cluster.network.release(self._held, "abandoned", 50 * MS)
 
     def repair_network(self) -> None:
         """Repair the network."""
@@ -454,9 +454,9 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"let nothing from ([A-ES-U]) reach ([A-ES-U])": Stage.cut_one_way,
     r"cut ([STU]) off from ZooKeeper": Stage.cut_from_zookeeper,
     r"hold back what the application sends": Stage.hold_back,
-    r"let the application give its link up": Stage.give_up_link,
+    r"let the application abandon its link": Stage.give_up_link,
     r"let what was held back arrive": Stage.release,
-    r"mend the network": Stage.repair_network,
+    r"repair the network": Stage.repair_network,
     r"set the clock of ([A-ES-U]) an hour (back|forward)": Stage.set_clock,
     r"keep a copy of ([A-E])": Stage.keep_disk,
     r"put the copy back in ([A-E])": Stage.old_disk,
@@ -469,7 +469,7 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"let the disk of ([A-E]) lie": Stage.lie,
     r"trust no syncs in ([A-E])": Stage.trust_no_syncs,
     r"scrub ([A-E])": Stage.scrub,
-    r"doubt ([A-E])": Stage.mark_suspect,
+    r"distrust ([A-E])": Stage.mark_suspect,
     r"take ([A-E]) (offline|online)": Stage.set_available,
     r"empty ([A-E])": Stage.empty,
     r"declare what the storages have": Stage.declare,

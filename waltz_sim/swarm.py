@@ -52,7 +52,7 @@ def sweep(  # noqa: PLR0913 - what to run, how, and where to report
 ) -> Coverage:
     """Run `seed_count` seeds from `first` on, or as many as there is time for; on the main thread.
 
-    `told` is called now and then with the sums so far, and the seconds. Results are added to
+    `on_progress` is called now and then with the sums so far, and the seconds. Results are added to
     `sums`, if given, so that they are available after an interrupt.
     """
     assert seed_count is not None or seconds is not None

@@ -61,7 +61,7 @@ class LagListener(StreamingQueryListener):
     A query that reads several logs has an entry for each, in the query's order, like `lag_of`.
 
     Args:
-        told: called at each progress with a query's id and its logs' lags by partition.
+        on_lag: called at each progress with a query's id and its logs' lags by partition.
     """
 
     def __init__(self, on_lag: Callable[[str, list[Lags]], None] | None = None) -> None:

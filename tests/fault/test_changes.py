@@ -140,10 +140,10 @@ def test_preferred_partitions_are_owned_by_who_prefers_them(story: Story):
 
 def test_every_change_is_on_record(story: Story):
     found = does(story.cluster, "audit")
-    verbs = [each["what"].split()[1] for each in found]
+    verbs = [each["command"].split()[1] for each in found]
     for verb in ("add-storage", "add-replica", "remove-storage", "replace-storage", "prefer"):
         assert verb in verbs
     assert "verify" not in verbs
     outcomes = {each["outcome"].split(":")[0] for each in found}
     assert outcomes == {"done", "failed"}
-    assert all("@" in each["who"] and each["ended_ms"] >= each["begun_ms"] for each in found)
+    assert all("@" in each["user"] and each["ended_ms"] >= each["begun_ms"] for each in found)

@@ -211,7 +211,7 @@ def test_a_cluster_is_deleted_when_nobody_needs_it_any_more(cluster: LocalCluste
     assert "expected all servers and storages to be stopped" in refused(
         cluster, "cluster", "delete", "local"
     )
-    outcomes = {each["what"]: each["outcome"] for each in done(cluster, "cluster", "audit")}
+    outcomes = {each["command"]: each["outcome"] for each in done(cluster, "cluster", "audit")}
     assert sum("availability" in what for what in outcomes) == 2
     assert any("cluster delete local" in what for what in outcomes)
     for member in cluster.members:

@@ -338,7 +338,7 @@ def test_a_stranded_owner_is_replaced_and_does_not_know_it(seed, kept_count):
 
 def test_a_stranded_owner_is_asked_for_its_mark_and_tells_no_old_one():
     counts = [healed(stranded(seed, think_ms=10)[0]) for seed in (8, 12, 15)]
-    assert sum(each["mark asked of an old owner"] for each in counts) > 5
+    assert sum(each["mark requested from an old owner"] for each in counts) > 5
 
 
 def test_nobody_is_stranded_where_nobody_can_take_over():

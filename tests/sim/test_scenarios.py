@@ -19,10 +19,10 @@ TOLD = [
     for path in FILES
     for story in stories_in(path.read_text(encoding="utf-8"))[1]
 ]
-IS_TOLD_ANEW = "WALTZ_REWRITE_STORIES" in os.environ
+IS_REWRITTEN = "WALTZ_REWRITE_STORIES" in os.environ
 
 
-@pytest.mark.skipif(IS_TOLD_ANEW, reason="the stories are written down anew")
+@pytest.mark.skipif(IS_REWRITTEN, reason="the stories are written down anew")
 @pytest.mark.parametrize("story", TOLD)
 def test_story(story):
     assert replayed(story).text == story.text
@@ -32,12 +32,12 @@ def test_story(story):
 def test_file_has_one_form(path):
     text = path.read_text(encoding="utf-8")
     intro, stories = stories_in(text)
-    if IS_TOLD_ANEW:
+    if IS_REWRITTEN:
         stories = [replayed(each) for each in stories]
     written = intro + "\n".join(each.text for each in stories)
-    if IS_TOLD_ANEW:
+    if IS_REWRITTEN:
         path.write_text(written, encoding="utf-8")
-    assert written == text or IS_TOLD_ANEW
+    assert written == text or IS_REWRITTEN
     assert len({each.title for each in stories}) == len(stories)
 
 
@@ -51,14 +51,14 @@ def outcome(steps: str) -> list[str]:
 
 
 def test_a_file_is_read_and_written():
-    intro, (story,) = stories_in(BEGINNING + "    told: 0 in the log\n> kill C\n")
+    intro, (story,) = stories_in(BEGINNING + "    reported: 0 in the log\n> kill C\n")
     assert intro == "A few words.\n\n"
     assert story.words == ["And more."]
     assert [(each.commands, each.lines) for each in story.steps] == [
-        ("begin with A B C; append 1", ["told: 0 in the log"]),
+        ("begin with A B C; append 1", ["reported: 0 in the log"]),
         ("kill C", []),
     ]
-    assert intro + story.text == BEGINNING + "    told: 0 in the log\n> kill C\n"
+    assert intro + story.text == BEGINNING + "    reported: 0 in the log\n> kill C\n"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_is_no_story_is_told(steps, sentence):
 def test_a_story_that_tells_something_else_is_noticed():
     (story,) = stories_in(BEGINNING + "    told: 0..1 in the log\n")[1]
     assert replayed(story).text != story.text
-    assert replayed(story).steps[0].lines == ["told: 0 in the log"]
+    assert replayed(story).steps[0].lines == ["reported: 0 in the log"]
 
 
 def test_the_checkers_look_on(monkeypatch):

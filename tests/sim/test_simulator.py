@@ -67,7 +67,13 @@ def test_without_faults_nothing_is_ever_lost_or_closed(replicas):
     verdict = run(Schedule(5, setup))
     assert verdict.is_good, verdict.text
     assert verdict.committed > 300
-    unwanted = ("replica.lost", "session closed", "told LOST", "told unknown", "doubt in the log")
+    unwanted = (
+        "replica.lost",
+        "session closed",
+        "reported LOST",
+        "reported unknown",
+        "doubt in the log",
+    )
     assert {name: verdict.counts[name] for name in unwanted} == dict.fromkeys(unwanted, 0)
     assert verdict.counts["session opened"] >= 1
 
@@ -178,16 +184,16 @@ class TestOutliving:
 
     def test_it_arrives_in_order_behind_the_next_link_and_then_the_end(self, two):
         late, old = self.held(two), two.link
-        two.network.give_up(old, "given up")
-        assert two.outcome("near") == ["given up"]
+        two.network.give_up(old, "abandoned")
+        assert two.outcome("near") == ["abandoned"]
         two.dial()
         two.send(NEAR, 3)
         two.world.run(1_000_000)
         assert two.outcome("far") == [3]
         began_us = two.world.now_us
-        two.network.release(old, "given up", 20_000)
+        two.network.release(old, "abandoned", 20_000)
         two.world.run(1_000_000)
-        assert two.outcome("far") == [3, 1, 2, "given up"]
+        assert two.outcome("far") == [3, 1, 2, "abandoned"]
         assert two.answered[-1].at_us > began_us + 20_000
         assert len(late) == 1
         assert began_us < late[0] < two.answered[-1].at_us
@@ -197,11 +203,11 @@ class TestOutliving:
         late = self.held(two)
         two.send(FAR, 8)
         two.world.run(1_000_000)
-        two.network.give_up(two.link, "given up")
+        two.network.give_up(two.link, "abandoned")
         two.send(FAR, 9)
-        two.network.release(two.link, "given up")
+        two.network.release(two.link, "abandoned")
         two.world.run(1_000_000)
-        assert two.outcome("near") == [8, "given up"]
+        assert two.outcome("near") == [8, "abandoned"]
         assert len(late) == 1
 
     def test_an_end_that_is_closed_is_told_behind_what_is_held_back(self, two):
@@ -209,9 +215,9 @@ class TestOutliving:
         two.network.close(two.link, NEAR, "enough")
         two.world.run(1_000_000)
         assert two.outcome("far") == []
-        two.network.release(two.link, "given up")
+        two.network.release(two.link, "abandoned")
         two.world.run(1_000_000)
-        assert two.outcome("far") == [1, 2, "given up"]
+        assert two.outcome("far") == [1, 2, "abandoned"]
         assert two.outcome("near") == []
 
     def test_healing_lets_it_arrive_at_once(self, two):
@@ -221,8 +227,8 @@ class TestOutliving:
         two.world.run(10_000)
         two.network.release(two.link, "later")
         two.world.run(1_000_000)
-        assert two.outcome("far") == [1, 2, "given up"]
-        assert two.outcome("near") == ["given up"]
+        assert two.outcome("far") == [1, 2, "abandoned"]
+        assert two.outcome("near") == ["abandoned"]
         assert len(late) == 1
 
     @pytest.mark.parametrize("lets_go", ["release", "heal"])
@@ -231,10 +237,10 @@ class TestOutliving:
         network.slow_us = 100_000
         two.send(NEAR, 3)
         network.slow_us = 0
-        network.repair() if lets_go == "heal" else network.release(two.link, "given up")
+        network.repair() if lets_go == "heal" else network.release(two.link, "abandoned")
         two.world.run(1_000_000)
-        assert two.outcome("far") == [1, 2, 3, "given up"]
-        assert two.outcome("near") == ["given up"]
+        assert two.outcome("far") == [1, 2, 3, "abandoned"]
+        assert two.outcome("near") == ["abandoned"]
         assert len(late) == 1
 
     def test_an_end_on_its_way_comes_behind_what_was_held_back(self, two):
@@ -243,14 +249,14 @@ class TestOutliving:
         two.network.close(two.link, NEAR, "enough")
         two.network.repair()
         two.world.run(1_000_000)
-        assert two.outcome("far") == [1, 2, "given up"]
+        assert two.outcome("far") == [1, 2, "abandoned"]
 
     def test_nothing_counts_as_late_for_a_far_end_that_is_gone(self, two):
         late = self.held(two)
-        two.network.give_up(two.link, "given up")
+        two.network.give_up(two.link, "abandoned")
         two.far.die()
         two.network.died(two.far, is_silent=False)
-        two.network.release(two.link, "given up")
+        two.network.release(two.link, "abandoned")
         two.world.run(1_000_000)
         assert two.outcome("far") == late == []
 

@@ -58,7 +58,7 @@ class Command:
     def wait_for(self, what: str, done_count: int = 0, count: int = 1) -> None:
         """Set what the command is waiting for."""
         self.waits_for = what
-        self.line.print_result(done_count, count, what)
+        self.line.show(done_count, count, what)
 
     async def carry_out(self, plan: Plan) -> None:
         """Move the replicas as planned."""

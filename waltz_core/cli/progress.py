@@ -45,7 +45,7 @@ class ProgressLine:
             self._bar.stop()
             self._bar = None
 
-    def print_result(self, done_count: int, count: int, what: str) -> None:
+    def show(self, done_count: int, count: int, what: str) -> None:
         """Report the progress, and what the command does or waits for."""
         self.awaited = what.removeprefix("waiting for ")
         self._progress = (done_count, count, what)

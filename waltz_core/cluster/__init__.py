@@ -32,7 +32,7 @@ Ownership of a partition. Each server creates its node `s_N`. When the set of se
 child version of R/serverDescriptors changes with it, and the lead server (the one with the smallest
 id) writes an assignment that carries this version. All other processes wait until both versions are
 equal: only then does the assignment name exactly the live servers. A partition that moves gets the
-next generation. Two servers may believe for a moment that they own the same partition; the
+next generation. Two servers may assume for a moment that they own the same partition; the
 compare-and-set on R/store/partition/P, with which each session begins, decides.
 
 Start reading with `coordinator.py`: it has all operations of servers, storages, clients and

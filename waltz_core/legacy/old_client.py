@@ -126,7 +126,7 @@ class OldClientAdapter:
     # -----------------------------------------------------------------------------------------
     # requests
 
-    def ask(self, message: ClientMessage, now_s: float) -> EndConnection | None:
+    def note_request(self, message: ClientMessage, now_s: float) -> EndConnection | None:
         """Note a request before it is processed; return EndConnection if it must be closed."""
         partition_id = message.req_id.partition_id
         if isinstance(message, AppendRequest | FeedRequest):
@@ -147,7 +147,7 @@ class OldClientAdapter:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def tell(
+    def translate_answer(
         self, message: ClientMessage, question: ClientMessage | None, now_s: float
     ) -> OldAnswer | None:
         """Translate the answer to a request."""

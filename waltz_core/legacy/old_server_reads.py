@@ -162,9 +162,9 @@ class OldServerReads:
         """Fetch data in order, until there is enough of it."""
         records, lengths = bytearray(), list[int]()
         for start in range(0, len(heads), QUESTIONS_MAX):
-            asked = heads[start : start + QUESTIONS_MAX]
-            datas = await self._datas(reader, [each.transaction_id for each in asked])
-            for head, data in zip(asked, datas, strict=True):
+            part = heads[start : start + QUESTIONS_MAX]
+            datas = await self._datas(reader, [each.transaction_id for each in part])
+            for head, data in zip(part, datas, strict=True):
                 # The CRC of its data was checked when it arrived.
                 record = encode_record(
                     head.transaction_id, head.req_id, head.header, data, crc32(data)
@@ -172,7 +172,7 @@ class OldServerReads:
                 records += record
                 lengths.append(len(record))
             if len(records) >= query.bytes_max and start + QUESTIONS_MAX < len(heads):
-                last = asked[-1].transaction_id
+                last = part[-1].transaction_id
                 break
         return OldRecords(last, lengths, bytes(records))
 

@@ -42,7 +42,7 @@ _CREATED_AT = 4  # offset of the creation time in a header
 class Belief(NamedTuple):
     """What is known of a log before it is read; `key` is None if the cluster's is unknown.
 
-    `vouched` is the last ID that a slot states as synced. `ends` are IDs at which a batch of the
+    `durable` is the last ID that a slot states as synced. `ends` are IDs at which a batch of the
     log should end.
     """
 

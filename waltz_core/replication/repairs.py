@@ -62,7 +62,7 @@ class StepUnderWay(NamedTuple):
     """A step under way: the replica under repair, and the replica that got the request."""
 
     wanting: ReplicaSession
-    asked: ReplicaSession
+    supplier: ReplicaSession
     step: RepairStep
 
 
@@ -217,7 +217,7 @@ class Repairs:
     def _ask(
         self,
         wanting: ReplicaSession,
-        asked: ReplicaSession,
+        supplier: ReplicaSession,
         step: RepairStep,
         kind: type[StorageMessage],
         fields: tuple[object, ...],
@@ -226,8 +226,8 @@ class Repairs:
         assert wanting.ticket == NO_TICKET, "rule 1"
         self._ticket += 1
         wanting.ticket = self._ticket
-        self._errands[self._ticket] = StepUnderWay(wanting, asked, step)
-        asked.ask(kind, *fields, now_ms=now_ms, ticket=self._ticket)
+        self._errands[self._ticket] = StepUnderWay(wanting, supplier, step)
+        supplier.ask(kind, *fields, now_ms=now_ms, ticket=self._ticket)
 
     # -----------------------------------------------------------------------------------------
     # sources
@@ -263,30 +263,30 @@ class Repairs:
             return []
         times = [at_ms for at_ms in self._shunned_until_ms.values() if at_ms > now_ms]
         for errand in self._errands.values():
-            oldest_ms = errand.asked.oldest_ms
-            if errand.asked is not errand.wanting and oldest_ms is not None:
+            oldest_ms = errand.supplier.oldest_ms
+            if errand.supplier is not errand.wanting and oldest_ms is not None:
                 times.append(oldest_ms + self._limits.answer_ms_max)
         return times
 
     def give_up_slow(self, now_ms: int) -> None:
         """Abandon steps whose source has timed out (rule 3)."""
         for ticket, errand in list(self._errands.items()):
-            oldest_ms = errand.asked.oldest_ms
-            if errand.asked is errand.wanting or oldest_ms is None:
+            oldest_ms = errand.supplier.oldest_ms
+            if errand.supplier is errand.wanting or oldest_ms is None:
                 continue
             if oldest_ms + self._limits.answer_ms_max <= now_ms:
-                self._shun(ticket, errand.asked.replica, "no answer", now_ms)
+                self._shun(ticket, errand.supplier.replica, "no answer", now_ms)
 
     def lost(self, each: ReplicaSession) -> None:
         """A connection was lost: drop its steps (rule 1)."""
         for ticket, errand in list(self._errands.items()):
-            if errand.asked is each or errand.wanting is each:
+            if errand.supplier is each or errand.wanting is each:
                 self._drop(ticket)
 
     def source_refused(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
         """Return whether a rejected request was a step of another replica; drop the step."""
         errand = self._errands.get(ticket)
-        if errand is None or errand.asked is not each or errand.wanting is each:
+        if errand is None or errand.supplier is not each or errand.wanting is each:
             return False
         self._shun(ticket, each.replica, reason, now_ms)
         return True
@@ -345,14 +345,14 @@ class Repairs:
         errand = self._errands.get(ticket)
         if errand is None:
             return  # Rule 1: its step was dropped or has timed out.
-        wanting, asked, step = errand
-        assert asked is each
+        wanting, supplier, step = errand
+        assert supplier is each
         assert wanting.ticket == ticket
         if isinstance(step, SourceLineage | FetchCopy):
             try:
-                self._supplied(wanting, asked.replica, step, answer, now_ms)
+                self._supplied(wanting, supplier.replica, step, answer, now_ms)
             except (Damaged, ProtocolError) as error:
-                self._shun(ticket, asked.replica, str(error), now_ms)
+                self._shun(ticket, supplier.replica, str(error), now_ms)
                 return
         else:
             self._done(wanting, step, answer)
@@ -362,7 +362,7 @@ class Repairs:
     def _supplied(
         self,
         wanting: ReplicaSession,
-        asked: ReplicaId,
+        supplier: ReplicaId,
         step: SourceLineage | FetchCopy,
         answer: StorageMessage,
         now_ms: int,
@@ -378,7 +378,7 @@ class Repairs:
         if isinstance(step, FetchCopy):
             assert isinstance(answer, messages.RangeBytes)
             repair.fetched(answer, step)
-            self._fills_from[wanting.replica] = asked
+            self._fills_from[wanting.replica] = supplier
         else:
             assert isinstance(answer, messages.LineageResponse)
             repair.source_answered(answer, first=step.first, last=step.last)

@@ -6,7 +6,7 @@ host is made.
 
 Rules:
     1. A lookup has a thread of its own. There is at most one for each name; all callers share it.
-    2. A caller that gives up leaves the lookup to the others, and to the next caller.
+    2. A caller that times out leaves the lookup to the others, and to the next caller.
     3. A numeric address needs no lookup.
     4. A host that cannot exist is an OSError, like a name that is not known.
 """

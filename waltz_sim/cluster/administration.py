@@ -34,7 +34,7 @@ OnAnswer = Callable[[AdminMessage], None]
 
 
 class Operator:
-    """One request to one running storage; `told` gets the answer, unless the storage dies."""
+    """One request to one running storage; `on_answer` gets the answer, unless the storage dies."""
 
     def __init__(self, cluster: "SimCluster", storage: "SimStorage", on_answer: OnAnswer) -> None:
         assert storage.engine is not None

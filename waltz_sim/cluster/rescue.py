@@ -52,7 +52,7 @@ class Died(Exception):
 
 
 class Rescue:
-    """One command; `told` gets the decision, or None if the command has died.
+    """One command; `on_verdict` gets the decision, or None if the command has died.
 
     It accepts the log of a replica, with `BEST` the longest one, or (`accepted` is None) the one
     that a rebuild would choose.
@@ -128,9 +128,9 @@ class Rescue:
         """Query every storage for its log, in the session."""
         identity = (NO_STORAGE_ID, self._cluster.key, 1)
         prepare = Prepare(self._session_id, 1, self._partition_id, self._nonce, *identity)
-        asked = {each: self._ask(each, [prepare]) for each in self._cluster.replicas}
+        answering_links = {each: self._ask(each, [prepare]) for each in self._cluster.replicas}
         self._received = {}
-        for replica, answering in asked.items():
+        for replica, answering in answering_links.items():
             answers = await answering
             self._received[replica] = answers[0] if answers else None
 

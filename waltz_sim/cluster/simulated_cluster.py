@@ -386,11 +386,11 @@ class SimCluster:
             self.read_all()
             if self.is_repaired():
                 return
-            self.checks.count("damage to be mended at the end")
+            self.checks.count("damage to be repaired at the end")
             self._checkpoint()
             self.world.run(OPERATOR_MS * MS, until=self.is_repaired)
             self.operate(waits=again % 4 != 3)
-        self.checks.fail("Converged", f"not mended: {self.why_not()}")
+        self.checks.fail("Converged", f"not repaired: {self.why_not()}")
 
     def _scrub_all(self) -> None:
         """Scrub every log by its own storage, and give the owner time for repairs."""

@@ -140,7 +140,7 @@ class ContextClient(Process):
                 self.world.after(self.rng.randrange(1_000, 500_000), self.resume)
                 continue
             await client.set_partitions([])
-            self.cluster.checks.count("feed laid down")
+            self.cluster.checks.count("feed unsubscribed")
             await self._sleep_us(self.rng.choice((0, 1_000, 50_000, 500_000)))
             await client.set_partitions([0])
 
@@ -399,14 +399,14 @@ class _Directory:
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
         """See `Directory`."""
-        asked: asyncio.Future[Assignment] = self._author.loop.create_future()
+        assigned: asyncio.Future[Assignment] = self._author.loop.create_future()
 
         def received(assignment: "Assignment") -> None:
-            if not asked.done():
-                self._author.loop.enter(lambda: asked.set_result(assignment))
+            if not assigned.done():
+                self._author.loop.enter(lambda: assigned.set_result(assignment))
 
         self._author.cluster.coordinator.owner_for(self._author, received)
-        assignment = await asked
+        assignment = await assigned
         if assignment.owner is None:
             raise errors.NotOwned(f"partition {partition_id} has no owner")
         return Owner(assignment.owner, assignment.generation)

@@ -165,7 +165,7 @@ def outlived_link(cluster: SimCluster, rng: "Random") -> bool:
     given_up_us = rng.choice((2, 10, 40, 100)) * MS
     shortest, longest = LATE_MS
     late_us = int(shortest * (longest / shortest) ** rng.random()) * MS
-    world.after(given_up_us, partial(network.give_up, link, "given up"))
+    world.after(given_up_us, partial(network.give_up, link, "abandoned"))
     end_us = rng.choice((0, 1, 20)) * MS
-    world.after(given_up_us + late_us, partial(network.release, link, "given up", end_us))
+    world.after(given_up_us + late_us, partial(network.release, link, "abandoned", end_us))
     return False

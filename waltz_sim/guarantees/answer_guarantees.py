@@ -294,7 +294,7 @@ class AnswerGuarantees:
             and server in self._open
             and self._mark[server] < self._base.history.last
         ):
-            self._base.count("mark asked of an old owner")
+            self._base.count("mark requested from an old owner")
         owed = self._owed.setdefault((client.name, link.number), {})
         if isinstance(message, AppendFollowing) and message.session_id != NO_SESSION:
             self._claims[message.req_id] = SessionId(message.session_id)

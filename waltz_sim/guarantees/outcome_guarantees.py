@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from waltz_sim.guarantees.locking import Locking
     from waltz_sim.world.process import Process
 
-_REPORTED: Final = {int(reason): f"told {reason.name}" for reason in Reason}
+_REPORTED: Final = {int(reason): f"reported {reason.name}" for reason in Reason}
 _HEAD: Final = struct.Struct(">5i")  # client id, generation, partition, sequence, header
 
 
@@ -87,12 +87,12 @@ class Outcomes:
     def _check_all_reported(self, operation: Operation, chain: Chain) -> None:
         """Followed: its author was notified of every later row that wrote one of its locks."""
         history = self._base.history
-        told = {transaction_id for transaction_id, _ in operation.followed}
+        reported = {transaction_id for transaction_id, _ in operation.followed}
         locks = {*operation.write, *operation.read}
         for transaction_id in range(operation.state_mark + 1, operation.mark + 1):
             row = history.row_before(chain, transaction_id)
             writer = None if row is None else history.operations.get(row.number)
-            if writer is None or transaction_id in told:
+            if writer is None or transaction_id in reported:
                 continue
             if not locks.isdisjoint((*writer.write, *writer.append)):
                 self._base.fail(
@@ -201,7 +201,7 @@ class Outcomes:
     def refused(self, client: "SimClient", token: int, error: WaltzError) -> None:
         """11. OutcomeTruth, for a parcel without an outcome: unknown, or certainly not sent."""
         is_unknown = isinstance(error, OutcomeUnknown)
-        self._base.count("told unknown" if is_unknown else "told not sent")
+        self._base.count("reported unknown" if is_unknown else "reported not sent")
         for operation in self._base.cluster.workload.operations_of(token):
             operation.outcome = "unknown" if is_unknown else "no"
             if not is_unknown and operation.transaction_id >= 0:

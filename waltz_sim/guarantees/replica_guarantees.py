@@ -168,7 +168,7 @@ class ReplicaGuarantees:
                 self._cut(storage, work.log, self._cutting[storage.name])
             elif isinstance(message, Repair):
                 is_live = work.log.is_engaged(SessionId(message.session_id))
-                self._base.counts["damage mended live"] += is_live
+                self._base.counts["damage repaired live"] += is_live
                 self._base.count("damage repaired")
             else:
                 self._answered(storage, outcome)

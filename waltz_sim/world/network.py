@@ -307,7 +307,7 @@ class Network:
         self.blocked.clear()
         self.slow_us, self.tail_share = 0, 0.0
         for link in list(self.links.values()):
-            self.release(link, "given up")
+            self.release(link, "abandoned")
 
     def _is_blocked(self, near: Process, far: Process) -> bool:
         blocked = self.blocked

@@ -449,7 +449,7 @@ class SimDisk:
         return Contents(files, frozenset(self._directories))
 
     def become(self, contents: Contents) -> None:
-        """Put a backup, or nothing, in the place of all that is here; nobody has a file open."""
+        """Put a backup, or nothing, in the place of all that is here; no file is open."""
         self._names = {
             path: Inode(bytearray(s), bytearray(s)) for path, s in contents.files.items()
         }

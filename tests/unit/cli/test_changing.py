@@ -85,7 +85,7 @@ def test_who_gives_a_command_as_somebody_else_is_on_record(monkeypatch, user, su
         await coordinator.create_cluster(CLUSTER)
         async with recorded(coordinator):
             (entry,) = await coordinator.audit.read()
-        assert entry.who.rpartition("@")[0] == who
+        assert entry.user.rpartition("@")[0] == who
 
     run()
 

@@ -105,7 +105,7 @@ def test_without_a_cluster_to_look_at_it_says_what_it_expects(told, capsys):
 def test_a_node_of_zookeeper_says_what_it_is():
     assert mode_of(b"Zookeeper version: 3.9\nMode: leader\nNode count: 5\n") == "leader"
     assert mode_of(b"This ZooKeeper instance is not currently serving requests\n") == ""
-    assert mode_of(b"srvr is not executed because it is not in the whitelist.\n") == "not told"
+    assert mode_of(b"srvr is not executed because it is not in the whitelist.\n") == "not reported"
     assert mode_of(b"") == ""
 
 

@@ -72,7 +72,7 @@ def test_progress_is_shown_on_a_terminal_after_a_while_and_then_gone(
 
     async def work():
         with ProgressLine() as line:
-            line.print_result(1, 4, "waiting for a storage")
+            line.show(1, 4, "waiting for a storage")
             for _ in range(10):  # turns of the loop, in which a timer that is due runs
                 await asyncio.sleep(0)
         return line.awaited
@@ -86,7 +86,7 @@ def test_progress_is_shown_on_a_terminal_after_a_while_and_then_gone(
 def test_progress_in_a_file_is_nothing(capsys):
     async def work():
         with ProgressLine() as line:
-            line.print_result(1, 4, "waiting")
+            line.show(1, 4, "waiting")
 
     asyncio.run(work())
     assert capsys.readouterr() == ("", "")

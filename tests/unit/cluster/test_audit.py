@@ -44,9 +44,12 @@ def test_an_entry_is_what_was_written(made):
         (b"{", "expected JSON"),
         (b'{"format":2}', "expected format 1"),
         (b"[]", "expected format 1"),
-        (b'{"format":1,"who":1,"begun_ms":1,"what":"","outcome":""}', "expected who as str"),
-        (b'{"format":1,"who":"","begun_ms":true,"what":"","outcome":""}', "begun_ms as int"),
-        (b'{"format":1,"who":"","begun_ms":1,"what":"","outcome":"","ended_ms":"x"}', "ended_ms"),
+        (b'{"format":1,"user":1,"begun_ms":1,"command":"","outcome":""}', "expected user as str"),
+        (b'{"format":1,"user":"","begun_ms":true,"command":"","outcome":""}', "begun_ms as int"),
+        (
+            b'{"format":1,"user":"","begun_ms":1,"command":"","outcome":"","ended_ms":"x"}',
+            "ended_ms",
+        ),
     ],
 )
 def test_other_bytes_are_no_entry(data, said):
@@ -62,7 +65,7 @@ def test_any_bytes_are_an_entry_or_bad(data):
 
 def test_long_texts_are_cut():
     found = AuditEntry.from_bytes(AuditEntry("x" * 9_000, 1, "y" * 9_000).to_bytes())
-    assert len(found.who) == len(found.what) == audit.TEXT_CHARACTERS_MAX
+    assert len(found.user) == len(found.command) == audit.TEXT_CHARACTERS_MAX
 
 
 @in_cluster
@@ -73,7 +76,7 @@ async def test_a_change_is_on_record_before_and_after(coordinator):
     assert await coordinator.audit.read() == [entry(1), entry(2)]
     await coordinator.audit.end(first, entry(1), audit.DONE, 99)
     done, begun = await coordinator.audit.read()
-    assert (done.what, done.outcome, done.ended_ms) == ("cluster verb 1", "done", 99)
+    assert (done.command, done.outcome, done.ended_ms) == ("cluster verb 1", "done", 99)
     assert (begun.outcome, begun.ended_ms) == ("begun", None)
     assert first != second
 

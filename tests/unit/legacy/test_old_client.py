@@ -30,17 +30,17 @@ def req(sequence: int, partition: int = 0) -> ReqId:
 
 
 def told(original: OldClientAdapter, message: ClientMessage, now_s: float = 0.0) -> Any:
-    return original.tell(message, None, now_s)
+    return original.translate_answer(message, None, now_s)
 
 
 def refused(original: OldClientAdapter, question: ClientMessage, error: errors.WaltzError) -> Any:
     answer = refusal(A, question.req_id, 9, error, question)
-    return original.tell(answer.message, answer.question, 0.0)
+    return original.translate_answer(answer.message, answer.question, 0.0)
 
 
 def mounted(version: int = 4, sequence: int = 1) -> OldClientAdapter:
     original = OldClientAdapter(version)
-    original.ask(messages.MountRequest(req(sequence), -1, 0), 0.0)
+    original.note_request(messages.MountRequest(req(sequence), -1, 0), 0.0)
     assert told(original, MountResponse(req(sequence), READY)) is not None
     return original
 
@@ -63,7 +63,7 @@ def append(sequence: int) -> messages.AppendRequest:
 @pytest.mark.parametrize("state", [READY, NOT_READY, CLIENT_AHEAD])
 def test_the_answer_to_a_mount_is_a_state_or_a_bool(version: int, state: int) -> None:
     original = OldClientAdapter(version)
-    assert original.ask(messages.MountRequest(req(1), 5, 0), 0.0) is None
+    assert original.note_request(messages.MountRequest(req(1), 5, 0), 0.0) is None
     expected = (
         messages.MountOutcome(req(1), state == READY)
         if version <= 2
@@ -74,7 +74,7 @@ def test_the_answer_to_a_mount_is_a_state_or_a_bool(version: int, state: int) ->
 
 def test_the_answer_to_an_obsolete_mount_is_not_told() -> None:
     original = mounted()
-    original.ask(messages.MountRequest(req(2), -1, 0), 0.0)
+    original.note_request(messages.MountRequest(req(2), -1, 0), 0.0)
     assert told(original, MountResponse(req(1), READY)) is None
     superseded = errors.ConnectionSuperseded("a later mount")
     assert refused(original, messages.MountRequest(req(1), -1, 0), superseded) is None
@@ -98,7 +98,7 @@ def test_where_a_partition_cannot_be_mounted_or_fed_it_is_not_ready(
 ) -> None:
     original = OldClientAdapter(4)
     question = messages.MountRequest(req(1), -1, 0)
-    original.ask(question, 0.0)
+    original.note_request(question, 0.0)
     assert refused(original, question, error) == MountResponse(req(1), NOT_READY)
     original = mounted()
     feed = messages.FeedRequest(req(1), -1)
@@ -106,7 +106,7 @@ def test_where_a_partition_cannot_be_mounted_or_fed_it_is_not_ready(
     # Once: what comes of it later is the answer to its next mount.
     assert refused(original, feed, error) is None
     assert told(original, result(7, Reason.NOT_MOUNTED)) is None
-    original.ask(messages.MountRequest(req(8), -1, 0), 0.0)
+    original.note_request(messages.MountRequest(req(8), -1, 0), 0.0)
     assert told(original, result(7, Reason.NOT_MOUNTED)) is None
     assert told(original, MountResponse(req(8), READY)) == MountResponse(req(8), READY)
 
@@ -126,15 +126,19 @@ def test_where_the_original_ends_the_connection_so_do_we(error: errors.WaltzErro
 def test_requests_that_the_original_cannot_stand_end_the_connection() -> None:
     # -2 means something to us, and nothing to an original.
     assert isinstance(
-        OldClientAdapter(4).ask(messages.MountRequest(req(1), -2, 0), 0.0), EndConnection
+        OldClientAdapter(4).note_request(messages.MountRequest(req(1), -2, 0), 0.0), EndConnection
     )
     assert isinstance(
-        OldClientAdapter(4).ask(messages.AddPreferredRequest(req(0), ()), 0.0), EndConnection
+        OldClientAdapter(4).note_request(messages.AddPreferredRequest(req(0), ()), 0.0),
+        EndConnection,
     )
     assert isinstance(
-        OldClientAdapter(4).ask(messages.RemovePreferredRequest(req(0), ()), 0.0), EndConnection
+        OldClientAdapter(4).note_request(messages.RemovePreferredRequest(req(0), ()), 0.0),
+        EndConnection,
     )
-    assert OldClientAdapter(4).ask(messages.RemovePreferredRequest(req(0), (7,)), 0.0) is None
+    assert (
+        OldClientAdapter(4).note_request(messages.RemovePreferredRequest(req(0), (7,)), 0.0) is None
+    )
     answer = messages.FlushResponse(req(1), 3)
     wrong = errors.BadRequest("FlushResponse is no request to a server")
     assert refused(OldClientAdapter(4), answer, wrong) == EndConnection(str(wrong))
@@ -168,13 +172,13 @@ def test_what_is_lost_has_the_client_mount_again_once(version: int, reason: Reas
 
 def test_a_mount_that_is_not_answered_yet_is_not_ended_by_what_came_before_it() -> None:
     original = mounted()
-    original.ask(messages.MountRequest(req(5), -1, 0), 0.0)
+    original.note_request(messages.MountRequest(req(5), -1, 0), 0.0)
     assert told(original, result(2, Reason.LOST)) is None
 
 
 def test_a_lost_append_ends_the_mount_of_its_partition_only() -> None:
     original = mounted()
-    original.ask(messages.MountRequest(req(2, partition=3), -1, 0), 0.0)
+    original.note_request(messages.MountRequest(req(2, partition=3), -1, 0), 0.0)
     told(original, MountResponse(req(2, partition=3), READY))
     lost = messages.AppendResult(req(4, partition=3), 9, bytes(8), bytes([Reason.LOST]), bytes(8))
     assert told(original, lost) == MountResponse(req(2, partition=3), NOT_READY)
@@ -315,7 +319,7 @@ def test_no_refusal_of_a_mount_a_feed_or_data_is_met_by_silence(version: int) ->
     mount, feed, _, _, mark, data, *_ = questions_of(version)
     for error in all_errors():
         original = OldClientAdapter(version)
-        original.ask(mount, 0.0)
+        original.note_request(mount, 0.0)
         assert refused(original, mount, error) is not None
         assert refused(mounted(version), feed, error) is not None
         assert refused(OldClientAdapter(version), mark, error) is not None
@@ -327,15 +331,16 @@ def test_who_goes_on_as_if_his_mount_had_not_ended_is_disconnected(goes_on: Clie
     original = mounted()
     assert told(original, result(6, Reason.LOST), 100.0) == MountResponse(req(1), NOT_READY)
     # What was on its way may still come, and other partitions go on.
-    assert original.ask(goes_on, 100.0 + MOUNT_WAIT_S) is None
+    assert original.note_request(goes_on, 100.0 + MOUNT_WAIT_S) is None
     late_s = 100.1 + MOUNT_WAIT_S
-    assert original.ask(messages.FlushRequest(req(7)), late_s) is None
+    assert original.note_request(messages.FlushRequest(req(7)), late_s) is None
     assert (
-        original.ask(messages.AppendRequest(req(7, 3), -1, (), (), (), 0, b"", 0), late_s) is None
+        original.note_request(messages.AppendRequest(req(7, 3), -1, (), (), (), 0, b"", 0), late_s)
+        is None
     )
-    assert isinstance(original.ask(goes_on, late_s), EndConnection)
+    assert isinstance(original.note_request(goes_on, late_s), EndConnection)
     # Whoever mounts again has taken it in.
-    assert original.ask(messages.MountRequest(req(8), -1, 0), late_s) is None
-    assert original.ask(goes_on, late_s) is None
+    assert original.note_request(messages.MountRequest(req(8), -1, 0), late_s) is None
+    assert original.note_request(goes_on, late_s) is None
     assert told(original, MountResponse(req(8), READY), late_s) == MountResponse(req(8), READY)
-    assert original.ask(goes_on, late_s + 2 * MOUNT_WAIT_S) is None
+    assert original.note_request(goes_on, late_s + 2 * MOUNT_WAIT_S) is None

@@ -333,9 +333,9 @@ def until_it_asks_for_the_past(bench):
             bench.ask_zookeeper()
         else:
             bench.wait(bench.limits.grace_ms)
-    asked, message = bench.sent[-1]
+    supplier, message = bench.sent[-1]
     assert isinstance(message, wire.LineageRequest)
-    return asked
+    return supplier
 
 
 def test_what_is_in_doubt_is_settled_by_session_and_not_by_id():
@@ -390,13 +390,13 @@ def test_a_replica_that_never_settles_the_past_is_done_without():
     bench.submit()
     bench.run()
     other = taken_over(bench)
-    asked = until_it_asks_for_the_past(other)
-    other.silent.add(asked)
+    supplier = until_it_asks_for_the_past(other)
+    other.silent.add(supplier)
     other.run()
     assert other.store.open_session is None
     other.wait(other.limits.answer_ms_max)
     other.reopen()
-    assert other.store.session.replicas[asked].stage is not ReplicaStage.ENGAGED
+    assert other.store.session.replicas[supplier].stage is not ReplicaStage.ENGAGED
 
 
 def test_what_reached_a_quorum_is_settled_as_committed():

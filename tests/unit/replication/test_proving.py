@@ -12,10 +12,10 @@ class Replica:
     """Writes down what it is asked."""
 
     def __init__(self):
-        self.asked = []
+        self.supplier = []
 
     def ask(self, kind, *, now_ms, ticket):
-        self.asked.append((kind, now_ms, ticket))
+        self.supplier.append((kind, now_ms, ticket))
 
 
 def proving():
@@ -27,7 +27,7 @@ def test_a_quorum_proves_the_mark_that_was_committed_at_the_question():
     proofs, outbox = proving()
     engaged = [Replica(), Replica()]
     proofs.begin(7, 40, engaged, 1_000)
-    assert [each.asked for each in engaged] == [[(messages.Heartbeat, 1_000, 7)]] * 2
+    assert [each.supplier for each in engaged] == [[(messages.Heartbeat, 1_000, 7)]] * 2
     proofs.vote(7, "a:1")
     proofs.vote(7, "a:1")
     assert outbox == []

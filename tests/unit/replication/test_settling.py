@@ -18,11 +18,11 @@ class Replica:
     replica = "a:1"
 
     def __init__(self):
-        self.asked = []
+        self.supplier = []
 
     def ask(self, kind, first, last, *, now_ms, ticket):
         assert (kind, ticket) == (LineageRequest, SETTLING)
-        self.asked.append((first, last))
+        self.supplier.append((first, last))
 
 
 def settling(mark, *others, unbroken=True, in_doubt=None):
@@ -40,19 +40,19 @@ def lineage(*entries):
 def test_an_unbroken_thread_without_doubt_asks_nothing():
     past, replica = settling(5)
     past.begin(0)
-    assert (past.outcome, replica.asked) == (Settled(9, 5), [])
+    assert (past.outcome, replica.supplier) == (Settled(9, 5), [])
 
 
 def test_an_empty_log_has_no_stamp_to_go_on_from():
     past, replica = settling(-1, unbroken=False)
     past.begin(0)
-    assert (past.outcome, replica.asked) == (Settled(9, -1), [])
+    assert (past.outcome, replica.supplier) == (Settled(9, -1), [])
 
 
 def test_the_last_batch_of_a_log_that_others_may_have_written_tells_its_stamp():
     past, replica = settling(5, unbroken=False)
     past.begin(0)
-    assert (past.outcome, replica.asked) == (None, [(5, 5)])
+    assert (past.outcome, replica.supplier) == (None, [(5, 5)])
     past.answered(replica, lineage((4, 5, 8, 777)), 0)
     assert past.outcome == Settled(9, 5, 777)
 
@@ -63,7 +63,7 @@ def test_doubt_is_read_back_window_by_window_after_the_stamp():
     past.answered(replica, lineage((9, 9, 8, 777)), 0)
     past.answered(replica, lineage((7, 7, 8, 770), (8, 8, 8, 775)), 0)
     past.answered(replica, lineage((4, 5, 7, 700), (6, 6, 7, 710)), 0)
-    assert replica.asked == [(9, 9), (4, 8), (4, 6)]
+    assert replica.supplier == [(9, 9), (4, 8), (4, 6)]
     assert past.outcome == Settled(9, 6, 777)
 
 
@@ -83,7 +83,7 @@ def test_batches_that_were_made_up_do_not_say_that_a_session_wrote_nothing():
     past.answered(replica, lineage((4, 5, MADE_UP, 0)), 0)
     assert past.outcome is None
     past.answered(other, lineage((4, 5, 7, 700), (6, 6, 7, 710), (7, 8, 7, 720)), 0)
-    assert (replica.asked, other.asked) == ([(4, 8), (4, 5)], [(4, 8)])
+    assert (replica.supplier, other.supplier) == ([(4, 8), (4, 5)], [(4, 8)])
     assert past.outcome == Settled(9, 8, 0)
 
 

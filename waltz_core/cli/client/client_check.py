@@ -164,7 +164,7 @@ async def _write(
         result = await (await client.submit(context))
         assert result is not None, "it never aborts"
         written.add(partition, result, context.attempts)
-        line.print_result(written.count, written.wanted, "written")
+        line.show(written.count, written.wanted, "written")
         if chosen.interval_ms:
             await asyncio.sleep(chosen.interval_ms / 1000)
 
@@ -313,9 +313,7 @@ async def consume(chosen: CheckLoad) -> int:
         async def work() -> None:
             await client.subscribe(check, partitions)
             with ProgressLine() as line:
-                await check.has_seen(
-                    wanted, lambda: line.print_result(check.seen_count, wanted, "checked")
-                )
+                await check.has_seen(wanted, lambda: line.show(check.seen_count, wanted, "checked"))
 
         await _in_time(chosen, work(), lambda: f"{check.seen_count} of {wanted} were checked")
     result = {"checked": check.seen_count, "ids": _spans(starts, check.marks)}

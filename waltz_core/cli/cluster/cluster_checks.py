@@ -121,18 +121,18 @@ async def audit(*, connect: str, as_json: bool) -> int:
         print_json(
             [
                 {
-                    "who": each.who,
+                    "user": each.user,
                     "begun_ms": each.begun_ms,
                     "ended_ms": each.ended_ms,
-                    "what": each.what,
+                    "command": each.command,
                     "outcome": each.outcome,
                 }
                 for each in entries
             ]
         )
         return 0
-    rows = [(_time(each.begun_ms), each.who, each.what, each.outcome) for each in entries]
-    print_table(("when", "who", "what", "outcome"), rows)
+    rows = [(_time(each.begun_ms), each.user, each.command, each.outcome) for each in entries]
+    print_table(("when", "user", "command", "outcome"), rows)
     return 0
 
 

@@ -62,7 +62,7 @@ async def _query_all(servers: list[str], storages: list[str], line: ProgressLine
             found = reached_by(address, storages, dict(answer.reachable))
         done.append(address)
         waits = ", ".join(each for each in servers if each not in done)
-        line.print_result(len(done), len(servers), f"waiting for {waits}")
+        line.show(len(done), len(servers), f"waiting for {waits}")
         return found
 
     async with asyncio.TaskGroup() as tasks:

@@ -36,9 +36,7 @@ async def verify(*, partitions: str, by_partition: bool, connect: str, as_json: 
         count = (await coordinator.read_cluster()).params.partition_count
         chosen = changes.parse_partitions(partitions, count)
         with ProgressLine() as line:
-            facts = await ask_cluster(
-                coordinator, timeout_s=ANSWER_S, on_progress=line.print_result
-            )
+            facts = await ask_cluster(coordinator, timeout_s=ANSWER_S, on_progress=line.show)
     found = check(facts, chosen)
     failed = {each: failed_checks(found, each) for each in chosen}
     if as_json:

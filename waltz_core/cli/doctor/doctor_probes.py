@@ -136,8 +136,8 @@ async def _side_by_side(
             return await ask(item)
 
     async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(one(item)) for item in items]
-    return [await each for each in asked]
+        tasks_of_items = [tasks.create_task(one(item)) for item in items]
+    return [await each for each in tasks_of_items]
 
 
 def _ms_since(began_s: float) -> float:
@@ -198,12 +198,12 @@ async def _node(address: str, timeout_s: float) -> NodeFacts:
 def mode_of(answer: bytes) -> str:
     """Return the mode of a node; empty for one without a quorum."""
     if NOT_ALLOWED in answer:
-        return "not told"
+        return "not reported"
     for line in answer.decode("utf-8", "replace").splitlines():
         title, _, value = line.partition(":")
         if title == "Mode":
             return value.strip()
-    return "" if NOT_SERVING in answer or not answer else "not told"
+    return "" if NOT_SERVING in answer or not answer else "not reported"
 
 
 async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Facts:
@@ -225,7 +225,7 @@ async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Fact
 async def ask_cluster(
     coordinator: Coordinator, *, timeout_s: float, on_progress: ProbeProgress
 ) -> ClusterFacts:
-    """Query the processes of one cluster; `tell` receives the progress."""
+    """Query the processes of one cluster; `on_progress` receives the progress."""
     return await (await _Seen.read(coordinator)).ask(timeout_s, None, on_progress)
 
 
@@ -289,17 +289,17 @@ class _Seen:
     ) -> ClusterFacts:
         """Query the cluster's processes concurrently."""
         servers = self.servers.servers
-        asked = _ProbeCounter(on_progress)
+        counter = _ProbeCounter(on_progress)
         async with asyncio.TaskGroup() as tasks:
             response = {
                 key: tasks.create_task(
-                    asked.one(f"server {each.address}", _Server(self, key, timeout_s).ask())
+                    counter.one(f"server {each.address}", _Server(self, key, timeout_s).ask())
                 )
                 for key, each in servers.items()
             }
             storages = [
                 tasks.create_task(
-                    asked.one(f"storage {each}", _Storage(self, each, timeout_s, local).ask())
+                    counter.one(f"storage {each}", _Storage(self, each, timeout_s, local).ask())
                 )
                 for each in self.layout.assignment.partitions
             ]

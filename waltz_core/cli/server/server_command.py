@@ -34,16 +34,16 @@ async def list_command(*, connect: str, as_json: bool) -> int:
         view = await coordinator.read_servers()
     with ProgressLine() as line:
         async with asyncio.TaskGroup() as tasks:
-            asked = {
+            answers = {
                 key: tasks.create_task(_state_of(its.address), name=its.address)
                 for key, its in view.servers.items()
             }
-            line.print_result(0, len(asked), "waiting for the servers to answer")
+            line.show(0, len(answers), "waiting for the servers to answer")
     rows = [
         ServerRow(
             int(key),
             its.address,
-            asked[key].result(),
+            answers[key].result(),
             sorted(map(int, view.partitions_of(key))),
             sorted(map(int, its.preferred)),
         )

@@ -200,7 +200,7 @@ async def recover_partition(
     ):
         with ProgressLine() as line:
             for partition in chosen:
-                line.print_result(len(results), len(chosen), f"copying partition {partition}")
+                line.show(len(results), len(chosen), f"copying partition {partition}")
                 before = await _last_of(taker, target, partition)
                 after = await copy_partition(
                     giver, taker, partition, before + 1, bytes_max=batch_bytes
@@ -252,7 +252,7 @@ async def sync_partitions(where: StorageChoice) -> int:
     async with on_record(where):
         with ProgressLine() as line:
             for at, target in enumerate(targets):
-                line.print_result(at, len(targets), f"storage {target}")
+                line.show(at, len(targets), f"storage {target}")
                 wanted = facts.assignments.partitions.get(ReplicaId(str(target)), ())
                 try:
                     async with administered(target.admin, ssl=own_transport.ssl()) as admin:

@@ -45,7 +45,7 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
     chosen = numbers_of(partitions)
     target = await target_of(where)
     with ProgressLine() as line:
-        line.print_result(0, len(chosen), f"waiting for {target} to answer")
+        line.show(0, len(chosen), f"waiting for {target} to answer")
         async with (
             in_time(timeout_s, lambda: line.awaited, afterwards=_CONTINUES),
             administered(target.admin, ssl=own_transport.ssl()) as admin,
@@ -76,17 +76,15 @@ async def _looked_at(
     admin: StorageAdmin, partition: int, line: ProgressLine, *, is_requested: bool
 ) -> dict[str, object]:
     """Start a pass and wait for its end, if requested; return the partition's state."""
-    line.print_result(0, 1, f"waiting for {admin.address} to answer about partition {partition}")
+    line.show(0, 1, f"waiting for {admin.address} to answer about partition {partition}")
     state = await admin.ask(ScrubResponse, ScrubRequest, partition, is_requested)
     passes_count = state.passes_count
     while is_requested and state.passes_count == passes_count:
         at, count = state.next_id, state.last_id + 1
-        line.print_result(at, count, f"records of partition {partition}, {at} of {count}")
+        line.show(at, count, f"records of partition {partition}, {at} of {count}")
         await asyncio.sleep(LOOK_S)
         state = await admin.ask(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
-    line.print_result(
-        1, 1, f"waiting for {admin.address} to report damage of partition {partition}"
-    )
+    line.show(1, 1, f"waiting for {admin.address} to report damage of partition {partition}")
     replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
     return _row(state, damaged_count(replica))
 

@@ -507,8 +507,8 @@ def _refuse(what: str) -> NoReturn:
     raise _early_end(what)
 
 
-def _check_statement(*told: Any) -> None:  # noqa: ANN401 - SQLAlchemy's own
-    statement, context = told[1], told[-1]
+def _check_statement(*event: Any) -> None:  # noqa: ANN401 - SQLAlchemy's own
+    statement, context = event[1], event[-1]
     is_guarded = _guard.connection is not None and context.root_connection is _guard.connection
     if is_guarded and _ends_transaction(statement):
         _refuse(statement.strip()[:40])

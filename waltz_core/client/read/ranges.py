@@ -304,8 +304,8 @@ class ReaderConnection:
         timeout_s: float,
     ) -> ReadGrant:
         """Request the positions of a stretch's records; raises like `fetch`, and if unsupported."""
-        asked = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
-        answer, where = await self._range(partition_id, asked, PLACES, session_id, timeout_s)
+        larger = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
+        answer, where = await self._range(partition_id, larger, PLACES, session_id, timeout_s)
         if len(answer.lengths) != 4 * answer.count:
             raise errors.RemoteProtocolError(
                 f"{where}: found {len(answer.lengths) / 4:g} lengths with a count of {answer.count}"

@@ -357,7 +357,7 @@ async def by_partition(
     """Query all of them at once; raise the first error alone, not in a group."""
     try:
         async with asyncio.TaskGroup() as group:
-            asked = {int(each): group.create_task(ask(each)) for each in sorted(partition_ids)}
+            tasks = {int(each): group.create_task(ask(each)) for each in sorted(partition_ids)}
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    return {partition: task.result() for partition, task in asked.items()}
+    return {partition: task.result() for partition, task in tasks.items()}

@@ -218,7 +218,7 @@ class _Batch(NamedTuple):
         """What it costs in the window."""
         return len(self.payload)
 
-    def tell(self, outcome: BatchOutcome) -> None:
+    def finish(self, outcome: BatchOutcome) -> None:
         """Pass the outcome to the writer."""
         if self.order is not None and np.isin(outcome.reasons, list(_TRANSIENT)).any():
             self.order.reported_count += 1
@@ -335,7 +335,7 @@ class Appends:
         if order is not None and order.reported_count != batch.processed_count:
             self.window.give(batch.row_count, batch.size_bytes)
             lost = BatchOutcome.uniform(batch.row_count, Reason.LOST, high_water_mark=BEFORE_FIRST)
-            batch.tell(lost)
+            batch.finish(lost)
             return
         token = self._next_token()
         self._parcels[token] = batch
@@ -385,7 +385,7 @@ class Appends:
         parcel = self._parcels.pop(token)
         if isinstance(parcel, _Batch):
             self.window.give(parcel.row_count, parcel.size_bytes)
-            parcel.tell(outcome)
+            parcel.finish(outcome)
         else:
             self._settle_rows(parcel, outcome)
         self._landed()
@@ -524,7 +524,7 @@ def error_of(partition_id: PartitionId, row: PendingRow, outcome: RowOutcome) ->
 
 
 def _kind(each: PendingRow | _Batch) -> tuple[bool, bool]:
-    """Tell if it is a batch, and if it goes alone."""
+    """Return whether it is a batch, and whether it is sent alone."""
     return isinstance(each, _Batch), isinstance(each, PendingRow) and each.follows is not None
 
 

@@ -33,9 +33,9 @@ class AuditEntry:
     `outcome` is "begun", "done" or "failed: " and the reason.
     """
 
-    who: str
+    user: str
     begun_ms: int
-    what: str
+    command: str
     outcome: str = BEGUN
     ended_ms: int | None = None
 
@@ -44,9 +44,9 @@ class AuditEntry:
         return strict_json.to_json(
             {
                 "format": _FORMAT,
-                "who": self.who[:TEXT_CHARACTERS_MAX],
+                "user": self.user[:TEXT_CHARACTERS_MAX],
                 "begun_ms": self.begun_ms,
-                "what": self.what[:TEXT_CHARACTERS_MAX],
+                "command": self.command[:TEXT_CHARACTERS_MAX],
                 "outcome": self.outcome[:TEXT_CHARACTERS_MAX],
                 "ended_ms": self.ended_ms,
             }
@@ -71,9 +71,9 @@ class AuditEntry:
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
-    "who": (str,),
+    "user": (str,),
     "begun_ms": (int,),
-    "what": (str,),
+    "command": (str,),
     "outcome": (str,),
     "ended_ms": (int, type(None)),
 }

@@ -155,7 +155,7 @@ class LoadBoard:
         await self._nodes.put_own(paths.load(server_id), encode_loads(loads), paths.loads)
 
     async def withdraw(self, server_id: ServerId) -> None:
-        """Remove this server's loads; raises like `tell`."""
+        """Remove this server's loads; raises like `publish`."""
         await self._nodes.remove(self._nodes.paths.load(server_id))
 
     async def read(

@@ -69,7 +69,7 @@ async def delete_tree(
 ) -> int:
     """Delete a root and everything below it; return the number of nodes (0: there was none).
 
-    `tell` receives how many of how many are deleted. Raises BadRequest for nodes of another
+    `on_progress` receives how many of how many are deleted. Raises BadRequest for nodes of another
     program, CoordinatorConflict if new ones appear as fast as they are deleted.
     """
     await _check_ours(znodes, root)

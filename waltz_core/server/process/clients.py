@@ -245,7 +245,9 @@ class Clients:
         if client.old_client is None:
             self._send(connection, client, effect.message)
         else:
-            translated = client.old_client.tell(effect.message, effect.question, self._loop.time())
+            translated = client.old_client.translate_answer(
+                effect.message, effect.question, self._loop.time()
+            )
             if translated is not None:
                 self._send_to_old_client(connection, client, translated)
         self._flow.answered(connection, effect.cost_bytes)
@@ -355,7 +357,7 @@ class Clients:
             return
         message = request.message
         if client.old_client is not None:
-            end = client.old_client.ask(message, self._loop.time())
+            end = client.old_client.note_request(message, self._loop.time())
             if end is not None:
                 self._end(connection, end.reason)
                 return

@@ -180,7 +180,9 @@ class HoleSearch:
         if found is None:
             return None
         if not found.is_confirmed:
-            self._starts = _NONE  # everything was searched in vain: do not repeat it for each hole
+            self._starts = (
+                _NONE  # everything was searched without a result: do not repeat it for each hole
+            )
         return found.transaction_id, found.offset
 
 
