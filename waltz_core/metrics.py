@@ -100,12 +100,7 @@ def _table() -> dict[str, Metric]:
         ("storage_failed_reads_total", counter, one, "reads that failed"),
         ("storage_damaged_transactions", gauge, one, "known and unreadable here"),
         ("storage_damage_found_transactions_total", counter, one, "found damaged here"),
-        (
-            "storage_damage_repaired_transactions_total",
-            counter,
-            one,
-            "repaired from other replicas",
-        ),
+        ("storage_damage_repaired_transactions_total", counter, one, "repaired from replicas"),
         ("storage_scrubbed_bytes_total", counter, one, "bytes of records verified by scrubs"),
         ("storage_scrub_passes_total", counter, one, "completely scrubbed logs"),
         ("storage_full_disks", gauge, (), "1 while appends are rejected: no space, else 0"),

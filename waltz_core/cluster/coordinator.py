@@ -220,8 +220,8 @@ class Coordinator:
     async def delete_cluster(self, on_progress: Callable[[int, int], None]) -> int:
         """Delete every node of the cluster, or its remains; return how many there were.
 
-        The caller must know that it is not needed any more. `on_progress` receives how many nodes of
-        how many are deleted.
+        The caller must know that it is not needed any more. `on_progress` receives how many nodes
+        of how many are deleted.
         """
         return await delete_tree(self._znodes, self.paths.root, on_progress)
 

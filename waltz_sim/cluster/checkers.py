@@ -19,7 +19,7 @@ from waltz_core.replication import session_events
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.work import Work, WorkResult
 from waltz_sim.guarantees.answer_guarantees import AnswerGuarantees
-from waltz_sim.guarantees.base import CheckerBase
+from waltz_sim.guarantees.checker_base import CheckerBase
 from waltz_sim.guarantees.bounds import Bounds
 from waltz_sim.guarantees.ledger import Ledger
 from waltz_sim.guarantees.locking import Locking

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from waltz_core.server.partition_events import Answer
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_clients import SimClient
-    from waltz_sim.guarantees.base import CheckerBase
+    from waltz_sim.guarantees.checker_base import CheckerBase
     from waltz_sim.guarantees.sessions import Sessions
     from waltz_sim.world.network import SimLink
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from waltz_core.records.record import SessionId
     from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_storages import SimStorage
-    from waltz_sim.guarantees.base import CheckerBase
+    from waltz_sim.guarantees.checker_base import CheckerBase
 
 SECOND_US: Final = 1_000_000
 # How much one frame may exceed a limit.

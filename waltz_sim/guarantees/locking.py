@@ -18,7 +18,7 @@ from waltz_core.replication import session_events
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.servers import SimServer
-    from waltz_sim.guarantees.base import CheckerBase
+    from waltz_sim.guarantees.checker_base import CheckerBase
     from waltz_sim.guarantees.history import Operation
 
 # One lock of one table is checked every N steps of servers, and the whole table at the end.

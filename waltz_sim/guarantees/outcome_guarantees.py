@@ -24,7 +24,7 @@ from waltz_sim.guarantees.history import Operation, data_in
 if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.guarantees.answer_guarantees import AnswerGuarantees
-    from waltz_sim.guarantees.base import CheckerBase
+    from waltz_sim.guarantees.checker_base import CheckerBase
     from waltz_sim.guarantees.locking import Locking
     from waltz_sim.world.process import Process
 

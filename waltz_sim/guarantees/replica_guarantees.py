@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from waltz_core.storage.log.partition_log import PartitionLog
     from waltz_core.storage.service.work import Work, WorkOutcome, WorkResult
     from waltz_sim.cluster.simulated_storages import SimStorage
-    from waltz_sim.guarantees.base import CheckerBase
+    from waltz_sim.guarantees.checker_base import CheckerBase
     from waltz_sim.guarantees.sessions import Sessions
 
 HOME: Final = Path("/waltz/0")

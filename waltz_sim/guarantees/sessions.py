@@ -46,7 +46,7 @@ from waltz_core.wire.messages import (
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.servers import SimServer
-    from waltz_sim.guarantees.base import CheckerBase
+    from waltz_sim.guarantees.checker_base import CheckerBase
 
 _CHANGING = (AppendRaw, Engage, Repair, SetLowWaterMark, Truncate)
 
