@@ -19,8 +19,8 @@ from waltz_core.replication import session_events
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.work import Work, WorkResult
 from waltz_sim.guarantees.answer_guarantees import AnswerGuarantees
-from waltz_sim.guarantees.checker_base import CheckerBase
 from waltz_sim.guarantees.bounds import Bounds
+from waltz_sim.guarantees.evidence import Evidence
 from waltz_sim.guarantees.ledger import Ledger
 from waltz_sim.guarantees.locking import Locking
 from waltz_sim.guarantees.outcome_guarantees import Outcomes
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from waltz_sim.world.network import SimLink
 
 
-class Checks(CheckerBase):
+class Checks(Evidence):
     """All checkers, and their state."""
 
     def __init__(self, cluster: "SimCluster") -> None:

@@ -18,7 +18,7 @@ from waltz_core.replication import session_events
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.servers import SimServer
-    from waltz_sim.guarantees.checker_base import CheckerBase
+    from waltz_sim.guarantees.evidence import Evidence
     from waltz_sim.guarantees.history import Operation
 
 # One lock of one table is checked every N steps of servers, and the whole table at the end.
@@ -29,8 +29,8 @@ TABLE_EVERY: Final = 64
 class Locking:
     """Checks all lock tables."""
 
-    def __init__(self, base: "CheckerBase") -> None:
-        self._base = base
+    def __init__(self, evidence: "Evidence") -> None:
+        self._evidence = evidence
         self._writers: dict[int, list[int]] = {}  # lock -> the transactions that wrote it
         self._mark: dict[str, int] = {}  # by server: committed in its session
         self._given: dict[str, int] = {}  # by server: submitted to the store
@@ -85,9 +85,11 @@ class Locking:
         given = self._given_out(server)
         writer = self.last_writer(lock, mark)
         if estimate < writer:
-            self._base.fail("LockBound", f"{name} has lock {lock} at {estimate}, {writer} wrote it")
+            self._evidence.fail(
+                "LockBound", f"{name} has lock {lock} at {estimate}, {writer} wrote it"
+            )
         if estimate > given:
-            self._base.fail(
+            self._evidence.fail(
                 "ReserveHeld",
                 f"{name} has lock {lock} at {estimate}; the last assigned id is {given}, "
                 f"the log ends at {mark}",
@@ -106,4 +108,4 @@ class Locking:
         assert table is not None
         given = self._given_out(server)
         if table.false_refusal_probability(given) > 0:
-            self._base.fail("ReserveHeld", f"{name} has entries above {given}")
+            self._evidence.fail("ReserveHeld", f"{name} has entries above {given}")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_cluster import SimCluster
 
 
-class CheckerBase:
+class Evidence:
     """The shared state of the checkers of one world."""
 
     def __init__(self, cluster: "SimCluster") -> None:
