@@ -74,7 +74,7 @@ class AnswerGuarantees:
     """Checks all messages from servers to clients."""
 
     def __init__(self, evidence: "Evidence", sessions: "Sessions") -> None:
-        self._evidence = evidence
+        self._facts = evidence
         self._sessions = sessions
         # By server: the connection on which it answered each client's last mount.
         self._mounted: dict[str, dict[int, int]] = {}
@@ -133,7 +133,7 @@ class AnswerGuarantees:
         """Check a message that a server sends to a client."""
         message, name = answer.message, server.name
         if self._depends_on_the_log(message) and not self._in_step.get(name):
-            self._evidence.fail("GateCAS2", f"{name} sends {message} without an open session")
+            self._facts.fail("GateCAS2", f"{name} sends {message} without an open session")
         session = getattr(message, "session_id", None)
         if session is not None:
             self._check_session(name, message, SessionId(session))
@@ -173,13 +173,13 @@ class AnswerGuarantees:
         """7. GateCAS2: a server names only sessions that have opened."""
         allowed = self._sessions.opened if isinstance(message, _FINAL) else self._in_step[name]
         if session not in allowed:
-            self._evidence.fail(
+            self._facts.fail(
                 "GateCAS2", f"{name} sends {type(message).__name__} of session {session}"
             )
 
     def _check_mark(self, server: "SimServer", answer: "Answer", mark: int) -> None:
         """15. HwmMono on each connection, never beyond the log; rule 2."""
-        evidence, message = self._evidence, answer.message
+        evidence, message = self._facts, answer.message
         if mark > evidence.history.last:
             evidence.fail(
                 "HwmMono", f"{server.name} sends {mark}, the log ends at {evidence.history.last}"
@@ -201,43 +201,43 @@ class AnswerGuarantees:
     # ---- 21. NoRotServed
 
     def _check_feed(self, name: str, message: FeedBatch) -> None:
-        records = self._evidence.history.records
+        records = self._facts.history.records
         first, stop = message.first, message.first + message.count
         size = RECORD_HEADER.size
         wanted = b"".join(record[8:size] for record in records[first:stop])
         if stop > len(records) or bytes(message.headers) != wanted:
-            self._evidence.fail("NoRotServed", f"{name} feeds wrong headers in {first}..{stop - 1}")
+            self._facts.fail("NoRotServed", f"{name} feeds wrong headers in {first}..{stop - 1}")
         if message.chain_at != BEFORE_FIRST and not self._is_chain(message):
-            self._evidence.fail("NoRotServed", f"{name} feeds a wrong chain at {message.chain_at}")
+            self._facts.fail("NoRotServed", f"{name} feeds a wrong chain at {message.chain_at}")
 
     def _is_chain(self, message: FeedBatch) -> bool:
-        known = self._evidence.history.chains.get(message.chain_at)
+        known = self._facts.history.chains.get(message.chain_at)
         return known in (None, bytes(message.chain))
 
     def _check_range(self, name: str, message: RangeData) -> None:
-        records, data = self._evidence.history.records, bytes(message.records)
+        records, data = self._facts.history.records, bytes(message.records)
         size, at = RECORD_HEADER.size, 0
         for _ in range(message.count):
             place = int.from_bytes(data[at : at + 8], "big")
             if not 0 <= place < len(records):
-                self._evidence.fail("NoRotServed", f"{name} sends {place}, which is not in the log")
+                self._facts.fail("NoRotServed", f"{name} sends {place}, which is not in the log")
             record = records[place]
             wanted = record if message.form == RangeForm.WHOLE else record[:size]
             if data[at : at + len(wanted)] != wanted:
-                self._evidence.fail("NoRotServed", f"{name} sends a wrong record at {place}")
+                self._facts.fail("NoRotServed", f"{name} sends a wrong record at {place}")
             at += len(wanted)
         if at != len(data):
-            self._evidence.fail("NoRotServed", f"{name} sends {len(data)} bytes, not {at}")
-        self._evidence.counts["read"] += message.count
+            self._facts.fail("NoRotServed", f"{name} sends {len(data)} bytes, not {at}")
+        self._facts.counts["read"] += message.count
 
     def _check_data(self, name: str, message: TransactionDataResponse) -> None:
-        place, records = message.transaction_id, self._evidence.history.records
+        place, records = message.transaction_id, self._facts.history.records
         found, _ = message.result
         if found is None:
             return
         if not 0 <= place < len(records) or bytes(found) != data_in(records[place]):
-            self._evidence.fail("NoRotServed", f"{name} sends wrong data for {place}")
-        self._evidence.count("read alone")
+            self._facts.fail("NoRotServed", f"{name} sends wrong data for {place}")
+        self._facts.count("read alone")
 
     def _check_result(self, name: str, message: AppendResult) -> None:
         """Check that a lock conflict names a committed transaction; it may have waited for that."""
@@ -246,16 +246,16 @@ class AnswerGuarantees:
         if Reason.LOCK not in reasons:
             return
         if claimed is not None and claimed not in self._in_step[name]:
-            self._evidence.count("follower of another session refused")
+            self._facts.count("follower of another session refused")
         conflicts = memoryview(message.conflicting).cast("B")
         for row, reason in enumerate(reasons):
             if reason != Reason.LOCK:
                 continue
             conflict = int.from_bytes(conflicts[8 * row : 8 * row + 8], "big", signed=True)
-            if conflict > self._evidence.history.last:
-                self._evidence.fail("OutcomeTruth", f"{name} rejects for {conflict}, not final")
+            if conflict > self._facts.history.last:
+                self._facts.fail("OutcomeTruth", f"{name} rejects for {conflict}, not final")
             if conflict > self._mark_before.get(name, BEFORE_FIRST):
-                self._evidence.count("lock wait")
+                self._facts.count("lock wait")
 
     def _check_order(self, name: str, connection: int, message: AppendResult) -> None:
         """Check that no row commits after a lost row of the same mount (rule 3)."""
@@ -263,7 +263,7 @@ class AnswerGuarantees:
         key = req_id.client_id, connection
         lost = self._lost.get(key)
         if lost is not None and lost < req_id.sequence and Reason.COMMITTED in reasons:
-            self._evidence.fail("Overtaken", f"{name} reports {req_id} committed, {lost} was lost")
+            self._facts.fail("Overtaken", f"{name} reports {req_id} committed, {lost} was lost")
         rows = [row for row, reason in enumerate(reasons) if reason in _LOSSES]
         if rows and lost is None:
             self._lost[key] = req_id.sequence + rows[0]
@@ -272,14 +272,14 @@ class AnswerGuarantees:
         """Count rejections on connections older than the client's current mount."""
         mounted = self._mounted.get(name, {}).get(message.req_id.client_id, connection)
         if connection < mounted and Reason.NOT_MOUNTED in bytes(message.reasons):
-            self._evidence.count("append on an older connection")
+            self._facts.count("append on an older connection")
 
     # ---- what clients send and receive
 
     def acknowledged(self, transaction_id: int) -> None:
         """Record that an application received an acknowledgement of this id."""
         if transaction_id > self._acknowledged[-1][1]:
-            self._acknowledged.append((self._evidence.world.now_ms, transaction_id))
+            self._acknowledged.append((self._facts.world.now_ms, transaction_id))
 
     def acknowledged_at(self, at_ms: int) -> int:
         """Return the highest id acknowledged by a time; calls must not go back in time."""
@@ -294,9 +294,9 @@ class AnswerGuarantees:
         if (
             isinstance(message, _MARK_REQUESTS)
             and server in self._open
-            and self._mark[server] < self._evidence.history.last
+            and self._mark[server] < self._facts.history.last
         ):
-            self._evidence.count("mark requested from an old owner")
+            self._facts.count("mark requested from an old owner")
         owed = self._owed.setdefault((client.name, link.number), {})
         if isinstance(message, AppendFollowing) and message.session_id != NO_SESSION:
             self._claims[message.req_id] = SessionId(message.session_id)
@@ -316,16 +316,16 @@ class AnswerGuarantees:
             return
         question, known, before = found
         if isinstance(message, FlushResponse):
-            self._evidence.count("flushed")
+            self._facts.count("flushed")
             left = [each for each in before if each in owed]
             if left:
-                self._evidence.fail("Flush", f"{client.name} is answered before {left}")
+                self._facts.fail("Flush", f"{client.name} is answered before {left}")
         elif isinstance(message, ReplicasResponse):
             assert isinstance(question, ReplicasRequest)
             if question.linearizable:
-                self._evidence.count("proven mark")
+                self._facts.count("proven mark")
                 if message.high_water_mark < known:
-                    self._evidence.fail(
+                    self._facts.fail(
                         "StaleMark",
                         f"{client.name} receives {message.high_water_mark}, {known} was "
                         "acknowledged before its request",

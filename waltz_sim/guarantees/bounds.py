@@ -36,7 +36,7 @@ class Bounds:
     """Checks all limits."""
 
     def __init__(self, evidence: "Evidence") -> None:
-        self._evidence = evidence
+        self._facts = evidence
         self._times: dict[tuple[str, str], deque[int]] = {}
         self._unanswered: dict[tuple[SessionId, str], dict[int, int]] = {}
 
@@ -45,12 +45,12 @@ class Bounds:
     def tried(self, actor: str, what: str, limit: int) -> None:
         """Count an attempt by a component, and fail when it tries too often."""
         times = self._times.setdefault((actor, what), deque())
-        now_us = self._evidence.world.now_us
+        now_us = self._facts.world.now_us
         times.append(now_us)
         while times[0] <= now_us - SECOND_US:
             times.popleft()
         if len(times) > limit:
-            self._evidence.fail("Bounded", f"{actor}: {len(times)} times {what} within a second")
+            self._facts.fail("Bounded", f"{actor}: {len(times)} times {what} within a second")
 
     def dialled(self, actor: str, peer: str) -> None:
         """Count a connection attempt."""
@@ -74,9 +74,9 @@ class Bounds:
         unanswered = self._unanswered.setdefault(key, {})
         unanswered[message.sequence] = len(message.records)
         total = sum(unanswered.values())
-        limit = self._evidence.cluster.store_limits.lag_bytes_max + FRAME_BYTES
+        limit = self._facts.cluster.store_limits.lag_bytes_max + FRAME_BYTES
         if total > limit:
-            self._evidence.fail("Bounded", f"{effect.replica} has {total} unanswered bytes")
+            self._facts.fail("Bounded", f"{effect.replica} has {total} unanswered bytes")
 
     def received(self, session: "SessionId", replica: str, answer: StorageMessage) -> None:
         """Subtract the bytes that a replica has answered."""
@@ -86,18 +86,18 @@ class Bounds:
 
     def worked(self, storage: "SimStorage") -> None:
         """Check the queue of a storage."""
-        lag_bytes_max = self._evidence.cluster.store_limits.lag_bytes_max
+        lag_bytes_max = self._facts.cluster.store_limits.lag_bytes_max
         service = storage.service
         if service is None:
             return
         # The lag counts record bytes; the queue also counts the rest of each request.
         limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES)
         if service.queued_bytes - REQUEST_BYTES * service.queued_count > limit:
-            self._evidence.fail("Bounded", f"{storage.name}: {service.queued_bytes} bytes queued")
+            self._facts.fail("Bounded", f"{storage.name}: {service.queued_bytes} bytes queued")
 
     def stepped(self, server: "SimServer") -> None:
         """Check the queues of a server."""
-        partition, limits = server.partition, self._evidence.cluster.limits
+        partition, limits = server.partition, self._facts.cluster.limits
         if partition is None:
             return
         pipeline = partition.pipeline
@@ -112,4 +112,4 @@ class Bounds:
             self._too_much(server, f"{fetches} fetches, {fetches_max} allowed")
 
     def _too_much(self, server: "SimServer", what: str) -> None:
-        self._evidence.fail("Bounded", f"{server.name}: {what}")
+        self._facts.fail("Bounded", f"{server.name}: {what}")

@@ -30,7 +30,7 @@ class Locking:
     """Checks all lock tables."""
 
     def __init__(self, evidence: "Evidence") -> None:
-        self._evidence = evidence
+        self._facts = evidence
         self._writers: dict[int, list[int]] = {}  # lock -> the transactions that wrote it
         self._mark: dict[str, int] = {}  # by server: committed in its session
         self._given: dict[str, int] = {}  # by server: submitted to the store
@@ -85,11 +85,11 @@ class Locking:
         given = self._given_out(server)
         writer = self.last_writer(lock, mark)
         if estimate < writer:
-            self._evidence.fail(
+            self._facts.fail(
                 "LockBound", f"{name} has lock {lock} at {estimate}, {writer} wrote it"
             )
         if estimate > given:
-            self._evidence.fail(
+            self._facts.fail(
                 "ReserveHeld",
                 f"{name} has lock {lock} at {estimate}; the last assigned id is {given}, "
                 f"the log ends at {mark}",
@@ -108,4 +108,4 @@ class Locking:
         assert table is not None
         given = self._given_out(server)
         if table.false_refusal_probability(given) > 0:
-            self._evidence.fail("ReserveHeld", f"{name} has entries above {given}")
+            self._facts.fail("ReserveHeld", f"{name} has entries above {given}")

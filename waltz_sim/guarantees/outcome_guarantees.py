@@ -38,7 +38,7 @@ class Outcomes:
     def __init__(
         self, evidence: "Evidence", answers: "AnswerGuarantees", locking: "Locking"
     ) -> None:
-        self._evidence = evidence
+        self._facts = evidence
         self._answers = answers
         self._locking = locking
         self._marks: dict[str, int] = {}
@@ -49,12 +49,12 @@ class Outcomes:
 
     def exposed(self, last: TransactionId, chain: Chain) -> None:
         """1. AckUnique: a component exposes that the log reaches an id with this chain."""
-        for transaction_id in self._evidence.history.exposed(last, chain):
+        for transaction_id in self._facts.history.exposed(last, chain):
             self._in_the_log(transaction_id)
 
     def submitted(self, chain: Chain) -> None:
         """16. NotAhead: no row was computed from rows that are not in the log."""
-        history = self._evidence.history
+        history = self._facts.history
         for place, row in enumerate(history.nodes[chain].rows, history.nodes[chain].first):
             operation = history.operations.get(row.number)
             if operation is None:
@@ -62,13 +62,13 @@ class Outcomes:
             if operation.session_id != NO_SESSION:
                 self._check_followed(operation, chain, place)
             elif operation.mark > history.last:
-                self._evidence.fail(
+                self._facts.fail(
                     "NotAhead", f"{operation} is accepted, the log ends at {history.last}"
                 )
 
     def _check_followed(self, operation: Operation, chain: Chain, place: int) -> None:
         """Followed: a dependent append's predecessors have the expected ids, in one session."""
-        evidence, history = self._evidence, self._evidence.history
+        evidence, history = self._facts, self._facts.history
         session_id = history.nodes[chain].session_id
         if operation.session_id != session_id:
             evidence.fail("Followed", f"{operation} is accepted in session {session_id}")
@@ -86,7 +86,7 @@ class Outcomes:
 
     def _check_all_reported(self, operation: Operation, chain: Chain) -> None:
         """Followed: its author was notified of every later row that wrote one of its locks."""
-        history = self._evidence.history
+        history = self._facts.history
         reported = {transaction_id for transaction_id, _ in operation.followed}
         locks = {*operation.write, *operation.read}
         for transaction_id in range(operation.state_mark + 1, operation.mark + 1):
@@ -95,13 +95,13 @@ class Outcomes:
             if writer is None or transaction_id in reported:
                 continue
             if not locks.isdisjoint((*writer.write, *writer.append)):
-                self._evidence.fail(
+                self._facts.fail(
                     "Followed", f"{operation} was not notified of {writer} at {transaction_id}"
                 )
 
     def _in_the_log(self, transaction_id: int) -> None:
         """11. OutcomeTruth, 12. AtMostOnce, 16. NotAhead, 17. LockSerial."""
-        evidence, history = self._evidence, self._evidence.history
+        evidence, history = self._facts, self._facts.history
         self._since_us[transaction_id] = evidence.world.now_us
         operation = history.operations.get(history.log[transaction_id].number)
         if operation is None:
@@ -114,7 +114,7 @@ class Outcomes:
             evidence.fail("AtMostOnce", f"{operation} is also at {transaction_id}")
         operation.transaction_id = transaction_id
         self._check_serial(operation, transaction_id)
-        self._evidence.ledger.take(transaction_id, operation.data)
+        self._facts.ledger.take(transaction_id, operation.data)
 
     def _check_serial(self, operation: Operation, transaction_id: int) -> None:
         """17. LockSerial and 16. NotAhead, by the author's real mark (rule 2)."""
@@ -122,13 +122,13 @@ class Outcomes:
         for lock in (*operation.write, *operation.read):
             writer = last_writer(lock, transaction_id)
             if writer > operation.mark:
-                self._evidence.fail(
+                self._facts.fail(
                     "LockSerial",
                     f"{transaction_id} with lock {lock} at mark {operation.mark}, written at "
                     f"{writer}",
                 )
         if operation.mark >= transaction_id:
-            self._evidence.fail("NotAhead", f"{transaction_id} was computed at {operation.mark}")
+            self._facts.fail("NotAhead", f"{transaction_id} was computed at {operation.mark}")
         self._locking.written(operation, transaction_id)
 
     # ---- clients
@@ -141,27 +141,25 @@ class Outcomes:
     def died(self, client: "Process") -> None:
         """Mark the pending operations of a client that died."""
         self.followers.pop(client.name, None)
-        for operation in self._evidence.history.operations.values():
+        for operation in self._facts.history.operations.values():
             if operation.client == client.name and not operation.outcome:
                 operation.outcome = "gone"
 
     def mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
         """15. HwmMono: a client's mark never goes back, nor beyond the log."""
         if mark < self._marks[client.name]:
-            self._evidence.fail(
-                "HwmMono", f"{client.name}: {mark} after {self._marks[client.name]}"
-            )
+            self._facts.fail("HwmMono", f"{client.name}: {mark} after {self._marks[client.name]}")
         self._not_beyond(client, mark)
         self._marks[client.name] = mark
 
     def _not_beyond(self, client: "SimClient", mark: int) -> None:
-        last = self._evidence.history.last
+        last = self._facts.history.last
         if mark > last:
-            self._evidence.fail("HwmMono", f"{client.name} received {mark}, the log ends at {last}")
+            self._facts.fail("HwmMono", f"{client.name} received {mark}, the log ends at {last}")
 
     def settled(self, client: "SimClient", effect: stream_events.ParcelSettled) -> None:
         """11. OutcomeTruth: each outcome that an application receives is true."""
-        evidence, outcome = self._evidence, effect.outcome
+        evidence, outcome = self._facts, effect.outcome
         assert isinstance(outcome.reasons, np.ndarray)
         for operation, transaction_id, reason, conflict in zip(
             evidence.cluster.workload.operations_of(effect.token),
@@ -178,21 +176,21 @@ class Outcomes:
         self._not_beyond(client, outcome.high_water_mark)
 
     def _reported_committed(self, operation: Operation, transaction_id: int) -> None:
-        history = self._evidence.history
+        history = self._facts.history
         if transaction_id > history.last or (
             history.log[transaction_id].number != operation.number
         ):
-            self._evidence.fail("OutcomeTruth", f"{operation} was reported as {transaction_id}")
+            self._facts.fail("OutcomeTruth", f"{operation} was reported as {transaction_id}")
         operation.outcome = "ok"
         self._answers.acknowledged(transaction_id)
 
     def _reported_rejected(self, operation: Operation, reason: Reason, conflict: int) -> None:
         if operation.transaction_id >= 0:
-            self._evidence.fail("OutcomeTruth", f"{operation} is in the log, got {reason!r}")
-        if reason == Reason.LOCK and conflict > self._evidence.history.last:
-            self._evidence.fail("OutcomeTruth", f"rejected for {conflict}, which is not final")
+            self._facts.fail("OutcomeTruth", f"{operation} is in the log, got {reason!r}")
+        if reason == Reason.LOCK and conflict > self._facts.history.last:
+            self._facts.fail("OutcomeTruth", f"rejected for {conflict}, which is not final")
         if reason == Reason.AHEAD and self._is_reached(operation):
-            self._evidence.fail("OutcomeTruth", f"{operation} was not AHEAD, but rejected (rule 3)")
+            self._facts.fail("OutcomeTruth", f"{operation} was not AHEAD, but rejected (rule 3)")
         operation.outcome = "no"
 
     def _is_reached(self, operation: Operation) -> bool:
@@ -203,11 +201,11 @@ class Outcomes:
     def refused(self, client: "SimClient", token: int, error: WaltzError) -> None:
         """11. OutcomeTruth, for a parcel without an outcome: unknown, or certainly not sent."""
         is_unknown = isinstance(error, OutcomeUnknown)
-        self._evidence.count("reported unknown" if is_unknown else "reported not sent")
-        for operation in self._evidence.cluster.workload.operations_of(token):
+        self._facts.count("reported unknown" if is_unknown else "reported not sent")
+        for operation in self._facts.cluster.workload.operations_of(token):
             operation.outcome = "unknown" if is_unknown else "no"
             if not is_unknown and operation.transaction_id >= 0:
-                self._evidence.fail("OutcomeTruth", f"{operation} is in the log, got {error}")
+                self._facts.fail("OutcomeTruth", f"{operation} is in the log, got {error}")
 
     def context_ended(self, operation: Operation, result: TransactionId | Exception | None) -> None:
         """11. OutcomeTruth, for an attempt of a context: its id, or the reason for its failure."""
@@ -222,7 +220,7 @@ class Outcomes:
 
     def fed(self, client: "SimClient", effect: stream_events.Fed) -> None:
         """13. Dense and 14. ClientPrefix."""
-        evidence, log = self._evidence, self._evidence.history.log
+        evidence, log = self._facts, self._facts.history.log
         if effect.first != client.fed + 1:
             evidence.fail("Dense", f"{client.name} received {effect.first} after {client.fed}")
         heads = list(_HEAD.iter_unpack(effect.headers))
@@ -235,5 +233,5 @@ class Outcomes:
 
     def are_all_fed(self) -> bool:
         """25. Converged: every client that follows the feed has reached its end."""
-        last = self._evidence.history.last
+        last = self._facts.history.last
         return all(each.fed == last for each in self.followers.values())

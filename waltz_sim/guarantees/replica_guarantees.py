@@ -82,7 +82,7 @@ class ReplicaGuarantees:
     """Checks all replicas that ever held the partition."""
 
     def __init__(self, evidence: "Evidence", sessions: "Sessions") -> None:
-        self._evidence = evidence
+        self._facts = evidence
         self._sessions = sessions
         self.durable: dict[str, Durable] = {}
         # The highest id that was answered as synced and not truncated since.
@@ -108,7 +108,7 @@ class ReplicaGuarantees:
             self._cut(storage, log, cutting)
         kept = self.kept.get(storage.name, BEFORE_FIRST)
         if log.synced_max < kept and not log.suspect:
-            self._evidence.fail(
+            self._facts.fail(
                 "PromiseMono",
                 f"{storage.name} had synced {kept}, restarts with {log.synced_max} and is "
                 "not suspect",
@@ -119,13 +119,11 @@ class ReplicaGuarantees:
         """21. NoRotServed: records that count after a crash are complete, before any read."""
         if storage.name in self.rotten or log.suspect or log.damaged:
             return
-        operations = self._evidence.history.operations
+        operations = self._facts.history.operations
         for place, data in enumerate(self.data_on(storage)):
             operation = operations.get(int.from_bytes(data[:NUMBER_BYTES], "big"))
             if operation is None or operation.data != data:
-                self._evidence.fail(
-                    "NoRotServed", f"{storage.name} counts a torn record at {place}"
-                )
+                self._facts.fail("NoRotServed", f"{storage.name} counts a torn record at {place}")
 
     def rolled_back(self, storage: "SimStorage") -> None:
         """Note that a fault has restored an older disk of a replica: its promises are lost."""
@@ -147,7 +145,7 @@ class ReplicaGuarantees:
             return _NOTHING
         message, log = work.requests[0].message, work.log
         if isinstance(message, Truncate) and message.session_id == log.promised:
-            self._cutting[storage.name] = _Cut(message.last_to_keep, self._evidence.history.last)
+            self._cutting[storage.name] = _Cut(message.last_to_keep, self._facts.history.last)
         if isinstance(message, SetLowWaterMark):
             return Before(synced_max=log.synced_max)
         if isinstance(message, AppendRaw) and _is_catch_up(message):
@@ -170,11 +168,11 @@ class ReplicaGuarantees:
                 self._cut(storage, work.log, self._cutting[storage.name])
             elif isinstance(message, Repair):
                 is_live = work.log.is_engaged(SessionId(message.session_id))
-                self._evidence.counts["damage repaired live"] += is_live
-                self._evidence.count("damage repaired")
+                self._facts.counts["damage repaired live"] += is_live
+                self._facts.count("damage repaired")
             else:
                 self._answered(storage, outcome)
-        self._evidence.counts["scrub found damage"] += work.piece is not None and bool(result.found)
+        self._facts.counts["scrub found damage"] += work.piece is not None and bool(result.found)
         if work.requests:
             self._check_durable(storage.name, work.log)
         self._work_count += 1
@@ -182,17 +180,17 @@ class ReplicaGuarantees:
             self.look_at(storage, work.log)
 
     def _refused(self, storage: "SimStorage", message: object, error: WaltzError) -> None:
-        self._evidence.counts[f"nack {type(message).__name__}"] += 1
+        self._facts.counts[f"nack {type(message).__name__}"] += 1
         if isinstance(message, Truncate) and not isinstance(error, DiskFailed):
             self._cutting.pop(storage.name, None)
         if isinstance(error, NoSpace):
-            self._evidence.count("NO_SPACE")
+            self._facts.count("NO_SPACE")
         if isinstance(message, Truncate) and isinstance(error, DataLoss):
             # The storage's own check rejected it; no server may rely on that.
             if storage.name in self.rotten:
-                self._evidence.count("a rotten log was not cut")
+                self._facts.count("a rotten log was not cut")
                 return
-            self._evidence.fail("NoCutCommitted", f"{storage.name} rejected a truncation: {error}")
+            self._facts.fail("NoCutCommitted", f"{storage.name} rejected a truncation: {error}")
 
     def _appended(
         self, storage: "SimStorage", log: "PartitionLog", message: AppendRaw, before: Before
@@ -206,18 +204,18 @@ class ReplicaGuarantees:
             holds[entry.chain] = entry.last
             known = self._chain_of.setdefault((entry.last, entry.session_id), entry.chain)
             if known != entry.chain:
-                self._evidence.fail(
+                self._facts.fail(
                     "LogMatching", f"{entry.last} of {entry.session_id} has two chains ({name})"
                 )
         self.kept[name] = log.synced_max
         if before.segment_count and len(segments_of(storage)) > before.segment_count:
-            self._evidence.count("segment roll during recovery")
+            self._facts.count("segment roll during recovery")
 
     def _marked(self, storage: "SimStorage", message: SetLowWaterMark, before: Before) -> None:
         """10. LwmFull."""
         self._check_identity(storage, "a mark")
         if message.mark != before.synced_max:
-            self._evidence.fail(
+            self._facts.fail(
                 "LwmFull", f"{storage.name}: mark {message.mark} at {before.synced_max}"
             )
 
@@ -225,15 +223,15 @@ class ReplicaGuarantees:
         """9. NoCutCommitted: no truncated row was, with the same chain, in the log."""
         keep = cut.keep
         self._cutting.pop(storage.name, None)
-        chains = self._evidence.history.chains
+        chains = self._facts.history.chains
         holds = self._holds.get(storage.name, {})
         for chain, last in [each for each in holds.items() if each[1] > keep]:
             is_acked = last <= cut.acked and chains.get(last) == chain
             if is_acked and storage.name not in self.rotten:
-                self._evidence.fail("NoCutCommitted", f"{storage.name} keeps {keep}, cuts {last}")
+                self._facts.fail("NoCutCommitted", f"{storage.name} keeps {keep}, cuts {last}")
             del holds[chain]
         if keep < log.slot.low_water_mark:
-            self._evidence.fail(
+            self._facts.fail(
                 "NoCutCommitted", f"{storage.name} keeps {keep} of {log.slot.low_water_mark}"
             )
         self._check_identity(storage, "a truncation")
@@ -248,12 +246,12 @@ class ReplicaGuarantees:
             for entry in outcome.lineage:
                 if self._is_made_up(storage.name, entry):
                     continue
-                if self._evidence.history.node_at(entry.chain, entry.last) is None:
-                    self._evidence.fail("NoRotServed", f"{storage.name} sends an unknown {entry}")
+                if self._facts.history.node_at(entry.chain, entry.last) is None:
+                    self._facts.fail("NoRotServed", f"{storage.name} sends an unknown {entry}")
         elif isinstance(outcome, Prepared):
             assert storage.engine is not None
             if outcome.storage_id != storage.engine.storage_id:
-                self._evidence.fail("Identity", f"{storage.name} answers with another storage's id")
+                self._facts.fail("Identity", f"{storage.name} answers with another storage's id")
 
     def _is_made_up(self, name: str, entry: LineageEntry) -> bool:
         """Whether a batch may be a substitute for others whose entries were unreadable."""
@@ -262,9 +260,9 @@ class ReplicaGuarantees:
     def _check_identity(self, storage: "SimStorage", what: str) -> None:
         """22. Identity: only the registered disk is changed."""
         assert storage.engine is not None
-        registered = self._evidence.cluster.coordinator.storage_ids.get(storage.replica)
+        registered = self._facts.cluster.coordinator.storage_ids.get(storage.replica)
         if registered not in (None, storage.engine.storage_id):
-            self._evidence.fail("Identity", f"{storage.name} has accepted {what}, with another id")
+            self._facts.fail("Identity", f"{storage.name} has accepted {what}, with another id")
 
     def _check_durable(self, name: str, log: "PartitionLog") -> None:
         """3. PromiseMono."""
@@ -278,9 +276,9 @@ class ReplicaGuarantees:
             or now.last_session < before.last_session
             or now.confirmed_mark < before.confirmed_mark
         ):
-            self._evidence.fail("PromiseMono", f"{name}: {before}, then {now}")
+            self._facts.fail("PromiseMono", f"{name}: {before}, then {now}")
         if now.last_session > now.promised:
-            self._evidence.fail("PromiseMono", f"{name}: {now}")
+            self._facts.fail("PromiseMono", f"{name}: {now}")
         self.durable[name] = now
         self._sessions.bound(name, now.promised, now.last_session)
 
@@ -288,7 +286,7 @@ class ReplicaGuarantees:
 
     def check_range(self, name: str, answer: RangeBytes) -> None:
         """21. NoRotServed: records read from a replica are those that were sent to replicas."""
-        nodes = self._evidence.history
+        nodes = self._facts.history
         records = bytes(answer.records)
         end = 0
         is_whole = answer.form == RangeForm.WHOLE
@@ -299,7 +297,7 @@ class ReplicaGuarantees:
                 return
             node = nodes.node_at(entry.chain, entry.last)
             if node is None:
-                self._evidence.fail("NoRotServed", f"{name} has an unknown batch: {entry}")
+                self._facts.fail("NoRotServed", f"{name} has an unknown batch: {entry}")
             starts = (0, *node.ends)
             first = max(answer.first, entry.first) - entry.first
             stop = min(answer.first + answer.count - 1, entry.last) - entry.first + 1
@@ -309,12 +307,12 @@ class ReplicaGuarantees:
                 size = RECORD_HEADER.size
                 wanted = b"".join(node.records[at : at + size] for at in starts[first:stop])
             if records[end : end + len(wanted)] != wanted:
-                self._evidence.fail(
+                self._facts.fail(
                     "NoRotServed", f"{name} sends wrong records in {entry.first}..{entry.last}"
                 )
             end += len(wanted)
         if end != len(records):
-            self._evidence.fail("NoRotServed", f"{name} sends {len(records)} bytes, not {end}")
+            self._facts.fail("NoRotServed", f"{name} sends {len(records)} bytes, not {end}")
 
     def look_at(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """24. Fixed: up to its low-water mark a replica has the rows of the history."""
@@ -322,7 +320,7 @@ class ReplicaGuarantees:
             return
         if storage.name not in self._sessions.engaged_now:
             return
-        mark = min(log.confirmed_low_water_mark, self._evidence.history.last)
+        mark = min(log.confirmed_low_water_mark, self._facts.history.last)
         self.check_records(storage, mark)
 
     def bytes_of(self, storage: "SimStorage") -> int:
@@ -342,16 +340,16 @@ class ReplicaGuarantees:
 
     def check_records(self, storage: "SimStorage", last: int) -> None:
         """24. Fixed: compare the bytes of all records up to an id with the history."""
-        wanted = b"".join(self._evidence.history.records[: last + 1])
+        wanted = b"".join(self._facts.history.records[: last + 1])
         found = b"".join(
             storage.disk.content(path)[SEGMENT_HEADER_BYTES:] for path in segments_of(storage)
         )
         if found[: len(wanted)] == wanted:
             return
         at = 0
-        for place, record in enumerate(self._evidence.history.records[: last + 1]):
+        for place, record in enumerate(self._facts.history.records[: last + 1]):
             if found[at : at + len(record)] != record:
-                self._evidence.fail("Fixed", f"{storage.name} has a wrong record at {place}")
+                self._facts.fail("Fixed", f"{storage.name} has a wrong record at {place}")
             at += len(record)
 
 

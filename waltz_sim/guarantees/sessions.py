@@ -80,7 +80,7 @@ class Sessions:
     """Checks all store sessions of the partition."""
 
     def __init__(self, evidence: "Evidence") -> None:
-        self._evidence = evidence
+        self._facts = evidence
         self.is_rewritten = False  # a fault has changed ZooKeeper's data
         self.claims: dict[SessionId, Claimed] = {}
         self.opened: dict[SessionId, PartitionMetadata] = {}  # by the second compare-and-set
@@ -119,19 +119,19 @@ class Sessions:
         if self.is_rewritten:
             if after.states:
                 self.opened[after.session_id] = after
-                self._last_at_open.setdefault(after.session_id, self._evidence.history.last)
+                self._last_at_open.setdefault(after.session_id, self._facts.history.last)
             return
         if after.session_id == before.session_id:
             self._check_states(server, before, after, marker)
         else:
             self._check_claim(server, before, after, marker)
-        version = self._evidence.cluster.coordinator.metadata_version
+        version = self._facts.cluster.coordinator.metadata_version
         if version != self._version + 1:
             self._bad(f"version {self._version}, then {version}")
         self._version = version
 
     def _bad(self, text: str) -> None:
-        self._evidence.fail("MetaShape", text)
+        self._facts.fail("MetaShape", text)
 
     def _check_claim(
         self,
@@ -151,14 +151,14 @@ class Sessions:
         self._nonces[marker.nonce] = session
         self.claims[session] = Claimed(server, marker.nonce, after.states)
         if before.session_id in self.opened and before.session_id not in self._submitted:
-            self._evidence.count("session with 0 appends")
+            self._facts.count("session with 0 appends")
         if len(self._tried.get(session, ())) > 1:
-            self._evidence.count("nonce mismatch")
+            self._facts.count("nonce mismatch")
         claimants = self._last_claimants
         if not claimants or claimants[-1] != server:
             claimants.append(server)
             if claimants[-3:-2] == [server]:
-                self._evidence.count("owner bounce")
+                self._facts.count("owner bounce")
 
     def _check_states(
         self,
@@ -184,16 +184,16 @@ class Sessions:
         self._check_closed(claim, after)
         for name in engaged:
             if self._last_session.get(name, NO_SESSION) < session:
-                self._evidence.fail(
+                self._facts.fail(
                     "EngagedOnly", f"{name} is written as engaged in {session}, its mark is not set"
                 )
         if not ever:
             self._check_former(claim, session)
         elif len(engaged) > len(ever):
-            self._evidence.count("late join")
+            self._facts.count("late join")
         ever.update(dict.fromkeys(engaged))
         self.opened[session] = after
-        self._last_at_open.setdefault(session, self._evidence.history.last)
+        self._last_at_open.setdefault(session, self._facts.history.last)
 
     def _check_former(self, claim: Claimed, session: SessionId) -> None:
         """A session opens only when a quorum of the former assignment has its mark (2.1 G)."""
@@ -239,13 +239,13 @@ class Sessions:
         """4. SingleWriter, 7. GateCAS2: a replica has synced batches written in a session."""
         claim = self.claims.get(session)
         if (claim is None or claim.nonce != nonce) and not self.is_rewritten:
-            self._evidence.fail(
+            self._facts.fail(
                 "SingleWriter", f"{name} accepts appends of {session} from another server"
             )
         for entry in lineage:
             is_open = session in self.opened or self.is_rewritten
             if entry.session_id == session and not is_open:
-                self._evidence.fail(
+                self._facts.fail(
                     "GateCAS2", f"{name} has an append of {session}, which is not open"
                 )
             self._synced.setdefault(entry.chain, {})[name] = None
@@ -262,7 +262,7 @@ class Sessions:
     def received(self, session: SessionId, replica: str, answer: StorageMessage) -> None:
         """Record a storage's answer that the owner receives."""
         if isinstance(answer, Prepared):
-            coordinator = self._evidence.cluster.coordinator
+            coordinator = self._facts.cluster.coordinator
             registered = coordinator.storage_ids.get(ReplicaId(replica))
             # An answer may predate the replacement of the storage at this address.
             former = coordinator.former_ids.get(ReplicaId(replica), ())
@@ -281,7 +281,7 @@ class Sessions:
         answered = [name for name in claim.engaged if (session, name) in self._prepared]
         known = self._known(session, claim)
         if len(known) < len(answered) and len(claim.engaged) - len(known) >= claim.quorum:
-            self._evidence.count("undecidable wait")
+            self._facts.count("undecidable wait")
 
     def _known(self, session: SessionId, claim: Claimed) -> list[int]:
         """Return the last ids of the trusted engaged replicas."""
@@ -299,7 +299,7 @@ class Sessions:
         if isinstance(message, SetLowWaterMark):
             self._check_mark(session, message.mark)
         if isinstance(message, Engage) and effect.replica not in self.ever_engaged.get(session, ()):
-            self._evidence.fail(
+            self._facts.fail(
                 "EngagedOnly", f"{effect.replica} is notified that it is engaged in {session}"
             )
         if isinstance(message, AppendRaw):
@@ -312,10 +312,10 @@ class Sessions:
         if not lasts:
             return
         if session not in self.opened:
-            self._evidence.fail("GateCAS2", f"{server.name} appends to {session}, not open yet")
-        late = lasts[-1] > self._evidence.history.last
+            self._facts.fail("GateCAS2", f"{server.name} appends to {session}, not open yet")
+        late = lasts[-1] > self._facts.history.last
         if late and replica not in self.ever_engaged[session]:
-            self._evidence.fail("EngagedOnly", f"{replica} is sent {lasts[-1]} in {session}")
+            self._facts.fail("EngagedOnly", f"{replica} is sent {lasts[-1]} in {session}")
 
     def _decide(self, session: SessionId) -> Decided:
         """5. FenceFirst and the formula of 6. DecisionCovers, computed independently."""
@@ -324,23 +324,21 @@ class Sessions:
             return found
         claim = self.claims.get(session)
         if claim is None:
-            self._evidence.fail("SingleWriter", f"session {session} acts without a claim")
+            self._facts.fail("SingleWriter", f"session {session} acts without a claim")
         engaged, quorum = claim.engaged, claim.quorum
         unfenced = [name for name in engaged if self._promised.get(name, NO_SESSION) < session]
         if engaged and len(unfenced) >= quorum:
-            self._evidence.fail(
-                "FenceFirst", f"{session} decides, {unfenced} may still acknowledge"
-            )
+            self._facts.fail("FenceFirst", f"{session} decides, {unfenced} may still acknowledge")
         known = self._known(session, claim)
         unknown_count = len(engaged) - len(known)
         least = BEFORE_FIRST
         if engaged:
             if unknown_count >= quorum:
-                self._evidence.fail("DecisionCovers", f"{session} decides on {known} alone")
+                self._facts.fail("DecisionCovers", f"{session} decides on {known} alone")
             known.sort(reverse=True)
             least = TransactionId(known[quorum - unknown_count - 1])
         if unknown_count:
-            self._evidence.count("U>0")
+            self._facts.count("U>0")
         decided = self.decided[session] = Decided(least, unknown_count)
         return decided
 
@@ -365,13 +363,13 @@ class Sessions:
         """6. DecisionCovers, for a mark that a session uses."""
         known = self._marks.get(session)
         if known is not None and mark != known:
-            self._evidence.fail("DecisionCovers", f"{session} uses mark {known}, then {mark}")
+            self._facts.fail("DecisionCovers", f"{session} uses mark {known}, then {mark}")
         if known is not None:
             return  # The log may have grown since, in this session.
         self._marks[session] = mark
-        decided, last = self._decide(session), self._evidence.history.last
+        decided, last = self._decide(session), self._facts.history.last
         if mark < decided.least or mark < last:
-            self._evidence.fail(
+            self._facts.fail(
                 "DecisionCovers",
                 f"{session} uses mark {mark}; {decided.least} may be acknowledged, "
                 f"{last} is in the log",
@@ -384,7 +382,7 @@ class Sessions:
         if self.is_rewritten:
             return
         if session not in self.opened:
-            self._evidence.fail("GateCAS2", f"{server.name} submits to {session}, not open yet")
+            self._facts.fail("GateCAS2", f"{server.name} submits to {session}, not open yet")
         self._submitted[session] = None
 
     def stepped(self, server: "SimServer", effect: session_events.Effect) -> None:
@@ -395,7 +393,7 @@ class Sessions:
                 claim = self.claims.get(metadata.session_id)
                 is_new = marker.nonce not in tried
                 if is_new and claim is not None and claim.nonce != marker.nonce:
-                    self._evidence.count("nonce mismatch")
+                    self._facts.count("nonce mismatch")
                 tried[marker.nonce] = None
             case session_events.SessionOpened() if self.is_rewritten:
                 self._check_covers(effect)
@@ -410,36 +408,36 @@ class Sessions:
             case session_events.Committed():
                 self._committed(effect)
             case session_events.MarkUnproved():
-                self._evidence.count("unproved mark")
+                self._facts.count("unproved mark")
             case _:
                 pass
 
     def _check_open(self, session: SessionId, what: str) -> None:
         if session not in self.opened:
-            self._evidence.fail("GateCAS2", f"{what} of session {session} before it is open")
+            self._facts.fail("GateCAS2", f"{what} of session {session} before it is open")
 
     def _session_opened(self, server: "SimServer", effect: session_events.SessionOpened) -> None:
         """4. SingleWriter, 6. DecisionCovers, 7. GateCAS2."""
         session = effect.session_id
         self._check_open(session, "SessionOpened")
-        self._evidence.count("session opened")
+        self._facts.count("session opened")
         self._check_mark(session, effect.high_water_mark)
         self._check_covers(effect)
         writer = self.claims[session].server
         if writer != server.name:
-            self._evidence.fail("SingleWriter", f"{writer} and {server.name} in {session}")
+            self._facts.fail("SingleWriter", f"{writer} and {server.name} in {session}")
 
     def _check_covers(self, effect: session_events.SessionOpened) -> None:
         """6. DecisionCovers, for the rows acknowledged to applications."""
-        last = self._last_at_open.get(effect.session_id, self._evidence.history.last)
+        last = self._last_at_open.get(effect.session_id, self._facts.history.last)
         if effect.high_water_mark < last:
-            self._evidence.fail(
+            self._facts.fail(
                 "DecisionCovers",
                 f"{effect.session_id} opens at {effect.high_water_mark}, "
-                f"{self._evidence.history.last} is in the log",
+                f"{self._facts.history.last} is in the log",
             )
-        if effect.high_water_mark > self._evidence.history.last:
-            self._evidence.count("doubt in the log")
+        if effect.high_water_mark > self._facts.history.last:
+            self._facts.count("doubt in the log")
 
     def _committed(self, effect: session_events.Committed) -> None:
         """2. AckQuorum: on disks. 8. EngagedOnly: in answers that the owner may have counted."""
@@ -449,12 +447,12 @@ class Sessions:
         engaged = self.ever_engaged[session]
         holders = [name for name in self._synced.get(effect.chain, ()) if name in engaged]
         if len(holders) < quorum:
-            self._evidence.fail("AckQuorum", f"{last} of {session} is on {holders} only")
+            self._facts.fail("AckQuorum", f"{last} of {session} is on {holders} only")
         voters = [
             name for name in engaged if self._reached.get((session, name), BEFORE_FIRST) >= last
         ]
         if len(voters) < quorum:
-            self._evidence.fail(
+            self._facts.fail(
                 "EngagedOnly",
                 f"{last} of {session}: of {list(engaged)} only {voters} have answered",
             )
