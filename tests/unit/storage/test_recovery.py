@@ -10,6 +10,7 @@ from tests.unit.storage.logs import (
     KEY,
     ROOT,
     make_batches,
+    make_run,
     make_segments,
     new_disk,
     open_segment,
@@ -390,6 +391,47 @@ def test_what_was_promised_before_an_originals_session_is_not_promised_in_it():
     written(disk, [3], promised=4, nonce=bytes([7] * 16), original_sequence=3)
     slot = opened(disk, info=INFO._replace(session_id=5, sequence=9))[1].slot
     assert slot.promise == Promise(5)
+
+
+def test_an_intent_that_is_older_than_the_records_of_an_original_is_dropped():
+    """0.13 ignores it, and acknowledges records that follow those that were to be cut."""
+    disk = new_disk()
+    intent = TruncateIntent(2, None)
+    _, records, _ = written(disk, [3, 2], [4], acked=1, truncate=intent, original_sequence=3)
+    info = INFO._replace(session_id=5, low_water_mark=8, local_low_water_mark=8, sequence=9)
+    segments, slots = opened(disk, info=info)
+    assert content(segments) == records
+    assert (slots.slot.truncate, slots.slot.suspect) == (None, False)
+
+
+def test_an_adoption_that_is_interrupted_anywhere_keeps_the_records_of_an_original():
+    """Only its session shows that it has written; the slot must not have that session too soon."""
+    for step in range(1, 80):
+        disk = new_disk()
+        _, records, _ = make_segments(disk, [3], [2])
+        SlotFile.create(disk, ROOT, Slot(2, original_sequence=9, promised=4, last_session=4))
+        segment = open_segment(disk, 3)
+        more, lengths = make_run(5, [20] * 4)
+        segment.append(lengths, more)
+        segment.sync()
+        segment.close()
+        info = INFO._replace(session_id=5, low_water_mark=4, local_low_water_mark=4, sequence=9)
+        disk.plan(disk.step_count + step, DiskFault.POWER_LOSS)
+        try:
+            opened(disk, info=info)
+        except PowerLoss:
+            interrupted = True
+        else:
+            interrupted = False
+        disk.power_loss(Survival.EVERYTHING, Random(step))
+        segments, slots = opened(disk, info=info)
+        assert content(segments) == records + more, step
+        slot = slots.slot
+        assert (slot.last_session, slot.low_water_mark, slot.suspect) == (5, 4, False)
+        if not interrupted:
+            assert step > 5
+            return
+    pytest.fail("it was never opened without a crash")
 
 
 # ---- a directory that is gone (rule 8)

@@ -18,7 +18,9 @@ Rules:
        this storage took from 0.13 servers: the slot is the newest then, and its marker is trusted.
        A provisional mark of such a server loses its session (`covering.py`, rule 1). The bounds
        follow from the IDs alone, however often the log was opened meanwhile: batches of an earlier
-       adoption with other bounds are made again.
+       adoption with other bounds are made again. 0.13 ignores batches and intents: an intent that
+       is older than its writes is dropped, and batches above the mark that the slot has must match
+       the records. So session and mark of 0.13 enter the slot last, when all records have batches.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
        that the directory has seen are rejected, and the replica is suspect. That is durable before
        anything else is written, since the next opening may not see that this one fell back. The
@@ -157,19 +159,26 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
 
 def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
     slot = slots.slot
-    if slot.is_overtaken(info) and info.session_id >= slot.last_session:
-        slot = replace(
-            slot.with_promise(slot.promise.at_least(info.session_id)),
-            last_session=info.session_id,
-            low_water_mark=info.low_water_mark,
-            provisional=None,
-        )
+    if slot.is_overtaken(info):
+        slot = replace(slot, truncate=None)  # 0.13 has decided since what is in the log
     elif slot.provisional is not None and slot.nonce == NO_NONCE:  # rule 4; owners have nonces
         slot = replace(slot, provisional=slot.provisional._replace(session_id=NO_SESSION))
     if slots.fell_back:
         slot = _without_promise(slot, max(slot.last_session, info.session_id))
     suspect = slot.suspect or slots.fell_back or (slot.dirty and not trust_fsync)
     return replace(slot, dirty=True, suspect=suspect)
+
+
+def _taken_over(slot: Slot, info: PartitionInfo) -> Slot:
+    """Return a slot with the session and the mark of 0.13 (rule 4)."""
+    if info.session_id < slot.last_session:
+        return slot
+    return replace(
+        slot.with_promise(slot.promise.at_least(info.session_id)),
+        last_session=info.session_id,
+        low_water_mark=info.low_water_mark,
+        provisional=None,
+    )
 
 
 def _without_promise(slot: Slot, seen: SessionId) -> Slot:
@@ -334,8 +343,11 @@ class _Opening:
         """Read the records after the marker, cut a torn tail, note damage (rule 2)."""
         lineage = segments.current.lineage
         after = lineage.place_of(TransactionId(self._marker + 1))
+        vouched = lineage.vouched(after)
+        if self._is_overtaken:  # 0.13 may have cut what was synced then
+            vouched = min(vouched, segments.last)
         # The marker moves at a roll, but not when a failure makes the log begin a new file.
-        self._vouched = max(self._marker, self._passed, lineage.vouched(after))
+        self._vouched = max(self._marker, self._passed, vouched)
         if self.slot.truncate is not None:
             # An entry above the cut is true, but does not count after the cut (rule 1).
             self._vouched = min(self._vouched, self.slot.truncate.last_to_keep)
@@ -508,7 +520,7 @@ class _Opening:
         marker = (
             Marker(end.last, end.chain) if end is not None else Marker(BEFORE_FIRST, GENESIS_CHAIN)
         )
-        slot = self.slot
+        slot = _taken_over(self.slot, self._info) if self._is_overtaken else self.slot
         if end is not None and end.session_id == MADE_UP:
             # No owner can compare this end with its log: let it cut the end and copy from there.
             # The same holds after a crash between making up batches and writing this slot.
