@@ -33,6 +33,7 @@ from waltz_core.storage.files.format import (
     TruncateIntent,
     segment_name,
 )
+from waltz_core.storage.files.record_search import SCAN_BYTES
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.log import log_recovery
 from waltz_core.storage.log.log_recovery import open_log
@@ -383,6 +384,21 @@ def test_a_directory_of_an_original_gets_batches_and_is_not_suspect():
     slot = slots.slot
     assert (slot.promised, slot.last_session, slot.low_water_mark) == (5, 5, 4)
     assert (slot.suspect, slot.original_sequence) == (False, 9)
+
+
+def test_a_transaction_of_an_original_that_is_larger_than_ours_is_no_torn_tail():
+    """0.13 has no limit, and acknowledges records above the mark of its last session."""
+    disk = new_disk()
+    make_segments(disk, [3])
+    segment = open_segment(disk)
+    more, lengths = make_run(3, [20, SCAN_BYTES, 20])
+    segment.append(lengths, more)
+    segment.sync()
+    disk.unlink(path_of(0, ".chn"))
+    info = INFO._replace(session_id=5, low_water_mark=2, local_low_water_mark=2, sequence=9)
+    segments, slots = opened(disk, info=info)
+    assert (segments.last, content(segments)[-len(more) :] == more) == (5, True)
+    assert (slots.slot.damaged, slots.slot.suspect) == ((), False)
 
 
 def test_what_was_promised_before_an_originals_session_is_not_promised_in_it():
