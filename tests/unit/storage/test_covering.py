@@ -14,6 +14,7 @@ from waltz_core.errors import BadRequest, DataLoss, DiskFailed, NoSpace
 from waltz_core.records import raw_records
 from waltz_core.records.record import (
     BEFORE_FIRST,
+    FRAME_BYTES_MAX,
     GENESIS_CHAIN,
     NO_SESSION,
     LineageEntry,
@@ -152,6 +153,21 @@ def test_batches_end_where_ids_and_mark_say_however_often_it_was_opened(empty):
     empty.crash()
     assert empty.log.max_id == 2_199
     assert not empty.log.suspect
+
+
+def test_batches_of_large_records_fit_into_a_frame(empty):
+    """Otherwise no replica could copy them."""
+    empty.run_0_13(1, BEFORE_FIRST, records(0, 900, bytes(20_000)))
+    sizes, first = [], 0
+    while first < 900:
+        read = empty.log.read_range(first, 899, 1, whole_batches=True)
+        sizes.append(len(read.records))
+        first = read.entries[-1].last + 1
+    assert sum(sizes) == 900 * 20_040
+    assert max(sizes) < FRAME_BYTES_MAX
+    assert min(sizes[:-1]) > FRAME_BYTES_MAX // 4
+    empty.crash()
+    assert len(empty.bounds()) == len(sizes)
 
 
 @pytest.mark.parametrize("count", [2, 7, 20])

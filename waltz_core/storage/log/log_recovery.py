@@ -17,10 +17,11 @@ Rules:
        an owner has left without batches (`UNBATCHED`), and for those that an earlier version of
        this storage took from 0.13 servers: the slot is the newest then, and its marker is trusted.
        A provisional mark of such a server loses its session (`covering.py`, rule 1). The bounds
-       follow from the IDs alone, however often the log was opened meanwhile: batches of an earlier
-       adoption with other bounds are made again. 0.13 ignores batches and intents: an intent that
-       is older than its writes is dropped, and batches above the mark that the slot has must match
-       the records. So session and mark of 0.13 enter the slot last, when all records have batches.
+       follow from IDs and lengths alone, however often the log was opened meanwhile: batches of an
+       earlier adoption with other bounds are made again. 0.13 ignores batches and intents: an
+       intent that is older than its writes is dropped, and batches above the mark that the slot has
+       must match the records. So session and mark of 0.13 enter the slot last, when all records
+       have batches.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
        that the directory has seen are rejected, and the replica is suspect. That is durable before
        anything else is written, since the next opening may not see that this one fell back. The
@@ -50,6 +51,7 @@ from typing import Final
 from waltz_core.errors import BadFormat, ChecksumMismatch, MissingSegment, WaltzError
 from waltz_core.records.record import (
     BEFORE_FIRST,
+    FRAME_BYTES_MAX,
     GENESIS_CHAIN,
     MADE_UP,
     NO_SESSION,
@@ -80,6 +82,9 @@ from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log.rebatching import chain_before, drop_batches, relink
 
 ADOPTED_BATCH_IDS: Final = 1024
+ADOPTED_BATCH_BYTES: Final = (
+    FRAME_BYTES_MAX // 2
+)  # a batch is copied to other replicas in one frame
 
 
 def open_log(
@@ -434,7 +439,7 @@ class _Opening:
                 first = entry.first
         while first <= end:
             entry = segments.entry_of(first)
-            if entry is None or entry.last != self._adopted_end(first, segments.last):
+            if entry is None or entry.last != self._adopted_end(segments, first, segments.last):
                 break
             first = TransactionId(entry.last + 1)
         return TransactionId(first - 1)
@@ -481,7 +486,7 @@ class _Opening:
             session_id, stamp_ms = MADE_UP, 0 if before is None else before.stamp_ms
         place = 0
         while first <= last:
-            end = self._adopted_end(first, last)
+            end = self._adopted_end(segments, first, last)
             while segments.all[place].last < end:
                 place += 1
             segment = segments.all[place]
@@ -495,11 +500,19 @@ class _Opening:
             first = TransactionId(end + 1)
         relink(segments)
 
-    def _adopted_end(self, first: TransactionId, last: TransactionId) -> TransactionId:
-        """Return where a batch from `first` on ends: before a 1024th ID, at the mark or the end."""
+    def _adopted_end(
+        self, segments: Segments, first: TransactionId, last: TransactionId
+    ) -> TransactionId:
+        """Return where a batch from `first` on ends: before a 1024th ID, at the mark or the end.
+
+        Or earlier, so that it fits into a frame.
+        """
         end = first - first % ADOPTED_BATCH_IDS + ADOPTED_BATCH_IDS - 1
         mark = self._info.low_water_mark
-        return TransactionId(min(end, last, mark if first <= mark else last))
+        end = TransactionId(min(end, last, mark if first <= mark else last))
+        with suppress(BadFormat, ChecksumMismatch):  # a wrong index: the bounds are then its own
+            return segments.fitting(first, end, ADOPTED_BATCH_BYTES)
+        return end
 
     # ---- the end
 
