@@ -11,8 +11,9 @@ NAMES = ("a:1", "b:1", "c:1")
 class Replica:
     """Writes down what it is asked."""
 
-    def __init__(self):
+    def __init__(self, unanswered_count=0):
         self.asked = []
+        self.unanswered_count = unanswered_count
 
     def ask(self, kind, *, now_ms, ticket):
         self.asked.append((kind, now_ms, ticket))
@@ -35,6 +36,16 @@ def test_a_quorum_proves_the_mark_that_was_committed_at_the_question():
     assert outbox == [MarkProved(7, 40)]
     proofs.vote(7, "b:1")
     assert outbox == [MarkProved(7, 40)]
+
+
+def test_a_replica_that_hangs_is_asked_no_more_before_it_answers():
+    proofs, _ = proving()
+    hanging = Replica(SessionLimits().lag_count_max)
+    proofs.begin(7, 40, [hanging], 1_000)
+    assert hanging.asked == []
+    hanging.unanswered_count -= 1
+    proofs.begin(8, 40, [hanging], 1_000)
+    assert len(hanging.asked) == 1
 
 
 def test_what_no_quorum_confirms_in_time_is_told_once():
