@@ -337,6 +337,15 @@ def test_a_log_without_its_beginning_is_refused():
         opened(disk)
 
 
+def test_a_file_with_a_name_beyond_all_ids_is_none_of_the_log():
+    disk = new_disk()
+    written(disk, [3])
+    for stray in ("9" * 19, str(1 << 63)):
+        disk.put(ROOT / f"{stray}.seg", b"stray")
+    segments, slots = opened(disk)
+    assert (segments.last, slots.slot.suspect) == (2, False)
+
+
 def test_files_without_their_segment_are_removed():
     disk = new_disk()
     _, records, _ = written(disk, [3])
