@@ -273,8 +273,10 @@ class Serving:
         """Call on a thread with exclusive use of a partition; serve it again afterwards.
 
         Raises:
+            UnknownPartition: the cluster has no such partition.
             Unavailable: it is served, and its session must not end for this.
         """
+        self._engine.check_exists(partition_id)
         async with self._alone[partition_id]:
             try:
                 if partition_id in self.logs:
