@@ -395,6 +395,41 @@ def test_a_directory_of_an_original_gets_batches_and_is_not_suspect():
     assert (slot.suspect, slot.original_sequence) == (False, 9)
 
 
+ADOPTED = INFO._replace(session_id=5, low_water_mark=11, local_low_water_mark=11, sequence=9)
+
+
+def adopted(spoil=lambda _disk: None):
+    """Return the batches and the slot of a 0.13 directory in which something may have rotted."""
+    disk = new_disk()
+    make_segments(disk, [6], [6])
+    for first in (0, 6):
+        disk.unlink(path_of(first, ".chn"))
+    spoil(disk)
+    segments, slots = opened(disk, info=ADOPTED)
+    return list(segments.entries_from(0)), slots.slot
+
+
+def test_a_record_that_has_rotted_before_it_was_adopted_changes_no_chain():
+    """Otherwise no replica could be made equal to this one, nor it to them."""
+    entries, slot = adopted(lambda disk: rot_record(disk, 0, 3))
+    assert (entries, slot.damaged, slot.suspect) == (adopted()[0], (IdRange(3, 3),), False)
+
+
+def test_a_record_of_which_not_even_the_checksum_is_left_makes_an_adopted_log_suspect():
+    def spoil(disk):
+        disk.flip(path_of(0, ".seg"), SEGMENT_HEADER_BYTES + 4 * RECORD_BYTES - 1)
+
+    entries, slot = adopted(spoil)
+    assert (slot.damaged, slot.suspect) == ((IdRange(3, 3),), True)
+    assert {one.session_id for one in entries} == {MADE_UP}
+    assert slot.low_water_mark == BEFORE_FIRST
+
+
+def test_an_index_that_has_rotted_before_a_log_is_adopted_is_made_again():
+    entries, slot = adopted(lambda disk: disk.flip(path_of(0, ".idx"), SEGMENT_HEADER_BYTES + 30))
+    assert (entries, slot.damaged, slot.suspect) == (adopted()[0], (), False)
+
+
 def test_a_transaction_of_an_original_that_is_larger_than_ours_is_no_torn_tail():
     """0.13 has no limit, and acknowledges records above the mark of its last session."""
     disk = new_disk()

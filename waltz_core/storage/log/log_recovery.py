@@ -49,12 +49,15 @@ from pathlib import Path
 from typing import Final
 
 from waltz_core.errors import BadFormat, ChecksumMismatch, MissingSegment, WaltzError
+from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     BEFORE_FIRST,
     FRAME_BYTES_MAX,
     GENESIS_CHAIN,
     MADE_UP,
     NO_SESSION,
+    RECORD_OVERHEAD_BYTES,
+    RECORD_PREFIX,
     Chain,
     LineageEntry,
     SessionId,
@@ -66,6 +69,7 @@ from waltz_core.storage.files.batch_checks import check_chain, entry_before
 from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.files.format import (
     NO_NONCE,
+    IdRange,
     LineageHeader,
     Marker,
     PartitionInfo,
@@ -376,10 +380,13 @@ class _Opening:
         self, segment: Segment, start: TransactionId, reach: TransactionId, *, is_last: bool
     ) -> None:
         found = segment.recover(start, reach, is_last=is_last)
-        for one in found.damaged:
-            self.slot = replace(self.slot, damaged=with_damage(self.slot.damaged, one))
+        self._note(found.damaged)
         if found.lost:
             self._suspect()
+
+    def _note(self, damaged: tuple[IdRange, ...]) -> None:
+        for one in damaged:
+            self.slot = replace(self.slot, damaged=with_damage(self.slot.damaged, one))
 
     # ---- batches
 
@@ -478,19 +485,14 @@ class _Opening:
         last_chain: Chain | None = None,
     ) -> None:
         """Make batches for first..last; the last one's chain is `last_chain` if that is known."""
-        # Batches of 0.13 never had a session here; others have lost theirs. Stamps never
-        # decrease: the preceding batch's is the nearest that is known.
-        session_id, stamp_ms = NO_SESSION, 0
-        if not self._adopting or self.slot.suspect:
-            before = entry_before(segments, first)
-            session_id, stamp_ms = MADE_UP, 0 if before is None else before.stamp_ms
         place = 0
         while first <= last:
             end = self._adopted_end(segments, first, last)
             while segments.all[place].last < end:
                 place += 1
             segment = segments.all[place]
-            crcs = segments.record_crcs(first, end) or bytes(4 * (end - first + 1))
+            crcs = self._crcs_of(segments, first, end)
+            session_id, stamp_ms = self._origin_of_made(segments, first)
             chain = next_chain(chain_before(segments, place), first, end, session_id, crcs)
             if end == last and last_chain is not None:
                 chain = last_chain
@@ -499,6 +501,45 @@ class _Opening:
             segment.sync()
             first = TransactionId(end + 1)
         relink(segments)
+
+    def _origin_of_made(self, segments: Segments, first: TransactionId) -> tuple[SessionId, int]:
+        """Return session and stamp of a batch that is made.
+
+        Batches of 0.13 never had a session here; others have lost theirs. Stamps never decrease:
+        the preceding batch's is the nearest that is known.
+        """
+        if self._adopting and not self.slot.suspect:
+            return NO_SESSION, 0
+        before = entry_before(segments, first)
+        return MADE_UP, 0 if before is None else before.stamp_ms
+
+    def _crcs_of(self, segments: Segments, first: TransactionId, last: TransactionId) -> bytes:
+        """Return the records' CRCs for a batch that is made.
+
+        An adopted record that has rotted is noted as damage; its CRC is the one that it states, as
+        on the other replicas. If that may have rotted, the replica is suspect.
+        """
+        crcs = segments.record_crcs(first, last)
+        if crcs is not None or not self._adopting:
+            return crcs or bytes(4 * (last - first + 1))
+        parts: list[bytes] = []
+        for each in map(TransactionId, range(first, last + 1)):
+            crc = segments.record_crcs(each, each)
+            if crc is None:
+                self._note(segments.diagnose(each))  # the index may be what is wrong
+                crc = segments.record_crcs(each, each)
+            parts.append(crc or self._stated_crc(segments, each))
+        return b"".join(parts)
+
+    def _stated_crc(self, segments: Segments, transaction_id: TransactionId) -> bytes:
+        record, _ = segments.read(transaction_id, transaction_id)
+        if len(record) >= RECORD_OVERHEAD_BYTES:
+            found, _, _, data_bytes, data_crc = RECORD_PREFIX.unpack_from(record)
+            data = memoryview(record)[RECORD_PREFIX.size : -4]
+            if (found, data_bytes) == (transaction_id, len(data)) and crc32(data) != data_crc:
+                return record[-4:]  # It is the data that has rotted, or its own CRC.
+        self._suspect()
+        return bytes(4)
 
     def _adopted_end(
         self, segments: Segments, first: TransactionId, last: TransactionId
@@ -510,9 +551,12 @@ class _Opening:
         end = first - first % ADOPTED_BATCH_IDS + ADOPTED_BATCH_IDS - 1
         mark = self._info.low_water_mark
         end = TransactionId(min(end, last, mark if first <= mark else last))
-        with suppress(BadFormat, ChecksumMismatch):  # a wrong index: the bounds are then its own
+        with suppress(ChecksumMismatch):
             return segments.fitting(first, end, ADOPTED_BATCH_BYTES)
-        return end
+        for segment in segments.all:  # a wrong index is made again
+            if segment.first <= end and first <= segment.last:
+                self._note(segment.recover(segment.first, segment.last, is_last=False).damaged)
+        return segments.fitting(first, end, ADOPTED_BATCH_BYTES)
 
     # ---- the end
 
