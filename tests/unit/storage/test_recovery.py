@@ -425,6 +425,19 @@ def test_a_record_of_which_not_even_the_checksum_is_left_makes_an_adopted_log_su
     assert slot.low_water_mark == BEFORE_FIRST
 
 
+def test_a_record_above_the_mark_of_an_original_that_has_rotted_is_no_torn_tail():
+    """Those behind it may have been acknowledged: the replica must not say that it has none."""
+    disk = new_disk()
+    _, records, _ = make_segments(disk, [12])
+    disk.unlink(path_of(0, ".chn"))
+    rot_record(disk, 0, 7)
+    disk.put(path_of(0, ".seg"), disk.content(path_of(0, ".seg"))[:-1])  # this one was torn
+    info = INFO._replace(session_id=5, low_water_mark=4, local_low_water_mark=4, sequence=9)
+    segments, slots = opened(disk, info=info)
+    assert (segments.last, slots.slot.damaged) == (10, (IdRange(7, 7),))
+    assert content(segments)[8 * RECORD_BYTES :] == records[8 * RECORD_BYTES : 11 * RECORD_BYTES]
+
+
 def test_an_index_that_has_rotted_before_a_log_is_adopted_is_made_again():
     entries, slot = adopted(lambda disk: disk.flip(path_of(0, ".idx"), SEGMENT_HEADER_BYTES + 30))
     assert (entries, slot.damaged, slot.suspect) == (adopted()[0], (), False)

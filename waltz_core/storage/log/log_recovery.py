@@ -21,7 +21,7 @@ Rules:
        earlier adoption with other bounds are made again. 0.13 ignores batches and intents: an
        intent that is older than its writes is dropped, and batches above the mark that the slot has
        must match the records. So session and mark of 0.13 enter the slot last, when all records
-       have batches.
+       have batches. Its records up to the last whole one count as synced: it has no marker.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
        that the directory has seen are rejected, and the replica is suspect. That is durable before
        anything else is written, since the next opening may not see that this one fell back. The
@@ -86,6 +86,7 @@ from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log.rebatching import chain_before, drop_batches, relink
 
 ADOPTED_BATCH_IDS: Final = 1024
+_TORN_RECORDS_MAX: Final = 4096  # that are read one by one at the end of a log of 0.13
 ADOPTED_BATCH_BYTES: Final = (
     FRAME_BYTES_MAX // 2
 )  # a batch is copied to other replicas in one frame
@@ -353,8 +354,10 @@ class _Opening:
         lineage = segments.current.lineage
         after = lineage.place_of(TransactionId(self._marker + 1))
         vouched = lineage.vouched(after)
-        if self._is_overtaken:  # 0.13 may have cut what was synced then
-            vouched = min(vouched, segments.last)
+        if self._is_overtaken:
+            # 0.13 may have cut what was synced then. It has no marker: records up to the last whole
+            # one may have been acknowledged, and it was stopped cleanly before a migration.
+            vouched = max(min(vouched, segments.last), self._last_whole(segments))
         # The marker moves at a roll, but not when a failure makes the log begin a new file.
         self._vouched = max(self._marker, self._passed, vouched)
         if self.slot.truncate is not None:
@@ -375,6 +378,16 @@ class _Opening:
             self._suspect()
         if self.slot.truncate is not None:
             segments.cut(*self.slot.truncate)  # Durable before the intent goes (`write_again`).
+
+    def _last_whole(self, segments: Segments) -> TransactionId:
+        """Return the last ID above the marker whose record is where the index has it."""
+        current = segments.current
+        lowest = max(current.first, self._marker + 1, current.last - _TORN_RECORDS_MAX)
+        for each in range(current.last, lowest - 1, -1):
+            with suppress(ChecksumMismatch):
+                if segments.record_crcs(TransactionId(each), TransactionId(each)) is not None:
+                    return TransactionId(each)
+        return BEFORE_FIRST
 
     def _recover(
         self, segment: Segment, start: TransactionId, reach: TransactionId, *, is_last: bool
@@ -533,7 +546,9 @@ class _Opening:
 
     def _stated_crc(self, segments: Segments, transaction_id: TransactionId) -> bytes:
         record, _ = segments.read(transaction_id, transaction_id)
-        if len(record) >= RECORD_OVERHEAD_BYTES:
+        # If its end has rotted, so has most likely the beginning of the next one.
+        has_next = transaction_id < segments.segment_end(transaction_id)
+        if has_next and len(record) >= RECORD_OVERHEAD_BYTES:
             found, _, _, data_bytes, data_crc = RECORD_PREFIX.unpack_from(record)
             data = memoryview(record)[RECORD_PREFIX.size : -4]
             if (found, data_bytes) == (transaction_id, len(data)) and crc32(data) != data_crc:
