@@ -425,6 +425,21 @@ def test_a_record_of_which_not_even_the_checksum_is_left_makes_an_adopted_log_su
     assert slot.low_water_mark == BEFORE_FIRST
 
 
+def test_a_sector_that_cannot_be_read_does_not_keep_an_adopted_log_closed():
+    disk = new_disk()
+    make_segments(disk, [200], [6])
+    for first in (0, 200):
+        disk.unlink(path_of(first, ".chn"))
+    place = SEGMENT_HEADER_BYTES + 90 * RECORD_BYTES
+    disk.make_unreadable(path_of(0, ".seg"), place, place)
+    marks = {"low_water_mark": 205, "local_low_water_mark": 205}
+    segments, slots = opened(disk, info=ADOPTED._replace(**marks))
+    (lost,) = slots.slot.damaged
+    assert (lost.first <= 90 <= lost.last, slots.slot.suspect) == (True, True)
+    assert {one.session_id for one in segments.entries_from(0)} == {MADE_UP}
+    assert segments.last == 205
+
+
 def test_a_record_above_the_mark_of_an_original_that_has_rotted_is_no_torn_tail():
     """Those behind it may have been acknowledged: the replica must not say that it has none."""
     disk = new_disk()

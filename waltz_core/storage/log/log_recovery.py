@@ -48,7 +48,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from waltz_core.errors import BadFormat, ChecksumMismatch, MissingSegment, WaltzError
+from waltz_core.errors import BadFormat, ChecksumMismatch, MissingSegment, ReadFailed, WaltzError
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     BEFORE_FIRST,
@@ -532,17 +532,28 @@ class _Opening:
         An adopted record that has rotted is noted as damage; its CRC is the one that it states, as
         on the other replicas. If that may have rotted, the replica is suspect.
         """
-        crcs = segments.record_crcs(first, last)
+        crcs: bytes | None = None
+        try:
+            crcs = segments.record_crcs(first, last)
+        except ReadFailed:
+            if not self._adopting:
+                raise
         if crcs is not None or not self._adopting:
             return crcs or bytes(4 * (last - first + 1))
-        parts: list[bytes] = []
-        for each in map(TransactionId, range(first, last + 1)):
-            crc = segments.record_crcs(each, each)
+        every = map(TransactionId, range(first, last + 1))
+        return b"".join(self._crc_of(segments, each) for each in every)
+
+    def _crc_of(self, segments: Segments, transaction_id: TransactionId) -> bytes:
+        try:
+            crc = segments.record_crcs(transaction_id, transaction_id)
             if crc is None:
-                self._note(segments.diagnose(each))  # the index may be what is wrong
-                crc = segments.record_crcs(each, each)
-            parts.append(crc or self._stated_crc(segments, each))
-        return b"".join(parts)
+                self._note(segments.diagnose(transaction_id))  # the index may be what is wrong
+                crc = segments.record_crcs(transaction_id, transaction_id)
+            return crc or self._stated_crc(segments, transaction_id)
+        except ReadFailed:
+            self._note((IdRange(transaction_id, transaction_id),))
+            self._suspect()
+            return bytes(4)
 
     def _stated_crc(self, segments: Segments, transaction_id: TransactionId) -> bytes:
         record, _ = segments.read(transaction_id, transaction_id)
