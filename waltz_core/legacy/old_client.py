@@ -154,7 +154,7 @@ class OldClientAdapter:
         answer = self._translated(message, question)
         if isinstance(answer, MountResponse | MountOutcome):
             partition_id = answer.req_id.partition_id
-            if partition_id not in self._mounts:
+            if partition_id not in self._mounts and not _is_of_no_partition(message):
                 self._ended_s[partition_id] = now_s
         return answer
 
@@ -266,6 +266,12 @@ class OldClientAdapter:
             return None
         self._ends_soon = True
         return EndConnection(error.message, MARK_WAIT_S)
+
+
+def _is_of_no_partition(message: ClientMessage) -> bool:
+    """Whether it rejects a partition that does not exist: of these nothing is kept."""
+    unknown = errors.UnknownPartition.code
+    return isinstance(message, ErrorResponse) and message.error_code == unknown
 
 
 def _data_not_found(message: TransactionDataResponse) -> TransactionDataResponse:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from waltz_core.errors import BadFormat
 from waltz_core.records.checksum import crc32, crc32_of_rows, crc32_of_run
 from waltz_core.records.record import (
+    FRAME_BYTES_MAX,
     RECORD_HEADER,
     RECORD_OVERHEAD_BYTES,
     RECORD_PREFIX,
@@ -69,6 +70,8 @@ assert FEED_HEADER_DTYPE.itemsize == FEED_HEADER_BYTES
 def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
     """Return the lengths of a run of `records_bytes` bytes, as int64.
 
+    Only a frame limits them: Waltz 0.13 has accepted transactions of any size.
+
     Raises:
         BadFormat: they are no int32 array, one is impossible, or they do not add up to the run.
     """
@@ -76,7 +79,7 @@ def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
         raise BadFormat(f"record lengths: expected 4 bytes each, found {len(packed)} in all")
     if 0 < len(packed) <= 4 * FEW:
         few = struct.unpack(f">{len(packed) // 4}i", packed)
-        possible = min(few) >= RECORD_OVERHEAD_BYTES and max(few) <= RECORD_BYTES_MAX
+        possible = min(few) >= RECORD_OVERHEAD_BYTES and max(few) <= FRAME_BYTES_MAX
         if possible and sum(few) == records_bytes:
             return np.array(few, dtype=np.int64)
     lengths: I64 = np.frombuffer(packed, dtype=">i4").astype(np.int64)
@@ -86,8 +89,8 @@ def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
             raise BadFormat(
                 f"record lengths: expected at least {RECORD_OVERHEAD_BYTES}, found {shortest}"
             )
-        if longest > RECORD_BYTES_MAX:
-            raise BadFormat(f"record lengths: expected at most {RECORD_BYTES_MAX}, found {longest}")
+        if longest > FRAME_BYTES_MAX:
+            raise BadFormat(f"record lengths: expected at most {FRAME_BYTES_MAX}, found {longest}")
     total = int(lengths.sum())
     if total != records_bytes:
         raise BadFormat(f"record lengths: add up to {total}, found {records_bytes} bytes")

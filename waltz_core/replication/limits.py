@@ -31,8 +31,9 @@ class SessionLimits:
     new one. `hold_ms_...`: how long a replica that rejected appends is left out.
     `lost_races_max`: number of sessions lost to other servers before the partition is released.
     `lag_bytes_max`: limit of unanswered appends to one replica, and of batches kept in memory for
-    slow ones. `range_bytes_max`: size of one copied stretch. `slow_append_ms`: appends that take an
-    engaged replica this long are reported; 0 for never.
+    slow ones; `lag_count_max`: how many requests and batches those may be, as each takes more
+    memory than its bytes. `range_bytes_max`: size of one copied stretch. `slow_append_ms`: appends
+    that take an engaged replica this long are reported; 0 for never.
     """
 
     first_retry_ms_max: int = 20
@@ -52,6 +53,7 @@ class SessionLimits:
     hold_ms_max: int = 60_000
     lost_races_max: int = 8
     lag_bytes_max: int = 16 * MIB
+    lag_count_max: int = 16_384
     range_bytes_max: int = 1 * MIB
     slow_append_ms: int = 0
 

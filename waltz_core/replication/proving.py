@@ -47,7 +47,10 @@ class Proving:
         deadline_ms = now_ms + self._limits.proof_ms_max
         self._proofs[token] = _Proof(Tally(self._assigned), mark, deadline_ms)
         for each in engaged:
-            each.ask(messages.Heartbeat, now_ms=now_ms, ticket=token)
+            if (
+                each.unanswered_count < self._limits.lag_count_max
+            ):  # one that hangs confirms nothing
+                each.ask(messages.Heartbeat, now_ms=now_ms, ticket=token)
 
     def vote(self, token: int, replica: ReplicaId) -> None:
         """A replica knows of no later session."""

@@ -134,6 +134,18 @@ class ReplicaSession:
         return self.stage in MARKED
 
     @property
+    def unanswered_count(self) -> int:
+        """How many requests have no answer yet."""
+        return len(self._requests)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much is unanswered that it should get no more appends."""
+        limits = self._limits
+        is_over = self.unanswered_bytes >= limits.lag_bytes_max
+        return is_over or len(self._requests) >= limits.lag_count_max
+
+    @property
     def oldest_ms(self) -> int | None:
         """When the oldest request without answer was sent."""
         first = next(iter(self._requests.values()), None)
@@ -188,7 +200,7 @@ class ReplicaSession:
         message = kind(self._session_id, self._sequence, self._partition_id, *fields)
         assert type(message) in _ANSWERS
         if isinstance(message, messages.AppendRaw):
-            self.unanswered_bytes += len(message.records)
+            self.unanswered_bytes += len(message.records) + len(message.locks)
         self._requests[self._sequence] = SessionRequest(message, now_ms, ticket)
         self._outbox.append(SendToReplica(self._session_id, self.replica, message))
 
@@ -212,7 +224,7 @@ class ReplicaSession:
                 f"found {type(answer).__name__}"
             )
         if isinstance(request.message, messages.AppendRaw):
-            self.unanswered_bytes -= len(request.message.records)
+            self.unanswered_bytes -= len(request.message.records) + len(request.message.locks)
         return request
 
     # -----------------------------------------------------------------------------------------

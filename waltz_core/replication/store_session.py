@@ -568,7 +568,7 @@ class StoreSession:
         window = self.window
         assert window is not None
         last = window.last if each.stage is _ENGAGED else window.committed
-        while each.next_id <= last and each.unanswered_bytes < self._limits.lag_bytes_max:
+        while each.next_id <= last and not each.is_behind:
             flight = window.at(each.next_id)
             if flight is None:
                 copied_last = min(window.committed, window.first - 1)
@@ -590,7 +590,8 @@ class StoreSession:
         committed = Committed(self.claim.session_id, window.committed, window.committed_chain)
         self._outbox.append(committed)
         needed = [each.next_id for each in self.replicas.values() if each.stage in MARKED]
-        window.trim(min(needed), self._limits.lag_bytes_max)
+        limits = self._limits
+        window.trim(min(needed), limits.lag_bytes_max, limits.lag_count_max)
 
     def _measure(self, each: ReplicaSession, sent_ms: int, now_ms: int) -> None:
         """Record an append's latency; report slow ones, at most once in `SLOW_REPORT_MS`."""

@@ -6,7 +6,7 @@ the same chain.
 Invariants:
     1. The kept batches are consecutive, without a gap, and end at `last`.
     2. A batch is not dropped before it is committed.
-    3. The bytes of committed batches that are kept are bounded by `trim`.
+    3. Bytes and number of committed batches that are kept are bounded by `trim`.
 """
 
 from collections import deque
@@ -96,7 +96,7 @@ class SessionWindow:
         flight = WindowBatch(entry, batch, before, now_ms, locks)
         self._flights[batch.first] = flight
         self._uncommitted.append(flight)
-        self._size_bytes += flight.size_bytes
+        self._size_bytes += flight.size_bytes + len(locks)
         self.in_flight_bytes += flight.size_bytes
         self.last = batch.last
         return flight
@@ -112,14 +112,15 @@ class SessionWindow:
         assert self.committed >= before
         return self.committed > before
 
-    def trim(self, needed_first: TransactionId, bytes_max: int) -> None:
-        """Drop committed batches that no replica needs any more, or that are over the limit."""
+    def trim(self, needed_first: TransactionId, bytes_max: int, count_max: int) -> None:
+        """Drop committed batches that no replica needs any more, or that are over a limit."""
         while self._flights:
             first = next(iter(self._flights))
             flight = self._flights[first]
             if flight.entry.last > self.committed:
                 return  # invariant 2
-            if flight.entry.last >= needed_first and self._size_bytes <= bytes_max:
+            is_kept = self._size_bytes <= bytes_max and len(self._flights) <= count_max
+            if flight.entry.last >= needed_first and is_kept:
                 return
             del self._flights[first]
-            self._size_bytes -= flight.size_bytes
+            self._size_bytes -= flight.size_bytes + len(flight.locks)

@@ -1,6 +1,7 @@
 """What an original is told of what our partitions say, state by state (docs/decisions/020)."""
 
 import struct
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -121,6 +122,22 @@ def test_where_a_partition_cannot_be_mounted_or_fed_it_is_not_ready(
 )
 def test_where_the_original_ends_the_connection_so_do_we(error: errors.WaltzError) -> None:
     assert refused(mounted(), messages.FeedRequest(req(1), 99), error) == EndConnection(str(error))
+
+
+def test_mounts_of_partitions_that_do_not_exist_take_no_memory() -> None:
+    original = OldClientAdapter(4)
+    unknown = errors.UnknownPartition("there is no partition 7: the cluster has 4, from 0 on")
+    tracemalloc.start()
+    try:
+        for number in range(20_000):
+            mount = messages.MountRequest(req(1, 7 + number), -1, 0)
+            assert original.ask(mount, 0.0) is None
+            answer = refused(original, mount, unknown)
+            assert answer == MountResponse(mount.req_id, NOT_READY)
+        kept_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept_bytes < 100_000
 
 
 def test_requests_that_the_original_cannot_stand_end_the_connection() -> None:

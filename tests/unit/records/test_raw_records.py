@@ -13,6 +13,7 @@ from waltz_core.errors import BadFormat
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
+    FRAME_BYTES_MAX,
     RECORD_HEADER,
     RECORD_PREFIX,
     ClientId,
@@ -190,11 +191,19 @@ def test_first_gap() -> None:
     assert raw_records.first_gap(records, lengths, TransactionId(3)) == 0
 
 
-@given(st.lists(st.integers(40, raw_records.RECORD_BYTES_MAX), max_size=9))
+@given(st.lists(st.integers(40, FRAME_BYTES_MAX), max_size=9))
 def test_lengths_round_trip(values: list[int]) -> None:
     packed = raw_records.lengths_to_wire(np.array(values, dtype=np.int64))
     assert packed == struct.pack(f">{len(values)}i", *values)
     assert raw_records.lengths_from_wire(packed, sum(values)).tolist() == values
+
+
+def test_a_record_of_the_original_may_be_larger_than_ours() -> None:
+    """Otherwise nobody could read it, and no replica copy it."""
+    length = raw_records.RECORD_BYTES_MAX + 1
+    packed = struct.pack(">i", length)
+    assert raw_records.lengths_from_wire(packed, length).tolist() == [length]
+    assert raw_records.lengths_from_wire(packed * 40, 40 * length).tolist() == [length] * 40
 
 
 @pytest.mark.parametrize(
@@ -202,7 +211,7 @@ def test_lengths_round_trip(values: list[int]) -> None:
     [
         ([47, 39], 86, "at least 40"),
         ([47, -1], 46, "at least 40"),
-        ([raw_records.RECORD_BYTES_MAX + 1], raw_records.RECORD_BYTES_MAX + 1, "at most"),
+        ([FRAME_BYTES_MAX + 1], FRAME_BYTES_MAX + 1, "at most"),
         ([47, 47], 95, "add up to 94, found 95"),
     ],
 )

@@ -11,11 +11,12 @@ NAMES = ("a:1", "b:1", "c:1")
 class Replica:
     """Writes down what it is asked."""
 
-    def __init__(self):
-        self.supplier = []
+    def __init__(self, unanswered_count=0):
+        self.requests = []
+        self.unanswered_count = unanswered_count
 
     def ask(self, kind, *, now_ms, ticket):
-        self.supplier.append((kind, now_ms, ticket))
+        self.requests.append((kind, now_ms, ticket))
 
 
 def proving():
@@ -27,7 +28,7 @@ def test_a_quorum_proves_the_mark_that_was_committed_at_the_question():
     proofs, outbox = proving()
     engaged = [Replica(), Replica()]
     proofs.begin(7, 40, engaged, 1_000)
-    assert [each.supplier for each in engaged] == [[(messages.Heartbeat, 1_000, 7)]] * 2
+    assert [each.requests for each in engaged] == [[(messages.Heartbeat, 1_000, 7)]] * 2
     proofs.vote(7, "a:1")
     proofs.vote(7, "a:1")
     assert outbox == []
@@ -35,6 +36,16 @@ def test_a_quorum_proves_the_mark_that_was_committed_at_the_question():
     assert outbox == [MarkProved(7, 40)]
     proofs.vote(7, "b:1")
     assert outbox == [MarkProved(7, 40)]
+
+
+def test_a_replica_that_hangs_is_asked_no_more_before_it_answers():
+    proofs, _ = proving()
+    hanging = Replica(SessionLimits().lag_count_max)
+    proofs.begin(7, 40, [hanging], 1_000)
+    assert hanging.requests == []
+    hanging.unanswered_count -= 1
+    proofs.begin(8, 40, [hanging], 1_000)
+    assert len(hanging.requests) == 1
 
 
 def test_what_no_quorum_confirms_in_time_is_told_once():

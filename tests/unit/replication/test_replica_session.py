@@ -116,7 +116,7 @@ def test_appends_follow_one_another_and_count_until_they_are_answered(one, outbo
     second = window.add(make_batch(2, [3], 7)._replace(locks=b"lock"), 5, 1)
     one.append_flight(first, 1)
     one.append_flight(second, 1)
-    size = first.size_bytes + second.size_bytes
+    size = first.size_bytes + second.size_bytes + len(second.locks)
     assert (one.next_id, one.next_chain, one.unanswered_bytes) == (3, window.chain, size)
     sent = outbox[-2].message
     assert (sent.first, sent.chain_before, sent.lineage) == (0, GENESIS_CHAIN, (first.entry,))
@@ -124,7 +124,21 @@ def test_appends_follow_one_another_and_count_until_they_are_answered(one, outbo
     assert second.locks
     request = one.take(wire.Appended(5, 1, 2, 1))
     one.appended(request.message, wire.Appended(5, 1, 2, 1))
-    assert (one.synced_last, one.unanswered_bytes) == (1, second.size_bytes)
+    assert one.synced_last == 1
+    assert one.unanswered_bytes == second.size_bytes + len(second.locks)
+
+
+@pytest.mark.parametrize("limits", [{"lag_count_max": 2}, {"lag_bytes_max": 90}])
+def test_a_replica_is_behind_when_too_much_or_too_many_are_unanswered(outbox, limits):
+    one = ReplicaSession("storage0:1", 5, 2, outbox=outbox, limits=SessionLimits(**limits))
+    marked(one)
+    window = SessionWindow(-1, GENESIS_CHAIN)
+    for first in (0, 1):
+        assert not one.is_behind
+        one.append_flight(window.add(make_batch(first, [1], 7), 5, 1), 1)
+    assert one.is_behind
+    one.take(wire.Appended(5, 1, 2, 0))
+    assert not one.is_behind
 
 
 @pytest.mark.parametrize("synced_max", [0, 3, 99])

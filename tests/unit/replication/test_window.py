@@ -58,7 +58,7 @@ def test_only_whole_batches_are_committed():
 def test_nothing_uncommitted_is_forgotten():
     window = filled(1, 1, 1)
     window.commit(0)
-    window.trim(99, 0)
+    window.trim(99, 0, 9)
     assert window.first == 1
     assert window.at(1) is not None
 
@@ -67,12 +67,30 @@ def test_what_somebody_needs_is_kept_up_to_the_limit():
     window = filled(1, 1, 1)
     size = window.at(0).size_bytes
     window.commit(2)
-    window.trim(1, 10 * size)
+    window.trim(1, 10 * size, 9)
     assert window.first == 1
-    window.trim(0, size)
+    window.trim(0, size, 9)
     assert window.first == 2
-    window.trim(3, size)
+    window.trim(3, size, 9)
     assert window.first == 3 == window.last + 1
+
+
+def test_batches_that_are_kept_count_with_their_locks_and_by_their_number():
+    """A batch of one small record takes a hundred times its bytes in memory."""
+    window = filled(1, 1)
+    flight = window.add(make_batch(2, [1], 7)._replace(locks=bytes(400)), 3, 100)
+    window.commit(2)
+    size_bytes = window.at(0).size_bytes + window.at(1).size_bytes + flight.size_bytes
+    window.trim(0, size_bytes + len(flight.locks), 3)
+    assert window.first == 0
+    window.trim(0, size_bytes + len(flight.locks) - 1, 3)
+    assert window.first == 1
+    window = filled(*[1] * 10)
+    window.commit(8)
+    window.trim(0, 1 << 20, 4)
+    assert window.first == 6
+    window.trim(0, 1 << 20, 0)
+    assert window.first == 9, "nothing in flight is dropped"
 
 
 def test_what_is_in_flight_is_told_in_order():

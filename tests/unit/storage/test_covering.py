@@ -1,6 +1,7 @@
 """A log whose records 0.13 has written: an owner's cut drops batches, and records stay."""
 
 import dataclasses
+import os
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,7 +12,15 @@ from tests.crash.test_adopted_crash import other_batches
 from tests.unit.storage.test_service import KEY, MoodyDisk
 from waltz_core.errors import BadRequest, DataLoss, DiskFailed, NoSpace
 from waltz_core.records import raw_records
-from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION, next_chain
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    FRAME_BYTES_MAX,
+    GENESIS_CHAIN,
+    NO_SESSION,
+    LineageEntry,
+    next_chain,
+)
+from waltz_core.storage.files.batch_checks import check_chain
 from waltz_core.storage.files.control_file import ControlFile, SlotFile
 from waltz_core.storage.files.format import NO_NONCE, UNBATCHED, Mark, Marker, Slot
 from waltz_core.storage.log import truncation
@@ -51,14 +60,21 @@ class World:
         self.control.close()
         self.open()
 
-    def run_0_13(self, session, mark, added):
-        """Have 0.13 open a session and append records behind the last one, then start again."""
+    def run_0_13(self, session, mark, added, *, cut_to=None):
+        """Have 0.13 open a session and append records behind the last one, then start again.
+
+        With `cut_to`, it cuts the log after that ID first.
+        """
         self.log.close()
         self.control.set_marks(0, session, mark, min(mark, self.log.max_id))
         self.control.close()
         directory = self.directory / "0"
         segment = max(directory.glob("*.seg"))
         index = segment.with_suffix(".idx")
+        if cut_to is not None:
+            places = np.frombuffer(index.read_bytes()[128:], dtype=">i8")
+            os.truncate(segment, int(places[cut_to + 1]))
+            os.truncate(index, 128 + 8 * (cut_to + 1))
         with segment.open("ab") as seg, index.open("ab") as idx:
             for one in added:
                 idx.write(np.array([seg.tell()], dtype=">i8").tobytes())
@@ -105,6 +121,22 @@ def append(world, fields):
     world.log.sync()
 
 
+def append_ours(world, session, mark, batches_count=1):
+    """Open a session of this version at the log's end, and append batches of five records."""
+    log = world.log
+    log.prepare(session, NONCE)
+    log.set_low_water_mark(session, mark, log.chain)
+    log.engage(session, mark)
+    for first in range(mark + 1, mark + 1 + 5 * batches_count, 5):
+        ours, chain = records(first, 5), log.chain
+        crcs = b"".join(one[-4:] for one in ours)
+        after = next_chain(chain, first, first + 4, session, crcs)
+        lengths = np.array([len(one) for one in ours], dtype=np.int64)
+        entry = LineageEntry(first, first + 4, session, 9, after)
+        log.append(session, first, lengths, b"".join(ours), chain, (entry,))
+        log.sync()
+
+
 def on_disk(world):
     """What the file has, counted or not."""
     return (world.directory / "0" / f"{0:019d}.seg").read_bytes()[128:]
@@ -121,6 +153,37 @@ def test_batches_end_where_ids_and_mark_say_however_often_it_was_opened(empty):
     empty.crash()
     assert empty.log.max_id == 2_199
     assert not empty.log.suspect
+
+
+def test_batches_of_large_records_fit_into_a_frame(empty):
+    """Otherwise no replica could copy them."""
+    empty.run_0_13(1, BEFORE_FIRST, records(0, 900, bytes(20_000)))
+    sizes, first = [], 0
+    while first < 900:
+        read = empty.log.read_range(first, 899, 1, whole_batches=True)
+        sizes.append(len(read.records))
+        first = read.entries[-1].last + 1
+    assert sum(sizes) == 900 * 20_040
+    assert max(sizes) < FRAME_BYTES_MAX
+    assert min(sizes[:-1]) > FRAME_BYTES_MAX // 4
+    empty.crash()
+    assert len(empty.bounds()) == len(sizes)
+
+
+@pytest.mark.parametrize("count", [2, 7, 20])
+def test_batches_of_records_that_0_13_has_replaced_are_made_again(empty, count):
+    """0.13 knows no batches: one of ours above the mark may be that of records that are gone."""
+    append_ours(empty, 1, BEFORE_FIRST)
+    append_ours(empty, 2, 4, batches_count=2)
+    last = 4 + count
+    empty.run_0_13(3, last, records(5, count, b"other"), cut_to=4)
+    read = empty.log.read_range(0, last, 1 << 20, whole_batches=True)
+    crcs = raw_records.record_crcs(read.records, read.lengths)
+    assert check_chain(read.entries, 0, GENESIS_CHAIN, crcs) is None
+    assert empty.bounds() == [(0, 4), (5, last)]
+    assert [one.session_id for one in read.entries] == [1, NO_SESSION]
+    assert not empty.log.suspect
+    assert empty.log.state().low_water_mark == last
 
 
 def test_a_mark_of_0_13_does_not_bind_an_owner(world):

@@ -1,8 +1,13 @@
-"""Connections that come before a storage knows its partitions."""
+"""Connections that come before a storage knows its partitions, and an end with a hanging disk."""
 
 import asyncio
 import itertools
+import subprocess
+import sys
 
+import pytest
+
+from tests.patience import HANG_S
 from waltz_core.storage.process.storage_daemon import StorageDaemon
 
 
@@ -35,3 +40,47 @@ def test_early_connections_are_admitted_in_order_and_closed_ones_never():
     daemon._looked()
     assert admitted == ["first", "second"]
     assert list(daemon._links.values()) == [first, second]
+
+
+HANGS = """
+import asyncio, sys, threading
+from uuid import UUID
+from waltz_core.config.declarations import StorageConfig
+from waltz_core.storage.files.room import Room
+from waltz_core.storage.process import storage_daemon
+from waltz_core.storage.process.storage_daemon import StaticCluster, StorageDaemon
+from waltz_core.storage.service.engine import Engine
+
+directory, what = sys.argv[1:]
+hangs = lambda *_: threading.Event().wait()
+storage_daemon.CLOSE_S_MAX = storage_daemon.ROOM_S_MAX = 0.2
+storage_daemon.CLOSE_LOGS_S_MAX = 2 if what == "room" else 0.2
+
+async def main():
+    config = StorageConfig(directory=directory, listen_host="127.0.0.1", port=0, admin_port=0)
+    daemon, stop = StorageDaemon(config, StaticCluster(UUID(int=1), 1, (0,)), None), asyncio.Event()
+
+    async def use():
+        if what == "room":
+            Room.free_bytes = hangs
+            health = await daemon.health()
+            print(health.details["disk_error"])
+        elif what == "close":
+            Engine.close = hangs
+        else:
+            storage_daemon.write_places = hangs
+        stop.set()
+
+    tasks = []
+    await daemon.serve(stop, lambda _: tasks.append(asyncio.create_task(use())))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("what", ["room", "close", "places"])
+def test_a_disk_that_hangs_does_not_keep_the_process_from_ending(tmp_path, what):
+    """The next process needs its locks; a thread that hangs on a disk may never return."""
+    command = [sys.executable, "-c", HANGS, str(tmp_path / "directory"), what]
+    ended = subprocess.run(command, timeout=HANG_S, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -1,5 +1,6 @@
 """What of a partition is done next, of all that waits."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -76,3 +77,7 @@ def test_requests_count_for_what_they_carry_or_ask_for():
     least = queue_bytes(OWNER.make(Heartbeat))
     assert queue_bytes(a_read()) == least + 100
     assert queue_bytes(OWNER.make(Repair, 0, bytes(8), bytes(70), 0)) == least + 78
+    append = Owner(1).append()
+    assert queue_bytes(append) == least + len(append.records) + len(append.lengths)
+    more = replace(append, locks=bytes(1_000), lineage=append.lineage * 3)
+    assert queue_bytes(more) == queue_bytes(append) + 1_000 + 2 * 256

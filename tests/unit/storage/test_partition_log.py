@@ -743,6 +743,21 @@ def test_a_failed_write_or_sync_cuts_what_was_not_acknowledged_and_goes_on_in_a_
     assert not world.log.suspect
 
 
+def test_a_batch_that_has_rotted_does_not_keep_a_new_segment_from_beginning(world):
+    """A part of the next batch is written then: an error would leave it in the log, without batch.
+
+    The log's end would be reported with the chain of an earlier one.
+    """
+    world.append([20])
+    path = world.directory / "0" / f"{0:019d}.chn"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    world.append([30])
+    assert [one.first for one in world.log._files.segments.all] == [0, 32]
+    assert world.log.slot.acked.transaction_id == 19
+    state = world.log.prepare(2, NONCE)
+    assert (state.synced_max, state.chain) == (49, world.log.chain_at(49))
+
+
 def test_what_cannot_be_cut_away_makes_the_replica_suspect(world):
     world.append([5])
     for what in ("sync", "truncate"):

@@ -150,6 +150,18 @@ def test_headers_are_those_of_the_records_and_stop_before_damage(log):
         log.reader.read_headers(6, 9, 1 << 20)
 
 
+def test_headers_of_large_records_come_in_several_answers(log, monkeypatch):
+    """Thousands of headers may be in gigabytes of records: the reader would give up first."""
+    monkeypatch.setattr(reading, "READ_BYTES", 2 * RECORD_BYTES)
+    monkeypatch.setattr(reading, "HEADERS_READ_BYTES_MAX", 3 * RECORD_BYTES)
+    read = log.reader.read_headers(1, 11, 1 << 20)
+    assert (read.first, read.record_count, read.entries[-1].last) == (1, 4, 4)
+    assert len(read.headers) == 4 * 28
+    monkeypatch.setattr(reading, "HEADERS_READ_BYTES_MAX", 1)
+    monkeypatch.setattr(reading, "READ_BYTES", 1)
+    assert log.reader.read_headers(1, 11, 1 << 20).record_count == 1
+
+
 def test_lineage_is_that_of_the_batches_that_touch(log):
     assert log.reader.lineage(4, 8) == (log.entries[0].chain, tuple(log.entries[1:]))
     assert log.reader.lineage(0, 0) == (GENESIS_CHAIN, (log.entries[0],))

@@ -205,6 +205,29 @@ def test_a_search_after_damage_takes_little_more_memory_than_it_reads_at_once():
     assert peak < 24 * MIB
 
 
+class Counted:
+    """A file that counts the bytes that are read."""
+
+    def __init__(self, content):
+        self.content = content
+        self.read_bytes = 0
+
+    def pread(self, size, offset):
+        found = self.content[offset : offset + size]
+        self.read_bytes += len(found)
+        return found
+
+
+def test_data_that_looks_like_many_long_records_costs_no_time():
+    forged = RECORD_PREFIX.pack(8, bytes(16), 7, 6 * MIB, 0)
+    records, _ = make_run(8, [100])
+    content = forged * 50 + records + bytes(7 * MIB)
+    file = Counted(content)
+    found = find_record(file, 0, 7, size=len(content), starts=NOWHERE)
+    assert found == (8, 50 * len(forged), False)
+    assert file.read_bytes < 2 * len(content)
+
+
 def test_what_the_disk_does_not_give_is_zeros_and_is_asked_for_once():
     disk = new_disk()
     content = Random(3).randbytes(20_000)

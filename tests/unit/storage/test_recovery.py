@@ -10,6 +10,7 @@ from tests.unit.storage.logs import (
     KEY,
     ROOT,
     make_batches,
+    make_run,
     make_segments,
     new_disk,
     open_segment,
@@ -32,6 +33,7 @@ from waltz_core.storage.files.format import (
     TruncateIntent,
     segment_name,
 )
+from waltz_core.storage.files.record_search import SCAN_BYTES
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.log import log_recovery
 from waltz_core.storage.log.log_recovery import open_log
@@ -335,6 +337,15 @@ def test_a_log_without_its_beginning_is_refused():
         opened(disk)
 
 
+def test_a_file_with_a_name_beyond_all_ids_is_none_of_the_log():
+    disk = new_disk()
+    written(disk, [3])
+    for stray in ("9" * 19, str(1 << 63)):
+        disk.put(ROOT / f"{stray}.seg", b"stray")
+    segments, slots = opened(disk)
+    assert (segments.last, slots.slot.suspect) == (2, False)
+
+
 def test_files_without_their_segment_are_removed():
     disk = new_disk()
     _, records, _ = written(disk, [3])
@@ -384,12 +395,131 @@ def test_a_directory_of_an_original_gets_batches_and_is_not_suspect():
     assert (slot.suspect, slot.old_sequence) == (False, 9)
 
 
+ADOPTED = INFO._replace(session_id=5, low_water_mark=11, local_low_water_mark=11, sequence=9)
+
+
+def adopted(spoil=lambda _disk: None):
+    """Return the batches and the slot of a 0.13 directory in which something may have rotted."""
+    disk = new_disk()
+    make_segments(disk, [6], [6])
+    for first in (0, 6):
+        disk.unlink(path_of(first, ".chn"))
+    spoil(disk)
+    segments, slots = opened(disk, info=ADOPTED)
+    return list(segments.entries_from(0)), slots.slot
+
+
+def test_a_record_that_has_rotted_before_it_was_adopted_changes_no_chain():
+    """Otherwise no replica could be made equal to this one, nor it to them."""
+    entries, slot = adopted(lambda disk: rot_record(disk, 0, 3))
+    assert (entries, slot.damaged, slot.suspect) == (adopted()[0], (IdRange(3, 3),), False)
+
+
+def test_a_record_of_which_not_even_the_checksum_is_left_makes_an_adopted_log_suspect():
+    def spoil(disk):
+        disk.flip(path_of(0, ".seg"), SEGMENT_HEADER_BYTES + 4 * RECORD_BYTES - 1)
+
+    entries, slot = adopted(spoil)
+    assert (slot.damaged, slot.suspect) == ((IdRange(3, 3),), True)
+    assert {one.session_id for one in entries} == {MADE_UP}
+    assert slot.low_water_mark == BEFORE_FIRST
+
+
+def test_a_sector_that_cannot_be_read_does_not_keep_an_adopted_log_closed():
+    disk = new_disk()
+    make_segments(disk, [200], [6])
+    for first in (0, 200):
+        disk.unlink(path_of(first, ".chn"))
+    place = SEGMENT_HEADER_BYTES + 90 * RECORD_BYTES
+    disk.make_unreadable(path_of(0, ".seg"), place, place)
+    marks = {"low_water_mark": 205, "local_low_water_mark": 205}
+    segments, slots = opened(disk, info=ADOPTED._replace(**marks))
+    (lost,) = slots.slot.damaged
+    assert (lost.first <= 90 <= lost.last, slots.slot.suspect) == (True, True)
+    assert {one.session_id for one in segments.entries_from(0)} == {MADE_UP}
+    assert segments.last == 205
+
+
+def test_a_record_above_the_mark_of_an_original_that_has_rotted_is_no_torn_tail():
+    """Those behind it may have been acknowledged: the replica must not say that it has none."""
+    disk = new_disk()
+    _, records, _ = make_segments(disk, [12])
+    disk.unlink(path_of(0, ".chn"))
+    rot_record(disk, 0, 7)
+    disk.put(path_of(0, ".seg"), disk.content(path_of(0, ".seg"))[:-1])  # this one was torn
+    info = INFO._replace(session_id=5, low_water_mark=4, local_low_water_mark=4, sequence=9)
+    segments, slots = opened(disk, info=info)
+    assert (segments.last, slots.slot.damaged) == (10, (IdRange(7, 7),))
+    assert content(segments)[8 * RECORD_BYTES :] == records[8 * RECORD_BYTES : 11 * RECORD_BYTES]
+
+
+def test_an_index_that_has_rotted_before_a_log_is_adopted_is_made_again():
+    entries, slot = adopted(lambda disk: disk.flip(path_of(0, ".idx"), SEGMENT_HEADER_BYTES + 30))
+    assert (entries, slot.damaged, slot.suspect) == (adopted()[0], (), False)
+
+
+def test_a_transaction_of_an_original_that_is_larger_than_ours_is_no_torn_tail():
+    """0.13 has no limit, and acknowledges records above the mark of its last session."""
+    disk = new_disk()
+    make_segments(disk, [3])
+    segment = open_segment(disk)
+    more, lengths = make_run(3, [20, SCAN_BYTES, 20])
+    segment.append(lengths, more)
+    segment.sync()
+    disk.unlink(path_of(0, ".chn"))
+    info = INFO._replace(session_id=5, low_water_mark=2, local_low_water_mark=2, sequence=9)
+    segments, slots = opened(disk, info=info)
+    assert (segments.last, content(segments)[-len(more) :] == more) == (5, True)
+    assert (slots.slot.damaged, slots.slot.suspect) == ((), False)
+
+
 def test_what_was_promised_before_an_originals_session_is_not_promised_in_it():
     """Whose nonce it has is another owner's, of an older session."""
     disk = new_disk()
     written(disk, [3], promised=4, nonce=bytes([7] * 16), old_sequence=3)
     slot = opened(disk, info=INFO._replace(session_id=5, sequence=9))[1].slot
     assert slot.promise == Promise(5)
+
+
+def test_an_intent_that_is_older_than_the_records_of_an_original_is_dropped():
+    """0.13 ignores it, and acknowledges records that follow those that were to be cut."""
+    disk = new_disk()
+    intent = TruncateIntent(2, None)
+    _, records, _ = written(disk, [3, 2], [4], acked=1, truncate=intent, old_sequence=3)
+    info = INFO._replace(session_id=5, low_water_mark=8, local_low_water_mark=8, sequence=9)
+    segments, slots = opened(disk, info=info)
+    assert content(segments) == records
+    assert (slots.slot.truncate, slots.slot.suspect) == (None, False)
+
+
+def test_an_adoption_that_is_interrupted_anywhere_keeps_the_records_of_an_original():
+    """Only its session shows that it has written; the slot must not have that session too soon."""
+    for step in range(1, 80):
+        disk = new_disk()
+        _, records, _ = make_segments(disk, [3], [2])
+        SlotFile.create(disk, ROOT, Slot(2, old_sequence=9, promised=4, last_session=4))
+        segment = open_segment(disk, 3)
+        more, lengths = make_run(5, [20] * 4)
+        segment.append(lengths, more)
+        segment.sync()
+        segment.close()
+        info = INFO._replace(session_id=5, low_water_mark=4, local_low_water_mark=4, sequence=9)
+        disk.plan(disk.step_count + step, DiskFault.POWER_LOSS)
+        try:
+            opened(disk, info=info)
+        except PowerLoss:
+            interrupted = True
+        else:
+            interrupted = False
+        disk.power_loss(Survival.EVERYTHING, Random(step))
+        segments, slots = opened(disk, info=info)
+        assert content(segments) == records + more, step
+        slot = slots.slot
+        assert (slot.last_session, slot.low_water_mark, slot.suspect) == (5, 4, False)
+        if not interrupted:
+            assert step > 5
+            return
+    pytest.fail("it was never opened without a crash")
 
 
 # ---- a directory that is gone (rule 8)

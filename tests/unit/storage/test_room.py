@@ -71,6 +71,34 @@ def test_a_disk_that_is_full_at_the_start_is_said_to_be():
     assert disk.content(RESERVE) == b""
 
 
+def test_a_disk_that_has_no_room_for_a_name_is_full_at_the_start():
+    disk = NoNames()
+    disk.make_directory(ROOT)
+    room = Room(disk, ROOT, 4_000)
+    room.fill()
+    assert (room.is_short, room.reserved_bytes) == (True, 0)
+
+
+class NoNames(SimDisk):
+    """Has no room for another file, not even for an empty one."""
+
+    def open(self, path, **how):
+        raise NoSpace(f"opening {path}")
+
+
+def test_a_disk_that_has_room_again_is_said_to_have_it_without_an_append():
+    disk, room = made()
+    room.release()
+    assert room.is_short
+    room.look_again()
+    assert (room.is_short, room.reserved_bytes) == (False, 4_000)
+    disk.put(ROOT / "other", bytes(6_000))
+    room.release()
+    disk.put(ROOT / "other", bytes(8_000))
+    room.look_again()
+    assert (room.is_short, room.reserved_bytes) == (True, 0)
+
+
 def test_a_reserve_that_cannot_be_given_back_or_filled_ends_nothing():
     disk, room = made()
     for fault in (DiskFault.FAILS, DiskFault.DISK_FULL):

@@ -283,6 +283,19 @@ def test_an_index_that_leads_out_of_the_file_asks_for_no_memory(place):
         segment.read(0, max(0, place - 1))
 
 
+def test_offsets_whose_differences_are_too_large_are_not_taken_for_rising_ones():
+    disk = new_disk()
+    fill_segment(new_segment(disk), [6])
+    disk.put(SEG, disk.content(SEG)[: offset_of(4) + 30])
+    wrong = b"".join(one.to_bytes(8, "big", signed=True) for one in (1 << 62, -(1 << 63) + 1))
+    disk.overwrite(IDX, SEGMENT_HEADER_BYTES + 8 * 5, wrong[:8])
+    disk.put(IDX, disk.content(IDX) + wrong[8:])
+    segment = open_segment(disk)
+    found = segment.recover(0, 6, is_last=True)
+    assert found.damaged == (IdRange(4, 6),)
+    assert segment.bounds(4, 6).tolist() == [offset_of(4)] * 3 + [offset_of(4) + 30]
+
+
 def test_a_failed_write_is_told():
     disk = new_disk()
     segment = new_segment(disk)

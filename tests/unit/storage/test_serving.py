@@ -9,7 +9,7 @@ import pytest
 
 from tests.patience import HANG_S
 from waltz_core.cluster.nodes.model import ReplicaAssignments
-from waltz_core.errors import CoordinatorUnavailable, DiskFailed
+from waltz_core.errors import CoordinatorUnavailable, DiskFailed, UnknownPartition
 from waltz_core.storage.files.room import Room
 from waltz_core.storage.process.serving import (
     OPEN_AGAIN_S_MAX,
@@ -70,6 +70,10 @@ class Directory:
         self.opened = []
         self.failed = {}
         self.gone = set()
+
+    def check_exists(self, partition_id):
+        if not 0 <= partition_id < self.partition_count:
+            raise UnknownPartition(f"{partition_id}")
 
     def is_held(self, partition_id):
         return partition_id in self.lying_here
@@ -278,6 +282,18 @@ def test_a_drop_that_hangs_holds_up_its_own_partition_only():
             follower.serving.idle(0)
             await follower.until(lambda: engine.opened.count(0) == 2)
             assert follower.dropped == [1, 3, 0]
+
+    asyncio.run(main())
+
+
+def test_nothing_is_kept_of_a_change_of_a_partition_that_does_not_exist():
+    async def main():
+        async with following(Directory(0, 1)) as follower:
+            for partition_id in (-1, 4, 1 << 30):
+                with pytest.raises(UnknownPartition):
+                    await follower.serving.alone(partition_id, lambda: "done")
+            assert await follower.serving.alone(3, lambda: "done") == "done"
+            assert set(follower.serving._alone) == {3}
 
     asyncio.run(main())
 

@@ -164,6 +164,18 @@ def full_engine():
     return engine, disk
 
 
+def test_how_a_replica_stands_is_told_without_reading_its_files():
+    """The event loop asks: a disk that hangs must not stop it, and another thread may write."""
+    engine, disk = full_engine()
+    disk.capacity_bytes += 1 << 16
+    owner = Owner(5, 1)
+    carry_out(engine, errands.PutCopy(copy_of(owner)))
+    reads_count = disk.read_count
+    found = facts_of(engine, 1, is_served=False)
+    assert (found.log.synced_max, found.log.chain) == (2, owner.chain)
+    assert disk.read_count == reads_count
+
+
 def test_a_copy_leaves_the_reserve_alone():
     engine, disk = full_engine()
     owner = Owner(5, 1)

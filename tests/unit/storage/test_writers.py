@@ -11,7 +11,7 @@ import pytest
 
 from tests.loops import on_loop, until
 from waltz_core.storage.service.work import Work, WorkResult
-from waltz_core.storage.service.writers import WriteOutcome, Writers
+from waltz_core.storage.service.writers import Helpers, WriteOutcome, Writers
 from waltz_core.transport import net
 
 WAIT_S = 30
@@ -158,3 +158,34 @@ def test_an_outcome_that_comes_after_the_loop_is_told_to_nobody():
     assert not thread.is_alive()
     assert raised.empty()
     assert told.outcomes == []
+
+
+# ---- helpers
+
+
+def test_each_call_of_a_helper_has_its_outcome_and_leaves_nothing_behind() -> None:
+    with Helpers(2, "helper") as helpers:
+        assert not helpers.is_busy
+        may_end = threading.Event()
+        waits = [helpers.submit(may_end.wait, WAIT_S) for _ in range(2)]
+        later, fails = helpers.submit(divmod, 7, 2), helpers.submit(divmod, 7, 0)
+        dropped = helpers.submit(divmod, 7, 3)
+        assert dropped.cancel()
+        assert helpers.is_busy
+        may_end.set()
+        assert all(each.result(WAIT_S) for each in waits)
+        assert later.result(WAIT_S) == (3, 1)
+        with pytest.raises(ZeroDivisionError):
+            fails.result(WAIT_S)
+        assert helpers.submit(divmod, 7, 4).result(WAIT_S) == (1, 3)
+        assert not helpers.is_busy
+
+
+def test_the_end_of_helpers_waits_for_none_of_them() -> None:
+    helpers = Helpers(1, "helper")
+    may_end = threading.Event()
+    waits = helpers.submit(may_end.wait, WAIT_S)
+    helpers.shutdown()
+    assert not waits.done()
+    may_end.set()
+    assert waits.result(WAIT_S)

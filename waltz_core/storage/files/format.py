@@ -254,7 +254,8 @@ def first_of_name(name: str) -> TransactionId | None:
     """Return the first ID that a ".seg" file is named for, or None for any other name."""
     stem, dot, suffix = name.partition(".")
     if dot and suffix == "seg" and len(stem) == 19 and stem.isascii() and stem.isdigit():
-        return TransactionId(int(stem))
+        first = int(stem)
+        return TransactionId(first) if first < 1 << 63 else None
     return None
 
 

@@ -22,7 +22,12 @@ import numpy.typing as npt
 from waltz_core.errors import ReadFailed
 from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import RECORD_BYTES_MAX, first_bad_record, offsets_of
-from waltz_core.records.record import RECORD_OVERHEAD_BYTES, RECORD_PREFIX, TransactionId
+from waltz_core.records.record import (
+    RECORD_OVERHEAD_BYTES,
+    RECORD_PREFIX,
+    TRANSACTION_BYTES_MAX,
+    TransactionId,
+)
 from waltz_core.storage.disk.file_system import File
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
 from waltz_core.storage.files.index import OffsetIndex
@@ -107,7 +112,11 @@ def scan(
         data = file.pread(min(SCAN_BYTES, size - offset), offset)
         lengths = _walk(data, next_id, stop_id)
         if not lengths.size:
-            break
+            end = record_end(file, offset, next_id, size) or 0
+            if end - offset <= len(data):
+                break
+            lengths = np.array([end - offset], dtype=np.int64)  # of 0.13, which has no limit
+            data = file.pread(end - offset, offset)
         run = memoryview(data)[: int(lengths.sum())]
         bad = first_bad_record(run, lengths)
         good = lengths[:bad] if bad is not None else lengths
@@ -210,8 +219,8 @@ def find_record(
             if found_id > last or start - hole < RECORD_OVERHEAD_BYTES * (between + 1):
                 continue  # not covered by a marker, or no room for those in the hole
             is_known = between < starts.size and starts[between] == start
-            if not is_known and found is not None:
-                continue
+            if not is_known and (found is not None or data_bytes > TRANSACTION_BYTES_MAX):
+                continue  # a client can choose data that looks like many beginnings of long records
             record = file.pread(RECORD_OVERHEAD_BYTES + data_bytes, start)
             if int.from_bytes(record[-4:], "big") != crc32(record[:-4]):
                 continue

@@ -65,16 +65,19 @@ class Room:
             if size <= self._spare_bytes:
                 self._spare_bytes -= size
                 return
-            free = self.free_bytes()
-            wanted = size if self._is_reserved else size + self._reserve_bytes
-            self.is_short = free < wanted
-            self._spare_bytes = min((free - wanted) // 2, SPARE_BYTES_MAX)
-            if self.is_short:
-                self._wanted_bytes = size
-                raise NoSpace(
-                    f"{self._directory}: the disk is full: expected {wanted} bytes for an append "
-                    f"and the reserve, found {free} free"
-                )
+            self._query(size)
+
+    def _query(self, size: int) -> None:
+        free = self.free_bytes()
+        wanted = size if self._is_reserved else size + self._reserve_bytes
+        self.is_short = free < wanted
+        self._spare_bytes = min((free - wanted) // 2, SPARE_BYTES_MAX)
+        if self.is_short:
+            self._wanted_bytes = size
+            raise NoSpace(
+                f"{self._directory}: the disk is full: expected {wanted} bytes for an append "
+                f"and the reserve, found {free} free"
+            )
 
     def lacked(self, size: int) -> None:
         """Note that an append found no room although `check` allowed it (rule 4)."""
@@ -105,7 +108,11 @@ class Room:
         if not self._reserve_bytes:
             return
         with self._lock:
-            file = self._disk.open(self._directory / RESERVE_NAME, create=True)
+            try:
+                file = self._disk.open(self._directory / RESERVE_NAME, create=True)
+            except NoSpace:
+                self.is_short = True
+                return
             try:
                 file.allocate(self._reserve_bytes)
                 file.sync()
@@ -122,7 +129,7 @@ class Room:
             if not self._is_reserved and self.free_bytes() >= self._reserve_bytes:
                 self.fill()
             self._spare_bytes = 0
-            self.check(self._wanted_bytes)
+            self._query(self._wanted_bytes)
             self._spare_bytes = 0  # nothing was written for it
 
     def free_bytes(self) -> int:

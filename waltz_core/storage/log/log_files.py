@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core.errors import DiskFailed, MissingSegment, NoSpace, WaltzError
-from waltz_core.records.record import Chain, LineageEntry, PartitionId, TransactionId
+from waltz_core.records.record import BEFORE_FIRST, Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.files.format import UNBATCHED, Marker, Slot
 from waltz_core.storage.files.segments import Segments
@@ -113,11 +113,12 @@ class LogFiles:
         self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]
     ) -> None:
         """Write records and batches, and begin a segment wherever one has become too large."""
+        end = Marker(self.last, self.chain)
         while lengths.size:
             current = self.segments.current
             room = self._settings.segment_bytes_max - current.size_bytes
             if room < 0:
-                entries = self._roll(entries)
+                entries, end = self._roll(entries, end)
                 continue
             part, size = lengths, len(records)
             if size > room:
@@ -129,27 +130,27 @@ class LogFiles:
             lengths, records = lengths[part.size :], records[size:]
         self.segments.current.append_entries(entries, self.synced_max)
 
-    def _roll(self, entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
-        """Begin a new segment; return the batches that do not end in the old one."""
+    def _roll(
+        self, entries: Sequence[LineageEntry], end: Marker
+    ) -> tuple[Sequence[LineageEntry], Marker]:
+        """Begin a new segment; `end` is that of the last batch.
+
+        Return the batches that do not end in the old one, and the end of the last one that does.
+        Nothing is read: bytes that have rotted must not stop an append in its middle.
+        """
         last = self.segments.last
         here = [entry for entry in entries if entry.last <= last]
         self.segments.current.append_entries(here, self.synced_max)
-        chain = here[-1].chain if here else self.segments.chain
+        if here:
+            end = Marker(here[-1].last, here[-1].chain)
         self.sync_count += self.segments.sync()
         self.segments.sync_index()
-        marker = self._marker_at_roll()
-        if marker is not None:
+        marker = Marker(last, UNBATCHED) if self.slot.is_unbatched else end
+        if marker.transaction_id != BEFORE_FIRST:
             self.write_slot(replace(self.slot, acked=marker))
             self._unmarked_ms = 0
-        self.segments.add(self._settings.now_ms(), chain)
-        return entries[len(here) :]
-
-    def _marker_at_roll(self) -> Marker | None:
-        """Return the marker when all segments are synced; None if no batch ends there."""
-        if self.slot.is_unbatched:
-            return Marker(self.segments.last, UNBATCHED)
-        end = self.segments.lineage_end()
-        return None if end is None else Marker(end.last, end.chain)
+        self.segments.add(self._settings.now_ms(), end.chain)
+        return entries[len(here) :], end
 
     def sync(self) -> TransactionId:
         """Make all appended records durable; return the last ID.

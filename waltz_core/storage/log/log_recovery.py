@@ -17,8 +17,11 @@ Rules:
        an owner has left without batches (`UNBATCHED`), and for those that an earlier version of
        this storage took from 0.13 servers: the slot is the newest then, and its marker is trusted.
        A provisional mark of such a server loses its session (`covering.py`, rule 1). The bounds
-       follow from the IDs alone, however often the log was opened meanwhile: batches of an earlier
-       adoption with other bounds are made again.
+       follow from IDs and lengths alone, however often the log was opened meanwhile: batches of an
+       earlier adoption with other bounds are made again. 0.13 ignores batches and intents: an
+       intent that is older than its writes is dropped, and batches above the mark that the slot has
+       must match the records. So session and mark of 0.13 enter the slot last, when all records
+       have batches. Its records up to the last whole one count as synced: it has no marker.
     5. Falling back to the older slot may have lost a promise: all sessions up to one above any
        that the directory has seen are rejected, and the replica is suspect. That is durable before
        anything else is written, since the next opening may not see that this one fell back. The
@@ -45,12 +48,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from waltz_core.errors import BadFormat, ChecksumMismatch, MissingSegment, WaltzError
+from waltz_core.errors import BadFormat, ChecksumMismatch, MissingSegment, ReadFailed, WaltzError
+from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     BEFORE_FIRST,
+    FRAME_BYTES_MAX,
     GENESIS_CHAIN,
     MADE_UP,
     NO_SESSION,
+    RECORD_OVERHEAD_BYTES,
+    RECORD_PREFIX,
     Chain,
     LineageEntry,
     SessionId,
@@ -62,6 +69,7 @@ from waltz_core.storage.files.batch_checks import check_chain, entry_before
 from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.files.format import (
     NO_NONCE,
+    IdRange,
     LineageHeader,
     Marker,
     PartitionInfo,
@@ -78,6 +86,10 @@ from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log.rebatching import chain_before, drop_batches, relink
 
 ADOPTED_BATCH_IDS: Final = 1024
+_TORN_RECORDS_MAX: Final = 4096  # that are read one by one at the end of a log of 0.13
+ADOPTED_BATCH_BYTES: Final = (
+    FRAME_BYTES_MAX // 2
+)  # a batch is copied to other replicas in one frame
 
 
 def open_log(
@@ -155,19 +167,26 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
 
 def _at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
     slot = slots.slot
-    if slot.is_overtaken(info) and info.session_id >= slot.last_session:
-        slot = replace(
-            slot.with_promise(slot.promise.at_least(info.session_id)),
-            last_session=info.session_id,
-            low_water_mark=info.low_water_mark,
-            provisional=None,
-        )
+    if slot.is_overtaken(info):
+        slot = replace(slot, truncate=None)  # 0.13 has decided since what is in the log
     elif slot.provisional is not None and slot.nonce == NO_NONCE:  # rule 4; owners have nonces
         slot = replace(slot, provisional=slot.provisional._replace(session_id=NO_SESSION))
     if slots.fell_back:
         slot = _without_promise(slot, max(slot.last_session, info.session_id))
     suspect = slot.suspect or slots.fell_back or (slot.dirty and not trust_fsync)
     return replace(slot, dirty=True, suspect=suspect)
+
+
+def _taken_over(slot: Slot, info: PartitionInfo) -> Slot:
+    """Return a slot with the session and the mark of 0.13 (rule 4)."""
+    if info.session_id < slot.last_session:
+        return slot
+    return replace(
+        slot.with_promise(slot.promise.at_least(info.session_id)),
+        last_session=info.session_id,
+        low_water_mark=info.low_water_mark,
+        provisional=None,
+    )
 
 
 def _without_promise(slot: Slot, seen: SessionId) -> Slot:
@@ -332,8 +351,13 @@ class _Opening:
         """Read the records after the marker, cut a torn tail, note damage (rule 2)."""
         lineage = segments.current.lineage
         after = lineage.place_of(TransactionId(self._marker + 1))
+        durable = lineage.durable_before(after)
+        if self._is_overtaken:
+            # 0.13 may have cut what was synced then. It has no marker: records up to the last whole
+            # one may have been acknowledged, and it was stopped cleanly before a migration.
+            durable = max(min(durable, segments.last), self._last_whole(segments))
         # The marker moves at a roll, but not when a failure makes the log begin a new file.
-        self._durable = max(self._marker, self._passed, lineage.durable_before(after))
+        self._durable = max(self._marker, self._passed, durable)
         if self.slot.truncate is not None:
             # An entry above the cut is true, but does not count after the cut (rule 1).
             self._durable = min(self._durable, self.slot.truncate.last_to_keep)
@@ -353,14 +377,27 @@ class _Opening:
         if self.slot.truncate is not None:
             segments.cut(*self.slot.truncate)  # Durable before the intent goes (`write_again`).
 
+    def _last_whole(self, segments: Segments) -> TransactionId:
+        """Return the last ID above the marker whose record is where the index has it."""
+        current = segments.current
+        lowest = max(current.first, self._marker + 1, current.last - _TORN_RECORDS_MAX)
+        for each in range(current.last, lowest - 1, -1):
+            with suppress(ChecksumMismatch):
+                if segments.record_crcs(TransactionId(each), TransactionId(each)) is not None:
+                    return TransactionId(each)
+        return BEFORE_FIRST
+
     def _recover(
         self, segment: Segment, start: TransactionId, reach: TransactionId, *, is_last: bool
     ) -> None:
         found = segment.recover(start, reach, is_last=is_last)
-        for one in found.damaged:
-            self.slot = replace(self.slot, damaged=with_damage(self.slot.damaged, one))
+        self._note(found.damaged)
         if found.lost:
             self._suspect()
+
+    def _note(self, damaged: tuple[IdRange, ...]) -> None:
+        for one in damaged:
+            self.slot = replace(self.slot, damaged=with_damage(self.slot.damaged, one))
 
     # ---- batches
 
@@ -420,7 +457,7 @@ class _Opening:
                 first = entry.first
         while first <= end:
             entry = segments.entry_of(first)
-            if entry is None or entry.last != self._adopted_end(first, segments.last):
+            if entry is None or entry.last != self._adopted_end(segments, first, segments.last):
                 break
             first = TransactionId(entry.last + 1)
         return TransactionId(first - 1)
@@ -459,19 +496,14 @@ class _Opening:
         last_chain: Chain | None = None,
     ) -> None:
         """Make batches for first..last; the last one's chain is `last_chain` if that is known."""
-        # Batches of 0.13 never had a session here; others have lost theirs. Stamps never
-        # decrease: the preceding batch's is the nearest that is known.
-        session_id, stamp_ms = NO_SESSION, 0
-        if not self._adopting or self.slot.suspect:
-            before = entry_before(segments, first)
-            session_id, stamp_ms = MADE_UP, 0 if before is None else before.stamp_ms
         place = 0
         while first <= last:
-            end = self._adopted_end(first, last)
+            end = self._adopted_end(segments, first, last)
             while segments.all[place].last < end:
                 place += 1
             segment = segments.all[place]
-            crcs = segments.record_crcs(first, end) or bytes(4 * (end - first + 1))
+            crcs = self._crcs_of(segments, first, end)
+            session_id, stamp_ms = self._origin_of_made(segments, first)
             chain = next_chain(chain_before(segments, place), first, end, session_id, crcs)
             if end == last and last_chain is not None:
                 chain = last_chain
@@ -481,11 +513,74 @@ class _Opening:
             first = TransactionId(end + 1)
         relink(segments)
 
-    def _adopted_end(self, first: TransactionId, last: TransactionId) -> TransactionId:
-        """Return where a batch from `first` on ends: before a 1024th ID, at the mark or the end."""
+    def _origin_of_made(self, segments: Segments, first: TransactionId) -> tuple[SessionId, int]:
+        """Return session and stamp of a batch that is made.
+
+        Batches of 0.13 never had a session here; others have lost theirs. Stamps never decrease:
+        the preceding batch's is the nearest that is known.
+        """
+        if self._adopting and not self.slot.suspect:
+            return NO_SESSION, 0
+        before = entry_before(segments, first)
+        return MADE_UP, 0 if before is None else before.stamp_ms
+
+    def _crcs_of(self, segments: Segments, first: TransactionId, last: TransactionId) -> bytes:
+        """Return the records' CRCs for a batch that is made.
+
+        An adopted record that has rotted is noted as damage; its CRC is the one that it states, as
+        on the other replicas. If that may have rotted, the replica is suspect.
+        """
+        crcs: bytes | None = None
+        try:
+            crcs = segments.record_crcs(first, last)
+        except ReadFailed:
+            if not self._adopting:
+                raise
+        if crcs is not None or not self._adopting:
+            return crcs or bytes(4 * (last - first + 1))
+        every = map(TransactionId, range(first, last + 1))
+        return b"".join(self._crc_of(segments, each) for each in every)
+
+    def _crc_of(self, segments: Segments, transaction_id: TransactionId) -> bytes:
+        try:
+            crc = segments.record_crcs(transaction_id, transaction_id)
+            if crc is None:
+                self._note(segments.diagnose(transaction_id))  # the index may be what is wrong
+                crc = segments.record_crcs(transaction_id, transaction_id)
+            return crc or self._stated_crc(segments, transaction_id)
+        except ReadFailed:
+            self._note((IdRange(transaction_id, transaction_id),))
+            self._suspect()
+            return bytes(4)
+
+    def _stated_crc(self, segments: Segments, transaction_id: TransactionId) -> bytes:
+        record, _ = segments.read(transaction_id, transaction_id)
+        # If its end has rotted, so has most likely the beginning of the next one.
+        has_next = transaction_id < segments.segment_end(transaction_id)
+        if has_next and len(record) >= RECORD_OVERHEAD_BYTES:
+            found, _, _, data_bytes, data_crc = RECORD_PREFIX.unpack_from(record)
+            data = memoryview(record)[RECORD_PREFIX.size : -4]
+            if (found, data_bytes) == (transaction_id, len(data)) and crc32(data) != data_crc:
+                return record[-4:]  # It is the data that has rotted, or its own CRC.
+        self._suspect()
+        return bytes(4)
+
+    def _adopted_end(
+        self, segments: Segments, first: TransactionId, last: TransactionId
+    ) -> TransactionId:
+        """Return where a batch from `first` on ends: before a 1024th ID, at the mark or the end.
+
+        Or earlier, so that it fits into a frame.
+        """
         end = first - first % ADOPTED_BATCH_IDS + ADOPTED_BATCH_IDS - 1
         mark = self._info.low_water_mark
-        return TransactionId(min(end, last, mark if first <= mark else last))
+        end = TransactionId(min(end, last, mark if first <= mark else last))
+        with suppress(ChecksumMismatch):
+            return segments.fitting(first, end, ADOPTED_BATCH_BYTES)
+        for segment in segments.all:  # a wrong index is made again
+            if segment.first <= end and first <= segment.last:
+                self._note(segment.recover(segment.first, segment.last, is_last=False).damaged)
+        return segments.fitting(first, end, ADOPTED_BATCH_BYTES)
 
     # ---- the end
 
@@ -506,7 +601,7 @@ class _Opening:
         marker = (
             Marker(end.last, end.chain) if end is not None else Marker(BEFORE_FIRST, GENESIS_CHAIN)
         )
-        slot = self.slot
+        slot = _taken_over(self.slot, self._info) if self._is_overtaken else self.slot
         if end is not None and end.session_id == MADE_UP:
             # No owner can compare this end with its log: let it cut the end and copy from there.
             # The same holds after a crash between making up batches and writing this slot.

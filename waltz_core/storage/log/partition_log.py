@@ -133,6 +133,11 @@ class PartitionLog:
         return self._files.synced_max
 
     @property
+    def synced_end(self) -> tuple[TransactionId, Chain]:
+        """The last ID that is durable, and the chain there."""
+        return self._files.synced_max, self._files.synced_chain
+
+    @property
     def chain(self) -> Chain:
         """The chain at the last ID."""
         return self._files.chain

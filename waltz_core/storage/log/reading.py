@@ -34,6 +34,9 @@ from waltz_core.wire.places import FilePlace
 I64 = npt.NDArray[np.int64]
 _Read = TypeVar("_Read")
 READ_BYTES: Final = 8 * 1024 * 1024
+# Read for one answer of headers. Large records have few headers in many bytes, and meanwhile the
+# partition does nothing else.
+HEADERS_READ_BYTES_MAX: Final = 4 * READ_BYTES
 LINEAGE_ENTRIES_MAX: Final = 1 << 16
 # Records that are tried one by one after an unreadable one, before the read continues.
 _UNREADABLE_RUN_MAX: Final = 128
@@ -251,13 +254,15 @@ class LogReader:
     ) -> HeadersRead:
         """Return the 28-byte headers of first..last that fit into `bytes_max`, one at least.
 
+        Fewer if the records are large.
+
         Raises:
             BadRequest, ChecksumMismatch: as `read_range`.
         """
         last = min(last, TransactionId(first + max(1, bytes_max // 28) - 1))
         parts: list[bytes] = []
-        next_id = first
-        while next_id <= last:
+        next_id, read_bytes = first, 0
+        while next_id <= last and read_bytes < HEADERS_READ_BYTES_MAX:
             try:
                 read = self.read_range(next_id, last, READ_BYTES, whole_batches=False)
             except ChecksumMismatch:
@@ -266,6 +271,7 @@ class LogReader:
                 break
             parts.append(raw_records.headers_of(read.records, read.lengths))
             next_id = TransactionId(next_id + int(read.lengths.size))
+            read_bytes += len(read.records)
         chain_before, entries = self.lineage(first, TransactionId(next_id - 1))
         return HeadersRead(first, next_id - first, b"".join(parts), entries, chain_before)
 

@@ -24,7 +24,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Final, Protocol, TypeVar
@@ -38,6 +38,7 @@ from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import service
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.errands import ZooKeeperView
+from waltz_core.storage.service.writers import Helpers
 
 _log = logging.getLogger(__name__)
 
@@ -56,9 +57,11 @@ def side_by_side(call: Callable[[PartitionId], None], partition_ids: Sequence[Pa
     """
     if not partition_ids:
         return
-    with ThreadPoolExecutor(min(OPENERS_COUNT, len(partition_ids)), "storage-opener") as pool:
-        for done in [pool.submit(call, each) for each in partition_ids]:
-            done.result()
+    with Helpers(min(OPENERS_COUNT, len(partition_ids)), "storage-opener") as openers:
+        opened = [openers.submit(call, each) for each in partition_ids]
+        wait(opened)
+        for each in opened:
+            each.result()
 
 
 class InThread(Protocol):
@@ -270,8 +273,10 @@ class Serving:
         """Call on a thread with exclusive use of a partition; serve it again afterwards.
 
         Raises:
+            UnknownPartition: the cluster has no such partition.
             Unavailable: it is served, and its session must not end for this.
         """
+        self._engine.check_exists(partition_id)
         async with self._alone[partition_id]:
             try:
                 if partition_id in self.logs:

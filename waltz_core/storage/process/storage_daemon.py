@@ -12,8 +12,9 @@ Rules:
        error that the partition is not here, and would retry only after a long pause.
     5. At the end: stop reading, finish running work, sync, mark the directory as clean. After a
        failure of the disk the directory is left as it is. The same holds if running work does not
-       end in time: then files and locks are released with the process, so that the next one cannot
-       start while it still runs.
+       end in time, or a file is changed by a call whose caller was cancelled: then files and locks
+       are released with the process, so that the next one cannot start while it still runs. A disk
+       that hangs does not keep the process from ending.
 """
 
 import asyncio
@@ -22,13 +23,12 @@ import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Final, TypeVar, assert_never
+from typing import TYPE_CHECKING, Final, TypeVar, assert_never
 from uuid import UUID
 
 from waltz_core import errors
@@ -52,15 +52,20 @@ from waltz_core.storage.service.errands import DiskRoom
 from waltz_core.storage.service.service import Event, StorageIdentity, StorageService
 from waltz_core.storage.service.service_effects import Effect
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
-from waltz_core.storage.service.writers import WriteOutcome, Writers
+from waltz_core.storage.service.writers import Helpers, WriteOutcome, Writers
 from waltz_core.transport import handover, net, tls
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
 from waltz_core.wire.places import SEGMENT_QUESTION_BYTES, decode_segment, door_of
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
 _log = logging.getLogger(__name__)
 
 CLOSE_S_MAX: Final = 10.0
+# A thousand logs take three syncs each.
+CLOSE_LOGS_S_MAX: Final = 300.0
 PLACES_S: Final = 60.0
 ROOM_S_MAX: Final = 2.0
 # Limit of unsent answers of one connection; beyond it the connection is closed.
@@ -146,7 +151,7 @@ class StorageDaemon:
         self._coordinator = coordinator
         self._writers = Writers(config.writer_threads_count, self._work_done)
         # For rare calls: opening, closing, files other than the logs.
-        self._pool = ThreadPoolExecutor(config.writer_threads_count, "storage-helper")
+        self._pool = Helpers(config.writer_threads_count, "storage-helper")
         self._loop = asyncio.get_running_loop()
         self._links: dict[ConnectionId, Link] = {}
         self._numbers = count(1)
@@ -193,8 +198,9 @@ class StorageDaemon:
         finally:
             if not self._is_left:
                 await self._let_work_end()  # begun before the driver stopped
-            if not self._is_left:
-                await self._in_thread(engine.close if is_clean else engine.abandon)
+            if not self._is_left and (is_clean or not self._pool.is_busy):
+                close = engine.close if is_clean else engine.abandon
+                await self._in_time("the logs", close, CLOSE_LOGS_S_MAX)
 
     def _open_engine(self) -> Engine:
         config = self._config
@@ -269,7 +275,8 @@ class StorageDaemon:
                     await self._end(serving)
             except* _End:
                 if not self._is_left:  # otherwise no thread may be free
-                    await self._in_thread(partial(self._write_places, machine.scrub_places))
+                    write = partial(self._write_places, machine.scrub_places)
+                    await self._in_time("the scrub's progress", write, CLOSE_S_MAX)
                 _log.info("storage.ended address=%s", self.address)
 
     async def _offer_segments(self) -> None:
@@ -621,6 +628,14 @@ class StorageDaemon:
         if _log.isEnabledFor(level):
             fields = " ".join(f"{name}={value}" for name, value in report.fields)
             _log.log(level, "storage.%s %s", report.name, fields)
+
+    async def _in_time(self, what: str, call: Callable[[], None], limit_s: float) -> None:
+        """Call on a thread at the end of the process; a disk that hangs must not prevent it."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._in_thread(call)
+        except TimeoutError:
+            _log.warning("storage.not_written what=%r limit_s=%.0f", what, limit_s)
 
     async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:
         return await self._loop.run_in_executor(self._pool, call)

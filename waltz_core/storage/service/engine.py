@@ -174,7 +174,7 @@ class Engine:
         Raises:
             UnknownPartition: the cluster has no such partition.
         """
-        self._check_exists(partition_id)
+        self.check_exists(partition_id)
         return self._control.info(partition_id)
 
     def is_held(self, partition_id: PartitionId) -> bool:
@@ -192,7 +192,7 @@ class Engine:
         Raises:
             UnknownPartition: the cluster has no such partition.
         """
-        self._check_exists(partition_id)
+        self.check_exists(partition_id)
         if partition_id in self.logs:
             return self.logs[partition_id]
         self._finish_removal(partition_id)
@@ -209,7 +209,7 @@ class Engine:
         """
         new: list[PartitionId] = []
         for partition_id in partition_ids:
-            self._check_exists(partition_id)
+            self.check_exists(partition_id)
             if not self._disk.exists(self._directory_of(partition_id)):
                 new.append(partition_id)
         if new:
@@ -230,7 +230,8 @@ class Engine:
             raise UnknownPartition(f"partition {partition_id} is not assigned to this storage")
         return self.logs[partition_id]
 
-    def _check_exists(self, partition_id: PartitionId) -> None:
+    def check_exists(self, partition_id: PartitionId) -> None:
+        """Raise UnknownPartition if the cluster has no such partition."""
         if not 0 <= partition_id < self.partition_count:
             raise UnknownPartition(
                 f"expected a partition of 0..{self.partition_count - 1}, found {partition_id}"
@@ -402,7 +403,7 @@ class Engine:
         return log.sync()
 
     def _check_held(self, partition_id: PartitionId) -> None:
-        self._check_exists(partition_id)
+        self.check_exists(partition_id)
         self._finish_removal(partition_id)
         if not self._control.info(partition_id).flags & FLAG_ASSIGNED:
             raise UnknownPartition(f"partition {partition_id} is not assigned to this storage")

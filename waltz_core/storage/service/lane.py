@@ -26,6 +26,8 @@ SESSION_JUMP_MAX: Final = 1 << 32
 GROUP_BYTES_MAX: Final = 16 * 1024 * 1024
 # The cost of a request in the queue, in addition to the bytes that it carries or requests.
 REQUEST_BYTES: Final = 512
+# A batch of it, except the first one.
+_BATCH_BYTES: Final = 256
 
 
 @dataclass(slots=True)
@@ -79,7 +81,10 @@ def _next_group(writes: deque[LaneRequest]) -> tuple[LaneRequest, ...]:
 def queue_bytes(message: StorageMessage) -> int:
     """Return the memory that a waiting request holds, or that its answer will."""
     match message:
-        case AppendRaw() | Repair():
+        case AppendRaw():
+            beside = len(message.locks) + _BATCH_BYTES * len(message.lineage[1:])
+            return REQUEST_BYTES + len(message.records) + len(message.lengths) + beside
+        case Repair():
             return REQUEST_BYTES + len(message.records) + len(message.lengths)
         case RangeRaw() | LockBlocksRequest():
             return REQUEST_BYTES + max(0, message.bytes_max)

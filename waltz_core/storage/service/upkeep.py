@@ -107,14 +107,15 @@ def facts_of(engine: Engine, partition_id: PartitionId, *, is_served: bool) -> R
 
 
 def _facts_of(log: PartitionLog) -> LogFacts:
-    # NB: another thread may append meanwhile; the facts of a served log are a snapshot.
-    state = log.state()
+    # NB: another thread may append meanwhile: the facts of a served log are a snapshot, and nothing
+    # may be read from its files.
+    synced_max, chain = log.synced_end
     return LogFacts(
         is_suspect=log.suspect,
         promised=log.promised,
         last_session=log.last_session,
         low_water_mark=log.confirmed_low_water_mark,
-        synced_max=state.synced_max,
-        chain=state.chain,
+        synced_max=synced_max,
+        chain=chain,
         damaged=log.damaged,
     )
