@@ -372,6 +372,31 @@ def test_whoever_waits_when_another_thread_closes_the_client_is_told_so(monkeypa
     assert told
 
 
+def test_ctrl_c_while_a_client_is_closed_leaves_nobody_waiting(monkeypatch):
+    """The loop ends before the outcomes are known: other threads get what is known then."""
+    with MemoryWaltz(1) as waltz:
+        client = waltz.client()
+        client.mount([0])
+        waltz.delay_ms = 1_000 * HANG_S
+        futures = [client.append(b"one", partition=0), client.submit(Copying(0))]
+
+        def wait_and_be_interrupted(call):
+            outcome = asyncio.run_coroutine_threadsafe(call, client._loop)
+            deadline_s = time.monotonic() + HANG_S
+            while client._client._ending is None:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.001)
+            outcome.cancel()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(client, "_wait", wait_and_be_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.close()
+        for each in futures:
+            with pytest.raises(errors.OutcomeUnknown):
+                each.result(HANG_S)
+
+
 def test_data_that_is_asked_for_when_the_loop_was_closed_is_told_as_unavailable(monkeypatch):
     loop = asyncio.new_event_loop()
     loop.close()

@@ -204,15 +204,16 @@ class AsyncWaltzClient(OpenedByConnect):
                     await partition.appends.wait_idle()
         except TimeoutError:
             _log.warning("client.closed_with_pending client=%s", self._client_id)
-        for partition in self._partitions.values():
-            partition.close()
-        self._closing.set()
-        await root
-        self.requests.close()
-        await self.links.close("the client was closed")
-        await self.directory.close()
-        if self.claim is not None:
-            await self.claim.close()
+        finally:  # NB: also when the loop ends before that: a thread may wait for an outcome
+            for partition in self._partitions.values():
+                partition.close()
+            self._closing.set()
+            await asyncio.wait([root])
+            self.requests.close()
+            await self.links.close("the client was closed")
+            await self.directory.close()
+            if self.claim is not None:
+                await self.claim.close()
 
     async def __aenter__(self) -> Self:
         return self
