@@ -154,7 +154,7 @@ class Original:
         told = self._told(message, question)
         if isinstance(told, MountResponse | MountOutcome):
             partition_id = told.req_id.partition_id
-            if partition_id not in self._mounts:
+            if partition_id not in self._mounts and not _is_of_no_partition(message):
                 self._ended_s[partition_id] = now_s
         return told
 
@@ -262,6 +262,12 @@ class Original:
             return None
         self._ends_soon = True
         return EndConnection(error.message, MARK_WAIT_S)
+
+
+def _is_of_no_partition(message: ClientMessage) -> bool:
+    """Whether there is no such partition: a peer that invents them must not exhaust memory."""
+    is_error = isinstance(message, ErrorResponse)
+    return is_error and message.error_code == errors.UnknownPartition.code
 
 
 def _data_not_found(message: TransactionDataResponse) -> TransactionDataResponse:

@@ -333,3 +333,14 @@ def test_who_goes_on_as_if_his_mount_had_not_ended_is_disconnected(goes_on: Clie
     assert original.ask(goes_on, late_s) is None
     assert told(original, MountResponse(req(8), READY), late_s) == MountResponse(req(8), READY)
     assert original.ask(goes_on, late_s + 2 * MOUNT_WAIT_S) is None
+
+
+def test_partitions_that_do_not_exist_are_not_remembered() -> None:
+    original = Original(4)
+    unknown = errors.UnknownPartition("the cluster has 3")
+    for partition in range(3, 103):
+        mount = messages.MountRequest(req(1, partition), -1, 0)
+        assert original.ask(mount, 0.0) is None
+        assert refused(original, mount, unknown) == MountResponse(mount.req_id, NOT_READY)
+    assert not original._ended_s
+    assert not original._mounts

@@ -1,8 +1,8 @@
 """Which connection may write for a client: the latest one, and no other ever again."""
 
-from waltz_core.errors import WaltzError
+from waltz_core.errors import Overloaded, WaltzError
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId, TransactionId
-from waltz_core.server.append.mounts import Mounts, PartitionPlace
+from waltz_core.server.append.mounts import CLIENTS_MAX, Mounts, PartitionPlace
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import LATEST_MARK, MountWriter
 
@@ -95,6 +95,18 @@ def test_one_connection_may_mount_for_several_clients() -> None:
     mounts.begin(ALICE, OLD, 2)
     mounts.close(OLD)
     assert (mounts.highest(ALICE), mounts.highest(BOB)) == (2, 1)
+
+
+def test_a_connection_may_not_mount_for_any_number_of_clients() -> None:
+    mounts = Mounts(10)
+    for client in range(CLIENTS_MAX):
+        assert fault(mounts, ClientId(client), OLD, 1) is None
+        mounts.begin(ClientId(client), OLD, 1)
+    assert isinstance(fault(mounts, ClientId(CLIENTS_MAX), OLD, 1), Overloaded)
+    assert fault(mounts, ClientId(0), OLD, 2) is None
+    assert fault(mounts, ClientId(CLIENTS_MAX), NEW, 1) is None
+    mounts.begin(ClientId(0), NEW, 2)
+    assert fault(mounts, ClientId(CLIENTS_MAX), OLD, 1) is None
 
 
 def test_a_lost_row_ends_the_mount_until_the_next_one() -> None:

@@ -16,12 +16,14 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly o
        sent after that row must not enter the log before the row is sent again.
     5. Each mount has a number of its own, also a repeated one on the same connection: an append
        sent under an earlier mount does not enter under a later one.
+    6. At most `CLIENTS_MAX` clients are mounted on one connection: a peer that invents client IDs
+       must not exhaust memory.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from waltz_core.errors import (
     BadRequest,
@@ -29,11 +31,15 @@ from waltz_core.errors import (
     ConnectionSuperseded,
     GenerationMismatch,
     NotOwned,
+    Overloaded,
     WaltzError,
 )
 from waltz_core.records.record import ClientId, Generation, PartitionId, TransactionId
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import LATEST_MARK, MountRequest, MountWriter
+
+# Rule 6. A client uses one ID on a connection, and the next one after 2^31 appends.
+CLIENTS_MAX: Final = 64
 
 
 class PartitionPlace(NamedTuple):
@@ -95,7 +101,11 @@ class Mounts:
                 f"{place}: the client's high-water mark {mark} is above the log's "
                 f"{place.high_water_mark}: another cluster, or the log was lost"
             )
-        return self._fenced(message.req_id.client_id, connection, message.connection_sequence)
+        client_id = message.req_id.client_id
+        others = self._clients_of.get(connection, ())
+        if len(others) >= CLIENTS_MAX and not self.is_current(client_id, connection):
+            return Overloaded(f"{place}: {len(others)} clients are mounted on this connection")
+        return self._fenced(client_id, connection, message.connection_sequence)
 
     def _fenced(
         self, client_id: ClientId, connection: ConnectionId, sequence: int
