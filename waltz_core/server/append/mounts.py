@@ -13,7 +13,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly o
        disconnected first is forgotten. So a fence can only fail after `limit` other clients have
        disconnected.
     4. A client that lost a row has to mount again, on the same connection or on another: what it
-       sent after that row must not enter the log before the row is sent again.
+       sent after that row must not enter the log before the row is sent again. The same holds for
+       appends that arrive after one for which the queue had no room.
     5. Each mount has a number of its own, also a repeated one on the same connection: an append
        sent under an earlier mount does not enter under a later one.
     6. At most `CLIENTS_MAX` clients are mounted on one connection: a peer that invents client IDs
@@ -59,6 +60,7 @@ class _Mount:
     sequence: int
     number: int
     is_ready: bool
+    is_overrun: bool = False  # an append found no room (rule 4)
 
 
 class Mounts:
@@ -136,6 +138,18 @@ class Mounts:
         """The number of the client's mount on this connection, 0 without one (rule 5)."""
         mount = self._mounts.get(client_id)
         return mount.number if mount is not None and mount.connection == connection else 0
+
+    def number_on_arrival(self, client_id: ClientId, connection: ConnectionId) -> int:
+        """The same for an append that arrives now, which must not enter the log if it is 0."""
+        mount = self._mounts.get(client_id)
+        is_open = mount is not None and mount.connection == connection and not mount.is_overrun
+        return mount.number if mount is not None and is_open else 0
+
+    def overrun(self, client_id: ClientId, connection: ConnectionId) -> None:
+        """An append found no room: none that arrives later may enter the log before it (rule 4)."""
+        mount = self._mounts.get(client_id)
+        if mount is not None and mount.connection == connection:
+            mount.is_overrun = True
 
     def is_current(self, client_id: ClientId, connection: ConnectionId) -> bool:
         """Whether this is the client's connection, mounted or about to be."""
