@@ -59,7 +59,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.wire import messages
-from waltz_core.wire.messages import LATEST_MARK
+from waltz_core.wire.messages import LATEST_MARK, Reason
 
 if TYPE_CHECKING:
     from random import Random
@@ -428,7 +428,7 @@ class PartitionStream:
             refusal = self._outbox.refusal(parcel, self._limits, self._mount)
             if refusal is not None:
                 self._outbox.take()
-                out.append(ParcelRefused(parcel.token, refusal))
+                self._tell_refusal(parcel, refusal, out)
                 continue
             in_flight_bytes = self._monitor.in_flight_bytes + parcel.size_bytes
             if len(self._monitor) and in_flight_bytes > self._limits.in_flight_bytes_max:
@@ -496,6 +496,17 @@ class PartitionStream:
     def _tell(self, parcel: Parcel, outcome: BatchOutcome, out: list[Effect]) -> None:
         out.append(ParcelSettled(parcel.token, outcome))
         out.extend(ParcelSettled(*told) for told in self._outbox.lose_behind(parcel, outcome))
+
+    def _tell_refusal(
+        self, parcel: Parcel, refusal: errors.WaltzError, out: list[Effect]
+    ) -> None:
+        """Report why a parcel is not sent; one that is too large comes again, in two."""
+        out.append(ParcelRefused(parcel.token, refusal))
+        if isinstance(refusal, errors.TooLarge) and parcel.row_count > 1:  # invariant 8
+            lost = BatchOutcome.uniform(
+                parcel.row_count, Reason.LOST, high_water_mark=self.high_water_mark
+            )
+            out.extend(ParcelSettled(*told) for told in self._outbox.lose_behind(parcel, lost))
 
     def _expire(self, now_ms: int, out: list[Effect]) -> None:
         timeout_ms = self._settings.request_timeout_ms
