@@ -254,6 +254,19 @@ def test_a_link_with_an_append_that_was_given_up_is_not_mounted_again_either():
     assert story.tell(stream_events.Subscribe(-1)) == [stream_events.OpenLink(2, (1,))]
 
 
+def test_links_that_broke_are_not_remembered():
+    """A client that lives for years sees many of them."""
+    story = Story().ready()
+    for number in range(1, 9):
+        story.tell(stream_events.SendAppends(parcel(number)))
+        story.tell(stream_events.LinkLost(number, "cut"))
+        if story.stream.phase is Phase.WAITING:
+            story.wake(story.stream.wake_at_ms)
+        story.mounted(story.link(number=number + 1), -1, link=number + 1)
+        assert story.stream.phase is Phase.READY
+    assert not story.stream._spoiled
+
+
 def test_a_link_that_is_gone_need_not_be_avoided():
     story = Story().ready()
     story.tell(stream_events.SendAppends(parcel(1)))

@@ -169,9 +169,7 @@ class PartitionStream:
             case stream_events.LinkFailed():
                 self._link_failed(event, now_ms, out)
             case stream_events.LinkLost():
-                self._spoiled.pop(event.link, None)
-                if event.link == self._link and self.phase in _LINKED:
-                    self._leave(event.reason, now_ms, out)
+                self._link_lost(event, now_ms, out)
             case stream_events.Moved():
                 self._moved(event.generation, now_ms, out)
             case stream_events.Renewed():
@@ -244,6 +242,20 @@ class PartitionStream:
         number = self._connection_sequence
         request = messages.MountWriter(self._mount_id, number, mark, wants_feed, values)
         out.append(Send(self._link, request))
+
+    def _link_lost(self, event: stream_events.LinkLost, now_ms: int, out: list[Effect]) -> None:
+        self._spoiled.pop(event.link, None)
+        for pending in self._monitor:
+            pending.is_link_lost |= pending.link == event.link
+        if event.link == self._link and self.phase in _LINKED:
+            self._leave(event.reason, now_ms, out)
+
+    def _spoil(self, pending: Pending) -> None:
+        """Do not mount the link of an unanswered parcel again; one that is lost needs no place."""
+        if pending.is_link_lost:
+            self._spoiled.pop(pending.link, None)
+        else:
+            self._spoiled[pending.link] = None
 
     def _link_failed(self, event: stream_events.LinkFailed, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
@@ -392,7 +404,7 @@ class PartitionStream:
 
     def _ready(self, now_ms: int, out: list[Effect]) -> None:
         for pending, outcome in self._monitor.settle(self.high_water_mark):
-            self._spoiled[pending.link] = None
+            self._spoil(pending)
             self._tell(pending.parcel, outcome, out)
         assert len(self._monitor) == 0  # invariant 1
         self.phase = Phase.READY
@@ -520,7 +532,7 @@ class PartitionStream:
     def _give_up(self, pending: Pending, when: str, out: list[Effect]) -> None:
         """End a parcel: report its outcome if every row is known, else OutcomeUnknown."""
         self._monitor.remove(pending)
-        self._spoiled[pending.link] = None
+        self._spoil(pending)
         outcome = pending.known_outcome(self.high_water_mark)
         if outcome is not None:
             out.append(ParcelSettled(pending.parcel.token, outcome))
