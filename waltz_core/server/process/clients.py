@@ -305,10 +305,10 @@ class Clients:
         self._balance()
 
     def _note_sent(self, connection: ConnectionId, client: _Client) -> None:
-        self._note_backlog(connection, client)
         if client.link.is_congested and not client.is_congested:
             client.is_congested = True
             self._loop.call_soon(self._post_congested, connection)
+        self._note_backlog(connection, client)  # last: flow must know about the congestion, too
 
     def _post_congested(self, connection: ConnectionId) -> None:
         client = self._clients.get(connection)
