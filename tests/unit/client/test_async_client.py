@@ -1087,3 +1087,38 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
         with pytest.raises(errors.Unreachable, match="closed before it was sent"):
             await submitted.result()
         assert context.heard == ["exception Unreachable"]
+
+
+@on_virtual_loop
+async def test_an_append_that_gets_its_partition_when_the_client_is_closed_is_told_so():
+    """Nothing would end its stream any more, nor the timer of that."""
+    async with memory_cluster() as cluster:
+        client = await cluster.client().open()
+        begun, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def next_client_id():
+            begun.set()
+            await goes_on.wait()
+            return 1
+
+        client.directory.next_client_id = next_client_id
+        appended = asyncio.ensure_future(client.append(b"x", partition=0))
+        await begun.wait()
+        await client.close()
+        goes_on.set()
+        with pytest.raises(errors.UsageError, match="the client is closed"):
+            await appended
+        assert not client._partitions
+
+
+@on_virtual_loop
+async def test_a_client_whose_opening_is_cancelled_leaves_nothing_behind():
+    async with memory_cluster() as cluster:
+        client = cluster.client()
+        opening = asyncio.ensure_future(client.open())
+        while client._root is None:  # noqa: ASYNC110 - the last step of the opening
+            await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert client._root.done()

@@ -175,7 +175,11 @@ class AsyncWaltzClient(OpenedByConnect):
         self._root = asyncio.get_running_loop().create_task(
             self._live(started), name="waltz-client"
         )
-        await started.wait()
+        try:
+            await started.wait()
+        except asyncio.CancelledError:  # the caller has no client that it could close
+            await self.close()
+            raise
         self.spawn(self._follow_directory(), "directory")
         return self
 
@@ -622,6 +626,8 @@ class AsyncWaltzClient(OpenedByConnect):
         # NB: another task may have created it meanwhile.
         found = self._partitions.get(partition_id)
         if found is None:
+            if self._closing.is_set():  # nothing would end it
+                raise errors.UsageError(_CLOSED)
             found = ClientPartition(partition_id, self._client_id, self)
             self._partitions[partition_id] = found
         return found
