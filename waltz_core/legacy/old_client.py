@@ -266,8 +266,9 @@ class Original:
 
 def _is_of_no_partition(message: ClientMessage) -> bool:
     """Whether there is no such partition: a peer that invents them must not exhaust memory."""
-    is_error = isinstance(message, ErrorResponse)
-    return is_error and message.error_code == errors.UnknownPartition.code
+    if not isinstance(message, ErrorResponse):
+        return False
+    return message.error_code == errors.UnknownPartition.code
 
 
 def _data_not_found(message: TransactionDataResponse) -> TransactionDataResponse:

@@ -96,7 +96,7 @@ async def test_a_connection_that_breaks_right_after_the_greeting_is_no_connectio
 
     monkeypatch.setattr(net, "dial", dial_and_be_slow)
     links = ServerLinks(dial_timeout_s=5, late_answers_s=0)
-    with pytest.raises(errors.Unreachable, match="closed by the peer|connection lost"):
+    with pytest.raises(errors.Unreachable, match=r"closed by the peer|connection lost"):
         await links.get(f"127.0.0.1:{listener.port}")
     assert not links._open
     assert not links._links

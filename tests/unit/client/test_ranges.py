@@ -415,11 +415,11 @@ def test_a_reader_that_is_closed_while_it_dials_leaves_no_connection(
         monkeypatch.setattr(ReaderConnection, "open", open_link)
         replicas = ReplicaSet(bytes(16), 4, 1, 20, ("s1:1",))
         reader = ReplicaReader(P, replicas, from_server, first=10, timeout_s=2)
-        fetch = asyncio.ensure_future(reader.fetch(QUERY))
-        await asyncio.sleep(0)
-        reader.close()
-        greets.set()
-        await fetch
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(reader.fetch(QUERY))
+            await asyncio.sleep(0)
+            reader.close()
+            greets.set()
         assert closed == ["s1:1"]
 
     in_virtual_time(read())

@@ -17,7 +17,8 @@ class Link:
     """A connection whose client reads nothing from the first answer on."""
 
     def __init__(self) -> None:
-        self.version, self.address, self.is_closed = max(Surface.CLIENT.versions_taken), "a:1", False
+        self.version, self.address = max(Surface.CLIENT.versions_taken), "a:1"
+        self.is_closed = False
         self.is_congested, self.write_backlog_bytes, self.is_read = False, 0, True
 
     def start(self, received, closed, drained) -> None:

@@ -509,9 +509,7 @@ class PartitionStream:
         out.append(ParcelSettled(parcel.token, outcome))
         out.extend(ParcelSettled(*told) for told in self._outbox.lose_behind(parcel, outcome))
 
-    def _tell_refusal(
-        self, parcel: Parcel, refusal: errors.WaltzError, out: list[Effect]
-    ) -> None:
+    def _tell_refusal(self, parcel: Parcel, refusal: errors.WaltzError, out: list[Effect]) -> None:
         """Report why a parcel is not sent; one that is too large comes again, in two."""
         out.append(ParcelRefused(parcel.token, refusal))
         if isinstance(refusal, errors.TooLarge) and parcel.row_count > 1:  # invariant 8

@@ -5,8 +5,8 @@ shutdown. `served_partition.py` decides what a partition does.
 
 Rules:
     1. A partition is served exactly while the assignment in force names this server. While
-       ZooKeeper is away nothing changes: storages fence replaced owners. The same holds while a node
-       cannot be decoded: one node must not end all servers at once.
+       ZooKeeper is away nothing changes: storages fence replaced owners. The same holds while a
+       node cannot be decoded: one node must not end all servers at once.
     2. The server registers after it can answer clients, and unregisters while it still can.
     3. Shutdown: stop reading, wait for a limited time until appends in flight are final, leave the
        assignment, answer the waiting requests, close.
