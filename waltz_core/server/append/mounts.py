@@ -17,8 +17,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly o
        appends that arrive after one for which the queue had no room.
     5. Each mount has a number of its own, also a repeated one on the same connection: an append
        sent under an earlier mount does not enter under a later one.
-    6. At most `CLIENTS_MAX` clients are mounted on one connection: a peer that invents client IDs
-       must not exhaust memory.
+    6. At most `CLIENTS_MAX` clients are mounted on one connection, and the filter of a feed has at
+       most `FEED_HEADERS_MAX` headers: a peer must not exhaust memory.
 """
 
 from collections import OrderedDict
@@ -37,7 +37,7 @@ from waltz_core.errors import (
 )
 from waltz_core.records.record import ClientId, Generation, PartitionId, TransactionId
 from waltz_core.server.partition_events import ConnectionId
-from waltz_core.wire.messages import LATEST_MARK, MountRequest, MountWriter
+from waltz_core.wire.messages import FEED_HEADERS_MAX, LATEST_MARK, MountRequest, MountWriter
 
 # Rule 6. A client uses one ID on a connection, and the next one after 2^31 appends.
 CLIENTS_MAX: Final = 64
@@ -103,11 +103,23 @@ class Mounts:
                 f"{place}: the client's high-water mark {mark} is above the log's "
                 f"{place.high_water_mark}: another cluster, or the log was lost"
             )
-        client_id = message.req_id.client_id
+        excess = self._excess(message, connection, place)
+        client_id, sequence = message.req_id.client_id, message.connection_sequence
+        return excess or self._fenced(client_id, connection, sequence)
+
+    def _excess(
+        self, message: MountRequest | MountWriter, connection: ConnectionId, place: PartitionPlace
+    ) -> WaltzError | None:
+        """Rule 6."""
+        count = len(message.header_values) if isinstance(message, MountWriter) else 0
+        if count > FEED_HEADERS_MAX:
+            return BadRequest(
+                f"{place}: expected at most {FEED_HEADERS_MAX} headers, found {count}"
+            )
         others = self._clients_of.get(connection, ())
-        if len(others) >= CLIENTS_MAX and not self.is_current(client_id, connection):
-            return Overloaded(f"{place}: {len(others)} clients are mounted on this connection")
-        return self._fenced(client_id, connection, message.connection_sequence)
+        if len(others) < CLIENTS_MAX or self.is_current(message.req_id.client_id, connection):
+            return None
+        return Overloaded(f"{place}: {len(others)} clients are mounted on this connection")
 
     def _fenced(
         self, client_id: ClientId, connection: ConnectionId, sequence: int
