@@ -1126,3 +1126,28 @@ async def test_a_client_whose_opening_is_cancelled_leaves_nothing_behind():
             opening.cancel()
         assert opening.cancelled()
         assert client._root.done()
+
+
+@on_virtual_loop
+async def test_a_flush_waits_for_what_was_appended_before_and_for_nothing_else():
+    """A service that always has an append under way would wait for ever."""
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await client.mount([0])
+        is_flushed = False
+
+        async def append_on():
+            under_way = [await client.append(b"x", partition=0) for _ in range(3)]
+            while not is_flushed:
+                under_way.append(await client.append(b"x", partition=0))
+                await under_way.pop(0)
+            await asyncio.wait(under_way)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(append_on())
+            await asyncio.sleep(0.1)
+            assert client.has_pending
+            earlier = await client.append(b"earlier", partition=0)
+            async with asyncio.timeout(HANG_S / 100):
+                mark = await client.flush(0)
+            is_flushed = True
+            assert earlier.result() <= mark

@@ -205,7 +205,8 @@ class AsyncWaltzClient(OpenedByConnect):
                 for run in list(self._runs):
                     await asyncio.wait([run.future])
                 for partition in list(self._partitions.values()):
-                    await partition.appends.wait_idle()
+                    while partition.appends.has_pending:
+                        await partition.appends.wait_for_earlier()
         except TimeoutError:
             _log.warning("client.closed_with_pending client=%s", self._client_id)
         finally:  # NB: also when the loop ends before that: a thread may wait for an outcome
@@ -343,7 +344,7 @@ class AsyncWaltzClient(OpenedByConnect):
         partition_id = self._checked(partition)
         known = self._partitions.get(partition_id)
         if known is not None:
-            await known.appends.wait_idle()
+            await known.appends.wait_for_earlier()
         return await self.requests.flush(partition_id)
 
     async def mount(self, partitions: Iterable[int] | None = None) -> dict[int, TransactionId]:
