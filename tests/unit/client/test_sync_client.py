@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import pytest
 
@@ -370,6 +371,37 @@ def test_whoever_waits_when_another_thread_closes_the_client_is_told_so(monkeypa
     client.close()
     asker.join(HANG_S)
     assert told
+
+
+class Changing:
+    """A partition, or a feed, during whose look the loop's thread runs."""
+
+    def __init__(self, change) -> None:
+        self._change = change
+
+    @property
+    def appends(self):
+        self._change()
+        return SimpleNamespace(has_pending=False)
+
+    @property
+    def is_applied(self):
+        self._change()
+        return True
+
+
+def test_a_thread_may_look_while_partitions_come_and_go(monkeypatch):
+    with MemoryWaltz(1) as waltz, waltz.client() as client:
+        inner = client._client
+        partitions, feeds = {}, {}
+        partitions[0] = Changing(lambda: partitions.setdefault(1, None))
+        feeds[0] = Changing(lambda: feeds.pop(1, None))
+        feeds[1] = feeds[0]
+        monkeypatch.setattr(inner, "_partitions", partitions)
+        monkeypatch.setattr(inner.subscriptions, "_feeds", feeds)
+        assert not client.has_pending
+        assert client.partitions == (0,)
+        monkeypatch.undo()
 
 
 def test_ctrl_c_while_a_client_is_closed_leaves_nobody_waiting(monkeypatch):

@@ -290,7 +290,8 @@ class AsyncWaltzClient(OpenedByConnect):
     @property
     def has_pending(self) -> bool:
         """Whether any append waits for its outcome."""
-        return any(partition.appends.has_pending for partition in self._partitions.values())
+        # NB: threads of the sync client look while the loop adds partitions; a copy is one step.
+        return any(partition.appends.has_pending for partition in list(self._partitions.values()))
 
     def layout(self) -> ClusterLayout:
         """Return cluster and partition owners as plain values, for `at` in other processes."""

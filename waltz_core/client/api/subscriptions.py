@@ -83,7 +83,8 @@ class Subscriptions:
     @property
     def partitions(self) -> tuple[int, ...]:
         """The partitions whose feed is applied now, in order."""
-        return tuple(sorted(int(each) for each in self._feeds if self._is_fed(each)))
+        # NB: threads of the sync client look while the loop changes it; a copy is one step.
+        return tuple(sorted(int(each) for each in list(self._feeds) if self._is_fed(each)))
 
     async def subscribe(self, recipient: Recipient, partition_ids: Iterable[PartitionId]) -> None:
         """Start the feeds of these partitions."""
@@ -133,10 +134,8 @@ class Subscriptions:
         )
 
     def _is_fed(self, partition_id: PartitionId) -> bool:
-        if partition_id not in self._feeds:
-            return False
-        feed = self._feeds[partition_id]
-        return isinstance(feed, _Start) or feed.is_applied
+        feed = self._feeds.get(partition_id)
+        return isinstance(feed, _Start) or (feed is not None and feed.is_applied)
 
     async def _start(self, partition_id: PartitionId) -> None:
         """Start a feed; raises what `client_high_water_mark` raises."""
