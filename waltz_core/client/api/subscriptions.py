@@ -45,7 +45,8 @@ class _Feed:
         """Apply transactions until stopped."""
         self.task = asyncio.current_task()
         try:
-            await self._catch_up.run(mark)
+            if self._catch_up.applier.stopped is None:
+                await self._catch_up.run(mark)
         finally:
             self._data.clear()
             self._is_over.set()
@@ -54,7 +55,10 @@ class _Feed:
         """Stop, and wait for running callbacks (rule 2)."""
         text = f"the feed of partition {self.partition.partition_id} was ended by the application"
         self._catch_up.applier.lay_down(errors.Unavailable(text))
-        await self._is_over.wait()
+        if self.task is None:  # it does nothing any more: a client that closes starts no tasks
+            self._data.clear()
+        else:
+            await self._is_over.wait()
         self.partition.unsubscribe()
 
 
