@@ -11,7 +11,8 @@ Rules (docs/spark.md, "Exactly once"):
     3. An attempt continues while it is the latest one, and the write is neither done nor removed:
        `check` decides from the state of ZooKeeper after the call.
     4. A process that only enters a write does not begin one that was removed. In a series (`X-7`
-       follows `X-6`) no write is begun if a later one exists.
+       follows `X-6`) no write is begun if a later one exists: beginning one also writes the parent
+       of all writes, at the version that was read before the later ones were looked for.
     5. A write expires a given time after its node was last written: when it was begun, or when it
        was done. ZooKeeper's clock measures that time; a driver's own clock may be days off. An
        expired write is marked as done first, with an empty summary, so that no task enters while
@@ -132,21 +133,26 @@ class WriteRegistry:
             found = await self.read(write)
             if found is not None:
                 return found
-            if in_series:
-                await self._check_is_last(write)
             with suppress(errors.CoordinatorOutcomeUnknown):
                 await self._nodes.ensure((self._nodes.paths.ours, self._nodes.paths.writes))
-            if await self._try([CreateNode(path, made.to_bytes())]):
+            steps: list[Operation] = [CreateNode(path, made.to_bytes())]
+            if in_series:
+                steps += await self._check_is_last(write)
+            if await self._try(steps):
                 return made
         raise errors.CoordinatorUnavailable(f"{path} could not be created")
 
-    async def _check_is_last(self, write: str) -> None:
+    async def _check_is_last(self, write: str) -> list[Operation]:
+        """Check rule 4; return the step that fails once a later write of a series has begun."""
+        parent = self._nodes.paths.writes
+        node = await self._znodes.get(parent)  # NB: before the listing, which may be newer
         series, _, number = write.rpartition("-")
         listing = await self._znodes.children(self._nodes.paths.writes)
         for name in () if listing is None else listing.names:
             other, _, later = name.rpartition("-")
             if other == series and is_number(later) and int(later) > int(number):
                 raise _over(write, None, f"{name} has begun, so it is over and was removed")
+        return [] if node is None else [Set(parent, b"", node.stat.version)]
 
     async def enter(
         self, write: str, task: int, run: str, next_client_id: Callable[[], Awaitable[ClientId]]

@@ -45,6 +45,32 @@ def test_whether_an_attempt_goes_on_is_read_from_what_zookeeper_holds_now(monkey
     asyncio.run(story())
 
 
+def test_a_task_that_was_paused_begins_no_write_that_is_over_and_removed_by_then(monkeypatch):
+    """It had looked for later writes, and found none. Its rows would enter the log once more."""
+
+    async def story():
+        world = MemoryWorld()
+        await created(world, ROOT)
+        paused, other = await world.znodes(), Coordinator(await world.znodes(), ROOT).writes
+        await other.begin("s-5", MARKS, 5, in_series=True)
+        real = paused.write
+
+        async def write(operations):
+            monkeypatch.undo()
+            await other.begin("s-6", MARKS, 5, in_series=True)
+            await other.finish("s-6", {}, 5)
+            await other.begin("s-7", MARKS, 5, in_series=True)
+            await other.forget("s-6")
+            return await real(operations)
+
+        monkeypatch.setattr(paused, "write", write)
+        with pytest.raises(errors.ConnectionSuperseded, match="s-7 has begun"):
+            await Coordinator(paused, ROOT).writes.begin("s-6", MARKS, 5, in_series=True)
+        assert await other.read("s-6") is None
+
+    asyncio.run(story())
+
+
 def test_a_write_is_over_before_its_tasks_are_removed(monkeypatch):
     """Else a task that enters meanwhile would have another client id than it had before."""
 
