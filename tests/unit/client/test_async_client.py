@@ -1144,8 +1144,7 @@ async def test_a_flush_waits_for_what_was_appended_before_and_for_nothing_else()
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(append_on())
-            await asyncio.sleep(0.1)
-            assert client.has_pending
+            await until(lambda: client.has_pending)
             earlier = await client.append(b"earlier", partition=0)
             async with asyncio.timeout(HANG_S / 100):
                 mark = await client.flush(0)

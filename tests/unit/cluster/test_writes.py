@@ -71,6 +71,54 @@ def test_a_task_that_was_paused_begins_no_write_that_is_over_and_removed_by_then
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("writes_before", [0, 1, 2])
+def test_an_expired_write_that_was_begun_again_is_not_removed(monkeypatch, writes_before):
+    """Its tasks would get other client ids, and append their rows once more."""
+
+    async def story():
+        world = MemoryWorld()
+        await created(world, ROOT)
+        paused, active = await world.znodes(), await world.znodes()
+        coordinator = Coordinator(active, ROOT)
+        other, left = coordinator.writes, [writes_before]
+        await other.begin("w", MARKS, 5)
+        await other.enter("w", 0, "r", coordinator.next_client_id)
+        world.zookeeper.advance(10)
+        real = paused.write
+
+        async def write(operations):
+            if operations[0].path.endswith("/w") or "/w/" in operations[0].path:
+                left[0] -= 1
+            if left[0] < 0:
+                monkeypatch.undo()
+                assert await other.forget("w")
+                await other.begin("w", MARKS, 5)
+                await other.enter("w", 0, "r", coordinator.next_client_id)
+            return await real(operations)
+
+        monkeypatch.setattr(paused, "write", write)
+        assert await Coordinator(paused, ROOT).writes.forget_expired() == []
+        assert not (await other.read("w")).is_done
+        assert (await other.enter("w", 0, "r", coordinator.next_client_id)).attempt == 2
+
+    asyncio.run(story())
+
+
+def test_expired_writes_are_removed_and_named():
+    async def story():
+        world = MemoryWorld()
+        await created(world, ROOT)
+        writes = Coordinator(await world.znodes(), ROOT).writes
+        await writes.begin("old", MARKS, 5)
+        await writes.begin("new", MARKS, 50)
+        world.zookeeper.advance(10)
+        assert await writes.forget_expired() == ["old"]
+        assert await writes.read("old") is None
+        assert await writes.read("new") is not None
+
+    asyncio.run(story())
+
+
 def test_a_write_is_over_before_its_tasks_are_removed(monkeypatch):
     """Else a task that enters meanwhile would have another client id than it had before."""
 
