@@ -206,7 +206,8 @@ def test_a_node_that_cannot_be_decoded_does_not_end_a_server_that_works(
 ) -> None:
     """It would end all of them at once, and none could start."""
     monkeypatch.setattr(server_daemon, "UNREADABLE_PAUSE_S", 0.0)
-    looks, seen = [1, errors.BadFormat("/w/s_0: rotten"), 2, errors.BadConfig("enough")], []
+    rot = (errors.BadFormat("/w/s_0: rotten"), errors.BadRequest("the partitions shrink"))
+    looks, seen = [1, rot[0], 2, rot[1], 3, errors.BadConfig("enough")], []
 
     async def follow(take):
         while True:
@@ -226,7 +227,7 @@ def test_a_node_that_cannot_be_decoded_does_not_end_a_server_that_works(
             await server._follow(rotten, seen.append)
 
     asyncio.run(story())
-    assert seen == [1, 2]
+    assert seen == [1, 2, 3]
     assert [each.message for each in caplog.records] == [
-        "server.node_unreadable error=/w/s_0: rotten"
+        f"server.node_unreadable error={each}" for each in rot
     ]

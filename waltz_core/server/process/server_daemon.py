@@ -233,7 +233,8 @@ class Server:
     ) -> None:
         """Follow nodes in ZooKeeper; log those that cannot be decoded, and read again (rule 1).
 
-        Raises BadFormat at the start: without any view this server cannot work.
+        So are those that contradict each other: the lead, and each next one, would end. Raises
+        BadFormat or BadRequest at the start: without any view this server cannot work.
         """
         is_known = False
 
@@ -245,7 +246,7 @@ class Server:
         while True:
             try:
                 await follow(note)
-            except errors.BadFormat as error:
+            except (errors.BadFormat, errors.BadRequest) as error:
                 if not is_known:
                     raise
                 _log.error("server.node_unreadable error=%s", error)
