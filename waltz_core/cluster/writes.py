@@ -285,11 +285,8 @@ class WriteRegistry:
         now_ms, names = await self._expired()
         return [name for name in names if await self.forget(name, expired_ms=now_ms)]
 
-    async def out_of_time(self) -> list[str]:
-        """Return expired writes, of the few that one call checks (rule 5)."""
-        return (await self._expired())[1]
-
     async def _expired(self) -> tuple[int, list[str]]:
+        """Return ZooKeeper's time, and expired writes of the few that one call checks (rule 5)."""
         now_ms = await self._time_ms()
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names

@@ -213,12 +213,12 @@ def test_how_long_a_write_is_kept_is_measured_by_zookeeper():
         world.zookeeper.advance(5_000)
         await writes.begin("w", MARKS, 1_000)
         world.zookeeper.advance(999)
-        assert await writes.out_of_time() == []
+        assert await writes.forget_expired() == []
         await writes.finish("w", {"rows": 1}, 1_000)
         world.zookeeper.advance(999)
-        assert await writes.out_of_time() == []
+        assert await writes.forget_expired() == []
         world.zookeeper.advance(1)
-        assert await writes.out_of_time() == ["w"]
+        assert await writes.forget_expired() == ["w"]
 
     asyncio.run(story())
 
