@@ -12,6 +12,7 @@ from tests.loops import on_virtual_loop
 from tests.unit.client.stories import PARTITION
 from waltz_core import errors
 from waltz_core.client.read.feed_delivery import Applier
+from waltz_core.client.stream.appends import Appends, AppendWindow, PendingRow
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import TransactionId
@@ -60,3 +61,17 @@ async def test_who_waits_for_a_mark_that_does_not_come_leaves_nothing():
         await give_up(partition.known(TransactionId(4)))
     assert not partition._mark_waiters
     partition.close()
+
+
+@on_virtual_loop
+async def test_who_waits_for_outcomes_that_do_not_come_leaves_nothing():
+    window = AppendWindow(rows_max=100, bytes_max=1 << 20)
+    appends = Appends(PARTITION, window, lambda event: None, batch_rows=1, batch_bytes=100)
+    row = PendingRow(b"data", 0, TransactionId(0))
+    assert window.try_take(1, row.size_bytes)
+    appends.add(row)
+    for _ in range(COUNT):
+        await give_up(appends.wait_for_earlier())
+    assert not any(each.waiting for each in appends._epochs)
+    appends.abandon(errors.Unreachable("nobody is there"))
+    assert row.future.exception() is not None

@@ -64,7 +64,7 @@ class _Epoch:
     """What was appended between two waits: how much has no outcome, and who waits (rule 5)."""
 
     unfinished: int = 0
-    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
 
 
 _NO_EPOCH = _Epoch()  # of a row that was not appended yet
@@ -319,8 +319,12 @@ class Appends:
             self._epochs.append(_Epoch())
         if len(self._epochs) > 1:
             future: asyncio.Future[None] = self._loop.create_future()
-            self._epochs[-2].waiting.append(future)
-            await future
+            waiting = self._epochs[-2].waiting
+            waiting[future] = None
+            try:
+                await future
+            finally:  # a caller that gives up leaves nothing: the outcomes may take days
+                waiting.pop(future, None)
 
     def _enter(self) -> _Epoch:
         epoch = self._epochs[-1]
