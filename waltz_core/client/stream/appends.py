@@ -17,7 +17,7 @@ Rules:
 """
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -147,7 +147,7 @@ class AppendWindow:
         self._bytes_max = bytes_max
         self._rows = 0
         self._bytes = 0
-        self._waiting: deque[tuple[asyncio.Future[None], int, int]] = deque()
+        self._waiting: OrderedDict[asyncio.Future[None], tuple[int, int]] = OrderedDict()
 
     @property
     def is_empty(self) -> bool:
@@ -167,11 +167,14 @@ class AppendWindow:
         if self.try_take(rows, size_bytes):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((future, rows, size_bytes))
+        self._waiting[future] = rows, size_bytes
         try:
             await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
+            # NB: nothing may be given back for long, and those behind it may need less room.
+            if self._waiting.pop(future, None) is not None:
+                self.give(0, 0)
+            elif not future.cancelled():
                 self.give(rows, size_bytes)
             raise
 
@@ -182,14 +185,14 @@ class AppendWindow:
         assert self._rows >= 0
         assert self._bytes >= 0
         while self._waiting:
-            future, more_rows, more_bytes = self._waiting[0]
+            future, (more_rows, more_bytes) = next(iter(self._waiting.items()))
             if not future.done():
                 if not self._fits(more_rows, more_bytes):
                     return
                 self._rows += more_rows
                 self._bytes += more_bytes
                 future.set_result(None)
-            self._waiting.popleft()
+            del self._waiting[future]
 
     def _fits(self, rows: int, size_bytes: int) -> bool:
         # A batch larger than the whole window goes when nothing else is in flight.
