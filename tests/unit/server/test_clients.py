@@ -2,13 +2,19 @@
 
 import asyncio
 
-from tests.loops import on_loop
+from tests.loops import on_loop, until
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.partition_events import Answer
 from waltz_core.server.process.clients import Clients
 from waltz_core.server.process.flow import FlowLimits
-from waltz_core.wire.messages import FlushRequest, FlushResponse, Surface
+from waltz_core.wire.messages import (
+    CheckConnectivityRequest,
+    CheckConnectivityResponse,
+    FlushRequest,
+    FlushResponse,
+    Surface,
+)
 
 LIMITS = FlowLimits(2, 1 << 20, 1 << 30, 1 << 20)
 
@@ -20,11 +26,13 @@ class Link:
         self.version, self.address = max(Surface.CLIENT.versions_taken), "a:1"
         self.is_closed = False
         self.is_congested, self.write_backlog_bytes, self.is_read = False, 0, True
+        self.sent = []
 
     def start(self, received, closed, drained) -> None:
         self.received, self.drained = received, drained
 
     def send(self, message) -> None:
+        self.sent.append(message)
         self.is_congested, self.write_backlog_bytes = True, 1 << 20
 
     def pause_reading(self) -> None:
@@ -56,6 +64,13 @@ class Backend:
     def __init__(self) -> None:
         self.host = Host()
         self.hosts = {self.host.partition_id: self.host}
+        self.check_count = 0
+        self.may_end = asyncio.Event()
+
+    async def check_connectivity(self):
+        self.check_count += 1
+        await self.may_end.wait()
+        return [("s:1", True)]
 
 
 @on_loop
@@ -76,3 +91,20 @@ async def test_nothing_more_is_taken_from_a_client_that_does_not_read():
     link.is_congested = False
     link.drained()
     assert [message for _, message, _ in taken] == requests
+
+
+@on_loop
+async def test_checks_of_the_storages_do_not_multiply():
+    """Each one connects to every storage, and descriptors are few."""
+    backend, links = Backend(), [Link(), Link()]
+    async with asyncio.TaskGroup() as tasks:
+        clients = Clients(backend, LIMITS, tasks, Metrics("server"))
+        ids = [ReqId(ClientId(1), Generation(0), PartitionId(0), -each) for each in (1, 2)]
+        for link in links:
+            clients.accept(link)
+            link.received([CheckConnectivityRequest(each) for each in ids])
+        await until(lambda: backend.check_count)
+        backend.may_end.set()
+    assert backend.check_count == 1
+    told = [CheckConnectivityResponse(each, (("s:1", True),)) for each in ids]
+    assert [link.sent for link in links] == [told, told]
