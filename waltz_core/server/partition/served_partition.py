@@ -242,6 +242,7 @@ class Partition:
     def _close(self, connection: ConnectionId) -> None:
         self._mounts.close(connection)
         self.feed.close(connection)
+        self.reads.close(connection)
         self._waiting.drop(connection)
         # Appends waiting for a proof stay, unanswered: flushes of other connections wait for them.
         self._proofs.drop(lambda each: isinstance(each, Received) and each.connection == connection)
