@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -17,6 +18,7 @@ from waltz_core.client.stream import appends
 from waltz_core.config import ClientConfig
 from waltz_core.memory import MemoryWaltz
 from waltz_core.records.batches import encode_append
+from waltz_core.server.partition_events import PartitionLimits
 
 SHORT = ClientConfig(request_timeout_ms=200, retry_interval_ms_min=1, retry_interval_ms_max=20)
 
@@ -419,3 +421,17 @@ def test_what_is_to_be_sent_again_ends_with_the_client(monkeypatch):
             with pytest.raises(errors.Unreachable):
                 each.result(HANG_S)
         assert waltz.transactions(0) == []
+
+
+def test_a_partition_takes_more_than_a_server_takes_in_one_session(monkeypatch):
+    """There is no replica whose mark a new session would move up."""
+    limits = partial(PartitionLimits, checkpoint_interval_ms=1)
+    monkeypatch.setattr("waltz_core.server.process.in_process.PartitionLimits", limits)
+    rows, none = [b""] * 16_000, [[]] * 16_000
+    payload = encode_append(
+        [0] * 16_000, rows, write_locks=none, read_locks=none, append_locks=none
+    )
+    with MemoryWaltz(1) as waltz, waltz.client() as client:
+        for _ in range(16):
+            client.append_batch(0, payload, 16_000, client_high_water_mark=-1).result(HANG_S)
+        assert client.append(b"one more", partition=0).result(HANG_S) == 16 * 16_000

@@ -18,6 +18,9 @@ Rules (docs/spark.md, "Exactly once"):
        its tasks are removed.
     6. A run is one execution of the whole job. A task's runs are recorded, because another run may
        have split the rows into other tasks.
+    7. Beginning and removing a write also writes the parent of all writes, at the version that was
+       read before anything else: a process that was paused cannot begin a write that was removed
+       meanwhile, nor remove one that was begun again.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -132,11 +135,12 @@ class WriteRegistry:
             found = await self.read(write)
             if found is not None:
                 return found
-            if in_series:
-                await self._check_is_last(write)
             with suppress(errors.CoordinatorOutcomeUnknown):
                 await self._nodes.ensure((self._nodes.paths.ours, self._nodes.paths.writes))
-            if await self._try([CreateNode(path, made.to_bytes())]):
+            fence = await self._fence()
+            if in_series:
+                await self._check_is_last(write)
+            if await self._try([CreateNode(path, made.to_bytes()), *fence]):
                 return made
         raise errors.CoordinatorUnavailable(f"{path} could not be created")
 
@@ -147,6 +151,12 @@ class WriteRegistry:
             other, _, later = name.rpartition("-")
             if other == series and is_number(later) and int(later) > int(number):
                 raise _over(write, None, f"{name} has begun, so it is over and was removed")
+
+    async def _fence(self) -> list[Operation]:
+        """Return the step that fails if a write was begun or removed since (rule 7)."""
+        path = self._nodes.paths.writes
+        node = await self._znodes.get(path)
+        return [] if node is None else [Set(path, b"", node.stat.version)]
 
     async def enter(
         self, write: str, task: int, run: str, next_client_id: Callable[[], Awaitable[ClientId]]
@@ -230,33 +240,53 @@ class WriteRegistry:
                 return done
         raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
 
-    async def forget(self, write: str) -> None:
-        """Remove a write; a task that still runs ends at its next mount (rule 5)."""
-        path = self._path(write)
-        for _ in range(ATTEMPTS_MAX):
-            if await self._znodes.get(path) is None:
-                return
-            with suppress(errors.ConnectionSuperseded):
-                await self.finish(write, {}, 0)
-            await self._remove_tasks(path)
-            node = await self._znodes.get(path)
-            if node is None or await self._try([Delete(path, node.stat.version)]):
-                return
-        raise errors.CoordinatorUnavailable(f"{path} could not be removed")
+    async def forget(self, write: str, *, expired_ms: int | None = None) -> bool:
+        """Remove a write; a task that still runs ends at its next mount (rule 5).
 
-    async def _remove_tasks(self, path: str) -> None:
+        With `expired_ms`, a time of ZooKeeper, only if it had expired then: it may have been
+        removed and begun again since. Return whether it was removed.
+        """
+        failure_count = 0
+        while failure_count < ATTEMPTS_MAX:
+            steps = await self._next_removal(self._path(write), expired_ms)
+            if isinstance(steps, bool):
+                return steps
+            failure_count += not await self._try(steps)
+        raise errors.CoordinatorUnavailable(f"{self._path(write)} could not be removed")
+
+    async def _next_removal(self, path: str, expired_ms: int | None) -> list[Operation] | bool:
+        """Return the next steps; True if the write is removed, False if it must not be."""
+        fence = await self._fence()
+        node = await self._znodes.get(path)
+        if node is None:
+            return True
+        found = decode_node(path, node, WriteState.from_bytes)
+        is_removing = found.is_done and not found.keep_ms
+        if expired_ms is not None and not is_removing and not _is_over(node, expired_ms):
+            return False
+        if not found.is_done:
+            over = replace(found, summary={}, keep_ms=0)
+            return [Set(path, over.to_bytes(), node.stat.version), *fence]
+        tasks = await self._some_tasks(path)
+        return [*(tasks or [Delete(path, node.stat.version)]), *fence]
+
+    async def _some_tasks(self, path: str) -> list[Operation]:
+        """Return removals of tasks, as many as fit into a request, which has at most 1 MiB."""
         listing = await self._znodes.children(path)
         removals: list[Operation] = []
-        for name in () if listing is None else listing.names:
+        for name in () if listing is None else listing.names[:REMOVALS_MAX]:
             child = await self._znodes.get(f"{path}/{name}")
             if child is not None:
                 removals.append(Delete(f"{path}/{name}", child.stat.version))
-        # A request has at most 1 MiB.
-        for start in range(0, len(removals), REMOVALS_MAX):
-            await self._try(removals[start : start + REMOVALS_MAX])
+        return removals
 
-    async def out_of_time(self) -> list[str]:
-        """Return expired writes, of the few that one call checks (rule 5)."""
+    async def forget_expired(self) -> list[str]:
+        """Remove expired writes, of the few that one call checks; return their names."""
+        now_ms, names = await self._expired()
+        return [name for name in names if await self.forget(name, expired_ms=now_ms)]
+
+    async def _expired(self) -> tuple[int, list[str]]:
+        """Return ZooKeeper's time, and expired writes of the few that one call checks (rule 5)."""
         now_ms = await self._time_ms()
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
@@ -266,7 +296,7 @@ class WriteRegistry:
             node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
             if node is not None and _is_over(node, now_ms):
                 over.append(name)
-        return over
+        return now_ms, over
 
     async def _time_ms(self) -> int:
         """Return ZooKeeper's time, from a node that it has just written."""

@@ -269,9 +269,10 @@ class OldClientAdapter:
 
 
 def _is_of_no_partition(message: ClientMessage) -> bool:
-    """Whether it rejects a partition that does not exist: of these nothing is kept."""
-    unknown = errors.UnknownPartition.code
-    return isinstance(message, ErrorResponse) and message.error_code == unknown
+    """Whether there is no such partition: a peer that invents them must not exhaust memory."""
+    if not isinstance(message, ErrorResponse):
+        return False
+    return message.error_code == errors.UnknownPartition.code
 
 
 def _data_not_found(message: TransactionDataResponse) -> TransactionDataResponse:

@@ -68,9 +68,11 @@ class OldServerReads:
         self._sequences = count()
         # Open feeds that a reader may continue, the oldest first.
         self._feeds: dict[PartitionId, list[HeaderFeed]] = {}
+        self._is_closed = False
 
     def close(self) -> None:
-        """End all feeds."""
+        """End all feeds; one that is being read ends when that read ends."""
+        self._is_closed = True
         for feeds in self._feeds.values():
             for each in feeds:
                 each.close()
@@ -144,7 +146,7 @@ class OldServerReads:
 
     def _leave(self, partition_id: PartitionId, feed: "HeaderFeed", *, is_over: bool) -> None:
         feeds = self._feeds[partition_id]
-        if not is_over:
+        if not is_over and not self._is_closed:
             feeds.append(feed)
             if len(feeds) <= FEEDS_MAX:
                 return

@@ -520,6 +520,7 @@ class Link:
             or (self._is_listener and self.is_congested)
         )
         if is_wanted and not self._is_reading:
+            self._tick_was_inside_frame = False  # the peer was not slow, this side did not read
             transport.resume_reading()
         elif self._is_reading and not is_wanted:
             transport.pause_reading()

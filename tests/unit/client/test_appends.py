@@ -56,6 +56,27 @@ def told(futures):
     return [type(each.exception()) for each in futures]
 
 
+def test_who_gives_up_waiting_for_room_does_not_hold_up_others():
+    """What is in flight may be so for hours, while the partition has no server."""
+
+    async def story():
+        window = AppendWindow(rows_max=10, bytes_max=1 << 20)
+        assert window.try_take(8, 100)
+        loop = asyncio.get_running_loop()
+        large, small, other = (loop.create_task(window.take(rows, 1)) for rows in (5, 1, 3))
+        await asyncio.sleep(0)
+        assert not small.done()  # in order
+        large.cancel()
+        await asyncio.wait([large, small])
+        other.cancel()
+        await asyncio.wait([other])
+        assert not window._waiting
+        window.give(9, 101)
+        assert window.is_empty
+
+    in_virtual_time(story())
+
+
 def test_what_is_held_back_ends_when_nothing_more_is_heard():
     async def story():
         author = Author()

@@ -1087,3 +1087,66 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
         with pytest.raises(errors.Unreachable, match="closed before it was sent"):
             await submitted.result()
         assert context.answered == ["exception Unreachable"]
+
+
+@on_virtual_loop
+async def test_an_append_that_gets_its_partition_when_the_client_is_closed_is_told_so():
+    """Nothing would end its stream any more, nor the timer of that."""
+    async with memory_cluster() as cluster:
+        client = await cluster.client().open()
+        begun, may_continue = asyncio.Event(), asyncio.Event()
+
+        async def next_client_id():
+            begun.set()
+            await may_continue.wait()
+            return 1
+
+        client.directory.next_client_id = next_client_id
+
+        async def append():
+            with pytest.raises(errors.UsageError, match="the client is closed"):
+                await client.append(b"x", partition=0)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(append())
+            await begun.wait()
+            await client.close()
+            may_continue.set()
+        assert not client._partitions
+
+
+@on_virtual_loop
+async def test_a_client_whose_opening_is_cancelled_leaves_nothing_behind():
+    async with memory_cluster() as cluster:
+        client = cluster.client()
+        async with asyncio.TaskGroup() as tasks:
+            opening = tasks.create_task(client.open())
+            while client._root is None:  # noqa: ASYNC110 - the last step of the opening
+                await asyncio.sleep(0)
+            opening.cancel()
+        assert opening.cancelled()
+        assert client._root.done()
+
+
+@on_virtual_loop
+async def test_a_flush_waits_for_what_was_appended_before_and_for_nothing_else():
+    """A service that always has an append under way would wait for ever."""
+    async with memory_cluster() as cluster, cluster.client().opened() as client:
+        await client.mount([0])
+        is_flushed = False
+
+        async def append_on():
+            under_way = [await client.append(b"x", partition=0) for _ in range(3)]
+            while not is_flushed:
+                under_way.append(await client.append(b"x", partition=0))
+                await under_way.pop(0)
+            await asyncio.wait(under_way)
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(append_on())
+            await until(lambda: client.has_pending)
+            earlier = await client.append(b"earlier", partition=0)
+            async with asyncio.timeout(HANG_S / 100):
+                mark = await client.flush(0)
+            is_flushed = True
+            assert earlier.result() <= mark

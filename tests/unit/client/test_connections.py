@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.loops import on_loop
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client.links.connections import ServerLinks
@@ -80,6 +81,27 @@ def test_a_dial_that_fails_is_told_to_all_who_wait_for_it(door):
     assert isinstance(found[0], errors.Unreachable)
     assert found == [found[0]] * 3
     assert door.count == 1
+
+
+@on_loop
+async def test_a_connection_that_breaks_right_after_the_greeting_is_no_connection(monkeypatch):
+    """A stream on it would hear of nothing, and wait for the answer to its mount."""
+    listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, lambda link: link.abort("dead"))
+    dial = net.dial
+
+    async def dial_and_be_slow(*args, **options):
+        link = await dial(*args, **options)
+        await link.wait_closed()
+        return link
+
+    monkeypatch.setattr(net, "dial", dial_and_be_slow)
+    links = ServerLinks(dial_timeout_s=5, late_answers_s=0)
+    with pytest.raises(errors.Unreachable, match=r"closed by the peer|connection lost"):
+        await links.get(f"127.0.0.1:{listener.port}")
+    assert not links._open
+    assert not links._links
+    await links.close("the test is over")
+    await listener.close()
 
 
 @asynccontextmanager

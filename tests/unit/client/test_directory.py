@@ -500,6 +500,24 @@ def test_a_cluster_that_is_rebuilt_under_its_key_is_used_again():
     assert directory.owners == {0: Owner("followed:1", 3)}
 
 
+def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
+    """An error that no retry can mend would end streams and feeds for good."""
+    zookeeper = Rebuilt()
+    directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
+    in_virtual_time(directory.open(lambda _owners: None))
+
+    async def rotten():
+        raise errors.BadFormat("/shop/serverDescriptors/s_0: rotten")
+
+    zookeeper.read_servers = zookeeper.read_servers_now = rotten
+    for ask in (
+        lambda: directory.owner(0, after_failure=True),
+        lambda: directory.owner_now(0),
+    ):
+        with pytest.raises(errors.CoordinatorUnavailable, match=r"a damaged node: .*s_0: rotten"):
+            in_virtual_time(ask())
+
+
 def test_another_cluster_in_the_place_of_a_missing_one_is_refused():
     zookeeper = Rebuilt()
     directory = missing(zookeeper)

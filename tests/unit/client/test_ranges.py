@@ -385,3 +385,41 @@ def test_a_storage_that_does_not_greet_is_left_soon_for_another_one_and_the_last
     assert len(soon_s) == len(REPLICAS) - 1
     assert max(soon_s) < 1.9
     assert last_s >= 1.9
+
+
+def test_a_reader_that_is_closed_while_it_dials_leaves_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """As when a caller stops after a chunk while the next one is being fetched."""
+    closed: list[str] = []
+
+    class Link:
+        is_closed = False
+
+        def __init__(self, address: str) -> None:
+            self._address = address
+
+        def close(self) -> None:
+            closed.append(self._address)
+
+    async def read() -> None:
+        greets = asyncio.Event()
+
+        async def open_link(address: str, *_: object, **__: object) -> Link:
+            await greets.wait()
+            return Link(address)
+
+        async def from_server(query: RangeQuery) -> RangeChunk:
+            return chunk_of_server(P, query, answer())
+
+        monkeypatch.setattr(ReaderConnection, "open", open_link)
+        replicas = ReplicaSet(bytes(16), 4, 1, 20, ("s1:1",))
+        reader = ReplicaReader(P, replicas, from_server, first=10, timeout_s=2)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(reader.fetch(QUERY))
+            await asyncio.sleep(0)
+            reader.close()
+            greets.set()
+        assert closed == ["s1:1"]
+
+    in_virtual_time(read())

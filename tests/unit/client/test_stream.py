@@ -93,6 +93,19 @@ def test_what_the_server_does_not_take_in_one_frame_is_refused_unsent():
     assert not story.stream.has_pending
 
 
+def test_what_waits_does_not_overtake_the_rows_of_a_parcel_that_is_too_large():
+    """They come again in two parcels, behind everything that waits."""
+    story = Story()
+    for token, rows in ((1, 101), (2, 1), (3, 2)):
+        one = replace(parcel(token, rows=rows), keeps_order=token != 3)
+        story.tell(stream_events.SendAppends(one))
+    effects = story.mounted(story.link(), -1)
+    assert isinstance(refused(effects)[1], errors.TooLarge)
+    assert settled(effects)[2].reasons.tolist() == [m.Reason.LOST]
+    assert [each.req_id for each in story.sent(m.AppendBatch)] == [req(1)]  # it keeps no order
+    assert story.sent(m.AppendRequest) == []
+
+
 def test_a_wish_to_mount_is_fulfilled_without_anything_to_send():
     story = Story()
     assert story.tell(stream_events.Mount()) == [stream_events.OpenLink(1, ())]
@@ -239,6 +252,19 @@ def test_a_link_with_an_append_that_was_given_up_is_not_mounted_again_either():
     story.tell(stream_events.SendAppends(parcel(1)))
     assert isinstance(refused(story.wake(SETTINGS.request_timeout_ms))[1], errors.OutcomeUnknown)
     assert story.tell(stream_events.Subscribe(-1)) == [stream_events.OpenLink(2, (1,))]
+
+
+def test_links_that_broke_are_not_remembered():
+    """A client that lives for years sees many of them."""
+    story = Story().ready()
+    for number in range(1, 9):
+        story.tell(stream_events.SendAppends(parcel(number)))
+        story.tell(stream_events.LinkLost(number, "cut"))
+        if story.stream.phase is Phase.WAITING:
+            story.wake(story.stream.wake_at_ms)
+        story.mounted(story.link(number=number + 1), -1, link=number + 1)
+        assert story.stream.phase is Phase.READY
+    assert not story.stream._spoiled
 
 
 def test_a_link_that_is_gone_need_not_be_avoided():

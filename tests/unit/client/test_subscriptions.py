@@ -770,3 +770,32 @@ async def test_a_context_goes_on_where_the_feed_could_not_start():
         with pytest.raises(ValueError, match="no mark"):
             await subscribing
         assert await submitted.result() == 0
+
+
+class Asked(Shared):
+    """Is asked for its mark, and answers when it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked = asyncio.Event()
+
+    async def client_high_water_mark(self, partition):
+        self.is_asked.set()
+        await self.may_go_on.wait()
+        return -1
+
+
+@on_virtual_loop
+async def test_who_waits_for_a_feed_to_end_that_begins_when_the_client_is_closed_goes_on():
+    async with memory_cluster() as cluster:
+        client, callbacks = await cluster.client().open(), Asked()
+        callbacks.may_go_on.clear()
+        await client.subscribe(callbacks, [])
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(client.set_partitions([0]))
+            await callbacks.is_asked.wait()
+            tasks.create_task(client.set_partitions([]))
+            await asyncio.sleep(0)
+            await client.close()
+            callbacks.may_go_on.set()
+        assert client.partitions == ()

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import pytest
 
@@ -370,6 +371,62 @@ def test_whoever_waits_when_another_thread_closes_the_client_is_told_so(monkeypa
     client.close()
     asker.join(HANG_S)
     assert told
+
+
+class Changing:
+    """A partition, or a feed, during whose look the loop's thread runs."""
+
+    def __init__(self, change) -> None:
+        self._change = change
+
+    @property
+    def appends(self):
+        self._change()
+        return SimpleNamespace(has_pending=False)
+
+    @property
+    def is_applied(self):
+        self._change()
+        return True
+
+
+def test_a_thread_may_look_while_partitions_come_and_go(monkeypatch):
+    with MemoryWaltz(1) as waltz, waltz.client() as client:
+        inner = client._client
+        partitions, feeds = {}, {}
+        partitions[0] = Changing(lambda: partitions.setdefault(1, None))
+        feeds[0] = Changing(lambda: feeds.pop(1, None))
+        feeds[1] = feeds[0]
+        monkeypatch.setattr(inner, "_partitions", partitions)
+        monkeypatch.setattr(inner.subscriptions, "_feeds", feeds)
+        assert not client.has_pending
+        assert client.partitions == (0,)
+        monkeypatch.undo()
+
+
+def test_ctrl_c_while_a_client_is_closed_leaves_nobody_waiting(monkeypatch):
+    """The loop ends before the outcomes are known: other threads get what is known then."""
+    with MemoryWaltz(1) as waltz:
+        client = waltz.client()
+        client.mount([0])
+        waltz.delay_ms = 1_000 * HANG_S
+        futures = [client.append(b"one", partition=0), client.submit(Copying(0))]
+
+        def wait_and_be_interrupted(call):
+            outcome = asyncio.run_coroutine_threadsafe(call, client._loop)
+            deadline_s = time.monotonic() + HANG_S
+            while client._client._ending is None:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.001)
+            outcome.cancel()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(client, "_wait", wait_and_be_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.close()
+        for each in futures:
+            with pytest.raises(errors.OutcomeUnknown):
+                each.result(HANG_S)
 
 
 def test_data_that_is_asked_for_when_the_loop_was_closed_is_told_as_unavailable(monkeypatch):

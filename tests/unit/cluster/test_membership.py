@@ -11,7 +11,12 @@ from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.reachability import ReachBoard, ReachReport
-from waltz_core.cluster.membership.registration import Membership, Ownership, ServersView
+from waltz_core.cluster.membership.registration import (
+    WRITE_ATTEMPTS_MAX,
+    Membership,
+    Ownership,
+    ServersView,
+)
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.node_access import ClusterNodes
 from waltz_core.cluster.nodes.znodes import CreateNode, SessionState, Set
@@ -92,6 +97,19 @@ async def test_unregistering_takes_away_only_ones_own_node(cluster):
     assert cluster.registered() == [2]
     await one.unregister()
     assert cluster.registered() == [2]
+
+
+@in_cluster
+async def test_who_could_not_be_taken_away_is_not_told_as_taken_away(cluster):
+    (one, own_session), (other, session) = cluster.member(), cluster.member()
+    await one.register(descriptor(1))
+    session.faults = [WriteFault.REQUEST_LOST] * WRITE_ATTEMPTS_MAX
+    with pytest.raises(errors.CoordinatorUnavailable, match="faster than it can be written"):
+        await other.remove_dead(descriptor(1))
+    own_session.faults = [WriteFault.REQUEST_LOST] * WRITE_ATTEMPTS_MAX
+    with pytest.raises(errors.CoordinatorUnavailable, match="faster than it can be written"):
+        await one.unregister()
+    assert cluster.registered() == [1]
 
 
 @in_cluster

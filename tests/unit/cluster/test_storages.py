@@ -208,6 +208,18 @@ async def test_an_address_is_given_to_another_storage(cluster):
     assert await coordinator.register_storage_id(A, two) == two
 
 
+@in_cluster
+async def test_an_address_that_could_not_be_freed_is_not_told_as_free(cluster):
+    await cluster.coordinator.register_storage_id(A, UUID(int=1))
+
+    async def conflict(_writes):
+        raise errors.CoordinatorConflict("x")
+
+    cluster.coordinator._znodes.write = conflict
+    with pytest.raises(errors.CoordinatorUnavailable, match="faster than they can be written"):
+        await cluster.coordinator.storages.forget_id(A)
+
+
 # --- plans
 
 

@@ -45,6 +45,80 @@ def test_whether_an_attempt_goes_on_is_read_from_what_zookeeper_holds_now(monkey
     asyncio.run(story())
 
 
+def test_a_task_that_was_paused_begins_no_write_that_is_over_and_removed_by_then(monkeypatch):
+    """It had looked for later writes, and found none. Its rows would enter the log once more."""
+
+    async def story():
+        world = MemoryWorld()
+        await created(world, ROOT)
+        paused, other = await world.znodes(), Coordinator(await world.znodes(), ROOT).writes
+        await other.begin("s-5", MARKS, 5, in_series=True)
+        real = paused.write
+
+        async def write(operations):
+            monkeypatch.undo()
+            await other.begin("s-6", MARKS, 5, in_series=True)
+            await other.finish("s-6", {}, 5)
+            await other.begin("s-7", MARKS, 5, in_series=True)
+            await other.forget("s-6")
+            return await real(operations)
+
+        monkeypatch.setattr(paused, "write", write)
+        with pytest.raises(errors.ConnectionSuperseded, match="s-7 has begun"):
+            await Coordinator(paused, ROOT).writes.begin("s-6", MARKS, 5, in_series=True)
+        assert await other.read("s-6") is None
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("writes_before", [0, 1, 2])
+def test_an_expired_write_that_was_begun_again_is_not_removed(monkeypatch, writes_before):
+    """Its tasks would get other client ids, and append their rows once more."""
+
+    async def story():
+        world = MemoryWorld()
+        await created(world, ROOT)
+        paused, active = await world.znodes(), await world.znodes()
+        coordinator = Coordinator(active, ROOT)
+        other, left = coordinator.writes, [writes_before]
+        await other.begin("w", MARKS, 5)
+        await other.enter("w", 0, "r", coordinator.next_client_id)
+        world.zookeeper.advance(10)
+        real = paused.write
+
+        async def write(operations):
+            if operations[0].path.endswith("/w") or "/w/" in operations[0].path:
+                left[0] -= 1
+            if left[0] < 0:
+                monkeypatch.undo()
+                assert await other.forget("w")
+                await other.begin("w", MARKS, 5)
+                await other.enter("w", 0, "r", coordinator.next_client_id)
+            return await real(operations)
+
+        monkeypatch.setattr(paused, "write", write)
+        assert await Coordinator(paused, ROOT).writes.forget_expired() == []
+        assert not (await other.read("w")).is_done
+        assert (await other.enter("w", 0, "r", coordinator.next_client_id)).attempt == 2
+
+    asyncio.run(story())
+
+
+def test_expired_writes_are_removed_and_named():
+    async def story():
+        world = MemoryWorld()
+        await created(world, ROOT)
+        writes = Coordinator(await world.znodes(), ROOT).writes
+        await writes.begin("old", MARKS, 5)
+        await writes.begin("new", MARKS, 50)
+        world.zookeeper.advance(10)
+        assert await writes.forget_expired() == ["old"]
+        assert await writes.read("old") is None
+        assert await writes.read("new") is not None
+
+    asyncio.run(story())
+
+
 def test_a_write_is_over_before_its_tasks_are_removed(monkeypatch):
     """Else a task that enters meanwhile would have another client id than it had before."""
 
@@ -139,12 +213,12 @@ def test_how_long_a_write_is_kept_is_measured_by_zookeeper():
         world.zookeeper.advance(5_000)
         await writes.begin("w", MARKS, 1_000)
         world.zookeeper.advance(999)
-        assert await writes.out_of_time() == []
+        assert await writes.forget_expired() == []
         await writes.finish("w", {"rows": 1}, 1_000)
         world.zookeeper.advance(999)
-        assert await writes.out_of_time() == []
+        assert await writes.forget_expired() == []
         world.zookeeper.advance(1)
-        assert await writes.out_of_time() == ["w"]
+        assert await writes.forget_expired() == ["w"]
 
     asyncio.run(story())
 

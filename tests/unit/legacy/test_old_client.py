@@ -131,7 +131,7 @@ def test_mounts_of_partitions_that_do_not_exist_take_no_memory() -> None:
     try:
         for number in range(20_000):
             mount = messages.MountRequest(req(1, 7 + number), -1, 0)
-            assert original.ask(mount, 0.0) is None
+            assert original.note_request(mount, 0.0) is None
             answer = refused(original, mount, unknown)
             assert answer == MountResponse(mount.req_id, NOT_READY)
         kept_bytes = tracemalloc.get_traced_memory()[0]
@@ -361,3 +361,14 @@ def test_who_goes_on_as_if_his_mount_had_not_ended_is_disconnected(goes_on: Clie
     assert original.note_request(goes_on, late_s) is None
     assert told(original, MountResponse(req(8), READY), late_s) == MountResponse(req(8), READY)
     assert original.note_request(goes_on, late_s + 2 * MOUNT_WAIT_S) is None
+
+
+def test_partitions_that_do_not_exist_are_not_remembered() -> None:
+    original = OldClientAdapter(4)
+    unknown = errors.UnknownPartition("the cluster has 3")
+    for partition in range(3, 103):
+        mount = messages.MountRequest(req(1, partition), -1, 0)
+        assert original.note_request(mount, 0.0) is None
+        assert refused(original, mount, unknown) == MountResponse(mount.req_id, NOT_READY)
+    assert not original._ended_s
+    assert not original._mounts

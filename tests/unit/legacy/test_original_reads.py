@@ -99,6 +99,26 @@ def test_of_readers_who_have_lost_interest_a_few_feeds_are_kept():
     run(story)
 
 
+def test_a_feed_that_is_read_while_the_client_is_closed_is_not_kept(monkeypatch):
+    read, read_feeds = old_server_reads.HeaderFeed.read, []
+
+    async def story(cluster, client):
+        async def read_and_close(feed, *asked):
+            found = await read(feed, *asked)
+            read_feeds.append(feed)
+            client.requests.close()
+            return found
+
+        monkeypatch.setattr(old_server_reads.HeaderFeed, "read", read_and_close)
+        chunks = client.read_range(0, 0, COUNT - 1)
+        await anext(chunks)
+        assert feeds(client) == 0
+        assert read_feeds[0].is_closed
+        await chunks.aclose()
+
+    run(story)
+
+
 def test_a_filter_is_applied_here():
     async def story(cluster, client):
         found = await data_of(client.read_range(0, 0, 99, header_values=[2, 3]))

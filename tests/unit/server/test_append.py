@@ -490,6 +490,23 @@ def test_a_full_queue_refuses_the_greedy_and_not_the_modest() -> None:
     assert world.pipeline.queued_bytes == 1100
 
 
+def test_what_arrives_after_an_append_without_room_does_not_overtake_it() -> None:
+    world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
+    before = world.single(cost=600)
+    without_room = world.single(cost=600)
+    assert results(world.early) == {without_room: [(-1, Reason.OVERLOADED, -1)]}
+    after = world.single(cost=100)
+    assert world.early == []
+    world.open(-1)
+    assert results(world.turn()) == {after: [(-1, Reason.NOT_MOUNTED, -1)]}
+    assert results(world.commit()) == {before: [(0, COMMITTED, -1)]}
+    world.mounts.begin(ALICE, A, 1)
+    world.mounts.finish(ALICE, A)
+    again = world.single(cost=600)
+    world.turn()
+    assert results(world.commit()) == {again: [(1, COMMITTED, -1)]}
+
+
 def test_each_row_of_a_batch_for_which_there_is_no_room_is_refused() -> None:
     world = World(PartitionLimits(lock_slot_count=11, queue_bytes_max=1000), is_open=False)
     for _ in range(5):

@@ -1,9 +1,20 @@
 """Who is read from and who waits: counts, bytes, slow takers of answers, and the memory limit."""
 
+import pytest
+
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.partition_events import ConnectionId
-from waltz_core.server.process.flow import REQUEST_OVERHEAD_BYTES, Flow, FlowLimits
-from waltz_core.wire.messages import AppendBatch, FlushRequest, RangeForm, RangeRequest
+from waltz_core.server.process.flow import NUMBER_BYTES, REQUEST_OVERHEAD_BYTES, Flow, FlowLimits
+from waltz_core.wire.messages import (
+    ENTRIES_MAX,
+    AddPreferredRequest,
+    AppendBatch,
+    AppendRequest,
+    FlushRequest,
+    MountWriter,
+    RangeForm,
+    RangeRequest,
+)
 
 A, B, C = ConnectionId(1), ConnectionId(2), ConnectionId(3)
 REQ = ReqId(ClientId(1), Generation(0), PartitionId(0), 0)
@@ -105,3 +116,23 @@ def test_several_are_stopped_when_one_does_not_hold_enough() -> None:
     assert each.may_read(C) is False  # It has something waiting.
     each.admit(C)
     assert each.may_read(C)
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda many: AppendRequest(REQ, -1, many, (), (), 0, b"", 0),
+        lambda many: AppendRequest(REQ, -1, (), many, (), 0, b"", 0),
+        lambda many: AppendRequest(REQ, -1, (), (), many, 0, b"", 0),
+        lambda many: MountWriter(REQ, 1, -1, wants_feed=True, header_values=many),
+        lambda many: RangeRequest(REQ, 0, 9, 0, RangeForm.WHOLE, many),
+        lambda many: AddPreferredRequest(REQ, many),
+    ],
+)
+def test_what_becomes_many_numbers_counts_for_all_of_them(request_of) -> None:
+    """A frame of 256 KiB takes ten times that as numbers of Python."""
+    each = flow(in_flight_bytes=1 << 20)
+    each.receive(A, [request_of(tuple(range(ENTRIES_MAX)))] * 2)
+    (first,) = each.admit(A)
+    assert first.cost_bytes == OVERHEAD + ENTRIES_MAX * NUMBER_BYTES
+    assert not each.may_read(A)

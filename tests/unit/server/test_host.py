@@ -1,10 +1,19 @@
-"""What a partition tells the metrics."""
+"""What a partition tells the metrics, and when it is owned again."""
 
+from random import Random
+from types import SimpleNamespace
+
+from tests.loops import on_loop
 from tests.unit.server.test_partition import ALICE, A, World
 from waltz_core.metrics import Metrics
-from waltz_core.records.record import PartitionId, ReplicaId
-from waltz_core.server.partition_events import Congested
-from waltz_core.server.process.host import Waits, _ShownFigures
+from waltz_core.records.record import Generation, PartitionId, ReplicaId
+from waltz_core.replication.limits import SessionLimits
+from waltz_core.replication.partition_store import PartitionStore
+from waltz_core.server.append.pace import Pace
+from waltz_core.server.partition.served_partition import Partition
+from waltz_core.server.partition_events import Congested, PartitionIdentity, PartitionLimits
+from waltz_core.server.process.host import Host, Waits, _ShownFigures
+from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 
 A_REPLICA = ReplicaId("10.0.0.1:5280")
 
@@ -81,3 +90,30 @@ def test_a_replica_that_does_not_answer_is_told_until_it_does(caplog) -> None:
         f"replica.silent partition=3 replica={A_REPLICA}",
         f"replica.responsive partition=3 replica={A_REPLICA}",
     ]
+
+
+@on_loop
+async def test_a_released_partition_without_storages_is_not_owned_again() -> None:
+    """Its storages were taken away in the pause; without any, a store would end the process."""
+    failures: list[Exception] = []
+    store = PartitionStore(PartitionId(0), bytes(16), 1, {}, rng=Random(1), limits=SessionLimits())
+    partition = Partition(
+        PartitionIdentity(PartitionId(0), 1, bytes(16)),
+        store,
+        PartitionLimits(lock_slot_count=11),
+        TransactionCache(CacheBudget(1 << 20)),
+        FeedCache(1 << 16),
+        Pace(),
+    )
+    surroundings = SimpleNamespace(
+        metrics=Metrics("server"),
+        tasks=None,
+        failed=failures.append,
+        write_backlog_bytes_max=1 << 20,
+        ssl=None,
+    )
+    host = Host(PartitionId(0), partition, store, surroundings)
+    host.own(Generation(1), ())
+    host._own_again()
+    assert failures == []
+    assert not partition.is_owned

@@ -1,10 +1,10 @@
 """Which connection may write for a client: the latest one, and no other ever again."""
 
-from waltz_core.errors import WaltzError
+from waltz_core.errors import BadRequest, Overloaded, WaltzError
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId, TransactionId
-from waltz_core.server.append.mounts import Mounts, PartitionPlace
+from waltz_core.server.append.mounts import CLIENTS_MAX, Mounts, PartitionPlace
 from waltz_core.server.partition_events import ConnectionId
-from waltz_core.wire.messages import LATEST_MARK, MountWriter
+from waltz_core.wire.messages import FEED_HEADERS_MAX, LATEST_MARK, MountWriter
 
 ALICE, BOB = ClientId(1), ClientId(2)
 OLD, NEW = ConnectionId(10), ConnectionId(11)
@@ -13,10 +13,14 @@ PLACE = PartitionPlace(PartitionId(0), Generation(1), TransactionId(9))
 
 
 def fault(
-    mounts: Mounts, client: ClientId, connection: ConnectionId, sequence: int
+    mounts: Mounts,
+    client: ClientId,
+    connection: ConnectionId,
+    sequence: int,
+    header_values: tuple[int, ...] = (),
 ) -> WaltzError | None:
     req_id = ReqId(client, Generation(1), PartitionId(0), 1)
-    message = MountWriter(req_id, sequence, LATEST_MARK, wants_feed=False)
+    message = MountWriter(req_id, sequence, LATEST_MARK, False, header_values)
     return mounts.fault(message, connection, PLACE)
 
 
@@ -95,6 +99,25 @@ def test_one_connection_may_mount_for_several_clients() -> None:
     mounts.begin(ALICE, OLD, 2)
     mounts.close(OLD)
     assert (mounts.highest(ALICE), mounts.highest(BOB)) == (2, 1)
+
+
+def test_a_connection_may_not_mount_for_any_number_of_clients() -> None:
+    mounts = Mounts(10)
+    for client in range(CLIENTS_MAX):
+        assert fault(mounts, ClientId(client), OLD, 1) is None
+        mounts.begin(ClientId(client), OLD, 1)
+    assert isinstance(fault(mounts, ClientId(CLIENTS_MAX), OLD, 1), Overloaded)
+    assert fault(mounts, ClientId(0), OLD, 2) is None
+    assert fault(mounts, ClientId(CLIENTS_MAX), NEW, 1) is None
+    mounts.begin(ClientId(0), NEW, 2)
+    assert fault(mounts, ClientId(CLIENTS_MAX), OLD, 1) is None
+
+
+def test_a_filter_may_not_have_any_number_of_headers() -> None:
+    """They are kept, and looked for in every frame, for as long as the mount lasts."""
+    mounts, many = Mounts(10), tuple(range(FEED_HEADERS_MAX + 1))
+    assert fault(mounts, ALICE, OLD, 1, many[1:]) is None
+    assert isinstance(fault(mounts, ALICE, OLD, 1, many), BadRequest)
 
 
 def test_a_lost_row_ends_the_mount_until_the_next_one() -> None:

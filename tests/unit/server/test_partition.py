@@ -429,6 +429,36 @@ def test_a_mount_over_a_lost_session_is_answered_by_the_next_one() -> None:
     assert world.reason(req_id) is Reason.COMMITTED
 
 
+def test_what_a_closed_connection_waits_for_is_forgotten() -> None:
+    """Without a session it could wait for days, and who comes back asks again each time."""
+    world = ready()
+    world.append()
+    world.run()
+    world.mount(BOB, B)
+    flush = world.send(B, messages.FlushRequest(world.req_id(BOB)))
+    mine = world.send(A, messages.FlushRequest(world.req_id(ALICE)))
+    world.close()
+    waiting = world.partition._waiting
+    assert (len(waiting._mounts), len(waiting._flushes)) == (1, 2)
+    world.step(Closed(B))
+    assert (len(waiting._mounts), len(waiting._flushes)) == (0, 1)
+    world.open(0)
+    world.run()
+    assert isinstance(world.answer(mine), messages.FlushResponse)
+    assert not world.is_answered(flush)
+
+
+def test_what_a_closed_connection_reads_is_not_fetched() -> None:
+    world = World()
+    world.open(999)
+    for first in range(10):
+        ask_range(world, first, first)
+    assert len(world.fetches) == 8
+    world.step(Closed(A))
+    world.step(FetchFailed(world.fetches[0].token, "gone"))
+    assert len(world.fetches) == 8
+
+
 def test_an_older_connection_cannot_mount_again() -> None:
     world = ready()
     world.mount(ALICE, B, sequence=5)

@@ -67,6 +67,22 @@ async def test_who_counts_alike_gets_his_own_answer():
 
 
 @on_loop
+async def test_a_link_that_breaks_right_after_the_greeting_is_not_waited_for(monkeypatch):
+    dial = net.dial
+
+    async def dial_and_be_slow(*args, **options):
+        link = await dial(*args, **options)
+        link.abort("dead")
+        await link.wait_closed()
+        return link
+
+    async with storage() as (_, replica):
+        monkeypatch.setattr(storage_links, "dial", dial_and_be_slow)
+        with pytest.raises(Unreachable, match="dead"):
+            await ReadLinks(KEY, 4).fetch(replica, request(1, 0))
+
+
+@on_loop
 async def test_an_answer_that_comes_too_late_is_nobodys():
     async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)

@@ -49,6 +49,7 @@ from waltz_core.wire.messages import (
     TransactionDataResponse,
 )
 
+REQ_ID = ReqId(ClientId(1), Generation(0), PartitionId(0), 1)
 REPLICAS = [ReplicaId("s1:1"), ReplicaId("s2:1"), ReplicaId("s3:1")]
 
 
@@ -109,6 +110,38 @@ def test_so_many_fetches_at_a_time_and_the_others_in_order() -> None:
     (fourth,) = each.failed(second.token, "gone", 0)
     assert isinstance(fourth, Fetch)
     assert fourth.message.first == 30
+
+
+def test_what_only_a_closed_connection_waits_for_is_not_fetched() -> None:
+    each = reads(fetches_max=1)
+    first = fetch_of(ask(each, 0, 9))
+    for number in range(10, 60, 10):
+        assert ask(each, number, number + 9) == []
+    message = RangeRequest(REQ_ID, 50, 59, 1 << 20, RangeForm.HEADERS, ())
+    assert each.range(Received(ConnectionId(2), message, 70, 0), message) == []
+    assert each.headers(TransactionId(70), TransactionId(79)) == []
+    each.close(ConnectionId(1))
+    second = fetch_of(each.fetched(first.token, headers(first, 10), 0))
+    assert second.message.first == 50
+    answer, third = each.fetched(second.token, headers(second, 10), 0)
+    assert isinstance(answer, Answer)
+    assert answer.connection == 2
+    assert isinstance(third, Fetch)
+    assert third.message.first == 70  # for a feed
+    assert len(each.fetched(third.token, headers(third, 10), 0)) == 1
+    assert not each._jobs
+
+
+def test_what_waits_to_be_fetched_again_for_a_closed_connection_is_not() -> None:
+    each = reads()
+    fetch = fetch_of(ask(each, 0, 9))
+    for _ in REPLICAS[1:]:
+        fetch = fetch_of(each.failed(fetch.token, "gone", 0))
+    assert each.failed(fetch.token, "gone", 0) == []
+    assert each.wake_at_ms == RETRY_FIRST_MS
+    each.close(ConnectionId(1))
+    assert each.wake_at_ms is None
+    assert each.wake(RETRY_FIRST_MS) == []
 
 
 def test_replicas_take_turns() -> None:

@@ -372,6 +372,23 @@ async def test_who_trickles_a_frame_is_cut():
 
 
 @on_loop
+async def test_a_frame_that_this_side_did_not_read_is_not_slow():
+    peer = Peer()
+    listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected)
+    _, writer = await asyncio.open_connection(ANY, listener.port)
+    writer.write(codec.encode_hello(Hello((1,), "fast")) + codec.FRAME_HEADER.pack(83, 1, 999))
+    await until(lambda: peer.links and peer.links[0]._connection.is_inside_frame)
+    (link,) = peer.links
+    link.pause_reading()
+    link._tick()
+    link.resume_reading()
+    link._tick()  # at once: what the kernel holds was not read yet
+    assert not link.is_closed
+    writer.close()
+    await listener.close()
+
+
+@on_loop
 async def test_a_dialler_that_has_nothing_to_say_sends_an_empty_frame(pair):
     async with pair() as (link, peer, _):
         there = peer.links[0]

@@ -175,7 +175,11 @@ class AsyncWaltzClient(OpenedByConnect):
         self._root = asyncio.get_running_loop().create_task(
             self._live(started), name="waltz-client"
         )
-        await started.wait()
+        try:
+            await started.wait()
+        except asyncio.CancelledError:  # the caller has no client that it could close
+            await self.close()
+            raise
         self.spawn(self._follow_directory(), "directory")
         return self
 
@@ -201,18 +205,20 @@ class AsyncWaltzClient(OpenedByConnect):
                 for run in list(self._runs):
                     await asyncio.wait([run.future])
                 for partition in list(self._partitions.values()):
-                    await partition.appends.wait_idle()
+                    while partition.appends.has_pending:
+                        await partition.appends.wait_for_earlier()
         except TimeoutError:
             _log.warning("client.closed_with_pending client=%s", self._client_id)
-        for partition in self._partitions.values():
-            partition.close()
-        self._closing.set()
-        await root
-        self.requests.close()
-        await self.links.close("the client was closed")
-        await self.directory.close()
-        if self.claim is not None:
-            await self.claim.close()
+        finally:  # NB: also when the loop ends before that: a thread may wait for an outcome
+            for partition in self._partitions.values():
+                partition.close()
+            self._closing.set()
+            await asyncio.wait([root])
+            self.requests.close()
+            await self.links.close("the client was closed")
+            await self.directory.close()
+            if self.claim is not None:
+                await self.claim.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -284,7 +290,8 @@ class AsyncWaltzClient(OpenedByConnect):
     @property
     def has_pending(self) -> bool:
         """Whether any append waits for its outcome."""
-        return any(partition.appends.has_pending for partition in self._partitions.values())
+        # NB: threads of the sync client look while the loop adds partitions; a copy is one step.
+        return any(partition.appends.has_pending for partition in list(self._partitions.values()))
 
     def layout(self) -> ClusterLayout:
         """Return cluster and partition owners as plain values, for `at` in other processes."""
@@ -338,7 +345,7 @@ class AsyncWaltzClient(OpenedByConnect):
         partition_id = self._checked(partition)
         known = self._partitions.get(partition_id)
         if known is not None:
-            await known.appends.wait_idle()
+            await known.appends.wait_for_earlier()
         return await self.requests.flush(partition_id)
 
     async def mount(self, partitions: Iterable[int] | None = None) -> dict[int, TransactionId]:
@@ -623,6 +630,8 @@ class AsyncWaltzClient(OpenedByConnect):
         # NB: another task may have created it meanwhile.
         found = self._partitions.get(partition_id)
         if found is None:
+            if self._closing.is_set():  # nothing would end it
+                raise errors.UsageError(_CLOSED)
             found = ClientPartition(partition_id, self._client_id, self)
             self._partitions[partition_id] = found
         return found

@@ -319,7 +319,8 @@ class ContextRun:
     def _close(self) -> None:
         """End with the client: report what is known about the last attempt."""
         row = self._row
-        if row is None or not row.future.done():
+        # NB: the end of the loop cancels this task, and with it the future that it waits for.
+        if row is None or not row.future.done() or row.future.cancelled():
             error = errors.OutcomeUnknown("the client was closed before the outcome was settled")
             self._end_with(error)
         elif (failure := row.future.exception()) is not None:

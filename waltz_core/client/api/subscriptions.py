@@ -45,7 +45,8 @@ class _Feed:
         """Apply transactions until stopped."""
         self.task = asyncio.current_task()
         try:
-            await self._catch_up.run(mark)
+            if self._catch_up.applier.stopped is None:
+                await self._catch_up.run(mark)
         finally:
             self._data.clear()
             self._is_over.set()
@@ -54,7 +55,10 @@ class _Feed:
         """Stop, and wait for running callbacks (rule 2)."""
         text = f"the feed of partition {self.partition.partition_id} was ended by the application"
         self._catch_up.applier.pause_for(errors.Unavailable(text))
-        await self._is_over.wait()
+        if self.task is None:  # it does nothing any more: a client that closes starts no tasks
+            self._data.clear()
+        else:
+            await self._is_over.wait()
         self.partition.unsubscribe()
 
 
@@ -83,7 +87,8 @@ class Subscriptions:
     @property
     def partitions(self) -> tuple[int, ...]:
         """The partitions whose feed is applied now, in order."""
-        return tuple(sorted(int(each) for each in self._feeds if self._is_fed(each)))
+        # NB: threads of the sync client look while the loop changes it; a copy is one step.
+        return tuple(sorted(int(each) for each in list(self._feeds) if self._is_fed(each)))
 
     async def subscribe(self, recipient: Recipient, partition_ids: Iterable[PartitionId]) -> None:
         """Start the feeds of these partitions."""
@@ -133,10 +138,8 @@ class Subscriptions:
         )
 
     def _is_fed(self, partition_id: PartitionId) -> bool:
-        if partition_id not in self._feeds:
-            return False
-        feed = self._feeds[partition_id]
-        return isinstance(feed, _Start) or feed.is_applied
+        feed = self._feeds.get(partition_id)
+        return isinstance(feed, _Start) or (feed is not None and feed.is_applied)
 
     async def _start(self, partition_id: PartitionId) -> None:
         """Start a feed; raises what `client_high_water_mark` raises."""

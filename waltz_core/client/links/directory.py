@@ -17,6 +17,7 @@ Rules:
     7. A query after `close` fails and opens no session.
     8. A cluster that is missing after `open` may be rebuilt, so it counts as ZooKeeper being
        unavailable. The owners are used again only after the key proves that it is the same cluster.
+    9. So does a node that cannot be decoded after `open`: streams and feeds outlive its repair.
 """
 
 import asyncio
@@ -268,6 +269,10 @@ class ZooKeeperDirectory:
             if self._cluster is None:
                 raise
             raise self._missing(error) from error
+        except errors.BadFormat as error:
+            if self._cluster is None:
+                raise
+            raise errors.CoordinatorUnavailable(f"ZooKeeper has a damaged node: {error}") from error
         except TimeoutError as error:
             raise errors.CoordinatorUnavailable(
                 f"ZooKeeper at {','.join(self._place.hosts)} did not answer within "

@@ -22,9 +22,8 @@ from enum import Enum, auto
 from waltz_core import errors
 from waltz_core.client.model.transaction import AsyncTransaction, Transaction, check_header, each_of
 from waltz_core.records.record import BEFORE_FIRST
+from waltz_core.wire.messages import FEED_HEADERS_MAX
 
-# Header values of one filter.
-HEADERS_MAX = 1_000
 # The methods of callbacks in addition to `apply_transaction`.
 _HOOKS = ("client_high_water_mark", "uncaught_exception")
 
@@ -168,6 +167,6 @@ def check_headers(headers: Iterable[int] | None) -> tuple[int, ...]:
     if headers is None:
         return ()
     values = tuple(sorted({check_header(each) for each in each_of("headers", headers)}))
-    if not 0 < len(values) <= HEADERS_MAX:
-        raise errors.BadRequest(f"headers: expected 1 to {HEADERS_MAX}, found {len(values)}")
+    if not 0 < len(values) <= FEED_HEADERS_MAX:
+        raise errors.BadRequest(f"headers: expected 1 to {FEED_HEADERS_MAX}, found {len(values)}")
     return values

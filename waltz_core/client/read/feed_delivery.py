@@ -189,7 +189,7 @@ class Applier:
         self._ended = asyncio.Event()
         self._applied: TransactionId | None = None
         self._advanced_s = 0.0
-        self._waiting: list[tuple[TransactionId, asyncio.Future[None]]] = []
+        self._waiting: dict[asyncio.Future[None], TransactionId] = {}
         self._outage = Outage(partition_id, "data")
         self.stopped: Exception | None = None
         self.is_paused_by_application = False  # paused by the application, which may resume it
@@ -219,9 +219,12 @@ class Applier:
                     f"{mark}: {self.stopped}"
                 ) from self.stopped
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((mark, future))
+            self._waiting[future] = mark
             self._arrived.set()  # this wait may be for a mark that is held back
-            await future
+            try:
+                await future
+            finally:  # a caller that gives up leaves nothing: the feed may stand still for days
+                self._waiting.pop(future, None)
 
     async def run(self) -> None:
         """Apply until stopped or cancelled."""
@@ -270,7 +273,7 @@ class Applier:
         return True
 
     def _is_wanted(self, mark: TransactionId) -> bool:
-        return any(wanted <= mark for wanted, _ in self._waiting)
+        return any(wanted <= mark for wanted in self._waiting.values())
 
     async def stop(self, error: Exception) -> None:
         """End a feed that cannot continue: notify the application, and callers that wait."""
@@ -350,11 +353,9 @@ class Applier:
         self._advanced_s = asyncio.get_running_loop().time()
         self._on_applied(mark)
         if self._waiting:
-            waiting, self._waiting = self._waiting, []
-            for wanted, future in waiting:
-                if wanted > mark:
-                    self._waiting.append((wanted, future))
-                elif not future.done():
+            for future in [each for each, wanted in self._waiting.items() if wanted <= mark]:
+                del self._waiting[future]
+                if not future.done():
                     future.set_result(None)
 
     def pause_for(self, error: Exception) -> None:
@@ -367,7 +368,7 @@ class Applier:
         self.stopped = error
         self._arrived.set()
         self._ended.set()
-        waiting, self._waiting = self._waiting, []
-        for _, future in waiting:
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting:
             if not future.done():
                 future.set_result(None)  # `reached` checks again, and raises

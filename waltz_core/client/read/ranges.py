@@ -450,7 +450,11 @@ class ReplicaReader:
     async def _fetch_from(self, address: str, query: RangeQuery) -> RangeChunk:
         if self._link is None or self._link.is_closed:
             self._hang_up()
-            self._link = await self._greeted(address)
+            made = await self._greeted(address)
+            if self._is_closed:  # meanwhile: nobody would close it any more
+                made.close()
+                raise errors.Unreachable(f"{address}: the reader was closed")
+            self._link = made
             self._nearby = self._nearby_at(address)
         link = self._link  # the reader may be closed during a read
         if self._nearby is not None and query.form is RangeForm.WHOLE:

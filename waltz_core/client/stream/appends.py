@@ -13,11 +13,13 @@ Rules:
     4. Rule 2 holds for rows that are sent again: they wait until every parcel that was in flight
        with them has its outcome, and all rows and batches that were appended since wait for them.
        Parcels that the stream had not sent by then return as lost (`monitor.Parcel.keeps_order`).
+    5. Who waits for earlier appends waits for none that is appended later: those may never end.
 """
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
@@ -57,6 +59,17 @@ _TRANSIENT: dict[int, type[errors.WaltzError]] = {
 _FULL = (Reason.NO_SPACE, Reason.OVERLOADED)
 
 
+@dataclass(slots=True)
+class _Epoch:
+    """What was appended between two waits: how much has no outcome, and who waits (rule 5)."""
+
+    unfinished: int = 0
+    waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
+
+
+_NO_EPOCH = _Epoch()  # of a row that was not appended yet
+
+
 class RowOutcome(NamedTuple):
     """What became of one row; see `BatchOutcome`."""
 
@@ -74,6 +87,7 @@ class PendingRow:
         "append_locks",
         "data",
         "deadline_s",
+        "epoch",
         "follows",
         "future",
         "header",
@@ -95,6 +109,7 @@ class PendingRow:
         self.append_locks: tuple[int, ...] = ()
         self.deadline_s = 0.0
         self.number = 0  # its place in the order of `append`
+        self.epoch = _NO_EPOCH
         # An attempt of a context: its future gets a RowOutcome, whatever that is. Otherwise the
         # future gets the transaction id, or an error.
         self.is_attempt = False
@@ -132,7 +147,7 @@ class AppendWindow:
         self._bytes_max = bytes_max
         self._rows = 0
         self._bytes = 0
-        self._waiting: deque[tuple[asyncio.Future[None], int, int]] = deque()
+        self._waiting: OrderedDict[asyncio.Future[None], tuple[int, int]] = OrderedDict()
 
     @property
     def is_empty(self) -> bool:
@@ -152,11 +167,14 @@ class AppendWindow:
         if self.try_take(rows, size_bytes):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((future, rows, size_bytes))
+        self._waiting[future] = rows, size_bytes
         try:
             await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
+            # NB: nothing may be given back for long, and those behind it may need less room.
+            if self._waiting.pop(future, None) is not None:
+                self.give(0, 0)
+            elif not future.cancelled():
                 self.give(rows, size_bytes)
             raise
 
@@ -167,14 +185,14 @@ class AppendWindow:
         assert self._rows >= 0
         assert self._bytes >= 0
         while self._waiting:
-            future, more_rows, more_bytes = self._waiting[0]
+            future, (more_rows, more_bytes) = next(iter(self._waiting.items()))
             if not future.done():
                 if not self._fits(more_rows, more_bytes):
                     return
                 self._rows += more_rows
                 self._bytes += more_bytes
                 future.set_result(None)
-            self._waiting.popleft()
+            del self._waiting[future]
 
     def _fits(self, rows: int, size_bytes: int) -> bool:
         # A batch larger than the whole window goes when nothing else is in flight.
@@ -212,6 +230,7 @@ class _Batch(NamedTuple):
     mark: TransactionId
     order: ReportOrder | None
     processed_count: int  # what its writer had processed when it was appended
+    epoch: _Epoch
 
     @property
     def size_bytes(self) -> int:
@@ -257,7 +276,7 @@ class Appends:
         self._barrier = 0
         self._pause: asyncio.Handle | None = None
         self._pause_until_s = 0.0  # uvloop's handles do not have it when no time is left
-        self._idle: list[asyncio.Future[None]] = []
+        self._epochs: deque[_Epoch] = deque((_Epoch(),))
 
     @property
     def has_pending(self) -> bool:
@@ -270,6 +289,7 @@ class Appends:
         """Append a row for which the window has room."""
         self._added += 1
         row.number = self._added
+        row.epoch = self._enter()
         self._gathered.append(row)
         self._gathered_bytes += row.size_bytes
         if len(self._gathered) >= self._batch_rows or self._gathered_bytes >= self._batch_bytes:
@@ -290,18 +310,30 @@ class Appends:
         """Append a batch for which the window has room."""
         # NB: taken now: a loss that the writer counts while the batch waits came too late for it.
         processed_count = 0 if order is None else order.processed_count
-        batch = _Batch(self._loop.create_future(), row_count, payload, mark, order, processed_count)
+        future: asyncio.Future[BatchOutcome] = self._loop.create_future()
+        batch = _Batch(future, row_count, payload, mark, order, processed_count, self._enter())
         self._gathered.append(batch)
         self._gathered_bytes += batch.size_bytes
         self._send_gathered()  # rule 2
         return batch.future
 
-    async def wait_idle(self) -> None:
-        """Wait until no outcome is outstanding."""
-        while self.has_pending:
+    async def wait_for_earlier(self) -> None:
+        """Wait until everything that was appended before has its outcome (rule 5)."""
+        if self._epochs[-1].unfinished:
+            self._epochs.append(_Epoch())
+        if len(self._epochs) > 1:
             future: asyncio.Future[None] = self._loop.create_future()
-            self._idle.append(future)
-            await future
+            waiting = self._epochs[-2].waiting
+            waiting[future] = None
+            try:
+                await future
+            finally:  # a caller that gives up leaves nothing: the outcomes may take days
+                waiting.pop(future, None)
+
+    def _enter(self) -> _Epoch:
+        epoch = self._epochs[-1]
+        epoch.unfinished += 1
+        return epoch
 
     # --- out
 
@@ -333,9 +365,10 @@ class Appends:
     def _send_batch(self, batch: _Batch) -> None:
         order = batch.order
         if order is not None and order.reported_count != batch.processed_count:
-            self.window.give(batch.row_count, batch.size_bytes)
+            self._end(batch)
             lost = BatchOutcome.uniform(batch.row_count, Reason.LOST, high_water_mark=BEFORE_FIRST)
             batch.finish(lost)
+            self._notify()
             return
         token = self._next_token()
         self._parcels[token] = batch
@@ -384,7 +417,7 @@ class Appends:
         """Handle the outcome of every row of a parcel."""
         parcel = self._parcels.pop(token)
         if isinstance(parcel, _Batch):
-            self.window.give(parcel.row_count, parcel.size_bytes)
+            self._end(parcel)
             parcel.finish(outcome)
         else:
             self._settle_rows(parcel, outcome)
@@ -394,7 +427,7 @@ class Appends:
         """Handle an error that ends a parcel without an outcome for its rows."""
         parcel = self._parcels.pop(token)
         if isinstance(parcel, _Batch):
-            self.window.give(parcel.row_count, parcel.size_bytes)
+            self._end(parcel)
             if not parcel.future.done():
                 parcel.future.set_exception(error)
         elif isinstance(error, errors.TooLarge) and len(parcel) > 1:
@@ -417,7 +450,7 @@ class Appends:
         for token in list(self._parcels):
             self.refused(token, error)
         for each in rows:
-            self.window.give(each.row_count, each.size_bytes)
+            self._end(each)
             if not each.future.done():
                 each.future.set_exception(error)
         self._landed()
@@ -481,8 +514,10 @@ class Appends:
         self._gathered_bytes += sum(row.size_bytes for row in rows)
         self._send_gathered()
 
-    def _end(self, row: PendingRow) -> None:
-        self.window.give(1, row.size_bytes)
+    def _end(self, each: PendingRow | _Batch) -> None:
+        each.epoch.unfinished -= 1
+        assert each.epoch.unfinished >= 0
+        self.window.give(each.row_count, each.size_bytes)
 
     def _landed(self) -> None:
         """A parcel has its outcome: rows that were gathered meanwhile may go."""
@@ -491,9 +526,11 @@ class Appends:
         if self._gathered and not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._turn)
-        if self._idle and not self.has_pending:
-            idle, self._idle = self._idle, []
-            for future in idle:
+        self._notify()
+
+    def _notify(self) -> None:
+        while len(self._epochs) > 1 and not self._epochs[0].unfinished:
+            for future in self._epochs.popleft().waiting:
                 if not future.done():
                     future.set_result(None)
 

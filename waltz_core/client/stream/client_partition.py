@@ -15,7 +15,7 @@ Rules:
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, MutableMapping
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
@@ -99,8 +99,9 @@ class ClientPartition:
         self.fetch: Fetch | None = None
         self._link: ServerLink | None = None
         self._outage = Outage(partition_id, "server", quiet_s=QUIET_S)
-        self._mount_waiters: list[asyncio.Future[None]] = []
-        self._mark_waiters: list[tuple[TransactionId, asyncio.Future[None]]] = []
+        # A caller that gives up removes its future: nothing else may happen for a long time.
+        self._mount_waiters: dict[asyncio.Future[None], None] = {}
+        self._mark_waiters: dict[asyncio.Future[None], TransactionId] = {}
         self._stopped: errors.WaltzError | None = None
 
     # --- the feed's receiver
@@ -181,7 +182,7 @@ class ClientPartition:
         if self._stopped is not None:
             raise self._stopped
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._mount_waiters.append(future)
+        self._mount_waiters[future] = None
         self._driver.post(stream_events.Mount())
         timeout_ms = self._surroundings.config.request_timeout_ms
         try:
@@ -192,13 +193,18 @@ class ClientPartition:
                 f"partition {self.partition_id} could not be mounted within {timeout_ms} ms: "
                 f"{self.stream.trouble}"
             ) from error
+        finally:
+            self._mount_waiters.pop(future, None)
 
     async def known(self, mark: TransactionId) -> None:
         """Wait until the log is known to reach `mark`."""
         while self.stream.high_water_mark < mark and self._stopped is None:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._mark_waiters.append((mark, future))
-            await future
+            self._mark_waiters[future] = mark
+            try:
+                await future
+            finally:
+                self._mark_waiters.pop(future, None)
 
     def subscribe(self, mark: TransactionId, header_values: tuple[int, ...]) -> None:
         """Feed the applier from `mark` on."""
@@ -355,25 +361,19 @@ class ClientPartition:
         self._driver.post(stream_events.LinkLost(link, reason))
 
     def _mark_moved(self, mark: TransactionId) -> None:
-        if self._mark_waiters:
-            waiting, self._mark_waiters = self._mark_waiters, []
-            for wanted, future in waiting:
-                if wanted > mark:
-                    self._mark_waiters.append((wanted, future))
-                elif not future.done():
-                    future.set_result(None)
+        for future in [each for each, wanted in self._mark_waiters.items() if wanted <= mark]:
+            del self._mark_waiters[future]
+            if not future.done():
+                future.set_result(None)
 
     def _end(self, error: errors.WaltzError) -> None:
         self._stopped = error
         self._applier_changed.set()
-        waiting, self._mount_waiters = self._mount_waiters, []
+        waiting, self._mount_waiters = self._mount_waiters, {}
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
-        waiting_marks, self._mark_waiters = self._mark_waiters, []
-        for _, mark_future in waiting_marks:
-            if not mark_future.done():
-                mark_future.set_result(None)
+        _release(self._mark_waiters)
         if self.applier is not None:
             self._spawn(self.applier.stop(error), "feed-stop")
 
@@ -405,7 +405,7 @@ def _as_retriable(error: Exception) -> errors.WaltzError:
     return errors.Unreachable(f"no connection to the partition's server: {error!r}")
 
 
-def _release(waiting: list[asyncio.Future[None]]) -> None:
+def _release(waiting: MutableMapping[asyncio.Future[None], Any]) -> None:
     for future in waiting:
         if not future.done():
             future.set_result(None)

@@ -161,6 +161,7 @@ class Pending:
     deadline_ms: int
     mark_proven: TransactionId | None = None  # of the mount that made it final (rule 4)
     found: I64 | None = field(default=None, repr=False)  # ids seen in the log, -1 elsewhere
+    is_link_lost: bool = False
 
     @property
     def last_sequence(self) -> int:

@@ -59,7 +59,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.wire import messages
-from waltz_core.wire.messages import LATEST_MARK
+from waltz_core.wire.messages import LATEST_MARK, Reason
 
 if TYPE_CHECKING:
     from random import Random
@@ -169,9 +169,7 @@ class PartitionStream:
             case stream_events.LinkFailed():
                 self._link_failed(event, now_ms, out)
             case stream_events.LinkLost():
-                self._spoiled.pop(event.link, None)
-                if event.link == self._link and self.phase in _LINKED:
-                    self._leave(event.reason, now_ms, out)
+                self._link_lost(event, now_ms, out)
             case stream_events.Moved():
                 self._moved(event.generation, now_ms, out)
             case stream_events.Renewed():
@@ -244,6 +242,20 @@ class PartitionStream:
         number = self._connection_sequence
         request = messages.MountWriter(self._mount_id, number, mark, wants_feed, values)
         out.append(Send(self._link, request))
+
+    def _link_lost(self, event: stream_events.LinkLost, now_ms: int, out: list[Effect]) -> None:
+        self._spoiled.pop(event.link, None)
+        for pending in self._monitor:
+            pending.is_link_lost |= pending.link == event.link
+        if event.link == self._link and self.phase in _LINKED:
+            self._leave(event.reason, now_ms, out)
+
+    def _spoil(self, pending: Pending) -> None:
+        """Do not mount the link of an unanswered parcel again; one that is lost needs no place."""
+        if pending.is_link_lost:
+            self._spoiled.pop(pending.link, None)
+        else:
+            self._spoiled[pending.link] = None
 
     def _link_failed(self, event: stream_events.LinkFailed, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
@@ -392,7 +404,7 @@ class PartitionStream:
 
     def _ready(self, now_ms: int, out: list[Effect]) -> None:
         for pending, outcome in self._monitor.settle(self.high_water_mark):
-            self._spoiled[pending.link] = None
+            self._spoil(pending)
             self._settle_parcel(pending.parcel, outcome, out)
         assert len(self._monitor) == 0  # invariant 1
         self.phase = Phase.READY
@@ -428,7 +440,7 @@ class PartitionStream:
             refusal = self._outbox.refusal(parcel, self._limits, self._mount)
             if refusal is not None:
                 self._outbox.take()
-                out.append(ParcelRefused(parcel.token, refusal))
+                self._report_rejection(parcel, refusal, out)
                 continue
             in_flight_bytes = self._monitor.in_flight_bytes + parcel.size_bytes
             if len(self._monitor) and in_flight_bytes > self._limits.in_flight_bytes_max:
@@ -500,6 +512,17 @@ class PartitionStream:
             for outcome_of_token in self._outbox.lose_following(parcel, outcome)
         )
 
+    def _report_rejection(
+        self, parcel: Parcel, refusal: errors.WaltzError, out: list[Effect]
+    ) -> None:
+        """Report why a parcel is not sent; one that is too large comes again, in two."""
+        out.append(ParcelRefused(parcel.token, refusal))
+        if isinstance(refusal, errors.TooLarge) and parcel.row_count > 1:  # invariant 8
+            lost = BatchOutcome.uniform(
+                parcel.row_count, Reason.LOST, high_water_mark=self.high_water_mark
+            )
+            out.extend(ParcelSettled(*one) for one in self._outbox.lose_following(parcel, lost))
+
     def _expire(self, now_ms: int, out: list[Effect]) -> None:
         timeout_ms = self._settings.request_timeout_ms
         late = [pending for pending in self._monitor if pending.deadline_ms <= now_ms]
@@ -512,7 +535,7 @@ class PartitionStream:
     def _give_up(self, pending: Pending, when: str, out: list[Effect]) -> None:
         """End a parcel: report its outcome if every row is known, else OutcomeUnknown."""
         self._monitor.remove(pending)
-        self._spoiled[pending.link] = None
+        self._spoil(pending)
         outcome = pending.known_outcome(self.high_water_mark)
         if outcome is not None:
             out.append(ParcelSettled(pending.parcel.token, outcome))

@@ -184,7 +184,6 @@ async def forget_writes(connect: str, names: Sequence[str]) -> list[str]:
     """Remove writes by name, and some expired ones; return their names."""
     async with zookeeper_session.connected(connect) as coordinator:
         writes = coordinator.writes
-        removed = [*names, *await writes.out_of_time()]
-        for name in removed:
+        for name in names:
             await writes.forget(name)
-        return removed
+        return [*names, *await writes.forget_expired()]

@@ -142,12 +142,18 @@ class Storages:
             except errors.CoordinatorConflict:
                 continue
             return new
-        raise errors.CoordinatorUnavailable(
+        raise self._changes_too_fast()
+
+    def _changes_too_fast(self) -> errors.CoordinatorUnavailable:
+        return errors.CoordinatorUnavailable(
             f"the storages of {self._nodes.where} change faster than they can be written"
         )
 
     async def forget_id(self, address: ReplicaId) -> None:
-        """Free an address for another storage: the next one that starts there is registered."""
+        """Free an address for another storage: the next one that starts there is registered.
+
+        Raises CoordinatorUnavailable if it may not be free.
+        """
         path = self._paths.storage_id(address)
         for _ in range(WRITE_ATTEMPTS_MAX):
             node = await self._nodes.znodes.get(path)
@@ -158,6 +164,7 @@ class Storages:
             except errors.CoordinatorConflict:
                 continue
             return
+        raise self._changes_too_fast()
 
     async def read_replicas(
         self,

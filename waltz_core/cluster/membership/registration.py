@@ -129,7 +129,10 @@ class Membership:
         )
 
     async def unregister(self) -> None:
-        """Remove this process from the live servers (a clean shutdown)."""
+        """Remove this process from the live servers (a clean shutdown).
+
+        Raises CoordinatorUnavailable if its node may still be there.
+        """
         descriptor = self._descriptor
         self._descriptor = None
         if descriptor is None:
@@ -144,6 +147,7 @@ class Membership:
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
+        raise self._changes_too_fast()
 
     async def prefer(self, descriptor: model.ServerDescriptor) -> None:
         """Register with other preferences, and apply them at once.
@@ -168,7 +172,10 @@ class Membership:
                 self._descriptor = before
             raise
         self._descriptor = before
-        raise errors.CoordinatorUnavailable(
+        raise self._changes_too_fast()
+
+    def _changes_too_fast(self) -> errors.CoordinatorUnavailable:
+        return errors.CoordinatorUnavailable(
             f"{self._nodes.paths.servers} changes faster than it can be written"
         )
 
@@ -253,7 +260,7 @@ class Membership:
         """Delete the node of a server whose process is known to be dead, if it is still there.
 
         Its session would end some seconds later. Safety does not depend on it, but on fencing.
-        Raises CoordinatorUnavailable if ZooKeeper does not answer.
+        Raises CoordinatorUnavailable if it may still be there.
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
@@ -267,6 +274,7 @@ class Membership:
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
+        raise self._changes_too_fast()
 
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Give a partition of this process to another live server.

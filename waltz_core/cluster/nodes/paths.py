@@ -44,7 +44,7 @@ ZNODES = (
     Znode("R/x/partition/P", "persistent", "PartitionMarker", "the owner of P, with its metadata"),
     Znode("R/x/storage", "persistent", "nothing", "cluster create, or the first storage"),
     Znode("R/x/storage/HOST:PORT", "persistent", "StorageRegistration", "its storage, once"),
-    Znode("R/x/writes", "persistent", "nothing", "the first write, and each that ends"),
+    Znode("R/x/writes", "persistent", "nothing", "each write that begins or ends"),
     Znode(
         "R/x/writes/W", "persistent", "WriteState (JSON)", "the tasks that begin and end write W"
     ),

@@ -13,15 +13,18 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly o
        disconnected first is forgotten. So a fence can only fail after `limit` other clients have
        disconnected.
     4. A client that lost a row has to mount again, on the same connection or on another: what it
-       sent after that row must not enter the log before the row is sent again.
+       sent after that row must not enter the log before the row is sent again. The same holds for
+       appends that arrive after one for which the queue had no room.
     5. Each mount has a number of its own, also a repeated one on the same connection: an append
        sent under an earlier mount does not enter under a later one.
+    6. At most `CLIENTS_MAX` clients are mounted on one connection, and the filter of a feed has at
+       most `FEED_HEADERS_MAX` headers: a peer must not exhaust memory.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from waltz_core.errors import (
     BadRequest,
@@ -29,11 +32,15 @@ from waltz_core.errors import (
     ConnectionSuperseded,
     GenerationMismatch,
     NotOwned,
+    Overloaded,
     WaltzError,
 )
 from waltz_core.records.record import ClientId, Generation, PartitionId, TransactionId
 from waltz_core.server.partition_events import ConnectionId
-from waltz_core.wire.messages import LATEST_MARK, MountRequest, MountWriter
+from waltz_core.wire.messages import FEED_HEADERS_MAX, LATEST_MARK, MountRequest, MountWriter
+
+# Rule 6. A client uses one ID on a connection, and the next one after 2^31 appends.
+CLIENTS_MAX: Final = 64
 
 
 class PartitionPlace(NamedTuple):
@@ -53,6 +60,7 @@ class _Mount:
     sequence: int
     number: int
     is_ready: bool
+    is_overrun: bool = False  # an append found no room (rule 4)
 
 
 class Mounts:
@@ -95,7 +103,23 @@ class Mounts:
                 f"{place}: the client's high-water mark {mark} is above the log's "
                 f"{place.high_water_mark}: another cluster, or the log was lost"
             )
-        return self._fenced(message.req_id.client_id, connection, message.connection_sequence)
+        excess = self._excess(message, connection, place)
+        client_id, sequence = message.req_id.client_id, message.connection_sequence
+        return excess or self._fenced(client_id, connection, sequence)
+
+    def _excess(
+        self, message: MountRequest | MountWriter, connection: ConnectionId, place: PartitionPlace
+    ) -> WaltzError | None:
+        """Rule 6."""
+        count = len(message.header_values) if isinstance(message, MountWriter) else 0
+        if count > FEED_HEADERS_MAX:
+            return BadRequest(
+                f"{place}: expected at most {FEED_HEADERS_MAX} headers, found {count}"
+            )
+        others = self._clients_of.get(connection, ())
+        if len(others) < CLIENTS_MAX or self.is_current(message.req_id.client_id, connection):
+            return None
+        return Overloaded(f"{place}: {len(others)} clients are mounted on this connection")
 
     def _fenced(
         self, client_id: ClientId, connection: ConnectionId, sequence: int
@@ -126,6 +150,18 @@ class Mounts:
         """The number of the client's mount on this connection, 0 without one (rule 5)."""
         mount = self._mounts.get(client_id)
         return mount.number if mount is not None and mount.connection == connection else 0
+
+    def number_on_arrival(self, client_id: ClientId, connection: ConnectionId) -> int:
+        """The same for an append that arrives now, which must not enter the log if it is 0."""
+        mount = self._mounts.get(client_id)
+        is_open = mount is not None and mount.connection == connection and not mount.is_overrun
+        return mount.number if mount is not None and is_open else 0
+
+    def overrun(self, client_id: ClientId, connection: ConnectionId) -> None:
+        """An append found no room: none that arrives later may enter the log before it (rule 4)."""
+        mount = self._mounts.get(client_id)
+        if mount is not None and mount.connection == connection:
+            mount.is_overrun = True
 
     def is_current(self, client_id: ClientId, connection: ConnectionId) -> bool:
         """Whether this is the client's connection, mounted or about to be."""

@@ -239,13 +239,14 @@ class AppendPipeline:
         epoch = self._endings.enter()
         ticket: Ticket
         req_id = message.req_id
-        mount = self._mounts.number(req_id.client_id, connection)
+        mount = self._mounts.number_on_arrival(req_id.client_id, connection)
         if isinstance(message, AppendRequest):
             ticket = SingleTicket(connection, cost_bytes, message, epoch, now_ms, mount)
         else:
             ticket = BatchTicket(connection, cost_bytes, message, req_id, epoch, now_ms, mount)
         if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
             out: list[AppendOutcome] = []
+            self._mounts.overrun(req_id.client_id, connection)
             self._admission.refuse(ticket, Reason.OVERLOADED, out)
             return out
         self._lanes.push(ticket)

@@ -242,6 +242,7 @@ class Partition:
     def _close(self, connection: ConnectionId) -> None:
         self._mounts.close(connection)
         self.feed.close(connection)
+        self.reads.close(connection)
         self._waiting.drop(connection)
         # Appends waiting for a proof stay, unanswered: flushes of other connections wait for them.
         self._proofs.drop(lambda each: isinstance(each, Received) and each.connection == connection)
@@ -554,7 +555,7 @@ class Partition:
     def _reached(self, token: int) -> None:
         found = self._waiting.end(token)
         if found is None:
-            return  # A mount that was replaced by a later one.
+            return  # A mount that was replaced by a later one, or nobody waits any more.
         question = found.question if isinstance(found, WaitingMount) else found
         if not self._is_open:
             # The session has ended since; the mount starts again with the next one.

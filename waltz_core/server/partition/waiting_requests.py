@@ -55,10 +55,16 @@ class WaitingRequests:
         return [question for _, question in waiting]
 
     def drop(self, connection: ConnectionId) -> None:
-        """Forget the requests of a closed connection that wait for a session."""
+        """Forget the requests of a closed connection: they could wait for days."""
         self._until_open = deque(
             each for each in self._until_open if each[1].connection != connection
         )
+        for token, mount in list(self._mounts.items()):
+            if mount.question.connection == connection:
+                del self._mounts[token]
+        for token, flush in list(self._flushes.items()):
+            if flush.connection == connection:
+                del self._flushes[token]
 
     # ---- for a token (rule 2)
 
@@ -84,7 +90,7 @@ class WaitingRequests:
         return token
 
     def end(self, token: int) -> WaitingMount | Received | None:
-        """Remove and return the mount or flush of a token; None for a mount that was superseded."""
+        """Remove and return the mount or flush of a token; None if it was dropped or superseded."""
         return self._mounts.pop(token, None) or self._flushes.pop(token, None)
 
     def abandon(self) -> list[Received]:

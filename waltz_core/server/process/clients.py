@@ -157,6 +157,8 @@ class Clients:
         self._clients: dict[ConnectionId, _Client] = {}
         self._ids = count(1)
         self._answered: dict[ConnectionId, None] = {}
+        # They get the outcome of the running check: each one connects to every storage.
+        self._checks: list[tuple[ConnectionId, AdmittedRequest]] = []
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -309,10 +311,10 @@ class Clients:
         self._balance()
 
     def _note_sent(self, connection: ConnectionId, client: _Client) -> None:
-        self._note_backlog(connection, client)
         if client.link.is_congested and not client.is_congested:
             client.is_congested = True
             self._loop.call_soon(self._post_congested, connection)
+        self._note_backlog(connection, client)  # last: flow must know about the congestion, too
 
     def _post_congested(self, connection: ConnectionId) -> None:
         client = self._clients.get(connection)
@@ -413,7 +415,9 @@ class Clients:
                 tuple(each.median_us for each in times),
             )
         elif isinstance(message, CheckConnectivityRequest):
-            self._tasks.create_task(self._check_connectivity(connection, request))
+            self._checks.append((connection, request))
+            if len(self._checks) == 1:
+                self._tasks.create_task(self._check_connectivity())
             return
         elif isinstance(message, AddPreferredRequest | RemovePreferredRequest):
             self._tasks.create_task(self._prefer(connection, message, cost_bytes))
@@ -425,10 +429,12 @@ class Clients:
             return
         self.answer(Answer(connection, answer, cost_bytes))
 
-    async def _check_connectivity(self, connection: ConnectionId, request: AdmittedRequest) -> None:
+    async def _check_connectivity(self) -> None:
         reachable = tuple(await self._backend.check_connectivity())
-        answer = CheckConnectivityResponse(request.message.req_id, reachable)
-        self.answer(Answer(connection, answer, request.cost_bytes))
+        checks, self._checks = self._checks, []
+        for connection, (message, cost_bytes) in checks:
+            answer = CheckConnectivityResponse(message.req_id, reachable)
+            self.answer(Answer(connection, answer, cost_bytes))
 
     async def _prefer(
         self,

@@ -17,10 +17,20 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from waltz_core.server.partition_events import ConnectionId
-from waltz_core.wire.messages import AppendBatch, AppendRequest, ClientMessage, RangeRequest
+from waltz_core.wire.messages import (
+    AddPreferredRequest,
+    AppendBatch,
+    AppendRequest,
+    ClientMessage,
+    MountWriter,
+    RangeRequest,
+    RemovePreferredRequest,
+)
 
 # Memory of a request in addition to its bytes: Python objects.
 REQUEST_OVERHEAD_BYTES: Final = 512
+# Memory of a lock, a header or a partition in it, which takes 4 bytes in the frame.
+NUMBER_BYTES: Final = 40
 
 
 class FlowLimits(NamedTuple):
@@ -179,5 +189,10 @@ def _request_bytes(message: ClientMessage) -> int:
     if isinstance(message, AppendBatch):
         return len(message.payload) + REQUEST_OVERHEAD_BYTES
     if isinstance(message, AppendRequest):
-        return len(message.data) + REQUEST_OVERHEAD_BYTES
+        lock_count = len(message.write_locks) + len(message.read_locks) + len(message.append_locks)
+        return len(message.data) + REQUEST_OVERHEAD_BYTES + NUMBER_BYTES * lock_count
+    if isinstance(message, MountWriter | RangeRequest):
+        return REQUEST_OVERHEAD_BYTES + NUMBER_BYTES * len(message.header_values)
+    if isinstance(message, AddPreferredRequest | RemovePreferredRequest):
+        return REQUEST_OVERHEAD_BYTES + NUMBER_BYTES * len(message.partitions)
     return REQUEST_OVERHEAD_BYTES

@@ -202,7 +202,7 @@ class Host:
             _log.warning("partition.handed_over partition=%s", self.partition_id)
 
     def _own_again(self) -> None:
-        if self._driver.is_stopped or self.partition.is_owned:
+        if self._driver.is_stopped or self.partition.is_owned or not self._replicas:
             return
         self.post(replication.Own(self.partition.generation, self._replicas))
 

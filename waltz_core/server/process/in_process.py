@@ -61,6 +61,9 @@ from waltz_core.wire.messages import (
 # A prime, and small: a table is made for every partition of every test.
 LOCK_SLOT_COUNT: Final = 65_537
 GENERATION: Final = Generation(1)
+# There are no low-water marks to move up, and `MemoryStore` ends no session: a partition that waits
+# for the end of one would take nothing more.
+_NEVER_COUNT: Final = 1 << 62
 _NONE: Final = BEFORE_FIRST.to_bytes(8, "big", signed=True)
 _FLOW: Final = FlowLimits(
     connection_in_flight_max=1_024,
@@ -208,7 +211,11 @@ class MemoryHost:
         self._partition = Partition(
             PartitionIdentity(partition_id, server.partition_count, server.key),
             self.store,
-            PartitionLimits(lock_slot_count=LOCK_SLOT_COUNT, lock_refill_count_max=0),
+            PartitionLimits(
+                lock_slot_count=LOCK_SLOT_COUNT,
+                lock_refill_count_max=0,
+                checkpoint_interval_count=_NEVER_COUNT,
+            ),
             TransactionCache(CacheBudget(4 * MIB)),
             FeedCache(MIB),
             Pace(is_on=False),

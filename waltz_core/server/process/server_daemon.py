@@ -5,7 +5,8 @@ shutdown. `served_partition.py` decides what a partition does.
 
 Rules:
     1. A partition is served exactly while the assignment in force names this server. While
-       ZooKeeper is away nothing changes: storages fence replaced owners.
+       ZooKeeper is away nothing changes: storages fence replaced owners. The same holds while a
+       node cannot be decoded: one node must not end all servers at once.
     2. The server registers after it can answer clients, and unregisters while it still can.
     3. Shutdown: stop reading, wait for a limited time until appends in flight are final, leave the
        assignment, answer the waiting requests, close.
@@ -16,11 +17,11 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from random import SystemRandom
-from typing import Final
+from typing import Any, Final, Never, TypeVar
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import ClusterView, Coordinator
@@ -53,6 +54,8 @@ from waltz_core.wire.messages import Surface
 
 _log = logging.getLogger(__name__)
 
+ViewT = TypeVar("ViewT")
+
 SHOW_INTERVAL_S: Final = 1.0
 LAST_APPENDS_LOOKS: Final = 100
 LAST_APPENDS_LOOK_S: Final = 0.01
@@ -60,6 +63,7 @@ UNREGISTER_S_MAX: Final = 2.0
 # Prevents repeated moves of a partition whose storages no server can reach.
 HAND_OVER_PAUSE_S: Final = 60.0
 PREFER_AGAIN_LOOK_S: Final = 10.0
+UNREADABLE_PAUSE_S: Final = 10.0
 # Overhead of a record and of its entry in a frame, in addition to its data.
 _ROW_OVERHEAD_BYTES: Final = 48
 _FEED_CACHE_BYTES_MIN: Final = 20 * KIB
@@ -204,16 +208,18 @@ class Server:
     ) -> None:
         try:
             async with self._tasks as tasks:
-                tasks.create_task(self._coordinator.follow_replica_assignment(self._assigned))
+                coordinator = self._coordinator
+                follow = self._follow(coordinator.follow_replica_assignment, self._assigned)
+                tasks.create_task(follow)
                 await retry_start_step(
                     "its registration",
-                    lambda: self._coordinator.register_server(self._descriptor),
+                    lambda: coordinator.register_server(self._descriptor),
                     timeout_ms=self._config.zookeeper_connect_timeout_ms,
                 )
-                tasks.create_task(self._coordinator.follow_servers(self._owned))
+                tasks.create_task(self._follow(coordinator.follow_servers, self._owned))
                 tasks.create_task(self._show())
                 tasks.create_task(self._prefer_again())
-                tasks.create_task(self._neighbours.report(self._coordinator.reach, self._is_open))
+                tasks.create_task(self._neighbours.report(coordinator.reach, self._is_open))
                 if self._config.balance == "load":
                     tasks.create_task(self._balancing().run())
                 on_ready(self.address)
@@ -221,6 +227,32 @@ class Server:
                 await self._end()
         except* _End:
             _log.info("server.ended server=%s", self._server_id)
+
+    async def _follow(
+        self,
+        follow: Callable[[Callable[[ViewT], None]], Coroutine[Any, Any, Never]],
+        take: Callable[[ViewT], None],
+    ) -> None:
+        """Follow nodes in ZooKeeper; log those that cannot be decoded, and read again (rule 1).
+
+        So are those that contradict each other: the lead, and each next one, would end. Raises
+        BadFormat or BadRequest at the start: without any view this server cannot work.
+        """
+        is_known = False
+
+        def note(view: ViewT) -> None:
+            nonlocal is_known
+            is_known = True
+            take(view)
+
+        while True:
+            try:
+                await follow(note)
+            except (errors.BadFormat, errors.BadRequest) as error:
+                if not is_known:
+                    raise
+                _log.error("server.node_unreadable error=%s", error)
+            await asyncio.sleep(UNREADABLE_PAUSE_S)
 
     def _is_open(self) -> bool:
         """Whether any partition is open: then its network and its TLS settings work."""

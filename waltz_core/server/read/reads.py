@@ -15,6 +15,8 @@ Rules:
        tried. A failed replica is queried last for the next `SHUNNED_FETCHES`.
     8. Consecutive requests for single transactions are read ahead. If that fails, each request is
        fetched separately.
+    9. What only a closed connection waits for is not fetched: who connects again and again, and
+       asks each time, would keep all others waiting.
 """
 
 from collections import deque
@@ -44,7 +46,14 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication.session_events import Batch
 from waltz_core.server.append.answers import refuse
-from waltz_core.server.partition_events import Answer, FeedHeaders, Fetch, PartitionLimits, Received
+from waltz_core.server.partition_events import (
+    Answer,
+    ConnectionId,
+    FeedHeaders,
+    Fetch,
+    PartitionLimits,
+    Received,
+)
 from waltz_core.server.read.cache import FeedCache, TransactionCache
 from waltz_core.server.read.read_ahead import AHEAD_BYTES, AHEAD_COUNT, ReadAhead
 from waltz_core.wire.messages import (
@@ -257,6 +266,21 @@ class Reads:
         assert first <= last
         bytes_max = self._limits.feed_frame_count_max * RECORD_HEADER.size
         return self._fetch(_Key(first, last, bytes_max, RangeForm.HEADERS), None)
+
+    def close(self, connection: ConnectionId) -> None:
+        """A connection was closed; rule 9."""
+        running = {job.key for job in self._running.values() if job is not None}
+        dropped: set[_Key] = set()
+        for key, job in self._jobs.items():
+            job.waiting = [each for each in job.waiting if each.connection != connection]
+            if not (job.waiting or job.for_feed or key in running):
+                dropped.add(key)
+        if dropped:
+            self._ready = deque(job for job in self._ready if job.key not in dropped)
+            self._parked = [each for each in self._parked if each[1].key not in dropped]
+        for key in dropped:
+            del self._jobs[key]
+            self._reading_ahead.pop(key, None)
 
     # -----------------------------------------------------------------------------------------
     # memory

@@ -1,0 +1,77 @@
+"""Callers that wait for a partition and give up leave nothing behind, however long it stands still.
+
+Contexts with a deadline, and appends to a partition without a server, give up by the thousands.
+"""
+
+import asyncio
+import contextlib
+from random import Random
+from types import SimpleNamespace
+
+from tests.loops import on_virtual_loop
+from tests.unit.client.stories import PARTITION
+from waltz_core import errors
+from waltz_core.client.read.feed_delivery import Applier
+from waltz_core.client.stream.appends import Appends, AppendWindow, PendingRow
+from waltz_core.client.stream.client_partition import ClientPartition
+from waltz_core.config import ClientConfig
+from waltz_core.records.record import TransactionId
+
+COUNT = 10
+
+
+async def give_up(answer):
+    with contextlib.suppress(TimeoutError, errors.Unreachable):
+        async with asyncio.timeout(1.0):
+            await answer
+
+
+def partition_without_a_server():
+    def spawn(task, name):
+        task.close()
+
+    surroundings = SimpleNamespace(
+        config=ClientConfig(request_timeout_ms=100), random=Random(0), claim=None, spawn=spawn
+    )
+    return ClientPartition(PARTITION, 1, surroundings)
+
+
+@on_virtual_loop
+async def test_who_waits_for_a_feed_that_stands_still_leaves_nothing():
+    applier = Applier(PARTITION, None, lambda mark: None)
+    applier.start(TransactionId(3))
+    for _ in range(COUNT):
+        await give_up(applier.reached(TransactionId(4)))
+    assert not applier._waiting
+
+
+@on_virtual_loop
+async def test_who_waits_for_a_mount_that_does_not_come_leaves_nothing():
+    partition = partition_without_a_server()
+    for _ in range(COUNT):
+        await give_up(partition.mounted())
+    assert not partition._mount_waiters
+    partition.close()
+
+
+@on_virtual_loop
+async def test_who_waits_for_a_mark_that_does_not_come_leaves_nothing():
+    partition = partition_without_a_server()
+    for _ in range(COUNT):
+        await give_up(partition.known(TransactionId(4)))
+    assert not partition._mark_waiters
+    partition.close()
+
+
+@on_virtual_loop
+async def test_who_waits_for_outcomes_that_do_not_come_leaves_nothing():
+    window = AppendWindow(rows_max=100, bytes_max=1 << 20)
+    appends = Appends(PARTITION, window, lambda event: None, batch_rows=1, batch_bytes=100)
+    row = PendingRow(b"data", 0, TransactionId(0))
+    assert window.try_take(1, row.size_bytes)
+    appends.add(row)
+    for _ in range(COUNT):
+        await give_up(appends.wait_for_earlier())
+    assert not any(each.waiting for each in appends._epochs)
+    appends.abandon(errors.Unreachable("nobody is there"))
+    assert row.future.exception() is not None

@@ -1,0 +1,110 @@
+"""The clients of a server: which of their requests reach a partition."""
+
+import asyncio
+
+from tests.loops import on_loop, until
+from waltz_core.metrics import Metrics
+from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
+from waltz_core.server.partition_events import Answer
+from waltz_core.server.process.clients import Clients
+from waltz_core.server.process.flow import FlowLimits
+from waltz_core.wire.messages import (
+    CheckConnectivityRequest,
+    CheckConnectivityResponse,
+    FlushRequest,
+    FlushResponse,
+    Surface,
+)
+
+LIMITS = FlowLimits(2, 1 << 20, 1 << 30, 1 << 20)
+
+
+class Link:
+    """A connection whose client reads nothing from the first answer on."""
+
+    def __init__(self) -> None:
+        self.version, self.address = max(Surface.CLIENT.versions_taken), "a:1"
+        self.is_closed = False
+        self.is_congested, self.write_backlog_bytes, self.is_read = False, 0, True
+        self.sent = []
+
+    def start(self, received, closed, drained) -> None:
+        self.received, self.drained = received, drained
+
+    def send(self, message) -> None:
+        self.sent.append(message)
+        self.is_congested, self.write_backlog_bytes = True, 1 << 20
+
+    def pause_reading(self) -> None:
+        self.is_read = False
+
+    def resume_reading(self) -> None:
+        self.is_read = True
+
+
+class Host:
+    """A partition that notes what reaches it."""
+
+    partition_id = PartitionId(0)
+    is_open = True
+
+    def __init__(self) -> None:
+        self.taken = []
+
+    def post(self, event) -> None:
+        """Nothing depends on it."""
+
+    def receive(self, connection, message, cost_bytes) -> None:
+        self.taken.append((connection, message, cost_bytes))
+
+
+class Backend:
+    partition_count = 1
+
+    def __init__(self) -> None:
+        self.host = Host()
+        self.hosts = {self.host.partition_id: self.host}
+        self.check_count = 0
+        self.may_end = asyncio.Event()
+
+    async def check_connectivity(self):
+        self.check_count += 1
+        await self.may_end.wait()
+        return [("s:1", True)]
+
+
+@on_loop
+async def test_nothing_more_is_taken_from_a_client_that_does_not_read():
+    backend, link = Backend(), Link()
+    clients = Clients(backend, LIMITS, None, Metrics("server"))
+    clients.accept(link)
+    requests = [
+        FlushRequest(ReqId(ClientId(1), Generation(1), PartitionId(0), -each)) for each in (1, 2, 3)
+    ]
+    link.received(requests)
+    taken = backend.host.taken
+    assert [message for _, message, _ in taken] == requests[:2]
+    connection, message, cost_bytes = taken[0]
+    clients.answer(Answer(connection, FlushResponse(message.req_id, 0), cost_bytes))
+    await asyncio.sleep(0)
+    assert len(taken) == 2
+    link.is_congested = False
+    link.drained()
+    assert [message for _, message, _ in taken] == requests
+
+
+@on_loop
+async def test_checks_of_the_storages_do_not_multiply():
+    """Each one connects to every storage, and descriptors are few."""
+    backend, links = Backend(), [Link(), Link()]
+    async with asyncio.TaskGroup() as tasks:
+        clients = Clients(backend, LIMITS, tasks, Metrics("server"))
+        ids = [ReqId(ClientId(1), Generation(0), PartitionId(0), -each) for each in (1, 2)]
+        for link in links:
+            clients.accept(link)
+            link.received([CheckConnectivityRequest(each) for each in ids])
+        await until(lambda: backend.check_count)
+        backend.may_end.set()
+    assert backend.check_count == 1
+    told = [CheckConnectivityResponse(each, (("s:1", True),)) for each in ids]
+    assert [link.sent for link in links] == [told, told]
