@@ -23,7 +23,7 @@ CLUSTER = NewCluster("w", 2, UUID(int=7), (NewStorage(OLD, 2, 0),), {OLD: (0, 1)
 class Line:
     """Shows nothing."""
 
-    def print_result(self, *_):
+    def show(self, *_):
         pass
 
     def clear(self):
