@@ -97,7 +97,7 @@ notebook: ## Open the notebooks in JupyterLab; without a display it prints the U
 	@scripts/bootstrap notebook
 	@$(RUN) jupyter lab $(LAB) $(ARGS) examples/notebooks
 
-docs: ## Write anew what is generated: the samples in conf/ and the tables in docs/
+docs: ## Write the generated files again: the samples in conf/ and the tables in docs/
 	@scripts/bootstrap dev
 	@$(RUN) python scripts/generate_docs.py
 

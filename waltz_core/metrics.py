@@ -250,7 +250,7 @@ def _made(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Hist
 class Health(NamedTuple):
     """Whether a daemon works, and details for people."""
 
-    is_well: bool
+    is_healthy: bool
     details: Mapping[str, object]
 
 
@@ -329,8 +329,8 @@ async def _page(head: bytes, metrics: Metrics, health: HealthCallback) -> Page:
             return Page("200 OK", CONTENT_TYPE_PLAIN_0_0_4, metrics.page())
         case b"/health":
             found = await health()
-            status = "200 OK" if found.is_well else "503 Service Unavailable"
-            body = json.dumps({"is_well": found.is_well, **found.details}, default=str)
+            status = "200 OK" if found.is_healthy else "503 Service Unavailable"
+            body = json.dumps({"is_healthy": found.is_healthy, **found.details}, default=str)
             return Page(status, "application/json", body.encode() + b"\n")
         case _:
             return Page("404 Not Found", "text/plain", b"expected /metrics, /health or /ping\n")

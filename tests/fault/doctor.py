@@ -121,7 +121,7 @@ def doctor(*words: str, code: int | None = None) -> list[dict[str, str]]:
         found = main(["doctor", "--json", "--timeout-s", "1.5", *words])
     told = json.loads(out.getvalue())
     assert found == (1 if told["findings"] else 0)
-    assert told["is_well"] == (not told["findings"])
+    assert told["is_healthy"] == (not told["findings"])
     assert code is None or found == code
     findings: list[dict[str, str]] = told["findings"]
     return findings

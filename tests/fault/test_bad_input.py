@@ -312,7 +312,7 @@ def is_full(story: Story, storage: str) -> bool:
         except OSError:
             return False
     found = json.loads(pages[0])
-    assert not (found["is_full"] and found["is_well"])
+    assert not (found["is_full"] and found["is_healthy"])
     return bool(found["is_full"]) and "waltz_storage_full_disks 1.0" in pages[1]
 
 

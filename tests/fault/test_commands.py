@@ -126,13 +126,13 @@ def test_servers_tell_what_they_own_and_reach(cluster: LocalCluster):
     assert listed[one]["preferred"] == listed[one]["partitions"] == [0, 1]
     assert listed[other]["partitions"] == []
     done(cluster, "server", "remove-preferred-partition", "0-1", one)
-    is_well = lambda: ran(cluster, "server", "list").code == 0  # noqa: E731
-    wait_until("the servers are well", is_well)
+    is_healthy = lambda: ran(cluster, "server", "list").code == 0  # noqa: E731
+    wait_until("the servers are well", is_healthy)
     # A cluster takes appends when a quorum of its storages runs.
     reaches_all = lambda: ran(cluster, "cluster", "check-connectivity").code == 0  # noqa: E731
     wait_until("all storages run", reaches_all)
     reach = done(cluster, "cluster", "check-connectivity")
-    assert reach["is_well"]
+    assert reach["is_healthy"]
     assert len(reach["connections"]) == 2 * (1 + 3)
     where = f"127.0.0.1:{cluster.member('storage-1').http_port}"
     match = ("--match", "waltz_storage_last_transaction")

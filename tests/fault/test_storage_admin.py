@@ -77,7 +77,7 @@ def test_all_is_well_and_in_step(cluster: LocalCluster):
     wait_until("all run", lambda: storage("validate", *at).returncode == 0)
     validated = done("validate", *at)
     assert isinstance(validated, dict)
-    assert validated["is_well"]
+    assert validated["is_healthy"]
     assert set(validated["storages"]) == set(names(cluster))
     assert done("sync-partitions", *at) == {"is_done": True, "steps": []}
     listed = done("list", *at)

@@ -94,7 +94,7 @@ def test_its_index_is_made_anew_as_it_was(storage, capsys):
     assert (code, value[0]["is_right"]) == (0, True)
     patch(index, 150, b"\xff")
     code, (value,) = said(capsys, "repair-index", storage)
-    assert (code, value[0]["is_made_anew"], value[0]["wrong"]) == (0, True, 1)
+    assert (code, value[0]["is_rebuilt"], value[0]["wrong"]) == (0, True, 1)
     assert index.read_bytes()[128:] == good[128:]
 
 

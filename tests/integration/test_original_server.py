@@ -113,7 +113,7 @@ def test_servers_answer_the_commands_that_look_at_them(
     assert code == 1  # it has no storages
     assert not [each for each in found if "server" in each]
     code, text = run(capsys, "cluster", "check-connectivity", "--connect", connect, "--json")
-    assert json.loads(text)["is_well"]
+    assert json.loads(text)["is_healthy"]
     code, text = run(capsys, "doctor", "--connect", connect, "--json")
     assert "does not answer" not in text
 

@@ -469,9 +469,9 @@ def test_while_zookeeper_is_away_appends_and_marks_go_on() -> None:
             await client.mount()
             for session in world.zookeeper._sessions:
                 session.suspend()
-            assert (await server.health()).is_well is True
+            assert (await server.health()).is_healthy is True
             world.zookeeper.advance(2 * SESSION_TIMEOUT_MS)
-            assert (await server.health()).is_well is True
+            assert (await server.health()).is_healthy is True
             assert (await server.health()).details["zookeeper"] is False
             assert await ids(client.append(2)) == [0, 1]
             # Not without asking a quorum: the session timer has run out.

@@ -314,7 +314,7 @@ def test_readers_and_metrics(tmp_path):
     ):
         assert line in metrics, line
     health = json.loads(pages["/health"])
-    assert health["is_well"] is True
+    assert health["is_healthy"] is True
     assert health["partitions"] == [0, 2]
 
 
@@ -679,7 +679,7 @@ def test_a_partition_that_cannot_be_opened_does_not_keep_the_others_from_being_s
             tasks.create_task(loop_daemon.serve(stop, ready.set_result))
             address = await ready
             health = await loop_daemon.health()
-            assert not health.is_well
+            assert not health.is_healthy
             assert (health.details["partitions"], health.details["not_served"]) == ([2], [0])
             async with session(address, 5, 2) as owner:
                 await owner.prepare()
@@ -708,10 +708,10 @@ def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, mo
             await ready
             for _ in range(2):  # the second page asks for nothing more
                 health = await storage.health()
-                assert not health.is_well
+                assert not health.is_healthy
                 assert "the disk has not answered" in health.details["disk_error"]
             may_answer.set()
-            while not (await storage.health()).is_well:
+            while not (await storage.health()).is_healthy:
                 pass
             stop.set()
         assert asked.is_set()
@@ -791,7 +791,7 @@ def test_a_partition_that_can_be_opened_again_is_served_without_a_restart(tmp_pa
             address = await ready
             assert (await storage.health()).details["not_served"] == [0]
             slots.write_bytes(content)  # an operator has brought it back
-            while not (await storage.health()).is_well:  # noqa: ASYNC110 - nobody tells when it is opened
+            while not (await storage.health()).is_healthy:  # noqa: ASYNC110 - nobody tells when it is opened
                 await asyncio.sleep(0.01)
             async with session(address, 5, 0) as owner:
                 await owner.prepare()
@@ -821,7 +821,7 @@ def test_a_scrub_that_is_asked_for_finds_rot_and_goes_on_after_a_restart(tmp_pat
             after = [each.passes_count for each in storage.scrub_status()]
             assert (after[0], after[1]) == (passes[0] + 1, passes[1])
             assert (await storage.health()).details["damaged"] == [0]
-            assert (await storage.health()).is_well
+            assert (await storage.health()).is_healthy
             found = "waltz_storage_damage_found_transactions_total"
             assert storage.metrics.value(found, partition=0) == 1
             assert storage.metrics.value("waltz_storage_scrubbed_bytes_total", partition=0) >= 836

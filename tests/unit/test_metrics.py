@@ -19,8 +19,8 @@ from waltz_core.metrics import (
     serve_pages,
 )
 
-WELL = Health(is_well=True, details={"partitions": [0, 1]})
-ILL = Health(is_well=False, details={"reason": "no quorum"})
+WELL = Health(is_healthy=True, details={"partitions": [0, 1]})
+ILL = Health(is_healthy=False, details={"reason": "no quorum"})
 
 
 def test_names_follow_the_rule():
@@ -214,11 +214,11 @@ def test_health_says_yes_or_no_with_the_reason():
     status, body = get("/health")
     assert (status, json.loads(body)) == (
         "HTTP/1.1 200 OK",
-        {"is_well": True, "partitions": [0, 1]},
+        {"is_healthy": True, "partitions": [0, 1]},
     )
     status, body = get("/health", ill)
     assert status == "HTTP/1.1 503 Service Unavailable"
-    assert json.loads(body) == {"is_well": False, "reason": "no quorum"}
+    assert json.loads(body) == {"is_healthy": False, "reason": "no quorum"}
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_what_is_gone_at_the_second_look_is_not_told(told, capsys):
     told[:] = [without(healthy(), A), without(healthy(), B)]
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
-    assert (value["is_well"], value["findings"]) == (True, [])
+    assert (value["is_healthy"], value["findings"]) == (True, [])
 
 
 def test_scripts_get_one_value(told, capsys):

@@ -38,16 +38,16 @@ async def check_connectivity(*, connect: str, as_json: bool) -> int:
         storages = [str(each) for each in (await coordinator.storages.read()).assignment.partitions]
     with ProgressLine() as line:
         found = await _query_all(servers, storages, line)
-    is_well = bool(servers) and all(each.is_reached for each in found)
+    is_healthy = bool(servers) and all(each.is_reached for each in found)
     if as_json:
-        print_json({"is_well": is_well, "connections": [each._asdict() for each in found]})
-        return 0 if is_well else 1
+        print_json({"is_healthy": is_healthy, "connections": [each._asdict() for each in found]})
+        return 0 if is_healthy else 1
     rows = [
         (each.origin, each.target, "reached" if each.is_reached else each.why_not or "NOT REACHED")
         for each in found
     ]
     print_table(("from", "to", "found"), rows or [("-", "-", "no server is registered")])
-    return 0 if is_well else 1
+    return 0 if is_healthy else 1
 
 
 async def _query_all(servers: list[str], storages: list[str], line: ProgressLine) -> list[Reach]:

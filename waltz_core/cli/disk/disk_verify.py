@@ -12,7 +12,7 @@ from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.offline.file_findings import FileFinding
 from waltz_core.offline.files import kept_still, segments_at
 from waltz_core.offline.index_repair import Repaired, held_alone
-from waltz_core.offline.index_repair import repair_index as make_anew
+from waltz_core.offline.index_repair import repair_index as rebuild_index
 from waltz_core.offline.verify import Verified
 from waltz_core.offline.verify import verify as verify_at
 from waltz_core.offline.verify_segment import LogSeen
@@ -133,7 +133,7 @@ def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_
     with _held(disk, path, dry_run=dry_run):
         for segment in segments:
             try:
-                repaired.append(make_anew(disk, segment, dry_run=dry_run))
+                repaired.append(rebuild_index(disk, segment, dry_run=dry_run))
             except BadFormat as error:  # The others can be repaired nevertheless.
                 refused.append(str(error))
     if as_json:
@@ -154,7 +154,7 @@ def _repaired_json(one: Repaired, *, dry_run: bool) -> dict[str, object]:
     return {
         "file": str(one.path),
         "is_right": one.is_right,
-        "is_made_anew": not one.is_right and not dry_run,
+        "is_rebuilt": not one.is_right and not dry_run,
         "entries": one.entries,
         "old_entries": one.old_entries,
         "wrong": one.wrong,

@@ -137,7 +137,7 @@ def value_of(facts: Facts, found: list[Finding]) -> dict[str, object]:
     """Return the one value for scripts."""
     return {
         "connect": facts.connect,
-        "is_well": not found,
+        "is_healthy": not found,
         "findings": [
             {
                 "name": each.name,

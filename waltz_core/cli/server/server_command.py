@@ -12,11 +12,11 @@ from waltz_core.cli.verbs import verb
 from waltz_core.errors import WaltzError
 from waltz_core.wire.messages import PartitionsHealthRequest, PartitionsHealthResponse
 
-WELL = "well"
+OK = "ok"
 
 
 class ServerRow(NamedTuple):
-    """A registered server; `state` is WELL, or the problem."""
+    """A registered server; `state` is OK, or the problem."""
 
     server: int
     address: str
@@ -67,7 +67,7 @@ async def list_command(*, connect: str, as_json: bool) -> int:
                 for each in rows
             ],
         )
-    return 0 if all(each.state == WELL for each in rows) else 1
+    return 0 if all(each.state == OK for each in rows) else 1
 
 
 async def _state_of(address: str) -> str:
@@ -76,4 +76,4 @@ async def _state_of(address: str) -> str:
     except WaltzError as error:
         return f"does not answer: {error}"
     ill = [partition for partition, is_healthy in response.healthy if not is_healthy]
-    return f"no open session: partitions {ranges_of(ill)}" if ill else WELL
+    return f"no open session: partitions {ranges_of(ill)}" if ill else OK

@@ -292,5 +292,5 @@ async def _synced(
             await admin.ask(Done, SetAssigned, (partition,), is_assigned, False)  # noqa: FBT003 - the wire's
         except WaltzError as error:
             outcome = str(error)
-        rows.append((str(target), "add" if is_assigned else "give up", partition, outcome))
+        rows.append((str(target), "add" if is_assigned else "release", partition, outcome))
     return rows

@@ -138,9 +138,9 @@ async def validate(where: StorageChoice) -> int:
         }
         for target in storages_of(facts, where)
     }
-    is_well = all(wrong is None for ports in results.values() for wrong in ports.values())
+    is_healthy = all(wrong is None for ports in results.values() for wrong in ports.values())
     if where.as_json:
-        print_json({"is_well": is_well, "storages": results})
+        print_json({"is_healthy": is_healthy, "storages": results})
     else:
         rows = [
             (name, port, wrong or "ok")
@@ -148,7 +148,7 @@ async def validate(where: StorageChoice) -> int:
             for port, wrong in ports.items()
         ]
         print_table(("storage", "port", "found"), rows)
-    return 0 if is_well else 1
+    return 0 if is_healthy else 1
 
 
 async def _wrong_with_data_port(address: str) -> str | None:

@@ -292,7 +292,7 @@ class ServerLinks:
         made = ServerLink(
             self._count, link, lost=lambda gone: self._forget(key, gone), silences=self._silences
         )
-        if made.is_closed:  # since the greeting; nobody would be told of that
+        if made.is_closed:  # since the greeting: no handler would be notified
             raise errors.Unreachable(f"{address}: {link.closed_reason}")
         self._links[key] = self._open[made.number] = made
         if made.is_old_server and address not in self._logged_old_servers:

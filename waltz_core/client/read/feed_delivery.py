@@ -223,7 +223,7 @@ class Applier:
             self._arrived.set()  # this wait may be for a mark that is held back
             try:
                 await future
-            finally:  # a caller that gives up leaves nothing: the feed may stand still for days
+            finally:  # a cancelled caller leaves nothing: the feed may be paused for days
                 self._waiting.pop(future, None)
 
     async def run(self) -> None:

@@ -451,7 +451,7 @@ class ReplicaReader:
         if self._link is None or self._link.is_closed:
             self._hang_up()
             made = await self._greeted(address)
-            if self._is_closed:  # meanwhile: nobody would close it any more
+            if self._is_closed:  # meanwhile: it would never be closed
                 made.close()
                 raise errors.Unreachable(f"{address}: the reader was closed")
             self._link = made

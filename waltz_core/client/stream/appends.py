@@ -13,7 +13,7 @@ Rules:
     4. Rule 2 holds for rows that are sent again: they wait until every parcel that was in flight
        with them has its outcome, and all rows and batches that were appended since wait for them.
        Parcels that the stream had not sent by then return as lost (`monitor.Parcel.keeps_order`).
-    5. Who waits for earlier appends waits for none that is appended later: those may never end.
+    5. A wait for earlier appends does not include later appends: those may never end.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ _FULL = (Reason.NO_SPACE, Reason.OVERLOADED)
 
 @dataclass(slots=True)
 class _Epoch:
-    """What was appended between two waits: how much has no outcome, and who waits (rule 5)."""
+    """The appends between two waits: how many have no outcome, and which callers wait (rule 5)."""
 
     unfinished: int = 0
     waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
@@ -327,7 +327,7 @@ class Appends:
             waiting[future] = None
             try:
                 await future
-            finally:  # a caller that gives up leaves nothing: the outcomes may take days
+            finally:  # a cancelled caller leaves nothing: the outcomes may take days
                 waiting.pop(future, None)
 
     def _enter(self) -> _Epoch:

@@ -99,7 +99,7 @@ class ClientPartition:
         self.fetch: Fetch | None = None
         self._link: ServerLink | None = None
         self._outage = Outage(partition_id, "server", quiet_s=QUIET_S)
-        # A caller that gives up removes its future: nothing else may happen for a long time.
+        # A cancelled caller removes its future: nothing else may happen for a long time.
         self._mount_waiters: dict[asyncio.Future[None], None] = {}
         self._mark_waiters: dict[asyncio.Future[None], TransactionId] = {}
         self._stopped: errors.WaltzError | None = None

@@ -46,7 +46,7 @@ from waltz_core.server.append.outcomes import AppendOutcome, BatchCommitted, Rea
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.locking.following import Followers
 from waltz_core.server.locking.judging import JudgedPiece, LogPlace, judge_rows, judge_singles
-from waltz_core.server.locking.lock_queues import LockQueues, is_contender
+from waltz_core.server.locking.lock_queues import LockQueues, is_contending
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.refill import Refill
 from waltz_core.server.locking.tickets import AppendFigures, BatchTicket, SingleTicket, Ticket
@@ -64,7 +64,7 @@ class AppendPipeline:
         self._mounts = mounts
         self._pace = pace
         self._lanes: Lanes[Ticket] = Lanes()
-        self._contenders = LockQueues(expects_return=False)
+        self._lock_queues = LockQueues(expects_return=False)
         self._following = Followers()
         self.figures = AppendFigures()
         self._endings = Endings(mounts, self.figures)
@@ -104,7 +104,7 @@ class AppendPipeline:
 
     def turn_at_ms(self, now_ms: int) -> int | None:
         """When `turn` has work if nothing lands first; None while it waits for a landing."""
-        at_ms = earliest(self._next(now_ms)[1], self._contenders.due_ms)
+        at_ms = earliest(self._next(now_ms)[1], self._lock_queues.due_ms)
         at_ms = earliest(at_ms, self._following.waiting.due_ms)
         at_ms = earliest(at_ms, self._gathered_at_ms(now_ms))
         return earliest(at_ms, self.refill.turn_at_ms(now_ms))
@@ -194,7 +194,7 @@ class AppendPipeline:
         self._flights.stop()
         self._following.closed()
         # Final rejections are reported now: the next session may take long to open.
-        return self._endings.answer_rejected(self._contenders.all()) + self._notify_followers(
+        return self._endings.answer_rejected(self._lock_queues.all()) + self._notify_followers(
             self._following.waiting.all()
         )
 
@@ -220,7 +220,7 @@ class AppendPipeline:
             else:
                 queued.append(ticket)
         # Rejected, so they are not in the log either.
-        queued += [*self._contenders.all(), *self._following.waiting.all()]
+        queued += [*self._lock_queues.all(), *self._following.waiting.all()]
         out += self._endings.abandon()
         return queued, list(doubtful.values()), out
 
@@ -261,7 +261,7 @@ class AppendPipeline:
             else:
                 self._endings.leave(ticket, out)
         for refused in (
-            *self._contenders.drop(connection),
+            *self._lock_queues.drop(connection),
             *self._following.waiting.drop(connection),
         ):
             self._endings.leave(refused, out)
@@ -291,7 +291,7 @@ class AppendPipeline:
         flights = self._flights
         draft, flights.gathered = flights.gathered or Draft(), None
         draft.out = [*self.refill.turn(now_ms)]
-        draft.out += self._endings.answer_rejected(self._contenders.due(now_ms))
+        draft.out += self._endings.answer_rejected(self._lock_queues.due(now_ms))
         draft.out += self._notify_followers(self._following.waiting.due(now_ms))
         self._take_slice(draft, now_ms)
         if draft.parts and self._may_gather(draft, now_ms):
@@ -474,12 +474,12 @@ class AppendPipeline:
         if now_ms is not None:
             took_ms = now_ms - flight.submitted_ms
             out += self._endings.answer_rejected(
-                self._contenders.landed(flight.tickets, held, took_ms=took_ms, now_ms=now_ms)
+                self._lock_queues.landed(flight.tickets, held, took_ms=took_ms, now_ms=now_ms)
             )
         out.extend(Reached(token) for token in flight.waiting)
 
     def _may_be_held(self, ticket: Ticket) -> TypeGuard[SingleTicket]:
-        if not is_contender(ticket):
+        if not is_contending(ticket):
             return False
         # Its writer must still be mounted, or it could not be notified later.
         return ticket.mount == self._mounts.number(ticket.req_id.client_id, ticket.connection) > 0

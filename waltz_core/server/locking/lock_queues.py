@@ -47,7 +47,7 @@ class _Queue:
         return min(self.due_ms, self.waiting[0][1]) if self.waiting else self.due_ms
 
 
-def is_contender(ticket: Ticket) -> TypeGuard[SingleTicket]:
+def is_contending(ticket: Ticket) -> TypeGuard[SingleTicket]:
     """Whether a lock rejected it and it has write locks; appends that only read do not wait."""
     if not isinstance(ticket, SingleTicket) or ticket.reason is not Reason.LOCK:
         return False

@@ -555,7 +555,7 @@ class Partition:
     def _reached(self, token: int) -> None:
         found = self._waiting.end(token)
         if found is None:
-            return  # A mount that was replaced by a later one, or nobody waits any more.
+            return  # A later mount has replaced it, or no request waits any more.
         question = found.question if isinstance(found, WaitingMount) else found
         if not self._is_open:
             # The session has ended since; the mount starts again with the next one.

@@ -209,7 +209,7 @@ class ReadLinks:
                 lambda messages: _take_answers(replica, read_link, messages),
                 lambda reason: self._lost(replica, read_link, reason),
             )
-            if link.is_closed:  # since the greeting; nobody would be told of that
+            if link.is_closed:  # since the greeting: no handler would be notified
                 raise Unreachable(f"{replica}: {link.closed_reason}")
             link.send(self._opening)
             return read_link

@@ -15,8 +15,8 @@ Rules:
        tried. A failed replica is queried last for the next `SHUNNED_FETCHES`.
     8. Consecutive requests for single transactions are read ahead. If that fails, each request is
        fetched separately.
-    9. What only a closed connection waits for is not fetched: who connects again and again, and
-       asks each time, would keep all others waiting.
+    9. What only a closed connection waits for is not fetched: a client that reconnects again and
+       again, and sends requests each time, would keep all others waiting.
 """
 
 from collections import deque

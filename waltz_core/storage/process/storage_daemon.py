@@ -594,9 +594,9 @@ class StorageDaemon:
             "zookeeper": zookeeper,
             "zookeeper_session": coordinator and coordinator.session_state.name,
         }
-        is_well = not (self._failure.done() or details["not_served"] or suspect or room.is_full)
-        is_well = is_well and room.disk_error is None
-        return Health(is_well, details)
+        is_healthy = not (self._failure.done() or details["not_served"] or suspect or room.is_full)
+        is_healthy = is_healthy and room.disk_error is None
+        return Health(is_healthy, details)
 
     async def _room(self) -> DiskRoom:
         """Query the disk for its room; one that hangs must not stop the event loop."""
