@@ -222,7 +222,7 @@ class Application:
         self._add(partition, four_writers.Pending(future, context.attempts, context))
 
     def _add(self, partition: int, pending: Any) -> None:
-        pending.future.add_done_callback(lambda _: four_writers._stamp(pending.told))
+        pending.future.add_done_callback(lambda _: four_writers._stamp(pending.recorded))
         self._pending[partition].append(pending)
 
     def _settle(self, partition: int) -> None:
@@ -230,10 +230,10 @@ class Application:
         pending = self._pending[partition]
         for each in [each for each in pending if each.future.done()]:
             pending.remove(each)
-            if not each.told:
+            if not each.recorded:
                 continue  # a context whose time was over before its first try
             four_writers._decide(each)
-            self._journal.write(*(self._journal.told(told) for told in each.told))
+            self._journal.write(*(self._journal.told(told) for told in each.recorded))
 
 
 def _by_partition(name: str, count: int, partitions: int) -> list[list[int]]:

@@ -60,7 +60,7 @@ def test_a_server_without_zookeeper_is_succeeded(tale: Tale):
     tale.check()
 
 
-def test_one_slow_storage_slows_nobody(tale: Tale):
+def test_one_slow_storage_slows_no_process(tale: Tale):
     """Row 35: two of three are a quorum."""
     lag = Lag(800)
     links = both_ways(["storage-3"], WORLD.names("server"))
@@ -106,7 +106,7 @@ def test_a_host_that_goes_is_succeeded_and_gets_nothing_in_when_it_is_back(tale:
     tale.check()
 
 
-def test_a_client_that_cannot_reach_one_server_goes_on_with_the_other(tale: Tale):
+def test_a_client_that_cannot_reach_one_server_continues_with_the_other(tale: Tale):
     cut_off, others = tale.owned_by("server-1"), tale.owned_by("server-2")
     with tale.network.without(both_ways([CLIENT], ["server-1"])):
         # What was on its way when the link broke may still be told.

@@ -133,7 +133,7 @@ def test_the_feed_of_a_life_that_was_killed_may_be_short_and_torn(history: Histo
 
 
 @pytest.mark.parametrize("mark", [1, 3])
-def test_a_mark_below_what_was_told_or_beyond_the_log_is_found(history: History, mark: int):
+def test_a_mark_below_what_was_reported_or_beyond_the_log_is_found(history: History, mark: int):
     history.lines[-1] = ["mark", 0, 3.0, mark]
     assert any(f"was told mark {mark}" in each for each in history.wrong())
 

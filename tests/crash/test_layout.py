@@ -47,7 +47,7 @@ def platter_of(changes):
 
 
 @pytest.mark.parametrize("story", STORIES, ids=lambda one: one.__name__)
-def test_after_a_clean_end_every_byte_is_where_the_original_looks_for_it(story):
+def test_after_a_clean_end_every_byte_is_where_waltz_0_13_looks_for_it(story):
     made = story()
     made.close()
     files = platter_of(made.disk.changes).image(Keep()).files
@@ -66,7 +66,7 @@ def test_after_a_clean_end_every_byte_is_where_the_original_looks_for_it(story):
 
 
 @pytest.mark.parametrize("story", [*PLAIN, truncate], ids=lambda one: one.__name__)
-def test_after_a_crash_and_our_start_the_original_reads_what_we_serve(story):
+def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(story):
     made, read = story(), 0
     for place, platter, _ in points(made.disk.changes, made.begin):
         disk = RecordingDisk.after_power_loss(platter.image(AnyOf(Random(place))))
@@ -79,7 +79,7 @@ def test_after_a_crash_and_our_start_the_original_reads_what_we_serve(story):
 
 
 @pytest.mark.parametrize("story", PLAIN, ids=lambda one: one.__name__)
-def test_after_a_crash_the_original_finds_all_that_was_acknowledged(story):
+def test_after_a_crash_waltz_0_13_finds_all_that_was_acknowledged(story):
     made, found = story(), 0
     for place, platter, told in points(made.disk.changes, made.begin):
         if not told.logs or any(not log.markers for log in told.logs.values()):
@@ -126,7 +126,7 @@ def served(log):
     return log.read_range(0, log.max_id, 1 << 20, whole_batches=False).records
 
 
-def test_wherever_a_crash_of_the_original_has_torn_its_files_we_serve_what_is_whole():
+def test_wherever_a_crash_of_waltz_0_13_has_torn_its_files_we_serve_what_is_whole():
     files = captured()
     seg, idx = (next(path for path in files if path.suffix == one) for one in (".seg", ".idx"))
     data, index = files[seg], files[idx]
@@ -174,7 +174,7 @@ def original_directory(*, counts, mark, torn):
 
 
 @pytest.mark.parametrize(("mark", "torn"), [(-1, 0), (5, 3), (11, 60), (-1, None), (5, None)])
-def test_power_that_is_lost_while_an_original_s_directory_is_adopted_changes_nothing(mark, torn):
+def test_power_that_is_lost_while_a_0_13_program_s_directory_is_adopted_changes_nothing(mark, torn):
     contents, records = original_directory(counts=(4, 6, 9), mark=mark, torn=torn)
     found, engine = opened(RecordingDisk.after_power_loss(contents))
     engine.abandon()

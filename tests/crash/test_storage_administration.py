@@ -256,7 +256,7 @@ def test_a_partition_that_was_removed_can_be_held_again_and_begins_empty():
     assert directory.engine.log(MINE).max_id == 2
 
 
-def test_a_log_that_was_thrown_away_is_believed_again_only_after_a_mark_at_its_end():
+def test_a_log_that_was_thrown_away_is_trusted_again_only_after_a_mark_at_its_end():
     directory = Directory()
     directory.engine.re_seed(MINE)
     log = directory.engine.assign(MINE)
@@ -277,7 +277,7 @@ def append_after_session(log):
     append(log, [3], Random(1))
 
 
-def test_offline_and_online_again_leave_a_log_that_goes_on():
+def test_offline_and_online_again_leave_a_log_that_continues():
     directory = Directory()
     for is_available in (False, True, True):
         directory.engine.set_available(MINE, is_available=is_available)

@@ -61,7 +61,7 @@ def readable(world):
 
 
 @pytest.mark.parametrize("seed", range(6 * len(SEEDS)))
-def test_rot_is_told_and_never_served(seed):
+def test_rot_is_reported_and_never_served(seed):
     world = random_world(seed)
     run_until_power_loss(world, 20, None)
     clean = world.rng.random() < 0.5
@@ -175,7 +175,7 @@ def judge(world, files, spoiled_path):
 
 
 @pytest.mark.parametrize("first", range(0, 8 * len(SEEDS), 25))
-def test_what_anything_vouches_for_is_not_cut_without_a_word(first):
+def test_what_anything_confirms_is_not_cut_without_a_word(first):
     """One fault of a disk, at the next start after an unclean stop."""
     ended = Counter()
     for seed in range(first, first + 25):

@@ -177,17 +177,17 @@ class Load:
         while self._pending:
             pending = self._pending.popleft()
             four_writers._decide(pending)
-            self.ledger += pending.told
-            outcomes = [each.outcome for each in pending.told]
+            self.ledger += pending.recorded
+            outcomes = [each.outcome for each in pending.recorded]
             self.committed += outcomes.count(four_writers.OK)
             self.refusals += [
-                each.why for each in pending.told if each.outcome in ("lost", "unknown")
+                each.why for each in pending.recorded if each.outcome in ("lost", "unknown")
             ][:1]
             try:
                 outcome = pending.future.result()
             except WaltzError:
                 continue
-            partition = pending.told[0].partition
+            partition = pending.recorded[0].partition
             self._marks[partition] = max(self._marks[partition], int(outcome.high_water_mark))
 
 

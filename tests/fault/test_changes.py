@@ -33,7 +33,7 @@ def check_nothing_is_wrong(story: Story) -> None:
     wait_until("the doctor reports nothing", lambda: not doctor(*words))
 
 
-def test_the_four_examples_of_recovery_with_writes_going_on(story: Story):
+def test_the_four_examples_of_recovery_with_writes_continuing(story: Story):
     cluster = story.cluster
     d, e = new_storage(cluster), new_storage(cluster)
     usual = replicas(cluster)[0]
@@ -66,7 +66,7 @@ def test_the_four_examples_of_recovery_with_writes_going_on(story: Story):
     assert "is not a storage of this cluster" in refuses(cluster, "add-replica", "0", "127.0.0.1:1")
 
 
-def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_goes_on(story: Story):
+def test_a_whole_group_of_five_storages_in_three_is_lost_and_the_log_continues(story: Story):
     cluster = story.cluster
     first, second, third = (address(cluster, f"storage-{each}") for each in (1, 2, 3))
     d, e = (address(cluster, f"storage-{each}") for each in (4, 5))
@@ -121,7 +121,7 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(story: Story):
     story.check_agrees()
 
 
-def test_preferred_partitions_are_owned_by_who_prefers_them(story: Story):
+def test_preferred_partitions_are_owned_by_one_that_prefers_them(story: Story):
     cluster = story.cluster
     one = address(cluster, "server-1")
     with story.load() as load:

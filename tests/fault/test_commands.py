@@ -94,7 +94,7 @@ def terminal() -> Iterator[tuple[int, list[str]]]:
         os.close(ours)
 
 
-def test_a_cluster_is_listed_and_tells_its_key(cluster: LocalCluster):
+def test_a_cluster_is_listed_and_reports_its_key(cluster: LocalCluster):
     hosts, _, root = cluster.connect.partition("/")
     (listed,) = done(cluster, "cluster", "list", hosts)
     assert (listed["root"], listed["name"], listed["partitions"]) == (f"/{root}", "local", 2)
@@ -118,7 +118,7 @@ def test_the_log_is_valid_and_followed(cluster: LocalCluster):
     assert ran(cluster, "client", "watch", "--partition", "9").code == 1
 
 
-def test_servers_tell_what_they_own_and_reach(cluster: LocalCluster):
+def test_servers_report_what_they_own_and_reach(cluster: LocalCluster):
     one, other = (address(cluster, f"server-{each}") for each in (1, 2))
     told = done(cluster, "server", "add-preferred-partition", "all", one)
     assert told["owns"] == [0, 1]
@@ -141,7 +141,7 @@ def test_servers_tell_what_they_own_and_reach(cluster: LocalCluster):
     }
 
 
-def test_what_is_wrong_with_one_partition_is_told_of_that_one(cluster: LocalCluster):
+def test_what_is_wrong_with_one_partition_is_notified_of_that_one(cluster: LocalCluster):
     wait_until("all is well", lambda: ran(cluster, "cluster", "verify").code == 0)
     found = done(cluster, "cluster", "verify", "--by-partition")
     assert found["passed"]
@@ -206,7 +206,7 @@ def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
     assert found["lost"] == found["doubled"] == 0
 
 
-def test_a_cluster_is_deleted_when_nobody_needs_it_any_more(cluster: LocalCluster):
+def test_a_cluster_is_deleted_when_no_process_needs_it_any_more(cluster: LocalCluster):
     assert "the name of the cluster at " in refused(cluster, "cluster", "delete", "payments")
     assert "expected all servers and storages to be stopped" in refused(
         cluster, "cluster", "delete", "local"

@@ -105,7 +105,7 @@ def injected(story: Story, storage: str, *options: str) -> Iterator[None]:
 # rot
 
 
-def test_rot_in_an_old_segment_is_found_by_the_scrub_and_mended_in_the_session(story: Story):
+def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session(story: Story):
     with story.load() as load:
         load.goes_on(3_000)
     story.check_whole()
@@ -137,7 +137,7 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_mended_in_the_session(s
 # errors of the disk
 
 
-def test_a_read_that_fails_is_told_and_its_records_are_mended(story: Story):
+def test_a_read_that_fails_is_reported_and_its_records_are_repaired(story: Story):
     with story.load() as load:
         load.goes_on(3_000)
     story.check_whole()

@@ -373,7 +373,7 @@ def test_a_directory_may_have_any_name_in_any_locale(
     assert pids_at(directory) == []
 
 
-def test_a_zookeeper_that_ends_is_told_at_once_with_the_end_of_its_log(
+def test_a_zookeeper_that_ends_is_reported_at_once_with_the_end_of_its_log(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("SERVER_JVMFLAGS", "-XX:+ThereIsNoSuchOption")

@@ -111,7 +111,7 @@ def test_a_replica_is_emptied_copied_and_comes_back(cluster: LocalCluster):
     wait_until("it is level", lambda: is_level(cluster, other, last))
 
 
-def test_a_doubted_replica_is_believed_again_after_a_session(cluster: LocalCluster):
+def test_a_doubted_replica_is_trusted_again_after_a_session(cluster: LocalCluster):
     name = names(cluster)[2]
     at = ("--connect", cluster.connect, "--storage", name, "--partition", "0")
     wait_until("it takes part", lambda: all_engaged(cluster))
@@ -162,11 +162,11 @@ def test_a_partition_moves_away_and_comes_back(cluster: LocalCluster):
         (("re-seed", "--admin", "127.0.0.1:1", "--partition", "3-1"), "a range that rises"),
     ],
 )
-def test_what_cannot_be_meant_is_told_in_a_sentence(words: tuple[str, ...], sentence: str):
+def test_what_cannot_be_meant_is_reported_in_a_sentence(words: tuple[str, ...], sentence: str):
     assert sentence in refused(*words)
 
 
-def test_a_storage_that_is_none_of_the_clusters_is_told(cluster: LocalCluster):
+def test_a_storage_that_is_none_of_the_clusters_is_reported(cluster: LocalCluster):
     at = ("--connect", cluster.connect, "--partition", "0")
     assert "expected a storage of this cluster" in refused("re-seed", *at, "--storage", "no:1")
     assert "expected --storage HOST:PORT in addition to --connect" in refused("re-seed", *at)

@@ -27,7 +27,7 @@ def test_a_killed_storage_is_whole_again_by_itself(story: Story, victim: str):
     story.check_agrees()
 
 
-def test_without_a_quorum_nothing_is_told_wrong_and_it_resumes(story: Story):
+def test_without_a_quorum_nothing_is_reported_wrong_and_it_resumes(story: Story):
     with story.load() as load:
         load.goes_on()
         story.cluster.kill("storage-1")

@@ -124,14 +124,14 @@ def test_each_type_has_the_bytes_of_the_specification(message, version):
     assert codec.decode(Surface.ADMIN, version, memoryview(payload)) == message
 
 
-def test_the_table_of_version_0_is_that_of_the_original():
+def test_the_table_of_version_0_is_that_of_waltz_0_13():
     assert sorted(codec._plans(Surface.ADMIN, 0)) == [1, 2, 3, 4, *range(6, 15)]
     ours = codec._plans(Surface.ADMIN, 1).keys() - codec._plans(Surface.ADMIN, 0).keys()
     assert min(ours) >= 64
     assert ReSeed.code in ours
 
 
-def test_an_original_and_ours_agree_on_version_0_and_ours_among_themselves_on_1():
+def test_a_0_13_program_and_ours_agree_on_version_0_and_ours_among_themselves_on_1():
     for versions, agreed in (((0,), 0), (None, 1)):
         storage = Connection(Surface.ADMIN, is_listener=True)
         tool = Connection(Surface.ADMIN, is_listener=False, versions=versions)

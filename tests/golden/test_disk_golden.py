@@ -45,7 +45,7 @@ SETTINGS = LogSettings(KEY, 1_000_000_000, lambda: 1795227976155)
 
 
 @pytest.mark.parametrize("case", load("control_file.json"), ids=lambda one: one["name"])
-def test_control_file_of_the_original_decodes_and_encodes_to_the_same_bytes(case):
+def test_control_file_of_waltz_0_13_decodes_and_encodes_to_the_same_bytes(case):
     data = bytes.fromhex(case["hex"])
     header = ControlHeader.decode(data[:CONTROL_HEADER_BYTES])
     decoded = case["decoded"]
@@ -68,7 +68,7 @@ def test_control_file_of_the_original_decodes_and_encodes_to_the_same_bytes(case
             assert info.encode() == raw
 
 
-def test_the_control_file_that_we_write_is_that_of_the_original(tmp_path):
+def test_the_control_file_that_we_write_is_that_of_waltz_0_13(tmp_path):
     case = load("control_file.json")[0]
     data = bytes.fromhex(case["hex"])
     header = ControlHeader.decode(data[:CONTROL_HEADER_BYTES])
@@ -84,7 +84,7 @@ def test_the_control_file_that_we_write_is_that_of_the_original(tmp_path):
 
 
 @pytest.mark.parametrize("case", load("control_file.json"), ids=lambda one: one["name"])
-def test_the_structure_that_counts_is_the_one_that_the_original_chose(tmp_path, case):
+def test_the_structure_that_counts_is_the_one_that_waltz_0_13_chose(tmp_path, case):
     data = bytes.fromhex(case["hex"])
     (tmp_path / "waltz-storage.ctl").write_bytes(data)
     control = ControlFile.open(RealDisk(), tmp_path, KEY, 4, 0)
@@ -105,7 +105,7 @@ def original_directory(tmp_path):
 
 
 @pytest.mark.parametrize("without_index", [False, True])
-def test_a_directory_of_the_original_is_inherited_with_its_files_unchanged(tmp_path, without_index):
+def test_a_directory_of_waltz_0_13_is_inherited_with_its_files_unchanged(tmp_path, without_index):
     original_directory(tmp_path)
     seg, idx = (tmp_path / "0" / f"{'0' * 19}.{suffix}" for suffix in ("seg", "idx"))
     before = seg.read_bytes(), idx.read_bytes()
@@ -133,7 +133,7 @@ def test_a_directory_of_the_original_is_inherited_with_its_files_unchanged(tmp_p
     control.close()
 
 
-def test_what_we_append_is_what_the_original_would_have_written(tmp_path):
+def test_what_we_append_is_what_waltz_0_13_would_have_written(tmp_path):
     case = load("segment_file.json")[0]
     data = bytes.fromhex(case["hex"])
     header = SegmentHeader.decode(data[:128])

@@ -27,7 +27,7 @@ def said(capsys, *words):
     return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_an_original_directory_verifies(storage, capsys):
+def test_a_0_13_program_directory_verifies(storage, capsys):
     # All four partitions were assigned by the original; the golden files are those of one.
     missing = [
         f"{one}: is missing: partition {one} is assigned, its last session is 0"
@@ -87,7 +87,7 @@ def test_its_control_file_is_dumped_as_it_was_captured(tmp_path, capsys, case):
             assert one["wrong"] == []
 
 
-def test_its_index_is_made_anew_as_it_was(storage, capsys):
+def test_its_index_is_rebuilt_as_it_was(storage, capsys):
     index = storage / "0" / f"{NAME}.idx"
     good = index.read_bytes()
     code, (value,) = said(capsys, "repair-index", storage)

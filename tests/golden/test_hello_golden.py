@@ -29,7 +29,7 @@ def test_the_clients_hello_of_the_specification():
     assert codec.encode_hello(hello) == bytes.fromhex(expected)
 
 
-def test_our_hellos_carry_the_originals_texts():
+def test_our_hellos_carry_waltz_0_13s_texts():
     texts = {example["decoded"]["message"] for example in EXAMPLES}
     for surface in (Surface.CLIENT, Surface.STORAGE, Surface.ADMIN):
         hello = codec.decode_hello(Connection(surface, is_listener=True).first_bytes()[7:])

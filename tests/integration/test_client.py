@@ -292,7 +292,7 @@ def load(client: WaltzClient, stop: threading.Event, name: bytes, told: Counter,
 
 
 @pytest.mark.parametrize("victim", ["storage-1", "server-1", "server-2"])
-def test_what_is_told_under_kills_is_what_the_log_says(cluster: LocalCluster, victim: str):
+def test_what_is_reported_under_kills_is_what_the_log_says(cluster: LocalCluster, victim: str):
     stop = threading.Event()
     told: Counter[str] = Counter()
     claims: list[tuple[int, int | None, bytes]] = []

@@ -85,7 +85,7 @@ def test_records_are_read_from_the_files_in_all_their_bytes(tmp_path):
     on_loop(main())
 
 
-def test_damage_is_found_by_the_reader_and_told_to_the_storage(tmp_path):
+def test_damage_is_found_by_the_reader_and_reported_to_the_storage(tmp_path):
     async def main():
         async with log_in(tmp_path) as log:
             path = tmp_path / "0" / segment_name(0, ".seg")
@@ -106,7 +106,7 @@ def test_damage_is_found_by_the_reader_and_told_to_the_storage(tmp_path):
     on_loop(main())
 
 
-def test_a_session_that_is_over_or_is_none_yet_is_told_nothing(tmp_path):
+def test_a_session_that_is_over_or_is_none_yet_is_reported_nothing(tmp_path):
     async def main():
         async with log_in(tmp_path) as log:
             for session_id in (4, 6):
@@ -148,7 +148,7 @@ def test_a_storage_that_goes_away_in_the_middle_is_left(tmp_path):
     on_loop(main())
 
 
-def test_a_reader_that_is_closed_while_it_asks_goes_on_to_the_server(tmp_path):
+def test_a_reader_that_is_closed_while_it_asks_continues_to_the_server(tmp_path):
     async def refused(reader):
         with pytest.raises(errors.Unavailable) as told:
             await reader.fetch(RangeQuery(0, COUNT - 1))

@@ -114,7 +114,7 @@ def test_appends_that_a_broken_session_takes_along_are_settled_on_the_same_conne
     run(main())
 
 
-def test_a_client_that_counts_its_connections_anew_climbs_until_it_is_let_in() -> None:
+def test_a_client_that_counts_its_connections_again_climbs_until_it_is_let_in() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             earlier = await original.Wire.open(server.address)
@@ -132,7 +132,7 @@ def test_a_client_that_counts_its_connections_anew_climbs_until_it_is_let_in() -
     run(main())
 
 
-def test_a_reader_goes_on_when_its_server_has_given_the_partition_up_and_has_it_again(
+def test_a_reader_continues_when_its_server_has_given_the_partition_up_and_has_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hosting, "RELEASED_PAUSE_S", 0.1)
@@ -167,7 +167,7 @@ def test_a_reader_goes_on_when_its_server_has_given_the_partition_up_and_has_it_
     run(main())
 
 
-def test_counters_of_originals_of_all_versions_beside_dying_storages() -> None:
+def test_counters_of_programs_of_0_13_of_all_versions_beside_dying_storages() -> None:
     async def main() -> None:
         async with cluster() as (world, server), contextlib.AsyncExitStack() as stack:
             models = [
@@ -201,7 +201,7 @@ def test_counters_of_originals_of_all_versions_beside_dying_storages() -> None:
     run(main())
 
 
-def test_a_partition_moves_away_and_back_and_clients_hear_of_it_late() -> None:
+def test_a_partition_moves_away_and_back_and_clients_notice_it_late() -> None:
     async def main() -> None:
         async with cluster(2) as (world, first), contextlib.AsyncExitStack() as stack:
             models = [
@@ -235,7 +235,7 @@ def test_a_partition_moves_away_and_back_and_clients_hear_of_it_late() -> None:
     run(main())
 
 
-def test_whose_mark_is_above_the_log_is_told_so_also_where_his_mount_had_ended() -> None:
+def test_whose_mark_is_above_the_log_is_notified_also_where_its_mount_had_ended() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             generation = int(server.hosts[PartitionId(0)].partition.generation)

@@ -235,7 +235,7 @@ def test_a_mount_is_fed_what_it_lacks_and_then_answered(version: int) -> None:
     run(main())
 
 
-def test_what_the_original_ends_a_connection_for_so_do_we() -> None:
+def test_what_waltz_0_13_ends_a_connection_for_so_do_we() -> None:
     async def main() -> None:
         async with cluster() as (_, server), dialling(server) as dial:
 
@@ -332,7 +332,7 @@ def test_what_is_asked_without_a_mount_is_answered_or_left_open(
     run(main())
 
 
-def test_an_original_that_does_not_read_costs_bounded_memory() -> None:
+def test_a_0_13_program_that_does_not_read_costs_bounded_memory() -> None:
     async def main() -> None:
         async with cluster() as (_, server), dialling(server) as dial:
             writer = await connect(server, BOB)

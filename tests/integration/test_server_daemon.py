@@ -306,7 +306,7 @@ def test_questions_to_the_server_as_a_whole() -> None:
     run(main())
 
 
-def test_a_server_tells_how_long_its_storages_take_and_which_append_was_slow(
+def test_a_server_reports_how_long_its_storages_take_and_which_append_was_slow(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
@@ -336,7 +336,7 @@ def test_a_server_tells_how_long_its_storages_take_and_which_append_was_slow(
         run(main())
 
 
-def test_a_server_is_told_which_partitions_it_is_to_prefer() -> None:
+def test_a_server_is_reported_which_partitions_it_is_to_prefer() -> None:
     async def main() -> None:
         async with cluster(2) as (world, server):
             client = await connect(server)
@@ -462,7 +462,7 @@ def test_two_servers_share_the_partitions_and_one_takes_over() -> None:
     run(main())
 
 
-def test_while_zookeeper_is_away_appends_and_marks_go_on() -> None:
+def test_while_zookeeper_is_away_appends_and_marks_continue() -> None:
     async def main() -> None:
         async with cluster(session_timer_ms=1) as (world, server):
             client = await connect(server)
@@ -488,7 +488,7 @@ def test_while_zookeeper_is_away_appends_and_marks_go_on() -> None:
     run(main())
 
 
-def test_a_partition_that_moves_tells_its_clients_and_leaves_nothing_behind() -> None:
+def test_a_partition_that_moves_reports_its_clients_and_leaves_nothing_behind() -> None:
     async def main() -> None:
         async with cluster(2) as (world, first):
             client = await connect(first)
@@ -514,7 +514,7 @@ def test_a_partition_that_moves_tells_its_clients_and_leaves_nothing_behind() ->
     run(main())
 
 
-def test_a_client_that_never_reads_costs_bounded_memory_and_slows_nobody() -> None:
+def test_a_client_that_never_reads_costs_bounded_memory_and_slows_no_process() -> None:
     async def main() -> None:
         async with cluster() as (_, server):
             writer, deaf = await connect(server), await connect(server, BOB)

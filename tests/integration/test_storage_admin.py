@@ -152,7 +152,7 @@ async def replica(admin, partition):
 # version 0
 
 
-def test_a_tool_of_the_original_is_answered_byte_for_byte(tmp_path):
+def test_a_tool_of_waltz_0_13_is_answered_byte_for_byte(tmp_path):
     async def main():
         async with storage(tmp_path, partitions=()) as (_, port), original_tool(port) as tool:
             opened = await tool.exchange(CAPTURED["OPEN_REQUEST", -1])
@@ -182,7 +182,7 @@ def test_a_tool_of_the_original_is_answered_byte_for_byte(tmp_path):
     on_loop(main())
 
 
-def test_what_a_tool_of_the_original_reads(tmp_path):
+def test_what_a_tool_of_waltz_0_13_reads(tmp_path):
     async def main():
         async with storage(tmp_path) as (address, port), session(address, 5) as owner:
             await fill(owner)
@@ -224,7 +224,7 @@ def test_the_port_takes_no_other_surface_and_the_others_take_no_administration(t
 # version 1
 
 
-def test_a_partition_that_is_offline_is_not_served_and_goes_on_when_it_is_back(tmp_path):
+def test_a_partition_that_is_offline_is_not_served_and_continues_when_it_is_back(tmp_path):
     async def main():
         async with storage(tmp_path) as (address, port), admin_of(port) as admin:
             async with session(address, 5) as owner, session(address, 5, 2) as other:
@@ -313,7 +313,7 @@ def test_what_is_settled_is_copied_to_a_replica_that_is_offline(tmp_path):
     on_loop(main())
 
 
-def test_a_copy_that_does_not_go_on_from_the_log_is_refused(tmp_path):
+def test_a_copy_that_does_not_continue_from_the_log_is_refused(tmp_path):
     async def main():
         async with two_storages(tmp_path) as (address, source, other_address, target):
             for where, count in ((address, 3), (other_address, 1)):
@@ -329,7 +329,7 @@ def test_a_copy_that_does_not_go_on_from_the_log_is_refused(tmp_path):
     on_loop(main())
 
 
-def test_records_are_read_again_when_somebody_asks_for_it(tmp_path):
+def test_records_are_read_again_when_a_process_asks_for_it(tmp_path):
     async def main():
         async with storage(tmp_path) as (address, port), admin_of(port) as admin:
             async with session(address, 5) as owner:

@@ -194,7 +194,7 @@ def test_what_was_answered_is_there_after_a_kill(tmp_path):
         assert storage.line.startswith("storage ready")
 
 
-def test_a_server_that_knows_less_is_told_less(tmp_path, monkeypatch):
+def test_a_server_that_knows_less_is_reported_less(tmp_path, monkeypatch):
     async def told(address, session_id):
         async with session(address, session_id) as owner:
             found = await owner.prepare()
@@ -520,7 +520,7 @@ def test_a_directory_that_cannot_be_opened_leaves_no_threads(tmp_path):
     on_loop(main())
 
 
-def test_an_unreachable_zookeeper_is_told_in_a_sentence(tmp_path):
+def test_an_unreachable_zookeeper_is_reported_in_a_sentence(tmp_path):
     config = config_for(tmp_path / "x", zookeeper_connect_timeout_ms=300)
     with pytest.raises(errors.CoordinatorUnavailable, match="no ZooKeeper answered at"):
         on_loop(serve(config, stop=asyncio.Event()))
@@ -719,7 +719,7 @@ def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, mo
     on_loop(main())
 
 
-def test_who_asks_before_the_partitions_are_open_waits_for_them(tmp_path, monkeypatch):
+def test_one_that_asks_before_the_partitions_are_open_waits_for_them(tmp_path, monkeypatch):
     opening, may_open = threading.Event(), threading.Event()
     assign = Engine.assign
 
@@ -800,7 +800,7 @@ def test_a_partition_that_can_be_opened_again_is_served_without_a_restart(tmp_pa
     on_loop(main())
 
 
-def test_a_scrub_that_is_asked_for_finds_rot_and_goes_on_after_a_restart(tmp_path):
+def test_a_scrub_that_is_asked_for_finds_rot_and_continues_after_a_restart(tmp_path):
     async def main():
         storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
         stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()

@@ -79,7 +79,7 @@ def test_a_client_needs_no_certificate_for_servers(
         assert client.high_water_mark(PARTITION) >= first
 
 
-def test_a_client_that_speaks_plain_is_told_so_within_seconds(cluster: LocalCluster):
+def test_a_client_that_speaks_plain_is_notified_within_seconds(cluster: LocalCluster):
     config = ClientConfig(request_timeout_ms=2_000)
     with (
         WaltzClient(place_of(cluster), config) as client,
@@ -90,7 +90,7 @@ def test_a_client_that_speaks_plain_is_told_so_within_seconds(cluster: LocalClus
     assert any("expected TLS, found plain TCP" in each for each in logs)
 
 
-def test_a_client_that_believes_another_authority_is_told_so(cluster: LocalCluster, tmp_path: Path):
+def test_a_client_that_trusts_another_authority_is_notified(cluster: LocalCluster, tmp_path: Path):
     connect = f"{place_of(cluster)}?tls={make(tmp_path).authorities}"
     with (
         WaltzClient(connect, ClientConfig(request_timeout_ms=2_000)) as client,
@@ -117,14 +117,14 @@ def test_commands_reach_every_port(cluster: LocalCluster):
         assert done.returncode == 0, (words, done.stdout, done.stderr)
 
 
-def test_a_command_that_does_not_know_of_tls_is_told_so(cluster: LocalCluster):
+def test_a_command_that_does_not_know_of_tls_is_notified(cluster: LocalCluster):
     port = cluster.member("storage-1").admin_port
     done = waltz("storage", "list", "--admin", f"127.0.0.1:{port}")
     assert done.returncode == 1
     assert "expected plain TCP, found TLS" in done.stderr
 
 
-def test_the_doctor_has_nobody_ended_whom_we_do_not_understand(cluster: LocalCluster):
+def test_the_doctor_has_no_process_ended_which_we_do_not_understand(cluster: LocalCluster):
     done = waltz("doctor", "--json", "--connect", place_of(cluster))
     findings = json.loads(done.stdout)["findings"]
     assert [each["name"] for each in findings] == ["server-shut"] * 2 + ["storage-shut"] * 3
@@ -134,7 +134,7 @@ def test_the_doctor_has_nobody_ended_whom_we_do_not_understand(cluster: LocalClu
     assert done.returncode == 0, done.stdout
 
 
-def test_an_original_reaches_servers_in_tls_1_2_and_storages_with_a_certificate(
+def test_a_0_13_program_reaches_servers_in_tls_1_2_and_storages_with_a_certificate(
     cluster: LocalCluster, certificates: Certificates
 ):
     """What its diallers do: TLS 1.2 from the first byte, nothing verified, then a hello."""
@@ -160,7 +160,7 @@ def test_an_original_reaches_servers_in_tls_1_2_and_storages_with_a_certificate(
             assert wrapped.recv(3) == b"H\0\0"
 
 
-def test_daemons_read_their_files_again_when_they_are_told_to(cluster: LocalCluster):
+def test_daemons_read_their_files_again_when_they_are_reported_to(cluster: LocalCluster):
     for name in ("storage-1", "server-1"):
         cluster.kill(name, signal.SIGHUP)
         until(lambda name=name: "tls.renewed certificate=" in cluster.log_path(name).read_text())

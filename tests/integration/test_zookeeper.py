@@ -207,7 +207,7 @@ def test_a_host_whose_lookup_is_slow_does_not_delay_the_others(zookeeper, monkey
         may_end.set()
 
 
-def test_nobody_listens():
+def test_no_process_listens():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # it is nobody else's, and it refuses
         host = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -223,7 +223,7 @@ def test_nobody_listens():
     assert 0.6 < time.monotonic() - begun < SOONER_S
 
 
-def test_somebody_listens_and_says_nothing():
+def test_a_process_listens_and_says_nothing():
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
@@ -238,7 +238,7 @@ def test_somebody_listens_and_says_nothing():
         assert asyncio.run(run()) < SOONER_S
 
 
-def test_a_request_for_a_session_that_is_never_answered_is_made_anew(zookeeper):
+def test_a_request_for_a_session_that_is_never_answered_is_rebuilt(zookeeper):
     """As a ZooKeeper does that is just starting; the session timeout would be the time to wait."""
     arrived = []
 

@@ -59,7 +59,7 @@ def test_any_bytes_are_a_value_or_a_typed_error(data):
 
 
 @given(datas.filter(lambda data: len(data) > 100), st.data())
-def test_a_payload_that_was_cut_off_is_told(data, drawn):
+def test_a_payload_that_was_cut_off_is_reported(data, drawn):
     packed = Zstd(BYTES, minimum_bytes=0).serialize(data)
     if packed[1] == 1:
         cut = drawn.draw(st.integers(0, len(packed) - 1))
@@ -67,7 +67,7 @@ def test_a_payload_that_was_cut_off_is_told(data, drawn):
             Zstd(BYTES).deserialize(packed[:cut])
 
 
-def test_payloads_written_without_it_are_told():
+def test_payloads_written_without_it_are_reported():
     for inner, value in ((MSGPACK, {"a": [1]}), (JSON, {"a": [1]}), (BYTES, b"\x00"), (BYTES, b"")):
         with pytest.raises(errors.BadFormat, match=r"written without compression\.Zstd"):
             Zstd(inner).deserialize(inner.serialize(value))
@@ -90,7 +90,7 @@ def test_a_payload_that_would_unpack_to_gigabytes_allocates_nothing():
     assert pa.total_allocated_bytes() == before
 
 
-def test_limits_are_told():
+def test_limits_are_reported():
     with pytest.raises(errors.BadRequest, match="1 to 22, found 23"):
         Zstd(BYTES, level=23)
     with pytest.raises(errors.TooLarge, match="before compression"):

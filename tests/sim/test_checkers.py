@@ -181,7 +181,7 @@ def test_engaged_only_counts_who_is_engaged(world):
         world.says(committed(world))
 
 
-def test_nobody_is_told_to_be_engaged_before_zookeeper_has_it(world):
+def test_no_process_is_reported_to_be_engaged_before_zookeeper_has_it(world):
     session = world.claim()
     world.fence(session, *REPLICAS)
     for replica in REPLICAS:
@@ -235,7 +235,7 @@ def test_single_writer_of_states(world):
         world.writes(world.coordinator.metadata, server="server9")
 
 
-def test_nobody_acts_in_a_session_that_nobody_claimed(world):
+def test_no_process_acts_in_a_session_that_no_process_claimed(world):
     with fails("SingleWriter"):
         world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=world.session + 1)
 
@@ -270,7 +270,7 @@ def test_decision_waits_while_a_quorum_is_unknown(world):
         {"damaged": np.array([0, 3], dtype=">i8").tobytes()},
     ],
 )
-def test_decision_believes_nobody_who_cannot_be_believed(world, doubt):
+def test_decision_trusts_no_process_that_cannot_be_trusted(world, doubt):
     session = world.claim()
     world.fence(session, *REPLICAS)
     world.prepared(session, "storage0:1", 1_000)
@@ -366,7 +366,7 @@ def outcome(reason=m.Reason.LOST, *, conflict=-1, transaction_id=-1):
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_gate_nothing_is_told_without_a_session(world, message):
+def test_gate_nothing_is_reported_without_a_session(world, message):
     world.says(session_events.SessionClosed(world.session, "over"))
     world.checks.server_stepped(world.owner)
     with fails("GateCAS2"):
@@ -442,7 +442,7 @@ def test_identity_of_a_disk_that_takes_something(world):
         world.works(m.SetLowWaterMark, world.storage.log.synced_max, bytes(16))
 
 
-def test_identity_told_by_a_storage(world):
+def test_identity_reported_by_a_storage(world):
     outcome = m.Prepared(0, 1, 0, bytes(16), 0, -1, True, -1, bytes(16), False, b"")
     with fails("Identity"):
         world.works(m.Prepare, bytes(16), bytes(16), bytes(16), 1, outcome=outcome)
@@ -455,7 +455,7 @@ def test_log_matching_of_two_replicas(world):
         world.works(*append(world, one))
 
 
-def test_log_matching_of_what_nobody_wrote(world):
+def test_log_matching_of_what_no_process_wrote(world):
     with fails("LogMatching"):
         world.checks.outcomes.exposed(world.history.last + 1, bytes(16))
 
@@ -528,7 +528,7 @@ def test_outcome_truth_of_a_no(world):
         world.checks.settled(world.client, outcome.effect)
 
 
-def test_outcome_truth_of_a_no_for_ever(world):
+def test_outcome_truth_of_a_no_permanently(world):
     operation = world.last_operation()
     operation.outcome = "no"
     with fails("OutcomeTruth"):
@@ -699,7 +699,7 @@ def follower_behind_a_writer(world):
     return node.chain, operation, (history.last - 1, history.log[-2].key)
 
 
-def test_followed_by_somebody_who_was_not_told_of_all(world):
+def test_followed_by_a_process_that_was_not_reported_of_all(world):
     chain, operation, outcome = follower_behind_a_writer(world)
     with fails("Followed"):
         world.checks.outcomes._check_followed(operation, chain, world.history.last)
@@ -707,7 +707,7 @@ def test_followed_by_somebody_who_was_not_told_of_all(world):
     world.checks.outcomes._check_followed(operation, chain, world.history.last)
 
 
-def test_followed_by_somebody_who_was_told_of_another(world):
+def test_followed_by_a_process_that_was_reported_of_another(world):
     chain, operation, (place, _) = follower_behind_a_writer(world)
     operation.followed = ((place, (9, 9)),)
     with fails("Followed"):
@@ -810,7 +810,7 @@ def test_meta_shape_of_the_version(world):
         world.writes(world.coordinator.metadata)
 
 
-def test_meta_shape_of_who_is_engaged(world):
+def test_meta_shape_of_one_that_is_engaged(world):
     closed = ReplicaState(world.session, world.history.last)
     with fails("MetaShape"):
         world.writes(changed(world, s0=closed, s1=closed))
@@ -820,7 +820,7 @@ def test_meta_shape_of_who_is_engaged(world):
         world.writes(changed(world, s0=ReplicaState(world.session - 1, UNRESOLVED)))
 
 
-def test_meta_shape_of_who_is_closed(world):
+def test_meta_shape_of_one_that_is_closed(world):
     with fails("MetaShape"):
         world.writes(changed(world, s9=ReplicaState(NO_SESSION, world.history.last - 1)))
 
@@ -865,7 +865,7 @@ def test_no_rot_served_by_a_storage(world, form):
         world.works(m.RangeRaw, 0, 9, 9, form, False, True, outcome=bad)
 
 
-def test_no_rot_served_of_a_batch_that_nobody_wrote(world):
+def test_no_rot_served_of_a_batch_that_no_process_wrote(world):
     outcome = m.LineageResponse(0, 1, 0, bytes(16), (entry(world),))
     with fails("NoRotServed"):
         world.works(m.LineageRequest, 0, 1, outcome=outcome)
@@ -930,7 +930,7 @@ def test_converged_a_suspect_replica():
         world.checks.at_end()
 
 
-def test_converged_an_application_that_was_never_told():
+def test_converged_an_application_that_was_never_reported():
     world = World(is_over=True)
     world.checks.at_end()
     world.last_operation().outcome = ""

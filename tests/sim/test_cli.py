@@ -82,7 +82,7 @@ def test_a_few_seeds(capsys, tmp_path):
     assert "| seeds | 2 from 3 on |" in report.read_text()
 
 
-def test_a_failing_seed_is_told_with_all_that_replays_it(capsys, tmp_path, monkeypatch):
+def test_a_failing_seed_is_reported_with_all_that_replays_it(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     broken = Coverage(seeds=1, failures=[FailedSeed(9, "Fork", "two chains at 3")])
     monkeypatch.setattr(simulate, "sweep", lambda *_, **__: broken)
@@ -110,7 +110,7 @@ def test_after_fewer_steps_a_world_is_healed(capsys):
     assert Drawing(300).command(3) == "python -m waltz_sim --seed 3 --steps 300"
 
 
-def test_a_rough_seed_is_another_run_and_is_told_as_one(capsys):
+def test_a_rough_seed_is_another_run_and_is_reported_as_one(capsys):
     words = ["--seed", "4", "--json"]
     assert main([*words, "--rough"]) == 0
     rough = json.loads(capsys.readouterr().out)
@@ -128,14 +128,14 @@ def test_a_rough_seed_is_another_run_and_is_told_as_one(capsys):
     assert {each.setup.segment_bytes_max for each in kinds} >= {600, 1_200, 2_048}
 
 
-def test_what_a_core_did_is_told(capsys):
+def test_what_a_core_did_is_reported(capsys):
     assert main(["--seeds", "1", "--jobs", "1", "--steps", "300"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert " s of CPU time: " in said
     assert said.endswith(" steps per second and core")
 
 
-def test_an_interrupt_tells_in_a_line_what_was_found_until_then(capsys, monkeypatch):
+def test_an_interrupt_reports_in_a_line_what_was_found_until_then(capsys, monkeypatch):
     def interrupted(*_, sums, **__):
         sums.merge(Coverage(seeds=40, failures=[FailedSeed(9, "Fork", "two chains at 3")]))
         raise KeyboardInterrupt

@@ -71,7 +71,7 @@ def test_every_kind_has_a_weight_and_a_sentence():
 # ---- the budget
 
 
-def test_one_replica_may_lose_something_until_it_is_mended():
+def test_one_replica_may_lose_something_until_it_is_repaired():
     cluster = at_rest()
     victim, other = cluster.storages[A], cluster.storages[B]
     assert cluster.budget.allows(victim)
@@ -83,7 +83,7 @@ def test_one_replica_may_lose_something_until_it_is_mended():
     assert not cluster.budget.has_lost(victim)
 
 
-def test_what_is_rotten_is_not_believed_though_a_session_has_engaged_it():
+def test_what_is_rotten_is_not_trusted_though_a_session_has_engaged_it():
     cluster = at_rest()
     victim = cluster.storages[A]
     (path,) = [each for each in victim.disk.files() if each.name == "0000000000000000000.seg"]
@@ -98,7 +98,7 @@ def test_what_is_rotten_is_not_believed_though_a_session_has_engaged_it():
     assert cluster.budget.allows(cluster.storages[B])
 
 
-def test_a_loss_that_nobody_notices_needs_a_quorum_that_has_it_all():
+def test_a_loss_that_no_process_notices_needs_a_quorum_that_has_it_all():
     cluster = at_rest()
     assert cluster.budget.allows(cluster.storages[A], is_silent=True)
     cluster.storages[B].kill()
@@ -190,7 +190,7 @@ def test_a_power_loss_outside_the_budget_finds_a_lying_disk_honest():
 
 @pytest.mark.parametrize("kind", ["rot", "zeroed_page", "stale_page", "misdirected_write"])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_spoiled_is_mended(kind, seed):
+def test_what_is_spoiled_is_repaired(kind, seed):
     cluster = at_rest(segment_bytes_max=2_048)
     assert faults.KINDS[kind](cluster, Random(seed))
     cluster.workload.is_over = False
@@ -198,7 +198,7 @@ def test_what_is_spoiled_is_mended(kind, seed):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_files_that_are_cut_or_gone_are_mended_or_the_storage_is_replaced(seed):
+def test_files_that_are_cut_or_gone_are_repaired_or_the_storage_is_replaced(seed):
     cluster = at_rest(segment_bytes_max=2_048)
     assert disk_faults.cut_file(cluster, Random(seed))
     healed(cluster)
@@ -213,7 +213,7 @@ def test_what_counts_after_a_restart_is_whole():
         cluster.checks.log_opened(storage, storage.log)
 
 
-def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_mends_it():
+def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it():
     cluster = at_rest()
     assert disk_faults.spoiled_slot(cluster, Chosen())
     assert cluster.checks.counts["spoiled .ctl"] == 1
@@ -226,7 +226,7 @@ def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_mends_it():
 
 @pytest.mark.parametrize("point", process_faults.SERVER_POINTS)
 @pytest.mark.parametrize("is_after", [False, True])
-def test_a_server_dies_where_it_is_told_to(point, is_after):
+def test_a_server_dies_where_it_is_reported_to(point, is_after):
     cluster = cluster_of(servers=1)
     server = cluster.owner
     struck = []
@@ -291,7 +291,7 @@ def test_what_outlives_a_link_comes_behind_the_next_mount_and_is_refused():
     assert all(link.held is None for link in cluster.network.links.values())
 
 
-def test_a_link_that_nobody_uses_is_not_outlived():
+def test_a_link_that_no_process_uses_is_not_outlived():
     cluster = at_rest()
     before = len(cluster.network.links)
     assert not network_faults.outlived_link(cluster, Random(1))
@@ -300,7 +300,7 @@ def test_a_link_that_nobody_uses_is_not_outlived():
     assert len(cluster.network.links) <= before + 1
 
 
-def test_that_an_end_has_closed_is_not_heard_through_a_blocked_way():
+def test_that_an_end_has_closed_is_not_received_through_a_blocked_way():
     cluster = at_rest()
     network, server = cluster.network, cluster.owner
     link = next(each for each in server.links.values() if each.ends[1].name == A)
@@ -336,12 +336,12 @@ def test_a_stranded_owner_is_replaced_and_does_not_know_it(seed, kept_count):
     assert not cluster.coordinator.cut_off
 
 
-def test_a_stranded_owner_is_asked_for_its_mark_and_tells_no_old_one():
+def test_a_stranded_owner_is_asked_for_its_mark_and_reports_no_old_one():
     counts = [healed(stranded(seed, think_ms=10)[0]) for seed in (8, 12, 15)]
     assert sum(each["mark requested from an old owner"] for each in counts) > 5
 
 
-def test_nobody_is_stranded_where_nobody_can_take_over():
+def test_no_process_is_stranded_where_no_process_can_take_over():
     cluster = cluster_of(servers=1)
     assert not zookeeper_faults.strand_owner(cluster, Random(1))
     assert not cluster.coordinator.cut_off
@@ -360,7 +360,7 @@ def test_watches_are_coalesced_and_bring_what_holds():
     assert cluster.owner.partition.generation == coordinator.assignment.generation
 
 
-def test_a_client_is_told_what_held_a_while_ago():
+def test_a_client_is_reported_what_held_a_while_ago():
     cluster = at_rest()
     cluster.coordinator.give("server1")
     cluster.coordinator.stale_reads = 1.0

@@ -47,7 +47,7 @@ def test_what_a_replica_knows_of_a_forgotten_session_outlives_a_later_mark(monke
     assert run(schedule).rule == "OutcomeTruth"
 
 
-def test_good_records_in_the_wrong_place_do_not_keep_a_replica_from_being_mended(monkeypatch):
+def test_good_records_in_the_wrong_place_do_not_keep_a_replica_from_being_repaired(monkeypatch):
     """A misdirected page of later records made a hole that no right records fitted into."""
     schedule = Schedule.from_json((KEPT / "520000203.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
@@ -75,7 +75,7 @@ def test_a_lost_sector_under_older_records_does_not_keep_a_log_closed(monkeypatc
     assert run(schedule).rule == "Converged"
 
 
-def test_records_whose_batch_has_rotted_with_them_are_mended(monkeypatch):
+def test_records_whose_batch_has_rotted_with_them_are_repaired(monkeypatch):
     """Their chain was to be checked against the batch, which can be made anew from them only."""
     schedule = Schedule.from_json((KEPT / "1001913.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
@@ -83,7 +83,7 @@ def test_records_whose_batch_has_rotted_with_them_are_mended(monkeypatch):
     assert run(schedule).rule == "Converged"
 
 
-def test_a_batch_that_rots_behind_the_marker_is_not_cut_where_a_log_goes_on(monkeypatch):
+def test_a_batch_that_rots_behind_the_marker_is_not_cut_where_a_log_continues(monkeypatch):
     """A failed sync had ended its file; with it went what two of three had acknowledged."""
     schedule = Schedule.from_json((KEPT / "610000134.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good

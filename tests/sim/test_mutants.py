@@ -40,7 +40,7 @@ def test_traces_are_of_switches_that_there_are():
     assert all(0 < trace.seeds_needed <= SEEDS_MAX for trace in KEPT.values())
 
 
-def test_the_docs_tell_of_these_traces():
+def test_the_docs_report_these_traces():
     """`python -m tests.sim.mutants --table` writes them anew."""
     text = DOCS.read_text(encoding="utf-8")
     assert with_table(text) == text

@@ -69,12 +69,12 @@ def test_a_file_is_read_and_written():
         ("> begin with A B C\nand then", "expected a step or a milestone, found 'and then'"),
     ],
 )
-def test_what_is_no_story_is_told(steps, sentence):
+def test_what_is_no_story_is_reported(steps, sentence):
     with pytest.raises(BadFormat, match=sentence):
         outcome(steps)
 
 
-def test_a_story_that_tells_something_else_is_noticed():
+def test_a_story_that_reports_something_else_is_noticed():
     (story,) = stories_in(BEGINNING + "    told: 0..1 in the log\n")[1]
     assert replayed(story).text != story.text
     assert replayed(story).steps[0].lines == ["reported: 0 in the log"]
@@ -91,7 +91,7 @@ def test_the_checkers_look_on(monkeypatch):
         )
 
 
-def test_what_replicas_do_at_once_is_told_in_the_order_of_their_names():
+def test_what_replicas_do_at_once_is_reported_in_the_order_of_their_names():
     lines = outcome("> begin slowly with A B C")
     assert lines[2] == "A B C: fenced with nothing, marked at nothing"
 

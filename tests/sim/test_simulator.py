@@ -153,7 +153,7 @@ def test_what_was_sent_before_the_end_arrives(two):
     assert two.network.links == {}
 
 
-def test_a_break_is_told_to_both_once(two):
+def test_a_break_is_reported_to_both_once(two):
     two.network.break_link(two.link, "cut")
     two.network.break_link(two.link, "cut")
     two.world.run(10_000_000)
@@ -210,7 +210,7 @@ class TestOutliving:
         assert two.outcome("near") == [8, "abandoned"]
         assert len(late) == 1
 
-    def test_an_end_that_is_closed_is_told_behind_what_is_held_back(self, two):
+    def test_an_end_that_is_closed_is_reported_behind_what_is_held_back(self, two):
         self.held(two)
         two.network.close(two.link, NEAR, "enough")
         two.world.run(1_000_000)
@@ -261,7 +261,7 @@ class TestOutliving:
         assert two.outcome("far") == late == []
 
 
-def test_nobody_answers_for_a_dead_machine():
+def test_no_process_answers_for_a_dead_machine():
     two = Two()
     two.far.die()
     two.dial()
@@ -272,7 +272,7 @@ def test_nobody_answers_for_a_dead_machine():
     assert two.failed[1:] == ["timed out"]
 
 
-def test_a_reset_is_told_and_a_silent_death_is_not(two):
+def test_a_reset_is_reported_and_a_silent_death_is_not(two):
     began_us = two.world.now_us
     two.far.die()
     two.network.died(two.far, is_silent=True)
@@ -299,7 +299,7 @@ def test_what_stands_still_loses_nothing(two):
     assert two.outcome("far") == [1, 2, 3]
 
 
-def test_the_next_life_hears_nothing_of_the_last_one(two):
+def test_the_next_life_receives_nothing_of_the_last_one(two):
     two.send(NEAR, 1)
     two.far.after(10, lambda: two.answered.append(Heard("far", "planned", 0)))
     two.far.die()

@@ -61,7 +61,7 @@ def interrupted_when(has_come):
         pytest.param(are_at_work, id="while they run"),
     ],
 )
-def test_an_interrupt_ends_all_processes_and_is_told_in_a_line(has_come):
+def test_an_interrupt_ends_all_processes_and_is_reported_in_a_line(has_come):
     code, said = interrupted_when(has_come)
     began, *progress, ended = said.splitlines()
     assert began == "seeds from 0 on, 2 processes"

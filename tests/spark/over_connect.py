@@ -241,7 +241,7 @@ def test_errors_are_one_sentence(spark: SparkSession, connect: str, marks: dict[
 
 
 @needs_pyspark(4, 3, "a session of Connect makes no other one")
-def test_a_session_that_is_not_ours_tells_the_sentence_too(
+def test_a_session_that_is_not_ours_reports_the_sentence_too(
     spark: SparkSession, connect: str
 ) -> None:
     own = spark.newSession()

@@ -176,7 +176,7 @@ class Writer:
                 self.written.append((partition, at, data))
 
 
-def test_batches_and_a_stream_go_on_where_the_partitions_go(
+def test_batches_and_a_stream_continue_where_the_partitions_go(
     spark: SparkSession, log: LocalCluster, tmp_path: Path
 ) -> None:
     seen: list[tuple[int, int, bytes]] = []

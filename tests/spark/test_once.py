@@ -111,7 +111,7 @@ def once(rows: list[bytes]) -> Counter[bytes]:
     return Counter(dict.fromkeys(rows, 1))
 
 
-def test_an_attempt_goes_on_where_the_one_before_has_stopped(write: Write) -> None:
+def test_an_attempt_continues_where_the_one_before_has_stopped(write: Write) -> None:
     rows, job = rows_of(0, 200), write.job()
     stopped_after(write, job, rows, 100)
     second = job.write_task(batches_of(rows), 0, 1)
@@ -188,7 +188,7 @@ def test_an_older_attempt_that_lives_on_gets_nothing_in(write: Write) -> None:
     assert write.in_log() == once(rows)
 
 
-def test_a_run_of_the_whole_job_goes_on_with_the_one_before(write: Write) -> None:
+def test_a_run_of_the_whole_job_continues_with_the_one_before(write: Write) -> None:
     first, rows = write.job(), {task: rows_of(task, 60) for task in range(3)}
     first.write_task(batches_of(rows[0]), 0, 0)
     stopped_after(write, first, rows[1], 40, task=1)
@@ -392,7 +392,7 @@ def test_an_attempt_that_outlives_its_job_adds_no_results(connect: str, tmp_path
     write.client.close()
 
 
-def test_an_earlier_micro_batch_does_not_begin_anew(write: Write) -> None:
+def test_an_earlier_micro_batch_does_not_restart(write: Write) -> None:
     """A zombie's task comes when the batch is long forgotten; a later one stands for that."""
     stream = {n: dataclasses.replace(write.job(), write=f"s-{n}") for n in (9, 10)}
     series = {n: dataclasses.replace(job, keep_ms=FOR_LONG) for n, job in stream.items()}

@@ -50,7 +50,7 @@ def values_of(spark: SparkSession, connect: str, key: int) -> list[tuple[int, in
     return [(row.more, row.value) for row in rows.orderBy("transaction_id").collect()]
 
 
-def test_a_refused_row_is_computed_anew(spark: SparkSession, connect: str) -> None:
+def test_a_refused_row_is_computed_again(spark: SparkSession, connect: str) -> None:
     key = 9001
     snapshot = waltz_spark.snapshot(spark, connect)
     marks = snapshot.high_water_marks
@@ -145,7 +145,7 @@ def test_a_row_is_rejected_when_its_retries_are_used_up(spark: SparkSession, con
         ({"identityColumns": "nothing"}, "'identityColumns': no column 'nothing' is packed"),
     ],
 )
-def test_what_cannot_be_is_told_before_any_task(
+def test_what_cannot_be_is_reported_before_any_task(
     spark: SparkSession, connect: str, options: dict[str, str], text: str
 ) -> None:
     given = {"onLockFailure": "retry", "dataFormat": "json", **options}
@@ -225,7 +225,7 @@ def test_results_of_several_writes_lie_side_by_side(
     assert spark.read.schema("id long").parquet(f"{path}/part-*.snappy.parquet").count() == 3
 
 
-def test_a_write_that_was_done_tells_its_first_results(
+def test_a_write_that_was_done_reports_its_first_results(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     told = [
@@ -282,7 +282,7 @@ def batch_of(key: int, rows: list[int]) -> pa.RecordBatch:
     )
 
 
-def test_rows_computed_anew_are_found_again(spark: SparkSession, connect: str) -> None:
+def test_rows_computed_again_are_found_again(spark: SparkSession, connect: str) -> None:
     """An attempt that is run again finds them by their identity, whatever they became."""
     job = job_of(connect, "anew-1", identityColumns="row")
     first = job.write_task(iter([batch_of(9101, [0, 1, 2])]), 0, 0)  # and its answer is lost

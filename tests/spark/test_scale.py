@@ -146,7 +146,7 @@ def test_spark_plans_a_billion_and_reads_what_was_asked_for(
     assert bytes(last[0].data) == DATA
 
 
-def test_a_forged_log_goes_on(billion: LocalCluster) -> None:
+def test_a_forged_log_continues(billion: LocalCluster) -> None:
     with WaltzClient(billion.connect) as client:
         assert client.append(b"and one more", partition=3).result(HANG_S) == LAST + 1
 

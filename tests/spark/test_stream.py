@@ -86,7 +86,7 @@ def test_a_stream_reads_what_a_batch_reads(
 
 
 @pytest.mark.core
-def test_a_stream_goes_on_from_its_checkpoint(
+def test_a_stream_continues_from_its_checkpoint(
     spark: SparkSession, connect: str, begun: dict[int, int], tmp_path: Path
 ) -> None:
     starting = {"startingHighWaterMarks": as_json(begun)}
@@ -100,7 +100,7 @@ def test_a_stream_goes_on_from_its_checkpoint(
     assert spark.read.parquet(str(tmp_path / "files")).count() == 120
 
 
-def test_a_stream_starts_with_what_comes_unless_told(
+def test_a_stream_starts_with_what_comes_unless_reported(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     append(connect, 8)
@@ -215,7 +215,7 @@ def test_a_start_by_time(spark: SparkSession, connect: str) -> None:
         ),
     ],
 )
-def test_a_wrong_option_is_told_before_anything_runs(
+def test_a_wrong_option_is_reported_before_anything_runs(
     spark: SparkSession, connect: str, tmp_path: Path, options: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(Exception, match=sentence) as failed:

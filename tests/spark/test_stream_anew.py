@@ -88,7 +88,7 @@ class Reader:
 
 
 @pytest.mark.parametrize("later", [2, 40])  # less than was there before, and more
-def test_a_running_stream_tells_that_the_log_is_another_one(
+def test_a_running_stream_reports_that_the_log_is_another_one(
     spark: SparkSession, cluster: LocalCluster, tmp_path: Path, later: int
 ) -> None:
     def swap() -> None:

@@ -51,7 +51,7 @@ async def test_reports_go_to_their_callback():
     assert (reports, done) == ([Report("x.y", (("n", 1),))], ["1"])
 
 
-def test_reports_are_logged_when_nobody_wants_them(caplog):
+def test_reports_are_logged_when_no_process_wants_them(caplog):
     async def program():
         Driver(Echo({"a": (Report("x.y", (("n", 1),)),)}), print, name="m").post("a")
 
@@ -108,7 +108,7 @@ async def test_a_time_that_moves_is_followed_both_ways():
 
 
 @on_loop
-async def test_a_machine_that_raises_is_dead_and_its_owner_is_told_once():
+async def test_a_machine_that_raises_is_dead_and_its_owner_is_reported_once():
     failures, done = [], []
     error = ValueError("broken")
     machine = Echo({"bad": error, "good": ("1",)}, wake_at_ms=1 << 60)

@@ -97,7 +97,7 @@ def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
         assert client.append(b"and it goes on", partition=0).result() == 0
 
 
-def test_an_iterator_at_its_end_keeps_nobody_waiting(waltz_memory):
+def test_an_iterator_at_its_end_keeps_no_process_waiting(waltz_memory):
     @transactional(partition=0)
     def takes_the_next(builder):
         return next(iter(()))
@@ -118,7 +118,7 @@ def test_an_iterator_at_its_end_keeps_nobody_waiting(waltz_memory):
     assert [type(each) for each in callbacks.errors] == [RuntimeError]
 
 
-def test_what_is_no_context_is_told(waltz_memory):
+def test_what_is_no_context_is_reported(waltz_memory):
     async def submit(wrong):
         async with waltz_memory.async_client() as client:
             await client.submit(wrong)
@@ -231,7 +231,7 @@ def test_an_append_fails_and_is_not_in_the_log(waltz_memory, error):
 
 
 @pytest.mark.parametrize("error", [errors.Overloaded, errors.NoSpace, errors.SessionLost])
-def test_what_clients_mend_they_mend_for_as_long_as_a_request_may_take(
+def test_what_clients_repair_they_repair_for_as_long_as_a_request_may_take(
     waltz_memory, monkeypatch, error
 ):
     monkeypatch.setattr(appends, "RESEND_FULL_DELAY_S", 0.005)
@@ -265,7 +265,7 @@ def test_a_context_outlives_a_failure(waltz_memory):
 
 
 @pytest.mark.parametrize("enters_log", [True, False])
-def test_an_outcome_is_unknown_and_the_client_goes_on(waltz_memory, enters_log):
+def test_an_outcome_is_unknown_and_the_client_continues(waltz_memory, enters_log):
     # Long enough for what the client does afterwards, too.
     patient = replace(SHORT, request_timeout_ms=3_000)
     with waltz_memory.client(patient) as client, waltz_memory.client() as other:
@@ -296,7 +296,7 @@ def faulty_run(seed: int) -> tuple[int, list[bytes]]:
         return waltz.fault_count, [each.data for each in waltz.transactions(0)]
 
 
-def test_lost_appends_and_answers_are_mended_by_the_client_and_drawn_from_the_seed():
+def test_lost_appends_and_answers_are_repaired_by_the_client_and_drawn_from_the_seed():
     one, same, other = faulty_run(1), faulty_run(1), faulty_run(2)
     assert one == same
     assert one[0] != other[0]
@@ -304,7 +304,7 @@ def test_lost_appends_and_answers_are_mended_by_the_client_and_drawn_from_the_se
     assert one[1] == other[1] == [b"%d" % i for i in range(40)]
 
 
-def test_answers_take_as_long_as_told():
+def test_answers_take_as_long_as_reported():
     with MemoryWaltz(1, delay_ms=(30, 60)) as waltz, waltz.client() as client:
         client.mount()
         began = time.monotonic()
@@ -352,7 +352,7 @@ def test_a_suspended_feed_holds_back_what_is_committed(waltz_memory):
         assert client.submit(Told(0)).result() == won + 1
 
 
-def test_who_subscribes_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory):
+def test_one_that_subscribes_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory):
     with waltz_memory.client() as client:
         client.append(b"a", partition=0).result()
         waltz_memory.suspend_feed()

@@ -33,7 +33,7 @@ def test_names_follow_the_rule():
         assert metric.help
 
 
-def test_counters_and_gauges_show_what_they_were_told():
+def test_counters_and_gauges_show_what_they_were_reported():
     metrics = Metrics("server")
     metrics.add("waltz_server_appended_transactions_total", 10, partition=0)
     metrics.add("waltz_server_appended_transactions_total", 5, partition=0)
@@ -234,7 +234,7 @@ def test_other_requests_are_refused(request_bytes, status):
     assert served(lambda port: ask(port, request_bytes))[0] == status
 
 
-def test_whoever_is_slow_is_cut(monkeypatch):
+def test_one_that_is_slow_is_cut(monkeypatch):
     monkeypatch.setattr("waltz_core.metrics.HEAD_S_MAX", 0.05)
     assert served(lambda port: ask(port, b"GET /ping")) == ("", b"")
 

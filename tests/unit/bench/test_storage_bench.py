@@ -40,7 +40,7 @@ def test_openings_are_measured_over_as_many_segments_as_were_asked_for(capsys, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_read_back_is_told_as_lost(capsys, tmp_path, monkeypatch):
+def test_what_cannot_be_read_back_is_reported_as_lost(capsys, tmp_path, monkeypatch):
     append = PartitionLog.append
 
     def forgetful(log, session, first, *rest, **options):

@@ -26,7 +26,7 @@ async def outcomes(coordinator):
 
 
 @story
-async def test_a_change_is_on_record_while_it_goes_on_and_afterwards(coordinator):
+async def test_a_change_is_on_record_while_it_continues_and_afterwards(coordinator):
     await coordinator.create_cluster(CLUSTER)
     async with recorded(coordinator):
         assert await outcomes(coordinator) == [BEGUN]
@@ -73,7 +73,7 @@ async def test_a_cluster_that_is_deleted_comes_not_back_for_its_record(coordinat
     ("user", "sudoer", "who"),
     [("root", "alice", "alice as root"), ("alice", None, "alice"), ("alice", "alice", "alice")],
 )
-def test_who_gives_a_command_as_somebody_else_is_on_record(monkeypatch, user, sudoer, who):
+def test_one_that_gives_a_command_as_another_process_is_on_record(monkeypatch, user, sudoer, who):
     """On a machine that several people administer all of them are root."""
     monkeypatch.setenv("LOGNAME", user)
     monkeypatch.delenv("SUDO_USER", raising=False)

@@ -34,7 +34,7 @@ def log(session=7, last=90, *, is_suspect=False, is_damaged=False):
 
 
 @pytest.mark.parametrize("first", [A, B])
-def test_of_equal_logs_the_one_that_can_be_believed_is_taken(first):
+def test_of_equal_logs_the_one_that_can_be_trusted_is_taken(first):
     logs = {A: log(is_suspect=True), B: log(), C: log(last=50)}
     ordered = {each: logs[each] for each in (first, *logs)}
     assert _chosen(None, 0, ordered) == B
@@ -46,7 +46,7 @@ def test_the_one_that_has_most_is_taken_and_a_damaged_one_last():
     assert _chosen(None, 0, {A: log(8, 99, is_damaged=True), B: log(7, 90)}) == B
 
 
-def test_who_is_named_is_taken_if_he_was_heard():
+def test_one_that_is_named_is_taken_if_it_was_received():
     assert _chosen(B, 0, {A: log(), B: log(last=1)}) == B
     with pytest.raises(BadConfig, match="did not answer as a replica"):
         _chosen(C, 0, {A: log()})
@@ -207,7 +207,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=()):
     return asyncio.run(story())
 
 
-def test_ids_go_on_above_those_of_the_logs_where_a_clock_was_set_back(monkeypatch):
+def test_ids_continue_above_those_of_the_logs_where_a_clock_was_set_back(monkeypatch):
     storage = Storage(Ids(70_000, 400), Ids(90_000, 500))
     client_id, owned, written, _ = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 60)
     assert client_id > 90_000
@@ -217,7 +217,7 @@ def test_ids_go_on_above_those_of_the_logs_where_a_clock_was_set_back(monkeypatc
 
 
 @pytest.mark.parametrize("storage", [Storage(Ids(70, 5)), Storage()], ids=["older ids", "no log"])
-def test_ids_go_on_from_the_clock_where_that_is_later(monkeypatch, storage):
+def test_ids_continue_from_the_clock_where_that_is_later(monkeypatch, storage):
     client_id, owned, written, notes = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000)
     assert (client_id, owned, written) == (1_001, 1_001, 1_000)
     assert len(notes) == 2
@@ -231,7 +231,7 @@ def test_a_log_whose_end_cannot_be_read_is_rebuilt_with_ids_of_the_clock(monkeyp
     assert any("start at the clock of this machine" in each for each in notes)
 
 
-def test_a_rebuilding_that_died_before_it_assigned_replicas_goes_on(monkeypatch):
+def test_a_rebuilding_that_died_before_it_assigned_replicas_continues(monkeypatch):
     steps = ("_newest_ids", "_write_verdict", "_assign", "_assign")
     client_id, owned, written, _ = rebuilt(
         monkeypatch, Storage(Ids(70, 5)), now_s=IDS_EPOCH_S + 1_000, dies_at=steps

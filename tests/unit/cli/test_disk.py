@@ -104,7 +104,7 @@ def test_batches_stand_behind_their_last_record(storage, capsys):
     assert all(one["wrong"] == [] for one in batches)
 
 
-def test_damage_is_shown_and_the_dump_goes_on(storage, capsys):
+def test_damage_is_shown_and_the_dump_continues(storage, capsys):
     path = segments(storage)[0]
     flip(path, 500)
     flip(path, 128 + 7)
@@ -145,7 +145,9 @@ def test_bytes_are_shown_whatever_they_are(tmp_path, capsys):
     assert "Zo\u00eb" in out
 
 
-def test_a_payload_that_a_deserializer_cannot_read_is_told_and_the_dump_goes_on(tmp_path, capsys):
+def test_a_payload_that_a_deserializer_cannot_read_is_reported_and_the_dump_continues(
+    tmp_path, capsys
+):
     directory = log_of(tmp_path, [b"{}", b"no json", b"[1]"])
     found = lines(capsys, "dump-segment", directory, "-r", "-d", "json")
     assert (found[0]["data"], found[2]["data"]) == ({}, [1])
@@ -226,7 +228,7 @@ def test_control_files_are_shown_with_what_counts(storage, capsys):
     assert out.splitlines()[2].split() == ["counts", "no", "no"]
 
 
-def test_an_index_is_made_anew_unless_it_is_a_dry_run(storage, capsys):
+def test_an_index_is_rebuilt_unless_it_is_a_dry_run(storage, capsys):
     path = segments(storage, ".idx")[1]
     good = path.read_bytes()
     flip(path, 140)
@@ -240,7 +242,7 @@ def test_an_index_is_made_anew_unless_it_is_a_dry_run(storage, capsys):
     assert path.read_bytes() == good
 
 
-def test_one_segment_that_is_refused_does_not_keep_the_others_from_being_mended(storage, capsys):
+def test_one_segment_that_is_refused_does_not_keep_the_others_from_being_repaired(storage, capsys):
     flip(segments(storage)[0], 39)
     flip(segments(storage, ".idx")[1], 140)
     assert main(["disk", "repair-index", str(storage)]) == 1

@@ -56,7 +56,7 @@ def test_what_is_wrong_is_numbered_with_its_command(told, capsys):
     assert command == "   waltz-core storage run --config storage.toml"
 
 
-def test_what_is_gone_at_the_second_look_is_not_told(told, capsys):
+def test_what_is_gone_at_the_second_look_is_not_reported(told, capsys):
     told[:] = [without(healthy(), A), without(healthy(), B)]
     assert main(["doctor", "--connect", CONNECT, "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
@@ -77,7 +77,7 @@ def test_scripts_get_one_value(told, capsys):
     assert value["not_measured"]
 
 
-def test_tls_files_that_do_not_fit_are_told_in_a_sentence(told, tmp_path, capsys):
+def test_tls_files_that_do_not_fit_are_reported_in_a_sentence(told, tmp_path, capsys):
     one, other = make(tmp_path), make(tmp_path, name="other")
     settings = tmp_path / "client.toml"
     settings.write_text(
@@ -109,7 +109,7 @@ def test_a_node_of_zookeeper_says_what_it_is():
     assert mode_of(b"") == ""
 
 
-def test_it_ends_though_nobody_says_anything():
+def test_it_ends_though_no_process_says_anything():
     """A port that takes connections and is silent is told as such, by its node's name."""
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -127,7 +127,7 @@ def test_it_ends_though_nobody_says_anything():
     ]
 
 
-def test_who_is_still_waited_for_is_told_as_the_others_answer():
+def test_one_that_is_still_waited_for_is_reported_as_the_others_answer():
     told, release = [], asyncio.Event()
 
     async def slow():

@@ -66,7 +66,7 @@ def test_numbers_are_shown_whole_without_the_buckets(capsys):
     ("body", "status", "sentence"),
     [(b"<html>", 200, "expected lines like"), (b"", 404, "expected a page, found status 404")],
 )
-def test_another_page_is_told(capsys, body, status, sentence):
+def test_another_page_is_reported(capsys, body, status, sentence):
     with serving(body, status) as address:
         assert main(["server", "metrics", address]) == 1
     assert sentence in capsys.readouterr().err
@@ -76,7 +76,7 @@ def test_another_page_is_told(capsys, body, status, sentence):
     ("address", "sentence"),
     [("127.0.0.1:1", "127.0.0.1:1: "), ("x", "host:port"), ("x:0", "expected the port of")],
 )
-def test_who_is_not_there_is_told(capsys, address, sentence):
+def test_one_that_is_not_there_is_reported(capsys, address, sentence):
     assert main(["server", "metrics", address]) == 1
     (told,) = capsys.readouterr().err.splitlines()
     assert sentence in told

@@ -61,7 +61,7 @@ def test_a_cluster_may_be_named_either_way(words, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "words", [["add-replica", "assign-partition"], ["show-key", "show-cluster-key"]]
 )
-def test_names_of_the_original_lead_to_ours(words):
+def test_names_of_waltz_0_13_lead_to_ours(words):
     verbs = verbs_of("cluster")
     ours, theirs = (verbs[name] for name in words)
     assert theirs is ours
@@ -94,7 +94,7 @@ def test_a_nouns_help_imports_no_verb(words):
     assert imported == {"main", "output", "verbs"}
 
 
-def test_a_daemons_flags_tell_what_holds_without_them(capsys):
+def test_a_daemons_flags_report_what_holds_without_them(capsys):
     assert main(["server", "run", "--help"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "(required, such as 127.0.0.1:2181/waltz/local)" in told

@@ -50,7 +50,7 @@ def asked(link, call):
     return asyncio.run(call(OwnerConnection("a:1", link, FACTS)))
 
 
-def test_damage_that_is_told_unasked_is_no_answer():
+def test_damage_that_is_reported_unasked_is_no_answer():
     link = Link([DAMAGE], [prepared(2), DAMAGE], [DAMAGE, prepared(3)])
     found = asked(link, lambda replica: replica.prepare({2: SESSION, 3: SESSION}))
     assert found == {2: prepared(2), 3: prepared(3)}
@@ -61,7 +61,7 @@ def test_damage_that_is_told_unasked_is_no_answer():
     assert [type(each) for each in link.sent] == [SetLowWaterMark]
 
 
-def test_another_answer_and_a_refusal_are_told():
+def test_another_answer_and_a_refusal_are_reported():
     with pytest.raises(RemoteProtocolError, match="a:1: unexpected SuccessResponse"):
         asked(Link([SuccessResponse(7, 0, 2)]), lambda replica: replica.prepare({2: SESSION}))
     refusal = Nack(7, 1_000_000, 2, SessionFenced.code, 9, "a later one")

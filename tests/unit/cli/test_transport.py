@@ -27,7 +27,7 @@ def told(monkeypatch):
     return ssl_of
 
 
-def test_the_connect_string_says_it_and_else_nobody(told, monkeypatch):
+def test_the_connect_string_says_it_and_else_no_process(told, monkeypatch):
     assert told() is None
     assert told(connect=None) is None
     assert told(connect=PLACE) is None
@@ -37,7 +37,7 @@ def test_the_connect_string_says_it_and_else_nobody(told, monkeypatch):
     assert told(connect=PLACE) is None
 
 
-def test_an_option_says_it_for_who_has_an_address_only(told, tmp_path):
+def test_an_option_says_it_for_one_that_has_an_address_only(told, tmp_path):
     file = make(tmp_path).authorities
     assert len(told(tls=file, connect=None).get_ca_certs()) == 1
     assert told(tls="unverified", connect=f"{PLACE}?tls={file}").verify_mode is ssl.CERT_NONE
@@ -58,7 +58,7 @@ def test_a_file_that_is_none_is_named(told, tmp_path):
         told(tls=str(tmp_path / "absent.pem"))
 
 
-def test_a_bad_connect_string_without_tls_is_told_by_who_uses_it(told):
+def test_a_bad_connect_string_without_tls_is_reported_by_one_that_uses_it(told):
     assert told(connect="nonsense") is None
     with pytest.raises(BadConfig, match="the connect string"):
         told(connect="nonsense?tls=on")

@@ -56,7 +56,7 @@ def told(futures):
     return [type(each.exception()) for each in futures]
 
 
-def test_who_gives_up_waiting_for_room_does_not_hold_up_others():
+def test_one_that_times_out_waiting_for_room_does_not_hold_up_others():
     """What is in flight may be so for hours, while the partition has no server."""
 
     async def story():
@@ -77,7 +77,7 @@ def test_who_gives_up_waiting_for_room_does_not_hold_up_others():
     in_virtual_time(story())
 
 
-def test_what_is_held_back_ends_when_nothing_more_is_heard():
+def test_what_is_held_back_ends_when_nothing_more_is_received():
     async def story():
         author = Author()
         held = author.append()
@@ -198,7 +198,7 @@ def test_a_batch_waits_behind_what_is_held_back(monkeypatch):
     in_virtual_time(story())
 
 
-def test_a_batch_that_waits_ends_when_nothing_more_is_heard_or_its_order_is_lost(monkeypatch):
+def test_a_batch_that_waits_ends_when_nothing_more_is_received_or_its_order_is_lost(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
     async def story():
@@ -282,7 +282,7 @@ def test_attempts_keep_no_order_and_all_others_do(rows):
     in_virtual_time(story())
 
 
-def test_who_follows_is_sent_with_no_mark_above_what_he_has_seen():
+def test_one_that_follows_is_sent_with_no_mark_above_what_it_has_seen():
     async def story():
         for mark, sent, session_id in ((4, 4, 3), (5, 8, 3), (6, 8, 3)):
             row = PendingRow(b"data", 0, 0)
@@ -292,7 +292,7 @@ def test_who_follows_is_sent_with_no_mark_above_what_he_has_seen():
     in_virtual_time(story())
 
 
-def test_room_is_given_first_come_first_served_and_back_when_nobody_wants_it():
+def test_room_is_given_first_come_first_served_and_back_when_no_process_wants_it():
     async def story():
         window = AppendWindow(rows_max=10, bytes_max=1 << 20)
         assert window.try_take(8, 1)

@@ -72,7 +72,7 @@ async def test_what_a_cluster_is():
 
 
 @on_virtual_loop
-async def test_what_is_wrong_is_told_in_a_sentence():
+async def test_what_is_wrong_is_reported_in_a_sentence():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         with pytest.raises(errors.UnknownPartition, match=r"partition 2.*partitions 0\.\.1"):
             await client.high_water_mark(2)
@@ -235,7 +235,7 @@ async def test_a_mark_above_the_log_is_the_callers_error():
 
 
 @on_virtual_loop
-async def test_a_mark_that_is_none_is_told_at_the_call():
+async def test_a_mark_that_is_none_is_reported_at_the_call():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         told = r"expected a transaction ID, or -1 for none, found \[0\] \(list\)"
         with pytest.raises(errors.BadRequest, match=told):
@@ -256,7 +256,7 @@ async def test_a_mark_that_is_none_is_told_at_the_call():
 
 
 @on_virtual_loop
-async def test_a_batch_tells_every_row():
+async def test_a_batch_reports_every_row():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         payload = batch_of(b"a", b"b", b"c", write_locks=[[1], [1], [2]])
         outcome = await (await client.append_batch(0, payload, 3, client_high_water_mark=-1))
@@ -316,7 +316,7 @@ async def test_rows_lost_with_a_session_are_sent_again():
 
 
 @on_virtual_loop
-async def test_a_batch_lost_with_a_session_is_told_and_not_sent_again():
+async def test_a_batch_lost_with_a_session_is_reported_and_not_sent_again():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])
         server = cluster.servers[0]
@@ -391,7 +391,7 @@ async def test_without_a_server_an_append_fails_definitely():
 
 
 @on_virtual_loop
-async def test_a_question_ends_in_time_where_zookeeper_does_not_say_whom_to_ask():
+async def test_a_question_ends_in_time_where_zookeeper_does_not_say_which_to_ask():
     config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 300})
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
 
@@ -436,7 +436,7 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
 
 
 @on_virtual_loop
-async def test_closing_says_what_nobody_knows():
+async def test_closing_says_what_no_process_knows():
     config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 1_000})
     async with memory_cluster() as cluster:
         async with cluster.client(config).opened() as client:
@@ -602,7 +602,7 @@ async def test_a_context_waits_no_longer_than_it_wants():
 
 
 @on_virtual_loop
-async def test_the_feed_starts_after_the_mark_and_goes_on():
+async def test_the_feed_starts_after_the_mark_and_continues():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         for i in range(20):
             await (await client.append(b"%d" % i, partition=0))
@@ -618,7 +618,7 @@ async def test_the_feed_starts_after_the_mark_and_goes_on():
 
 
 @on_virtual_loop
-async def test_the_feed_goes_on_over_broken_connections():
+async def test_the_feed_continues_over_broken_connections():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Applying()
         await client.subscribe(callbacks, [0])
@@ -688,7 +688,7 @@ def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
 
 
 @on_virtual_loop
-async def test_an_application_ahead_of_the_log_is_told_loudly():
+async def test_an_application_ahead_of_the_log_is_reported_loudly():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await (await client.append(b"x", partition=0))
         callbacks = Applying(mark=70)
@@ -813,7 +813,7 @@ async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
 
 
 @on_virtual_loop
-async def test_catching_up_goes_on_after_an_outage():
+async def test_catching_up_continues_after_an_outage():
     async with two_clients(BRIEF) as (cluster, writer, client):
         rows = 10_000
         payload = batch_of(*[b""] * rows, header=3)
@@ -947,7 +947,7 @@ async def test_replicas_of_the_own_group_are_nearby():
 
 
 @on_virtual_loop
-async def test_who_is_in_no_group_asks_for_none():
+async def test_one_that_is_in_no_group_asks_for_none():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         with mock.patch.object(client.directory, "groups") as asked:
             assert (await client.replicas(0)).nearby == ()
@@ -959,7 +959,7 @@ async def test_who_is_in_no_group_asks_for_none():
 
 
 @on_virtual_loop
-async def test_a_client_that_was_told_asks_no_zookeeper():
+async def test_a_client_that_was_reported_asks_no_zookeeper():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount()
         layout = client.layout()
@@ -1090,7 +1090,7 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
 
 
 @on_virtual_loop
-async def test_an_append_that_gets_its_partition_when_the_client_is_closed_is_told_so():
+async def test_an_append_that_gets_its_partition_when_the_client_is_closed_is_notified():
     """Nothing would end its stream any more, nor the timer of that."""
     async with memory_cluster() as cluster:
         client = await cluster.client().open()

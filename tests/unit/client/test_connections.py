@@ -66,7 +66,7 @@ async def share(door, count, *, cancelled=None, address=None):
     return [None if each.cancelled() else each.result() for each in tasks]
 
 
-def test_who_waits_for_a_dial_and_is_cancelled_cancels_nobody_else(door):
+def test_one_that_waits_for_a_dial_and_is_cancelled_cancels_no_other_process(door):
     assert asyncio.run(share(door, 3, cancelled=1)) == [1, None, 1]
     assert door.count == 1
 
@@ -76,7 +76,7 @@ def test_when_the_one_that_dials_is_cancelled_another_one_dials_for_all(door):
     assert door.count == 2
 
 
-def test_a_dial_that_fails_is_told_to_all_who_wait_for_it(door):
+def test_a_dial_that_fails_is_reported_to_all_who_wait_for_it(door):
     found = asyncio.run(share(door, 3, address="127.0.0.1:1"))  # nobody listens there
     assert isinstance(found[0], errors.Unreachable)
     assert found == [found[0]] * 3
@@ -157,7 +157,7 @@ def test_a_connection_that_is_to_be_avoided_is_replaced_and_its_end_takes_nothin
     asyncio.run(story())
 
 
-def test_whoever_waits_is_told_when_the_connection_breaks():
+def test_one_that_waits_is_reported_when_the_connection_breaks():
     async def story():
         async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
             link = await links.get(address)
@@ -196,7 +196,7 @@ def test_no_request_has_a_number_that_streams_use():
     asyncio.run(story())
 
 
-def test_who_is_closed_while_it_dials_keeps_no_connection(door):
+def test_one_that_is_closed_while_it_dials_keeps_no_connection(door):
     async def story():
         async with a_server() as (links, address, _), asyncio.TaskGroup() as group:
             dialling = group.create_task(get_and_tell(links, address))
@@ -216,7 +216,7 @@ async def get_and_tell(links, address):
         return error
 
 
-def test_a_server_is_silent_when_somebody_waits_and_nothing_has_come_since_the_last_look(
+def test_a_server_is_silent_when_a_process_waits_and_nothing_has_come_since_the_last_look(
     monkeypatch,
 ):
     monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 600)  # the test looks itself
@@ -286,7 +286,7 @@ def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monk
 
 
 @pytest.mark.parametrize("is_logged", [True, False])
-def test_a_server_that_does_not_greet_is_told_as_silent_and_then_as_left(
+def test_a_server_that_does_not_greet_is_reported_as_silent_and_then_as_left(
     monkeypatch, caplog, is_logged
 ):
     monkeypatch.setattr("waltz_core.client.links.silence.SILENT_S", 0.01)

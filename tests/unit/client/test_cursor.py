@@ -76,7 +76,7 @@ def test_more_is_asked_for_once_for_each_grant_and_within_bounds():
     assert cursor.ask() == 2
 
 
-def test_while_it_lags_nothing_is_taken_and_then_it_goes_on():
+def test_while_it_lags_nothing_is_taken_and_then_it_continues():
     cursor = fed(4)
     cursor.is_lagging = True
     assert cursor.take(feed_batch(req(-1), 5, *ROWS)) is None
@@ -167,6 +167,6 @@ def test_whatever_a_filtered_batch_says_it_is_whole_or_refused_in_words(
         assert "feed" in told
 
 
-def test_a_filter_that_nobody_asked_for_is_refused():
+def test_a_filter_that_no_process_asked_for_is_refused():
     told = cursor_of().take(filtered(0, [7, 0, 7], (7,)))
     assert "3 has 40 bytes" in told

@@ -42,7 +42,7 @@ def test_the_partition_is_named_once(places):
         transactional(**places)
 
 
-def test_forgotten_brackets_are_told_where_the_function_is_decorated():
+def test_forgotten_brackets_are_reported_where_the_function_is_decorated():
     with pytest.raises(errors.BadRequest, match=r"either @transactional\(partition="):
 
         @transactional

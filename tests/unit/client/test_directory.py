@@ -26,12 +26,12 @@ CLUSTER = ClusterInfo("shop", bytes(16), 3)
 LAYOUT = ClusterLayout("zk:2181/shop", CLUSTER, {0: ("a:1", 1), 2: ("b:2", 4)})
 
 
-def test_a_task_is_told_of_its_own_partition_only():
+def test_a_task_is_notified_of_its_own_partition_only():
     assert LAYOUT.of(2) == ClusterLayout("zk:2181/shop", CLUSTER, {2: ("b:2", 4)})
     assert LAYOUT.of(1) == ClusterLayout("zk:2181/shop", CLUSTER, {})
 
 
-def test_what_later_tasks_are_told_is_learned_without_asking():
+def test_what_later_tasks_are_reported_is_learned_without_asking():
     directory = FixedDirectory(LAYOUT.of(0), connect_timeout_ms=1)
     directory.learn(LAYOUT.of(2))
     assert in_virtual_time(directory.owner(2, after_failure=False)) == Owner("b:2", 4)
@@ -96,7 +96,7 @@ async def share(zookeeper, count, *, cancelled=None):
 OWNER = Owner("a:1", 3)
 
 
-def test_who_shares_a_question_and_is_cancelled_cancels_nobody_else():
+def test_one_that_shares_a_question_and_is_cancelled_cancels_no_other_process():
     zookeeper = Asked()
     assert in_virtual_time(share(zookeeper, 3, cancelled=1)) == [OWNER, None, OWNER]
     assert zookeeper.count == 1
@@ -108,7 +108,7 @@ def test_when_the_one_that_asks_is_cancelled_another_one_asks_again_for_all():
     assert zookeeper.count == 2
 
 
-def test_no_answer_is_told_to_all_who_share_the_question():
+def test_no_answer_is_reported_to_all_who_share_the_question():
     zookeeper = Asked(errors.CoordinatorUnavailable("gone"))
     assert in_virtual_time(share(zookeeper, 3)) == [zookeeper.error] * 3
     assert zookeeper.count == 1
@@ -131,7 +131,7 @@ def view(server_id=7, *, host="a", is_settled=True):
     return ServersView({server_id: server}, {0: Ownership(server_id, 3)}, is_settled=is_settled)
 
 
-def test_who_is_an_owner_only_in_a_view_that_is_not_settled_is_none():
+def test_one_that_is_an_owner_only_in_a_view_that_is_not_settled_is_none():
     zookeeper = Told(view(is_settled=False), view())
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
     with pytest.raises(errors.NotOwned):
@@ -140,7 +140,7 @@ def test_who_is_an_owner_only_in_a_view_that_is_not_settled_is_none():
     assert in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
 
 
-def test_who_owns_it_now_is_asked_behind_all_that_was_written_and_only_a_settled_view_answers():
+def test_one_that_owns_it_now_is_asked_behind_all_that_was_written_and_only_a_settled_view_answers():
     asked = []
 
     class ZooKeeper:
@@ -163,7 +163,7 @@ def test_who_owns_it_now_is_asked_behind_all_that_was_written_and_only_a_settled
     assert not directory.owners  # it is an answer, and changes nothing
 
 
-def test_zookeeper_is_asked_again_when_what_was_told_has_failed_and_only_then():
+def test_zookeeper_is_asked_again_when_what_was_reported_has_failed_and_only_then():
     zookeeper = Told(view(), view(8, host="b"))
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
     for after_failure, owner, count in (
@@ -199,7 +199,7 @@ class Elsewhere:
         Elsewhere.open_count -= 1
 
 
-def test_another_cluster_at_the_same_place_answers_nobody(monkeypatch):
+def test_another_cluster_at_the_same_place_answers_no_process(monkeypatch):
     """Nor the second one who asks: its session is not kept."""
 
     async def connect(*_place, **_options):
@@ -229,7 +229,7 @@ class Behind(Elsewhere):
     generation = 3
 
 
-def test_what_zookeeper_tells_late_replaces_nothing_newer(monkeypatch):
+def test_what_zookeeper_reports_late_replaces_nothing_newer(monkeypatch):
     async def connect(*_place, **_options):
         return Behind()
 
@@ -248,7 +248,7 @@ def test_what_zookeeper_tells_late_replaces_nothing_newer(monkeypatch):
     assert told == [{0: Owner("z:1", 3), 1: Owner("z:1", 3)}]
 
 
-def test_who_asks_while_the_directory_is_closed_leaves_no_session_behind(monkeypatch):
+def test_one_that_asks_while_the_directory_is_closed_leaves_no_session_behind(monkeypatch):
     async def connect(*_place, **_options):
         await may_connect.wait()
         return Behind()
@@ -310,7 +310,7 @@ def test_groups_are_read_once_and_again_for_a_storage_that_is_in_none():
     assert zookeeper.count == 2
 
 
-def test_who_asks_a_directory_that_was_closed_is_told_so():
+def test_one_that_asks_a_directory_that_was_closed_is_notified():
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=Behind())
 
     async def close_and_ask():
@@ -328,7 +328,7 @@ class Unsettled(Behind):
         return view(is_settled=False)
 
 
-def test_what_a_session_has_told_is_not_told_by_the_next(monkeypatch):
+def test_what_a_session_has_reported_is_not_reported_by_the_next(monkeypatch):
     """It may have been another cluster's."""
 
     async def connect(*_place, **_options):
@@ -363,7 +363,7 @@ class Slow:
         return Behind()
 
 
-def test_who_gives_up_before_zookeeper_is_there_does_not_have_it_begin_anew(monkeypatch):
+def test_one_that_times_out_before_zookeeper_is_there_does_not_have_it_restart(monkeypatch):
     async def ask():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
         for _ in range(2):
@@ -381,7 +381,7 @@ def test_who_gives_up_before_zookeeper_is_there_does_not_have_it_begin_anew(monk
     assert Elsewhere.open_count == 0
 
 
-def test_that_no_zookeeper_answers_is_told_to_all_who_wait_for_it(monkeypatch):
+def test_that_no_zookeeper_answers_is_reported_to_all_who_wait_for_it(monkeypatch):
     """Else each of them would wait for all before him."""
 
     async def ask():
@@ -425,7 +425,7 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
     in_virtual_time(ask_and_close())
 
 
-def test_a_client_that_is_told_where_everything_is_opens_zookeeper_by_its_settings(monkeypatch):
+def test_a_client_that_is_reported_where_everything_is_opens_zookeeper_by_its_settings(monkeypatch):
     async def connect(*_place, **options):
         asked.append(options)
         return Behind()

@@ -33,13 +33,13 @@ def ids(found) -> list[int]:
     return [each.transaction_id for each in found]
 
 
-def test_who_has_seen_nothing_claims_nothing():
+def test_one_that_has_seen_nothing_claims_nothing():
     assert not FOLLOW.has_seen
     assert FOLLOW.claim(5) == (5, FOLLOW)
     assert FOLLOW.above(5) == ()
 
 
-def test_what_is_told_is_added_to_what_was_told_before():
+def test_what_is_reported_is_added_to_what_was_reported_before():
     first = FOLLOW.with_predecessors(message(6, 8, last=9), 5, MOUNT, LOCKS)
     assert (first.session_id, first.mount, first.base, first.mark) == (SESSION, MOUNT, 5, 9)
     assert ids(first.predecessors) == [6, 8]
@@ -50,7 +50,7 @@ def test_what_is_told_is_added_to_what_was_told_before():
     assert ids(more.above(8)) == [11]
 
 
-def test_a_state_between_what_was_told_and_where_it_began_may_follow():
+def test_a_state_between_what_was_reported_and_where_it_began_may_follow():
     told = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert told.claim(5) == (9, told)
     assert told.claim(8) == (9, told)
@@ -59,7 +59,7 @@ def test_a_state_between_what_was_told_and_where_it_began_may_follow():
     assert told.claim(12) == (12, FOLLOW)
 
 
-def test_of_other_locks_an_author_has_seen_what_his_state_holds():
+def test_of_other_locks_an_author_has_seen_what_its_state_holds():
     told = FOLLOW.with_predecessors(message(6, last=9), 5, MOUNT, LOCKS)
     assert told.claim(5, LOCKS[:1]) == (9, told)
     mark, claimed = told.claim(5, (*LOCKS, 33))
@@ -78,14 +78,14 @@ def test_a_list_is_of_the_locks_that_were_asked_for_last():
     assert fewer.claim(5, LOCKS)[0] == 5
 
 
-def test_a_lock_that_was_nobodys_tells_nothing_but_a_mark():
+def test_a_lock_that_was_no_processes_reports_nothing_but_a_mark():
     told = FOLLOW.with_predecessors(message(last=9), 5, MOUNT, LOCKS)
     assert told.predecessors == ()
     assert told.claim(5) == (9, told)
 
 
 @pytest.mark.parametrize("told", [(5,), (4, 6), (7, 6), (6, 6), (6, 10)])
-def test_ids_that_do_not_follow_the_mark_are_not_believed(told):
+def test_ids_that_do_not_follow_the_mark_are_not_trusted(told):
     with pytest.raises(errors.RemoteProtocolError, match="ascending IDs from 5 to 9"):
         FOLLOW.with_predecessors(message(*told, last=9), 5, MOUNT, LOCKS)
 
@@ -104,7 +104,7 @@ def test_a_predecessor_is_what_the_record_is():
 
 
 @pytest.mark.parametrize("at", range(len(record(6))))
-def test_bytes_that_are_not_what_was_written_are_not_believed(at):
+def test_bytes_that_are_not_what_was_written_are_not_trusted(at):
     whole = message(5, 6, last=9)
     wrong = bytearray(whole.records)
     wrong[len(record(5)) + at] ^= 1
@@ -113,7 +113,7 @@ def test_bytes_that_are_not_what_was_written_are_not_believed(at):
 
 
 @pytest.mark.parametrize("lengths", [b"", b"\0\0\0\0", b"\0\0\xff\xff", b"\xff\xff\xff\xff"])
-def test_lengths_that_are_none_are_not_believed(lengths):
+def test_lengths_that_are_none_are_not_trusted(lengths):
     whole = message(6, last=9)
     with pytest.raises(errors.RemoteProtocolError, match="a record at byte 0, found other bytes"):
         FOLLOW.with_predecessors(replace(whole, lengths=lengths), 4, MOUNT, LOCKS)

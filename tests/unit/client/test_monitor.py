@@ -68,7 +68,7 @@ def test_an_answer_is_for_the_parcel_with_the_same_request_id_in_all_parts():
 @pytest.mark.parametrize(
     "row", [(-1, Reason.COMMITTED, -1), (7, Reason.LOST, -1)], ids=["no id", "an id"]
 )
-def test_an_answer_that_contradicts_itself_is_not_believed(rows, row):
+def test_an_answer_that_contradicts_itself_is_not_trusted(rows, row):
     monitor = a_monitor()
     sent(monitor, 1, 1, rows=rows)
     with pytest.raises(errors.RemoteProtocolError):

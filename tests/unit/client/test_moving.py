@@ -288,7 +288,7 @@ async def told_client(cluster: MemoryCluster, config: ClientConfig) -> AsyncIter
 
 @pytest.mark.parametrize("is_told", [False, True], ids=["watches", "was told"])
 @pytest.mark.parametrize("what", ["dialled", "asked", "appended"])
-def test_who_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
+def test_one_that_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
     what: str, is_told: bool
 ) -> None:
     config = replace(QUICK, request_timeout_ms=60_000, dial_timeout_ms=60_000)

@@ -97,7 +97,7 @@ def test_no_more_is_read_than_asked_for_and_one_record_at_least(files, reader):
     assert files.asked == [12, 11]  # what a grant does not hold is asked for
 
 
-def test_what_the_grant_ends_before_is_asked_for_anew(files, reader):
+def test_what_the_grant_ends_before_is_asked_for_again(files, reader):
     assert files.read(reader, 10, 29, count=8).lengths.size == 8
     assert files.read(reader, 18, 29).lengths.size == 12
     assert files.asked == [10, 18]
@@ -119,7 +119,7 @@ def test_right_records_in_the_wrong_place_are_refused(files, reader):
         files.read(reader, 10, 12)
 
 
-def test_a_file_that_was_cut_meanwhile_is_told(files, reader):
+def test_a_file_that_was_cut_meanwhile_is_reported(files, reader):
     files.read(reader, 10, 12)
     os.truncate(files.directory / "10", SKIPPED + 4 * files.size + 5)
     assert files.read(reader, 13, 13).lengths.size == 1
@@ -127,7 +127,7 @@ def test_a_file_that_was_cut_meanwhile_is_told(files, reader):
         files.read(reader, 13, 14)
 
 
-def test_who_hands_over_nothing_is_told(files, reader, monkeypatch):
+def test_one_that_hands_over_nothing_is_reported(files, reader, monkeypatch):
     def refuses(_door, _question, *, timeout_s):
         raise errors.Unreachable(f"nobody within {timeout_s}")
 
@@ -218,6 +218,6 @@ def test_what_is_held_is_not_written_over(files, reader):
     assert b"".join(kept) == files.records
 
 
-def test_memory_that_nobody_holds_is_used_again(files, reader):
+def test_memory_that_no_process_holds_is_used_again(files, reader):
     places = {files.read(reader, first, first).records.obj.ctypes.data for first in range(10, 30)}
     assert len(places) <= 2

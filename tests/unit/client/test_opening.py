@@ -19,7 +19,7 @@ CONNECT = "127.0.0.1:1/waltz/never_asked"
 
 
 @pytest.mark.parametrize("given", [(), (CONNECT,)])
-def test_a_call_of_the_class_is_told_how_a_client_is_opened(given):
+def test_a_call_of_the_class_is_reported_how_a_client_is_opened(given):
     with pytest.raises(errors.UsageError, match=r"async with AsyncWaltzClient\.connect"):
         AsyncWaltzClient(*given)
 
@@ -34,7 +34,7 @@ async def _forgetting():
     assert getattr(client, "dtype", None) is None
 
 
-def test_a_forgotten_await_is_told_at_the_first_use():
+def test_a_forgotten_await_is_reported_at_the_first_use():
     asyncio.run(_forgetting())
 
 
@@ -84,7 +84,7 @@ def test_what_goes_wrong_in_the_callers_own_generator_is_the_callers(what):
         (lambda c: c.subscribe(_Callbacks(), headers=7), r"headers: expected a list such as \[7\]"),
     ],
 )
-def test_one_where_several_are_asked_for_is_told_as_a_list(what, sentence):
+def test_one_where_several_are_asked_for_is_reported_as_a_list(what, sentence):
     refused = pytest.raises(errors.BadRequest, match=sentence)
     with MemoryWaltz() as waltz, waltz.client() as client, refused:
         what(client)

@@ -36,7 +36,7 @@ def times_told(
     return told
 
 
-def test_a_short_outage_is_not_told_and_a_long_one_now_and_then(
+def test_a_short_outage_is_not_reported_and_a_long_one_now_and_then(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tries: list[float | None] = [float(at_s) for at_s in range(5, 5 + int(2 * AGAIN_S) + 20, 2)]
@@ -44,7 +44,7 @@ def test_a_short_outage_is_not_told_and_a_long_one_now_and_then(
     assert times_told(caplog, quiet_s=0, failures_s=tries) == [5, 65, 125]
 
 
-def test_an_outage_that_is_over_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_that_is_over_restarts(caplog: pytest.LogCaptureFixture) -> None:
     assert times_told(caplog, quiet_s=10, failures_s=[0, 9, None, 11, 20, None, 21]) == []
     assert times_told(caplog, quiet_s=0, failures_s=[0, 1, None, 2, 3]) == [0, 2]
 

@@ -161,7 +161,7 @@ def test_places_with_lengths_that_are_no_array_of_as_many_are_an_error_of_the_pr
         in_virtual_time(link.places(P, query, session_id=SessionId(1), timeout_s=5))
 
 
-def test_what_a_replica_adds_beyond_the_last_id_asked_for_is_not_believed():
+def test_what_a_replica_adds_beyond_the_last_id_asked_for_is_not_trusted():
     assert [from_replica(count).next for count in (1, 4)] == [11, 14]
     expected = r"s1:6001: expected nothing beyond transaction 13, found transactions 10\.\.14"
     with pytest.raises(errors.RemoteProtocolError, match=expected):
@@ -185,7 +185,7 @@ def headers_from_replica(records: bytes, records_crc: int) -> RangeChunk:
 
 
 @pytest.mark.parametrize("at", [9, 20, 27])  # in the request's id and in the header
-def test_headers_that_a_replica_s_answer_does_not_vouch_for_are_not_believed(at: int):
+def test_headers_that_a_replica_s_answer_does_not_confirm_are_not_trusted(at: int):
     good = heads(10, 11, 12, 13)
     assert headers_from_replica(good, crc32(good)).next == 14
     bad = bytearray(good)
@@ -194,7 +194,7 @@ def test_headers_that_a_replica_s_answer_does_not_vouch_for_are_not_believed(at:
         headers_from_replica(bytes(bad), crc32(good))
 
 
-def test_what_a_server_adds_beyond_the_last_id_asked_for_is_not_believed():
+def test_what_a_server_adds_beyond_the_last_id_asked_for_is_not_trusted():
     query = replace(QUERY, last=TransactionId(13), form=RangeForm.HEADERS, header_values=(1,))
     found = answer(form=RangeForm.HEADERS, lengths=b"", records=heads(11, 14), count=2)
     with pytest.raises(errors.RemoteProtocolError, match="beyond transaction 13"):

@@ -96,7 +96,7 @@ def gone(_request):
     return errors.NotOwned("it has moved")
 
 
-def test_who_has_failed_is_asked_for_by_its_next_owner():
+def test_one_that_has_failed_is_asked_for_by_its_next_owner():
     cluster = Cluster(old=gone, new=mark(7))
     assert in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False)) == 7
     assert [address for address, _ in cluster.asked] == ["old", "new"]
@@ -107,7 +107,7 @@ def test_a_mark_that_must_not_be_stale_is_asked_for_as_such():
     assert in_virtual_time(cluster.requests.high_water_mark(0, linearizable=True)) == 107
 
 
-def test_that_the_log_ends_is_believed_when_a_quorum_says_so():
+def test_that_the_log_ends_is_trusted_when_a_quorum_says_so():
     """A server that has lost the partition may not know it yet, nor what was written since."""
     ends = []
 
@@ -147,7 +147,7 @@ def test_what_would_not_help_is_not_asked_again(error):
     assert len(cluster.asked) == 1
 
 
-def test_when_time_is_up_at_zookeeper_what_had_failed_before_is_told():
+def test_when_time_is_up_at_zookeeper_what_had_failed_before_is_reported():
     """It names the host, and why it does not answer."""
 
     class Away(Cluster):

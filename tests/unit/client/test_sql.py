@@ -259,7 +259,7 @@ def test_savepoints_are_welcome(engine: sa.Engine) -> None:
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (11, 0)
 
 
-def test_a_database_that_was_set_back_is_told(engine: sa.Engine) -> None:
+def test_a_database_that_was_set_back_is_reported(engine: sa.Engine) -> None:
     callbacks = Adding(engine)
     callbacks.client_high_water_mark(0)
     for number in range(5):
@@ -517,7 +517,7 @@ def test_a_view_of_another_cluster_is_refused(engine: sa.Engine) -> None:
     assert elsewhere.client_high_water_mark(0) == -1
 
 
-def test_a_mark_of_a_development_version_gets_the_key_of_who_reads_it_first(
+def test_a_mark_of_a_development_version_gets_the_key_of_one_that_reads_it_first(
     engine: sa.Engine,
 ) -> None:
     with engine.begin() as connection:

@@ -155,7 +155,7 @@ def test_what_keeps_its_order_does_not_go_before_what_is_sent_again():
     assert [each.req_id for each in story.sent()] == [req(2)]  # the third: nobody minds
 
 
-def test_reading_back_goes_on_until_the_mark():
+def test_reading_back_continues_until_the_mark():
     story = in_doubt()
     story.mounted(story.link(number=2), 12, link=2)
     (asked,) = story.sent(m.RangeRequest)
@@ -226,7 +226,7 @@ def test_an_older_generation_is_not_mounted():
     assert story.stream.phase is Phase.WAITING
 
 
-def test_a_mark_below_a_known_one_is_not_believed():
+def test_a_mark_below_a_known_one_is_not_trusted():
     story = in_doubt()
     effects = story.mounted(story.link(number=2), 8, link=2)
     assert settled(effects) == {}
@@ -299,7 +299,7 @@ def test_a_link_that_is_gone_need_not_be_avoided():
         (errors.GenerationMismatch("x"), m.Reason.GENERATION),
     ],
 )
-def test_a_definite_refusal_is_told_for_every_row(error, reason):
+def test_a_definite_refusal_is_reported_for_every_row(error, reason):
     story = Story().ready(mark=4)
     story.tell(stream_events.SendAppends(parcel(1, rows=3)))
     outcome = settled(story.refuse(req(1), error))[1]
@@ -441,7 +441,7 @@ def test_what_the_feed_has_shown_is_known_at_the_deadline():
     assert settled(effects)[1].transaction_ids.tolist() == [0]
 
 
-def test_closing_tells_what_was_sent_from_what_was_not():
+def test_closing_reports_what_was_sent_from_what_was_not():
     story = Story().ready()
     story.tell(stream_events.SendAppends(parcel(1)))
     story.tell(stream_events.LinkLost(1, "cut"))
@@ -676,7 +676,7 @@ def test_one_row_twice_in_the_log_is_not_passed_over():
         story.hear(feed_batch(request.req_id, 0, req(1), req(1)))
 
 
-def test_marks_come_from_everything_that_is_heard():
+def test_marks_come_from_everything_that_is_received():
     story = Story()
     request = story.fed(3)
     assert story.stream.high_water_mark == 3

@@ -65,7 +65,7 @@ async def write(client, partition, count):
 
 
 @on_virtual_loop
-async def test_partitions_are_laid_down_and_taken_up_from_their_mark():
+async def test_partitions_are_paused_and_taken_up_from_their_mark():
     async with memory_cluster(partition_count=3) as cluster, cluster.client().opened() as client:
         callbacks = Shared()
         assert client.partitions == ()
@@ -100,7 +100,7 @@ async def test_from_the_moment_of_subscribing_the_mark_is_the_applications():
 
 
 @on_virtual_loop
-async def test_who_starts_at_the_latest_has_seen_what_it_was_given():
+async def test_one_that_starts_at_the_latest_has_seen_what_it_was_given():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write(client, 0, 5)
         callbacks = Shared()
@@ -172,7 +172,7 @@ async def test_the_server_feeds_no_longer_who_has_laid_a_partition_down():
 
 
 @on_virtual_loop
-async def test_a_feed_that_a_transaction_has_stopped_is_started_anew():
+async def test_a_feed_that_a_transaction_has_stopped_is_started_again():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Shared()
         callbacks.poison.add((0, 2))
@@ -200,7 +200,7 @@ async def test_a_transaction_that_is_tried_again_and_again_does_not_hold_a_feed(
 
 
 @on_virtual_loop
-async def test_contexts_go_on_while_partitions_come_and_go():
+async def test_contexts_continue_while_partitions_come_and_go():
     async with two_clients() as (_, one, two):
         callbacks = Shared()
         await two.subscribe(callbacks, [0])
@@ -217,7 +217,7 @@ async def test_contexts_go_on_while_partitions_come_and_go():
 
 
 @on_virtual_loop
-async def test_a_context_waits_while_its_partition_is_laid_down():
+async def test_a_context_waits_while_its_partition_is_paused():
     """It computes from what was applied, so without a feed it would write over what it missed."""
     async with two_clients() as (_, one, two):
         others, callbacks = Shared(), Shared()
@@ -245,7 +245,7 @@ async def test_a_context_waits_while_its_partition_is_laid_down():
 
 
 @on_virtual_loop
-async def test_a_context_whose_partition_stays_laid_down_expires():
+async def test_a_context_whose_partition_stays_paused_expires():
     async with two_clients() as (_, one, two):
         callbacks = Shared()
         await two.subscribe(callbacks, [0])
@@ -265,7 +265,7 @@ async def test_a_context_whose_partition_stays_laid_down_expires():
 
 
 @on_virtual_loop
-async def test_what_cannot_be_set_is_told():
+async def test_what_cannot_be_set_is_reported():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         with pytest.raises(errors.UsageError, match="subscribe first"):
             await client.set_partitions([0])
@@ -327,7 +327,7 @@ class Picking(Shared):
 
 
 @on_virtual_loop
-async def test_a_filtered_feed_brings_what_passes_and_the_mark_goes_on():
+async def test_a_filtered_feed_brings_what_passes_and_the_mark_continues():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await write_headers(client, 0, 7, 8, 9, 8, 8)
         callbacks = Picking()
@@ -372,7 +372,7 @@ async def test_a_filtered_feed_catches_up_in_filtered_ranges():
 
 
 @on_virtual_loop
-async def test_a_context_is_computed_anew_after_a_conflict_that_its_feed_does_not_bring():
+async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_does_not_bring():
     async with two_clients() as (_, one, two):
         callbacks = Picking()
         await two.subscribe(callbacks, [0], headers=[99])
@@ -397,7 +397,7 @@ async def test_a_context_is_computed_anew_after_a_conflict_that_its_feed_does_no
 
 
 @on_virtual_loop
-async def test_a_filter_that_makes_no_sense_is_told():
+async def test_a_filter_that_makes_no_sense_is_reported():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         for headers, message in (
             ([], "1 to 1000, found 0"),
@@ -499,7 +499,7 @@ async def test_a_cancellation_that_a_callback_raises_follows_its_policy():
 
 
 @on_virtual_loop
-async def test_a_close_that_is_cancelled_goes_on_and_the_next_one_waits_for_it():
+async def test_a_close_that_is_cancelled_continues_and_the_next_one_waits_for_it():
     async with memory_cluster() as cluster:
         client = cluster.client()
         await client.open()
@@ -584,7 +584,7 @@ async def test_a_cancellation_that_a_context_raises_is_its_error():
 
 
 @on_virtual_loop
-async def test_whoever_cancels_a_submit_is_told_so():
+async def test_one_that_cancels_a_submit_is_notified():
     async with two_clients() as (_, one, _two):
         submitting = asyncio.get_running_loop().create_task(
             one.submit(Hooked(asyncio.Event().wait))
@@ -596,7 +596,7 @@ async def test_whoever_cancels_a_submit_is_told_so():
 
 
 @on_virtual_loop
-async def test_a_feed_that_cannot_go_on_tells_those_who_wait_for_it():
+async def test_a_feed_that_cannot_continue_reports_those_that_wait_for_it():
     """What fails is not the application's: here, no thread to apply on."""
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         callbacks = Shared()
@@ -684,7 +684,7 @@ class AskedForLong(Shared):
 
 
 @on_virtual_loop
-async def test_a_partition_that_is_laid_down_while_its_feed_starts_is_not_applied():
+async def test_a_partition_that_is_paused_while_its_feed_starts_is_not_applied():
     async with memory_cluster(partition_count=2) as cluster, cluster.client().opened() as client:
         await write(client, 0, 3)
         callbacks = AskedForLong()
@@ -753,7 +753,7 @@ def test_what_is_computed_before_the_mark_is_known_claims_nothing(is_context):
 
 
 @on_virtual_loop
-async def test_a_context_goes_on_where_the_feed_could_not_start():
+async def test_a_context_continues_where_the_feed_could_not_start():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
 
         class Broken(AskedForLong):
@@ -786,7 +786,7 @@ class Asked(Shared):
 
 
 @on_virtual_loop
-async def test_who_waits_for_a_feed_to_end_that_begins_when_the_client_is_closed_goes_on():
+async def test_one_that_waits_for_a_feed_to_end_that_begins_when_the_client_is_closed_continues():
     async with memory_cluster() as cluster:
         client, callbacks = await cluster.client().open(), Asked()
         callbacks.may_go_on.clear()

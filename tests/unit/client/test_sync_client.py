@@ -275,7 +275,7 @@ def list_interrupted(client):
         lambda client: client.append(b"x", partition=0),
     ],
 )
-def test_whoever_uses_a_client_that_another_thread_closes_just_now_is_told_so(monkeypatch, use):
+def test_one_that_uses_a_client_that_another_thread_closes_just_now_is_notified(monkeypatch, use):
     """It has been found open, and is closed before anything is handed to its loop."""
     client = WaltzClient.at(LAYOUT)
     is_usable = client._check_usable
@@ -289,7 +289,7 @@ def test_whoever_uses_a_client_that_another_thread_closes_just_now_is_told_so(mo
         use(client)
 
 
-def test_whoever_uses_a_client_whose_loop_has_stopped_does_not_wait_for_ever(monkeypatch):
+def test_one_that_uses_a_client_whose_loop_has_stopped_does_not_wait_permanently(monkeypatch):
     """Between the end of the loop's thread and its closing it would take a call and not make it."""
     client = WaltzClient.at(LAYOUT)
     join, told = client._thread.join, []
@@ -351,7 +351,7 @@ def test_a_signal_may_close_the_client_that_is_being_closed(monkeypatch):
     assert not closer.is_alive()
 
 
-def test_whoever_waits_when_another_thread_closes_the_client_is_told_so(monkeypatch):
+def test_one_that_waits_when_another_thread_closes_the_client_is_notified(monkeypatch):
     client = WaltzClient.at(LAYOUT)
     begun, told = threading.Event(), []
 
@@ -404,7 +404,7 @@ def test_a_thread_may_look_while_partitions_come_and_go(monkeypatch):
         monkeypatch.undo()
 
 
-def test_ctrl_c_while_a_client_is_closed_leaves_nobody_waiting(monkeypatch):
+def test_ctrl_c_while_a_client_is_closed_leaves_no_process_waiting(monkeypatch):
     """The loop ends before the outcomes are known: other threads get what is known then."""
     with MemoryWaltz(1) as waltz:
         client = waltz.client()
@@ -429,7 +429,7 @@ def test_ctrl_c_while_a_client_is_closed_leaves_nobody_waiting(monkeypatch):
                 each.result(HANG_S)
 
 
-def test_data_that_is_asked_for_when_the_loop_was_closed_is_told_as_unavailable(monkeypatch):
+def test_data_that_is_asked_for_when_the_loop_was_closed_is_reported_as_unavailable(monkeypatch):
     loop = asyncio.new_event_loop()
     loop.close()
     monkeypatch.setattr(loop, "is_closed", lambda: False)  # it was not, a moment ago
@@ -482,7 +482,7 @@ def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
 
 
 @pytest.mark.parametrize("is_closed_by", ["thread", "callback"])
-def test_whoever_closes_a_client_second_waits_for_its_callbacks_too(is_closed_by):
+def test_one_that_closes_a_client_second_waits_for_its_callbacks_too(is_closed_by):
     """A callback may have closed it before, or another thread be at it."""
     begun, may_end, ended = threading.Event(), threading.Event(), []
     with MemoryWaltz(1) as log, log.client() as writer:

@@ -31,7 +31,7 @@ def assigned(old, servers, *, partition_count=4, cversion=1, keeps_all=False):
     )
 
 
-def test_as_the_original_did_it():
+def test_as_waltz_0_13_did_it():
     one = assigned(PartitionAssignment(), live(1))
     assert one == PartitionAssignment(1, 4, {1: {0: 1, 1: 1, 2: 1, 3: 1}})
     two = assigned(one, live(1, 2), cversion=2)
@@ -74,7 +74,7 @@ def test_fewer_partitions_than_servers():
     assert found.servers == {1: {0: 1}, 2: {1: 1}, 3: {}}
 
 
-def test_preferred_partitions_go_to_who_asks_first_even_beyond_its_share():
+def test_preferred_partitions_go_to_one_that_asks_first_even_beyond_its_share():
     servers = live(1, 2, preferred={1: [3, 2, 1, 99], 2: [3, 0]})
     found = assigned(PartitionAssignment(), servers)
     assert found.servers == {1: {1: 1, 2: 1, 3: 1}, 2: {0: 1}}
@@ -111,7 +111,7 @@ def test_generations_end_at_32_bits():
         assigned(last, live(3), partition_count=1)
 
 
-def test_who_keeps_all_keeps_it_and_what_is_free_goes_to_the_fewest():
+def test_one_that_keeps_all_keeps_it_and_what_is_free_goes_to_the_fewest():
     old = PartitionAssignment(1, 6, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}, 3: {4: 5, 5: 5}})
     new = assigned(old, live(1, 2), partition_count=6, cversion=2, keeps_all=True)
     assert new.servers == {1: {0: 5, 4: 6, 5: 6}, 2: {1: 5, 2: 5, 3: 5}}

@@ -66,7 +66,7 @@ def test_what_is_preferred_stays():
     assert planned(owners, {0: 500, 1: 500, 2: 100}, preferred=[0, 1]) == {}
 
 
-def test_servers_that_tell_nothing_neither_give_nor_take():
+def test_servers_that_report_nothing_neither_give_nor_take():
     owners = {0: 1, 1: 1, 2: 3}
     assert planned(owners, {0: 500, 1: 500}, servers=[1, 2]) in ({0: 2}, {1: 2})
     assert planned(owners, {0: 500, 1: 500, 2: 9_999}, servers=[2, 3]) == {}
@@ -154,7 +154,7 @@ def test_what_was_not_looked_at_has_not_lasted(is_alone):
     assert balancer.plan(owners, (), uneven, (1, 2), 35_000) == {1: 2}
 
 
-def test_who_only_tells_first_of_more_work_gives_nothing():
+def test_one_that_only_reports_first_of_more_work_gives_nothing():
     """All stood still for a while; one server tells that they go on, the other's is from before."""
     balancer = Balancer(BalanceLimits(REST_MS, 15_000, 2 * WINDOW_MS))
     owners = {0: 1, 1: 1, 2: 2, 3: 2}

@@ -66,12 +66,12 @@ def test_a_step_waits_for_an_open_session():
     assert reason.startswith("its server must open a session; the last one was with A, B, C")
 
 
-def test_who_is_away_gives_its_place_to_who_comes():
+def test_one_that_is_away_gives_its_place_to_one_that_comes():
     """Three level ones of four would be needed otherwise, and appends would wait for the copy."""
     assert step(seen("ABC", "AB"), "ABD", "D") == "ABD"
 
 
-def test_who_is_away_is_taken_out_first():
+def test_one_that_is_away_is_taken_out_first():
     assert step(seen("ABCDE", "ABCD"), "ABC") == "ABCD"
 
 
@@ -218,7 +218,7 @@ def test_the_replicas_of_a_storage_go_where_their_group_is_missed():
         changes.without_storage(now, {"A": 0, "B": 1, "C": 2}, "A")
 
 
-def test_leaving_a_storage_out_goes_on_where_it_was_broken_off():
+def test_leaving_a_storage_out_continues_where_it_was_broken_off():
     now = {0: ("A", "B", "C", "D"), 1: ("B", "C", "D"), 2: ("A", "B", "C")}
     found = changes.without_storage(now, GROUPS, "A")
     assert found == {0: ("B", "C", "D"), 2: ("B", "C", "D")}
@@ -313,6 +313,6 @@ def test_other_texts_name_no_partitions(text):
 @pytest.mark.parametrize(
     ("text", "where"), [("12", "'12': expected"), ("0,9-7", "'9-7' in '0,9-7'")]
 )
-def test_of_a_list_the_part_that_is_wrong_is_told(text, where):
+def test_of_a_list_the_part_that_is_wrong_is_reported(text, where):
     with pytest.raises(errors.BadConfig, match=f"^{where}"):
         changes.parse_partitions(text, 12)

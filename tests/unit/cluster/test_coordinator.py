@@ -40,7 +40,7 @@ FAULTS = pytest.mark.parametrize("fault", WriteFault)
 
 
 @FAULTS
-def test_an_id_whose_fate_is_unknown_is_given_to_nobody(fault):
+def test_an_id_whose_fate_is_unknown_is_given_to_no_process(fault):
     async def story():
         world = MemoryWorld()
         session = await world.znodes()
@@ -56,7 +56,7 @@ def test_an_id_whose_fate_is_unknown_is_given_to_nobody(fault):
 
 
 @FAULTS
-def test_a_partition_write_of_unknown_outcome_is_told(fault):
+def test_a_partition_write_of_unknown_outcome_is_reported(fault):
     async def story():
         world = MemoryWorld()
         await created(world, ROOT)
@@ -124,7 +124,7 @@ def test_creation_whose_reply_is_lost_has_succeeded():
     asyncio.run(story())
 
 
-def test_creation_that_was_lost_is_told_and_can_be_repeated():
+def test_creation_that_was_lost_is_reported_and_can_be_repeated():
     async def story():
         world = MemoryWorld()
         session = await world.znodes()
@@ -140,7 +140,7 @@ def test_creation_that_was_lost_is_told_and_can_be_repeated():
     asyncio.run(story())
 
 
-def test_a_suspended_session_goes_on_where_it_was():
+def test_a_suspended_session_continues_where_it_was():
     async def story():
         world = MemoryWorld()
         client = await created(world, ROOT)

@@ -12,7 +12,7 @@ WORD = st.text(st.characters(categories=("L", "N", "P", "S")), min_size=1).filte
 )
 
 
-def test_user_password_and_who_else_may_do_what():
+def test_user_password_and_one_that_else_may_do_what():
     others = " world:anyone:r\nip:10.0.0.0/8:cdrwa\ndigest:b:aGFzaA==:rw\n"
     found = parse_credentials(f"# ours\n\ndigest:waltz:se:cret \n{others}", "f")
     assert (found.user, found.password) == ("waltz", "se:cret")
@@ -45,7 +45,7 @@ def test_every_user_and_password_of_one_line(user, password):
         ("digest:a:b\nword:anyone:r", "a scheme of world, digest"),
     ],
 )
-def test_a_bad_file_is_told_in_a_sentence_without_its_content(text, said):
+def test_a_bad_file_is_reported_in_a_sentence_without_its_content(text, said):
     with pytest.raises(BadConfig) as caught:
         parse_credentials(text, "/etc/waltz/auth")
     assert said in str(caught.value)

@@ -47,7 +47,7 @@ def test_a_change_has_come_in_after_some_windows():
     assert metered([100] * 20 + [1_000] * 24).per_s == pytest.approx(984, abs=5)
 
 
-def test_a_partition_that_has_gone_begins_anew():
+def test_a_partition_that_has_gone_restarts():
     meter = LoadMeter(WINDOW_MS)
     meter.take({0: 0.0}, 0)
     assert meter.take({0: 5_000.0}, 5_000) == {0: PartitionLoad(pytest.approx(1_000), 5_000)}
@@ -56,14 +56,14 @@ def test_a_partition_that_has_gone_begins_anew():
     assert meter.take({0: 10.0}, 20_000) == {0: PartitionLoad(pytest.approx(2), 5_000)}
 
 
-def test_a_count_that_has_begun_anew_is_no_negative_load():
+def test_a_count_that_has_restarted_is_no_negative_load():
     meter = LoadMeter(WINDOW_MS)
     meter.take({0: 1_000.0}, 0)
     assert meter.take({0: 3.0}, 5_000) == {}
     assert meter.take({0: 8.0}, 10_000)[0].per_s == pytest.approx(1)
 
 
-def test_what_a_partition_did_is_believed_until_its_new_owner_has_seen_it():
+def test_what_a_partition_did_is_trusted_until_its_new_owner_has_seen_it():
     book = LoadBook(WINDOW_MS)
     assert book.take({1: {7: PartitionLoad(500.0, WINDOW_MS)}}, {7: 1}) == {7: 500.0}
     assert book.take({1: {7: PartitionLoad(480.0, WINDOW_MS)}, 2: {}}, {7: 2}) == {7: 500.0}
@@ -71,7 +71,7 @@ def test_what_a_partition_did_is_believed_until_its_new_owner_has_seen_it():
     assert book.take({2: {7: PartitionLoad(450.0, WINDOW_MS)}}, {7: 2}) == {7: 450.0}
 
 
-def test_a_young_load_of_an_unknown_partition_is_not_believed():
+def test_a_young_load_of_an_unknown_partition_is_not_trusted():
     book = LoadBook(WINDOW_MS)
     assert book.take({1: {7: PartitionLoad(5.0, WINDOW_MS - 1)}}, {7: 1, 8: 1}) == {}
     assert book.take({1: {7: PartitionLoad(5.0, WINDOW_MS)}}, {7: 1, 8: 1}) == {7: 5.0}
@@ -108,7 +108,7 @@ def test_anything_else_is_refused(data, said):
         decode_loads(data)
 
 
-def test_servers_tell_and_the_lead_reads():
+def test_servers_report_and_the_lead_reads():
     async def story():
         zookeeper = MemoryZooKeeper(asyncio.Event)
         one, two = zookeeper.coordinator("/w"), zookeeper.coordinator("/w")

@@ -100,7 +100,7 @@ async def test_unregistering_takes_away_only_ones_own_node(cluster):
 
 
 @in_cluster
-async def test_who_could_not_be_taken_away_is_not_told_as_taken_away(cluster):
+async def test_one_that_could_not_be_taken_away_is_not_reported_as_taken_away(cluster):
     (one, own_session), (other, session) = cluster.member(), cluster.member()
     await one.register(descriptor(1))
     session.faults = [WriteFault.REQUEST_LOST] * WRITE_ATTEMPTS_MAX
@@ -188,7 +188,7 @@ def test_what_is_handed_over_is_not_given_back_because_it_was_preferred(faults):
 
 
 @in_cluster
-async def test_a_preference_stays_where_nobody_takes_the_partition(cluster):
+async def test_a_preference_stays_where_no_process_takes_the_partition(cluster):
     member, _ = cluster.member()
     await member.register(descriptor(1, preferred=[0]))
     seen = Inbox()
@@ -228,7 +228,7 @@ async def test_a_second_node_of_ones_own_is_taken_away(cluster):
 
 
 @in_cluster
-async def test_a_process_without_a_connection_is_told(cluster):
+async def test_a_process_without_a_connection_is_reported(cluster):
     member, session = cluster.member()
     session.suspend()
     with pytest.raises(errors.CoordinatorUnavailable):
@@ -312,7 +312,7 @@ async def test_the_lead_moves_partitions_and_everybody_follows(cluster):
 
 
 @in_cluster
-async def test_where_load_decides_the_lead_takes_nothing_from_who_has_more(cluster):
+async def test_where_load_decides_the_lead_takes_nothing_from_one_that_has_more(cluster):
     members = [cluster.member()[0] for _ in range(3)]
     inbox = Inbox()
     for number, member in enumerate(members, 1):
@@ -351,7 +351,7 @@ async def test_a_lost_session_registers_again_under_the_same_id(cluster):
 
 
 @in_cluster
-async def test_who_has_unregistered_is_not_registered_again_by_following(cluster):
+async def test_one_that_has_unregistered_is_not_registered_again_by_following(cluster):
     member, _ = cluster.member()
     await member.register(descriptor(1))
     seen = Inbox()
@@ -363,7 +363,7 @@ async def test_who_has_unregistered_is_not_registered_again_by_following(cluster
 
 
 @in_cluster
-async def test_a_membership_that_never_stands_still_is_told(cluster):
+async def test_a_membership_that_never_stands_still_is_reported(cluster):
     member, session = cluster.member()
     other, _ = cluster.member()
     await other.register(descriptor(2))
@@ -437,7 +437,7 @@ async def looked(cluster):
 
 
 @in_cluster
-async def test_after_a_return_of_zookeeper_those_who_register_again_keep_what_they_had(cluster):
+async def test_after_a_return_of_zookeeper_those_that_register_again_keep_what_they_had(cluster):
     (one, first), (two, second) = cluster.member(), cluster.member()
     await one.register(descriptor(1))
     await two.register(descriptor(2))
@@ -468,7 +468,7 @@ async def test_after_a_return_of_zookeeper_those_who_register_again_keep_what_th
 
 
 @in_cluster
-async def test_who_does_not_come_back_is_waited_for_no_longer_than_a_session_timeout(cluster):
+async def test_one_that_does_not_come_back_is_waited_for_no_longer_than_a_session_timeout(cluster):
     async with two_servers(cluster) as (first, two, second, at_two):
         first.suspend()
         await away(cluster, second, ms=60_000)
@@ -481,7 +481,7 @@ async def test_who_does_not_come_back_is_waited_for_no_longer_than_a_session_tim
 
 
 @in_cluster
-async def test_who_is_known_to_be_dead_is_not_waited_for(cluster):
+async def test_one_that_is_known_to_be_dead_is_not_waited_for(cluster):
     (one, first), (two, second), (three, third) = (cluster.member() for _ in range(3))
     for number, each in ((1, one), (2, two), (3, three)):
         await each.register(descriptor(number))
@@ -503,7 +503,7 @@ async def test_who_is_known_to_be_dead_is_not_waited_for(cluster):
 
 
 @in_cluster
-async def test_who_was_replaced_at_its_address_is_not_waited_for(cluster):
+async def test_one_that_was_replaced_at_its_address_is_not_waited_for(cluster):
     async with two_servers(cluster) as (first, two, second, at_two):
         first.suspend()
         await away(cluster, second, ms=60_000)
@@ -517,7 +517,7 @@ async def test_who_was_replaced_at_its_address_is_not_waited_for(cluster):
 
 
 @in_cluster
-async def test_the_loss_of_one_node_of_an_ensemble_makes_nobody_wait(cluster):
+async def test_the_loss_of_one_node_of_an_ensemble_makes_no_process_wait(cluster):
     async with two_servers(cluster) as (first, _two, second, at_two):
         await away(cluster, second, ms=100)
         await looked(cluster)
@@ -579,7 +579,7 @@ async def prefers_in_vain(cluster, *, is_late):
 
 
 @in_cluster
-async def test_a_preference_waits_for_those_who_may_be_about_to_come_back(cluster):
+async def test_a_preference_waits_for_those_that_may_be_about_to_come_back(cluster):
     (one, first), (two, second) = cluster.member(), cluster.member()
     await one.register(descriptor(1))
     await two.register(descriptor(2))

@@ -44,7 +44,7 @@ def test_a_node_is_read_and_decoded():
     asyncio.run(run())
 
 
-def test_bytes_that_cannot_be_decoded_are_told_with_their_path():
+def test_bytes_that_cannot_be_decoded_are_reported_with_their_path():
     node = Node(b"\x01", NodeStat(0, 0))
     with pytest.raises(errors.BadFormat, match=r"^/w/x: "):
         decode_node("/w/x", node, model.ClusterParams.from_bytes)
@@ -68,7 +68,7 @@ def test_missing_nodes_are_made_parents_first_and_others_left_alone():
     asyncio.run(run())
 
 
-def test_somebody_quicker_is_no_error():
+def test_a_process_quicker_is_no_error():
     async def run():
         zookeeper, nodes, writer = two_views()
         whole = nodes.znodes.get
@@ -161,7 +161,7 @@ def test_a_follower_waits_after_a_conflict_and_looks_again_after_an_unknown_outc
     asyncio.run(run())
 
 
-def test_what_nobody_can_mend_ends_a_follower_and_its_signal_is_forgotten():
+def test_what_no_process_can_repair_ends_a_follower_and_its_signal_is_forgotten():
     async def run():
         _, nodes, _ = two_views()
         looks = Looks(nodes)

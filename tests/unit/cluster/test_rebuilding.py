@@ -54,14 +54,14 @@ def test_fewer_than_a_quorum_may_be_missing():
 
 
 @pytest.mark.parametrize("trouble", ["suspect", "damaged"])
-def test_who_cannot_vouch_counts_as_missing(trouble):
+def test_one_that_cannot_confirm_counts_as_missing(trouble):
     doubtful = log(5, 99, **{trouble: True})
     assert chosen({"A": doubtful, "B": log(5, 9), "C": log(5, 8)}).source == "B"
     with pytest.raises(errors.BadRequest, match="no trusted log from: A;"):
         chosen({"A": doubtful, "B": log(5, 9)})
 
 
-def test_a_copy_of_an_older_session_stands_in_for_nobody():
+def test_a_copy_of_an_older_session_stands_in_for_no_process():
     """A and B do not open their logs, so they seem to have none; D is left over from a move."""
     with pytest.raises(errors.BadRequest, match=r"\(C\).* only in older sessions: D\."):
         chosen({"C": log(5, 80), "D": log(3, 70)})
@@ -73,7 +73,7 @@ def test_a_copy_of_an_older_session_stands_in_for_nobody():
 
 
 @pytest.mark.parametrize("trouble", ["suspect", "damaged"])
-def test_who_cannot_vouch_is_believed_that_there_was_a_later_session(trouble):
+def test_one_that_cannot_confirm_is_trusted_that_there_was_a_later_session(trouble):
     later = log(6, 99, **{trouble: True})
     with pytest.raises(
         errors.BadRequest,
@@ -133,7 +133,7 @@ def test_one_replica_is_declared_and_decides_alone():
     assert (recovery.engaged, recovery.old_quorum) == (["B"], 1)
 
 
-def test_what_others_have_is_told():
+def test_what_others_have_is_reported():
     logs = {"A": log(5, 10), "B": log(5, 12), "C": log(6, 9)}
     assert rebuilding.losses(logs["B"], logs) == [
         "C took part in session 6, the chosen log only in 5"
@@ -141,14 +141,14 @@ def test_what_others_have_is_told():
     assert rebuilding.losses(logs["A"], logs)[0] == "B has 11..12, the chosen log ends before"
 
 
-def test_ids_go_on_above_all_that_were_given_out():
+def test_ids_continue_above_all_that_were_given_out():
     year = 365 * 86_400
     assert rebuilding.ids_from(rebuilding.IDS_EPOCH_S + 5 * year) == 5 * year
     assert rebuilding.ids_from(0) == 1
     assert rebuilding.ids_from(1 << 40) < model.INT32_MAX
 
 
-def test_the_nodes_of_a_rebuilding_can_be_opened_by_nobody():
+def test_the_nodes_of_a_rebuilding_can_be_opened_by_no_process():
     storages = tuple(NewStorage(f"h:{port}", port + 1, port % 3) for port in (10, 20, 30))
     new = NewCluster("w", 300, UUID(int=5), storages)
 

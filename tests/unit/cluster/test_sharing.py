@@ -38,7 +38,7 @@ def test_all_who_ask_at_once_share_one_question():
     asyncio.run(story())
 
 
-def test_who_comes_while_a_question_is_under_way_has_it_put_again():
+def test_one_that_comes_while_a_question_is_under_way_has_it_put_again():
     async def story() -> None:
         oracle = Oracle()
         shared = Shared(oracle.ask)
@@ -58,7 +58,7 @@ def test_who_comes_while_a_question_is_under_way_has_it_put_again():
     asyncio.run(story())
 
 
-def test_a_failure_is_told_to_all_who_share_it_and_to_nobody_else():
+def test_a_failure_is_reported_to_all_who_share_it_and_to_no_other_process():
     async def story() -> None:
         answers = [CoordinatorUnavailable("away"), None]
         told: list[str] = []
@@ -86,7 +86,7 @@ def test_a_failure_is_told_to_all_who_share_it_and_to_nobody_else():
     asyncio.run(story())
 
 
-def test_who_gives_up_takes_the_answer_from_nobody():
+def test_one_that_times_out_takes_the_answer_from_no_process():
     async def story() -> None:
         oracle = Oracle()
         shared = Shared(oracle.ask)
@@ -104,7 +104,7 @@ def test_who_gives_up_takes_the_answer_from_nobody():
     asyncio.run(story())
 
 
-def test_a_failure_that_nobody_waits_for_any_more_is_no_error_of_the_loop():
+def test_a_failure_that_no_process_waits_for_any_more_is_no_error_of_the_loop():
     async def story() -> list[str]:
         complaints: list[str] = []
         loop = asyncio.get_running_loop()

@@ -154,7 +154,7 @@ def test_a_storage_goes_when_it_holds_nothing():
         layout().without_storage(D)
 
 
-def test_an_admin_port_can_be_told_anew():
+def test_an_admin_port_can_be_reported_again():
     assert layout().with_admin_port(B, 77).admin_ports == {**layout().admin_ports, B: 77}
     assert layout().with_admin_port(B, 77).assignment == layout().assignment
     with pytest.raises(errors.BadRequest):
@@ -174,7 +174,7 @@ async def test_the_three_nodes_change_in_one_write(cluster):
 
 
 @in_cluster
-async def test_a_change_is_made_again_when_somebody_else_was_quicker(cluster):
+async def test_a_change_is_made_again_when_another_process_was_quicker(cluster):
     storages, other = cluster.coordinator.storages, cluster.zookeeper.coordinator(ROOT).storages
     raced = []
 
@@ -209,7 +209,7 @@ async def test_an_address_is_given_to_another_storage(cluster):
 
 
 @in_cluster
-async def test_an_address_that_could_not_be_freed_is_not_told_as_free(cluster):
+async def test_an_address_that_could_not_be_freed_is_not_reported_as_free(cluster):
     await cluster.coordinator.register_storage_id(A, UUID(int=1))
 
     async def conflict(_writes):

@@ -129,7 +129,7 @@ async def test_what_is_made_meanwhile_goes_too(it):
 
 
 @story
-async def test_a_cluster_that_is_written_to_for_ever_is_told_and_is_none_any_more(it):
+async def test_a_cluster_that_is_written_to_permanently_is_reported_and_is_none_any_more(it):
     coordinator = await it.cluster("/w")
     other, numbers = it.zookeeper.session(), iter(range(1_000))
 
@@ -150,7 +150,7 @@ async def test_a_cluster_that_is_written_to_for_ever_is_told_and_is_none_any_mor
 
 
 @story
-async def test_the_remains_of_a_cluster_go_and_what_is_somebody_elses_stays(it):
+async def test_the_remains_of_a_cluster_go_and_what_is_another_ones_stays(it):
     await it.session.write(
         [CreateNode("/w"), CreateNode("/w/store"), CreateNode("/w/store/partition")]
     )

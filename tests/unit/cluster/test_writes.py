@@ -25,7 +25,7 @@ def test_story(story):
     asyncio.run(story(MemoryWorld(), ROOT))
 
 
-def test_whether_an_attempt_goes_on_is_read_from_what_zookeeper_holds_now(monkeypatch):
+def test_whether_an_attempt_continues_is_read_from_what_zookeeper_holds_now(monkeypatch):
     """The server of the session may be behind: what it shows is only the present after a sync."""
 
     async def story():

@@ -87,7 +87,7 @@ def test_it_says_how_servers_are_spoken_to(options, auth_file, tls):
         ("?auth=f", "the connect string is empty"),
     ],
 )
-def test_a_bad_one_is_told_in_a_sentence_with_a_good_one(text, said):
+def test_a_bad_one_is_reported_in_a_sentence_with_a_good_one(text, said):
     with pytest.raises(BadConfig) as caught:
         parse_connect_string(text)
     assert said in str(caught.value)

@@ -78,7 +78,7 @@ def test_the_connect_of_a_file_is_not_overruled_by_the_general_one(tmp_path):
     assert load(CactusConfig, path=path, environment=environment).config.connect == "own"
 
 
-def test_an_unknown_name_is_told_with_the_nearest(tmp_path):
+def test_an_unknown_name_is_reported_with_the_nearest(tmp_path):
     path = write(tmp_path, 'name = "a"\nwater_msec = 5\n')
     with pytest.raises(BadConfig, match=r"plant\.toml: unknown .*'water_msec'.*mean 'water_ms'"):
         load(PlantConfig, path=path)
@@ -106,7 +106,7 @@ def test_an_unknown_name_is_told_with_the_nearest(tmp_path):
         ("", r"plant: name is required: set it in plant.toml, as WALTZ_PLANT_NAME, or by --name"),
     ],
 )
-def test_a_wrong_value_is_told_with_its_place(tmp_path, text, message):
+def test_a_wrong_value_is_reported_with_its_place(tmp_path, text, message):
     with pytest.raises(BadConfig, match=message):
         load(PlantConfig, path=write(tmp_path, text))
 

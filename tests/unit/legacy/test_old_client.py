@@ -73,7 +73,7 @@ def test_the_answer_to_a_mount_is_a_state_or_a_bool(version: int, state: int) ->
     assert told(original, MountResponse(req(1), state)) == expected
 
 
-def test_the_answer_to_an_obsolete_mount_is_not_told() -> None:
+def test_the_answer_to_an_obsolete_mount_is_not_reported() -> None:
     original = mounted()
     original.note_request(messages.MountRequest(req(2), -1, 0), 0.0)
     assert told(original, MountResponse(req(1), READY)) is None
@@ -120,7 +120,7 @@ def test_where_a_partition_cannot_be_mounted_or_fed_it_is_not_ready(
         errors.BadRequest("twice"),
     ],
 )
-def test_where_the_original_ends_the_connection_so_do_we(error: errors.WaltzError) -> None:
+def test_where_waltz_0_13_ends_the_connection_so_do_we(error: errors.WaltzError) -> None:
     assert refused(mounted(), messages.FeedRequest(req(1), 99), error) == EndConnection(str(error))
 
 
@@ -140,7 +140,7 @@ def test_mounts_of_partitions_that_do_not_exist_take_no_memory() -> None:
     assert kept_bytes < 100_000
 
 
-def test_requests_that_the_original_cannot_stand_end_the_connection() -> None:
+def test_requests_that_waltz_0_13_cannot_stand_end_the_connection() -> None:
     # -2 means something to us, and nothing to an original.
     assert isinstance(
         OldClientAdapter(4).note_request(messages.MountRequest(req(1), -2, 0), 0.0), EndConnection
@@ -164,7 +164,7 @@ def test_requests_that_the_original_cannot_stand_end_the_connection() -> None:
 # --- appends
 
 
-def test_what_is_in_the_log_is_told_by_the_feed_alone() -> None:
+def test_what_is_in_the_log_is_reported_by_the_feed_alone() -> None:
     assert told(mounted(), result(2, Reason.COMMITTED)) is None
 
 
@@ -202,7 +202,7 @@ def test_a_lost_append_ends_the_mount_of_its_partition_only() -> None:
     assert told(original, result(5, Reason.LOST)) == MountResponse(req(1), NOT_READY)
 
 
-def test_what_a_flush_will_settle_is_not_told() -> None:
+def test_what_a_flush_will_settle_is_not_reported() -> None:
     assert told(mounted(), result(2, Reason.OVERLOADED)) is None
     assert isinstance(told(mounted(), result(2, Reason.TOO_LARGE)), InexpressibleError)
 
@@ -225,7 +225,7 @@ def test_a_flush_that_cannot_be_answered_is_not_or_has_the_client_mount_again() 
         assert refused(OldClientAdapter(4), flush, error) is None
 
 
-def test_a_mark_is_told_as_it_is_or_not_at_all() -> None:
+def test_a_mark_is_reported_as_it_is_or_not_at_all() -> None:
     mark = messages.HighWaterMarkResponse(req(1), -1)
     assert told(OldClientAdapter(4), mark) == mark
     original = OldClientAdapter(4)
@@ -239,7 +239,7 @@ def test_a_mark_is_told_as_it_is_or_not_at_all() -> None:
         assert again is None
 
 
-def test_data_that_cannot_be_had_is_told_in_the_originals_words() -> None:
+def test_data_that_cannot_be_had_is_reported_in_waltz_0_13s_words() -> None:
     question = messages.TransactionDataRequest(req(1, partition=6), 44)
 
     def no(text: str) -> messages.TransactionDataResponse:
@@ -262,7 +262,7 @@ def test_data_that_cannot_be_had_is_told_in_the_originals_words() -> None:
     assert refused(OldClientAdapter(4), question, fault) == no("no replica gave it")
 
 
-def test_a_preference_that_cannot_be_written_down_is_told_as_false() -> None:
+def test_a_preference_that_cannot_be_written_down_is_reported_as_false() -> None:
     away = errors.CoordinatorUnavailable("ZooKeeper is away")
     wanted = messages.AddPreferredRequest(req(0), (1,))
     told_so = messages.AddPreferredResponse(req(0), is_done=False)
@@ -282,7 +282,7 @@ def test_a_stretch_of_the_feed_becomes_frames(version: int) -> None:
     assert told(mounted(version), batch) == Frames(feed_frames(10, headers, version))
 
 
-def test_other_answers_are_told_as_they_are() -> None:
+def test_other_answers_are_reported_as_they_are() -> None:
     for answer in (
         messages.FeedSuspended(req(1)),
         messages.FlushResponse(req(2), 5),
@@ -316,7 +316,7 @@ def questions_of(version: int) -> list[ClientMessage]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_whatever_a_client_is_told_can_be_said_in_its_version(version: int) -> None:
+def test_whatever_a_client_is_reported_can_be_said_in_its_version(version: int) -> None:
     said: list[Any] = [told(mounted(version), result(2, reason, 3)) for reason in Reason]
     for question in questions_of(version):
         for error in all_errors():
@@ -344,7 +344,9 @@ def test_no_refusal_of_a_mount_a_feed_or_data_is_met_by_silence(version: int) ->
 
 
 @pytest.mark.parametrize("goes_on", [append(7), messages.FeedRequest(req(1), -1)])
-def test_who_goes_on_as_if_his_mount_had_not_ended_is_disconnected(goes_on: ClientMessage) -> None:
+def test_one_that_continues_as_if_its_mount_had_not_ended_is_disconnected(
+    goes_on: ClientMessage,
+) -> None:
     original = mounted()
     assert told(original, result(6, Reason.LOST), 100.0) == MountResponse(req(1), NOT_READY)
     # What was on its way may still come, and other partitions go on.

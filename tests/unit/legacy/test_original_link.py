@@ -21,7 +21,7 @@ def sent_by(effects):
     return [message for each in effects if isinstance(each, ToServer) for message in each.messages]
 
 
-def test_all_mounts_have_the_sequence_of_the_first_and_each_partition_hears_its_own():
+def test_all_mounts_have_the_sequence_of_the_first_and_each_partition_receives_its_own():
     link = OldServerLink()
     for partition, sequence in ((0, 5), (1, 6)):
         mount = m.MountWriter(mount_id(partition), sequence, LATEST_MARK, wants_feed=False)
@@ -44,5 +44,5 @@ def test_all_mounts_have_the_sequence_of_the_first_and_each_partition_hears_its_
     assert sent_by(link.step(Wakeup(), link.wake_at_ms)) == [m.FlushRequest(ReqId(7, 1, 1, 1))]
 
 
-def test_what_is_for_nobody_here_is_passed_over():
+def test_what_is_for_no_process_here_is_passed_over():
     assert OldServerLink().step(ReceivedFromOld([m.HighWaterMarkResponse(mount_id(3), 9)]), 0) == []

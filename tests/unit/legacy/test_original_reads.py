@@ -87,7 +87,7 @@ def test_readers_of_one_partition_do_not_disturb_each_other():
     run(story)
 
 
-def test_of_readers_who_have_lost_interest_a_few_feeds_are_kept():
+def test_of_readers_that_have_lost_interest_a_few_feeds_are_kept():
     async def story(cluster, client):
         for first in range(10):
             chunks = client.read_range(0, first, COUNT - 1)
@@ -127,7 +127,7 @@ def test_a_filter_is_applied_here():
     run(story)
 
 
-def test_a_feed_that_breaks_is_begun_anew():
+def test_a_feed_that_breaks_is_restarted():
     async def story(cluster, client):
         found = []
         async for chunk in client.read_range(0, 0, COUNT - 1):
@@ -139,7 +139,7 @@ def test_a_feed_that_breaks_is_begun_anew():
     run(story)
 
 
-def test_what_cannot_be_read_is_told_when_time_is_up():
+def test_what_cannot_be_read_is_reported_when_time_is_up():
     async def story(cluster, client):
         cluster.partition(0).poisoned.add(7)
         with pytest.raises(errors.Unavailable, match="TransactionNotFoundException"):
@@ -151,7 +151,7 @@ def test_what_cannot_be_read_is_told_when_time_is_up():
     run(story)
 
 
-def test_a_partition_that_has_an_original_is_told_so():
+def test_a_partition_that_has_a_0_13_program_is_notified():
     async def story(cluster, client):
         assert await client.has_old_server()
         assert await client.has_old_server([0])

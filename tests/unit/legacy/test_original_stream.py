@@ -122,7 +122,7 @@ def mounted(table):
 # --- the mount
 
 
-def test_a_mount_is_told_when_mark_mount_flush_and_zookeeper_have_answered(table):
+def test_a_mount_is_reported_when_mark_mount_flush_and_zookeeper_have_answered(table):
     assert table.say(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False)) == [
         m.HighWaterMarkRequest(MOUNT)
     ]
@@ -167,7 +167,7 @@ def test_a_mount_with_a_feed_brings_it_first(table):
         (30, [MARK, m.MountResponse(MOUNT, 2)], errors.ClientAhead),
     ],
 )
-def test_a_mount_that_fails_is_told_with_its_reason(table, after, answers, error):
+def test_a_mount_that_fails_is_reported_with_its_reason(table, after, answers, error):
     table.say(m.MountWriter(MOUNT, 3, after, wants_feed=after >= 0))
     for each in answers:
         told = table.hear(each)
@@ -176,7 +176,7 @@ def test_a_mount_that_fails_is_told_with_its_reason(table, after, answers, error
     ]
 
 
-def test_a_mount_at_a_server_that_is_the_owner_no_more_is_not_believed(table):
+def test_a_mount_at_a_server_that_is_the_owner_no_more_is_not_trusted(table):
     table.say(m.MountWriter(MOUNT, 3, LATEST_MARK, wants_feed=False))
     table.hear(m.HighWaterMarkResponse(MOUNT, 9))
     table.hear(m.MountResponse(MOUNT, 0), m.FlushResponse(MOUNT, 9))
@@ -252,7 +252,7 @@ def test_a_batch_goes_row_by_row_and_is_answered_once(mounted):
     )
 
 
-def test_a_batch_whose_last_row_is_refused_tells_how_far_the_log_is(mounted):
+def test_a_batch_whose_last_row_is_refused_reports_how_far_the_log_is(mounted):
     none = [(), ()]
     payload = encode_append(
         [1, 2], [b"a", b"b"], write_locks=[(5,), (6,)], read_locks=none, append_locks=none
@@ -281,7 +281,7 @@ def test_a_later_one_in_the_log_ends_those_before_it(mounted):
     assert [outcomes(each)[0] for each in mounted.hear(fed(11, mine(3)))] == [[11]]
 
 
-def test_what_a_lock_has_refused_is_told_when_the_feed_is_there(mounted):
+def test_what_a_lock_has_refused_is_reported_when_the_feed_is_there(mounted):
     mounted.say(append(1))
     assert mounted.hear(m.LockFailure(mine(1), 12)) == []
     assert mounted.hear(fed(10, theirs(1)), fed(11, theirs(2))) == []
@@ -296,7 +296,7 @@ def test_what_comes_late_or_twice_changes_nothing(mounted):
     assert mounted.hear(fed(10, mine(1)), fed(10, mine(1)), m.LockFailure(mine(1), 3)) == []
 
 
-def test_what_was_dropped_is_told_after_flush_feed_and_proof(mounted):
+def test_what_was_dropped_is_reported_after_flush_feed_and_proof(mounted):
     mounted.say(append(1))
     mounted.now_ms = 1_000
     mounted.say(append(2))
@@ -327,7 +327,7 @@ def test_what_a_flush_has_passed_may_still_be_seen_in_the_log(mounted):
 
 
 @pytest.mark.parametrize("is_moved", [True, False])
-def test_without_a_proof_nothing_is_told_and_another_flush_asks(mounted, is_moved):
+def test_without_a_proof_nothing_is_reported_and_another_flush_asks(mounted, is_moved):
     mounted.say(append(1))
     mounted.now_ms = FLUSH_AFTER_MS
     mounted.wake()
@@ -395,7 +395,7 @@ def test_a_mark_above_the_servers_own_is_refused(mounted, mark, is_owner, reason
 # --- the feed
 
 
-def test_the_feed_of_a_writer_goes_on(mounted):
+def test_the_feed_of_a_writer_continues(mounted):
     mounted.hear(m.FeedSuspended(MOUNT))
     assert mounted.sent == [m.FeedRequest(MOUNT, 9)]
 
@@ -451,14 +451,14 @@ def test_headers_are_read_back_by_another_mount(mounted):
 
 
 @pytest.mark.parametrize("state", [1, 2, 0])
-def test_headers_that_do_not_come_are_told_so(mounted, state):
+def test_headers_that_do_not_come_are_notified(mounted, state):
     mounted.say(ask_headers(4, 6))
     told = mounted.hear(fed(4, theirs(4)), m.MountResponse(mine(-5), state))
     assert [(type(each), each.req_id) for each in told] == [(m.ErrorResponse, mine(-5))]
     assert mounted.say(append(1)) == []
 
 
-def test_what_an_original_does_not_know_is_not_said(mounted):
+def test_what_a_0_13_program_does_not_know_is_not_said(mounted):
     with pytest.raises(errors.LocalProtocolError, match="ReplicasRequest"):
         mounted.say(m.ReplicasRequest(mine(-5), linearizable=False))
     data_only = m.RangeRequest(mine(-6), 0, 1, 100, RangeForm.WHOLE, ())
@@ -466,5 +466,5 @@ def test_what_an_original_does_not_know_is_not_said(mounted):
     assert mounted.told[-1].error_code == errors.NotMounted.code
 
 
-def test_who_writes_with_a_claim_is_told_why_not():
+def test_one_that_writes_with_a_claim_is_reported_why_not():
     assert "does not support exactly-once writes" in str(old_server_stream.no_claims("host:1"))

@@ -137,7 +137,7 @@ def test_a_later_one_in_the_log_says_that_an_earlier_one_was_lost(monkeypatch):
     run(story)
 
 
-def test_nothing_is_told_on_the_word_of_a_server_that_has_lost_the_partition():
+def test_nothing_is_reported_on_the_word_of_a_server_that_has_lost_the_partition():
     """Its mark is too old, and what it believes to be lost was found by its successor."""
 
     async def story(cluster):
@@ -248,7 +248,7 @@ class Seen(AsyncCallbacks):
 # The feed brings the first, headers fetched in ranges the second (partition_stream.py, invariant
 # 7).
 @pytest.mark.parametrize("behind", [1_000, 21_000])
-def test_who_is_far_behind_catches_up_and_goes_on(behind):
+def test_one_that_is_far_behind_catches_up_and_continues(behind):
     async def story(cluster):
         cluster.fill(0, behind, b"old")
         async with client_of(cluster) as client:
@@ -263,7 +263,7 @@ def test_who_is_far_behind_catches_up_and_goes_on(behind):
     run(story)
 
 
-def test_a_filter_is_applied_here_and_the_mark_goes_on():
+def test_a_filter_is_applied_here_and_the_mark_continues():
     async def story(cluster):
         async with client_of(cluster) as client:
             seen = Seen(-1, 4)
@@ -281,7 +281,7 @@ def test_a_filter_is_applied_here_and_the_mark_goes_on():
     run(story)
 
 
-def test_who_writes_with_a_claim_is_told_that_it_cannot_be():
+def test_one_that_writes_with_a_claim_is_reported_that_it_cannot_be():
     with OriginalCluster(1) as cluster:
 
         async def story():
@@ -299,7 +299,7 @@ def test_who_writes_with_a_claim_is_told_that_it_cannot_be():
         asyncio.run(story())
 
 
-def test_a_batch_that_cannot_be_read_harms_nobody_else():
+def test_a_batch_that_cannot_be_read_harms_no_other_process():
     async def story(cluster):
         async with client_of(cluster) as client:
             bad = await client.append_batch(0, b"no batch", 3, client_high_water_mark=-1)
@@ -310,7 +310,7 @@ def test_a_batch_that_cannot_be_read_harms_nobody_else():
     run(story)
 
 
-def test_a_partition_moves_from_a_server_of_ours_to_an_original():
+def test_a_partition_moves_from_a_server_of_ours_to_a_0_13_program():
     async def story(cluster):
         with MemoryWaltz(1) as ours:
             async with client_of(cluster) as client:
@@ -438,7 +438,7 @@ def test_a_counter_counts_on_with_another_client_beside_ours():
     run(story)
 
 
-def test_who_was_replaced_without_a_word_mounts_on_another_connection():
+def test_one_that_was_replaced_without_a_word_mounts_on_another_connection():
     async def story(cluster):
         async with client_of(cluster) as client:
             await client.mount([0])
@@ -493,7 +493,7 @@ async def write(cluster, name, rounds, outcomes):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_nothing_wrong_is_told(seed):
+def test_whatever_happens_nothing_wrong_is_reported(seed):
     chance = random.Random(seed)
     rounds, writers, outcomes = 60, 3, {}
 

@@ -206,7 +206,7 @@ KINDS = RECORDS | BESIDE
 
 
 @pytest.mark.parametrize(("hurt", "sentences"), KINDS.values(), ids=KINDS)
-def test_each_kind_of_damage_is_told_where_it_is_and_nothing_else(storage, hurt, sentences):
+def test_each_kind_of_damage_is_reported_where_it_is_and_nothing_else(storage, hurt, sentences):
     hurt(storage)
     wrong, _ = found(storage)
     for said, sentence in zip(wrong, sentences, strict=False):
@@ -240,7 +240,7 @@ def write_slot(storage, **changes):
     return current
 
 
-def test_a_slot_that_does_not_fit_the_log_is_told(storage):
+def test_a_slot_that_does_not_fit_the_log_is_reported(storage):
     acked = write_slot(storage, acked=Marker(35, bytes(16))).acked
     chain = acked.chain.hex()
     assert found(storage)[0] == [f"{SLOTS}: acked id 35: expected chain {'00' * 16}, found {chain}"]
@@ -293,7 +293,7 @@ def test_slots_in_each_others_place_are_none(storage):
     assert wrong[2] == f"{SLOTS}: no slot is valid; the partition will not open"
 
 
-def test_bytes_that_nobody_writes_are_told(storage):
+def test_bytes_that_no_process_writes_are_reported(storage):
     flip(storage / SLOTS, 5000, 7)
     assert found(storage)[0] == [f"{SLOTS} at 5000: expected zero after the slot, found 0x07"]
     flip(storage / SLOTS, 5000, 7)
@@ -301,7 +301,7 @@ def test_bytes_that_nobody_writes_are_told(storage):
     assert found(storage)[0] == [f"{SLOTS} at 8192: expected 8192 bytes, found 8193"]
 
 
-def test_damage_that_the_slot_lists_is_told_as_listed(tmp_path):
+def test_damage_that_the_slot_lists_is_reported_as_listed(tmp_path):
     world = some_world()
     world.close()
     directory = spill(world.disk, tmp_path)
@@ -388,7 +388,7 @@ def test_a_crc_of_the_data_that_is_wrong_in_a_record_that_is_right_is_found(stor
     assert wrong[0].startswith(f"{ONE}.seg at 128: record 0: expected CRC 76a4c084 of its data")
 
 
-def test_what_is_vouched_for_in_the_last_segment_is_no_torn_tail(tmp_path):
+def test_what_is_confirmed_in_the_last_segment_is_no_torn_tail(tmp_path):
     world = some_world(segment_bytes_max=100_000)
     world.append([3])
     directory = spill(world.disk, tmp_path)
@@ -399,7 +399,7 @@ def test_what_is_vouched_for_in_the_last_segment_is_no_torn_tail(tmp_path):
     assert wrong[0].endswith("; not listed as damaged")
 
 
-def test_a_batch_in_front_of_a_file_in_which_a_log_went_on_is_no_torn_one(tmp_path):
+def test_a_batch_in_front_of_a_file_in_which_a_log_continued_is_no_torn_one(tmp_path):
     """No marker has moved where a failed sync ended the older file; what it holds was synced."""
     world = some_world(segment_bytes_max=100_000)
     for _ in range(3):

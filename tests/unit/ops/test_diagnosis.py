@@ -143,7 +143,7 @@ def test_nothing_is_wrong_with_a_healthy_cluster(case):
 # --- ZooKeeper, and the processes of a cluster on this machine
 
 
-def test_without_zookeeper_only_that_is_told(case):
+def test_without_zookeeper_only_that_is_reported(case):
     case.facts = Facts(CONNECT, zookeeper_trouble="no answer")
     found = case.the_only("zookeeper-away")
     assert found.sentence.endswith("of the cluster is unknown: no answer")
@@ -163,7 +163,7 @@ def test_a_node_of_zookeeper(case):
     assert "is not part of a quorum" in case.the_only("zookeeper-node-alone").sentence
 
 
-def test_a_process_that_does_not_run_is_told_once_and_by_name(case):
+def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
     case.local(MemberFacts("storage-1", A, "down"), MemberFacts("server-2", TWO, "up", 77))
     case.storage(A, trouble="refused", replicas={})
     found = case.the_only("process-down")
@@ -245,7 +245,7 @@ def test_a_preference_that_cannot_be_granted(case):
     assert found.command == f"waltz-core cluster unprefer 0 {TWO} --connect {CONNECT}"
 
 
-def test_a_storage_that_a_server_cannot_reach_is_told_unless_nobody_can(case):
+def test_a_storage_that_a_server_cannot_reach_is_reported_unless_no_process_can(case):
     case.server(1, out_of_reach=(C,))
     assert case.found() == [("storage-out-of-reach", f"{ONE} {C}")]
     case.storage(C, trouble="refused", replicas={})
@@ -438,7 +438,7 @@ def test_one_suspect_is_repaired_and_a_quorum_of_them_has_to_be_decided(case):
     assert found.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
-def test_nothing_is_to_be_decided_while_somebody_who_knows_is_only_away(case):
+def test_nothing_is_to_be_decided_while_a_process_that_knows_is_only_away(case):
     case.server(1, served={0: False})
     case.replica(A, is_suspect=True)
     case.storage(B, trouble="refused", replicas={})
@@ -449,7 +449,7 @@ def test_nothing_is_to_be_decided_while_somebody_who_knows_is_only_away(case):
 # --- partitions
 
 
-def test_a_quorum_that_is_lost_is_told_whatever_the_cause(case):
+def test_a_quorum_that_is_lost_is_reported_whatever_the_cause(case):
     for address in (A, B):
         case.storage(address, trouble="refused", replicas={})
     case.server(1, served={0: False})
@@ -509,7 +509,7 @@ def test_a_partition_in_the_wrong_hands(case):
     assert f"server {TWO} serves it, but {ONE} owns it" in found.sentence
 
 
-def test_a_session_with_other_replicas_and_a_mark_that_is_not_told(case):
+def test_a_session_with_other_replicas_and_a_mark_that_is_not_reported(case):
     case.states({A: ENGAGED, B: ENGAGED})
     case.partition(mark=None, mark_trouble="no answer")
     assert case.found() == [("session-of-other-replicas", "0"), ("no-mark", "0")]
@@ -567,7 +567,7 @@ def test_metadata_that_is_lost(case):
     )
 
 
-def test_a_rebuilding_that_was_broken_off_goes_on(case):
+def test_a_rebuilding_that_was_broken_off_continues(case):
     case.cluster(cluster_key=KEY, name="pay")
     case.states(dict.fromkeys((A, B, C), ReplicaState(NO_SESSION, BEFORE_FIRST)))
     found = case.the_only("rebuilding-unfinished")
@@ -579,7 +579,7 @@ def test_a_rebuilding_that_was_broken_off_goes_on(case):
     assert " --replicas COUNT --storage " in case.the_only("rebuilding-unfinished").command
 
 
-def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_anew(case):
+def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_again(case):
     case.facts = Facts(CONNECT, is_no_cluster=True)
     case.local(
         MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "up", 79, 5281)

@@ -83,7 +83,7 @@ def test_a_run_may_be_longer_than_the_powers_reach(last: int) -> None:
     assert checksum.crc32_of_run(crcs, lengths_of(whole)) == expected
 
 
-def test_the_crc_of_a_run_tells_of_an_exchange_of_two_rows() -> None:
+def test_the_crc_of_a_run_reports_an_exchange_of_two_rows() -> None:
     rows = [b"one", b"two", b"six"]
     lengths = lengths_of(with_trailers(rows))
     assert checksum.crc32_of_run(crcs_of(rows), lengths) != checksum.crc32_of_run(

@@ -52,7 +52,7 @@ def test_the_bytes_of_a_block():
     assert found.before == LogEnd(4, b"b" * 16)
 
 
-def test_the_bytes_of_a_block_that_tells_its_writers_apart():
+def test_the_bytes_of_a_block_that_reports_its_writers_apart():
     made = encode(5, LogEnd(6, b"c" * 16), b"b" * 16, locks_of(-1, 258), b"\1\0")
     assert made[:14] == bytes.fromhex("ffffffff00000102") + b"\1\0" + b"WLB2"
     assert len(made) == 10 + TRAILER_BYTES
@@ -78,12 +78,12 @@ def test_what_was_lost_or_comes_twice_is_passed_over():
     assert believed(data, end(2)) == [(2, 2, b""), (1, 1, locks_of(8)), (0, 0, locks_of(7))]
 
 
-def test_another_history_of_the_same_ids_is_not_believed():
+def test_another_history_of_the_same_ids_is_not_trusted():
     data = block(0, 0, 7) + block(1, 1, 8, history=1)
     assert believed(data, end(1)) == []
 
 
-def test_nothing_is_believed_below_a_gap():
+def test_nothing_is_trusted_below_a_gap():
     data = block(0, 0, 7) + block(2, 2, 9)
     assert believed(data, end(2)) == [(2, 2, locks_of(9))]
     blocks = Blocks(data)
@@ -93,7 +93,7 @@ def test_nothing_is_believed_below_a_gap():
     assert blocks.is_spent
 
 
-def test_a_search_may_be_cut_short_and_go_on():
+def test_a_search_may_be_cut_short_and_continue():
     data = block(0, 0, 7) + b"".join(block(each, each) for each in range(1, 10))
     blocks = Blocks(data)
     assert blocks.below(end(0), 9) is None
@@ -101,7 +101,7 @@ def test_a_search_may_be_cut_short_and_go_on():
     assert blocks.below(end(0), 9).first == 0
 
 
-def test_too_many_locks_are_not_told():
+def test_too_many_locks_are_not_reported():
     assert encode(0, end(0), bytes(16), bytes(LOCKS_BYTES_MAX))
     assert encode(0, end(0), bytes(16), bytes(LOCKS_BYTES_MAX + 4)) == b""
 
@@ -123,7 +123,7 @@ def test_what_has_a_right_crc_and_is_no_block_ends_it(mark, first, last):
 
 
 @given(data=st.binary(max_size=300), last=st.integers(-1, 5))
-def test_noise_is_not_believed(data, last):
+def test_noise_is_not_trusted(data, last):
     assert believed(data, end(last)) == []
 
 

@@ -65,7 +65,7 @@ def test_what_is_nested_too_deeply_is_not_written() -> None:
         value = value.pop()  # type: ignore[assignment]
 
 
-def test_other_faults_are_told_as_they_are() -> None:
+def test_other_faults_are_reported_as_they_are() -> None:
     circle: list[object] = []
     circle.append(circle)
     with pytest.raises(ValueError, match="Circular"):

@@ -64,7 +64,7 @@ def test_the_partition_is_open_with_its_states():
     assert written.metadata == PartitionMetadata(3, 5, states)
 
 
-def test_a_claim_by_an_original_server_has_no_name():
+def test_a_claim_by_a_0_13_program_server_has_no_name():
     assert view().name == (5, NONCE)
     assert view(session=6).name is None
     assert view(state=None).name is None

@@ -107,7 +107,7 @@ def test_states_that_zookeeper_did_not_take_are_asked_for_again_after_a_pause():
     assert len(bench.questions) == 1
 
 
-def test_a_claim_that_somebody_else_won_is_followed_by_another_id():
+def test_a_claim_that_another_process_won_is_followed_by_another_id():
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()
@@ -119,7 +119,7 @@ def test_a_claim_that_somebody_else_won_is_followed_by_another_id():
     assert bench.store.open_session == 8
 
 
-def test_states_are_not_written_over_the_claim_of_somebody_else():
+def test_states_are_not_written_over_the_claim_of_another_process():
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()
@@ -177,7 +177,7 @@ def test_a_new_partition_with_records_somewhere_is_refused():
     assert bench.storages[A].last == 0
 
 
-def test_a_partition_of_the_original_is_adopted_only_when_all_are_empty():
+def test_a_partition_of_waltz_0_13_is_adopted_only_when_all_are_empty():
     bench = Bench(state=None)
     bench.down = {C}
     bench.own()
@@ -236,7 +236,7 @@ def test_no_session_opens_with_fewer_than_a_majority(count, quorum):
     assert bench.store.readable_replicas == list(names[:quorum])
 
 
-def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_goes_on_without_it():
+def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_continues_without_it():
     bench = Bench()
     bench.open()
     bench.submit()
@@ -282,7 +282,7 @@ def test_a_foreign_session_in_between_breaks_the_thread():
     assert not bench.all_told(SessionOpened)[-1].unbroken
 
 
-def test_a_claim_of_ours_behind_a_foreign_session_does_not_mend_the_thread():
+def test_a_claim_of_ours_behind_a_foreign_session_does_not_repair_the_thread():
     """The second claim finds our own name, of a session that never opened."""
     bench = Bench()
     bench.open()
@@ -371,7 +371,7 @@ def taken_over(bench):
     return other
 
 
-def test_a_new_owner_is_told_the_stamp_that_the_log_ends_with():
+def test_a_new_owner_is_reported_the_stamp_that_the_log_ends_with():
     """Its clock may be behind the last owner's; stamps never decrease all the same."""
     bench = Bench()
     bench.open()
@@ -451,7 +451,7 @@ def test_storages_ahead_of_zookeeper_stop_a_claim():
     assert bench.metadata.session_id < 99
 
 
-def test_one_storage_ahead_of_zookeeper_stops_nobody():
+def test_one_storage_ahead_of_zookeeper_stops_no_process():
     bench = Bench()
     bench.open()
     bench.storages[A].disk.promised = 99
@@ -504,7 +504,7 @@ def test_what_waits_for_its_turn_to_ask_zookeeper_is_not_released():
     assert "no quorum" in bench.all_told(Released)[0].reason
 
 
-def test_appends_that_reach_nobody_release_the_partition():
+def test_appends_that_reach_no_process_release_the_partition():
     bench = Bench()
     bench.open()
     bench.submit()
@@ -607,7 +607,7 @@ def test_what_was_asked_of_zookeeper_before_is_not_waited_for():
     assert bench.store.readable_replicas == [C, B, A]
 
 
-def test_a_write_that_was_given_up_is_not_heard_of_again():
+def test_a_write_that_was_given_up_is_not_known_again():
     """What it has come to is read; a second answer may be about another one's values."""
     bench = Bench()
     bench.own()

@@ -118,7 +118,7 @@ def test_the_decision_stays():
         (prepared(9, mark=5, damaged=[(2, 3), (5, 6)]), False),
     ],
 )
-def test_who_is_believed(answer, credible):
+def test_one_that_is_trusted(answer, credible):
     assert is_credible(answer, ReplicaState(5, UNRESOLVED), OWN_ID) is credible
 
 
@@ -215,7 +215,7 @@ def test_a_replica_that_is_no_longer_assigned_disappears():
     assert list(recovery.opening_states(6, [A, B], [A, B])) == [A, B]
 
 
-def test_a_replica_that_was_engaged_later_than_zookeeper_knows_tells_of_a_rollback():
+def test_a_replica_that_was_engaged_later_than_zookeeper_knows_reports_a_rollback():
     recovery = Recovery(Origin.RECORDED, engaged(A, B, session=5))
     later = replace(prepared(9, session=6), engaged_session=6)
     assert "was engaged in session 6" in recovery.objection(later)

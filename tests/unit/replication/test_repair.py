@@ -185,7 +185,7 @@ def test_a_longer_diverged_log_is_cut_twice():
     assert one.payloads() == source.payloads()
 
 
-def test_batches_that_a_source_has_made_up_cut_nobody():
+def test_batches_that_a_source_has_made_up_cut_no_process():
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
     source = storage((1, [0]), (MADE_UP, [1]), (MADE_UP, [2]), (1, [3]), (1, [4]))
     with pytest.raises(ChecksumMismatch, match="the source has lost the batches of"):
@@ -215,7 +215,7 @@ def test_a_copy_that_does_not_lead_to_the_decided_chain_is_refused():
     assert (one.payloads(), one.chain) == ([0, 1, 2], usher.chain)
 
 
-def test_a_copy_that_was_begun_from_a_source_with_made_up_batches_is_cut_and_begun_anew():
+def test_a_copy_that_was_begun_from_a_source_with_made_up_batches_is_cut_and_restarted():
     one = storage((1, [0]), window=1)
     source = storage((1, [0]), (-1, [1]), (1, [2]), window=1)
     usher = storage((1, [0]), (1, [1]), (1, [2]), window=1)
@@ -285,7 +285,7 @@ def test_a_new_goal_forgets_what_was_learnt_for_the_old_one():
 # damage
 
 
-def test_damage_is_mended_before_the_mark():
+def test_damage_is_repaired_before_the_mark():
     one, source = storage(*OLD), storage(*OLD)
     one.disk.damaged = {1, 2, 4}
     steps = walk(repair_of(one), one, source, Goal(5, source.chain))
@@ -293,7 +293,7 @@ def test_damage_is_mended_before_the_mark():
     assert not one.disk.damaged
 
 
-def test_old_damage_does_not_hold_up_a_session_when_nobody_can_mend_it():
+def test_old_damage_does_not_hold_up_a_session_when_no_process_can_repair_it():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {1}
     repair = repair_of(one)
@@ -301,7 +301,7 @@ def test_old_damage_does_not_hold_up_a_session_when_nobody_can_mend_it():
     assert repair.fill_step((1, 1)) == FetchCopy(1, 1, whole_batches=False)
 
 
-def test_damage_above_the_old_mark_waits_for_somebody_who_can_mend_it():
+def test_damage_above_the_old_mark_waits_for_a_process_that_can_repair_it():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {4}
     repair = repair_of(one)
@@ -310,7 +310,7 @@ def test_damage_above_the_old_mark_waits_for_somebody_who_can_mend_it():
     assert step == FetchCopy(4, 4, whole_batches=False)
 
 
-def test_damage_that_nobody_can_mend_does_not_hold_up_the_mending_of_other_damage():
+def test_damage_that_no_process_can_repair_does_not_hold_up_the_repair_of_other_damage():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {1, 4}
     repair = repair_of(one)
@@ -319,7 +319,7 @@ def test_damage_that_nobody_can_mend_does_not_hold_up_the_mending_of_other_damag
     assert one.disk.damaged == {1}
 
 
-def test_records_for_a_mend_that_has_become_needless_are_not_appended():
+def test_records_for_a_repair_that_has_become_needless_are_not_appended():
     one, source = storage(*OLD[:2], mark=2), storage(*OLD)
     one.disk.damaged = {1}
     repair, goal = repair_of(one), Goal(5, source.chain)
@@ -329,7 +329,7 @@ def test_records_for_a_mend_that_has_become_needless_are_not_appended():
     assert repair.next_step(goal, can_fill=nobody) == FetchCopy(3, 5, whole_batches=True)
 
 
-def test_a_mend_takes_from_the_damage_that_is_known_when_it_is_done():
+def test_a_repair_takes_from_the_damage_that_is_known_when_it_is_done():
     one, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(one)
     repair.damage_found([(1, 4)])
@@ -347,7 +347,7 @@ def test_a_mend_takes_from_the_damage_that_is_known_when_it_is_done():
     assert repair.damaged == [(0, 0), (3, 5)]
 
 
-def test_refused_records_leave_the_damage_that_was_told_of_since():
+def test_refused_records_leave_the_damage_that_was_reported_of_since():
     one, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(one)
     repair.damage_found([(1, 2), (4, 4)])

@@ -64,7 +64,7 @@ def test_the_source_is_marked_or_at_the_goal_and_whole():
     assert not bench.storages[A].disk.damaged
 
 
-def test_nobody_is_cut_to_fit_a_log_that_is_not_the_goal():
+def test_no_process_is_cut_to_fit_a_log_that_is_not_the_goal():
     """The first replica has another history, the last one has lost its end."""
     bench = Bench()
     bench.open()
@@ -123,7 +123,7 @@ def answers_otherwise(bench, replica, kind, **fields):
 
 
 @pytest.mark.parametrize("fields", [{"synced_max": 16}, {"synced_max": 14}, {"chain": bytes(16)}])
-def test_who_has_marked_another_log_is_not_ready(fields):
+def test_one_that_has_marked_another_log_is_not_ready(fields):
     bench = Bench()
     behind(bench, C)
     answers_otherwise(bench, A, wire.SetLowWaterMark, **fields)
@@ -132,7 +132,7 @@ def test_who_has_marked_another_log_is_not_ready(fields):
     assert bench.store.readable_replicas == [B, C]
 
 
-def test_who_has_not_synced_what_was_copied_is_not_ready():
+def test_one_that_has_not_synced_what_was_copied_is_not_ready():
     bench = Bench()
     behind(bench, C)
     answers_otherwise(bench, C, wire.AppendRaw, synced_max=2)
@@ -180,7 +180,7 @@ def test_the_wanting_replica_is_lost_while_its_copy_is_under_way():
     assert bench.logs()[C] == bench.logs()[A]
 
 
-def test_a_goal_is_chosen_anew_when_nobody_has_it_any_more():
+def test_a_goal_is_chosen_again_when_no_process_has_it_any_more():
     """The only log at the mark is gone before anybody is marked: another credible one may do."""
     bench = Bench()
     behind(bench, C)
@@ -206,7 +206,7 @@ def test_a_goal_is_chosen_anew_when_nobody_has_it_any_more():
     assert bench.logs()[survivors[0]] == bench.logs()[survivors[1]]
 
 
-def test_the_goal_is_the_log_of_somebody_who_can_be_believed():
+def test_the_goal_is_the_log_of_a_process_that_can_be_trusted():
     """The first replica's log ends at the mark, too, but in a batch that was never committed."""
     bench = Bench()
     bench.open()
@@ -250,7 +250,7 @@ def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():
     assert bench.storages[C].last == 15
 
 
-def test_a_marked_replica_that_cannot_be_mended_stays():
+def test_a_marked_replica_that_cannot_be_repaired_stays():
     bench = Bench()
     bench.open()
     for _ in range(3):
@@ -319,7 +319,7 @@ def with_marks(*, above=3):
     return bench
 
 
-def test_what_lies_below_the_old_mark_and_cannot_be_mended_holds_up_no_mark():
+def test_what_lies_below_the_old_mark_and_cannot_be_repaired_holds_up_no_mark():
     bench = with_marks()
     bench.storages[B].disk.damaged = {1}
     real = refuses_mends(bench, B)
@@ -335,7 +335,7 @@ def test_what_lies_below_the_old_mark_and_cannot_be_mended_holds_up_no_mark():
     assert not bench.storages[B].disk.damaged
 
 
-def test_what_lies_above_the_old_mark_is_mended_from_another_source_before_the_mark():
+def test_what_lies_above_the_old_mark_is_repaired_from_another_source_before_the_mark():
     bench = with_marks()
     bench.storages[B].disk.damaged = {7}
     real = refuses_mends(bench, B)
@@ -360,7 +360,7 @@ def test_what_lies_above_the_old_mark_is_mended_from_another_source_before_the_m
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_damage_that_grew_while_a_mend_was_under_way_is_mended_from_its_new_beginning():
+def test_damage_that_grew_while_a_repair_was_under_way_is_repaired_from_its_new_beginning():
     bench = with_marks()
     storage = bench.storages[B]
     storage.disk.damaged = {7}
@@ -404,7 +404,7 @@ def running(*, batches=4):
     return bench
 
 
-def test_damage_in_a_running_session_is_mended_in_it():
+def test_damage_in_a_running_session_is_repaired_in_it():
     bench = running()
     session = bench.store.open_session
     tells_of_damage(bench, B, 0, 5)
@@ -417,7 +417,7 @@ def test_damage_in_a_running_session_is_mended_in_it():
     assert all(each["is_live"] for each in bench.reports("replica.repaired"))
 
 
-def test_appends_go_on_while_damage_is_mended():
+def test_appends_continue_while_damage_is_repaired():
     bench = running()
     tells_of_damage(bench, B, 1)
     last = bench.submit(2)
@@ -461,7 +461,7 @@ def test_damage_that_all_replicas_have_hides_no_other():
     assert bench.store.open_session is not None
 
 
-def test_a_replica_that_tells_of_half_a_range_is_given_up():
+def test_a_replica_that_reports_half_a_range_is_given_up():
     bench = running()
     session = bench.store.open_session
     bench.step(
@@ -470,7 +470,7 @@ def test_a_replica_that_tells_of_half_a_range_is_given_up():
     assert "pairs of IDs" in bench.reports("replica.refused")[-1]["reason"]
 
 
-def test_who_tells_of_damage_before_it_was_asked_is_asked_for_all_of_it():
+def test_one_that_reports_damage_before_it_was_asked_is_asked_for_all_of_it():
     bench = running()
     bench.step(session_events.Checkpoint())
     while not bench.requests.get(B):

@@ -60,7 +60,7 @@ def test_an_answer_of_the_wrong_kind_or_to_nothing(one):
         one.take(wire.Appended(5, 1, 2, 0))
 
 
-def test_redials_wait_longer_and_longer_and_start_anew_after_success(one):
+def test_redials_wait_longer_and_longer_and_start_again_after_success(one):
     waits = []
     for _ in range(8):
         connected(one)

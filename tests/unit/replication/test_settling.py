@@ -43,13 +43,13 @@ def test_an_unbroken_thread_without_doubt_asks_nothing():
     assert (past.outcome, replica.supplier) == (Settled(9, 5), [])
 
 
-def test_an_empty_log_has_no_stamp_to_go_on_from():
+def test_an_empty_log_has_no_stamp_to_continue_from():
     past, replica = settling(-1, unbroken=False)
     past.begin(0)
     assert (past.outcome, replica.supplier) == (Settled(9, -1), [])
 
 
-def test_the_last_batch_of_a_log_that_others_may_have_written_tells_its_stamp():
+def test_the_last_batch_of_a_log_that_others_may_have_written_reports_its_stamp():
     past, replica = settling(5, unbroken=False)
     past.begin(0)
     assert (past.outcome, replica.supplier) == (None, [(5, 5)])
@@ -87,7 +87,7 @@ def test_batches_that_were_made_up_do_not_say_that_a_session_wrote_nothing():
     assert past.outcome == Settled(9, 8, 0)
 
 
-def test_nobody_is_left_who_has_the_batches():
+def test_no_process_is_left_who_has_the_batches():
     past, replica = settling(5, unbroken=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):

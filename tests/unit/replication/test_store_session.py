@@ -147,7 +147,7 @@ def test_another_storage_at_the_address_is_not_used():
     assert bench.reports("replica.refused")[0]["replica"] == A
 
 
-def test_zookeeper_that_knows_nothing_of_a_batchs_session_is_not_believed():
+def test_zookeeper_that_knows_nothing_of_a_batchs_session_is_not_trusted():
     """Its data was rolled back; the log of an older session would win, and cut committed ids."""
     bench = Bench()
     bench.open()
@@ -215,7 +215,7 @@ def test_a_replica_that_knows_a_later_session_is_in_none(monkeypatch, is_left_ou
         (errors.StorageIdMismatch("another"), LIMITS.refused_retry_ms),
     ],
 )
-def test_who_has_not_heard_of_its_assignment_is_asked_again_soon(monkeypatch, error, wait_ms):
+def test_one_that_has_not_known_its_assignment_is_asked_again_soon(monkeypatch, error, wait_ms):
     def refuse(_prefix, _message):
         raise error
 
@@ -282,7 +282,7 @@ def test_bad_copies_are_noticed_and_another_source_is_asked():
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_damage_in_a_running_log_is_mended_at_the_next_session():
+def test_damage_in_a_running_log_is_repaired_at_the_next_session():
     bench = Bench()
     bench.open()
     for _ in range(4):
@@ -420,7 +420,7 @@ def test_the_loss_of_one_that_may_be_engaged_ends_the_session():
 # J: the live log
 
 
-def test_a_slow_replica_holds_up_nobody_and_costs_bounded_memory():
+def test_a_slow_replica_holds_up_no_process_and_costs_bounded_memory():
     bench = Bench()
     bench.open()
     bench.silent = {C}
@@ -605,7 +605,7 @@ def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one():
     assert bench.all_told(SessionClosed)[-1].session_id == session_id
 
 
-def test_a_storage_that_takes_another_ones_name_is_not_believed():
+def test_a_storage_that_takes_another_ones_name_is_not_trusted():
     """It says who it is only in its answer; what it has is another replica's log, or none."""
     bench = Bench()
     bench.own()
@@ -622,7 +622,7 @@ def test_a_storage_that_takes_another_ones_name_is_not_believed():
     assert bench.store.readable_replicas == [B, C]
 
 
-def test_the_time_of_each_append_is_kept_and_a_slow_one_is_told_with_its_replica():
+def test_the_time_of_each_append_is_kept_and_a_slow_one_is_reported_with_its_replica():
     bench = Bench(limits=replace(LIMITS, slow_append_ms=250))
     bench.open()
     bench.submit()

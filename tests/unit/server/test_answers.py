@@ -39,7 +39,7 @@ def test_an_error_carries_its_code_and_its_sentence() -> None:
     assert answer == Answer(A, expected, 70)
 
 
-def test_the_original_s_mount_is_answered_by_a_state() -> None:
+def test_waltz_0_13_s_mount_is_answered_by_a_state() -> None:
     assert answers.not_owned(ask(OLD_MOUNT), PLACE).message == messages.MountResponse(REQ, 1)
     ahead = errors.ClientAhead("too far")
     assert answers.refuse_mount(ask(OLD_MOUNT), ahead).message == messages.MountResponse(REQ, 2)
@@ -55,7 +55,7 @@ def test_ours_is_answered_by_an_error() -> None:
     assert found.error_code == errors.ClientAhead.code
 
 
-def test_a_mark_is_told_in_the_words_of_the_question() -> None:
+def test_a_mark_is_reported_in_the_words_of_the_question() -> None:
     identity = PartitionIdentity(PartitionId(3), 8, bytes(16))
     replicas = [ReplicaId("s:1")]
 
@@ -70,7 +70,7 @@ def test_a_mark_is_told_in_the_words_of_the_question() -> None:
     assert told(asked) == messages.ReplicasResponse(REQ, 2, 9, ("s:1",), bytes(16), 8)
 
 
-def test_a_writer_is_told_what_it_may_send_and_an_older_client_that_it_is_ready() -> None:
+def test_a_writer_is_reported_what_it_may_send_and_an_older_client_that_it_is_ready() -> None:
     limits = PartitionLimits(lock_slot_count=1009)
     told = answers.mounted(ask(NEW_MOUNT), TransactionId(4), SessionId(2), limits).message
     assert told == messages.Mounted(

@@ -281,7 +281,7 @@ def test_commit_stamps_never_decrease() -> None:
     assert [batch.stamp_ms for batch in world.submitted] == [500, 500]
 
 
-def test_commit_stamps_go_on_from_the_last_owners() -> None:
+def test_commit_stamps_continue_from_the_last_owners() -> None:
     world = World(is_open=False)
     opened = SessionOpened(SessionId(1), GENERATION, TransactionId(4), GENESIS_CHAIN, False)
     world.pipeline.settled(opened, TransactionId(4), unbroken=False, stamp_ms=900)
@@ -320,7 +320,7 @@ def test_how_long_appends_took_is_noted() -> None:
 # --- locks
 
 
-def test_a_refusal_for_a_committed_conflict_is_told_at_once() -> None:
+def test_a_refusal_for_a_committed_conflict_is_reported_at_once() -> None:
     world = World()
     world.single(write=[5])
     world.turn()
@@ -422,7 +422,7 @@ def test_what_comes_on_an_older_connection_after_the_mount_on_a_newer_one_is_ref
     assert world.submitted == []
 
 
-def test_a_wrong_checksum_is_told_and_nothing_is_appended() -> None:
+def test_a_wrong_checksum_is_reported_and_nothing_is_appended() -> None:
     world = World()
     req_id = ReqId(ALICE, GENERATION, PartitionId(0), 1)
     world.pipeline.receive(
@@ -434,7 +434,7 @@ def test_a_wrong_checksum_is_told_and_nothing_is_appended() -> None:
     assert world.submitted == []
 
 
-def test_a_batch_that_cannot_be_decoded_is_told() -> None:
+def test_a_batch_that_cannot_be_decoded_is_reported() -> None:
     world = World()
     req_id = ReqId(ALICE, GENERATION, PartitionId(0), 1)
     junk = b"no arrow"
@@ -444,7 +444,7 @@ def test_a_batch_that_cannot_be_decoded_is_told() -> None:
     assert faults(world.turn()) == [errors.BadRequest.code]
 
 
-def test_sequence_numbers_that_run_out_are_told() -> None:
+def test_sequence_numbers_that_run_out_are_reported() -> None:
     world = World()
     world.sequence = 0x7FFFFFFF
     world.batch([b"a", b"b"])
@@ -570,7 +570,7 @@ def test_while_small_ones_have_to_pass_large_ones_go_one_by_one_with_pauses() ->
     assert len(world.turns()) == 1
 
 
-def test_large_ones_of_a_closed_session_hold_back_nobody() -> None:
+def test_large_ones_of_a_closed_session_hold_back_no_process() -> None:
     world = World()
     world.share()
     world.batch([bytes(PIECE_BYTES // 2)] * 3)
@@ -807,7 +807,7 @@ def test_a_barrier_waits_for_what_is_in_flight_only() -> None:
 # --- lost sessions
 
 
-def test_nothing_is_told_at_the_end_of_a_session_but_all_of_it_when_settled() -> None:
+def test_nothing_is_reported_at_the_end_of_a_session_but_all_of_it_when_settled() -> None:
     world = World()
     kept, lost = world.single(write=[1]), None
     world.turn()
@@ -831,7 +831,9 @@ def test_nothing_is_told_at_the_end_of_a_session_but_all_of_it_when_settled() ->
 
 
 @pytest.mark.parametrize("unbroken", [True, False])
-def test_what_had_landed_by_the_end_of_a_session_is_kept_where_nobody_else_wrote(unbroken) -> None:
+def test_what_had_landed_by_the_end_of_a_session_is_kept_where_no_other_process_wrote(
+    unbroken,
+) -> None:
     """Otherwise its chain may be another one than the log's."""
     world = World()
     for _ in range(2):
@@ -844,7 +846,7 @@ def test_what_had_landed_by_the_end_of_a_session_is_kept_where_nobody_else_wrote
     assert list(results(out).values()) == [[(0, COMMITTED, -1)], [(1, COMMITTED, -1)]]
 
 
-def test_locks_of_lost_transactions_are_free_again_when_nobody_else_wrote() -> None:
+def test_locks_of_lost_transactions_are_free_again_when_no_other_process_wrote() -> None:
     world = World()
     world.single(write=[5])
     world.turn()
@@ -858,7 +860,7 @@ def test_locks_of_lost_transactions_are_free_again_when_nobody_else_wrote() -> N
     assert results(world.commit()) == {again: [(0, COMMITTED, -1)]}
 
 
-def test_what_was_lost_refuses_nobody_who_sends_it_again_though_others_got_in() -> None:
+def test_what_was_lost_refuses_no_process_that_sends_it_again_though_others_got_in() -> None:
     world = World()
     world.single(write=[1])
     world.turn()
@@ -893,7 +895,7 @@ def test_a_request_may_be_settled_in_the_middle() -> None:
     }
 
 
-def test_giving_up_tells_queued_from_doubtful() -> None:
+def test_giving_up_reports_queued_from_doubtful() -> None:
     world = World()
     in_flight = world.single()
     world.turn()
@@ -965,7 +967,7 @@ def test_nothing_is_judged_before_the_lock_table_is_filled() -> None:
     assert (batch.first, batch.last, batch.locks) == (6, 6, struct.pack(">i", 1))
 
 
-def test_who_waits_for_the_lock_table_waits_no_longer_than_so() -> None:
+def test_one_that_waits_for_the_lock_table_waits_no_longer_than_so() -> None:
     world = World(is_open=False)
     world.open(5, unbroken=False)
     world.pipeline.refill.ask(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)

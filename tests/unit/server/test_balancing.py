@@ -77,7 +77,7 @@ def test_the_lead_leaves_a_hot_partition_alone_on_its_server():
     in_virtual_time(story())
 
 
-def test_nothing_moves_to_a_server_that_tells_nothing():
+def test_nothing_moves_to_a_server_that_reports_nothing():
     async def story():
         zookeeper = MemoryZooKeeper(asyncio.Event)
         inbox, looks, works = await balanced(zookeeper, servers=(1, 2), telling=(1,))

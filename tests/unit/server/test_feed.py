@@ -150,7 +150,7 @@ def test_many_clients_are_served_in_turns() -> None:
     )
 
 
-def test_a_congested_client_costs_nothing_and_others_go_on() -> None:
+def test_a_congested_client_costs_nothing_and_others_continue() -> None:
     each = feed(-1)
     for client in (1, 2):
         mount(each, client, -1, -1)
@@ -229,7 +229,7 @@ def test_a_fetched_stretch_is_cut_to_what_was_promised(chain_at: int) -> None:
     assert isinstance(reached, MountReached)
 
 
-def test_what_comes_for_a_client_that_left_is_for_nobody() -> None:
+def test_what_comes_for_a_client_that_left_is_for_no_process() -> None:
     each = feed(30, remembered_from=20)
     mount(each, 1, 4, 30)
     each.turn()
@@ -254,7 +254,7 @@ def test_giving_up_returns_who_still_waits() -> None:
     assert turns(each) == []
 
 
-def test_a_feed_request_that_is_not_granted_is_told_why() -> None:
+def test_a_feed_request_that_is_not_granted_is_reported_why() -> None:
     each = feed(9)
     place = PartitionPlace(PartitionId(0), Generation(0), TransactionId(9))
 
@@ -329,7 +329,7 @@ def test_filters_of_two_clients_do_not_mix() -> None:
     assert [len(found[2]) for found in picked(turns(each))] == [1, 1, 10]
 
 
-def test_a_grant_of_a_filtered_feed_goes_on_and_ends() -> None:
+def test_a_grant_of_a_filtered_feed_continues_and_ends() -> None:
     each = feed(4)
     filtered(each, 1, 4, 4, 7)
     turns(each)

@@ -15,7 +15,7 @@ def test_a_draft_is_as_large_as_its_records():
     assert len(draft.parts) == len(draft.locks) == 3
 
 
-def test_a_draft_tells_how_far_its_locks_are_behind_its_last_id():
+def test_a_draft_reports_how_far_its_locks_are_behind_its_last_id():
     draft = Draft()
     for first, last, writers in ((7, 9, b"\0\2\2"), (10, 10, b""), (11, 12, b"\1\0")):
         part = EncodedBatch(first, last, b"", memoryview(b""), b"", 0)

@@ -67,7 +67,7 @@ def test_a_range_counts_for_its_answer_and_takes_half_of_the_bytes_at_most() -> 
     assert len(each.admit(A)) == 1
 
 
-def test_who_does_not_take_answers_is_not_worked_for() -> None:
+def test_one_that_does_not_take_answers_is_not_worked_for() -> None:
     each = flow()
     each.backlog(A, 5_000, is_congested=True)
     each.receive(A, [batch(10)])

@@ -76,7 +76,7 @@ def in_flight() -> tuple[Authors, ReqId]:
     return world, winner
 
 
-def test_an_author_is_told_what_is_in_flight_and_is_let_in_behind_it():
+def test_an_author_is_reported_what_is_in_flight_and_is_let_in_behind_it():
     world, winner = in_flight()
     loser = world.follow(BOB)
     (answer,) = world.turn()
@@ -166,7 +166,7 @@ def test_what_does_not_follow_takes_what_was_gathered_with_it():
     assert [(batch.first, batch.last) for batch in world.submitted] == [(0, 0), (1, 2)]
 
 
-def test_all_of_its_locks_above_its_mark_and_nothing_else_is_told():
+def test_all_of_its_locks_above_its_mark_and_nothing_else_is_reported():
     world = Authors()
     world.follow(write=[COLD])  # from here on it is remembered
     world.follow(write=[HOT])
@@ -189,7 +189,7 @@ def told_of(world: Authors, **asked) -> list[int] | None:
     return told([*out, *world.turn()]).get(req_id)
 
 
-def test_rows_of_batches_with_its_locks_cannot_be_told():
+def test_rows_of_batches_with_its_locks_cannot_be_reported():
     world, winner = in_flight()
     world.batch([b"a", b"b"], write=[[COLD], [9]])
     world.turn()
@@ -202,7 +202,7 @@ def test_rows_of_batches_with_its_locks_cannot_be_told():
 
 
 @pytest.mark.parametrize("name", ["PREDECESSORS_COUNT_MAX", "PREDECESSORS_BYTES_MAX"])
-def test_too_much_is_not_told(name, monkeypatch):
+def test_too_much_is_not_reported(name, monkeypatch):
     world, _ = in_flight()
     world.single(append=[HOT])
     world.turn()
@@ -212,7 +212,7 @@ def test_too_much_is_not_told(name, monkeypatch):
     assert results(world.commit())[waiting] == [(-1, LOCK, 1)]
 
 
-def test_who_asks_for_many_locks_is_not_told():
+def test_one_that_asks_for_many_locks_is_not_reported():
     world, _ = in_flight()
     most = following.PREDECESSORS_LOCKS_MAX
     assert told_of(world, write=range(HOT, HOT + most)) == [0]
@@ -235,7 +235,7 @@ def test_many_locks_are_not_remembered_for_long(monkeypatch):
     assert results(world.turn())[late] == [(-1, LOCK, 0)]
 
 
-def test_what_is_not_remembered_any_more_is_not_told(monkeypatch):
+def test_what_is_not_remembered_any_more_is_not_reported(monkeypatch):
     monkeypatch.setattr(following, "REMEMBERED_COUNT_MAX", 2)
     world, _ = in_flight()
     for _ in range(2):
@@ -247,7 +247,7 @@ def test_what_is_not_remembered_any_more_is_not_told(monkeypatch):
     assert told_of(world, mark=0) == [1, 2]
 
 
-def test_one_is_told_at_each_admission_and_the_others_wait():
+def test_one_is_reported_at_each_admission_and_the_others_wait():
     world, _ = in_flight()
     losers = [world.follow(BOB if i % 2 else ALICE) for i in range(3)]
     assert list(told(world.turn())) == losers[:1]
@@ -256,7 +256,7 @@ def test_one_is_told_at_each_admission_and_the_others_wait():
         assert told(world.turn()) == {loser: list(range(number + 2))}
 
 
-def test_when_nobody_comes_the_next_is_told_after_a_while():
+def test_when_no_process_comes_the_next_is_reported_after_a_while():
     world, _ = in_flight()
     losers = [world.follow(), world.follow()]
     assert list(told(world.turn())) == losers[:1]
@@ -269,7 +269,7 @@ def test_when_nobody_comes_the_next_is_told_after_a_while():
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
-def test_what_was_told_in_another_session_is_not_followed():
+def test_what_was_reported_in_another_session_is_not_followed():
     world, winner = in_flight()
     world.follow(BOB)
     assert told(world.turn())
@@ -289,7 +289,7 @@ def test_what_was_told_in_another_session_is_not_followed():
     assert results(world.turn()) == {stale: [(-1, LOCK, 0)]}
 
 
-def test_a_session_whose_number_is_not_new_is_nobodys_to_follow():
+def test_a_session_whose_number_is_not_new_is_no_processes_to_follow():
     world, _ = in_flight()
     world.pipeline.closed()
     world.session -= 1  # as when ZooKeeper's data were put back
@@ -303,7 +303,7 @@ def test_a_session_whose_number_is_not_new_is_nobodys_to_follow():
     assert results(world.commit())[waiting] == [(-1, LOCK, 0)]
 
 
-def test_nobody_follows_what_was_never_admitted():
+def test_no_process_follows_what_was_never_admitted():
     world, _ = in_flight()
     beyond = world.after(1)
     assert results(world.turn()) == {beyond: [(-1, LOCK, -1)]}
@@ -316,7 +316,7 @@ def test_what_follows_is_refused_for_what_has_come_since():
     assert told(world.turn()) == {late: [1]}
 
 
-def test_who_cannot_be_told_hears_nothing_before_what_stands_against_him_is_final():
+def test_one_that_cannot_be_reported_receives_nothing_before_what_stands_against_it_is_final():
     world, _ = in_flight()
     behind = world.after(0)
     late = world.after(0, client=BOB, read=range(100, 100 + following.PREDECESSORS_LOCKS_MAX))
@@ -326,7 +326,7 @@ def test_who_cannot_be_told_hears_nothing_before_what_stands_against_him_is_fina
     assert results(world.commit()) == {behind: [(1, COMMITTED, -1)], late: [(-1, LOCK, 1)]}
 
 
-def test_what_is_in_flight_is_not_in_the_log_for_one_who_was_not_told_of_it():
+def test_what_is_in_flight_is_not_in_the_log_for_one_that_was_not_reported_of_it():
     world, winner = in_flight()
     world.follow(BOB, mark=0)
     assert [type(each) for each in world.turn()] == [Ahead]
@@ -367,7 +367,7 @@ def test_what_was_gathered_was_never_submitted_when_the_partition_goes():
     assert [each.req_id for each in doubtful] == [winner]
 
 
-def test_who_waits_hears_of_the_end_of_the_session_and_nobody_of_a_closed_connection():
+def test_one_that_waits_notices_the_end_of_the_session_and_no_process_of_a_closed_connection():
     world, _ = in_flight()
     waiting = [world.follow(), world.follow(BOB), world.follow()]
     assert list(told(world.turn())) == waiting[:1]
@@ -432,7 +432,7 @@ def test_what_follows_does_not_overtake_what_was_sent_before_it():
     assert winner != first
 
 
-def test_nothing_of_a_lost_session_is_told_in_the_next_one():
+def test_nothing_of_a_lost_session_is_reported_in_the_next_one():
     world, winner = in_flight()
     world.pipeline.closed()
     assert results(world.open(-1)) == {winner: [(-1, LOST, -1)]}
@@ -445,7 +445,7 @@ def test_nothing_of_a_lost_session_is_told_in_the_next_one():
     assert (found.req_id, found.data) == (again, b"again")
 
 
-def test_what_is_told_is_the_record_of_what_was_admitted_and_not_of_what_was_refused_beside_it():
+def test_what_is_reported_is_the_record_of_what_was_admitted_and_not_of_what_was_refused_beside_it():
     world, _ = in_flight()
     world.single(write=(HOT,), data=b"refused for what is in flight")
     cold = world.single(BOB, write=(COLD,), data=b"cold")
@@ -456,7 +456,7 @@ def test_what_is_told_is_the_record_of_what_was_admitted_and_not_of_what_was_ref
     assert (found.transaction_id, found.req_id, found.data) == (1, cold, b"cold")
 
 
-def test_who_does_not_ask_is_told_nothing_new():
+def test_one_that_does_not_ask_is_reported_nothing_new():
     world, _ = in_flight()
     waiting = world.single(BOB, write=[HOT])
     assert world.turn() == []

@@ -18,7 +18,7 @@ from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCach
 A_REPLICA = ReplicaId("10.0.0.1:5280")
 
 
-def test_the_feed_that_is_furthest_behind_is_told() -> None:
+def test_the_feed_that_is_furthest_behind_is_reported() -> None:
     world, metrics, told = World(), Metrics("server"), _ShownFigures()
 
     def lag() -> float:
@@ -47,7 +47,7 @@ class Counted(Metrics):
         super().add(name, amount, **labels)
 
 
-def test_what_is_as_it_was_is_not_told_again() -> None:
+def test_what_is_as_it_was_is_not_reported_again() -> None:
     world, metrics, told = World(), Counted("server"), _ShownFigures()
     world.open()
     world.mount(ALICE, A, feed=True)
@@ -64,7 +64,7 @@ def test_what_is_as_it_was_is_not_told_again() -> None:
     assert metrics.told_count > before
 
 
-def test_a_replica_that_does_not_answer_is_told_until_it_does(caplog) -> None:
+def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> None:
     """A late one holds up nobody, and so nobody else would say that it hangs."""
     owed_since, metrics = {}, Metrics("server")
     waits = Waits(

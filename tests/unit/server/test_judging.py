@@ -113,7 +113,9 @@ def test_single_transactions_are_judged_in_order(few: int, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])
-def test_the_locks_of_what_was_accepted_are_told(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_locks_of_what_was_accepted_are_reported(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(judging, "FEW", few)
     writes, reads, appends = [[1, -2], [1], []], [[9], [], []], [[], [5], [6, 7]]
     group = [
@@ -143,7 +145,7 @@ def test_the_locks_of_what_was_accepted_are_told(few: int, monkeypatch: pytest.M
     assert sorted(found) == [(-2, 0), (1, 0), (6, 1), (7, 1)]
 
 
-def test_of_many_transactions_nobody_is_told_which_one_has_which_lock() -> None:
+def test_of_many_transactions_no_process_is_reported_which_one_has_which_lock() -> None:
     group = [
         SingleTicket(A, 100, AppendRequest(REQ, -1, (row,), (), (), 0, b"", 0), Epoch(), 0)
         for row in range(DISTANCES_TRANSACTIONS_MAX + 1)
@@ -156,7 +158,7 @@ def test_of_many_transactions_nobody_is_told_which_one_has_which_lock() -> None:
     assert list(few.writers) == list(range(DISTANCES_TRANSACTIONS_MAX))
 
 
-def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_told() -> None:
+def test_the_locks_of_a_batch_that_is_accepted_whole_are_all_reported() -> None:
     payload = encode_append(
         [0, 0], [b""] * 2, write_locks=[[1], [2]], read_locks=[[9], []], append_locks=[[], [3]]
     )

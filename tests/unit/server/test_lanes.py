@@ -40,7 +40,7 @@ def test_lanes_of_equal_requests_take_turns_and_keep_their_order() -> None:
     assert lanes.bytes == 0
 
 
-def test_who_asks_for_little_goes_before_those_who_flood() -> None:
+def test_one_that_asks_for_little_goes_before_those_that_flood() -> None:
     lanes: Lanes[Item] = Lanes()
     for flood in (1, 2, 3):
         for number in range(3):
@@ -55,7 +55,7 @@ def test_who_asks_for_little_goes_before_those_who_flood() -> None:
     ]  # fmt: skip
 
 
-def test_nobody_saves_up_turns() -> None:
+def test_no_process_saves_up_turns() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "a0", 1_000))
     lanes.push(item(2, "idle"))

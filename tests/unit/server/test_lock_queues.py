@@ -27,7 +27,7 @@ def next_commit(world: World, mark: int, lock: int = HOT) -> dict:
     return results(world.commit())
 
 
-def test_one_is_told_at_each_landing_in_the_order_in_which_they_came() -> None:
+def test_one_is_reported_at_each_landing_in_the_order_in_which_they_came() -> None:
     world, refused, told = contended()
     assert told[refused[0]] == [(-1, LOCK, 0)]
     assert refused[1] not in told
@@ -40,7 +40,7 @@ def test_one_is_told_at_each_landing_in_the_order_in_which_they_came() -> None:
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
-def test_who_is_refused_later_is_told_later() -> None:
+def test_one_that_is_refused_later_is_reported_later() -> None:
     world, refused, _ = contended(losers=2)
     world.single(mark=0, write=[HOT])
     world.turn()
@@ -52,7 +52,7 @@ def test_who_is_refused_later_is_told_later() -> None:
     assert last in next_commit(world, 1)
 
 
-def test_a_landing_under_other_locks_tells_nobody() -> None:
+def test_a_landing_under_other_locks_reports_no_process() -> None:
     world, refused, _ = contended()
     assert list(next_commit(world, 0, COLD).values()) == [[(1, COMMITTED, -1)]]
     assert refused[1] in next_commit(world, 1)
@@ -69,7 +69,7 @@ def test_two_hot_locks_do_not_wait_for_each_other() -> None:
     assert [req_id in told for req_id in refused] == [True, True, False, False]
 
 
-def test_when_nobody_comes_the_next_one_is_told_after_a_while() -> None:
+def test_when_no_process_comes_the_next_one_is_reported_after_a_while() -> None:
     world, refused, _ = contended(took_ms=4)
     for req_id in refused[1:]:
         before_ms = world.now_ms
@@ -94,7 +94,7 @@ def test_when_commits_become_slower_everybody_gets_more_time() -> None:
     assert world.now_ms - before_ms == NOTIFY_FACTOR * 8
 
 
-def test_who_waits_is_told_of_the_newest_conflict_whoever_has_met_it() -> None:
+def test_one_that_waits_is_notified_of_the_newest_conflict_one_that_has_met_it() -> None:
     world, refused, _ = contended(losers=2)
     world.batch([b"data"], mark=0, write=[[HOT]])
     world.turn()
@@ -111,7 +111,7 @@ def test_commits_of_no_time_at_all_leave_some_time_too() -> None:
     assert world.now_ms == NOTIFY_MS_MIN
 
 
-def test_nobody_is_held_back_for_long() -> None:
+def test_no_process_is_held_back_for_long() -> None:
     world, refused, _ = contended(losers=200)
     told = []
     while len(told) < 199:
@@ -120,7 +120,7 @@ def test_nobody_is_held_back_for_long() -> None:
     assert told == refused[1:]
 
 
-def test_the_end_of_a_session_holds_nobody_back() -> None:
+def test_the_end_of_a_session_holds_no_process_back() -> None:
     world, refused, _ = contended()
     assert list(results(world.pipeline.closed())) == refused[1:]
     assert world.pipeline.turn_at_ms(world.now_ms) is None
@@ -134,7 +134,7 @@ def test_a_partition_that_is_given_up_gives_them_back() -> None:
     assert (doubtful, out) == ([], [])
 
 
-def test_a_closed_connection_is_told_nothing_and_a_flush_does_not_wait_for_it() -> None:
+def test_a_closed_connection_is_reported_nothing_and_a_flush_does_not_wait_for_it() -> None:
     world, refused, _ = contended(losers=4)
     assert world.pipeline.flush(1) == []
     assert results(world.pipeline.close(B)) == {}
@@ -144,13 +144,13 @@ def test_a_closed_connection_is_told_nothing_and_a_flush_does_not_wait_for_it() 
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
-def test_a_flush_waits_until_they_are_told() -> None:
+def test_a_flush_waits_until_they_are_reported() -> None:
     world, _, _ = contended(losers=2)
     assert world.pipeline.flush(1) == []
     assert Reached(1) in world.turn_when_paced()
 
 
-def test_who_comes_with_an_old_mark_is_told_at_once() -> None:
+def test_one_that_comes_with_an_old_mark_is_reported_at_once() -> None:
     world, _, _ = contended(losers=3)
     world.single(mark=0, write=[COLD])
     world.turn()  # something is in flight, and others are held back
@@ -158,7 +158,7 @@ def test_who_comes_with_an_old_mark_is_told_at_once() -> None:
     assert list(results(world.turn())) == [stale]
 
 
-def test_those_who_only_read_do_not_wait_for_each_other() -> None:
+def test_those_that_only_read_do_not_wait_for_each_other() -> None:
     world = World()
     world.single(write=[HOT])
     world.turn()
@@ -179,7 +179,7 @@ def test_read_locks_and_their_order_make_a_queue_too() -> None:
     assert [req_id in told for req_id in (*same, other)] == [True, False, True]
 
 
-def test_a_writer_who_has_gone_holds_nobody_up() -> None:
+def test_a_writer_that_has_gone_holds_no_process_up() -> None:
     world = World()
     world.single(write=[HOT])
     world.turn()
@@ -194,7 +194,7 @@ def test_a_writer_who_has_gone_holds_nobody_up() -> None:
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 
-def test_of_two_queues_the_one_that_is_due_first_is_told_first() -> None:
+def test_of_two_queues_the_one_that_is_due_first_is_reported_first() -> None:
     world, slow, _ = contended(losers=2, took_ms=20)
     began_ms = world.now_ms
     world.single(mark=0, write=[COLD])
@@ -210,7 +210,7 @@ def test_of_two_queues_the_one_that_is_due_first_is_told_first() -> None:
     assert world.now_ms == began_ms + NOTIFY_FACTOR * 20
 
 
-def test_they_are_told_while_the_session_is_held_too() -> None:
+def test_they_are_reported_while_the_session_is_held_too() -> None:
     world, refused, _ = contended(losers=2)
     world.pipeline.hold()
     assert list(results(world.turn_when_paced())) == [refused[1]]

@@ -127,7 +127,7 @@ def test_a_row_sees_the_rows_before_it_in_its_batch() -> None:
     assert found.pending.tolist() == [False, True, True, False, False]
 
 
-def test_a_refused_row_of_the_batch_blocks_nobody() -> None:
+def test_a_refused_row_of_the_batch_blocks_no_process() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, high=0, next_id=1)
     found = judge(table, {"w": [1, 2]}, {"w": [2]}, {"w": [2]}, mark=0, high=1)

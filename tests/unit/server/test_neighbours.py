@@ -85,7 +85,7 @@ async def world() -> AsyncIterator[World]:
 
 
 @on_loop
-async def test_whoever_listens_no_more_is_taken_out_once():
+async def test_one_that_listens_no_more_is_taken_out_once():
     async with world() as here:
         listener = await here.listen()
         other = ServerDescriptor(OTHER, HOST, listener.port)
@@ -105,7 +105,7 @@ async def test_whoever_listens_no_more_is_taken_out_once():
 
 
 @on_loop
-async def test_whoever_changes_its_preferences_and_dies_is_taken_out_as_it_is_known_now():
+async def test_one_that_changes_its_preferences_and_dies_is_taken_out_as_it_is_known_now():
     async with world() as here:
         listener = await here.listen()
         here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
@@ -119,7 +119,7 @@ async def test_whoever_changes_its_preferences_and_dies_is_taken_out_as_it_is_kn
 
 
 @on_loop
-async def test_a_refusal_that_zookeeper_could_not_be_told_is_told_again():
+async def test_a_refusal_that_zookeeper_could_not_be_reported_is_reported_again():
     async with world() as here:
         here.failures = 2
         listener = await here.listen()
@@ -166,7 +166,7 @@ async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
 
 
 @on_loop
-async def test_who_answers_no_more_but_is_not_refused_is_not_judged():
+async def test_one_that_answers_no_more_but_is_not_refused_is_not_judged():
     neighbours.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the silent one listens
     async with world() as here:
         listener = await here.listen()
@@ -184,7 +184,7 @@ async def test_who_answers_no_more_but_is_not_refused_is_not_judged():
 
 
 @on_loop
-async def test_who_drops_one_more_connection_while_he_dies_is_taken_out_soon():
+async def test_one_that_drops_one_more_connection_while_it_dies_is_taken_out_soon():
     neighbours.OTHER_PAUSE_S = 3600.0  # type: ignore[misc]
     neighbours.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the dying one listens
     async with world() as here:
@@ -229,7 +229,7 @@ async def test_a_server_that_closes_each_connection_is_dialled_ever_more_slowly(
 
 
 @on_loop
-async def test_who_has_left_is_looked_after_no_more():
+async def test_one_that_has_left_is_looked_after_no_more():
     async with world() as here:
         listener = await here.listen()
         here.neighbours.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))

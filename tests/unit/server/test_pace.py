@@ -69,7 +69,7 @@ def test_while_shared_large_ones_go_in_pieces_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("took_ms", [0, 1, 7, 900])
-def test_after_each_piece_there_is_a_pause_in_proportion_but_not_for_ever(took_ms: int) -> None:
+def test_after_each_piece_there_is_a_pause_in_proportion_but_not_permanently(took_ms: int) -> None:
     pace = shared()
     pace.small(MODEST, 100)
     pace.started(FLOOD, 100)
@@ -90,7 +90,7 @@ def test_a_piece_that_never_lands_holds_nothing_back_once_forgotten() -> None:
         pace.forgotten()
 
 
-def test_a_piece_that_hangs_is_not_waited_for_for_ever() -> None:
+def test_a_piece_that_hangs_is_not_waited_for_permanently() -> None:
     pace = shared()
     pace.started(FLOOD, 100)
     pace.small(MODEST, 900)
@@ -117,7 +117,7 @@ def steered(took_ms: list[int]) -> Pace:
     return pace
 
 
-def test_small_ones_that_suffer_lengthen_the_pauses_but_not_for_ever() -> None:
+def test_small_ones_that_suffer_lengthen_the_pauses_but_not_permanently() -> None:
     assert steered([9]).factor > FACTOR_FIRST
     assert steered([500] * 100).factor == FACTOR_MAX
 
@@ -176,7 +176,7 @@ def test_beside_a_flood_the_calm_time_stays_for_a_while() -> None:
     assert pace.factor > factor
 
 
-def test_a_calm_time_of_long_ago_is_not_believed() -> None:
+def test_a_calm_time_of_long_ago_is_not_trusted() -> None:
     pace = after_a_long_flood(CALM_KEPT_MS + 20_000)
     factor = pace.factor
     pace.small_landed(200_000, 200_009)

@@ -256,7 +256,7 @@ def test_an_append_goes_to_the_store_and_is_answered_when_committed() -> None:
     assert world.partition.high_water_mark == 0
 
 
-def test_nothing_is_told_between_session_opened_and_settled() -> None:
+def test_nothing_is_reported_between_session_opened_and_settled() -> None:
     world = World()
     mark = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     world.say(
@@ -271,7 +271,7 @@ def test_nothing_is_told_between_session_opened_and_settled() -> None:
     assert world.partition.is_open
 
 
-def test_a_lost_session_is_settled_before_its_appends_are_told() -> None:
+def test_a_lost_session_is_settled_before_its_appends_are_reported() -> None:
     world = ready()
     first, second = world.append(), world.append()
     world.run()
@@ -285,7 +285,7 @@ def test_a_lost_session_is_settled_before_its_appends_are_told() -> None:
     assert world.reason(behind) is Reason.NOT_MOUNTED
 
 
-def test_an_append_that_is_lost_to_a_full_disk_is_told_so() -> None:
+def test_an_append_that_is_lost_to_a_full_disk_is_notified() -> None:
     world = ready()
     lost = world.append()
     world.run()
@@ -294,7 +294,7 @@ def test_an_append_that_is_lost_to_a_full_disk_is_told_so() -> None:
     assert world.reason(lost) is Reason.NO_SPACE
 
 
-def test_a_log_that_is_shorter_than_told_is_not_served() -> None:
+def test_a_log_that_is_shorter_than_reported_is_not_served() -> None:
     world = ready()
     world.fill(3)
     waiting = world.append()
@@ -306,7 +306,7 @@ def test_a_log_that_is_shorter_than_told_is_not_served() -> None:
     assert world.store.of(replication.Disown)
 
 
-def test_disown_tells_everybody_what_is_known() -> None:
+def test_disown_reports_everybody_what_is_known() -> None:
     world = ready()
     in_flight = world.append()
     world.run()
@@ -324,7 +324,7 @@ def test_disown_tells_everybody_what_is_known() -> None:
     assert world.answer(old_mount) == messages.MountResponse(old_mount, 1)
 
 
-def test_whoever_waits_too_long_for_a_session_is_told() -> None:
+def test_one_that_waits_too_long_for_a_session_is_reported() -> None:
     world = World()
     mark = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     world.now_ms = world.limits.open_wait_ms - 1
@@ -520,7 +520,7 @@ def test_fences_outlive_a_release_within_the_generation() -> None:
     assert isinstance(world.answer(world.mount(ALICE, C, sequence=6)), messages.Mounted)
 
 
-def test_a_client_ahead_of_the_log_is_told() -> None:
+def test_a_client_ahead_of_the_log_is_reported() -> None:
     world = ready()
     new = world.mount(BOB, B, mark=0)
     old = world.send(B, messages.MountRequest(world.req_id(BOB), 5, 1))
@@ -532,7 +532,7 @@ def test_a_client_ahead_of_the_log_is_told() -> None:
     assert world.error(world.mount(BOB, B, mark=-3)) == errors.BadRequest.code
 
 
-def test_without_a_proof_a_mount_ahead_of_the_log_is_told_to_try_again() -> None:
+def test_without_a_proof_a_mount_ahead_of_the_log_is_reported_to_try_again() -> None:
     world = ready()
     mount = world.mount(BOB, B, mark=0)
     world.fail_proof()
@@ -675,7 +675,7 @@ def test_a_grant_feeds_as_it_commits_and_is_suspended_at_its_end() -> None:
     assert fed(world, B) == [0, 1, 2, 3]
 
 
-def test_a_feed_request_that_fits_no_mount_is_told() -> None:
+def test_a_feed_request_that_fits_no_mount_is_reported() -> None:
     world = ready()
     mount = world.mount(BOB, B, feed=True)
     stranger = world.send(B, messages.FeedRequest(world.req_id(BOB), -1))
@@ -727,7 +727,7 @@ def test_what_is_not_remembered_is_fetched_once_for_all() -> None:
     assert isinstance(world.answer(second), messages.Mounted)
 
 
-def test_a_storage_that_sends_something_else_is_not_believed() -> None:
+def test_a_storage_that_sends_something_else_is_not_trusted() -> None:
     world = World()
     world.open(2)
     mount = world.mount(ALICE, A, mark=-1, feed=True)
@@ -825,7 +825,7 @@ def test_a_range_ends_at_its_bytes_and_at_the_mark() -> None:
     assert (beyond.count, beyond.next, bytes(beyond.records)) == (0, 4, b"")
 
 
-def test_without_a_proof_nobody_is_told_that_the_log_ends() -> None:
+def test_without_a_proof_no_process_is_reported_that_the_log_ends() -> None:
     world = ready()
     world.fill(1)
     mount = world.mount(BOB, B, feed=True)
@@ -869,7 +869,7 @@ def test_equal_ranges_share_a_fetch_and_failures_go_round_the_replicas() -> None
     assert bytes(ranged(world, second).records) == bytes(whole.records)
 
 
-def test_a_fetch_that_fails_everywhere_is_told_and_leaves_nothing_behind() -> None:
+def test_a_fetch_that_fails_everywhere_is_reported_and_leaves_nothing_behind() -> None:
     world = World()
     world.open(2)
     req_id = ask_range(world, 0, 2)
@@ -926,7 +926,7 @@ def test_one_transaction_s_data() -> None:
 # --- appends ahead of the log
 
 
-def test_an_append_ahead_of_the_log_is_told_after_a_proof() -> None:
+def test_an_append_ahead_of_the_log_is_reported_after_a_proof() -> None:
     world = ready()
     ahead = world.append(mark=0)
     world.run()
@@ -981,7 +981,7 @@ def test_an_append_ahead_of_a_session_that_ends_has_to_mount_again(ending: str) 
     assert world.reason(ahead) is Reason.NOT_MOUNTED
 
 
-def test_a_batch_ahead_of_an_earlier_session_is_not_told_so_by_a_later_one() -> None:
+def test_a_batch_ahead_of_an_earlier_session_is_not_notified_by_a_later_one() -> None:
     world = ready()
     payload = encode_append(
         [0, 0],
@@ -1004,7 +1004,7 @@ def test_a_batch_ahead_of_an_earlier_session_is_not_told_so_by_a_later_one() -> 
 # --- marks
 
 
-def test_a_fresh_mark_is_told_at_once_and_an_old_one_is_proved_first() -> None:
+def test_a_fresh_mark_is_reported_at_once_and_an_old_one_is_proved_first() -> None:
     world = ready()
     fresh = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     assert world.answer(fresh) == messages.HighWaterMarkResponse(fresh, -1)
@@ -1016,7 +1016,7 @@ def test_a_fresh_mark_is_told_at_once_and_an_old_one_is_proved_first() -> None:
     assert world.answer(stale) == messages.HighWaterMarkResponse(stale, -1)
 
 
-def test_a_proven_mark_is_never_behind_what_was_told_meanwhile() -> None:
+def test_a_proven_mark_is_never_behind_what_was_reported_meanwhile() -> None:
     """A proof confirms the session; the mark of when it began may be old when it ends."""
     world = ready()
     asked = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=True))
@@ -1059,7 +1059,7 @@ def test_a_commit_is_a_proof_as_of_its_submission() -> None:
     assert world.answer(fresh) == messages.HighWaterMarkResponse(fresh, 1)
 
 
-def test_replicas_are_told_after_a_proof_when_it_must_be_linearizable() -> None:
+def test_replicas_are_reported_after_a_proof_when_it_must_be_linearizable() -> None:
     world = ready()
     plain = world.send(A, messages.ReplicasRequest(world.req_id(ALICE), linearizable=False))
     assert world.answer(plain) == messages.ReplicasResponse(plain, 1, -1, REPLICAS, KEY, 4)
@@ -1092,7 +1092,7 @@ def test_a_flush_is_answered_when_all_before_it_is_final() -> None:
     assert world.answer(flush) == messages.FlushResponse(flush, 1)
 
 
-def test_what_is_no_request_is_told() -> None:
+def test_what_is_no_request_is_reported() -> None:
     world = ready()
     req_id = world.send(A, messages.HighWaterMarkResponse(world.req_id(ALICE), 3))
     assert world.error(req_id) == errors.BadRequest.code
@@ -1121,7 +1121,7 @@ def test_a_new_owner_asks_for_the_locks_and_takes_what_it_is_sent() -> None:
     assert world.reason(appended) is Reason.COMMITTED
 
 
-def test_an_owner_that_goes_on_alone_asks_nobody() -> None:
+def test_an_owner_that_continues_alone_asks_no_process() -> None:
     world = World(lock_refill_count_max=100)
     world.open(-1, unbroken=False)
     world.mount()
@@ -1131,7 +1131,7 @@ def test_an_owner_that_goes_on_alone_asks_nobody() -> None:
     assert world.fetches == []
 
 
-def test_a_partition_that_is_given_up_forgets_whom_it_has_asked() -> None:
+def test_a_partition_that_is_given_up_forgets_which_it_has_asked() -> None:
     world = World(lock_refill_count_max=100)
     world.open(5, unbroken=False)
     (fetch,) = world.fetches

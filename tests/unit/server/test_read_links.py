@@ -53,7 +53,7 @@ async def storage() -> AsyncIterator[tuple[Storage, ReplicaId]]:
 
 
 @on_loop
-async def test_who_counts_alike_gets_his_own_answer():
+async def test_one_that_counts_alike_gets_its_own_answer():
     """A partition that is lost and owned again counts from the beginning, and may still wait."""
     async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
@@ -83,7 +83,7 @@ async def test_a_link_that_breaks_right_after_the_greeting_is_not_waited_for(mon
 
 
 @on_loop
-async def test_an_answer_that_comes_too_late_is_nobodys():
+async def test_an_answer_that_comes_too_late_is_no_processes():
     async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
         # The link is there before time counts: a dial that is given up has asked for nothing.
@@ -115,7 +115,7 @@ async def test_a_storage_that_says_nothing_is_given_up_soon_where_another_one_ca
 
 
 @on_loop
-async def test_who_waits_for_somebody_elses_dial_is_told_in_time():
+async def test_one_that_waits_for_another_ones_dial_is_reported_in_time():
     with socket.socket() as silent, pytest.MonkeyPatch.context() as patched:
         silent.bind(("127.0.0.1", 0))
         silent.listen()  # takes connections, and says nothing

@@ -205,7 +205,7 @@ def test_a_fetch_is_not_tried_where_it_has_failed_while_others_are_left(others: 
     assert sorted(tried) == sorted(REPLICAS)
 
 
-def test_whoever_is_slow_is_given_up_soon_until_all_were_tried() -> None:
+def test_one_that_is_slow_is_given_up_soon_until_all_were_tried() -> None:
     each = reads()
     fetch = fetch_of(ask(each, 0, 9))
     for _ in range(2):
@@ -219,7 +219,7 @@ def test_whoever_is_slow_is_given_up_soon_until_all_were_tried() -> None:
     assert not fetch_of(ask(alone, 0, 9)).is_urgent
 
 
-def test_whoever_has_failed_is_asked_last_for_a_while() -> None:
+def test_one_that_has_failed_is_asked_last_for_a_while() -> None:
     each = reads(mark=10_000)
     fetch = fetch_of(ask(each, 0, 9))
     failed = fetch.replica
@@ -236,7 +236,7 @@ def test_whoever_has_failed_is_asked_last_for_a_while() -> None:
     assert fetch_of(each.failed(fetch.token, "no answer", 0)).replica == failed
 
 
-def test_after_some_rounds_the_client_is_told() -> None:
+def test_after_some_rounds_the_client_is_reported() -> None:
     each = reads()
     outcomes = ask(each, 0, 9)
     now_ms = 0
@@ -300,7 +300,7 @@ def test_a_feed_and_a_reader_may_wait_for_the_same() -> None:
     assert (stretch.first, stretch.size) == (0, 10)
 
 
-def test_a_range_never_has_more_rows_than_a_frame_can_tell_of() -> None:
+def test_a_range_never_has_more_rows_than_a_frame_can_report() -> None:
     each = reads(mark=10 * ROWS_MAX)
     fetch = fetch_of(ask(each, 5, 9 * ROWS_MAX))
     assert fetch.message.last == 5 + ROWS_MAX - 1
@@ -391,7 +391,7 @@ def rotten(answer: RangeBytes) -> RangeBytes:
         (RangeForm.HEADERS, lambda fetch: dataclasses.replace(headers(fetch, 3), count=2)),
     ],
 )
-def test_what_a_storage_sends_is_checked_whole_before_it_goes_on(form, spoil) -> None:
+def test_what_a_storage_sends_is_checked_whole_before_it_continues(form, spoil) -> None:
     each = reads()
     fetch = fetch_of(ask(each, 10, 12, form=form))
     again = fetch_of(each.failed(fetch.token, "gone", 0))
@@ -503,7 +503,7 @@ def test_what_is_too_large_to_keep_is_answered_and_not_kept() -> None:
     assert fetch_of(ask_data(each, 10)).message.first == 10
 
 
-def test_nothing_read_ahead_outlives_a_session_that_cannot_vouch_for_it() -> None:
+def test_nothing_read_ahead_outlives_a_session_that_cannot_confirm_it() -> None:
     each = reads()
     for wanted, until in ((7, 7), (8, 12)):
         fetch = fetch_of(ask_data(each, wanted))

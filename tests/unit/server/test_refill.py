@@ -97,7 +97,7 @@ def test_a_lock_is_as_young_as_its_last_transaction_and_no_younger_than_its_batc
     assert world.written(6, 2) == [6, 9]
 
 
-def test_of_a_batch_that_tells_its_writers_apart_a_lock_is_no_younger_than_its_writer() -> None:
+def test_of_a_batch_that_reports_its_writers_apart_a_lock_is_no_younger_than_its_writer() -> None:
     world = World()
     world.ask()
     packed = struct.pack(">4i", 21, 22, 23, 21)
@@ -167,7 +167,7 @@ def test_what_was_entered_meanwhile_stays() -> None:
     assert world.written(4, 5, 6) == [4, MARK + 1, 6]
 
 
-def test_nobody_is_held_for_long_and_what_comes_later_is_used() -> None:
+def test_no_process_is_held_for_long_and_what_comes_later_is_used() -> None:
     world = World()
     world.ask()
     assert world.refill.turn_at_ms(world.now_ms) == world.now_ms + HELD_MS_MAX
@@ -179,7 +179,7 @@ def test_nobody_is_held_for_long_and_what_comes_later_is_used() -> None:
     assert world.refill.floor == -1
 
 
-def test_who_fails_is_asked_again_a_while_later() -> None:
+def test_one_that_fails_is_asked_again_a_while_later() -> None:
     world = World()
     world.ask()
     for _ in REPLICAS:
@@ -194,7 +194,7 @@ def test_who_fails_is_asked_again_a_while_later() -> None:
     assert world.refill.floor == -1
 
 
-def test_who_fails_until_nobody_is_held_any_more_is_left_alone() -> None:
+def test_one_that_fails_until_no_process_is_held_any_more_is_left_alone() -> None:
     world = World()
     world.ask()
     world.now_ms += HELD_MS_MAX
@@ -205,7 +205,7 @@ def test_who_fails_until_nobody_is_held_any_more_is_left_alone() -> None:
     assert world.refill.turn_at_ms(world.now_ms) is None
 
 
-def test_a_session_that_nobody_else_has_come_between_goes_on() -> None:
+def test_a_session_that_no_other_process_has_come_between_continues() -> None:
     world = World()
     world.ask()
     world.answer(blocks(6, MARK))
@@ -251,7 +251,7 @@ def test_what_is_known_to_be_missing_is_not_asked_for_again() -> None:
     assert world.refill.holds(world.now_ms)
 
 
-def test_who_had_nothing_at_all_or_did_not_answer_is_asked_again() -> None:
+def test_one_that_had_nothing_at_all_or_did_not_answer_is_asked_again() -> None:
     world = World()
     world.ask()
     world.answer(b"")
@@ -268,7 +268,7 @@ def test_who_had_nothing_at_all_or_did_not_answer_is_asked_again() -> None:
     assert [each.replica for each in world.fetches[3:]] == list(REPLICAS[:2])
 
 
-def test_what_never_answers_is_not_asked_for_ever() -> None:
+def test_what_never_answers_is_not_asked_permanently() -> None:
     world = World()
     for session in range(UNDER_WAY_MAX + 3):
         world.ask(session)

@@ -46,7 +46,7 @@ def told(ticket: SingleTicket | BatchTicket) -> list[tuple[int, Reason, int]]:
     return list(zip(ids, map(Reason, bytes(message.reasons)), conflicts, strict=True))
 
 
-def test_what_a_single_append_is_told() -> None:
+def test_what_a_single_append_is_reported() -> None:
     assert told(single(5)) == [(5, Reason.COMMITTED, -1)]
     assert told(single(conflict=3)) == [(-1, Reason.LOCK, 3)]
 
@@ -140,7 +140,7 @@ def test_a_piece_ends_before_the_row_that_would_make_it_too_long() -> None:
     assert [rows.cost_up_to(row) for row in (0, 1, 8, 10)] == [0, 6, 48, 60]
 
 
-def test_rows_lost_to_a_full_disk_are_told_as_such() -> None:
+def test_rows_lost_to_a_full_disk_are_reported_as_such() -> None:
     rows = batch([4, 5], [Reason.COMMITTED] * 2, [-1, -1])
     assert rows.settle(TransactionId(4), Reason.NO_SPACE)
     assert told(rows) == [(4, Reason.COMMITTED, -1), (-1, Reason.NO_SPACE, -1)]

@@ -122,7 +122,7 @@ def test_a_failed_write_is_half_written_but_for_a_sector(disk):
     assert disk.content(PATH)[:4] == b"aaaa"
 
 
-def test_a_full_disk_takes_what_fits_and_reads_go_on():
+def test_a_full_disk_takes_what_fits_and_reads_continue():
     disk = SimDisk(capacity_bytes=10)
     file = disk.open(PATH, create=True)
     file.pwrite([b"12345678"], 0)
@@ -169,7 +169,7 @@ def test_rot_is_on_the_platter_and_unseen_by_the_steps(disk):
     assert disk.step_count == steps
 
 
-def test_a_fault_can_be_planned_for_a_kind_of_call_or_for_a_read_and_tells_when_it_strikes(disk):
+def test_a_fault_can_be_planned_for_a_kind_of_call_or_for_a_read_and_reports_when_it_strikes(disk):
     struck = []
     disk.plan_call({"rename", "sync"}, DiskFault.FAILS, lambda: struck.append("call"))
     disk.plan_read(2, lambda: struck.append("read"))

@@ -37,14 +37,14 @@ def test_marks_are_a_mapping_of_any_whole_numbers() -> None:
         ({0: True}, "found 0: True"),
     ],
 )
-def test_anything_else_is_told_with_what_was_expected(marks: object, found: str) -> None:
+def test_anything_else_is_reported_with_what_was_expected(marks: object, found: str) -> None:
     with pytest.raises(BadConfig, match="a mapping from partition to high-water mark") as caught:
         _marks_text(marks)
     caught.match(found)
 
 
 @pytest.mark.parametrize("what", [None, [(1, "a")], "df"])
-def test_what_is_no_data_frame_is_told(what: object) -> None:
+def test_what_is_no_data_frame_is_reported(what: object) -> None:
     with pytest.raises(
         BadRequest, match=f"append: expected a DataFrame .* found {type(what).__name__}"
     ):
@@ -66,7 +66,7 @@ def test_marks_are_given_once() -> None:
         snapshot.read(endingHighWaterMarks='{"0": 0}')
 
 
-def test_columns_that_spark_cannot_tell_apart_are_told_before_anything_is_written() -> None:
+def test_columns_that_spark_cannot_distinguish_are_reported_before_anything_is_written() -> None:
     for names in (("id", "ID"), ("id", "Status"), ("Partition", "data")):
         with pytest.raises(BadRequest, match="are equal for Spark, and results would have both"):
             _check_distinct_columns(frame(*names, **INSENSITIVE), {})

@@ -25,7 +25,7 @@ CLUSTER = {"path": "zk:2181/waltz/x"}
         ("DATAFORMATS", "dataFormat"),
     ],
 )
-def test_a_misspelt_option_is_told_with_the_nearest_right_one(key: str, nearest: str) -> None:
+def test_a_misspelt_option_is_reported_with_the_nearest_right_one(key: str, nearest: str) -> None:
     with pytest.raises(BadConfig, match=f"did you mean '{nearest}'"):
         check_names({**CLUSTER, key: "1"})
 

@@ -154,7 +154,7 @@ def test_nothing_is_skipped_for_want_of_a_stamp(written, since_ms):
 
 
 @given(st.integers(0, 5000), st.integers(1, 5000), st.integers(2, 5001))
-def test_a_start_by_time_is_exact_behind_an_originals_part(unstamped, stamped, since_ms):
+def test_a_start_by_time_is_exact_behind_a_0_13_programs_part(unstamped, stamped, since_ms):
     stamps = [0] * unstamped + list(range(1, stamped + 1))
     found = first_since(stamps.__getitem__, len(stamps) - 1, since_ms)
     assert found == unstamped + min(stamped, since_ms - 1) - 1

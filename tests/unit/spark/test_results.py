@@ -42,12 +42,12 @@ def test_what_is_another_ones_is_left_alone(name: str) -> None:
     assert not is_of(name, "1")
 
 
-def test_the_columns_that_nobody_may_carry_are_those_of_results() -> None:
+def test_the_columns_that_no_process_may_carry_are_those_of_results() -> None:
     own = [field.name for field in RESULT_FIELDS]
     assert sorted([*RESULT_COLUMNS, "partition"]) == sorted(own)
 
 
-def test_a_column_that_parquet_has_not_is_told_before_anything_is_written() -> None:
+def test_a_column_that_parquet_has_not_is_reported_before_anything_is_written() -> None:
     empty, nothing = StructType(), ArrayType(NullType(), containsNull=False)
     schema = StructType().add("id", LongType()).add("note", empty).add("list", nothing)
     for name in ("note", "list"):

@@ -126,7 +126,7 @@ def test_the_cluster_is_checked():
         assert f"expected cluster {KEY.hex()} with 4 partitions" in text
 
 
-def test_a_peer_of_version_0_is_told_errors_as_the_original_tells_them():
+def test_a_peer_of_version_0_is_reported_errors_as_waltz_0_13_reports_them():
     answer = Terminal().ask(wire.CheckCluster(-1, KEY, 5), version=0)
     assert isinstance(answer, wire.AdminFailure)
     assert answer.text.startswith("ClusterKeyMismatch: expected cluster")
@@ -156,7 +156,7 @@ def test_a_request_for_several_ends_at_the_first_that_is_refused_and_says_what_i
     assert refused(desk.ask(wire.SetAvailable(4, (2, 3), True)), DiskFailed) == "no"
 
 
-def test_marks_and_held_partitions_are_told():
+def test_marks_and_held_partitions_are_reported():
     held = (HeldPartition(0, INFO, 52, True), HeldPartition(3, INFO._replace(flags=4), -1, False))
     desk = Terminal(FindHeld=held)
     assert desk.ask(wire.SessionInfoRequest(1, 2)) == wire.SessionInfoResponse(1, 2, 6, 40, 39)
@@ -165,7 +165,7 @@ def test_marks_and_held_partitions_are_told():
     assert "held here" in refused(absent.ask(wire.SessionInfoRequest(1, 2)), errors.BadRequest)
 
 
-def test_the_gauges_have_the_originals_names_and_form():
+def test_the_gauges_have_waltz_0_13s_names_and_form():
     held, room = (HeldPartition(3, INFO, 52, True),), DiskRoom(5_000, 64, True, 1_700_000_000_000)
     desk = Terminal(FindHeld=held, FindRoom=room)
     answer = desk.ask(wire.MetricsRequest(1), version=0)
@@ -207,7 +207,7 @@ def range_of(first, count, data=b"data"):
     return RangeBytes(-1, 1, 2, *fields)
 
 
-def test_records_are_listed_as_the_original_lists_them():
+def test_records_are_listed_as_waltz_0_13_lists_them():
     desk = Terminal(
         ReadRange=lambda each: range_of(each.first, each.last - each.first + 1, b"hello")
     )
@@ -241,7 +241,7 @@ def test_what_zookeeper_assigns_here_never_goes(forced):
     assert desk.changes == []
 
 
-def test_what_the_last_session_counts_on_goes_only_when_somebody_insists():
+def test_what_the_last_session_counts_on_goes_only_when_a_process_insists():
     desk = Terminal(FindZooKeeperView=ENGAGED)
     text = refused(desk.ask(wire.RemovePartition(1, 2, True, False)), errors.BadRequest)
     assert "in session 7 with a:1, b:1, c:1 (without it 2 are left, still a quorum)" in text
@@ -252,7 +252,7 @@ def test_what_the_last_session_counts_on_goes_only_when_somebody_insists():
     assert desk.changes == [Unassign(2, True)]
 
 
-def test_a_log_is_thrown_away_only_where_nobody_counts_on_it_or_somebody_insists():
+def test_a_log_is_thrown_away_only_where_no_process_counts_on_it_or_a_process_insists():
     desk = Terminal(FindZooKeeperView=ASSIGNED)
     assert desk.ask(wire.ReSeed(1, 2, False)) == wire.Done(1)
     assert desk.changes == [Reseed(2)]
@@ -294,7 +294,7 @@ def test_what_is_not_held_cannot_be_removed():
 # ---- what is told of a storage, and copying (rule 3)
 
 
-def test_a_storage_and_a_replica_are_told():
+def test_a_storage_and_a_replica_are_reported():
     desk = Terminal(FindHeld=(HeldPartition(3, INFO, 52, True),))
     answer = desk.ask(wire.StorageRequest(1))
     assert answer == wire.StorageResponse(1, b"the storage's id", KEY, 4, "a:1", (3,))

@@ -21,7 +21,7 @@ from waltz_core.storage.files.format import (
 RECORD_BYTES = 60
 
 
-def test_a_chain_is_followed_to_the_first_batch_that_does_not_go_on():
+def test_a_chain_is_followed_to_the_first_batch_that_does_not_continue():
     records, lengths, entries = make_batches(4, [3, 2, 1], KEY)
     check_batches(4, lengths, records, KEY, entries)
     segments, _, whole = make_segments(new_disk(), [3, 2, 1])

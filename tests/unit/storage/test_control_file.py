@@ -90,7 +90,7 @@ def test_flags_of_several_partitions_are_durable_by_one_sync():
     assert [open_control(disk).info(each).flags for each in range(3)] == [5, 1, 5]
 
 
-def test_a_sync_that_failed_is_told_to_every_partition_of_the_file():
+def test_a_sync_that_failed_is_reported_to_every_partition_of_the_file():
     disk = new_disk()
     control = open_control(disk)
     before = control.set_marks(0, 7, 41)
@@ -104,7 +104,7 @@ def test_a_sync_that_failed_is_told_to_every_partition_of_the_file():
     assert control.info(1).session_id == control.info(2).session_id == NO_SESSION
 
 
-def test_what_a_failed_sync_has_left_is_durable_once_the_next_opening_believes_it():
+def test_what_a_failed_sync_has_left_is_durable_once_the_next_opening_trusts_it():
     disk = new_disk()
     control = open_control(disk)
     disk.plan(disk.step_count + 2, DiskFault.FAILS)
@@ -191,7 +191,7 @@ def test_another_cluster_and_another_number_of_partitions_are_refused():
 
 
 @pytest.mark.parametrize("size", [0, 1, 127])
-def test_a_file_that_somebody_only_began_is_made_anew(tmp_path, size):
+def test_a_file_that_a_process_only_began_is_rebuilt(tmp_path, size):
     (tmp_path / CONTROL_NAME).write_bytes(bytes(size))
     (tmp_path / "lost+found").mkdir()
     control = open_control(RealDisk(), tmp_path)

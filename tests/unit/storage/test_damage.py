@@ -96,7 +96,7 @@ def spoil_batch(log, place):
     log.disk.flip(path, LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES * place + 8)
 
 
-def test_a_batch_that_rotted_with_its_records_is_made_anew_from_them(log):
+def test_a_batch_that_rotted_with_its_records_is_rebuilt_from_them(log):
     spoil_batch(log, 1)
     left = log.fill(4, 5)
     assert left == (IdRange(1, 1), IdRange(6, 6)), "what is left of it is waited for"
@@ -205,7 +205,7 @@ def test_the_block_in_which_an_older_segment_ends_is_written_over():
 
 
 @pytest.mark.parametrize("place", [0, SEGMENT_HEADER_BYTES + 8 * 50])
-def test_lost_blocks_of_an_index_are_made_anew(place):
+def test_lost_blocks_of_an_index_are_rebuilt(place):
     log = Lost()
     path = log.path.with_suffix(".idx")
     content = log.disk.content(path)
@@ -217,7 +217,7 @@ def test_lost_blocks_of_an_index_are_made_anew(place):
     assert log.disk.open(path).pread(10_000, 0) == content
 
 
-def test_lost_blocks_of_batches_are_made_anew():
+def test_lost_blocks_of_batches_are_rebuilt():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [1] * 40, [1])
     path = ROOT / segment_name(0, ".chn")
@@ -229,7 +229,7 @@ def test_lost_blocks_of_batches_are_made_anew():
     assert [(one.first, one.last) for one in found] == [(one.first, one.last) for one in entries]
 
 
-def test_a_lost_block_with_the_batches_header_is_made_anew():
+def test_a_lost_block_with_the_batches_header_is_rebuilt():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [1] * 40, [1])
     path = ROOT / segment_name(0, ".chn")

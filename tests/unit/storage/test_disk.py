@@ -102,7 +102,7 @@ def test_a_block_that_is_given_at_the_second_try_stays(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE, errno.EINTR])
-def test_an_error_that_tells_nothing_of_the_bytes_gives_nothing_up(tmp_path, lost, number):
+def test_an_error_that_reports_nothing_of_the_bytes_gives_nothing_up(tmp_path, lost, number):
     path = tmp_path / "f"
     path.write_bytes(b"a" * 100)
     lost.blocks.add(0)
@@ -251,7 +251,7 @@ def no_syncs(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_syncs")
-def test_as_many_files_are_open_as_the_disk_was_told_and_all_can_be_used(tmp_path):
+def test_as_many_files_are_open_as_the_disk_was_reported_and_all_can_be_used(tmp_path):
     disk = RealDisk(8)
     files = [disk.open(tmp_path / str(place), create=True) for place in range(40)]
     rng = Random(1)
@@ -397,7 +397,7 @@ def test_what_will_be_read_is_asked_for_with_one_descriptor_and_is_no_promise(
     assert disk.descriptors._count == 0
 
 
-def test_an_error_of_a_close_that_makes_room_is_nobodys(tmp_path, monkeypatch):
+def test_an_error_of_a_close_that_makes_room_is_no_processes(tmp_path, monkeypatch):
     disk = RealDisk(1)
     one = disk.open(tmp_path / "1", create=True)
     close = os.close

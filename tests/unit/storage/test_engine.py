@@ -90,7 +90,7 @@ def test_several_partitions_begin_to_be_held_with_a_sync_of_names_and_one_of_fla
     engine.abandon()
 
 
-def test_partitions_are_opened_as_whoever_opens_the_directory_wants_it(tmp_path):
+def test_partitions_are_opened_as_one_that_opens_the_directory_wants_it(tmp_path):
     engine = open_engine(tmp_path)
     for partition_id in (2, 0):
         engine.assign(partition_id)
@@ -302,7 +302,7 @@ def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_just_given_up(
     engine.close()
 
 
-def test_one_that_has_lost_a_slot_is_not_told_about_flags_before_that_is_settled(tmp_path):
+def test_one_that_has_lost_a_slot_is_not_reported_about_flags_before_that_is_settled(tmp_path):
     engine = rotten(tmp_path, blocks=(0,))
     assert engine.log(1).suspect
     engine.set_available(1, is_available=False)
@@ -335,14 +335,14 @@ def test_one_that_opens_now_can_be_switched_whatever_was_wrong_before(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["waltz-x.id", "waltz-storage.ctl"])
-def test_what_is_wrong_is_told_with_its_file(tmp_path, name):
+def test_what_is_wrong_is_reported_with_its_file(tmp_path, name):
     open_engine(tmp_path).close()
     (tmp_path / name).write_bytes(b"\1" * 400)
     with pytest.raises((BadFormat, ChecksumMismatch), match=f"{name}: "):
         open_engine(tmp_path)
 
 
-def test_what_a_killed_process_has_written_is_durable_before_it_is_believed():
+def test_what_a_killed_process_has_written_is_durable_before_it_is_trusted():
     disk = SimDisk()
     wanted = {"partition_count": 2, "new_storage_id": bytes(16)}
     engine = Engine.open(disk, Path("/waltz"), SETTINGS, **wanted)

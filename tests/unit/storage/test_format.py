@@ -83,7 +83,7 @@ def test_every_flipped_bit_is_seen(name):
                 decode(bytes(raw))
 
 
-def test_a_slot_tells_how_long_ago_a_replica_was_engaged():
+def test_a_slot_reports_how_long_ago_a_replica_was_engaged():
     for last, engaged in ((-1, -1), (7, -1), (7, 0), (7, 7), (1 << 40, (1 << 40) - 9)):
         slot = Slot(0, last_session=last, engaged=engaged)
         assert Slot.decode(slot.encode()) == slot

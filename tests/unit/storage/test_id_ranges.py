@@ -39,7 +39,7 @@ def test_too_many_damaged_ranges_grow_together_and_lose_none():
     assert Slot.decode(slot.encode()) == slot
 
 
-def test_ranges_are_counted_and_told():
+def test_ranges_are_counted_and_reported():
     ranges = (IdRange(3, 3), IdRange(7, 11))
     assert (count_of(ranges), count_of(())) == (6, 0)
     assert (in_words(ranges), in_words(())) == ("3..3,7..11", "")

@@ -33,7 +33,7 @@ def test_a_full_file_takes_the_place_of_the_other():
     assert locks.newest(7) == b"..6...."
 
 
-def test_it_goes_on_after_a_restart():
+def test_it_continues_after_a_restart():
     disk = new_disk()
     first = new_file(disk)
     first.append([b"before"])
@@ -83,7 +83,7 @@ def test_a_read_that_fails_is_an_empty_answer():
     assert locks.newest(100) == b""
 
 
-def test_a_disk_without_room_hinders_nobody():
+def test_a_disk_without_room_hinders_no_process():
     disk = new_disk()
     locks = new_file(disk)
     disk.capacity_bytes = 0

@@ -300,7 +300,7 @@ def test_segments_roll_over_at_the_record_that_crosses_the_limit(world):
     assert not world.log.suspect
 
 
-def test_an_append_that_does_not_go_on_or_does_not_hold_is_refused_and_leaves_nothing(world):
+def test_an_append_that_does_not_continue_or_does_not_hold_is_refused_and_leaves_nothing(world):
     world.append([2])
     records, lengths = make_records(2, [5, 5])
     chain = world.log.chain
@@ -637,7 +637,7 @@ def test_only_the_mark_that_the_session_has_set_is_engaged(world):
     assert world.log.state().mark_confirmed
 
 
-def test_an_original_that_ran_on_the_directory_in_between_is_adopted(world):
+def test_a_0_13_program_that_ran_on_the_directory_in_between_is_adopted(world):
     written = world.append([2, 3])
     world.log.set_low_water_mark(1, 4, world.log.chain)
     world.log.engage(1, 4)
@@ -656,7 +656,7 @@ def test_an_original_that_ran_on_the_directory_in_between_is_adopted(world):
     assert (adopted.first, adopted.last, adopted.session_id) == (5, 6, NO_SESSION)
 
 
-def test_an_earlier_session_of_an_original_takes_no_later_one_back(world):
+def test_an_earlier_session_of_a_0_13_program_takes_no_later_one_back(world):
     written = world.append([5])
     world.log.set_low_water_mark(1, 4, world.log.chain)
     world.log.engage(1, 4)
@@ -669,7 +669,7 @@ def test_an_earlier_session_of_an_original_takes_no_later_one_back(world):
 
 
 @pytest.mark.parametrize("is_opened", [False, True])
-def test_an_original_is_adopted_though_our_last_mark_never_reached_its_file(
+def test_a_0_13_program_is_adopted_though_our_last_mark_never_reached_its_file(
     world, monkeypatch, is_opened
 ):
     """The slot knows of a structure that we were about to write; then the original writes one."""
@@ -721,7 +721,7 @@ def test_a_full_disk_refuses_the_append_and_leaves_the_log_as_it_was(world):
 @pytest.mark.parametrize(
     "what", [("write", ".seg"), ("write", ".chn"), ("sync", ".seg"), ("sync", ".chn")]
 )
-def test_a_failed_write_or_sync_cuts_what_was_not_acknowledged_and_goes_on_in_a_new_file(
+def test_a_failed_write_or_sync_cuts_what_was_not_acknowledged_and_continues_in_a_new_file(
     world, what
 ):
     written = world.append([5])

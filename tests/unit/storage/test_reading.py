@@ -112,7 +112,7 @@ def test_no_byte_of_a_record_may_differ(log, at):
 
 
 @pytest.mark.parametrize(("at", "mask"), [(7, 8), (0, 1)])
-def test_a_wrong_index_is_mended_and_nothing_is_damaged(log, at, mask):
+def test_a_wrong_index_is_repaired_and_nothing_is_damaged(log, at, mask):
     path = ROOT / segment_name(5, ".idx")
     before = log.disk.content(path)
     log.rot_index(6, at, mask)
@@ -194,7 +194,7 @@ def large():
     return LargeLog()
 
 
-def test_a_read_that_fails_once_is_told_and_nothing_is_damaged(large):
+def test_a_read_that_fails_once_is_reported_and_nothing_is_damaged(large):
     for count in range(1, 9):
         large.disk.plan_read(count)
         assert large.read(20, 60) == 60
@@ -227,7 +227,7 @@ def test_a_long_run_of_lost_records_is_noted_in_parts(large, monkeypatch):
     assert seen[:2] == [14, 18]
 
 
-def test_an_index_that_cannot_be_read_is_made_anew(large):
+def test_an_index_that_cannot_be_read_is_rebuilt(large):
     path = ROOT / segment_name(0, ".idx")
     before = large.disk.content(path)
     large.lose(".idx", 600, 600)
@@ -299,7 +299,7 @@ def placed(log, first, last, bytes_max=1 << 20):
     return end
 
 
-def test_places_are_told_over_segments_as_far_as_they_fit(log):
+def test_places_are_reported_over_segments_as_far_as_they_fit(log):
     assert placed(log, 0, 11) == 11
     assert placed(log, 4, 6) == 6
     assert placed(log, 2, 11, 4 * RECORD_BYTES - 1) == 4
@@ -319,13 +319,13 @@ def test_places_are_not_read_but_stop_before_damage_that_is_known(log):
     assert placed(log, 7, 11) == 11
 
 
-def test_a_wrong_index_is_mended_before_places_are_told(log):
+def test_a_wrong_index_is_repaired_before_places_are_reported(log):
     log.rot_index(6, 0, 1)
     assert placed(log, 0, 11) == 11
     assert log.slots.slot.damaged == ()
 
 
-def test_places_are_never_of_more_records_than_batches_can_be_told_of(log, monkeypatch):
+def test_places_are_never_of_more_records_than_batches_can_be_reported_of(log, monkeypatch):
     monkeypatch.setattr(reading, "LINEAGE_ENTRIES_MAX", 2)
     assert placed(log, 0, 11) == 1
 

@@ -128,7 +128,7 @@ def test_a_record_above_the_last_hides_none_behind_it():
     assert search_of(disk, last=9)(2) == (7, offset_of(14))
 
 
-def test_a_record_above_the_last_that_was_vouched_for_ends_no_hole():
+def test_a_record_above_the_last_that_was_confirmed_ends_no_hole():
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
     disk.flip(SEG, offset_of(6) + 40)

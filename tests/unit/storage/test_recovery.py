@@ -106,7 +106,7 @@ def test_a_batch_that_is_not_whole_is_cut_with_all_that_follows():
     assert (slots.slot.suspect, slots.slot.damaged) == (False, ())
 
 
-def test_what_is_damaged_elsewhere_vouches_for_no_batch():
+def test_what_is_damaged_elsewhere_confirms_no_batch():
     disk = new_disk()
     below = (IdRange(1, 1),)
     segments, _, entries = written(disk, [3, 2, 4], acked=1, damaged=below)
@@ -182,7 +182,7 @@ def test_an_end_that_was_made_up_is_suspect_after_a_crash_too():
     assert (slots.slot.suspect, slots.slot.low_water_mark) == (True, 4)
 
 
-def test_damage_in_batches_that_were_made_up_can_be_mended():
+def test_damage_in_batches_that_were_made_up_can_be_repaired():
     disk = new_disk()
     written(disk, [3, 2, 4], low_water_mark=8)
     disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 2 * LINEAGE_ENTRY_BYTES)
@@ -320,7 +320,7 @@ def test_the_intent_of_a_truncation_is_carried_out(last_to_keep):
 # ---- what cannot be a log
 
 
-def test_slots_that_are_gone_are_told_and_not_made_anew():
+def test_slots_that_are_gone_are_reported_and_not_rebuilt():
     disk = new_disk()
     written(disk, [3])
     disk.unlink(ROOT / SLOTS_NAME)
@@ -376,7 +376,7 @@ def test_a_batch_that_a_file_was_given_up_with_and_that_is_back_is_none(last):
 # ---- adopting
 
 
-def test_a_directory_of_an_original_gets_batches_and_is_not_suspect():
+def test_a_directory_of_a_0_13_program_gets_batches_and_is_not_suspect():
     disk = new_disk()
     _, records, _ = make_segments(disk, [3], [4])
     for first in (0, 3):
@@ -440,7 +440,7 @@ def test_a_sector_that_cannot_be_read_does_not_keep_an_adopted_log_closed():
     assert segments.last == 205
 
 
-def test_a_record_above_the_mark_of_an_original_that_has_rotted_is_no_torn_tail():
+def test_a_record_above_the_mark_of_a_0_13_program_that_has_rotted_is_no_torn_tail():
     """Those behind it may have been acknowledged: the replica must not say that it has none."""
     disk = new_disk()
     _, records, _ = make_segments(disk, [12])
@@ -458,7 +458,7 @@ def test_an_index_that_has_rotted_before_a_log_is_adopted_is_made_again():
     assert (entries, slot.damaged, slot.suspect) == (adopted()[0], (), False)
 
 
-def test_a_transaction_of_an_original_that_is_larger_than_ours_is_no_torn_tail():
+def test_a_transaction_of_a_0_13_program_that_is_larger_than_ours_is_no_torn_tail():
     """0.13 has no limit, and acknowledges records above the mark of its last session."""
     disk = new_disk()
     make_segments(disk, [3])
@@ -473,7 +473,7 @@ def test_a_transaction_of_an_original_that_is_larger_than_ours_is_no_torn_tail()
     assert (slots.slot.damaged, slots.slot.suspect) == ((), False)
 
 
-def test_what_was_promised_before_an_originals_session_is_not_promised_in_it():
+def test_what_was_promised_before_a_0_13_programs_session_is_not_promised_in_it():
     """Whose nonce it has is another owner's, of an older session."""
     disk = new_disk()
     written(disk, [3], promised=4, nonce=bytes([7] * 16), old_sequence=3)
@@ -481,7 +481,7 @@ def test_what_was_promised_before_an_originals_session_is_not_promised_in_it():
     assert slot.promise == Promise(5)
 
 
-def test_an_intent_that_is_older_than_the_records_of_an_original_is_dropped():
+def test_an_intent_that_is_older_than_the_records_of_a_0_13_program_is_dropped():
     """0.13 ignores it, and acknowledges records that follow those that were to be cut."""
     disk = new_disk()
     intent = TruncateIntent(2, None)
@@ -492,7 +492,7 @@ def test_an_intent_that_is_older_than_the_records_of_an_original_is_dropped():
     assert (slots.slot.truncate, slots.slot.suspect) == (None, False)
 
 
-def test_an_adoption_that_is_interrupted_anywhere_keeps_the_records_of_an_original():
+def test_an_adoption_that_is_interrupted_anywhere_keeps_the_records_of_a_0_13_program():
     """Only its session shows that it has written; the slot must not have that session too soon."""
     for step in range(1, 80):
         disk = new_disk()
@@ -601,7 +601,7 @@ def test_a_log_up_to_its_marker_takes_a_sync_of_batches_slot_and_names():
     assert syncs(disk) == [".chn", SLOTS_NAME, "names"]
 
 
-def test_what_no_marker_vouches_for_and_what_was_mended_is_synced():
+def test_what_no_marker_confirms_and_what_was_repaired_is_synced():
     disk = new_disk()
     written(disk, [3, 2], acked=1)
     assert syncs(disk) == [".chn", ".idx", ".seg", SLOTS_NAME, "names"]
@@ -773,7 +773,7 @@ def test_sectors_that_cannot_be_read_in_an_older_segment_are_damage(lost, acked)
     assert (again.damaged, again.suspect) == (slots.slot.damaged, False)
 
 
-def test_what_an_index_cannot_tell_of_an_older_segment_is_read_in_its_records():
+def test_what_an_index_cannot_report_an_older_segment_is_read_in_its_records():
     disk = new_disk()
     _, records, _ = written(disk, [100, 100], [4])
     path = path_of(0, ".idx")
@@ -836,7 +836,7 @@ def test_batches_behind_the_last_record_are_cut():
     assert content(segments) == records[: 3 * RECORD_BYTES]
 
 
-def test_a_batch_that_rots_before_a_file_in_which_a_log_goes_on_is_not_taken_for_a_torn_one():
+def test_a_batch_that_rots_before_a_file_in_which_a_log_continues_is_not_taken_for_a_torn_one():
     """After a failed write no marker moves with the roll; that file says what was synced."""
     disk = new_disk()
     segments, records, entries = written(disk, [3, 2, 1], acked=1)
@@ -847,7 +847,7 @@ def test_a_batch_that_rots_before_a_file_in_which_a_log_goes_on_is_not_taken_for
     assert (content(segments), segments.last) == (records, 5)
 
 
-def test_a_batch_over_the_border_of_two_files_that_is_torn_is_cut_and_nobody_is_suspect():
+def test_a_batch_over_the_border_of_two_files_that_is_torn_is_cut_and_no_process_is_suspect():
     """What lies in the older file was synced there; the batch was not, and nobody was told."""
     disk = new_disk()
     segments, records, entries = written(disk, [3, 2], acked=2)

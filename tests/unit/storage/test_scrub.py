@@ -110,7 +110,7 @@ def test_what_is_asked_for_goes_first_and_from_the_beginning():
     assert read(scrub, 5_000)[:2] == (1, ScrubPiece(50, 100_000))
 
 
-def test_asked_in_the_middle_of_a_piece_it_begins_anew():
+def test_asked_in_the_middle_of_a_piece_it_restarts():
     scrub = made(1)
     scrub.begin(1, 99, 0)
     scrub.ask([1], 3)
@@ -118,7 +118,7 @@ def test_asked_in_the_middle_of_a_piece_it_begins_anew():
     assert read(scrub, 6)[1].first == 0
 
 
-def test_a_dropped_partition_holds_nobody_up():
+def test_a_dropped_partition_holds_no_process_up():
     scrub = made(1, 2)
     scrub.begin(1, 99, 0)
     assert scrub.wake_at_ms is None
@@ -195,7 +195,7 @@ def test_places_come_back_from_their_file(places):
     assert read_places(disk, ROOT) == places
 
 
-def test_a_file_of_places_that_is_wrong_in_any_byte_tells_nothing():
+def test_a_file_of_places_that_is_wrong_in_any_byte_reports_nothing():
     disk = new_disk()
     assert read_places(disk, ROOT) == {}
     write_places(disk, ROOT, {3: 70, 11: 5})

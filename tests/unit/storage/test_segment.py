@@ -125,7 +125,7 @@ def test_removed_files_are_gone():
 # ---- cutting and filling
 
 
-def test_a_cut_keeps_what_is_below_it_and_the_next_append_goes_on_there():
+def test_a_cut_keeps_what_is_below_it_and_the_next_append_continues_there():
     disk = new_disk()
     segment = new_segment(disk)
     records, entries = fill_segment(segment, [3, 2, 4])
@@ -179,7 +179,7 @@ def test_a_hole_at_the_end_has_any_size():
 
 
 @pytest.mark.parametrize("cut", [1, 30, 59])
-def test_a_torn_tail_that_nobody_vouched_for_is_cut(cut):
+def test_a_torn_tail_that_no_process_confirmed_is_cut(cut):
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [5])
     disk.put(SEG, disk.content(SEG)[:-cut])
@@ -191,7 +191,7 @@ def test_a_torn_tail_that_nobody_vouched_for_is_cut(cut):
     assert len(disk.content(SEG)) == segment.size_bytes == offset_of(4)
 
 
-def test_a_vouched_for_record_that_is_gone_is_told():
+def test_a_confirmed_record_that_is_gone_is_reported():
     disk = new_disk()
     fill_segment(new_segment(disk), [5])
     disk.put(SEG, disk.content(SEG)[: offset_of(3)])
@@ -201,7 +201,7 @@ def test_a_vouched_for_record_that_is_gone_is_told():
 
 
 @pytest.mark.parametrize("bad", [0, 2, 4])
-def test_damage_below_what_is_vouched_for_keeps_its_place(bad):
+def test_damage_below_what_is_confirmed_keeps_its_place(bad):
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [6])
     disk.flip(SEG, offset_of(bad) + 40)
@@ -258,7 +258,7 @@ def test_bytes_behind_an_older_segment_are_cut_only_where_all_of_it_was_found(is
     assert disk.content(SEG).endswith(b"more") == is_damaged
 
 
-def test_an_index_that_lies_is_seen_and_mended():
+def test_an_index_that_lies_is_seen_and_repaired():
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [6])
     disk.flip(IDX, SEGMENT_HEADER_BYTES + 8 * 3 + 7, 4)
@@ -296,7 +296,7 @@ def test_offsets_whose_differences_are_too_large_are_not_taken_for_rising_ones()
     assert segment.bounds(4, 6).tolist() == [offset_of(4)] * 3 + [offset_of(4) + 30]
 
 
-def test_a_failed_write_is_told():
+def test_a_failed_write_is_reported():
     disk = new_disk()
     segment = new_segment(disk)
     disk.plan(disk.step_count + 1, DiskFault.FAILS)
@@ -344,7 +344,7 @@ def test_an_index_that_may_have_failed_is_copied_to_a_new_file():
 
 
 @pytest.mark.parametrize("synced", [BEFORE_FIRST, 0, 1])
-def test_what_a_failed_sync_of_an_index_has_lost_is_told_by_the_records(synced):
+def test_what_a_failed_sync_of_an_index_has_lost_is_reported_by_the_records(synced):
     disk = new_disk()
     segment = new_segment(disk)
     records, lengths, _ = make_batches(0, [3])
@@ -373,7 +373,7 @@ def test_no_file_beside_a_removed_segment_goes_before_it():
     ]
 
 
-def test_a_header_that_is_wrong_is_told_with_its_file():
+def test_a_header_that_is_wrong_is_reported_with_its_file():
     disk = new_disk()
     new_segment(disk)
     disk.flip(SEG, 60)
@@ -381,7 +381,7 @@ def test_a_header_that_is_wrong_is_told_with_its_file():
         open_segment(disk)
 
 
-def test_an_index_header_in_a_lost_or_given_up_block_is_written_anew_and_another_is_not_believed():
+def test_an_index_header_in_a_lost_or_given_up_block_is_written_again_and_another_is_not_trusted():
     disk = new_disk()
     fill_segment(new_segment(disk), [100])
     path = ROOT / segment_name(0, ".idx")

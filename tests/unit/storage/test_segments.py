@@ -121,7 +121,7 @@ def test_a_cut_may_go_over_borders_and_be_done_again(last_to_keep):
         assert again.read(0, last_to_keep)[0] == bytes_of(records, 0, last_to_keep)
 
 
-def test_a_segment_that_nobody_knows_of_goes_with_a_cut():
+def test_a_segment_that_no_process_knows_of_goes_with_a_cut():
     """It got its name before making it failed; the next opening would take it for the log's."""
     disk = new_disk()
     segments, _, entries = make_segments(disk, [3])
@@ -185,7 +185,7 @@ def test_the_first_wrong_record_is_found_whatever_is_wrong_with_it():
     assert first_wrong(run + gap, np.append(lengths, more), 4) == 4
 
 
-def test_an_entry_of_another_place_is_not_believed():
+def test_an_entry_of_another_place_is_not_trusted():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [2, 1, 3, 1])
     path, place = ROOT / segment_name(0, ".chn"), LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES

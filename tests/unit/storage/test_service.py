@@ -220,7 +220,7 @@ def open_request(key=KEY, count=4):
 # preparing
 
 
-def test_a_new_replica_tells_that_it_has_nothing(bench):
+def test_a_new_replica_reports_that_it_has_nothing(bench):
     answer = bench.ask(1, prepare(Owner(5)))
     assert answer == Prepared(
         5, 1, 0, STORAGE_ID, -1, BEFORE_FIRST, True, BEFORE_FIRST, GENESIS_CHAIN, False, b""
@@ -228,7 +228,7 @@ def test_a_new_replica_tells_that_it_has_nothing(bench):
     assert bench.log.promised == 5
 
 
-def test_a_storage_that_nobody_has_registered_yet_is_prepared_without_its_id(bench):
+def test_a_storage_that_no_process_has_registered_yet_is_prepared_without_its_id(bench):
     answer = bench.ask(1, prepare(Owner(5), storage_id=NO_ID))
     assert answer.storage_id == STORAGE_ID
 
@@ -264,7 +264,7 @@ def test_the_same_session_of_another_owner_is_refused(bench):
     assert bench.only(service_effects.CloseConnection) == []
 
 
-def test_a_session_that_was_promised_to_nobody_knows_whom_is_not_anothers(tmp_path):
+def test_a_session_that_was_promised_to_no_process_knows_which_is_not_anothers(tmp_path):
     bench = Bench(tmp_path)
     bench.owned(5)
     bench.engine.abandon()
@@ -303,7 +303,7 @@ def test_what_comes_late_from_a_connection_that_an_owner_has_given_up_changes_no
     assert isinstance(bench.ask(2, owner.append()), Appended)
 
 
-def test_an_owner_that_comes_again_is_not_told_of_a_rival(bench):
+def test_an_owner_that_comes_again_is_not_reported_of_a_rival(bench):
     """Who is told that this session was promised to another halts its partition for good."""
     owner = Owner(5)
     bench.send(1, prepare(owner))
@@ -316,7 +316,7 @@ def test_an_owner_that_comes_again_is_not_told_of_a_rival(bench):
     assert codes == {errors.ConnectionSuperseded.code}
 
 
-def test_a_connection_may_go_on_with_a_later_session(bench):
+def test_a_connection_may_continue_with_a_later_session(bench):
     bench.owned(5, connection=1)
     later = bench.owned(6, connection=1)
     assert bench.only(service_effects.CloseConnection) == []
@@ -390,7 +390,7 @@ def test_a_heartbeat_is_answered_at_once_while_work_is_under_way(bench):
     bench.finish()
 
 
-def test_a_heartbeat_tells_of_a_later_session_before_that_is_answered(bench):
+def test_a_heartbeat_reports_a_later_session_before_that_is_answered(bench):
     owner = bench.owned(5, connection=1)
     bench.send(3, open_request())
     assert isinstance(bench.ask(3, owner.make(Heartbeat)), HeartbeatAnswer)
@@ -546,7 +546,7 @@ def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
     assert bench.refusal(7, range_of(Owner(6), 0, 0, reader=True)) is errors.BadRequest
 
 
-def test_lock_blocks_are_told_to_readers_of_the_engaged_session(bench):
+def test_lock_blocks_are_reported_to_readers_of_the_engaged_session(bench):
     owner = bench.owned(5)
     bench.ask(1, dataclasses.replace(owner.append(3), locks=b"block"))
     request = Owner(5).make(LockBlocksRequest, 100)
@@ -629,7 +629,7 @@ def test_reads_and_writes_take_turns(bench):
 # limits
 
 
-def test_who_brings_more_than_there_is_room_for_is_not_read_until_there_is(make):
+def test_one_that_brings_more_than_there_is_room_for_is_not_read_until_there_is(make):
     bench = make(queue_bytes_max=4_000)
     owner = bench.owned(5)
     bench.send(1, *(owner.append(data=bytes(500)) for _ in range(8)))
@@ -650,7 +650,7 @@ def test_a_connection_that_is_gone_is_not_resumed(make):
     assert bench.only(service_effects.ResumeReading) == []
 
 
-def test_a_prepare_that_waits_is_told_of_the_later_session_that_ends_it(bench):
+def test_a_prepare_that_waits_is_notified_of_the_later_session_that_ends_it(bench):
     owner = bench.owned(5)
     bench.send(1, owner.append())
     bench.send(2, prepare(Owner(6)))
@@ -663,7 +663,7 @@ def test_a_prepare_that_waits_is_told_of_the_later_session_that_ends_it(bench):
 # the disk
 
 
-def test_a_prepare_that_waits_for_a_disk_that_fails_is_not_told_of_another_owner(bench):
+def test_a_prepare_that_waits_for_a_disk_that_fails_is_not_reported_of_another_owner(bench):
     owner = bench.owned(5)
     bench.send(1, owner.append())
     bench.send(2, prepare(Owner(6)))
@@ -760,7 +760,7 @@ def test_refusals_are_reported(bench):
     assert dict(report.fields) == {"request": "Prepare", "error": "UnknownPartition"}
 
 
-def test_a_damaged_range_is_told_and_repaired(bench):
+def test_a_damaged_range_is_reported_and_repaired(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     with flipped(bench.engine.directory / "0", 3):
@@ -794,7 +794,7 @@ def reports(bench, name):
     return [dict(each.fields) for each in bench.only(Report) if each.name == name]
 
 
-def test_the_owner_is_told_of_damage_whoever_has_found_it(bench):
+def test_the_owner_is_notified_of_damage_one_that_has_found_it(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.ask(2, open_request())
@@ -813,7 +813,7 @@ def test_the_owner_is_told_of_damage_whoever_has_found_it(bench):
     assert [each["ids"] for each in reports(bench, "damage_found")] == ["3..3", "5..5"]
 
 
-def test_damage_that_nobody_owns_is_noted_and_told_with_the_next_session(bench):
+def test_damage_that_no_process_owns_is_noted_and_reported_with_the_next_session(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.step(service.Disconnected(1))
@@ -826,7 +826,7 @@ def test_damage_that_nobody_owns_is_noted_and_told_with_the_next_session(bench):
     assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [2, 2]
 
 
-def test_the_owner_is_told_again_after_each_pass_of_what_is_not_mended(bench):
+def test_the_owner_is_reported_again_after_each_pass_of_what_is_not_repaired(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     with flipped(bench.engine.directory / "0", 3):
@@ -839,7 +839,7 @@ def test_the_owner_is_told_again_after_each_pass_of_what_is_not_mended(bench):
     assert damage_told(bench) == [[3, 3]] * 4, "as it is found, and after each pass"
 
 
-def test_what_is_mended_in_the_session_is_reported(bench):
+def test_what_is_repaired_in_the_session_is_reported(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     with flipped(bench.engine.directory / "0", 3):
@@ -851,7 +851,7 @@ def test_what_is_mended_in_the_session_is_reported(bench):
     assert bench.ask(1, range_of(owner, 0, 5)).count == 6
 
 
-def test_a_read_that_fails_is_told_and_ends_nothing(bench):
+def test_a_read_that_fails_is_reported_and_ends_nothing(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     for _ in range(3):
@@ -892,7 +892,7 @@ def test_a_log_is_read_again_piece_by_piece(make):
     assert bench.service.wake_at_ms == begun_ms + 60_000
 
 
-def test_of_a_whole_log_the_owner_is_told_nothing_after_a_pass(bench):
+def test_of_a_whole_log_the_owner_is_reported_nothing_after_a_pass(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.step(service.ScrubNow())
@@ -936,7 +936,7 @@ def test_a_partition_that_is_not_served_is_not_read(bench):
     assert bench.works == []
 
 
-def test_a_scrub_that_fails_at_a_slot_is_a_failed_write_and_goes_on_elsewhere(bench):
+def test_a_scrub_that_fails_at_a_slot_is_a_failed_write_and_continues_elsewhere(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     with flipped(bench.engine.directory / "0", 3):

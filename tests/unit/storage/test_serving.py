@@ -28,7 +28,7 @@ def after(*, served, wanted, lying_here):
 
 
 @pytest.mark.parametrize("partitions", [(), (0,), (0, 2)])
-def test_who_serves_what_it_should_and_has_nothing_else_waits_for_a_change(partitions):
+def test_one_that_serves_what_it_should_and_has_nothing_else_waits_for_a_change(partitions):
     assert after(served=partitions, wanted=partitions, lying_here=partitions) is None
 
 
@@ -44,7 +44,7 @@ def test_what_is_not_as_it_should_be_is_looked_at_after_a_pause_that_grows(serve
     assert after(served=served, wanted=wanted, lying_here=(0, 1, 2)) == OPEN_AGAIN_S_MIN
 
 
-def test_what_lies_here_unserved_is_looked_at_seldom_but_for_ever():
+def test_what_lies_here_unserved_is_looked_at_seldom_but_permanently():
     assert OPEN_AGAIN_S_MIN < OPEN_AGAIN_S_MAX
     assert after(served=(0,), wanted=(0,), lying_here=(0, 1)) == OPEN_AGAIN_S_MAX
     assert after(served=(), wanted=(), lying_here=(1,)) == OPEN_AGAIN_S_MAX

@@ -46,7 +46,7 @@ def copy_of(owner, count=3, **changed):
     return Copy(1, 1, **(fields | changed))
 
 
-def test_what_is_held_and_how_it_stands_is_told(engine):
+def test_what_is_held_and_how_it_stands_is_reported(engine):
     assert held_by(engine) == ()
     absent = facts_of(engine, 1, is_served=False)
     assert (absent.is_held, absent.is_available, absent.log) == (False, True, None)
@@ -61,7 +61,7 @@ def test_what_is_held_and_how_it_stands_is_told(engine):
     assert (found.log.promised, found.log.chain) == (NO_SESSION, GENESIS_CHAIN)
 
 
-def test_the_disk_is_told_with_the_time(engine):
+def test_the_disk_is_reported_with_the_time(engine):
     room = room_of(engine, 1_234)
     assert (room.reserved_bytes, room.is_full, room.clock_ms) == (0, False, 1_234)
     assert room.free_bytes > 0
@@ -69,7 +69,7 @@ def test_the_disk_is_told_with_the_time(engine):
     assert room_of(engine, 1_234).is_full
 
 
-def test_a_disk_that_does_not_say_what_is_free_is_told_with_the_rest(engine, monkeypatch):
+def test_a_disk_that_does_not_say_what_is_free_is_reported_with_the_rest(engine, monkeypatch):
     def fail():
         raise DiskFailed("getting the free space of /waltz: input/output error")
 
@@ -164,7 +164,7 @@ def full_engine():
     return engine, disk
 
 
-def test_how_a_replica_stands_is_told_without_reading_its_files():
+def test_how_a_replica_stands_is_reported_without_reading_its_files():
     """The event loop asks: a disk that hangs must not stop it, and another thread may write."""
     engine, disk = full_engine()
     disk.capacity_bytes += 1 << 16
@@ -209,7 +209,7 @@ def test_other_changes_have_the_reserve():
     assert engine.log(1).suspect
 
 
-def test_no_copy_confirms_a_mark_that_nobody_has_confirmed(engine):
+def test_no_copy_confirms_a_mark_that_no_process_has_confirmed(engine):
     carry_out(engine, errands.Assign(1))
     log = engine.log(1)
     log.prepare(4, NONCE)

@@ -66,7 +66,7 @@ def test_a_group_counts_what_it_has_appended_and_times_its_one_sync(log):
     assert result.failure is None
 
 
-def test_the_lock_blocks_of_a_group_are_kept_and_told(log):
+def test_the_lock_blocks_of_a_group_are_kept_and_reported(log):
     owner = Owner(5)
     group = [
         dataclasses.replace(owner.append(2), locks=b"one "),
@@ -183,7 +183,7 @@ def test_reads_are_bounded_whatever_is_asked_for(log, monkeypatch):
     assert BATCHES_BYTES_MAX // 40 <= ENTRIES_MAX
 
 
-def test_where_records_lie_is_told_to_readers_and_counted_as_read(log):
+def test_where_records_lie_is_reported_to_readers_and_counted_as_read(log):
     owner = Owner(5)
     run(log, owner.append(3))
     (told,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, PLACES, False, True)).outcomes
@@ -243,7 +243,7 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
 # reading again, room
 
 
-def test_a_piece_of_the_scrub_says_what_was_read_and_where_to_go_on(log):
+def test_a_piece_of_the_scrub_says_what_was_read_and_where_to_continue(log):
     run(log, Owner(5).append(6))
     result = Work(log, (), STORAGE_ID, piece=ScrubPiece(0, 100)).run()
     assert result.scrubbed == Scrubbed(2, 88)
@@ -252,7 +252,7 @@ def test_a_piece_of_the_scrub_says_what_was_read_and_where_to_go_on(log):
     assert result.scrubbed == Scrubbed(6, 88)
 
 
-def test_what_the_scrub_cannot_get_past_is_told_and_left(log, monkeypatch):
+def test_what_the_scrub_cannot_get_past_is_reported_and_left(log, monkeypatch):
     run(log, Owner(5).append(6))
 
     def fails(_first, _bytes_max):

@@ -47,7 +47,7 @@ class Told:
 
 
 @on_loop
-async def test_a_result_is_told_once_on_the_loops_thread():
+async def test_a_result_is_reported_once_on_the_loops_thread():
     told = Told()
     writers = Writers(2, told)
     made = WorkResult(appended_count=3)
@@ -111,7 +111,7 @@ async def test_a_thread_that_is_free_keeps_nothing_of_what_it_did():
 
 
 @on_loop
-async def test_a_piece_that_a_disk_holds_keeps_nobody_else_and_no_end():
+async def test_a_piece_that_a_disk_holds_keeps_no_other_process_and_no_end():
     told, held = Told(), threading.Event()
 
     def hang() -> WorkResult:
@@ -131,7 +131,7 @@ async def test_a_piece_that_a_disk_holds_keeps_nobody_else_and_no_end():
     assert told.outcomes[1][0] is stuck
 
 
-def test_an_outcome_that_comes_after_the_loop_is_told_to_nobody():
+def test_an_outcome_that_comes_after_the_loop_is_reported_to_no_process():
     told, held = Told(), threading.Event()
     raised: SimpleQueue[object] = SimpleQueue()
 

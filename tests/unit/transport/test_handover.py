@@ -68,7 +68,7 @@ def test_a_file_is_handed_over_for_reading_as_often_as_it_is_asked_for(tmp_path,
     assert len(os.listdir("/proc/self/fd")) == count
 
 
-def test_a_file_outlives_its_name_and_who_has_handed_it_over(tmp_path, name):
+def test_a_file_outlives_its_name_and_one_that_has_handed_it_over(tmp_path, name):
     path = tmp_path / "file"
     path.write_bytes(b"still there")
     taken = run(name, path, lambda: handover.take(name, b"this", timeout_s=30))
@@ -166,7 +166,7 @@ def test_what_is_taken_is_not_inherited_by_other_programs(tmp_path, name):
     os.close(taken)
 
 
-def test_who_asks_nothing_does_not_keep_others_waiting_for_long(tmp_path, name, monkeypatch):
+def test_one_that_asks_nothing_does_not_keep_others_waiting_for_long(tmp_path, name, monkeypatch):
     monkeypatch.setattr(handover, "QUESTION_S_MAX", 2.0)
     path = tmp_path / "file"
     path.write_bytes(b"here")
@@ -229,7 +229,7 @@ def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
         handover.take(name, b"this", timeout_s=1)
 
 
-def test_who_cannot_be_let_in_once_is_let_in_later(tmp_path, name, monkeypatch):
+def test_one_that_cannot_be_let_in_once_is_let_in_later(tmp_path, name, monkeypatch):
     path = tmp_path / "file"
     path.write_bytes(b"here")
     monkeypatch.setattr(handover, "PAUSE_S", 0.01)

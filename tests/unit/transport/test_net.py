@@ -151,7 +151,7 @@ async def test_what_came_before_start_is_handed_over_by_it(pair):
 
 
 @on_loop
-async def test_an_inbox_that_nobody_empties_stops_the_peer(pair):
+async def test_an_inbox_that_no_process_empties_stops_the_peer(pair):
     async with pair() as (link, peer, _):
         there, count = peer.links[0], 0
         while not (there.is_congested and link._inbox_bytes > 1024 * 1024):
@@ -170,7 +170,7 @@ async def test_an_inbox_that_nobody_empties_stops_the_peer(pair):
 
 
 @on_loop
-async def test_who_does_not_take_answers_may_not_ask(pair):
+async def test_one_that_does_not_take_answers_may_not_ask(pair):
     async with pair() as (link, peer, _):
         there = peer.links[0]
         drained = []
@@ -227,7 +227,7 @@ async def test_a_listener_may_lower_the_hard_limit_of_a_link(pair):
 
 
 @on_loop
-async def test_a_dial_that_nobody_answers_is_unreachable():
+async def test_a_dial_that_no_process_answers_is_unreachable():
     with socket.socket() as taken:
         taken.bind((ANY, 0))
         address = f"{ANY}:{taken.getsockname()[1]}"
@@ -306,7 +306,7 @@ async def dial_somebody_who_says(data):
 
 
 @on_loop
-async def test_a_dial_to_somebody_of_another_language_is_a_protocol_error():
+async def test_a_dial_to_a_process_of_another_language_is_a_protocol_error():
     with pytest.raises(RemoteProtocolError, match="expected a frame of surface 'H'"):
         await dial_somebody_who_says(b"SSH-2.0-OpenSSH_9.2\r\n")
     with pytest.raises(RemoteProtocolError, match="no common version"):
@@ -336,7 +336,7 @@ async def test_a_listener_cuts_who_speaks_another_language_and_serves_the_others
 
 
 @on_loop
-async def test_who_is_silent_in_his_hello_is_cut():
+async def test_one_that_is_silent_in_its_hello_is_cut():
     peer = Peer()
     listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected)
     reader, writer = await asyncio.open_connection(ANY, listener.port)
@@ -353,7 +353,7 @@ async def test_who_is_silent_in_his_hello_is_cut():
 
 
 @on_loop
-async def test_who_trickles_a_frame_is_cut():
+async def test_one_that_trickles_a_frame_is_cut():
     peer = Peer()
     listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected)
     _, writer = await asyncio.open_connection(ANY, listener.port)
@@ -404,7 +404,7 @@ async def test_a_dialler_that_has_nothing_to_say_sends_an_empty_frame(pair):
 
 
 @on_loop
-async def test_who_is_silent_for_very_long_is_cut(pair):
+async def test_one_that_is_silent_for_very_long_is_cut(pair):
     async with pair() as (_link, peer, _):
         there = peer.links[0]
         there._idle_ticks = net._IDLE_TICKS_MAX
@@ -442,7 +442,7 @@ async def test_a_closing_listener_closes_its_links_and_sends_what_is_unsent(pair
 
 
 @on_loop
-async def test_who_was_accepted_when_a_listener_closed_is_closed_too():
+async def test_one_that_was_accepted_when_a_listener_closed_is_closed_too():
     for turns in range(8):  # of the loop between the connection and the listener's end
         listener = await net.listen(Surface.STORAGE, ANY, 0, Peer().connected)
         with socket.create_connection((ANY, listener.port)) as dialler:

@@ -35,7 +35,7 @@ def server(**settings: object) -> ServerConfig:
     return ServerConfig(**{"connect": CONNECT} | settings)  # type: ignore[arg-type]
 
 
-def test_nobody_speaks_tls_who_is_not_told_to():
+def test_no_process_speaks_tls_who_is_not_reported_to():
     assert tls.dialling(PLAIN, "") is None
     assert tls.dialling(PLAIN, CONNECT) is None
     assert tls.dialling(PLAIN, f"{CONNECT}?auth=/etc/tls=on") is None
@@ -52,7 +52,7 @@ def test_nobody_speaks_tls_who_is_not_told_to():
         ("nothing", ssl.CERT_NONE, False),
     ],
 )
-def test_who_dials_checks_what_he_is_told_to(files, verify, mode, is_name_checked):
+def test_one_that_dials_checks_what_it_is_reported_to(files, verify, mode, is_name_checked):
     config = ClientConfig(tls="on", tls_authorities=files.authorities, tls_verify=verify)
     context = tls.dialling(config, "")
     assert context is not None
@@ -62,7 +62,7 @@ def test_who_dials_checks_what_he_is_told_to(files, verify, mode, is_name_checke
     assert len(context.get_ca_certs()) == (verify != "nothing")
 
 
-def test_without_authorities_those_of_the_system_are_believed(files, monkeypatch):
+def test_without_authorities_those_of_the_system_are_trusted(files, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", files.authorities)
     context = tls.dialling(ClientConfig(tls="on"), "")
     assert context is not None
@@ -137,7 +137,7 @@ def test_settings_win_over_the_connect_string(files, tmp_path):
         ({"tls_authorities": "{authorities}", "tls_verify": "nothing"}, ssl.CERT_NONE, False),
     ],
 )
-def test_a_connect_string_that_believes_anybody_weakens_no_setting(
+def test_a_connect_string_that_trusts_anybody_weakens_no_setting(
     files, settings, mode, is_name_checked
 ):
     given = {name: each.format(authorities=files.authorities) for name, each in settings.items()}
@@ -180,13 +180,13 @@ def test_a_server_lets_anybody_in_and_a_storage_those_with_a_certificate(files):
     assert tls.listening(storage(**without, tls_require_certificate=False)) is not None
 
 
-def test_who_wants_certificates_does_not_listen_in_the_clear_by_mistake():
+def test_one_that_wants_certificates_does_not_listen_in_the_clear_by_mistake():
     with pytest.raises(BadConfig, match='tls: expected "on" with tls_require_certificate'):
         tls.listening(server(tls_require_certificate=True))
     assert tls.listening(server(tls="off", tls_require_certificate=True)) is None
 
 
-def test_a_file_that_has_tls_off_is_told_to_who_speaks_it(files, tmp_path, caplog):
+def test_a_file_that_has_tls_off_is_reported_to_one_that_speaks_it(files, tmp_path, caplog):
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", files.settings))
     config = server(connect=f"{CONNECT}?tls={file}")
@@ -202,7 +202,7 @@ def test_the_key_may_be_in_the_file_of_the_certificate(files, tmp_path):
     assert tls.listening(server(tls="on", tls_certificate=str(both))) is not None
 
 
-def test_a_daemon_without_a_certificate_is_told_so(files):
+def test_a_daemon_without_a_certificate_is_notified(files):
     with pytest.raises(BadConfig, match="tls_certificate: expected a file"):
         tls.listening(server(tls="on"))
     with pytest.raises(BadConfig, match="tls_certificate: expected a file"):
@@ -232,7 +232,7 @@ def test_files_that_cannot_be_used_are_named(files, tmp_path):
         tls.dialling(ClientConfig(**settings), "")
 
 
-def test_a_key_with_a_password_asks_nobody(files, tmp_path):
+def test_a_key_with_a_password_asks_no_process(files, tmp_path):
     locked = tmp_path / "locked.pem"
     key = serialization.load_pem_private_key(Path(files.key).read_bytes(), None)
     locked.write_bytes(
@@ -301,7 +301,7 @@ def test_bad_words(settings, said):
         ("storage1", "off", False),
     ],
 )
-def test_who_listens_beyond_this_machine_in_the_clear_is_told_so(caplog, host, word, is_told):
+def test_one_that_listens_beyond_this_machine_in_the_clear_is_notified(caplog, host, word, is_told):
     settings = server(listen_host=host, advertised_host="here", tls=word)
     assert tls.listening(settings) is None
     lines = [each.getMessage() for each in caplog.records]
@@ -332,11 +332,11 @@ def failure(reason: str) -> ssl.SSLError:
         ("BAD_SIGNATURE", "TLS has failed: bad signature"),
     ],
 )
-def test_what_has_failed_is_told_in_words(reason, said):
+def test_what_has_failed_is_reported_in_words(reason, said):
     assert tls.failure_text(failure(reason)).startswith(said)
 
 
-def test_what_is_no_matter_of_tls_is_told_as_it_is():
+def test_what_is_no_matter_of_tls_is_reported_as_it_is():
     assert tls.failure_text(ConnectionRefusedError(111, "Connection refused")).endswith("refused")
     assert tls.failure_text(ConnectionResetError()) == "ConnectionResetError"
     assert tls.alert_of(ConnectionResetError()) == tls.alert_of(failure("OTHER")) == b""
@@ -354,7 +354,7 @@ def test_what_is_no_matter_of_tls_is_told_as_it_is():
         (("waltz.example",), {"tls_verify": "nothing"}, ""),
     ],
 )
-def test_a_certificate_for_another_host_is_told_at_the_start(
+def test_a_certificate_for_another_host_is_reported_at_the_start(
     tmp_path, caplog, hosts, settings, complaint
 ):
     shown = make(tmp_path, hosts=hosts)
@@ -365,7 +365,7 @@ def test_a_certificate_for_another_host_is_told_at_the_start(
         assert complaint in caplog.text
 
 
-def test_a_key_that_peers_do_not_take_is_told_at_the_start(tmp_path, caplog):
+def test_a_key_that_peers_do_not_take_is_reported_at_the_start(tmp_path, caplog):
     key = ec.generate_private_key(ec.SECP256K1())  # no curve of TLS 1.3, nor of our contexts
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "waltz")])
     certificate = (

@@ -160,7 +160,7 @@ async def test_an_abort_is_noticed_at_once(files):
 
 
 @on_loop
-async def test_a_close_does_not_wait_long_for_who_does_not_answer(files, monkeypatch):
+async def test_a_close_does_not_wait_long_for_one_that_does_not_answer(files, monkeypatch):
     monkeypatch.setattr(net, "CLOSE_S_MAX", 0.1)
     async with open_port(listening(files)) as (peer, _, address):
         link = await net.dial(Surface.STORAGE, address, ssl=believing(files))
@@ -213,7 +213,7 @@ async def original(surface, directory):
 
 
 @pytest.mark.parametrize("surface", ORIGINALS)
-def test_an_originals_daemon_is_reached_by_who_believes_anybody(surface, tmp_path):
+def test_a_0_13_programs_daemon_is_reached_by_one_that_trusts_anybody(surface, tmp_path):
     @on_loop
     async def story():
         async with original(surface, tmp_path) as (address, hellos):
@@ -230,7 +230,7 @@ def test_an_originals_daemon_is_reached_by_who_believes_anybody(surface, tmp_pat
 
 
 @on_loop
-async def test_an_originals_client_reaches_us_with_whatever_certificate_it_has(files, tmp_path):
+async def test_a_0_13_programs_client_reaches_us_with_whatever_certificate_it_has(files, tmp_path):
     """Its connector checks nothing, and shows a certificate that nobody has signed if asked."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -250,7 +250,7 @@ async def test_an_originals_client_reaches_us_with_whatever_certificate_it_has(f
 
 
 @on_loop
-async def test_plain_to_tls_is_told_to_both(files, said):
+async def test_plain_to_tls_is_reported_to_both(files, said):
     async with open_port(listening(files)) as (_, listener, address):
         with pytest.raises(TlsMismatch, match=f"{address}: expected plain TCP, found TLS"):
             await net.dial(Surface.STORAGE, address)
@@ -259,7 +259,7 @@ async def test_plain_to_tls_is_told_to_both(files, said):
 
 
 @on_loop
-async def test_the_same_of_the_same_peer_is_told_once_in_a_while(files, said, monkeypatch):
+async def test_the_same_of_the_same_peer_is_reported_once_in_a_while(files, said, monkeypatch):
     async def plain_to_tls():
         with pytest.raises(TlsMismatch):
             await net.dial(Surface.STORAGE, address)
@@ -278,7 +278,7 @@ async def test_the_same_of_the_same_peer_is_told_once_in_a_while(files, said, mo
 
 
 @on_loop
-async def test_tls_to_plain_is_told_to_both(files, said):
+async def test_tls_to_plain_is_reported_to_both(files, said):
     async with open_port(None) as (_, _, address):
         with pytest.raises(TlsMismatch, match=f"{address}: expected TLS, found plain TCP"):
             await net.dial(Surface.STORAGE, address, ssl=believing(files))
@@ -287,7 +287,7 @@ async def test_tls_to_plain_is_told_to_both(files, said):
 
 
 @on_loop
-async def test_a_certificate_of_another_authority_is_told_to_both(files, tmp_path, said):
+async def test_a_certificate_of_another_authority_is_reported_to_both(files, tmp_path, said):
     async with open_port(listening(files)) as (_, _, address):
         with pytest.raises(TlsMismatch, match="the peer's certificate is not accepted: unable to"):
             await net.dial(Surface.STORAGE, address, ssl=believing(make(tmp_path)))
@@ -295,7 +295,7 @@ async def test_a_certificate_of_another_authority_is_told_to_both(files, tmp_pat
 
 
 @on_loop
-async def test_a_certificate_for_another_host_is_told(tmp_path):
+async def test_a_certificate_for_another_host_is_reported(tmp_path):
     files = make(tmp_path, hosts=("storage1.example",))
     async with open_port(listening(files)) as (_, _, address):
         with pytest.raises(TlsMismatch, match=r"not accepted: .*IP address mismatch"):
@@ -307,7 +307,7 @@ async def test_a_certificate_for_another_host_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_a_certificate_that_is_missing_is_told_to_both(files, version, said):
+def test_a_certificate_that_is_missing_is_reported_to_both(files, version, said):
     @on_loop
     async def story():
         required = listening(files, tls_require_certificate=True)
@@ -325,7 +325,7 @@ def test_a_certificate_that_is_missing_is_told_to_both(files, version, said):
 
 
 @on_loop
-async def test_a_certificate_that_nobody_has_signed_is_told_to_both(files, tmp_path, said):
+async def test_a_certificate_that_no_process_has_signed_is_reported_to_both(files, tmp_path, said):
     stranger = make(tmp_path, name="stranger")
     settings = stranger.settings | {"tls_authorities": files.authorities}
     async with open_port(listening(files, tls_require_certificate=True)) as (_, _, address):
@@ -394,7 +394,7 @@ async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_
 
 
 @on_loop
-async def test_who_connects_and_goes_is_no_news(files, said):
+async def test_one_that_connects_and_goes_is_no_news(files, said):
     async with open_port(listening(files)) as (_, listener, address):
         for is_reset in (False, True, False):
             with socket.create_connection(("127.0.0.1", listener.port)) as gone:
@@ -408,7 +408,7 @@ async def test_who_connects_and_goes_is_no_news(files, said):
 @pytest.mark.parametrize(
     ("first_bytes", "line"), [(b"", "no handshake within"), (b"\x16\x03", "is taking longer than")]
 )
-def test_who_is_slow_in_his_handshake_is_cut(files, monkeypatch, said, first_bytes, line):
+def test_one_that_is_slow_in_its_handshake_is_cut(files, monkeypatch, said, first_bytes, line):
     monkeypatch.setattr(tls_port, "HANDSHAKE_S_MAX", 0.1)
 
     @on_loop
@@ -459,7 +459,7 @@ async def test_a_fault_of_one_connection_is_no_end_of_the_port(files, monkeypatc
 
 
 @on_loop
-async def test_a_port_that_closes_drops_who_is_in_his_handshake(files):
+async def test_a_port_that_closes_drops_who_is_in_its_handshake(files):
     peer = Peer()
     listener = await net.listen(Surface.STORAGE, ANY, 0, peer.connected, ssl=listening(files))
     reader, writer = await asyncio.open_connection(ANY, listener.port)
@@ -502,7 +502,7 @@ class FailingLoop:
 
 
 @on_loop
-async def test_who_cannot_be_accepted_now_is_no_end_of_the_port(files, monkeypatch, said):
+async def test_one_that_cannot_be_accepted_now_is_no_end_of_the_port(files, monkeypatch, said):
     monkeypatch.setattr(tls_port, "_ACCEPT_PAUSE_S", 0.01)
     made = []
     port = tls_port.TlsPort(listening(files), lambda: made.append(1) or asyncio.Protocol())
