@@ -22,7 +22,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.storage.files.batch_checks import check_chain
 from waltz_core.storage.files.control_file import ControlFile, SlotFile
-from waltz_core.storage.files.format import NO_NONCE, UNBATCHED, Mark, Marker, Slot
+from waltz_core.storage.files.format import NO_NONCE, UNBATCHED, IdRange, Mark, Marker, Slot
 from waltz_core.storage.log import truncation
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
@@ -223,6 +223,24 @@ def test_the_same_records_get_other_batches(world):
     world.crash()
     assert world.bounds() == [(0, 2), (3, 6), (7, 9), (10, 11)]
     assert not world.log.suspect
+
+
+def test_a_record_that_has_rotted_is_covered_like_the_others_and_stays_damaged(world):
+    """It is below the confirmed mark: if it counted as another one, nothing could be appended."""
+    (path,) = (world.directory / "0").glob("*.seg")
+    content = path.read_bytes()
+    place = content.index(records(3, 1)[0]) + 37
+    path.write_bytes(content[:place] + b"?" + content[place + 1 :])
+    world.log.verify(0, 1 << 20)
+    assert world.log.damaged == (IdRange(3, 3),)
+    assert cover(world) == (BEFORE_FIRST, GENESIS_CHAIN)
+    for fields in other_batches(records(0, 10), (3, 4, 3), 2):
+        append(world, fields)
+    assert world.bounds() == [(0, 2), (3, 6), (7, 9)]
+    assert world.log.damaged == (IdRange(3, 3),)
+    world.log.repair(3, np.array([44]), records(3, 1)[0])
+    assert world.content() == whole(9)
+    assert world.log.damaged == ()
 
 
 def test_a_cut_in_the_middle_of_a_batch(world):

@@ -415,9 +415,14 @@ def test_a_record_that_has_rotted_before_it_was_adopted_changes_no_chain():
     assert (entries, slot.damaged, slot.suspect) == (adopted()[0], (IdRange(3, 3),), False)
 
 
-def test_a_record_of_which_not_even_the_checksum_is_left_makes_an_adopted_log_suspect():
+@pytest.mark.parametrize("is_zero", [False, True])
+def test_a_record_of_which_not_even_the_checksum_is_left_makes_an_adopted_log_suspect(is_zero):
     def spoil(disk):
-        disk.flip(path_of(0, ".seg"), SEGMENT_HEADER_BYTES + 4 * RECORD_BYTES - 1)
+        end = SEGMENT_HEADER_BYTES + 4 * RECORD_BYTES
+        if is_zero:
+            disk.overwrite(path_of(0, ".seg"), end - 10, bytes(10))
+        else:
+            disk.flip(path_of(0, ".seg"), end - 1)
 
     entries, slot = adopted(spoil)
     assert (slot.damaged, slot.suspect) == ((IdRange(3, 3),), True)

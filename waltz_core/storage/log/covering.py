@@ -22,6 +22,7 @@ Rules (decision 043):
     4. When every remaining record has its batch, the log is like any other, and that is durable.
     5. A log that does not reach the mark of its last session reports no session in PREPARED: 0.13
        sets its mark before it has filled the log up, so the log is unknown, not short.
+    6. Damage is like the records that it was: it stays, and is repaired later.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, DiskFailed, WaltzError
+from waltz_core.records import raw_records
 from waltz_core.records.record import NO_SESSION, LineageEntry, TransactionId
 from waltz_core.storage.files.control_file import SlotFile
 from waltz_core.storage.files.format import UNBATCHED, Marker
@@ -105,7 +107,11 @@ class Cover:
         here = min(int(lengths.size), files.segments.last - first + 1)
         size = int(lengths[:here].sum())
         found, found_lengths = files.segments.read(first, TransactionId(first + here - 1))
-        if not np.array_equal(found_lengths, lengths[:here]) or found != records[:size]:
+        if not np.array_equal(found_lengths, lengths[:here]):
+            return False
+        if found != records[:size] and not self._differ_in_damage(
+            first, found_lengths, found, records
+        ):
             return False
         with files.failing():
             if here < lengths.size:
@@ -116,6 +122,21 @@ class Cover:
         if files.covered_end == files.segments.last:
             self.settle()
         return True
+
+    def _differ_in_damage(
+        self, first: TransactionId, lengths: I64, found: bytes, records: memoryview
+    ) -> bool:
+        """Return whether only known damage differs from these records (rule 6)."""
+        offsets = raw_records.offsets_of(lengths)
+        at = 0
+        for one in self._files.slot.damaged:
+            low = max(0, one.first - first)
+            high = min(int(lengths.size), one.last - first + 1)
+            if low < high:
+                if found[at : offsets[low]] != records[at : offsets[low]]:
+                    return False
+                at = int(offsets[high])
+        return found[at:] == records[at : len(found)]
 
     def cut_rest(self) -> None:
         """Cut records that are still covered (rule 3); raises DataLoss below the confirmed mark."""

@@ -555,9 +555,9 @@ class _Opening:
 
     def _stated_crc(self, segments: Segments, transaction_id: TransactionId) -> bytes:
         record, _ = segments.read(transaction_id, transaction_id)
-        # If its end has rotted, so has most likely the beginning of the next one.
+        # If its end has rotted, it is zero, or the beginning of the next one has most likely, too.
         has_next = transaction_id < segments.segment_end(transaction_id)
-        if has_next and len(record) >= RECORD_OVERHEAD_BYTES:
+        if has_next and len(record) >= RECORD_OVERHEAD_BYTES and any(record[-4:]):
             found, _, _, data_bytes, data_crc = RECORD_PREFIX.unpack_from(record)
             data = memoryview(record)[RECORD_PREFIX.size : -4]
             if (found, data_bytes) == (transaction_id, len(data)) and crc32(data) != data_crc:
