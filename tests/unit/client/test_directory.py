@@ -140,7 +140,7 @@ def test_one_that_is_an_owner_only_in_a_view_that_is_not_settled_is_none():
     assert in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
 
 
-def test_one_that_owns_it_now_is_asked_behind_all_that_was_written_and_only_a_settled_view_answers():
+def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answers():
     asked = []
 
     class ZooKeeper:

@@ -445,7 +445,7 @@ def test_nothing_of_a_lost_session_is_reported_in_the_next_one():
     assert (found.req_id, found.data) == (again, b"again")
 
 
-def test_what_is_reported_is_the_record_of_what_was_admitted_and_not_of_what_was_refused_beside_it():
+def test_the_reported_record_is_that_of_the_admitted_row_not_of_the_rejected_one():
     world, _ = in_flight()
     world.single(write=(HOT,), data=b"refused for what is in flight")
     cold = world.single(BOB, write=(COLD,), data=b"cold")

@@ -459,6 +459,24 @@ def test_what_a_closed_connection_reads_is_not_fetched() -> None:
     assert len(world.fetches) == 8
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_what_a_feed_that_has_ended_waits_for_is_not_fetched(is_closed: bool) -> None:
+    world = World()
+    world.open(999)
+    for client in range(10):
+        world.mount(ClientId(client), A, mark=client, feed=True)
+    assert len(world.fetches) == 8
+    if is_closed:
+        world.step(Closed(A))
+    else:
+        for client in range(10):
+            world.mount(ClientId(client), A, sequence=2)
+    for fetch in world.fetches[:8]:
+        world.step(Fetched(fetch.token, header_range(fetch, 1)))
+    assert len(world.fetches) == 8
+    assert not world.partition.reads._jobs
+
+
 def test_an_older_connection_cannot_mount_again() -> None:
     world = ready()
     world.mount(ALICE, B, sequence=5)

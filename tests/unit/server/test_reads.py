@@ -120,7 +120,7 @@ def test_what_only_a_closed_connection_waits_for_is_not_fetched() -> None:
     message = RangeRequest(REQ_ID, 50, 59, 1 << 20, RangeForm.HEADERS, ())
     assert each.range(Received(ConnectionId(2), message, 70, 0), message) == []
     assert each.headers(TransactionId(70), TransactionId(79)) == []
-    each.close(ConnectionId(1))
+    each.close(ConnectionId(1), {70})
     second = fetch_of(each.fetched(first.token, headers(first, 10), 0))
     assert second.message.first == 50
     answer, third = each.fetched(second.token, headers(second, 10), 0)
@@ -139,7 +139,7 @@ def test_what_waits_to_be_fetched_again_for_a_closed_connection_is_not() -> None
         fetch = fetch_of(each.failed(fetch.token, "gone", 0))
     assert each.failed(fetch.token, "gone", 0) == []
     assert each.wake_at_ms == RETRY_FIRST_MS
-    each.close(ConnectionId(1))
+    each.close(ConnectionId(1), ())
     assert each.wake_at_ms is None
     assert each.wake(RETRY_FIRST_MS) == []
 

@@ -242,7 +242,7 @@ class Partition:
     def _close(self, connection: ConnectionId) -> None:
         self._mounts.close(connection)
         self.feed.close(connection)
-        self.reads.close(connection)
+        self.reads.close(connection, self.feed.fetching)
         self._waiting.drop(connection)
         # Appends waiting for a proof stay, unanswered: flushes of other connections wait for them.
         self._proofs.drop(lambda each: isinstance(each, Received) and each.connection == connection)
@@ -261,6 +261,8 @@ class Partition:
             return
         # End all older feeds and mounts of this client, even those of the same connection.
         older = self.feed.drop_client(req_id.client_id)
+        if older:
+            self.reads.feeds_ended(self.feed.fetching)
         older += self._waiting.supersede(req_id.client_id)
         self._out.extend(answers.superseded(question) for question in older)
         self._mounts.begin(req_id.client_id, connection, message.connection_sequence)

@@ -115,6 +115,11 @@ class Feed:
         """Number of clients with a feed."""
         return len(self._contexts)
 
+    @property
+    def fetching(self) -> set[TransactionId]:
+        """Where the stretches begin that are fetched for it."""
+        return {each.next for each in self._contexts.values() if each.is_fetching}
+
     def lag_max(self) -> int:
         """Number of committed transactions not yet sent to the slowest client; 0 without one."""
         nexts = [context.next for context in self._contexts.values()]

@@ -15,8 +15,8 @@ Rules:
        tried. A failed replica is queried last for the next `SHUNNED_FETCHES`.
     8. Consecutive requests for single transactions are read ahead. If that fails, each request is
        fetched separately.
-    9. What only a closed connection waits for is not fetched: a client that reconnects again and
-       again, and sends requests each time, would keep all others waiting.
+    9. Reads for closed connections and ended feeds are not fetched: a client that reconnects again
+       and again, and sends requests each time, would keep all others waiting.
 """
 
 from collections import deque
@@ -267,12 +267,18 @@ class Reads:
         bytes_max = self._limits.feed_frame_count_max * RECORD_HEADER.size
         return self._fetch(_Key(first, last, bytes_max, RangeForm.HEADERS), None)
 
-    def close(self, connection: ConnectionId) -> None:
-        """A connection was closed; rule 9."""
+    def close(self, connection: ConnectionId, fed: Container[TransactionId]) -> None:
+        """A connection was closed; `fed` as in `feeds_ended` (rule 9)."""
+        for job in self._jobs.values():
+            job.waiting = [each for each in job.waiting if each.connection != connection]
+        self.feeds_ended(fed)
+
+    def feeds_ended(self, fed: Container[TransactionId]) -> None:
+        """Some feeds have ended; the others wait for headers that begin at these IDs (rule 9)."""
         running = {job.key for job in self._running.values() if job is not None}
         dropped: set[_Key] = set()
         for key, job in self._jobs.items():
-            job.waiting = [each for each in job.waiting if each.connection != connection]
+            job.for_feed = job.for_feed and key.first in fed
             if not (job.waiting or job.for_feed or key in running):
                 dropped.add(key)
         if dropped:
