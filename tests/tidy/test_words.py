@@ -7,9 +7,13 @@ project writes.
 
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+# In one worker, as they share what they have read.
+pytestmark = pytest.mark.xdist_group("tidy")
 
 ROOT = Path(__file__).resolve().parents[2]
 # word, as a regular expression -> what to write instead
@@ -37,10 +41,12 @@ KEPT: dict[str, dict[str, str]] = {}
 READ = ("*.md", "*.py", "*.toml", "*.ipynb", "*.properties", "*.yml", "Makefile")
 # Tests are read by maintainers only; they follow when they are changed.
 LEFT_OUT = ("tests/",)
-_PICTURE = re.compile(r'^ *"image/png": ')
+_PICTURE = re.compile(r'(?m)^ *"image/png": .*$')
 
 
-def _files() -> list[str]:
+@cache
+def _texts() -> dict[str, str]:
+    """Return what is read, by file; pictures in notebooks are left out."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *READ],
         cwd=ROOT,
@@ -48,24 +54,30 @@ def _files() -> list[str]:
         check=True,
     )
     names = [name for name in listed.stdout.decode().split("\0") if name]
-    return [name for name in names if not name.startswith(LEFT_OUT) and (ROOT / name).exists()]
+    return {
+        name: _PICTURE.sub("", (ROOT / name).read_text(encoding="utf-8"))
+        for name in names
+        if not name.startswith(LEFT_OUT) and (ROOT / name).exists()
+    }
 
 
 def _found(name: str, word: str) -> list[str]:
     # Words within names count, too: `is_told` has one.
     pattern = re.compile(rf"(?<![a-zA-Z])({word})(?![a-zA-Z])", re.IGNORECASE)
-    text = (ROOT / name).read_text(encoding="utf-8")
+    text = _texts()[name]
+    if not pattern.search(text):
+        return []
     return [
         f"{name}:{number}: {line.strip():.100}"
         for number, line in enumerate(text.splitlines(), 1)
-        if pattern.search(line) and not _PICTURE.search(line)
+        if pattern.search(line)
     ]
 
 
 @pytest.mark.parametrize("word", WORDS)
 def test_texts_use_the_terms_of_the_field(word: str) -> None:
     found = [
-        place for name in _files() if word not in KEPT.get(name, {}) for place in _found(name, word)
+        place for name in _texts() if word not in KEPT.get(name, {}) for place in _found(name, word)
     ]
     if found:
         lines = [f"write instead of {word!r}: {WORDS[word]}", *found]
