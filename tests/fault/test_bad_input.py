@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kazoo.client import KazooClient
 
 from tests.commands import run_command
 from tests.fault.load import Story, command, segments, wait_until
@@ -332,3 +333,37 @@ def refused_append(story: Story, client: WaltzClient) -> BaseException | None:
 
     wait_until("an append is refused", is_refused)
     return errors[0]
+
+
+def test_nodes_that_cannot_be_decoded_end_no_process(story: Story):
+    """A damaged node ended every storage, or every server, at once."""
+    hosts, _, root = story.cluster.connect.partition("/")
+    zookeeper = KazooClient(hosts)
+    zookeeper.start(timeout=HANG_S)
+    nodes = {
+        f"/{root}/store/assignment": ("storage-1", "storage-2", "storage-3"),
+        f"/{root}/serverDescriptors": ("server-1", "server-2"),
+    }
+    try:
+        with story.load() as load:  # an open client; a new one could not read the nodes
+            load.goes_on()
+            for node, names in nodes.items():
+                right, _ = zookeeper.get(node)
+                zookeeper.set(node, b"rotten")
+                for name in names:
+                    log = story.cluster.log_path(name)
+                    wait_until(
+                        f"{name} has read {node}",
+                        lambda log=log, node=node: (
+                            f"zookeeper.node_unreadable error={node}" in log.read_text("utf-8")
+                        ),
+                    )
+                load.goes_on()
+                zookeeper.set(node, right)
+    finally:
+        zookeeper.stop()
+        zookeeper.close()
+    with story.load() as load:
+        load.goes_on()
+    story.check_whole()
+    story.check_agrees()

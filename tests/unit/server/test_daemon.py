@@ -199,35 +199,3 @@ def test_one_that_is_cancelled_while_handing_over_holds_up_no_process() -> None:
         assert await server._hand_over(1, 1)
 
     asyncio.run(story())
-
-
-def test_a_node_that_cannot_be_decoded_does_not_end_a_server_that_works(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It would end all of them at once, and none could start."""
-    monkeypatch.setattr(server_daemon, "UNREADABLE_PAUSE_S", 0.0)
-    rot = (errors.BadFormat("/w/s_0: rotten"), errors.BadRequest("the partitions shrink"))
-    looks, seen = [1, rot[0], 2, rot[1], 3, errors.BadConfig("enough")], []
-
-    async def follow(take):
-        while True:
-            found = looks.pop(0)
-            if isinstance(found, Exception):
-                raise found
-            take(found)
-
-    async def rotten(take):
-        raise errors.BadFormat("/w/s_0: rotten")
-
-    async def story() -> None:
-        server = server_of(Handing())
-        with pytest.raises(errors.BadConfig, match="enough"):
-            await server._follow(follow, seen.append)
-        with pytest.raises(errors.BadFormat):  # there is nothing that it could go on with
-            await server._follow(rotten, seen.append)
-
-    asyncio.run(story())
-    assert seen == [1, 2, 3]
-    assert [each.message for each in caplog.records] == [
-        f"server.node_unreadable error={each}" for each in rot
-    ]

@@ -17,11 +17,11 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from random import SystemRandom
-from typing import Any, Final, Never, TypeVar
+from typing import Final
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import ClusterView, Coordinator
@@ -29,6 +29,7 @@ from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.nodes.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.cluster.nodes.sharing import Shared
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
+from waltz_core.cluster.zookeeper.unreadable import follow_readable
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
 from waltz_core.driver import loop_clock_ms
 from waltz_core.metrics import Health, Metrics, serve_pages
@@ -54,7 +55,6 @@ from waltz_core.wire.messages import Surface
 
 _log = logging.getLogger(__name__)
 
-ViewT = TypeVar("ViewT")
 
 SHOW_INTERVAL_S: Final = 1.0
 LAST_APPENDS_LOOKS: Final = 100
@@ -63,7 +63,6 @@ UNREGISTER_S_MAX: Final = 2.0
 # Prevents repeated moves of a partition whose storages no server can reach.
 HAND_OVER_PAUSE_S: Final = 60.0
 PREFER_AGAIN_LOOK_S: Final = 10.0
-UNREADABLE_PAUSE_S: Final = 10.0
 # Overhead of a record and of its entry in a frame, in addition to its data.
 _ROW_OVERHEAD_BYTES: Final = 48
 _FEED_CACHE_BYTES_MIN: Final = 20 * KIB
@@ -209,14 +208,14 @@ class Server:
         try:
             async with self._tasks as tasks:
                 coordinator = self._coordinator
-                follow = self._follow(coordinator.follow_replica_assignment, self._assigned)
+                follow = follow_readable(coordinator.follow_replica_assignment, self._assigned)
                 tasks.create_task(follow)
                 await retry_start_step(
                     "its registration",
                     lambda: coordinator.register_server(self._descriptor),
                     timeout_ms=self._config.zookeeper_connect_timeout_ms,
                 )
-                tasks.create_task(self._follow(coordinator.follow_servers, self._owned))
+                tasks.create_task(follow_readable(coordinator.follow_servers, self._owned))
                 tasks.create_task(self._show())
                 tasks.create_task(self._prefer_again())
                 tasks.create_task(self._neighbours.report(coordinator.reach, self._is_open))
@@ -227,32 +226,6 @@ class Server:
                 await self._end()
         except* _End:
             _log.info("server.ended server=%s", self._server_id)
-
-    async def _follow(
-        self,
-        follow: Callable[[Callable[[ViewT], None]], Coroutine[Any, Any, Never]],
-        take: Callable[[ViewT], None],
-    ) -> None:
-        """Follow nodes in ZooKeeper; log those that cannot be decoded, and read again (rule 1).
-
-        So are those that contradict each other: the lead, and each next one, would end. Raises
-        BadFormat or BadRequest at the start: without any view this server cannot work.
-        """
-        is_known = False
-
-        def note(view: ViewT) -> None:
-            nonlocal is_known
-            is_known = True
-            take(view)
-
-        while True:
-            try:
-                await follow(note)
-            except (errors.BadFormat, errors.BadRequest) as error:
-                if not is_known:
-                    raise
-                _log.error("server.node_unreadable error=%s", error)
-            await asyncio.sleep(UNREADABLE_PAUSE_S)
 
     def _is_open(self) -> bool:
         """Whether any partition is open: then its network and its TLS settings work."""

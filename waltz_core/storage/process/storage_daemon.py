@@ -35,6 +35,7 @@ from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.starting import connected, retry_start_step
+from waltz_core.cluster.zookeeper.unreadable import follow_readable
 from waltz_core.config.declarations import StorageConfig
 from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
@@ -387,7 +388,7 @@ class StorageDaemon:
                 tasks.create_task(self._register(engine))
             serving.assigned(assignments)
 
-        await coordinator.follow_replica_assignment(take)
+        await follow_readable(coordinator.follow_replica_assignment, take)
 
     async def _open_segment(self, question: bytes) -> int:
         """Open a segment for a reader of this machine."""

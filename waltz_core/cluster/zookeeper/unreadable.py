@@ -1,0 +1,45 @@
+"""Nodes that cannot be decoded, or that contradict each other, while a process follows them.
+
+Rule:
+    1. A process that has a view keeps it, logs the error, and reads again after a pause: one
+       damaged node must not end every server or storage. Without any view it cannot work, so it
+       ends with the error.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Never, TypeVar
+
+from waltz_core.errors import BadFormat, BadRequest
+
+_log = logging.getLogger(__name__)
+
+UNREADABLE_PAUSE_S: Final = 10.0
+ViewT = TypeVar("ViewT")
+
+
+async def follow_readable(
+    follow: Callable[[Callable[[ViewT], None]], Coroutine[Any, Any, Never]],
+    take: Callable[[ViewT], None],
+) -> Never:
+    """Follow nodes in ZooKeeper like `follow`, also after some that cannot be read (rule 1).
+
+    Raises:
+        BadFormat, BadRequest: there was no view yet.
+    """
+    is_known = False
+
+    def note(view: ViewT) -> None:
+        nonlocal is_known
+        is_known = True
+        take(view)
+
+    while True:
+        try:
+            await follow(note)
+        except (BadFormat, BadRequest) as error:
+            if not is_known:
+                raise
+            _log.error("zookeeper.node_unreadable error=%s", error)
+        await asyncio.sleep(UNREADABLE_PAUSE_S)
