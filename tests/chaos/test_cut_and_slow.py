@@ -69,8 +69,8 @@ def test_one_slow_storage_slows_no_process(tale: Tale):
     tale.wait("500 commits", lambda: len(tale.waits_s(since_s=slow_s)) >= 500)
     waits = tale.waits_s(since_s=slow_s)
     tale.network.hurry(links)
-    # An append that waits for the third takes at least there and back; on a busy machine some others
-    # take as long.
+    # An append that waits for the third takes at least there and back; on a busy machine others
+    # may take as long.
     quick = sum(each < lag.delay_ms / 1000 for each in waits)
     assert quick > 0.5 * len(waits), f"{quick} of {len(waits)}, the longest {waits[-1]:.2f} s"
     tale.check()
