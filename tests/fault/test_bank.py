@@ -63,7 +63,7 @@ def tellers(story: Story, database: str, tmp_path: Path) -> Iterator[list[Proces
         each.kill()
 
 
-def test_the_sums_are_right_one_that_is_killed(
+def test_the_sums_are_right_whichever_process_is_killed(
     story: Story, database: str, tellers: list[Process]
 ) -> None:
     for each in tellers:

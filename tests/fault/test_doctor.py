@@ -318,7 +318,7 @@ FAULTS = {
         ("replica-offline", "preference-not-granted", "admin-port-wrong"),
         all_of(take_offline, prefer_twice, misname_admin_port),
     ),
-    "nobody can vouch": Fault(("no-trusted-quorum",), doubt_two),
+    "no quorum is trusted": Fault(("no-trusted-quorum",), doubt_two),
     "a record has rotted": Fault(("process-down", "replica-damaged"), damage),
     "a log does not open": Fault(("replica-unreadable",), spoil_log),
     "a replica is missing": Fault(("replica-left-over", "too-few-replicas"), remove_replica),

@@ -194,7 +194,7 @@ def test_what_was_answered_is_there_after_a_kill(tmp_path):
         assert storage.line.startswith("storage ready")
 
 
-def test_a_server_that_knows_less_is_reported_less(tmp_path, monkeypatch):
+def test_an_older_server_gets_fewer_fields(tmp_path, monkeypatch):
     async def told(address, session_id):
         async with session(address, session_id) as owner:
             found = await owner.prepare()

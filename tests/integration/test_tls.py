@@ -124,7 +124,7 @@ def test_a_command_that_does_not_know_of_tls_is_notified(cluster: LocalCluster):
     assert "expected plain TCP, found TLS" in done.stderr
 
 
-def test_the_doctor_has_no_process_ended_which_we_do_not_understand(cluster: LocalCluster):
+def test_the_doctor_ends_no_process_that_it_does_not_understand(cluster: LocalCluster):
     done = waltz("doctor", "--json", "--connect", place_of(cluster))
     findings = json.loads(done.stdout)["findings"]
     assert [each["name"] for each in findings] == ["server-shut"] * 2 + ["storage-shut"] * 3

@@ -181,7 +181,7 @@ def test_engaged_only_counts_who_is_engaged(world):
         world.says(committed(world))
 
 
-def test_no_process_is_reported_to_be_engaged_before_zookeeper_has_it(world):
+def test_no_replica_is_engaged_before_zookeeper_has_it(world):
     session = world.claim()
     world.fence(session, *REPLICAS)
     for replica in REPLICAS:
@@ -699,7 +699,7 @@ def follower_behind_a_writer(world):
     return node.chain, operation, (history.last - 1, history.log[-2].key)
 
 
-def test_followed_by_a_process_that_was_not_reported_of_all(world):
+def test_followed_by_a_client_that_did_not_get_all_predecessors(world):
     chain, operation, outcome = follower_behind_a_writer(world)
     with fails("Followed"):
         world.checks.outcomes._check_followed(operation, chain, world.history.last)
@@ -707,7 +707,7 @@ def test_followed_by_a_process_that_was_not_reported_of_all(world):
     world.checks.outcomes._check_followed(operation, chain, world.history.last)
 
 
-def test_followed_by_a_process_that_was_reported_of_another(world):
+def test_followed_by_a_client_that_got_another_predecessor(world):
     chain, operation, (place, _) = follower_behind_a_writer(world)
     operation.followed = ((place, (9, 9)),)
     with fails("Followed"):

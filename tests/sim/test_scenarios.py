@@ -1,6 +1,6 @@
-"""Every story of `scenarios/` is told again, and must read the same.
+"""Every story of `scenarios/` is run again, and must produce the same text.
 
-`WALTZ_REWRITE_STORIES=1` writes down what is told now; whoever does that reads what has changed.
+`WALTZ_REWRITE_STORIES=1` writes the present output; review the difference before you commit it.
 """
 
 import os
@@ -22,7 +22,7 @@ TOLD = [
 IS_REWRITTEN = "WALTZ_REWRITE_STORIES" in os.environ
 
 
-@pytest.mark.skipif(IS_REWRITTEN, reason="the stories are written down anew")
+@pytest.mark.skipif(IS_REWRITTEN, reason="the stories are rewritten")
 @pytest.mark.parametrize("story", TOLD)
 def test_story(story):
     assert replayed(story).text == story.text

@@ -144,7 +144,7 @@ def test_locks_of_an_insert(
         sql.sql(f"INSERT INTO first VALUES ('clara', array({hashes[1]}))")
 
 
-def test_a_table_is_reported_its_options_at_each_use(
+def test_a_table_gets_its_options_at_each_use(
     sql: SparkSession, connect: str, marks: dict[int, int]
 ) -> None:
     columns = "(partition INT, data BINARY)"

@@ -58,7 +58,7 @@ def test_a_cluster_that_is_there_is_not_started_with_other_counts(tmp_path, monk
     assert "environment WALTZ_LOCAL_SERVER_COUNT: server_count: expected" in capsys.readouterr().err
 
 
-def test_all_processes_of_a_cluster_are_notified_of_tls_by_its_connect_string(tmp_path):
+def test_all_processes_of_a_cluster_get_tls_from_its_connect_string(tmp_path):
     made = LocalCluster(tmp_path, tls=tmp_path / "tls.toml")
     made._load_or_create()
     made._let_ports_go()

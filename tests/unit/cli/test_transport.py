@@ -27,7 +27,7 @@ def told(monkeypatch):
     return ssl_of
 
 
-def test_the_connect_string_says_it_and_else_no_process(told, monkeypatch):
+def test_the_scheme_comes_from_the_connect_string_only(told, monkeypatch):
     assert told() is None
     assert told(connect=None) is None
     assert told(connect=PLACE) is None

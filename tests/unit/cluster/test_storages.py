@@ -154,7 +154,7 @@ def test_a_storage_goes_when_it_holds_nothing():
         layout().without_storage(D)
 
 
-def test_an_admin_port_can_be_reported_again():
+def test_an_admin_port_can_be_registered_again():
     assert layout().with_admin_port(B, 77).admin_ports == {**layout().admin_ports, B: 77}
     assert layout().with_admin_port(B, 77).assignment == layout().assignment
     with pytest.raises(errors.BadRequest):

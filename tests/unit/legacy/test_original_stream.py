@@ -466,5 +466,5 @@ def test_what_a_0_13_program_does_not_know_is_not_said(mounted):
     assert mounted.told[-1].error_code == errors.NotMounted.code
 
 
-def test_one_that_writes_with_a_claim_is_reported_why_not():
+def test_a_write_with_a_claim_gets_the_reason_of_its_rejection():
     assert "does not support exactly-once writes" in str(old_server_stream.no_claims("host:1"))

@@ -281,7 +281,7 @@ def test_a_filter_is_applied_here_and_the_mark_continues():
     run(story)
 
 
-def test_one_that_writes_with_a_claim_is_reported_that_it_cannot_be():
+def test_a_write_with_a_claim_is_an_error_at_an_old_server():
     with OriginalCluster(1) as cluster:
 
         async def story():

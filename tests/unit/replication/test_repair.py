@@ -347,7 +347,7 @@ def test_a_repair_takes_from_the_damage_that_is_known_when_it_is_done():
     assert repair.damaged == [(0, 0), (3, 5)]
 
 
-def test_refused_records_leave_the_damage_that_was_reported_of_since():
+def test_rejected_records_leave_the_damage_that_was_reported_since():
     one, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(one)
     repair.damage_found([(1, 2), (4, 4)])

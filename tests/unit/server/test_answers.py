@@ -70,7 +70,7 @@ def test_a_mark_is_reported_in_the_words_of_the_question() -> None:
     assert told(asked) == messages.ReplicasResponse(REQ, 2, 9, ("s:1",), bytes(16), 8)
 
 
-def test_a_writer_is_reported_what_it_may_send_and_an_older_client_that_it_is_ready() -> None:
+def test_a_writer_gets_its_limits_and_an_older_client_that_it_is_ready() -> None:
     limits = PartitionLimits(lock_slot_count=1009)
     told = answers.mounted(ask(NEW_MOUNT), TransactionId(4), SessionId(2), limits).message
     assert told == messages.Mounted(

@@ -254,7 +254,7 @@ def test_giving_up_returns_who_still_waits() -> None:
     assert turns(each) == []
 
 
-def test_a_feed_request_that_is_not_granted_is_reported_why() -> None:
+def test_a_feed_request_that_is_not_granted_gets_the_reason() -> None:
     each = feed(9)
     place = PartitionPlace(PartitionId(0), Generation(0), TransactionId(9))
 

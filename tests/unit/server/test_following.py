@@ -76,7 +76,7 @@ def in_flight() -> tuple[Authors, ReqId]:
     return world, winner
 
 
-def test_an_author_is_reported_what_is_in_flight_and_is_let_in_behind_it():
+def test_a_writer_gets_its_predecessors_in_flight_and_may_follow_them():
     world, winner = in_flight()
     loser = world.follow(BOB)
     (answer,) = world.turn()
@@ -189,7 +189,7 @@ def told_of(world: Authors, **asked) -> list[int] | None:
     return told([*out, *world.turn()]).get(req_id)
 
 
-def test_rows_of_batches_with_its_locks_cannot_be_reported():
+def test_rows_of_batches_are_no_predecessors():
     world, winner = in_flight()
     world.batch([b"a", b"b"], write=[[COLD], [9]])
     world.turn()
@@ -316,7 +316,7 @@ def test_what_follows_is_refused_for_what_has_come_since():
     assert told(world.turn()) == {late: [1]}
 
 
-def test_one_that_cannot_be_reported_receives_nothing_before_what_stands_against_it_is_final():
+def test_a_conflict_in_flight_without_predecessors_is_answered_when_it_is_final():
     world, _ = in_flight()
     behind = world.after(0)
     late = world.after(0, client=BOB, read=range(100, 100 + following.PREDECESSORS_LOCKS_MAX))
@@ -326,7 +326,7 @@ def test_one_that_cannot_be_reported_receives_nothing_before_what_stands_against
     assert results(world.commit()) == {behind: [(1, COMMITTED, -1)], late: [(-1, LOCK, 1)]}
 
 
-def test_what_is_in_flight_is_not_in_the_log_for_one_that_was_not_reported_of_it():
+def test_appends_in_flight_are_not_in_the_log_for_a_client_without_an_answer():
     world, winner = in_flight()
     world.follow(BOB, mark=0)
     assert [type(each) for each in world.turn()] == [Ahead]

@@ -52,7 +52,7 @@ def test_one_that_is_refused_later_is_reported_later() -> None:
     assert last in next_commit(world, 1)
 
 
-def test_a_landing_under_other_locks_reports_no_process() -> None:
+def test_a_commit_under_other_locks_notifies_no_writer() -> None:
     world, refused, _ = contended()
     assert list(next_commit(world, 0, COLD).values()) == [[(1, COMMITTED, -1)]]
     assert refused[1] in next_commit(world, 1)

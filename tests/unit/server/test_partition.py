@@ -843,7 +843,7 @@ def test_a_range_ends_at_its_bytes_and_at_the_mark() -> None:
     assert (beyond.count, beyond.next, bytes(beyond.records)) == (0, 4, b"")
 
 
-def test_without_a_proof_no_process_is_reported_that_the_log_ends() -> None:
+def test_without_a_proof_no_client_gets_the_end_of_the_log() -> None:
     world = ready()
     world.fill(1)
     mount = world.mount(BOB, B, feed=True)

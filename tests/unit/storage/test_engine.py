@@ -302,7 +302,7 @@ def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_just_given_up(
     engine.close()
 
 
-def test_one_that_has_lost_a_slot_is_not_reported_about_flags_before_that_is_settled(tmp_path):
+def test_a_replica_that_lost_a_slot_gets_no_flags_before_it_is_settled(tmp_path):
     engine = rotten(tmp_path, blocks=(0,))
     assert engine.log(1).suspect
     engine.set_available(1, is_available=False)

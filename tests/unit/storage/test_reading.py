@@ -325,7 +325,7 @@ def test_a_wrong_index_is_repaired_before_places_are_reported(log):
     assert log.slots.slot.damaged == ()
 
 
-def test_places_are_never_of_more_records_than_batches_can_be_reported_of(log, monkeypatch):
+def test_places_never_have_more_records_than_their_batches_describe(log, monkeypatch):
     monkeypatch.setattr(reading, "LINEAGE_ENTRIES_MAX", 2)
     assert placed(log, 0, 11) == 1
 

@@ -303,7 +303,7 @@ def test_what_comes_late_from_a_connection_that_an_owner_has_given_up_changes_no
     assert isinstance(bench.ask(2, owner.append()), Appended)
 
 
-def test_an_owner_that_comes_again_is_not_reported_of_a_rival(bench):
+def test_an_owner_that_returns_gets_no_answer_about_a_rival(bench):
     """Who is told that this session was promised to another halts its partition for good."""
     owner = Owner(5)
     bench.send(1, prepare(owner))
@@ -663,7 +663,7 @@ def test_a_prepare_that_waits_is_notified_of_the_later_session_that_ends_it(benc
 # the disk
 
 
-def test_a_prepare_that_waits_for_a_disk_that_fails_is_not_reported_of_another_owner(bench):
+def test_a_prepare_that_waits_for_a_failing_disk_names_no_other_owner(bench):
     owner = bench.owned(5)
     bench.send(1, owner.append())
     bench.send(2, prepare(Owner(6)))
