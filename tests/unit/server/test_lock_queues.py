@@ -94,7 +94,7 @@ def test_when_commits_become_slower_everybody_gets_more_time() -> None:
     assert world.now_ms - before_ms == NOTIFY_FACTOR * 8
 
 
-def test_one_that_waits_is_notified_of_the_newest_conflict_one_that_has_met_it() -> None:
+def test_a_waiting_writer_is_notified_of_the_newest_conflict_of_any_writer() -> None:
     world, refused, _ = contended(losers=2)
     world.batch([b"data"], mark=0, write=[[HOT]])
     world.turn()

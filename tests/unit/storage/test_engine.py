@@ -90,7 +90,7 @@ def test_several_partitions_begin_to_be_held_with_a_sync_of_names_and_one_of_fla
     engine.abandon()
 
 
-def test_partitions_are_opened_as_one_that_opens_the_directory_wants_it(tmp_path):
+def test_partitions_are_opened_as_the_caller_requests(tmp_path):
     engine = open_engine(tmp_path)
     for partition_id in (2, 0):
         engine.assign(partition_id)

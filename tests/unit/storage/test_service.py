@@ -794,7 +794,7 @@ def reports(bench, name):
     return [dict(each.fields) for each in bench.only(Report) if each.name == name]
 
 
-def test_the_owner_is_notified_of_damage_one_that_has_found_it(bench):
+def test_the_owner_is_notified_of_damage_whichever_read_found_it(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.ask(2, open_request())
