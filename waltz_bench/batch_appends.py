@@ -41,7 +41,7 @@ class _Ledger:
     latencies_s: list[float] = field(default_factory=list)
     answered_s: list[float] = field(default_factory=list)
     acknowledged: int = 0
-    refused: int = 0
+    rejected: int = 0
     errors: int = 0
 
     def gap_s_max(self) -> float:
@@ -83,7 +83,7 @@ async def _append_batch(load: BenchLoad, meter: Meter) -> Measured:
         lost=lost,
         doubled=doubled,
         errors=ledger.errors,
-        extra={"refused": ledger.refused, "partitions": len(partitions)},
+        extra={"rejected": ledger.rejected, "partitions": len(partitions)},
     )
 
 
@@ -144,7 +144,7 @@ async def _lane(
         ids = outcome.transaction_ids[committed]
         ledger.ids.setdefault(partition, []).append(ids)
         ledger.acknowledged += len(ids)
-        ledger.refused += int((~committed).sum())
+        ledger.rejected += int((~committed).sum())
         mark = outcome.high_water_mark
 
 
@@ -236,16 +236,16 @@ async def _fill_one(
         await answer
 
 
-def false_refusals(load: BenchLoad, meter: Meter) -> Measured:
+def false_rejections(load: BenchLoad, meter: Meter) -> Measured:
     """Measure how often a transaction without a real conflict is rejected, by its author's lag.
 
     It fills one partition with transactions with write locks, then appends rows with locks that
     were never written, at marks with different lags.
     """
-    return uvloop.run(_false_refusals(load, meter))
+    return uvloop.run(_false_rejections(load, meter))
 
 
-async def _false_refusals(load: BenchLoad, meter: Meter) -> Measured:
+async def _false_rejections(load: BenchLoad, meter: Meter) -> Measured:
 
     chance = Random(7)  # noqa: S311 - test data
     partition, count = 0, load.batch_rows
@@ -267,7 +267,7 @@ async def _false_refusals(load: BenchLoad, meter: Meter) -> Measured:
             rows += count
         for lag in LAGS:
             mark = await client.high_water_mark(partition) - lag
-            refused = requested = 0
+            rejected = requested = 0
             for _ in range(10):
                 locks = [[2 * chance.randrange(1 << 30) + 1] for _ in range(count)]
                 payload = encode_append(
@@ -277,12 +277,12 @@ async def _false_refusals(load: BenchLoad, meter: Meter) -> Measured:
                     partition, payload, count, client_high_water_mark=mark
                 )
                 outcome = await answer
-                refused += int((outcome.reasons == Reason.LOCK).sum())
+                rejected += int((outcome.reasons == Reason.LOCK).sum())
                 requested += count
-            rates[str(lag)] = refused / requested
+            rates[str(lag)] = rejected / requested
             rows += requested
         took = time.perf_counter() - began
         meter.stop()
     return Measured(
-        rows=rows, seconds=took, bytes=0, acknowledged=rows, extra={"refused_by_lag": rates}
+        rows=rows, seconds=took, bytes=0, acknowledged=rows, extra={"rejected_by_lag": rates}
     )

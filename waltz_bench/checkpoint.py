@@ -44,7 +44,7 @@ class _Run:
         self.latencies_s: list[float] = []
         self.changed_s: list[tuple[float, float]] = []  # no later than, no earlier than
         self.ids: list[int] = []
-        self.refused = 0
+        self.rejected = 0
 
     @property
     def is_over(self) -> bool:
@@ -90,7 +90,7 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
         acknowledged=len(run.ids),
         lost=lost,
         doubled=doubled,
-        errors=run.refused,
+        errors=run.rejected,
         extra={
             "checkpoints": len(gaps_s),
             "checkpoint_gaps_ms": [round(each * 1000, 2) for each in gaps_s],
@@ -142,7 +142,7 @@ async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _Run) -> None:
         run.latencies_s.append(now - sent_s)
         is_in = outcome.reasons == Reason.COMMITTED
         run.ids += outcome.transaction_ids[is_in].tolist()
-        run.refused += int((~is_in).sum())
+        run.rejected += int((~is_in).sum())
         mark = outcome.high_water_mark
 
 

@@ -26,7 +26,7 @@ from waltz_core.records.record import TransactionId
 class _Acknowledged:
     ids: dict[int, list[int]] = field(default_factory=dict)
     latencies_s: list[float] = field(default_factory=list)
-    refused: int = 0
+    rejected: int = 0
 
 
 def producers(load: BenchLoad, meter: Meter) -> Measured:
@@ -48,7 +48,7 @@ async def _producers(load: BenchLoad, meter: Meter) -> Measured:
         meter.stop()
         wrong = await check_ids(client, starts, acknowledged.ids)
     rows = [each for its in acknowledged.ids.values() for each in its]
-    extra: dict[str, object] = {"refused": acknowledged.refused}
+    extra: dict[str, object] = {"rejected": acknowledged.rejected}
     return measured(load, rows, acknowledged.latencies_s, took=took, wrong=wrong, extra=extra)
 
 
@@ -72,7 +72,7 @@ async def _write(
             )
             mark = await future
         except errors.LockFailed as failed:
-            acknowledged.refused += 1
+            acknowledged.rejected += 1
             later = failed.high_water_mark
             mark = (
                 await client.high_water_mark(partition) if later is None else TransactionId(later)

@@ -131,10 +131,10 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
     latencies: list[float] = []
     partition = 0
     ids: list[int] = []
-    refused = 0
+    rejected = 0
 
     async def write(client: AsyncWaltzClient, number: int, until: float) -> None:
-        nonlocal refused
+        nonlocal rejected
         locks, mark = [lock("writer", number)], await client.high_water_mark(partition)
         while (sent := time.perf_counter()) < until:
             try:
@@ -147,7 +147,7 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
                     )
                 )
             except errors.LockFailed:  # another lock in the same slot
-                refused += 1
+                rejected += 1
                 mark = await client.high_water_mark(partition)
                 continue
             latencies.append(time.perf_counter() - sent)
@@ -164,7 +164,7 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
         took = time.perf_counter() - began
         meter.stop()
         lost, doubled = await check_ids(client, starts, {partition: ids})
-    extra: dict[str, object] = {"writers": WRITERS, "refused": refused}
+    extra: dict[str, object] = {"writers": WRITERS, "rejected": rejected}
     return measured(load, ids, latencies, took=took, wrong=(lost, doubled), extra=extra)
 
 

@@ -1,7 +1,7 @@
 """An in-process Waltz for tests of applications: `MemoryWaltz`, with injected faults.
 
     with MemoryWaltz(partition_count=2) as waltz, waltz.client() as client:
-        waltz.refuse_next(1)
+        waltz.reject_next(1)
         transaction_id = client.submit(Transfer(...)).result()
 
 The clients are `WaltzClient` and `AsyncWaltzClient`, the partitions are the server's machines, and
@@ -181,13 +181,13 @@ class MemoryWaltz:
         """The number of appends or answers that the fault rate has lost."""
         return self._faults.count
 
-    def refuse_next(self, count: int = 1) -> None:
+    def reject_next(self, count: int = 1) -> None:
         """Reject the next `count` appends that check a lock, as if another client had been faster.
 
         No other client was: a false rejection by a lock table has the same effect. 0 ends it; rows
         of `append_batch` are not counted.
         """
-        self._faults.refusals = count
+        self._faults.rejections = count
 
     def fail_next_append(
         self, count: int, error: errors.WaltzError, *, enters_log: bool | None = None

@@ -60,12 +60,12 @@ _WRITTEN: Final = "ZooKeeper has"
 # Reports that are milestones; the others have visible consequences.
 _REPORTS: Final[dict[str, str]] = {
     "replica.unknown": "{replica} is not trusted",
-    "replica.refused": "{replica} is rejected: {reason}",
+    "replica.rejected": "{replica} is rejected: {reason}",
     "replica.no_source": "{replica} cannot give {wanting} what it lacks: {reason}",
     "replica.repair_rejected": "{replica} rejects the repair: {reason}",
     "session.abandoned": "session {session} is abandoned: {reason}",
     "coordinator.unavailable": "ZooKeeper does not answer",
-    "partition.refused": "rejected: {reason}",
+    "partition.rejected": "rejected: {reason}",
     "data_loss": "stopped: {reason}",
 }
 
@@ -207,9 +207,9 @@ class Narrator(Checks):
         state = None if metadata is None else metadata.states.get(ReplicaId(name))
         return state is not None and state[1] == UNRESOLVED and state[0] == message.session_id
 
-    def storage_refused(self, storage: "SimStorage", error: WaltzError) -> None:
-        """See `Checks.storage_refused`."""
-        super().storage_refused(storage, error)
+    def storage_rejected(self, storage: "SimStorage", error: WaltzError) -> None:
+        """See `Checks.storage_rejected`."""
+        super().storage_rejected(storage, error)
         self.narrate(f"{storage.name} does not open: {error}")
 
     # ---- ZooKeeper
@@ -320,9 +320,9 @@ class Narrator(Checks):
             what = _outcome(reason)
             self._outcomes.setdefault(what, []).append(number)
 
-    def refused(self, client: "SimClient", effect: client_events.ParcelRefused) -> None:
-        """See `Checks.refused`."""
-        super().refused(client, effect)
+    def rejected(self, client: "SimClient", effect: client_events.ParcelRejected) -> None:
+        """See `Checks.rejected`."""
+        super().rejected(client, effect)
         what = "unknown" if isinstance(effect.error, OutcomeUnknown) else "not sent"
         count = len(self.cluster.workload.operations_of(effect.token))
         self._outcomes.setdefault(what, []).extend([-1] * count)

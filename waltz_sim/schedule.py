@@ -93,7 +93,7 @@ class Setup:
         return SessionLimits(
             redial_ms_min=20,
             redial_ms_max=500,
-            refused_retry_ms=1_500,
+            rejected_retry_ms=1_500,
             answer_ms_max=1_000,
             quorum_ms_max=self.quorum_ms_max,
             proof_ms_max=500,

@@ -24,7 +24,7 @@ from waltz_core.replication.session_recovery import NO_STORAGE_ID
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
 from waltz_core.wire.admin_messages import (
     AdminMessage,
-    AdminRefused,
+    AdminRejected,
     MarkSuspect,
     ReSeed,
     SetAvailable,
@@ -83,7 +83,7 @@ class Stage:
         self._kept = self.cluster.coordinator.metadata, self.cluster.coordinator.marker
         self._client = self.cluster.clients[0]
         self._client.on_settled = self._settled
-        self._client.on_refused = self._refused
+        self._client.on_rejected = self._rejected
         self._client.started()
         self._client.subscribe(BEFORE_FIRST)
         self._is_writing = False
@@ -301,7 +301,7 @@ class Stage:
         """Send a request to a storage's administration port."""
 
         def on_answer(answer: AdminMessage) -> None:
-            if isinstance(answer, AdminRefused):
+            if isinstance(answer, AdminRejected):
                 self.narrator.narrate(f"{name} does not do that: {answer.text}")
 
         Operator(self.cluster, self._storage(name), on_answer).ask(message)
@@ -386,7 +386,7 @@ class Stage:
         elif (effect.outcome.reasons == Reason.LOST).any():
             self._append(count)
 
-    def _refused(self, effect: client_events.ParcelRefused) -> None:
+    def _rejected(self, effect: client_events.ParcelRejected) -> None:
         self.cluster.workload.ended(effect.token)
         self.narrator.last_narrated_us = self.cluster.world.now_us
 

@@ -30,7 +30,7 @@ def lock(name: str, key: Column | str) -> Column:
     wide = (
         F.when(kind == "string", F.crc32(column.cast("string").cast("binary")))
         .when(kind.isin(*_INTEGERS), column.cast("string").try_cast("bigint"))
-        .otherwise(_refuse(kind))
+        .otherwise(_reject(kind))
     )
     low = F.lit(0xFFFFFFFF)
     folded = wide.bitwiseXOR(F.shiftrightunsigned(wide, 32)).bitwiseAND(low)
@@ -39,7 +39,7 @@ def lock(name: str, key: Column | str) -> Column:
     return (mixed - sign - sign).cast("int")
 
 
-def _refuse(kind: Column) -> Column:
+def _reject(kind: Column) -> Column:
     text = F.lit("the key of a lock must be an integer or a string, not ")
     return F.raise_error(F.concat(text, kind)).cast("bigint")
 

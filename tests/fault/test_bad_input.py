@@ -252,7 +252,7 @@ def test_a_refusal_for_want_of_space_says_so(roomy: tuple[Story, list[Disk]]):
         disk.fill()
     quick = ClientConfig(request_timeout_ms=3_000)
     with WaltzClient(story.cluster.connect, quick) as client:
-        assert isinstance(refused_append(story, client), NoSpace)
+        assert isinstance(rejected_append(story, client), NoSpace)
 
 
 def test_three_full_disks_refuse_appends_and_serve_reads(roomy: tuple[Story, list[Disk]]):
@@ -264,7 +264,7 @@ def test_three_full_disks_refuse_appends_and_serve_reads(roomy: tuple[Story, lis
     quick = ClientConfig(request_timeout_ms=3_000)
     with WaltzClient(story.cluster.connect, quick) as client:
         last = client.high_water_mark(1)
-        refusal = refused_append(story, client)
+        refusal = rejected_append(story, client)
         assert isinstance(refusal, Unavailable), repr(refusal)
         assert not isinstance(refusal, OutcomeUnknown)
         assert sum(chunk.count for chunk in client.read_range(1, 0, last)) == last + 1
@@ -317,7 +317,7 @@ def is_full(story: Story, storage: str) -> bool:
     return bool(found["is_full"]) and "waltz_storage_full_disks 1.0" in pages[1]
 
 
-def refused_append(story: Story, client: WaltzClient) -> BaseException | None:
+def rejected_append(story: Story, client: WaltzClient) -> BaseException | None:
     """Append until one is refused: the last page of a file may still have room.
 
     Between two sessions an append may also meet the time in which the client mounts anew: it is

@@ -200,7 +200,7 @@ def test_a_running_cluster_can_be_measured(cluster: LocalCluster):
     found = json.loads(ran(cluster, "bench", "test-producers", *load, *at).out)
     assert found["rows"] > 0
     assert found["lost"] == found["doubled"] == 0
-    assert found["extra"]["refused"] > 0, "eight writers never met on two locks"
+    assert found["extra"]["rejected"] > 0, "eight writers never met on two locks"
     found = json.loads(ran(cluster, "bench", "test-consumers", "--rows", "100", *at).out)
     assert found["rows"] >= 100
     assert found["lost"] == found["doubled"] == 0

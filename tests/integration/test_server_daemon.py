@@ -409,7 +409,7 @@ def test_a_storage_that_dies_and_returns_costs_no_append() -> None:
 def test_a_storage_that_is_replaced_is_taken_in_without_a_new_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    soon = partial(dataclasses.replace, redial_ms_min=10, redial_ms_max=20, refused_retry_ms=30)
+    soon = partial(dataclasses.replace, redial_ms_min=10, redial_ms_max=20, rejected_retry_ms=30)
     limits_of = server_daemon.store_limits_of
     monkeypatch.setattr(server_daemon, "store_limits_of", lambda config: soon(limits_of(config)))
 

@@ -36,7 +36,7 @@ def broken_link_is_a_rejection() -> Patches:
         for pending in list(self._monitor):
             self._monitor.remove(pending)
             error = verdicts.not_sent(self._partition_id, 0, reason)
-            out.append(partition_stream.ParcelRefused(pending.parcel.token, error))
+            out.append(partition_stream.ParcelRejected(pending.parcel.token, error))
         original(self, reason, now_ms, out)
 
     yield instead(PartitionStream, "_leave", _leave)

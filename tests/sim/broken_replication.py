@@ -328,7 +328,7 @@ def empty_metadata_taken_as_new() -> Patches:
 
     for module in (partition_store, session_claim, session_recovery):
         yield instead(module, "origin_of", origin_of)
-    yield instead(partition_store, "refusal", nothing)
+    yield instead(partition_store, "rejection", nothing)
     yield instead(Recovery, "objection", nothing)
 
 

@@ -121,14 +121,14 @@ def conflict_in_flight_answered_at_once() -> Patches:
         return (
             piece
             if piece.part is not None
-            else JudgedPiece(None, [], [*piece.doubtful, *piece.refused])
+            else JudgedPiece(None, [], [*piece.doubtful, *piece.rejected])
         )
 
     def judge_singles(group, table, place):
         piece = singles(group, table, place)
         kept = [ticket for ticket in piece.doubtful if ticket.transaction_id >= 0]
         outcome = [ticket for ticket in piece.doubtful if ticket.transaction_id < 0]
-        return JudgedPiece(piece.part, kept, [*piece.refused, *outcome])
+        return JudgedPiece(piece.part, kept, [*piece.rejected, *outcome])
 
     yield instead(pipeline, "judge_rows", judge_rows)
     yield instead(pipeline, "judge_singles", judge_singles)

@@ -12,7 +12,7 @@ import pytest
 from waltz_core.records.record import SessionId
 from waltz_core.storage.service.errands import ZooKeeperView
 from waltz_core.wire.admin_messages import (
-    AdminRefused,
+    AdminRejected,
     Done,
     MarkSuspect,
     RemovePartition,
@@ -129,7 +129,7 @@ def test_what_a_storage_agrees_to_loses_nothing():
         except Violation as violation:
             pytest.fail(f"seed {seed}: {violation}")
         done |= kinds(hands, Done)
-        refused |= kinds(hands, AdminRefused)
+        refused |= kinds(hands, AdminRejected)
         answers += len(hands.outcome)
     assert done == {SetAvailable, MarkSuspect, ReSeed, RemovePartition}
     assert refused >= {ReSeed, RemovePartition}

@@ -13,7 +13,7 @@ from waltz_core.errors import ClientAhead, DataLoss, DiskFailed, LockFailed, Unr
 from waltz_core.records.record import GENESIS_CHAIN, NO_SESSION, LineageEntry, ReplicaId, ReqId
 from waltz_core.replication import session_events
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.partition_events import Answer, refusal
+from waltz_core.server.partition_events import Answer, rejection
 from waltz_core.storage.service.work import LaneRequest, Work, WorkResult
 from waltz_core.wire import messages as m
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
@@ -361,8 +361,8 @@ def outcome(reason=m.Reason.LOST, *, conflict=-1, transaction_id=-1):
         m.HighWaterMarkResponse(QUESTION, 1),
         m.ReplicasResponse(QUESTION, 0, 1, (), bytes(16), 1),
         m.LockFailure(QUESTION, 1),
-        refusal(1, QUESTION, 0, ClientAhead("ahead")).message,
-        refusal(1, QUESTION, 0, LockFailed("locked")).message,
+        rejection(1, QUESTION, 0, ClientAhead("ahead")).message,
+        rejection(1, QUESTION, 0, LockFailed("locked")).message,
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -547,9 +547,9 @@ def test_outcome_truth_of_being_ahead(world):
 def test_outcome_truth_of_a_refusal(world):
     outcome = Settled(world, reason=m.Reason.LOST)
     outcome.operation.transaction_id = 3
-    effect = client_events.ParcelRefused(outcome.parcel.token, Unreachable("never sent"))
+    effect = client_events.ParcelRejected(outcome.parcel.token, Unreachable("never sent"))
     with fails("OutcomeTruth"):
-        world.checks.refused(world.client, effect)
+        world.checks.rejected(world.client, effect)
 
 
 def test_a_refusal_names_what_is_final(world):

@@ -31,7 +31,7 @@ class Writer:
         self.ids: list[int] = []
         self.others: list[str] = []
         self.client.on_settled = self.settled
-        self.client.on_refused = lambda effect: self.others.append(str(effect.error))
+        self.client.on_rejected = lambda effect: self.others.append(str(effect.error))
         self.client.started()
         self.client.subscribe(BEFORE_FIRST)
         self.append()

@@ -147,7 +147,7 @@ def test_an_empty_disk_is_refused_until_an_operator_has_replaced_it():
     before = storage.storage_id
     assert disk_faults.empty_disk(cluster, Chosen(roll=0.0))
     assert healed(cluster)["storage replaced"] == 1
-    assert cluster.checks.counts["storage refused: StorageIdMismatch"] >= 1
+    assert cluster.checks.counts["storage rejected: StorageIdMismatch"] >= 1
     assert storage.engine.storage_id not in {before, NO_STORAGE_ID}
 
 
@@ -158,7 +158,7 @@ def test_swapped_disks_are_refused_and_nothing_is_lost():
     cluster.world.run(600 * MS)
     assert one.log is other.log is None
     counts = healed(cluster)
-    assert counts["storage refused: StorageIdMismatch"] >= 2
+    assert counts["storage rejected: StorageIdMismatch"] >= 2
     assert counts["storage replaced"] == 0
 
 

@@ -185,7 +185,7 @@ def test_callbacks_of_the_other_client_are_refused(waltz_memory):
 def test_the_next_locked_appends_are_refused_and_no_more(waltz_memory):
     locks = [lock("a")]
     with waltz_memory.client() as client:
-        waltz_memory.refuse_next(2)
+        waltz_memory.reject_next(2)
         client.append(b"free", partition=0).result()  # checks nothing, so nobody can be faster
         client.append(b"free", partition=0, append_locks=locks).result()
         for kind in ("write_locks", "read_locks"):
@@ -199,7 +199,7 @@ def test_a_refused_context_is_executed_again(waltz_memory):
     with waltz_memory.client() as client:
         ledger = Ledger(-1)
         client.subscribe(ledger, [2])
-        waltz_memory.refuse_next(3)
+        waltz_memory.reject_next(3)
         context = Told(2)
         assert client.submit(context).result() == 0
         assert context.is_applied.wait(HANG_S)
@@ -208,7 +208,7 @@ def test_a_refused_context_is_executed_again(waltz_memory):
 
 def test_a_context_that_is_always_refused_expires(waltz_memory):
     with waltz_memory.client() as client:
-        waltz_memory.refuse_next(1_000_000)
+        waltz_memory.reject_next(1_000_000)
         context = Told(0)
         context.retries_max = 5
         with pytest.raises(errors.LockFailed):

@@ -239,7 +239,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     )
     connections_max: int = setting(
         10_000,
-        "Concurrent connections; the storage refuses more. Servers have one for each "
+        "Concurrent connections; the storage rejects more. Servers have one for each "
         "partition, and a second one while it moves.",
         least=4,
         most=100_000,
@@ -312,7 +312,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         least=64 * MIB,
     )
     connections_max: int = setting(
-        10_000, "Concurrent connections; the server refuses more.", least=4, most=100_000
+        10_000, "Concurrent connections; the server rejects more.", least=4, most=100_000
     )
     connection_in_flight_bytes_max: int = _bytes(
         64 * MIB,

@@ -171,7 +171,7 @@ class OldClientAdapter:
             case TransactionDataResponse(result=(None, _)):
                 return _data_not_found(message)
             case ErrorResponse():
-                return self._refused(question, message)
+                return self._rejected(question, message)
             case _:
                 return message
 
@@ -220,21 +220,21 @@ class OldClientAdapter:
     # -----------------------------------------------------------------------------------------
     # rejections
 
-    def _refused(self, question: ClientMessage | None, error: ErrorResponse) -> OldAnswer | None:
+    def _rejected(self, question: ClientMessage | None, error: ErrorResponse) -> OldAnswer | None:
         """Translate an error, depending on the request."""
         req_id = error.req_id
         answer: OldAnswer | None = None
         match question:
             case MountRequest() | FeedRequest():
-                answer = self._mount_refused(req_id, error)
+                answer = self._mount_rejected(req_id, error)
             case AppendRequest():
                 # If the partition has moved, its feed is rejected as well, which ends the mount.
                 if error.error_code == errors.ChecksumMismatch.code:
                     answer = EndConnection(error.message)
             case FlushRequest():
-                answer = self._flush_refused(req_id, error)
+                answer = self._flush_rejected(req_id, error)
             case HighWaterMarkRequest():
-                answer = self._mark_refused(error)
+                answer = self._mark_rejected(error)
             case TransactionDataRequest():
                 text = _NOT_HERE if error.error_code in _ELSEWHERE else error.message
                 answer = TransactionDataResponse(req_id, question.transaction_id, (None, text))
@@ -246,7 +246,7 @@ class OldClientAdapter:
                 answer = EndConnection(error.message)
         return answer
 
-    def _mount_refused(self, req_id: ReqId, error: ErrorResponse) -> OldAnswer | None:
+    def _mount_rejected(self, req_id: ReqId, error: ErrorResponse) -> OldAnswer | None:
         mount = self._mounts.get(req_id.partition_id)
         if mount is None or mount.req_id != req_id:
             return None  # rule 4
@@ -254,13 +254,13 @@ class OldClientAdapter:
             return EndConnection(error.message)
         return self._mount_answered(req_id, MountState.NOT_READY)
 
-    def _flush_refused(self, req_id: ReqId, error: ErrorResponse) -> OldAnswer | None:
+    def _flush_rejected(self, req_id: ReqId, error: ErrorResponse) -> OldAnswer | None:
         """Send nothing, like 0.13; if the mount still exists, make the client mount again."""
         if error.error_code in (errors.NotOwned.code, errors.UnknownPartition.code):
             return None
         return self._mount_ended(req_id.partition_id)
 
-    def _mark_refused(self, error: ErrorResponse) -> OldAnswer | None:
+    def _mark_rejected(self, error: ErrorResponse) -> OldAnswer | None:
         """Send nothing, and let the client ask again on its next connection (rule 3)."""
         if self._ends_soon:
             return None

@@ -28,7 +28,7 @@ class OldAppends:
     def __init__(self) -> None:
         self.waiting: deque[OldRow] = deque()
         self.in_flight: dict[ReqId, OldRow] = {}  # in the order in which they were sent
-        self._refused: list[OldRow] = []  # those of them that a lock has rejected (rule 3)
+        self._rejected: list[OldRow] = []  # those of them that a lock has rejected (rule 3)
         self.sent_count = 0
 
     @property
@@ -51,7 +51,7 @@ class OldAppends:
         """Forget all rows: their connection is mounted again."""
         self.waiting.clear()
         self.in_flight.clear()
-        self._refused.clear()
+        self._rejected.clear()
 
     def send(self, now_ms: int) -> AppendRequest:
         """Return the request of the next row, which is in flight from now on."""
@@ -75,21 +75,21 @@ class OldAppends:
         row = self.in_flight.get(req_id)
         if row is not None and row.estimate is None:
             row.estimate = estimate
-            self._refused.append(row)
+            self._rejected.append(row)
 
-    def end_refused(self, mark: TransactionId) -> list[ParcelRows]:
+    def end_rejected(self, mark: TransactionId) -> list[ParcelRows]:
         """End the rows that locks have rejected, up to the feed's mark (rule 3)."""
         ended = []
-        refused, self._refused = self._refused, []
-        for row in refused:
+        rejected, self._rejected = self._rejected, []
+        for row in rejected:
             assert row.estimate is not None
             if row.request.req_id not in self.in_flight:
                 continue  # a later row was committed meanwhile
             if row.estimate > mark:
-                self._refused.append(row)
+                self._rejected.append(row)
                 continue
             del self.in_flight[row.request.req_id]
-            if row.refused(Reason.LOCK):
+            if row.rejected(Reason.LOCK):
                 ended.append(row.parcel)
         return ended
 
@@ -101,6 +101,6 @@ class OldAppends:
             if row.number > number:
                 break
             del self.in_flight[req_id]
-            if row.refused(reason):
+            if row.rejected(reason):
                 ended.append(row.parcel)
         return ended

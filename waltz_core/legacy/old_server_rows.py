@@ -86,7 +86,7 @@ class OldRow:
         self.parcel.ids[self.place] = transaction_id
         return self._ended(Reason.COMMITTED)
 
-    def refused(self, reason: Reason) -> bool:
+    def rejected(self, reason: Reason) -> bool:
         """Note that it will never be in the log; return True when its parcel can be answered.
 
         A rejection by a lock is reported as that, whatever other reason would have ended it.

@@ -316,9 +316,9 @@ class OldServerPartition:
     def _fail_mount(self, text: str, kind: type[errors.WaltzError] = errors.NotOwned) -> None:
         assert self._mount is not None
         self._phase = _Phase.IDLE
-        self._refuse(self._mount.req_id, text, kind)
+        self._reject(self._mount.req_id, text, kind)
 
-    def _refuse(self, req_id: ReqId, text: str, kind: type[errors.WaltzError]) -> None:
+    def _reject(self, req_id: ReqId, text: str, kind: type[errors.WaltzError]) -> None:
         text = f"partition {self._partition_id}: {text}"
         self._to_stream(messages.ErrorResponse(req_id, kind.code, kind.retriable, text))
 
@@ -326,7 +326,7 @@ class OldServerPartition:
 
     def _read_back(self, request: messages.RangeRequest, connection_sequence: int) -> None:
         if self._phase is not _Phase.MOUNTED or request.form != RangeForm.HEADERS:
-            self._refuse(request.req_id, "not mounted", errors.NotMounted)
+            self._reject(request.req_id, "not mounted", errors.NotMounted)
             return
         self._reading = _Reading(request, request.first)
         self._phase = _Phase.READING
@@ -339,7 +339,7 @@ class OldServerPartition:
         request = reading.request
         if not is_ready or reading.next <= request.last:
             self._phase = _Phase.IDLE
-            self._refuse(request.req_id, "the server is not ready for it", errors.NotOwned)
+            self._reject(request.req_id, "the server is not ready for it", errors.NotOwned)
             return
         self._phase = _Phase.MOUNTED
         self._to_server(messages.FeedRequest(request.req_id, self._mark))
@@ -398,7 +398,7 @@ class OldServerPartition:
         try:
             self._appends.waiting += rows_of(message)
         except errors.UsageError as error:  # as a current server rejects it
-            self._refuse(message.req_id, str(error), type(error))
+            self._reject(message.req_id, str(error), type(error))
         self._send_waiting(now_ms)
 
     def _send_waiting(self, now_ms: int) -> None:
@@ -444,12 +444,12 @@ class OldServerPartition:
         assert row is not None
         # A server that has lost the partition knows a lower mark, one without a session none.
         is_known = is_owner and mark >= BEFORE_FIRST
-        if row.refused(Reason.AHEAD if is_known else Reason.NOT_MOUNTED):
+        if row.rejected(Reason.AHEAD if is_known else Reason.NOT_MOUNTED):
             self._answer([row.parcel])
 
     def _conclude(self) -> None:
         """Settle the rows that the feed's position allows to settle (rules 3 and 4)."""
-        self._answer(self._appends.end_refused(self._mark))
+        self._answer(self._appends.end_rejected(self._mark))
         if self._phase is _Phase.FLUSHING and _is_reached(self._flush_mark, self._mark):
             self._phase = _Phase.PROVING
             self._prove(self._mount_proven)

@@ -159,9 +159,9 @@ class _Case:
             self.report("zookeeper-away", facts.connect, why=facts.zookeeper_trouble, start=start)
         for node in facts.nodes:
             self._look_at_node(node)
-        if facts.refusal:
+        if facts.access_error:
             hosts = facts.connect.partition("?")[0]
-            self.report("zookeeper-refuses", facts.connect, why=facts.refusal, hosts=hosts)
+            self.report("zookeeper-refuses", facts.connect, why=facts.access_error, hosts=hosts)
         if facts.is_no_cluster:
             if facts.local is None:
                 self.report("no-cluster", facts.connect)

@@ -168,7 +168,7 @@ class Facts:
     connect: str
     nodes: tuple[NodeFacts, ...] = ()
     zookeeper_trouble: str = ""
-    refusal: str = ""
+    access_error: str = ""
     is_no_cluster: bool = False
     cluster: ClusterFacts | None = None
     local: LocalFacts | None = None

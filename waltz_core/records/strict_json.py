@@ -91,13 +91,13 @@ class _Word(str):
     __slots__ = ()
 
 
-def _refuse(word: str) -> NoReturn:
+def _reject(word: str) -> NoReturn:
     raise ValueError(word)
 
 
 def _finite(text: str) -> float:
     number = float(text)
-    return number if math.isfinite(number) else _refuse(text)
+    return number if math.isfinite(number) else _reject(text)
 
 
 def _finite_or_word(text: str) -> float | _Word:
@@ -106,8 +106,8 @@ def _finite_or_word(text: str) -> float | _Word:
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
-_EXACT = json.JSONDecoder(parse_constant=_refuse, parse_float=Decimal)
+_DECODER = json.JSONDecoder(parse_constant=_reject, parse_float=_finite)
+_EXACT = json.JSONDecoder(parse_constant=_reject, parse_float=Decimal)
 _LENIENT = json.JSONDecoder(parse_constant=_Word, parse_float=_finite_or_word)
 
 

@@ -20,7 +20,7 @@ class SessionLimits:
     `first_retry_ms_max`: limit of the random pause after the first failed session; later pauses
     start at `retry_ms_min` and double up to `retry_ms_max`, as do those of requests to an
     unavailable coordinator. `redial_ms_...`: pauses between dials of an absent storage.
-    `refused_retry_ms`: pause after a storage or the metadata was rejected, when an operator may
+    `rejected_retry_ms`: pause after a storage or the metadata was rejected, when an operator may
     have to act. `grace_ms`: how long a session that could open waits for replicas that are nearly
     ready. `answer_ms_max`: answer timeout of a replica. Until the session is settled the replica is
     dropped; after that, another source is used in place of a slow one. `quorum_ms_max`: the
@@ -41,7 +41,7 @@ class SessionLimits:
     retry_ms_max: int = 2_000
     redial_ms_min: int = 100
     redial_ms_max: int = 2_000
-    refused_retry_ms: int = 10_000
+    rejected_retry_ms: int = 10_000
     grace_ms: int = 20
     answer_ms_max: int = 5_000
     quorum_ms_max: int = 12_000

@@ -37,7 +37,7 @@ from waltz_core.replication.session_claim import (
     View,
     claim_over,
     is_newer,
-    refusal,
+    rejection,
     states_over,
 )
 from waltz_core.replication.session_events import (
@@ -129,7 +129,7 @@ class PartitionStore:
         self._held_until_ms: dict[ReplicaId, int] = {}
         self._hold_ms: dict[ReplicaId, int] = {}
         self._promised: dict[ReplicaId, SessionId] = {}
-        self._final_refusal: str | None = None
+        self._final_rejection: str | None = None
 
     # -----------------------------------------------------------------------------------------
     # state between steps
@@ -268,7 +268,7 @@ class PartitionStore:
             return
         self._end_session("ownership or assignment changed")
         self._generation, self._replicas = generation, replicas
-        self._final_refusal = None
+        self._final_rejection = None
         self._lost_race_count = self._failure_count = 0
         # Set by the first claim: among many partitions, one may wait long for its turn.
         self._no_quorum_since_ms = None
@@ -326,7 +326,7 @@ class PartitionStore:
         replica = ending.replica
         if ending.promised is not None and replica is not None:
             self._promised[replica] = ending.promised
-        if ending.refused_append and replica is not None:
+        if ending.rejected_append and replica is not None:
             hold_ms = self._hold_ms.get(replica, self._limits.hold_ms_min)
             self._held_until_ms[replica] = self._now_ms + hold_ms
             self._hold_ms[replica] = min(2 * hold_ms, self._limits.hold_ms_max)
@@ -335,9 +335,9 @@ class PartitionStore:
         match ending.cause:
             case Cause.STALLED:
                 self._release(ending.reason, for_others=True)
-            case Cause.REFUSED:
-                self._final_refusal = ending.reason if ending.is_final else None
-                self._refused(ending.reason)
+            case Cause.REJECTED:
+                self._final_rejection = ending.reason if ending.is_final else None
+                self._rejected(ending.reason)
             case Cause.FENCED:
                 self._view = None
                 self._claim_after(self._pause_ms())
@@ -519,9 +519,9 @@ class PartitionStore:
             return
         if self._is_race_lost(view):
             return
-        reason = self._final_refusal or refusal(view, self._replicas, self._promised)
+        reason = self._final_rejection or rejection(view, self._replicas, self._promised)
         if reason is not None:
-            self._refused(reason)
+            self._rejected(reason)
             return
         nonce = self._rng.randbytes(_NONCE_BYTES)
         claimed = claim_over(view, self._generation, self._replicas, nonce)
@@ -548,12 +548,12 @@ class PartitionStore:
             return True
         return False
 
-    def _refused(self, reason: str) -> None:
+    def _rejected(self, reason: str) -> None:
         """An operator must act; nothing is released, since other servers would find the same."""
-        self._report("partition.refused", reason=reason)
+        self._report("partition.rejected", reason=reason)
         self._view = None
         self._no_quorum_since_ms = self._now_ms
-        self._claim_after(self._limits.refused_retry_ms)
+        self._claim_after(self._limits.rejected_retry_ms)
 
     def _start_session(self, view: View) -> None:
         assert self._generation is not None

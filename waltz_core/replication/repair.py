@@ -328,10 +328,10 @@ class ReplicaRepair:
         It may have reported other damage since. If the range can wait it is ignored until it is
         reported again.
         """
-        refused = [one for one in self.damaged if one[0] == step.answer.first]
-        is_needed = any(self._must_fill(last) for _, last in refused)
+        rejected = [one for one in self.damaged if one[0] == step.answer.first]
+        is_needed = any(self._must_fill(last) for _, last in rejected)
         if not is_needed:
-            self.damaged = [one for one in self.damaged if one not in refused]
+            self.damaged = [one for one in self.damaged if one not in rejected]
         self._fetched = None
         return is_needed
 

@@ -283,7 +283,7 @@ class Repairs:
             if errand.supplier is each or errand.wanting is each:
                 self._drop(ticket)
 
-    def source_refused(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
+    def source_rejected(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
         """Return whether a rejected request was a step of another replica; drop the step."""
         errand = self._errands.get(ticket)
         if errand is None or errand.supplier is not each or errand.wanting is each:

@@ -83,7 +83,7 @@ def is_newer(one: Generation, other: Generation) -> bool:
     return 0 < ((one - other) & 0xFFFFFFFF) < 1 << 31
 
 
-def refusal(
+def rejection(
     view: View, replicas: Sequence[ReplicaId], promised: Mapping[ReplicaId, SessionId]
 ) -> str | None:
     """Return why no session may be claimed here (rules 2 and 3), or None.

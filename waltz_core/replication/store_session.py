@@ -84,7 +84,7 @@ class Cause(Enum):
     FENCED = auto()  # a storage is bound to a later session
     RETURNED = auto()  # a replica has returned that cannot join this session again
     STALLED = auto()  # no quorum within the time limit
-    REFUSED = auto()  # it is unsafe to continue
+    REJECTED = auto()  # it is unsafe to continue
 
 
 class Ending(NamedTuple):
@@ -96,7 +96,7 @@ class Ending(NamedTuple):
     cause: Cause
     reason: str
     replica: ReplicaId | None = None
-    refused_append: bool = False
+    rejected_append: bool = False
     promised: SessionId | None = None
     is_final: bool = False
     error_code: int = 0  # of the replica's rejection, a code of `errors.py`; 0 if there was none
@@ -246,7 +246,7 @@ class StoreSession:
             else:
                 self._answered(each, each.take(answer), answer, now_ms)
         except (RemoteProtocolError, Damaged) as error:
-            self._refuse(each, str(error), now_ms)
+            self._reject(each, str(error), now_ms)
         self._advance(now_ms)
 
     def woken(self, now_ms: int) -> None:
@@ -369,12 +369,12 @@ class StoreSession:
             self._report("replica.lost", replica=each.replica, reason=reason)
         self._drop(each, reason, now_ms)
 
-    def _refuse(
+    def _reject(
         self, each: ReplicaSession, reason: str, now_ms: int, *, error_code: int = 0
     ) -> None:
-        """Leave a replica out for `refused_retry_ms`."""
-        self._report("replica.refused", replica=each.replica, reason=reason)
-        wait_ms = self._limits.refused_retry_ms
+        """Leave a replica out for `rejected_retry_ms`."""
+        self._report("replica.rejected", replica=each.replica, reason=reason)
+        wait_ms = self._limits.rejected_retry_ms
         if error_code == UnknownPartition.code:
             wait_ms = self._limits.redial_ms_max  # It has not read its assignment yet.
         self._drop(each, reason, now_ms, wait_ms=wait_ms, error_code=error_code)
@@ -395,7 +395,7 @@ class StoreSession:
         each.lost(now_ms, self._rng, wait_ms=wait_ms)
         if is_counted:
             reason = f"replica {each.replica}: {reason}"
-            ending = Ending(Cause.LEFT, reason, each.replica, refused_append=wait_ms > 0)
+            ending = Ending(Cause.LEFT, reason, each.replica, rejected_append=wait_ms > 0)
             self.end(ending._replace(error_code=error_code))
 
     def _is_counted(self, each: ReplicaSession) -> bool:
@@ -468,34 +468,34 @@ class StoreSession:
             self._met_rival(each, reason, now_ms)
         elif self.repairs.fill_rejected(request.ticket, each, reason, now_ms):
             self._report("replica.repair_rejected", replica=each.replica, reason=reason)
-        elif not self.repairs.source_refused(request.ticket, each, reason, now_ms):
-            self._refuse(each, reason, now_ms, error_code=nack.error_code)
+        elif not self.repairs.source_rejected(request.ticket, each, reason, now_ms):
+            self._reject(each, reason, now_ms, error_code=nack.error_code)
 
     def _met_rival(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
         """Another owner has used this session's ID: ZooKeeper gave it out twice (row 15)."""
         self._rivals.append(each.replica)
-        self._refuse(each, reason, now_ms)
+        self._reject(each, reason, now_ms)
         rivals = [name for name in self.claim.assigned if name in self._rivals]
         if self.window is None and len(rivals) > len(self.claim.assigned) - self.quorum:
             reason = (
                 f"replicas {', '.join(rivals)} promised session {self.claim.session_id} to another "
                 f"owner, but in ZooKeeper it was unused: its data was rolled back"
             )
-            self.end(Ending(Cause.REFUSED, reason, is_final=True))
+            self.end(Ending(Cause.REJECTED, reason, is_final=True))
 
     def _prepared(self, each: ReplicaSession, answer: messages.Prepared, now_ms: int) -> None:
         registered = self._facts.storage_ids.get(each.replica, NO_STORAGE_ID)
         if registered not in (NO_STORAGE_ID, bytes(answer.storage_id)):
             found, expected = bytes(answer.storage_id).hex(), registered.hex()
             fault = f"expected storage ID {expected} at this address, found {found}"
-            self._refuse(each, fault, now_ms)
+            self._reject(each, fault, now_ms)
             return
         reason = self.recovery.objection(answer)
         if reason is not None:
             if self.window is None and self.recovery.is_needed(each.replica):
-                self.end(Ending(Cause.REFUSED, f"replica {each.replica} {reason}", each.replica))
+                self.end(Ending(Cause.REJECTED, f"replica {each.replica} {reason}", each.replica))
             else:
-                self._refuse(each, reason, now_ms)
+                self._reject(each, reason, now_ms)
             return
         self.recovery.answered(each.replica, answer, registered)
         if each.replica in self.recovery.unknown:
@@ -512,9 +512,9 @@ class StoreSession:
             return
         self.repairs.advance(now_ms)
         if self.repairs.contradiction is not None and self.window is None:
-            self.end(Ending(Cause.REFUSED, self.repairs.contradiction, is_final=True))
+            self.end(Ending(Cause.REJECTED, self.repairs.contradiction, is_final=True))
         for replica, reason in self.repairs.take_failed():
-            self._refuse(self.replicas[replica], reason, now_ms)
+            self._reject(self.replicas[replica], reason, now_ms)
         if self.window is not None and self.ended is None:
             for each in self.replicas.values():
                 if each.stage in MARKED:
@@ -531,7 +531,7 @@ class StoreSession:
             return False
         if mark < self.claim.known_last:
             reason = f"the replicas' log ends at {mark}, but {self.claim.known_last} was committed"
-            self.end(Ending(Cause.REFUSED, reason))
+            self.end(Ending(Cause.REJECTED, reason))
             return False
         self._report("recovery.decided", mark=mark, unknown=tuple(self.recovery.unknown))
         self.repairs.decided(mark)

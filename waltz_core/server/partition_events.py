@@ -238,7 +238,7 @@ class FeedHeaders(NamedTuple):
 Effect: TypeAlias = Answer | Fetch | replication.Effect
 
 
-def refusal(
+def rejection(
     connection: ConnectionId,
     req_id: ReqId,
     cost_bytes: int,

@@ -63,7 +63,7 @@ async def offer(name: str, question_bytes: int, open_requested: Open) -> None:
                     caller, _ = await _accept(listening)
                 except OSError as error:  # too many open files, or the caller has disconnected
                     room.release()
-                    _log.warning("handover.rejected name=%s error=%s", name, error)
+                    _log.warning("handover.accept_failed name=%s error=%s", name, error)
                     await asyncio.sleep(PAUSE_S)
                     continue
                 answering = callers.create_task(_answer(caller, question_bytes, open_requested))
@@ -120,7 +120,7 @@ async def _answer(caller: socket.socket, question_bytes: int, open_requested: Op
     with closing(caller):
         user = _user_of(caller)
         if user not in _trusted():
-            _log.info("handover.refused error=user %d is not the one that runs this process", user)
+            _log.info("handover.denied error=user %d is not the one that runs this process", user)
             return
         try:
             async with asyncio.timeout(QUESTION_S_MAX):
@@ -133,7 +133,7 @@ async def _answer(caller: socket.socket, question_bytes: int, open_requested: Op
             # NB: not under the timeout: a file that a thread opens after it would never be closed.
             descriptor = await open_requested(question)
         except (WaltzError, OSError, TimeoutError) as error:
-            _log.info("handover.refused error=%s", error)
+            _log.info("handover.denied error=%s", error)
             return
         try:
             socket.send_fds(caller, [_HERE], [descriptor])

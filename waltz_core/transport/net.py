@@ -232,7 +232,7 @@ class Listener:
             link.abort("shutting down")
             return
         if len(self._links) >= self._links_max:
-            _log.warning("net.refused links=%d peer=%s", len(self._links), link.address)
+            _log.warning("net.rejected links=%d peer=%s", len(self._links), link.address)
             link.abort("too many connections")
             return
         self._links[link] = None

@@ -42,7 +42,7 @@ UNVERIFIED: Final = "unverified"
 HANDSHAKE: Final = 0x16
 ALERT: Final = 0x15
 # The answer to a peer that has not begun a handshake: a fatal alert, unexpected_message.
-REFUSAL: Final = bytes((ALERT, 3, 3, 0, 2, 2, 10))
+UNEXPECTED_MESSAGE: Final = bytes((ALERT, 3, 3, 0, 2, 2, 10))
 
 NEWS_AGAIN_S: Final = 60.0
 _NEWS_MAX: Final = 1_024
@@ -60,7 +60,7 @@ _SENTENCES: Final = {
     # TLS 1.2 uses this one for that, and for other failures.
     "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer rejects us: perhaps it expects a certificate",
 }
-_REFUSED_BY_PEER: Final = ("CERTIFICATE", "UNKNOWN_CA")
+_CERTIFICATE_ALERTS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 
 
 def dialling(config: TlsConfig, connect: str) -> ssl.SSLContext | None:
@@ -176,7 +176,7 @@ def failure_text(error: Exception) -> str:
     if not isinstance(error, ssl.SSLError):
         return str(error) or type(error).__name__
     reason = error.reason or ""
-    if "ALERT" in reason and any(each in reason for each in _REFUSED_BY_PEER):
+    if "ALERT" in reason and any(each in reason for each in _CERTIFICATE_ALERTS):
         sentence = f"the peer does not accept this side's certificate: {_words(reason)}"
         return _SENTENCES.get(reason, sentence)
     return _SENTENCES.get(reason) or f"TLS has failed: {_words(reason) or error}"

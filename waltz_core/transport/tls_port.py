@@ -143,7 +143,7 @@ class TlsPort:
             return bool(first)
         tls.log_failure(host, "expected TLS, found plain TCP")
         accepted.recv(64 * 1024)  # with unread bytes the system would drop the alert
-        accepted.send(tls.REFUSAL)
+        accepted.send(tls.UNEXPECTED_MESSAGE)
         return False
 
 

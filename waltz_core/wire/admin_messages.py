@@ -163,7 +163,7 @@ class HeldResponse(AdminMessage):
 
 
 @value(frozen=True, slots=True)
-class AdminRefused(AdminMessage):
+class AdminRejected(AdminMessage):
     """The request failed; the code is that of `errors.py`."""
 
     code = 64

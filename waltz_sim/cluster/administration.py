@@ -57,7 +57,7 @@ class Operator:
         match effect:
             case AdminAnswer():
                 is_done = isinstance(effect.message, Done)
-                self._cluster.checks.count("administered" if is_done else "administration refused")
+                self._cluster.checks.count("administered" if is_done else "administration rejected")
                 self._on_answer(effect.message)
             case RunErrand():
                 self._run(effect.ticket, effect.errand)

@@ -68,9 +68,9 @@ class Checks(Evidence):
     def storage_started(self, storage: "SimStorage") -> None:
         """A process has opened its directory."""
 
-    def storage_refused(self, storage: "SimStorage", error: WaltzError) -> None:
+    def storage_rejected(self, storage: "SimStorage", error: WaltzError) -> None:
         """A directory or a log cannot be opened."""
-        self.count(f"storage refused: {type(error).__name__}")
+        self.count(f"storage rejected: {type(error).__name__}")
 
     def log_opening(self, storage: "SimStorage") -> int:
         """A directory, then its log, is about to be opened; `log_opened` gets the result."""
@@ -218,9 +218,9 @@ class Checks(Evidence):
         """An application gets the outcome of a parcel."""
         self.outcomes.settled(client, effect)
 
-    def refused(self, client: "SimClient", effect: client_events.ParcelRefused) -> None:
+    def rejected(self, client: "SimClient", effect: client_events.ParcelRejected) -> None:
         """An application gets an error instead of an outcome."""
-        self.outcomes.refused(client, effect.token, effect.error)
+        self.outcomes.rejected(client, effect.token, effect.error)
 
     def fed(self, client: "SimClient", effect: client_events.Fed) -> None:
         """An application gets a transaction of the feed."""

@@ -36,7 +36,7 @@ from waltz_core.server.partition_events import (
     FetchFailed,
     PartitionIdentity,
     Received,
-    refusal,
+    rejection,
 )
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.wire.messages import (
@@ -281,7 +281,7 @@ class SimServer(Process):
                 self.after(RELEASED_PAUSE_US, lambda: self._own_again(ownership))
             case Report():
                 self.cluster.checks.reported(self.name, effect)
-                if effect.name == "replica.refused":
+                if effect.name == "replica.rejected":
                     self.cluster.coordinator.read_storage_ids(self)
             case _:
                 raise AssertionError(f"an unknown effect: {effect!r}")
@@ -316,7 +316,7 @@ class SimServer(Process):
     def _client_nowhere(self, link: SimLink, message: ClientMessage) -> None:
         """Answer as the daemon does for a partition that it does not serve."""
         error = NotOwned(f"{self.name} does not own the partition")
-        answer = refusal(ConnectionId(link.number), message.req_id, 0, error)
+        answer = rejection(ConnectionId(link.number), message.req_id, 0, error)
         self.cluster.network.send(link, FAR, answer.message)
 
     def _client_lost(self, link: SimLink, reason: str) -> None:

@@ -72,7 +72,7 @@ class SimClient(Process):
         self._is_stepping = False
         # The application's callback for outcomes.
         self.on_settled: Callable[[stream_events.ParcelSettled], None] = lambda _: None
-        self.on_refused: Callable[[stream_events.ParcelRefused], None] = lambda _: None
+        self.on_rejected: Callable[[stream_events.ParcelRejected], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
         self.on_stopped: Callable[[], None] = lambda: None
 
@@ -107,7 +107,7 @@ class SimClient(Process):
     # ---- actions of the application
 
     def append(self, parcel: Parcel) -> None:
-        """Append; exactly one of `on_settled` and `on_refused` follows."""
+        """Append; exactly one of `on_settled` and `on_rejected` follows."""
         self.step(stream_events.SendAppends(parcel))
 
     def subscribe(self, mark: TransactionId) -> None:
@@ -173,9 +173,9 @@ class SimClient(Process):
             case stream_events.ParcelSettled():
                 checks.settled(self, effect)
                 self.on_settled(effect)
-            case stream_events.ParcelRefused():
-                checks.refused(self, effect)
-                self.on_refused(effect)
+            case stream_events.ParcelRejected():
+                checks.rejected(self, effect)
+                self.on_rejected(effect)
             case stream_events.OpenLink():
                 self._open_link(effect)
             case stream_events.Fed():

@@ -183,7 +183,7 @@ class SimCluster:
         for each in (one, other):
             each.kill()
         one.disk, other.disk = other.disk, one.disk
-        one.refused = other.refused = None
+        one.rejected = other.rejected = None
         for each, its in ((one, other), (other, one)):
             if each.name in self.swapped:
                 del self.swapped[each.name]
@@ -200,9 +200,9 @@ class SimCluster:
         for storage in self.storages.values():
             if storage.name in self.held_down:
                 continue
-            if isinstance(storage.refused, BEYOND_READING):
+            if isinstance(storage.rejected, BEYOND_READING):
                 if not self.budget.has_lost(storage):
-                    self.checks.fail("Converged", f"{storage.name} refuses: {storage.refused}")
+                    self.checks.fail("Converged", f"{storage.name} rejects: {storage.rejected}")
                 self.replace(storage)
             elif not waits and self._cannot_be_repaired(storage):
                 self.replace(storage)
@@ -346,10 +346,10 @@ class SimCluster:
             name: "down" if one.log is None else one.log.max_id
             for name, one in self.storages.items()
         }
-        refused = {name: str(one.refused) for name, one in self.storages.items() if one.refused}
+        rejected = {name: str(one.rejected) for name, one in self.storages.items() if one.rejected}
         return (
             f"owner {owner and owner.name}, {stages}, replicas end at {lasts}, the log at "
-            f"{self.checks.history.last}, refused {refused}, suspect or damaged {damaged}, "
+            f"{self.checks.history.last}, rejected {rejected}, suspect or damaged {damaged}, "
             f"{self.workload.pending_count} parcels wait"
         )
 

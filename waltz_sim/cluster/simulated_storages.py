@@ -78,7 +78,7 @@ class SimStorage(Process):
         self._settings = LogSettings(
             cluster.key, cluster.setup.segment_bytes_max, self._wall_clock, trust_fsync=True
         )
-        self.refused: WaltzError | None = None  # why it did not start
+        self.rejected: WaltzError | None = None  # why it did not start
         self._is_dropping = False
         self._aside: Callable[[], None] | None = None
         self.started()
@@ -107,7 +107,7 @@ class SimStorage(Process):
         except WaltzError as error:
             self._gone(f"does not start: {error}", error)
             return
-        self.refused = None
+        self.rejected = None
         assert self.engine is not None
         identity = StorageIdentity(self._cluster.key, 1, self.engine.storage_id)
         interval_ms = self._cluster.setup.scrub_interval_ms
@@ -216,15 +216,15 @@ class SimStorage(Process):
             self.lose_power()
             return
         except WaltzError as error:
-            self.refused = error
+            self.rejected = error
             self.world.note(f"{self.name} does not open the partition: {error}")
-            self._checks.storage_refused(self, error)
+            self._checks.storage_rejected(self, error)
             if self.engine.has_failed:
                 self._end(str(error))
             else:
                 self.after(OPEN_AGAIN_US, self.follow)
             return
-        self.refused = None
+        self.rejected = None
         log.lock_file.file_bytes_max = LOCK_FILE_BYTES_MAX
         assert self.service is not None
         self._checks.log_opened(self, log, bytes_before)
@@ -279,7 +279,7 @@ class SimStorage(Process):
         assert not self.is_up
         self.disk.become(NO_CONTENTS)
         self.snapshots.clear()
-        self.refused = None
+        self.rejected = None
         self.storage_id = self.rng.randbytes(16)
 
     def repair(self) -> None:
@@ -295,11 +295,11 @@ class SimStorage(Process):
 
     def _gone(self, text: str, error: WaltzError) -> None:
         self.world.note(f"{self.name} {text}")
-        self.refused = error
+        self.rejected = error
         self.engine = self.service = None
         self.is_up = False
         self.incarnation += 1
-        self._checks.storage_refused(self, error)
+        self._checks.storage_rejected(self, error)
         self._cluster.network.died(self, is_silent=False)
         self._cluster.restart_later(self)
 

@@ -207,7 +207,7 @@ class _Application:
     def begin(self) -> None:
         client = self._client
         client.on_settled = self._settled
-        client.on_refused = self._refused
+        client.on_rejected = self._rejected
         if self._chance() < 0.6:
             client.subscribe(TransactionId(BEFORE_FIRST))
         self._later()
@@ -292,11 +292,11 @@ class _Application:
         ]
         if again and self._retries < RETRIES_MAX and not self._workload.is_over:
             self._retries += 1
-            self._cluster.checks.count("retry after a refusal")
+            self._cluster.checks.count("retry after a rejection")
             self._append(again, self._client.mark, effect.outcome.following)
         else:
             self._retries = 0
 
-    def _refused(self, effect: stream_events.ParcelRefused) -> None:
+    def _rejected(self, effect: stream_events.ParcelRejected) -> None:
         self._workload.ended(effect.token)
         self._waiting -= 1

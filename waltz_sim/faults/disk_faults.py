@@ -355,7 +355,7 @@ def _replace_disk(
     cluster.budget.spend(storage)
     storage.disk.become(contents)
     storage.snapshots.clear()
-    storage.refused = None
+    storage.rejected = None
     keep_down(cluster, storage, rng.randrange(1, 1_000))
 
 

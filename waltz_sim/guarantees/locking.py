@@ -107,5 +107,5 @@ class Locking:
         table, name = server.partition.pipeline.locks, server.name
         assert table is not None
         given = self._given_out(server)
-        if table.false_refusal_probability(given) > 0:
+        if table.false_rejection_probability(given) > 0:
             self._facts.fail("ReserveHeld", f"{name} has entries above {given}")

@@ -198,7 +198,7 @@ class Outcomes:
         since_us = self._since_us.get(operation.mark, operation.requested_us + 1)
         return operation.mark == BEFORE_FIRST or since_us <= operation.requested_us
 
-    def refused(self, client: "SimClient", token: int, error: WaltzError) -> None:
+    def rejected(self, client: "SimClient", token: int, error: WaltzError) -> None:
         """11. OutcomeTruth, for a parcel without an outcome: unknown, or certainly not sent."""
         is_unknown = isinstance(error, OutcomeUnknown)
         self._facts.count("reported unknown" if is_unknown else "reported not sent")

@@ -159,7 +159,7 @@ class ReplicaGuarantees:
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             message = request.message
             if isinstance(outcome, WaltzError):
-                self._refused(storage, message, outcome)
+                self._rejected(storage, message, outcome)
             elif isinstance(message, AppendRaw):
                 self._appended(storage, work.log, message, before)
             elif isinstance(message, SetLowWaterMark):
@@ -179,7 +179,7 @@ class ReplicaGuarantees:
         if self._work_count % LOOK_EVERY == 0:
             self.look_at(storage, work.log)
 
-    def _refused(self, storage: "SimStorage", message: object, error: WaltzError) -> None:
+    def _rejected(self, storage: "SimStorage", message: object, error: WaltzError) -> None:
         self._facts.counts[f"nack {type(message).__name__}"] += 1
         if isinstance(message, Truncate) and not isinstance(error, DiskFailed):
             self._cutting.pop(storage.name, None)

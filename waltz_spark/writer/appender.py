@@ -80,7 +80,7 @@ class Recompute(Protocol):
     def pause_s(self, retries: int) -> float:
         """Return the delay of rows after this many recomputations."""
 
-    def recompute(self, refused: RejectedRows) -> RecomputedRows:
+    def recompute(self, rejected: RejectedRows) -> RecomputedRows:
         """Return the recomputed rows, possibly fewer."""
 
 
@@ -142,7 +142,7 @@ class _Lane:
     waiting_bytes: int = 0
     sent: "deque[tuple[_Chunk, Future[BatchOutcome]]]" = field(default_factory=deque)
     resend: list[_Chunk] = field(default_factory=list)
-    refused: "deque[_Waiting]" = field(default_factory=deque)
+    rejected: "deque[_Waiting]" = field(default_factory=deque)
     recomputed: "deque[_Chunk]" = field(default_factory=deque)
     order: ReportOrder = field(default_factory=ReportOrder)
     failing_since: float | None = None
@@ -161,8 +161,8 @@ class Appender:
     ) -> None:
         self._client = client
         self._recomputer = recomputer
-        self._refused_rows_max = options.batch_rows * options.in_flight_max
-        self._refused_bytes_max = BATCH_BYTES_MAX * options.in_flight_max
+        self._rejected_rows_max = options.batch_rows * options.in_flight_max
+        self._rejected_bytes_max = BATCH_BYTES_MAX * options.in_flight_max
         self._batch_rows = options.batch_rows
         self._in_flight_max = options.in_flight_max
         self._lanes: dict[int, _Lane] = {}
@@ -207,14 +207,14 @@ class Appender:
         while True:
             for partition in sorted(self._lanes):
                 lane = self._lanes[partition]
-                if lane.refused:
+                if lane.rejected:
                     yield from self._recompute(lane)
                 self._fill(lane, last=last)
             yield from self._collect(block=False)
             if self._has_room() and not self._has_work(last=last):
                 return
             if not self._in_flight:
-                self._await_refused()
+                self._await_rejected()
             yield from self._collect(block=True)
 
     def _has_room(self) -> bool:
@@ -225,11 +225,11 @@ class Appender:
         if any(lane.resend or lane.recomputed for lane in lanes):
             return True
         if last:
-            return any(lane.waiting_rows or lane.sent or lane.refused for lane in lanes)
-        refused = [each.chunk for lane in lanes for each in lane.refused]
-        if sum(chunk.append.num_rows for chunk in refused) >= self._refused_rows_max:
+            return any(lane.waiting_rows or lane.sent or lane.rejected for lane in lanes)
+        rejected = [each.chunk for lane in lanes for each in lane.rejected]
+        if sum(chunk.append.num_rows for chunk in rejected) >= self._rejected_rows_max:
             return True
-        if sum(chunk.nbytes for chunk in refused) >= self._refused_bytes_max:
+        if sum(chunk.nbytes for chunk in rejected) >= self._rejected_bytes_max:
             return True
         return any(self._is_full(lane) for lane in lanes)
 
@@ -314,12 +314,12 @@ class Appender:
             lane.failing_since, lane.failures = None, 0
         kept = np.flatnonzero(~lost)
         if self._recomputer is not None and chunk.retries < self._recomputer.retries_max:
-            refused = np.flatnonzero(~lost & (reasons != Reason.COMMITTED))
+            rejected = np.flatnonzero(~lost & (reasons != Reason.COMMITTED))
             kept = np.flatnonzero(reasons == Reason.COMMITTED)
-            if len(refused):
+            if len(rejected):
                 due = time.monotonic() + self._recomputer.pause_s(chunk.retries)
-                won, mark = outcome.conflicting[refused], outcome.high_water_mark
-                lane.refused.append(_Waiting(due, chunk.take(refused), won, mark))
+                won, mark = outcome.conflicting[rejected], outcome.high_water_mark
+                lane.rejected.append(_Waiting(due, chunk.take(rejected), won, mark))
         if len(kept):
             identity = chunk.identity
             if identity is not None and len(kept) < len(reasons):
@@ -341,8 +341,8 @@ class Appender:
         """Recompute the rows whose delay has passed; yield those that are final."""
         assert self._recomputer is not None
         now = time.monotonic()
-        for waiting in [each for each in lane.refused if each.due <= now]:
-            lane.refused.remove(waiting)
+        for waiting in [each for each in lane.rejected if each.due <= now]:
+            lane.rejected.remove(waiting)
             chunk = waiting.chunk
             assert chunk.source is not None
             marks = chunk.append.column(MARK_COLUMN).to_numpy()
@@ -362,8 +362,8 @@ class Appender:
             if len(given_up):
                 yield _given_up(waiting, given_up)
 
-    def _await_refused(self) -> None:
-        due = [each.due for lane in self._lanes.values() for each in lane.refused]
+    def _await_rejected(self) -> None:
+        due = [each.due for lane in self._lanes.values() for each in lane.rejected]
         if due:
             time.sleep(max(0.0, min(due) - time.monotonic()))
 

@@ -270,13 +270,13 @@ def summarise(tasks: list[TaskResult], *, returns_rejected_rows: bool = False) -
             runs.setdefault(partition, []).append((first, last))
     for found in runs.values():
         found.sort()
-    refused = sum(task.rejected for task in tasks)
+    rejected = sum(task.rejected for task in tasks)
     own = sum(_is_own(runs.get(partition, []), conflict) for partition, conflict in _all(tasks))
     return {
         "committed": sum(task.committed for task in tasks),
         "recomputed": sum(task.recomputed for task in tasks),
-        "rejected": 0 if returns_rejected_rows else refused,
-        "retry": refused if returns_rejected_rows else 0,
+        "rejected": 0 if returns_rejected_rows else rejected,
+        "retry": rejected if returns_rejected_rows else 0,
         "rejected_by_own_rows": own,
         "found": sum(task.found for task in tasks),
         "high_water_marks": {str(partition): mark for partition, mark in sorted(marks.items())},

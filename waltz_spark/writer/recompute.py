@@ -125,48 +125,48 @@ class Recomputer:
         doubled = min(self._options.backoff_ms << min(retries, 20), PAUSE_MS_MAX)
         return doubled * (1 - self._random.random() / 2) / 1_000
 
-    def recompute(self, refused: RejectedRows) -> RecomputedRows:
+    def recompute(self, rejected: RejectedRows) -> RecomputedRows:
         """Return the recomputed rows; fewer than were rejected, or none.
 
         Raises:
             BadRequest: the function's result is not valid.
         """
-        partition = refused.partition
+        partition = rejected.partition
         mark = int(self._client.high_water_mark(partition))
-        if mark < int(refused.conflicting.max()):  # from a server that has just lost the partition
+        if mark < int(rejected.conflicting.max()):  # from a server that has just lost the partition
             mark = int(self._client.high_water_mark(partition, linearizable=True))
         rows: list[int] = []
-        parts = [refused.source.slice(0, 0)]
-        marks, since = self._since_of_marks(refused, mark)
+        parts = [rejected.source.slice(0, 0)]
+        marks, since = self._since_of_marks(rejected, mark)
         for own in marks:
-            places = np.flatnonzero(refused.marks == own)
+            places = np.flatnonzero(rejected.marks == own)
             newer = since.slice(own - marks[0])  # ids are dense
-            found, part = self._call(refused.take(places), newer)
+            found, part = self._call(rejected.take(places), newer)
             rows.extend(places[found].tolist())
             parts.append(part)
         return self._recomputed(_one_batch(parts), partition, mark, rows)
 
-    def _call(self, refused: RejectedRows, since: pa.Table) -> tuple[list[int], pa.RecordBatch]:
+    def _call(self, rejected: RejectedRows, since: pa.Table) -> tuple[list[int], pa.RecordBatch]:
         name = self._options.recompute or ""
         try:
-            answer = self._function(_question(refused), since)
+            answer = self._function(_question(rejected), since)
         except Exception as error:
             error.add_note(f"raised by {name}, the function of option 'recompute'")
             raise
-        return _checked(answer, refused.source, name, self._options.identity_columns)
+        return _checked(answer, rejected.source, name, self._options.identity_columns)
 
-    def _since_of_marks(self, refused: RejectedRows, last: int) -> tuple[list[int], pa.Table]:
+    def _since_of_marks(self, rejected: RejectedRows, last: int) -> tuple[list[int], pa.Table]:
         """Return the marks from which rows are recomputed, and the transactions since the first."""
-        marks = sorted({int(mark) for mark in refused.marks})
+        marks = sorted({int(mark) for mark in rejected.marks})
         while marks:
-            since = self._since(refused.partition, marks[0] + 1, last, refused.source.schema)
+            since = self._since(rejected.partition, marks[0] + 1, last, rejected.source.schema)
             if since is not None:
                 return marks, since
             _log.warning(
                 "waltz: partition %d: %d rejected rows are not recomputed: too many transactions "
                 "since their mark %d",
-                refused.partition,
-                int((refused.marks == marks[0]).sum()),
+                rejected.partition,
+                int((rejected.marks == marks[0]).sum()),
                 marks[0],
             )
             del marks[0]
@@ -246,15 +246,15 @@ def _one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
     )
 
 
-def _question(refused: RejectedRows) -> pa.Table:
+def _question(rejected: RejectedRows) -> pa.Table:
     """Return the rejected rows with number, partition, mark, and conflicting transaction."""
-    source = refused.source
+    source = rejected.source
     count = source.num_rows
     own: dict[str, Any] = {
         ROW_COLUMN: pa.array(np.arange(count)),
-        "partition": pa.array(np.full(count, refused.partition, np.int32)),
-        MARK_COLUMN: pa.array(refused.marks),
-        CONFLICT_COLUMN: pa.array(refused.conflicting),
+        "partition": pa.array(np.full(count, rejected.partition, np.int32)),
+        MARK_COLUMN: pa.array(rejected.marks),
+        CONFLICT_COLUMN: pa.array(rejected.conflicting),
     }
     kept = {name: source.column(name) for name in source.schema.names if name not in own}
     return pa.table(kept | own)

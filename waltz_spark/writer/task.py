@@ -179,8 +179,8 @@ class Job:
         written.results_name = self.results_name
         results = None
         if options.results_path is not None:
-            refused = RETRY if options.returns_rejected_rows else REJECTED
-            results = ResultFile(options.results_path, self._file_name(*place), refused=refused)
+            rejected = RETRY if options.returns_rejected_rows else REJECTED
+            results = ResultFile(options.results_path, self._file_name(*place), rejected=rejected)
         shaper = self._shaper(marks, place[0], wants_identity=results is not None)
         shaped = self._shaped(batches, shaper, written)
         began = time.monotonic()
@@ -232,8 +232,8 @@ class Job:
     def _fail(self, written: TaskResult, answered: Answered, results: ResultFile | None) -> None:
         if results is not None:
             results.close_of_failed()
-        refused = np.flatnonzero(answered.reasons != Reason.COMMITTED)
-        conflict = int(answered.conflicting[refused[0]])
+        rejected = np.flatnonzero(answered.reasons != Reason.COMMITTED)
+        conflict = int(answered.conflicting[rejected[0]])
         where = (
             f"Hint: {self.options.results_path} has each row's outcome."
             if results is not None

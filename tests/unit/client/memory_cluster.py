@@ -32,7 +32,7 @@ from waltz_core.server.partition_events import (
     Fetched,
     PartitionLimits,
     Received,
-    refusal,
+    rejection,
 )
 from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
@@ -154,7 +154,9 @@ class MemoryServer:
                 self.received.append(type(message).__name__)
                 hosted = self.partitions.get(message.req_id.partition_id)
                 if hosted is None:
-                    answer = refusal(ConnectionId(number), message.req_id, 0, NotOwned("not here"))
+                    answer = rejection(
+                        ConnectionId(number), message.req_id, 0, NotOwned("not here")
+                    )
                     link.send(answer.message)
                 else:
                     hosted[1].post(Received(ConnectionId(number), message, 100, 1_700_000_000_000))

@@ -69,7 +69,7 @@ class ModelWorld:
         self.stream = PartitionStream(CLIENT, PARTITION, SETTINGS, random)
         self.sent: dict[int, list[ReqId]] = {}
         self.row_counts: dict[int, int] = {}
-        self.told: dict[int, stream_events.ParcelSettled | stream_events.ParcelRefused] = {}
+        self.told: dict[int, stream_events.ParcelSettled | stream_events.ParcelRejected] = {}
         # What was fed, None for what does not pass the filter.
         self.fed: list[ReqId | None] = []
         self.header_values = header_values
@@ -94,7 +94,7 @@ class ModelWorld:
                     self.attempts.append(effect)
                 case stream_events.Send():
                     self.send(effect)
-                case stream_events.ParcelSettled() | stream_events.ParcelRefused():
+                case stream_events.ParcelSettled() | stream_events.ParcelRejected():
                     assert effect.token not in self.told, "told twice"
                     self.told[effect.token] = effect
                 case stream_events.Fed():
@@ -192,7 +192,7 @@ class ModelWorld:
         if not wire.is_broken:
             wire.to_client.append(message)
 
-    def refuse(self, link: int, req_id: ReqId, error: errors.WaltzError) -> None:
+    def reject(self, link: int, req_id: ReqId, error: errors.WaltzError) -> None:
         self.answer(link, m.ErrorResponse(req_id, error.code, error.retriable, str(error)))
 
     # --- the server's side
@@ -204,7 +204,7 @@ class ModelWorld:
                 self.mount(wire.number, message)
             case m.AppendBatch() | m.AppendRequest():
                 if self.random.random() < 0.05:
-                    self.refuse(wire.number, message.req_id, errors.Overloaded("full"))
+                    self.reject(wire.number, message.req_id, errors.Overloaded("full"))
                 else:
                     self.queue.append((wire.number, message))
             case m.RangeRequest():
@@ -222,13 +222,13 @@ class ModelWorld:
             self.answer(link, m.Mounted(message.req_id, 0, self.stale[1], 100, 1 << 20, 1 << 20))
             return
         if message.req_id.generation != self.generation:
-            self.refuse(link, message.req_id, errors.NotOwned("moved"))
+            self.reject(link, message.req_id, errors.NotOwned("moved"))
             return
         if self.fence is not None:
             number, sequence = self.fence
             newer = message.connection_sequence > sequence
             if not newer and not (message.connection_sequence == sequence and number == link):
-                self.refuse(link, message.req_id, errors.ConnectionSuperseded("older"))
+                self.reject(link, message.req_id, errors.ConnectionSuperseded("older"))
                 return
         # NB: what still queues is judged later, by this fence: of an older link it is refused.
         self.fence = (link, message.connection_sequence)
@@ -249,10 +249,10 @@ class ModelWorld:
             return
         link, message = self.queue.popleft()
         if self.fence is None or self.fence[0] != link or not self.is_mounted:
-            self.refuse(link, message.req_id, errors.NotMounted("no"))
+            self.reject(link, message.req_id, errors.NotMounted("no"))
             return
         if message.req_id.generation != self.generation:
-            self.refuse(link, message.req_id, errors.GenerationMismatch("no"))
+            self.reject(link, message.req_id, errors.GenerationMismatch("no"))
             return
         token = int(bytes(message.payload if isinstance(message, m.AppendBatch) else message.data))
         ids, reasons, conflicting = [], [], []
@@ -270,7 +270,7 @@ class ModelWorld:
             reasons.append(reason)
             conflicting.append(0 if reason is m.Reason.LOCK else -1)
         if self.random.random() < 0.05:
-            self.refuse(link, message.req_id, errors.OutcomeUnknown("who knows"))
+            self.reject(link, message.req_id, errors.OutcomeUnknown("who knows"))
             return
         self.answer(
             link,
@@ -285,7 +285,7 @@ class ModelWorld:
 
     def range(self, link: int, message: m.RangeRequest) -> None:
         if self.random.random() < 0.1:
-            self.refuse(link, message.req_id, errors.Overloaded("busy"))
+            self.reject(link, message.req_id, errors.Overloaded("busy"))
             return
         assert message.form == m.RangeForm.HEADERS
         last = min(message.last, len(self.log) - 1, message.first + message.bytes_max // 28 - 1)
@@ -435,7 +435,7 @@ class ModelWorld:
         assert set(self.told) == set(range(self.tokens))
         for token, told in self.told.items():
             rows = self.sent.get(token, [])
-            if isinstance(told, stream_events.ParcelRefused):
+            if isinstance(told, stream_events.ParcelRejected):
                 if not isinstance(told.error, errors.OutcomeUnknown):
                     assert not any(row in where for row in rows), (token, told)
                 continue

@@ -117,7 +117,7 @@ class Story:
     def hear(self, message: m.ClientMessage, link: int = 1) -> list[stream_events.Effect]:
         return self.tell(stream_events.MessageReceived(link, message))
 
-    def refuse(self, req_id: ReqId, error: errors.WaltzError) -> list[stream_events.Effect]:
+    def reject(self, req_id: ReqId, error: errors.WaltzError) -> list[stream_events.Effect]:
         return self.hear(m.ErrorResponse(req_id, error.code, error.retriable, str(error)))
 
     def sent(self, kind: type | None = None) -> list[m.ClientMessage]:

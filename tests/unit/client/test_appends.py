@@ -259,7 +259,7 @@ def test_what_is_too_large_for_the_server_goes_in_two_parts_in_order():
         author = Author(batch_rows=9, batch_bytes=1 << 20)
         for number in range(9):
             author.append(b"%d" % number)
-        author.appends.refused(1, errors.TooLarge("nine rows"))
+        author.appends.rejected(1, errors.TooLarge("nine rows"))
         parts = [
             decode_append(parcel.content, rows_max=9, bytes_max=1 << 20)
             for parcel in author.sent[1:]

@@ -156,7 +156,7 @@ def test_a_proof_is_not_moved_by_a_later_one():
 def test_a_uniform_outcome_has_no_ids():
     outcome = BatchOutcome.uniform(3, Reason.NO_SPACE, high_water_mark=TransactionId(4))
     assert outcome.committed_count == 0
-    assert outcome.has_refusals
+    assert outcome.has_rejections
     assert outcome.transaction_ids.tolist() == outcome.conflicting.tolist() == [-1] * 3
 
 

@@ -56,9 +56,9 @@ def test_what_keeps_its_order_is_taken_out_and_the_rest_stays():
 def test_what_does_not_fit_a_frame_is_refused_with_both_figures():
     outbox = Outbox(PARTITION)
     limits = MountLimits(rows_max=5, bytes_max=4, in_flight_bytes_max=1)
-    assert outbox.refusal(parcel(1, rows=5), limits, 1) is None
-    assert "at most 5 rows" in str(outbox.refusal(parcel(1, rows=6), limits, 1))
-    assert "found 1 rows and 5 bytes" in str(outbox.refusal(parcel(1, data=b"12345"), limits, 1))
+    assert outbox.rejection(parcel(1, rows=5), limits, 1) is None
+    assert "at most 5 rows" in str(outbox.rejection(parcel(1, rows=6), limits, 1))
+    assert "found 1 rows and 5 bytes" in str(outbox.rejection(parcel(1, data=b"12345"), limits, 1))
 
 
 def test_what_follows_another_mount_or_another_partition_is_not_sent():
@@ -67,7 +67,7 @@ def test_what_follows_another_mount_or_another_partition_is_not_sent():
 
     def refusal(following):
         single = Single(0, b"", (1,), (), (), following)
-        return outbox.refusal(Parcel(1, 1, 7, single, 0), limits, 2)
+        return outbox.rejection(Parcel(1, 1, 7, single, 0), limits, 2)
 
     assert refusal(FOLLOW) is refusal(told) is None
     assert isinstance(refusal(replace(told, mount=1)), errors.SessionLost)

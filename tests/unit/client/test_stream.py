@@ -28,7 +28,7 @@ def settled(effects):
 
 
 def refused(effects):
-    return {e.token: e.error for e in effects if isinstance(e, stream_events.ParcelRefused)}
+    return {e.token: e.error for e in effects if isinstance(e, stream_events.ParcelRejected)}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_a_link_that_is_gone_need_not_be_avoided():
 def test_a_definite_refusal_is_reported_for_every_row(error, reason):
     story = Story().ready(mark=4)
     story.tell(stream_events.SendAppends(parcel(1, rows=3)))
-    outcome = settled(story.refuse(req(1), error))[1]
+    outcome = settled(story.reject(req(1), error))[1]
     assert outcome.reasons.tolist() == [reason] * 3
     assert outcome.high_water_mark == 4
     remounts = reason in (m.Reason.NOT_MOUNTED, m.Reason.GENERATION)
@@ -312,7 +312,7 @@ def test_a_definite_refusal_is_reported_for_every_row(error, reason):
 def test_an_unknown_outcome_is_settled_by_the_log():
     story = Story().ready(mark=4)
     story.tell(stream_events.SendAppends(parcel(1)))
-    effects = story.refuse(req(1), errors.OutcomeUnknown("the partition has moved"))
+    effects = story.reject(req(1), errors.OutcomeUnknown("the partition has moved"))
     assert effects == [stream_events.OpenLink(2, (1,))]
     story.mounted(story.link(number=2, generation=1), 5, link=2)
     (asked,) = story.sent(m.RangeRequest)
@@ -323,7 +323,7 @@ def test_an_unknown_outcome_is_settled_by_the_log():
 def test_a_usage_error_is_the_callers():
     story = Story().ready()
     story.tell(stream_events.SendAppends(parcel(1)))
-    error = refused(story.refuse(req(1), errors.BadRequest("no Arrow")))[1]
+    error = refused(story.reject(req(1), errors.BadRequest("no Arrow")))[1]
     assert isinstance(error, errors.BadRequest)
     assert story.stream.phase is Phase.READY
 
@@ -360,7 +360,7 @@ def test_a_later_owner_of_the_client_id_ends_the_stream():
     story = Story().ready()
     story.tell(stream_events.SendAppends(parcel(1)))
     story.tell(stream_events.SendAppends(parcel(2)))
-    effects = story.refuse(req(1), errors.ConnectionSuperseded("a later one"))
+    effects = story.reject(req(1), errors.ConnectionSuperseded("a later one"))
     told = refused(effects)
     assert isinstance(told[1], errors.OutcomeUnknown)
     assert isinstance(told[2], errors.OutcomeUnknown)
@@ -617,7 +617,7 @@ def test_a_log_below_the_clients_mark_stops_the_stream_loudly():
     story.tell(stream_events.Subscribe(90))
     story.mounted(story.link(), 50)
     (mount,) = story.sent(m.MountWriter)
-    effects = story.refuse(mount.req_id, errors.ClientAhead("the log ends at 50"))
+    effects = story.reject(mount.req_id, errors.ClientAhead("the log ends at 50"))
     assert isinstance(effects[-1].error, errors.ClientAhead)
     assert story.stream.phase is Phase.STOPPED
 

@@ -17,7 +17,7 @@ from waltz_core.legacy.old_client import (
     OldClientAdapter,
 )
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
-from waltz_core.server.partition_events import ConnectionId, refusal
+from waltz_core.server.partition_events import ConnectionId, rejection
 from waltz_core.wire import codec, messages
 from waltz_core.wire.messages import ClientMessage, MountResponse, Reason
 
@@ -35,7 +35,7 @@ def told(original: OldClientAdapter, message: ClientMessage, now_s: float = 0.0)
 
 
 def refused(original: OldClientAdapter, question: ClientMessage, error: errors.WaltzError) -> Any:
-    answer = refusal(A, question.req_id, 9, error, question)
+    answer = rejection(A, question.req_id, 9, error, question)
     return original.translate_answer(answer.message, answer.question, 0.0)
 
 

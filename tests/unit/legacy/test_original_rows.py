@@ -30,8 +30,8 @@ def test_a_parcel_is_answered_with_its_last_row():
     rows = [OldRow(parcel, place, None) for place in range(3)]
     assert not rows[2].committed(11)
     rows[1].estimate = 8
-    assert not rows[1].refused(Reason.NOT_MOUNTED)
-    assert rows[0].refused(Reason.LOST)
+    assert not rows[1].rejected(Reason.NOT_MOUNTED)
+    assert rows[0].rejected(Reason.LOST)
     result = parcel.result(12)
     assert result.high_water_mark == 12
     assert struct.unpack(">3q", result.transaction_ids) == (-1, -1, 11)

@@ -148,7 +148,7 @@ def test_without_zookeeper_only_that_is_reported(case):
     found = case.the_only("zookeeper-away")
     assert found.sentence.endswith("of the cluster is unknown: no answer")
     assert found.command == "waltz-core zookeeper run --config zoo.cfg"
-    case.facts = Facts(CONNECT, refusal="who are you")
+    case.facts = Facts(CONNECT, access_error="who are you")
     assert case.the_only("zookeeper-refuses").command.endswith(f"--connect '{CONNECT}?auth=FILE'")
     case.facts = Facts(CONNECT, is_no_cluster=True)
     assert case.the_only("no-cluster").sentence.startswith(f"there is no cluster at {CONNECT}; ")

@@ -10,7 +10,7 @@ from waltz_core.cluster.nodes.model import (
     PartitionMetadata,
     ReplicaState,
 )
-from waltz_core.replication.session_claim import View, claim_over, is_newer, refusal, states_over
+from waltz_core.replication.session_claim import View, claim_over, is_newer, rejection, states_over
 
 A, B, C, D, E = (f"storage{n}:1" for n in range(5))
 NONCE = b"n" * 16
@@ -71,16 +71,16 @@ def test_a_claim_by_a_0_13_program_server_has_no_name():
 
 
 def test_an_open_partition_without_states_is_refused():
-    assert "lost or rolled back" in refusal(view({}), [A, B, C], {})
-    assert refusal(view({}, state=MarkerState.NEW), [A, B, C], {}) is None
+    assert "lost or rolled back" in rejection(view({}), [A, B, C], {})
+    assert rejection(view({}, state=MarkerState.NEW), [A, B, C], {}) is None
 
 
 def test_too_many_new_replicas_are_refused():
-    assert refusal(view(), [A, B, D], {}) is None
-    assert "fewer than 2 new replicas" in refusal(view(), [A, D, E], {})
+    assert rejection(view(), [A, B, D], {}) is None
+    assert "fewer than 2 new replicas" in rejection(view(), [A, D, E], {})
 
 
 def test_storages_that_know_later_sessions_than_zookeeper():
-    assert refusal(view(), [A, B, C], {A: 9}) is None
-    assert refusal(view(), [A, B, C], {A: 5, B: 5}) is None
-    assert "bound to sessions later than 5" in refusal(view(), [A, B, C], {A: 9, B: 9})
+    assert rejection(view(), [A, B, C], {A: 9}) is None
+    assert rejection(view(), [A, B, C], {A: 5, B: 5}) is None
+    assert "bound to sessions later than 5" in rejection(view(), [A, B, C], {A: 9, B: 9})

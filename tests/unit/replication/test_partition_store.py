@@ -153,7 +153,7 @@ def test_an_open_partition_whose_states_are_gone_is_refused_and_looked_at_again(
     bench = Bench(state=MarkerState.OPEN)
     bench.own()
     bench.run()
-    assert "lost or rolled back" in bench.reports("partition.refused")[0]["reason"]
+    assert "lost or rolled back" in bench.reports("partition.rejected")[0]["reason"]
     assert not bench.sent
     bench.metadata = PartitionMetadata(1, 3, dict.fromkeys([A, B, C], ReplicaState(-1, UNRESOLVED)))
     bench.wait(11_000)
@@ -173,7 +173,7 @@ def test_a_new_partition_with_records_somewhere_is_refused():
     bench.own()
     bench.run()
     assert bench.store.open_session is None
-    assert "without history" in bench.reports("partition.refused")[0]["reason"]
+    assert "without history" in bench.reports("partition.rejected")[0]["reason"]
     assert bench.storages[A].last == 0
 
 
@@ -446,7 +446,7 @@ def test_storages_ahead_of_zookeeper_stop_a_claim():
     assert bench.store.open_session is None
     assert any(
         "99" not in one["reason"] and "bound to sessions later" in one["reason"]
-        for one in bench.reports("partition.refused")
+        for one in bench.reports("partition.rejected")
     )
     assert bench.metadata.session_id < 99
 
@@ -700,7 +700,7 @@ def test_too_many_new_replicas_at_once_are_refused():
     bench.step(session_events.Reassign((A, D, E)))
     bench.run()
     bench.wait(100)
-    assert "fewer than 2 new replicas" in bench.reports("partition.refused")[0]["reason"]
+    assert "fewer than 2 new replicas" in bench.reports("partition.rejected")[0]["reason"]
     bench.step(session_events.Reassign((A, B, D)))
     bench.reopen()
     assert bench.store.open_session == 1
@@ -730,7 +730,7 @@ def test_a_mark_that_was_exposed_never_goes_back():
     bench.wait(100)
     bench.run()
     assert bench.store.open_session is None
-    assert "0 was committed" in bench.reports("partition.refused")[0]["reason"]
+    assert "0 was committed" in bench.reports("partition.rejected")[0]["reason"]
 
 
 def test_failures_are_followed_by_growing_pauses():
@@ -785,7 +785,7 @@ def test_a_session_that_was_given_away_twice_is_the_end_of_trying():
     bench.wait(100)
     bench.run()
     assert bench.store.open_session is None
-    assert "rolled back" in bench.reports("partition.refused")[0]["reason"]
+    assert "rolled back" in bench.reports("partition.rejected")[0]["reason"]
     claimed = bench.metadata.session_id
     for _ in range(5):
         bench.wait(11_000)

@@ -128,7 +128,7 @@ def test_one_that_has_marked_another_log_is_not_ready(fields):
     behind(bench, C)
     answers_otherwise(bench, A, wire.SetLowWaterMark, **fields)
     bench.reopen()
-    assert "expected the log to end at 15" in bench.reports("replica.refused")[0]["reason"]
+    assert "expected the log to end at 15" in bench.reports("replica.rejected")[0]["reason"]
     assert bench.store.readable_replicas == [B, C]
 
 
@@ -137,7 +137,7 @@ def test_one_that_has_not_synced_what_was_copied_is_not_ready():
     behind(bench, C)
     answers_otherwise(bench, C, wire.AppendRaw, synced_max=2)
     bench.reopen()
-    assert "expected 3 to be synced, found 2" in bench.reports("replica.refused")[0]["reason"]
+    assert "expected 3 to be synced, found 2" in bench.reports("replica.rejected")[0]["reason"]
     assert bench.store.readable_replicas == [A, B]
 
 
@@ -245,7 +245,7 @@ def test_a_log_that_contradicts_the_decided_one_below_its_mark_is_set_aside():
     bench.run()
     bench.wait(100)
     bench.run()
-    assert "no common batch end" in bench.reports("replica.refused")[-1]["reason"]
+    assert "no common batch end" in bench.reports("replica.rejected")[-1]["reason"]
     assert bench.store.readable_replicas == [A, B]
     assert bench.storages[C].last == 15
 
@@ -327,7 +327,7 @@ def test_what_lies_below_the_old_mark_and_cannot_be_repaired_holds_up_no_mark():
     bench.reopen()
     assert bench.store.readable_replicas == [A, B, C]
     assert [one["replica"] for one in bench.reports("replica.repair_rejected")] == [B]
-    assert not bench.reports("replica.refused")
+    assert not bench.reports("replica.rejected")
     # It is tried again when the replica tells of it again.
     bench.storages[B].handle = real
     tells_of_damage(bench, B)
@@ -350,7 +350,7 @@ def test_what_lies_above_the_old_mark_is_repaired_from_another_source_before_the
     assert not bench.all_sent(wire.SetLowWaterMark, B)
     assert bench.store.readable_replicas == [A, C]
     # It stays, and is asked again after a while.
-    assert not bench.reports("replica.refused")
+    assert not bench.reports("replica.rejected")
     bench.storages[B].handle = real
     bench.wait(LIMITS.answer_ms_max)
     bench.run()
@@ -467,7 +467,7 @@ def test_a_replica_that_reports_half_a_range_is_given_up():
     bench.step(
         session_events.ReplicaAnswered(session, B, wire.DamageFound(session, 0, 0, bytes(8)))
     )
-    assert "pairs of IDs" in bench.reports("replica.refused")[-1]["reason"]
+    assert "pairs of IDs" in bench.reports("replica.rejected")[-1]["reason"]
 
 
 def test_one_that_reports_damage_before_it_was_asked_is_asked_for_all_of_it():

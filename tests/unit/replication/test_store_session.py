@@ -144,7 +144,7 @@ def test_another_storage_at_the_address_is_not_used():
     bench.wait(LIMITS.grace_ms)
     bench.run()
     assert bench.store.readable_replicas == [B, C]
-    assert bench.reports("replica.refused")[0]["replica"] == A
+    assert bench.reports("replica.rejected")[0]["replica"] == A
 
 
 def test_zookeeper_that_knows_nothing_of_a_batchs_session_is_not_trusted():
@@ -175,7 +175,7 @@ def test_zookeeper_that_knows_nothing_of_a_batchs_session_is_not_trusted():
     bench.run()
     assert bench.store.open_session is None
     assert bench.logs() == before
-    assert "its data was rolled back" in bench.reports("partition.refused")[-1]["reason"]
+    assert "its data was rolled back" in bench.reports("partition.rejected")[-1]["reason"]
 
 
 @pytest.mark.parametrize("is_left_out", [True, False])
@@ -201,18 +201,18 @@ def test_a_replica_that_knows_a_later_session_is_in_none(monkeypatch, is_left_ou
     why = "was engaged in session 9, but the last opened session in ZooKeeper is"
     if is_left_out:
         assert bench.store.readable_replicas == [A, B]
-        assert bench.reports("replica.refused")[0]["replica"] == C
-        assert why in bench.reports("replica.refused")[0]["reason"]
+        assert bench.reports("replica.rejected")[0]["replica"] == C
+        assert why in bench.reports("replica.rejected")[0]["reason"]
     else:
         assert bench.store.open_session is None
-        assert f"replica {C} {why}" in bench.reports("partition.refused")[-1]["reason"]
+        assert f"replica {C} {why}" in bench.reports("partition.rejected")[-1]["reason"]
 
 
 @pytest.mark.parametrize(
     ("error", "wait_ms"),
     [
         (errors.UnknownPartition("not here"), LIMITS.redial_ms_max),
-        (errors.StorageIdMismatch("another"), LIMITS.refused_retry_ms),
+        (errors.StorageIdMismatch("another"), LIMITS.rejected_retry_ms),
     ],
 )
 def test_one_that_has_not_known_its_assignment_is_asked_again_soon(monkeypatch, error, wait_ms):
@@ -223,7 +223,7 @@ def test_one_that_has_not_known_its_assignment_is_asked_again_soon(monkeypatch, 
     monkeypatch.setattr(bench.storages[C], "_prepare", refuse)
     bench.open()
     monkeypatch.undo()
-    assert bench.reports("replica.refused")[0]["replica"] == C
+    assert bench.reports("replica.rejected")[0]["replica"] == C
     bench.wait(wait_ms // 2 - 100)
     assert not bench.dials
     bench.wait(wait_ms // 2 + 100)
@@ -576,7 +576,7 @@ def test_a_disk_that_fails_in_the_fence_is_no_other_owner():
         assert isinstance(message, wire.Prepare)
         nack = wire.Nack(0, message.sequence, 0, errors.DiskFailed.code, 0, "input/output error")
         bench.step(session_events.ReplicaAnswered(0, name, nack))
-    assert bench.reports("partition.refused") == []
+    assert bench.reports("partition.rejected") == []
     assert bench.store.session is not None
     for _ in range(20):
         bench.wait(1_000)
@@ -616,7 +616,7 @@ def test_a_storage_that_takes_another_ones_name_is_not_trusted():
     answer = bench.storages[A].handle(replace(message, storage_id=bytes(16)))
     assert isinstance(answer, Prepared)
     bench.step(session_events.ReplicaAnswered(0, A, answer))
-    assert "expected storage ID" in bench.reports("replica.refused")[0]["reason"]
+    assert "expected storage ID" in bench.reports("replica.rejected")[0]["reason"]
     bench.wait(LIMITS.grace_ms)
     bench.run()
     assert bench.store.readable_replicas == [B, C]

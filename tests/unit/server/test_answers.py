@@ -34,7 +34,7 @@ def ask(message: ClientMessage) -> Received:
 
 
 def test_an_error_carries_its_code_and_its_sentence() -> None:
-    answer = answers.refuse(ask(NEW_MOUNT), errors.NotMounted("mount first"))
+    answer = answers.reject(ask(NEW_MOUNT), errors.NotMounted("mount first"))
     expected = messages.ErrorResponse(REQ, errors.NotMounted.code, True, "mount first")
     assert answer == Answer(A, expected, 70)
 
@@ -42,7 +42,7 @@ def test_an_error_carries_its_code_and_its_sentence() -> None:
 def test_waltz_0_13_s_mount_is_answered_by_a_state() -> None:
     assert answers.not_owned(ask(OLD_MOUNT), PLACE).message == messages.MountResponse(REQ, 1)
     ahead = errors.ClientAhead("too far")
-    assert answers.refuse_mount(ask(OLD_MOUNT), ahead).message == messages.MountResponse(REQ, 2)
+    assert answers.reject_mount(ask(OLD_MOUNT), ahead).message == messages.MountResponse(REQ, 2)
 
 
 def test_ours_is_answered_by_an_error() -> None:
@@ -50,7 +50,7 @@ def test_ours_is_answered_by_an_error() -> None:
     assert isinstance(found, messages.ErrorResponse)
     assert found.error_code == errors.NotOwned.code
     assert "partition 3" in found.message
-    found = answers.refuse_mount(ask(NEW_MOUNT), errors.ClientAhead("too far")).message
+    found = answers.reject_mount(ask(NEW_MOUNT), errors.ClientAhead("too far")).message
     assert isinstance(found, messages.ErrorResponse)
     assert found.error_code == errors.ClientAhead.code
 

@@ -363,7 +363,7 @@ def test_a_mark_above_the_log_is_refused_row_by_row() -> None:
     assert results(proved(world, out)) == {ahead: [(-1, Reason.AHEAD, -1)]}
     out = proved(world, world.commit())
     assert results(out) == {rows: [(0, COMMITTED, -1), (-1, Reason.AHEAD, -1)]}
-    assert world.pipeline.figures.refused[Reason.AHEAD] == 2
+    assert world.pipeline.figures.rejected[Reason.AHEAD] == 2
 
 
 def test_a_request_that_waits_when_its_client_mounts_again_is_refused() -> None:

@@ -47,7 +47,7 @@ def test_an_error_ends_a_request_and_what_is_too_large_is_counted():
         endings.fail(ticket_of(endings), error, out)
     assert [type(each.message) for each in out] == [ErrorResponse, ErrorResponse]
     assert [each.cost_bytes for each in out] == [7, 7]
-    assert (figures.requests, figures.refused[Reason.TOO_LARGE]) == (2, 1)
+    assert (figures.requests, figures.rejected[Reason.TOO_LARGE]) == (2, 1)
 
 
 def test_refusals_are_counted_by_their_reason():
@@ -61,7 +61,7 @@ def test_refusals_are_counted_by_their_reason():
     world.batch([b"a", b"b"])
     out = [*world.turn(), *world.commit()]
     assert len(results(out)) == 4
-    refused = world.pipeline.figures.refused
+    refused = world.pipeline.figures.rejected
     assert (refused[Reason.LOCK], refused[Reason.NOT_MOUNTED]) == (1, 3)
 
 

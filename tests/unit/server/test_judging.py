@@ -83,9 +83,9 @@ def test_a_piece_without_records_waits_only_for_what_it_was_refused_for() -> Non
     table = LockTable(1009, BEFORE_FIRST)
     judge_rows(ticket, 2, table, LogPlace(BEFORE_FIRST, TransactionId(0)))
     pending = judge_rows(ticket, 3, table, LogPlace(BEFORE_FIRST, TransactionId(2)))
-    assert (pending.part, pending.doubtful, pending.refused) == (None, [ticket], [])
+    assert (pending.part, pending.doubtful, pending.rejected) == (None, [ticket], [])
     ahead = judge_rows(ticket, 4, table, LogPlace(TransactionId(1), TransactionId(2)))
-    assert (ahead.part, ahead.doubtful, ahead.refused) == (None, [], [ticket])
+    assert (ahead.part, ahead.doubtful, ahead.rejected) == (None, [], [ticket])
 
 
 @pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])
@@ -109,7 +109,7 @@ def test_single_transactions_are_judged_in_order(few: int, monkeypatch: pytest.M
     assert [ticket.transaction_id for ticket in group] == [0, 1, -1, -1, 2]
     assert [ticket.reason for ticket in group] == [COMMITTED, COMMITTED, LOCK, AHEAD, COMMITTED]
     assert piece.doubtful == [group[0], group[1], group[2], group[4]]
-    assert piece.refused == [group[3]]
+    assert piece.rejected == [group[3]]
 
 
 @pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])

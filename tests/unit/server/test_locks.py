@@ -8,7 +8,7 @@ from waltz_core.records.batches import LockColumn
 from waltz_core.records.record import TransactionId
 from waltz_core.server.locking.lock_table import (
     NO_CONFLICT,
-    REFUSED,
+    REJECTED,
     SLOT_COUNT,
     Judgement,
     LockRequests,
@@ -59,7 +59,7 @@ def test_the_estimate_may_equal_the_mark_and_no_more() -> None:
     table = table_at(5)
     assert judge(table, {"w": [1]}, mark=5, high=9).ids.tolist() == [10]
     found = judge(table, {"w": [2]}, mark=4, high=9)
-    assert found.ids.tolist() == [REFUSED]
+    assert found.ids.tolist() == [REJECTED]
     assert found.conflicts.tolist() == [5]
     assert not found.pending.any()
 
@@ -98,7 +98,7 @@ def test_a_mark_above_the_log_is_ahead() -> None:
     table = table_at(0)
     found = judge(table, {"w": [1]}, {"w": [1]}, mark=[4, 3], high=3)
     assert found.ahead.tolist() == [True, False]
-    assert found.ids.tolist() == [REFUSED, 4]
+    assert found.ids.tolist() == [REJECTED, 4]
     assert found.conflicts.tolist() == [NO_CONFLICT, NO_CONFLICT]
 
 
@@ -107,7 +107,7 @@ def test_rows_that_are_not_eligible_leave_no_trace() -> None:
     found = judge(
         table, {"w": [1]}, {"w": [1]}, {"w": [9]}, mark=[0, 0, 99], eligible=[False, True, False]
     )
-    assert found.ids.tolist() == [REFUSED, 1, REFUSED]
+    assert found.ids.tolist() == [REJECTED, 1, REJECTED]
     assert not found.ahead.any()
     assert table.estimate(9) == 0
 
@@ -122,7 +122,7 @@ def test_a_conflict_in_flight_is_pending_and_one_in_the_log_is_not() -> None:
 
 def test_a_row_sees_the_rows_before_it_in_its_batch() -> None:
     found = judge(table_at(0), {"w": [1]}, {"w": [1]}, {"r": [1]}, {"w": [2]}, {"a": [2]})
-    assert found.ids.tolist() == [1, REFUSED, REFUSED, 2, 3]
+    assert found.ids.tolist() == [1, REJECTED, REJECTED, 2, 3]
     assert found.conflicts.tolist() == [NO_CONFLICT, 1, 1, NO_CONFLICT, NO_CONFLICT]
     assert found.pending.tolist() == [False, True, True, False, False]
 
@@ -131,7 +131,7 @@ def test_a_refused_row_of_the_batch_blocks_no_process() -> None:
     table = table_at(0)
     judge(table, {"w": [1]}, high=0, next_id=1)
     found = judge(table, {"w": [1, 2]}, {"w": [2]}, {"w": [2]}, mark=0, high=1)
-    assert found.ids.tolist() == [REFUSED, 2, REFUSED]
+    assert found.ids.tolist() == [REJECTED, 2, REJECTED]
     assert found.conflicts.tolist() == [1, NO_CONFLICT, 2]
 
 
@@ -217,10 +217,10 @@ def test_an_estimate_is_the_least_of_the_three_slots(lock: int) -> None:
 
 def test_false_refusal_probability() -> None:
     table = LockTable(1000, TransactionId(0))
-    assert table.false_refusal_probability(TransactionId(0)) == 0
-    assert table.false_refusal_probability(TransactionId(-1)) == 1
+    assert table.false_rejection_probability(TransactionId(0)) == 0
+    assert table.false_rejection_probability(TransactionId(-1)) == 1
     table._slots[::2] = 9
-    assert table.false_refusal_probability(TransactionId(5)) == pytest.approx(1 / 8)
+    assert table.false_rejection_probability(TransactionId(5)) == pytest.approx(1 / 8)
 
 
 def test_the_false_refusals_foretold_are_those_that_happen() -> None:
@@ -233,7 +233,7 @@ def test_the_false_refusals_foretold_are_those_that_happen() -> None:
     table.judge(
         LockRequests(none, none, written, 0), high_water_mark=first, next_id=TransactionId(1)
     )
-    foretold = table.false_refusal_probability(first)
+    foretold = table.false_rejection_probability(first)
     strangers = numbers.integers(-(2**31), 2**31, 20_000).astype(np.int32)
     refused = (table._slots[indices(strangers, SLOT_COUNT)].min(axis=0) > 0).mean()
     assert foretold == pytest.approx(refused, rel=0.1)

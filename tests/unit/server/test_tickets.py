@@ -100,7 +100,7 @@ def opened(data: list[bytes]) -> BatchTicket:
 
 def test_a_batch_that_is_refused_as_a_whole() -> None:
     rows = opened([b"a", b"b", b"c"])
-    rows.refuse(Reason.OVERLOADED)
+    rows.reject(Reason.OVERLOADED)
     assert rows.is_final
     assert told(rows) == [(-1, Reason.OVERLOADED, -1)] * 3
 
@@ -111,7 +111,7 @@ def test_a_batch_is_final_when_all_of_it_is_judged_and_nothing_in_flight() -> No
     rows.judged(1)
     rows.flight_count = 1
     assert not rows.is_final
-    rows.refuse(Reason.NOT_MOUNTED)
+    rows.reject(Reason.NOT_MOUNTED)
     assert (rows.is_judged, rows.is_final, rows.rows) == (True, False, None)
     rows.flight_count = 0
     assert rows.is_final
@@ -125,7 +125,7 @@ def test_rows_that_are_not_judged_are_not_lost() -> None:
     assert rows.settle(TransactionId(6))
     assert rows.reasons.tolist() == [Reason.LOST, Reason.COMMITTED]
     assert not rows.settle(TransactionId(6))
-    rows.refuse(Reason.NOT_MOUNTED)
+    rows.reject(Reason.NOT_MOUNTED)
     assert told(rows) == [(-1, Reason.LOST, -1), (-1, Reason.NOT_MOUNTED, -1)]
 
 

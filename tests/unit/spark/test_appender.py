@@ -33,7 +33,7 @@ class RandomLog:
         self._chance = random.Random(seed)
         self._loss = loss
         self.taken: dict[int, list[bytes]] = {}
-        self.refused: list[bytes] = []
+        self.rejected: list[bytes] = []
         self._open: list[tuple[int, Future[BatchOutcome], list[bytes], ReportOrder]] = []
         self.in_flight_max = 0
 
@@ -66,7 +66,7 @@ class RandomLog:
                     is_lost = True
                     reasons.append(LOST)
                 elif row.endswith(b"!"):
-                    self.refused.append(row)
+                    self.rejected.append(row)
                     reasons.append(REFUSED)
                 else:
                     log.append(row)

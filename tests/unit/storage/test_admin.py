@@ -111,7 +111,7 @@ class Terminal:
 
 
 def refused(answer, error):
-    assert isinstance(answer, wire.AdminRefused), answer
+    assert isinstance(answer, wire.AdminRejected), answer
     assert from_code(answer.error_code, "").__class__ is error
     return answer.text
 
@@ -366,7 +366,7 @@ def test_what_waits_is_bounded():
 
 def test_a_message_that_is_no_request_is_refused_and_ends_nothing():
     desk = Terminal()
-    for message in (wire.Done(1), wire.AdminRefused(1, 5, "x"), wire.Copied(1, 2, 3)):
+    for message in (wire.Done(1), wire.AdminRejected(1, 5, "x"), wire.Copied(1, 2, 3)):
         assert "does not accept" in refused(desk.ask(message), errors.BadRequest)
     assert desk.machine.step(Wakeup(), 5) == []
     assert desk.machine.wake_at_ms is None
@@ -377,5 +377,5 @@ def test_changes_and_refusals_are_reported():
     desk = Terminal()
     desk.ask(wire.MarkSuspect(1, 2, True))
     desk.ask(wire.CheckCluster(-1, KEY, 5))
-    assert [report.name for report in desk.reports] == ["administered", "administration_refused"]
+    assert [report.name for report in desk.reports] == ["administered", "administration_rejected"]
     assert dict(desk.reports[0].fields) == {"request": "MarkSuspect", "partition": 2}

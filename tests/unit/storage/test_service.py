@@ -756,7 +756,7 @@ def test_a_dropped_partition_is_served_no_more(bench):
 def test_refusals_are_reported(bench):
     bench.refusal(1, prepare(Owner(5, partition_id=3)))
     (report,) = bench.only(Report)
-    assert report.name == "refused"
+    assert report.name == "rejected"
     assert dict(report.fields) == {"request": "Prepare", "error": "UnknownPartition"}
 
 

@@ -328,7 +328,7 @@ async def test_a_listener_cuts_who_speaks_another_language_and_serves_the_others
         if contexts[0] is None:
             assert codec.decode_hello(said[7:]).text == "Waltz Storage Server"
         else:
-            assert said == tls.REFUSAL
+            assert said == tls.UNEXPECTED_MESSAGE
         writer.close()
         link.send(Appended(1, 7, 3, 9))
         await until(lambda: peer.messages)

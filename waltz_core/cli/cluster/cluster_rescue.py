@@ -529,9 +529,9 @@ async def _query_all(
         prepared[address] = {
             each: answer for each, answer in answers.items() if isinstance(answer, Prepared)
         }
-        for each, refused in answers.items():
-            if isinstance(refused, Nack) and refused.error_code != UnknownPartition.code:
-                raise Unavailable(f"{address}, partition {each}: {refused.message}")
+        for each, rejected in answers.items():
+            if isinstance(rejected, Nack) and rejected.error_code != UnknownPartition.code:
+                raise Unavailable(f"{address}, partition {each}: {rejected.message}")
     return sessions, prepared
 
 

@@ -129,21 +129,21 @@ def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_
     disk = RealDisk()
     segments = segments_at(path, partitions)
     repaired: list[Repaired] = []
-    refused: list[str] = []
+    rejected: list[str] = []
     with _held(disk, path, dry_run=dry_run):
         for segment in segments:
             try:
                 repaired.append(rebuild_index(disk, segment, dry_run=dry_run))
             except BadFormat as error:  # The others can be repaired nevertheless.
-                refused.append(str(error))
+                rejected.append(str(error))
     if as_json:
         print_json([_repaired_json(one, dry_run=dry_run) for one in repaired])
     else:
         for one in repaired:
             print_result(_repaired_text(one, dry_run=dry_run))
-    for message in refused:
+    for message in rejected:
         print_error(f"waltz-core: {message}")
-    return 1 if refused else 0
+    return 1 if rejected else 0
 
 
 def _held(disk: RealDisk, path: Path, *, dry_run: bool) -> AbstractContextManager[None]:

@@ -218,7 +218,7 @@ async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Fact
     except Unavailable as error:
         return replace(found, zookeeper_trouble=str(error))
     except WaltzError as error:
-        return replace(found, refusal=str(error))
+        return replace(found, access_error=str(error))
     return replace(found, cluster=await seen.ask(timeout_s, found.local))
 
 

@@ -235,16 +235,16 @@ class ContextRun:
         if outcome.reason == Reason.COMMITTED:
             await self._complete(outcome.transaction_id)
             return False
-        refusal = error_of(self._partition.partition_id, row, outcome)
+        rejection = error_of(self._partition.partition_id, row, outcome)
         if outcome.reason in _FINAL:
-            await self._fail(refusal)
+            await self._fail(rejection)
             return False
         if outcome.reason != Reason.LOCK:
-            return await self._again(refusal, wait_for=None)
+            return await self._again(rejection, wait_for=None)
         if outcome.following is not None:
             self._following = outcome.following
         await self._hook("on_lock_failure")
-        return await self._again(refusal, wait_for=outcome.conflicting)
+        return await self._again(rejection, wait_for=outcome.conflicting)
 
     async def _again(self, error: errors.WaltzError, *, wait_for: TransactionId | None) -> bool:
         """Try again, after `wait_for` or a delay; False when the context has expired."""

@@ -353,8 +353,8 @@ class SqlCallbacks(BatchCallbacks):
         """Raise if `apply` caught an error by which the database rolled back (rule 2)."""
         try:
             found = self._row(connection, partition)
-        except DBAPIError as refused:
-            if is_outage(refused):
+        except DBAPIError as failure:
+            if is_outage(failure):
                 raise
             found = None  # PostgreSQL accepts no statement after an error
         if found is None or found[0] != to:
@@ -485,7 +485,7 @@ assert hasattr(sa.Connection, "_commit_impl")
 def _guarded(connection: sa.Connection) -> Iterator[None]:
     """Reject calls that would end the transaction (rule 2), also if `apply` catches the error."""
     _guard.connection, _guard.broken, _guard.error = connection, None, None
-    vars(connection)["_commit_impl"] = partial(_refuse, "commit()")
+    vars(connection)["_commit_impl"] = partial(_reject, "commit()")
     try:
         yield
     finally:
@@ -502,7 +502,7 @@ def _guarded(connection: sa.Connection) -> Iterator[None]:
         raise _early_end(broken)
 
 
-def _refuse(what: str) -> NoReturn:
+def _reject(what: str) -> NoReturn:
     _guard.broken = what
     raise _early_end(what)
 
@@ -511,7 +511,7 @@ def _check_statement(*event: Any) -> None:  # noqa: ANN401 - SQLAlchemy's own
     statement, context = event[1], event[-1]
     is_guarded = _guard.connection is not None and context.root_connection is _guard.connection
     if is_guarded and _ends_transaction(statement):
-        _refuse(statement.strip()[:40])
+        _reject(statement.strip()[:40])
 
 
 def _note_error(failure: sa.engine.ExceptionContext) -> None:

@@ -27,7 +27,7 @@ from waltz_core.transport.net import Link
 from waltz_core.wire.admin_messages import (
     AdminFailure,
     AdminMessage,
-    AdminRefused,
+    AdminRejected,
     Copied,
     Copy,
     CopyRequest,
@@ -86,7 +86,7 @@ class StorageAdmin:
             )
         if isinstance(answer, expected):
             return answer
-        if isinstance(answer, AdminRefused):
+        if isinstance(answer, AdminRejected):
             raise from_code(answer.error_code, answer.text)
         if isinstance(answer, AdminFailure):
             raise WaltzError(f"{self.address}: {answer.text or 'failed without a reason'}")

@@ -424,7 +424,7 @@ class ReplicaReader:
                 chunk = await self._fetch_from(address, query)
             except errors.WaltzError as error:
                 _log.info(
-                    "ranges.replica_refused partition=%d replica=%s error=%s",
+                    "ranges.replica_rejected partition=%d replica=%s error=%s",
                     self._partition_id,
                     address,
                     error,

@@ -423,7 +423,7 @@ class Appends:
             self._settle_rows(parcel, outcome)
         self._landed()
 
-    def refused(self, token: int, error: errors.WaltzError) -> None:
+    def rejected(self, token: int, error: errors.WaltzError) -> None:
         """Handle an error that ends a parcel without an outcome for its rows."""
         parcel = self._parcels.pop(token)
         if isinstance(parcel, _Batch):
@@ -448,7 +448,7 @@ class Appends:
         # First, or rows that wait for a parcel would be sent when that parcel fails.
         self._held, self._gathered, self._gathered_bytes = [], [], 0
         for token in list(self._parcels):
-            self.refused(token, error)
+            self.rejected(token, error)
         for each in rows:
             self._end(each)
             if not each.future.done():

@@ -252,7 +252,7 @@ class ClientPartition:
     def _send(self, parcel: Parcel) -> None:
         if self._driver.is_stopped:  # it would never get an outcome
             error = self._stopped or errors.Unreachable("the client was closed before it was sent")
-            self.appends.refused(parcel.token, error)
+            self.appends.rejected(parcel.token, error)
             return
         self._driver.post(stream_events.SendAppends(parcel))
 
@@ -265,8 +265,8 @@ class ClientPartition:
                     self._link.send(effect.message)
             case stream_events.ParcelSettled():
                 self.appends.settled(effect.token, effect.outcome)
-            case stream_events.ParcelRefused():
-                self.appends.refused(effect.token, effect.error)
+            case stream_events.ParcelRejected():
+                self.appends.rejected(effect.token, effect.error)
             case stream_events.MarkMoved():
                 self._mark_moved(effect.high_water_mark)
             case stream_events.Fed():

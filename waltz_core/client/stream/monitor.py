@@ -70,7 +70,7 @@ class BatchOutcome:
     following: FollowedState | None = None
 
     @property
-    def has_refusals(self) -> bool:
+    def has_rejections(self) -> bool:
         """Whether any row is not in the log."""
         # Faster than NumPy, which matters for the many outcomes of a single row.
         return any(self.reasons.tobytes())
@@ -238,7 +238,7 @@ class Monitor:
         if pending is None:
             return None
         if isinstance(result, Predecessors):
-            outcome = _refused(result, pending)
+            outcome = _rejected(result, pending)
         else:
             outcome = _decode(result, pending.parcel.row_count)
         if pending.found is not None:
@@ -380,7 +380,7 @@ def _corrected(outcome: BatchOutcome, found: I64) -> BatchOutcome:
     )
 
 
-def _refused(result: Predecessors, pending: Pending) -> BatchOutcome:
+def _rejected(result: Predecessors, pending: Pending) -> BatchOutcome:
     parcel, content = pending.parcel, pending.parcel.content
     if parcel.follows is None or not isinstance(content, Single):
         raise errors.RemoteProtocolError(

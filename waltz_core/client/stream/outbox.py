@@ -99,7 +99,9 @@ class Outbox:
             taken.append(self._waiting.popleft())
         return taken
 
-    def refusal(self, parcel: Parcel, limits: MountLimits, mount: int) -> errors.WaltzError | None:
+    def rejection(
+        self, parcel: Parcel, limits: MountLimits, mount: int
+    ) -> errors.WaltzError | None:
         """Return why a parcel is not sent in this mount, None when it is (rules 2 and 3)."""
         follows = parcel.follows
         if follows is not None and follows.has_seen:

@@ -40,7 +40,7 @@ from waltz_core.client.stream.stream_events import (
     MarkMoved,
     NeedClientId,
     OpenLink,
-    ParcelRefused,
+    ParcelRejected,
     ParcelSettled,
     Phase,
     Ready,
@@ -184,7 +184,7 @@ class PartitionStream:
 
     def _append(self, parcel: Parcel, now_ms: int, out: list[Effect]) -> None:
         if self._stopped is not None:
-            out.append(ParcelRefused(parcel.token, self._stopped))
+            out.append(ParcelRejected(parcel.token, self._stopped))
             return
         self._outbox.put(parcel, now_ms + self._settings.request_timeout_ms)
         if self.phase is Phase.READY:
@@ -437,10 +437,10 @@ class PartitionStream:
             return
         while (waiting := self._outbox.first) is not None:
             parcel = waiting.parcel
-            refusal = self._outbox.refusal(parcel, self._limits, self._mount)
-            if refusal is not None:
+            rejection = self._outbox.rejection(parcel, self._limits, self._mount)
+            if rejection is not None:
                 self._outbox.take()
-                self._report_rejection(parcel, refusal, out)
+                self._report_rejection(parcel, rejection, out)
                 continue
             in_flight_bytes = self._monitor.in_flight_bytes + parcel.size_bytes
             if len(self._monitor) and in_flight_bytes > self._limits.in_flight_bytes_max:
@@ -483,7 +483,7 @@ class PartitionStream:
             self._conclude(pending, outcome, now_ms, out)
         elif isinstance(error, errors.UsageError):
             self._monitor.remove(pending)
-            out.append(ParcelRefused(pending.parcel.token, error))
+            out.append(ParcelRejected(pending.parcel.token, error))
             self._leave_if_drained(now_ms, out)
         elif isinstance(error, errors.ConnectionSuperseded):
             # An answer to an older mount may have it, too: this client has replaced that one.
@@ -513,11 +513,11 @@ class PartitionStream:
         )
 
     def _report_rejection(
-        self, parcel: Parcel, refusal: errors.WaltzError, out: list[Effect]
+        self, parcel: Parcel, rejection: errors.WaltzError, out: list[Effect]
     ) -> None:
         """Report why a parcel is not sent; one that is too large comes again, in two."""
-        out.append(ParcelRefused(parcel.token, refusal))
-        if isinstance(refusal, errors.TooLarge) and parcel.row_count > 1:  # invariant 8
+        out.append(ParcelRejected(parcel.token, rejection))
+        if isinstance(rejection, errors.TooLarge) and parcel.row_count > 1:  # invariant 8
             lost = BatchOutcome.uniform(
                 parcel.row_count, Reason.LOST, high_water_mark=self.high_water_mark
             )
@@ -530,7 +530,7 @@ class PartitionStream:
             self._give_up(pending, f"within {timeout_ms} ms", out)
         for waiting in self._outbox.take_expired(now_ms):
             error = verdicts.not_sent(self._partition_id, timeout_ms, self.trouble)
-            out.append(ParcelRefused(waiting.parcel.token, error))
+            out.append(ParcelRejected(waiting.parcel.token, error))
 
     def _give_up(self, pending: Pending, when: str, out: list[Effect]) -> None:
         """End a parcel: report its outcome if every row is known, else OutcomeUnknown."""
@@ -541,7 +541,7 @@ class PartitionStream:
             out.append(ParcelSettled(pending.parcel.token, outcome))
         else:
             error = verdicts.unknown(pending, when, self.trouble)
-            out.append(ParcelRefused(pending.parcel.token, error))
+            out.append(ParcelRejected(pending.parcel.token, error))
 
     # --- client ids
 
@@ -626,6 +626,6 @@ class PartitionStream:
         for pending in list(self._monitor):
             self._give_up(pending, "before the stream ended", out)
         out.extend(
-            ParcelRefused(waiting.parcel.token, error) for waiting in self._outbox.take_all()
+            ParcelRejected(waiting.parcel.token, error) for waiting in self._outbox.take_all()
         )
         out.append(Stopped(error))

@@ -7,8 +7,8 @@ Rules:
     2. A link that `Linked` has passed is lost once, by `LinkLost`; other events from a link that is
        not the current one have no effect.
     3. A parcel that was passed by `SendAppends` has one outcome: `ParcelSettled` or
-       `ParcelRefused`.
-    4. `ParcelRefused` with `OutcomeUnknown` leaves the parcel in doubt; with any other error, none
+       `ParcelRejected`.
+    4. `ParcelRejected` with `OutcomeUnknown` leaves the parcel in doubt; with any other error, none
        of its rows is or will ever be in the log.
 """
 
@@ -212,7 +212,7 @@ class ParcelSettled:
 
 
 @value(frozen=True, slots=True)
-class ParcelRefused:
+class ParcelRejected:
     """A parcel without an outcome for its rows (rule 4)."""
 
     token: int
@@ -274,7 +274,7 @@ Effect: TypeAlias = (
     | NeedClientId
     | Ready
     | ParcelSettled
-    | ParcelRefused
+    | ParcelRejected
     | Fed
     | FeedLags
     | MarkMoved

@@ -44,7 +44,7 @@ def reason_of(error: errors.WaltzError) -> Reason | None:
 
 def remount_reason(outcome: BatchOutcome) -> Reason | None:
     """Return why the partition must be mounted again, None if it need not."""
-    if not outcome.has_refusals:
+    if not outcome.has_rejections:
         return None
     found = outcome.reasons.tobytes()
     return next((reason for reason in _REMOUNT if reason in found), None)
@@ -52,14 +52,14 @@ def remount_reason(outcome: BatchOutcome) -> Reason | None:
 
 def is_order_lost(parcel: Parcel, outcome: BatchOutcome) -> bool:
     """Whether later parcels must wait until this one is sent again."""
-    if not parcel.keeps_order or not outcome.has_refusals:
+    if not parcel.keeps_order or not outcome.has_rejections:
         return False
     found = outcome.reasons.tobytes()
     return any(reason in found for reason in TRANSIENT)
 
 
 def is_mount_again(error: errors.WaltzError) -> bool:
-    """Whether a refused mount may succeed later, here or elsewhere."""
+    """Whether a rejected mount may succeed later, here or elsewhere."""
     return error.retriable or isinstance(error, errors.GenerationMismatch)
 
 

@@ -309,7 +309,7 @@ class ZooKeeperSession:
                 f"({type(error).__name__})"
             ) from error
         except KazooException as error:
-            raise self._refused(operations[0].path, error) from error
+            raise self._rejected(operations[0].path, error) from error
         return self._versions(operations, results)
 
     async def sync(self) -> None:
@@ -443,7 +443,7 @@ class ZooKeeperSession:
         except NoNodeError:
             raise
         except KazooException as error:
-            raise self._refused(path, error) from error
+            raise self._rejected(path, error) from error
 
     async def _exists(self, path: str, watch: Callable[[Any], None]) -> bool:
         stat = await self._read(lambda: self._client.exists_async(path, watch), path)
@@ -461,7 +461,7 @@ class ZooKeeperSession:
                 continue
             if isinstance(result, CONFLICT_ERRORS):
                 raise errors.CoordinatorConflict(_conflict(operation, result)) from result
-            raise self._refused(operation.path, result) from result
+            raise self._rejected(operation.path, result) from result
         versions: list[int] = []
         for operation, result in zip(operations, results, strict=True):
             match operation:
@@ -486,11 +486,11 @@ class ZooKeeperSession:
         names = () if listing is None else listing.names
         return 1 + sum([await self.protect(f"{path}/{name}") for name in names])
 
-    def _refused(self, path: str, error: Exception) -> errors.BadConfig:
+    def _rejected(self, path: str, error: Exception) -> errors.BadConfig:
         if isinstance(error, NoAuthError):
             return errors.BadConfig(self._not_permitted(path))
         return errors.BadConfig(
-            f"ZooKeeper {self._hosts} refuses a request for {path}: {type(error).__name__}"
+            f"ZooKeeper {self._hosts} denies a request for {path}: {type(error).__name__}"
         )
 
     def _not_permitted(self, path: str) -> str:

@@ -42,7 +42,7 @@ class Admission:
         if reason is None and len(message.data) > TRANSACTION_BYTES_MAX:
             reason = Reason.TOO_LARGE
         if reason is not None:
-            self.refuse(ticket, reason, out)
+            self.reject(ticket, reason, out)
             return False
         try:
             verify(message)
@@ -62,9 +62,9 @@ class Admission:
                 return False
         return True
 
-    def refuse(self, ticket: Ticket, reason: Reason, out: list[AppendOutcome]) -> None:
+    def reject(self, ticket: Ticket, reason: Reason, out: list[AppendOutcome]) -> None:
         """Reject all rows of an append that was not judged."""
         if isinstance(ticket, BatchTicket) and not self.opens(ticket, out):
             return
-        ticket.refuse(reason)
+        ticket.reject(reason)
         self._endings.finish(ticket, out)

@@ -14,7 +14,7 @@ from waltz_core.server.partition_events import (
     PartitionIdentity,
     PartitionLimits,
     Received,
-    refusal,
+    rejection,
 )
 from waltz_core.wire.messages import (
     ClientMessage,
@@ -31,35 +31,35 @@ from waltz_core.wire.messages import (
 )
 
 
-def refuse(question: Received, error: errors.WaltzError) -> Answer:
+def reject(question: Received, error: errors.WaltzError) -> Answer:
     """Report an error."""
     message = question.message
-    return refusal(question.connection, message.req_id, question.cost_bytes, error, message)
+    return rejection(question.connection, message.req_id, question.cost_bytes, error, message)
 
 
-def refuse_ticket(ticket: Ticket, error: errors.WaltzError) -> Answer:
+def reject_ticket(ticket: Ticket, error: errors.WaltzError) -> Answer:
     """Report an error that concerns a whole append."""
-    return refusal(ticket.connection, ticket.req_id, ticket.cost_bytes, error, ticket.message)
+    return rejection(ticket.connection, ticket.req_id, ticket.cost_bytes, error, ticket.message)
 
 
 def superseded(question: Received) -> Answer:
     """Report that a later request of the same client replaces this one."""
     error = errors.ConnectionSuperseded("a later mount of the client has taken its place")
-    return refuse(question, error)
+    return reject(question, error)
 
 
 def not_owned(question: Received, place: PartitionPlace) -> Answer:
     """Report that another server owns the partition."""
     if isinstance(question.message, MountRequest):
         return _state(question, MountState.NOT_READY)
-    return refuse(question, errors.NotOwned(f"this server does not own {place}"))
+    return reject(question, errors.NotOwned(f"this server does not own {place}"))
 
 
-def refuse_mount(question: Received, error: errors.WaltzError) -> Answer:
+def reject_mount(question: Received, error: errors.WaltzError) -> Answer:
     """Report why a connection may not mount."""
     if isinstance(question.message, MountRequest) and isinstance(error, errors.ClientAhead):
         return _state(question, MountState.CLIENT_AHEAD)
-    return refuse(question, error)
+    return reject(question, error)
 
 
 def mounted(

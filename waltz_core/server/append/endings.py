@@ -16,7 +16,7 @@ import numpy as np
 
 from waltz_core.errors import TooLarge, WaltzError
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, TransactionId
-from waltz_core.server.append.answers import refuse_ticket
+from waltz_core.server.append.answers import reject_ticket
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import Ahead, AppendOutcome, Reached
 from waltz_core.server.locking.following import Followers
@@ -73,25 +73,25 @@ class Endings:
 
     # --- answers
 
-    def answer_rejected(self, refused: Iterable[SingleTicket]) -> list[AppendOutcome]:
+    def answer_rejected(self, rejected: Iterable[SingleTicket]) -> list[AppendOutcome]:
         """Answer writers from the lock queues (`lock_queues.py`)."""
         out: list[AppendOutcome] = []
-        for ticket in refused:
+        for ticket in rejected:
             self.finish(ticket, out)
         return out
 
     def answer_followers(
-        self, refused: Iterable[SingleTicket], following: Followers, next_id: TransactionId
+        self, rejected: Iterable[SingleTicket], following: Followers, next_id: TransactionId
     ) -> list[AppendOutcome]:
         """Answer writers with their predecessors in flight, or with LOCK if there are none."""
         out: list[AppendOutcome] = []
-        for ticket in refused:
+        for ticket in rejected:
             answer = following.predecessors_answer(ticket, self.high_water_mark, next_id)
             if answer is None:
-                ticket.refuse_for(min(ticket.conflict, self.high_water_mark))
+                ticket.reject_for(min(ticket.conflict, self.high_water_mark))
                 self.finish(ticket, out)
             else:
-                self._figures.refused[Reason.LOCK] += 1
+                self._figures.rejected[Reason.LOCK] += 1
                 out.append(answer)
                 self.leave(ticket, out)
         return out
@@ -125,16 +125,16 @@ class Endings:
     def fail(self, ticket: Ticket, error: WaltzError, out: list[AppendOutcome]) -> None:
         """Answer a request with an error: none of its rows is in the log."""
         if isinstance(error, TooLarge):
-            self._figures.refused[Reason.TOO_LARGE] += 1
-        out.append(refuse_ticket(ticket, error))
+            self._figures.rejected[Reason.TOO_LARGE] += 1
+        out.append(reject_ticket(ticket, error))
         self.leave(ticket, out)
 
     def _answer(self, ticket: Ticket) -> Answer:
-        refused = self._figures.refused
+        rejected = self._figures.rejected
         if isinstance(ticket, SingleTicket):
             if ticket.reason:
-                refused[ticket.reason] += 1
+                rejected[ticket.reason] += 1
         elif ticket.reasons.any():
             for reason, count in enumerate(np.bincount(ticket.reasons).tolist()):
-                refused[reason] += count if reason else 0
+                rejected[reason] += count if reason else 0
         return ticket.answer(self.high_water_mark)

@@ -247,7 +247,7 @@ class AppendPipeline:
         if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
             out: list[AppendOutcome] = []
             self._mounts.overrun(req_id.client_id, connection)
-            self._admission.refuse(ticket, Reason.OVERLOADED, out)
+            self._admission.reject(ticket, Reason.OVERLOADED, out)
             return out
         self._lanes.push(ticket)
         return []
@@ -257,14 +257,14 @@ class AppendPipeline:
         out: list[AppendOutcome] = []
         for ticket in self._lanes.drop(connection):
             if isinstance(ticket, BatchTicket) and ticket.flight_count:
-                ticket.refuse(Reason.NOT_MOUNTED)  # It leaves with its last flight.
+                ticket.reject(Reason.NOT_MOUNTED)  # It leaves with its last flight.
             else:
                 self._endings.leave(ticket, out)
-        for refused in (
+        for rejected in (
             *self._lock_queues.drop(connection),
             *self._following.waiting.drop(connection),
         ):
-            self._endings.leave(refused, out)
+            self._endings.leave(rejected, out)
         return out
 
     def barrier(self, token: int) -> list[AppendOutcome]:
@@ -390,7 +390,7 @@ class AppendPipeline:
         start, stop = ticket.judged_count, ticket.stop_within(piece_bytes)
         if reason := self._admission.stale(ticket):
             self._lanes.take(with_large=ticket.is_large)
-            ticket.refuse(reason)
+            ticket.reject(reason)
             self._endings.finish_if_final(ticket, draft.out)
             return 0
         if stop < ticket.ids.size:
@@ -419,13 +419,13 @@ class AppendPipeline:
         self._following.begin(last)
         has_seen = message.session_id != NO_SESSION
         if has_seen and not self._following.holds(message, last):
-            ticket.refuse_for(self._high_water_mark)
+            ticket.reject_for(self._high_water_mark)
             self._endings.finish(ticket, draft.out)
             return
         mark = last if has_seen else self._high_water_mark
         piece = judge_singles([ticket], self._table, LogPlace(mark, self._flights.next_id))
         if ticket.reason is Reason.LOCK and self._following.has_predecessors(ticket):
-            notified = self._following.waiting.refused(ticket, now_ms)
+            notified = self._following.waiting.rejected(ticket, now_ms)
             draft.out += self._notify_followers(notified)
             return
         if ticket.conflict > self._high_water_mark:
@@ -435,8 +435,8 @@ class AppendPipeline:
             notified = self._following.waiting.admitted(ticket, now_ms)
             draft.out += self._notify_followers(notified)
 
-    def _notify_followers(self, refused: Iterable[SingleTicket]) -> list[AppendOutcome]:
-        return self._endings.answer_followers(refused, self._following, self._flights.next_id)
+    def _notify_followers(self, rejected: Iterable[SingleTicket]) -> list[AppendOutcome]:
+        return self._endings.answer_followers(rejected, self._following, self._flights.next_id)
 
     @property
     def _place(self) -> LogPlace:
@@ -451,7 +451,7 @@ class AppendPipeline:
             if isinstance(ticket, BatchTicket):
                 ticket.flight_count += 1
             draft.tickets.append(ticket)
-        for ticket in piece.refused:
+        for ticket in piece.rejected:
             self._endings.finish_if_final(ticket, draft.out)
 
     # -----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from waltz_core.server.locking.lock_table import (
     AHEAD,
     NO_CONFLICT,
     PASSED,
-    REFUSED,
+    REJECTED,
     LockRequests,
     LockTable,
     Mask,
@@ -44,13 +44,13 @@ class JudgedPiece(NamedTuple):
 
     `locks` are the write and append locks of the records, in the format of `lock_blocks.py`.
     `writers` has a byte for each lock, the row of its record; it is empty if there are too many.
-    `doubtful` tickets wait for something in flight, these records included; `refused` ones are
+    `doubtful` tickets wait for something in flight, these records included; `rejected` ones are
     judged and wait for nothing of this piece.
     """
 
     part: EncodedBatch | None
     doubtful: list[Ticket]
-    refused: list[Ticket]
+    rejected: list[Ticket]
     locks: bytes = b""
     writers: bytes = b""
 
@@ -158,20 +158,20 @@ def judge_singles(group: list[SingleTicket], table: LockTable, place: LogPlace) 
     judge = _judge_one_by_one if len(group) <= FEW else _judge_together
     kept: list[SingleTicket] = []
     doubtful: list[Ticket] = []
-    refused: list[Ticket] = []
+    rejected: list[Ticket] = []
     for ticket, (transaction_id, conflict) in zip(group, judge(group, table, place), strict=True):
         if transaction_id >= 0:
             ticket.transaction_id = transaction_id
             kept.append(ticket)
             doubtful.append(ticket)
         elif conflict == AHEAD:
-            ticket.refuse(Reason.AHEAD)
-            refused.append(ticket)
+            ticket.reject(Reason.AHEAD)
+            rejected.append(ticket)
         else:
             ticket.reason, ticket.conflict = Reason.LOCK, conflict
-            (doubtful if conflict > place.high_water_mark else refused).append(ticket)
+            (doubtful if conflict > place.high_water_mark else rejected).append(ticket)
     if not kept:
-        return JudgedPiece(None, doubtful, refused)
+        return JudgedPiece(None, doubtful, rejected)
     messages = [ticket.message for ticket in kept]
     locks = [lock for each in messages for lock in (*each.write_locks, *each.append_locks)]
     writers = b""
@@ -179,7 +179,7 @@ def judge_singles(group: list[SingleTicket], table: LockTable, place: LogPlace) 
         counts = [len(each.write_locks) + len(each.append_locks) for each in messages]
         writers = b"".join(_ROWS[row] * number for row, number in enumerate(counts))
     packed = struct.pack(f">{len(locks)}i", *locks)
-    return JudgedPiece(encode_singles(kept), doubtful, refused, packed, writers)
+    return JudgedPiece(encode_singles(kept), doubtful, rejected, packed, writers)
 
 
 # The ID, and the conflict: an ID, NO_CONFLICT or AHEAD.
@@ -203,7 +203,7 @@ def _judge_one_by_one(
             verdicts.append((next_id, NO_CONFLICT))
             next_id = TransactionId(next_id + 1)
         else:
-            verdicts.append((REFUSED, estimate))
+            verdicts.append((REJECTED, estimate))
     return verdicts
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeGuard
 
-from waltz_core.server.locking.lock_table import REFUSED
+from waltz_core.server.locking.lock_table import REJECTED
 from waltz_core.server.locking.tickets import SingleTicket, Ticket
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import Reason
@@ -38,7 +38,7 @@ class _Queue:
     due_ms: int
     notify_after_ms: int = NOTIFY_MS_MIN
     notified_ms: int = 0
-    last_id: int = REFUSED  # the last transaction with these locks
+    last_id: int = REJECTED  # the last transaction with these locks
     waiting: deque[tuple[SingleTicket, int]] = field(default_factory=deque)  # with a deadline
 
     @property
@@ -75,7 +75,7 @@ class LockQueues:
         """When `due` may have a writer to notify, if nothing lands or is admitted first."""
         return self._not_before_ms
 
-    def refused(self, ticket: SingleTicket, now_ms: int) -> list[SingleTicket]:
+    def rejected(self, ticket: SingleTicket, now_ms: int) -> list[SingleTicket]:
         """Queue a writer; return it if it must be notified now, otherwise nothing."""
         queue = self._join(ticket, now_ms, due_ms=0)
         if now_ms >= queue.due_ms:
@@ -97,24 +97,24 @@ class LockQueues:
     def landed(
         self,
         landed: Iterable[Ticket],
-        refused: Iterable[SingleTicket],
+        rejected: Iterable[SingleTicket],
         *,
         took_ms: int,
         now_ms: int,
     ) -> list[SingleTicket]:
         """Return the writers to notify when a batch has landed, which makes rejections final.
 
-        `refused` are those of the `landed` that may wait.
+        `rejected` are those of the `landed` that may wait.
         """
         touched: dict[LockKey, _Queue] = {}
-        for ticket in refused:
+        for ticket in rejected:
             queue = self._join(ticket, now_ms, due_ms=now_ms)
             queue.last_id = max(queue.last_id, ticket.conflict)
             touched[key_of(ticket)] = queue
         if not self._queues:
             return []
         for each in landed:
-            if isinstance(each, SingleTicket) and each.transaction_id != REFUSED:
+            if isinstance(each, SingleTicket) and each.transaction_id != REJECTED:
                 key = key_of(each)
                 if key in self._queues:
                     touched[key] = self._queues[key]

@@ -41,11 +41,11 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-# A prime: with the fixed hash chain a power of two has nine times as many false refusals.
+# A prime: with the fixed hash chain a power of two has nine times as many false rejections.
 SLOT_COUNT: Final = 1_048_573
 SLOT_BYTES: Final = 8
 HASH_COUNT: Final = 3
-REFUSED: Final = -1
+REJECTED: Final = -1
 NO_CONFLICT: Final = -1
 # Results of `judge_one` other than an estimate.
 PASSED: Final = -1
@@ -86,7 +86,7 @@ class LockRequests(NamedTuple):
 class Judgement(NamedTuple):
     """The verdict on each row.
 
-    `ids` are consecutive over the accepted rows, REFUSED for the others. `ahead` marks the rows of
+    `ids` are consecutive over the accepted rows, REJECTED for the others. `ahead` marks the rows of
     rule 2. `conflicts` holds the estimate for which a row was rejected, else NO_CONFLICT. `pending`
     marks the rows of rule 4, which wait for the ID in `conflicts` to become final.
     """
@@ -100,7 +100,7 @@ class Judgement(NamedTuple):
     @property
     def accepted(self) -> Mask:
         """Which rows have an ID; the mask for `batches.encode_records`."""
-        accepted: Mask = self.ids != REFUSED
+        accepted: Mask = self.ids != REJECTED
         return accepted
 
 
@@ -180,7 +180,7 @@ class LockTable:
         inside = conflicts >= _IN_BATCH
         if inside.any():
             conflicts[inside] = next_id - 1 + ranks[conflicts[inside] - _IN_BATCH]
-        ids = np.where(accepted, next_id - 1 + ranks, REFUSED)
+        ids = np.where(accepted, next_id - 1 + ranks, REJECTED)
         self._enter(*entries, ids)
         return Judgement(
             ids=ids,
@@ -273,7 +273,7 @@ class LockTable:
         first, second, third = _slots_of(lock, len(slots))
         return TransactionId(min(slots[first], slots[second], slots[third]))
 
-    def false_refusal_probability(self, mark: TransactionId) -> float:
+    def false_rejection_probability(self, mark: TransactionId) -> float:
         """Return the probability that a lock without a writer is rejected for a client at `mark`.
 
         It is rejected if all its three slots hold an ID above the mark; their proportion is
@@ -308,7 +308,7 @@ class LockTable:
 
     def _enter(self, rows: I64, slots: I64, ids: I64) -> None:
         entering = ids[rows]
-        accepted = entering != REFUSED
+        accepted = entering != REJECTED
         slots, entering = slots[accepted], entering[accepted]
         if 0 < entering.size <= _TAKEN_BACK_MAX:
             before = self._slots.take(slots)
@@ -414,7 +414,7 @@ def _decide_in_order(followed: _Followed, marks: I64, accepted: Mask, conflicts:
     batch that writes the same lock in all rows.
     """
     rows, places, held, entering, targets = followed
-    passed, refused, limits = accepted.tolist(), conflicts.tolist(), marks.tolist()
+    passed, rejected, limits = accepted.tolist(), conflicts.tolist(), marks.tolist()
     lock, lock_count = 0, len(rows)
     entry, entry_count = 0, len(entering)
     while lock < lock_count:
@@ -431,9 +431,9 @@ def _decide_in_order(followed: _Followed, marks: I64, accepted: Mask, conflicts:
             estimate = least if least > estimate else estimate  # noqa: FURB136 - no call per row
             lock += 1
         if estimate > limits[row]:
-            refused[row] = estimate
+            rejected[row] = estimate
         else:
             passed[row] = True
-            refused[row] = NO_CONFLICT
+            rejected[row] = NO_CONFLICT
     accepted[:] = passed
-    conflicts[:] = refused
+    conflicts[:] = rejected

@@ -33,7 +33,7 @@ from waltz_core.records.record import (
     SessionId,
     TransactionId,
 )
-from waltz_core.server.locking.lock_table import NO_CONFLICT, REFUSED
+from waltz_core.server.locking.lock_table import NO_CONFLICT, REJECTED
 from waltz_core.server.partition_events import Answer, ConnectionId
 from waltz_core.wire.messages import (
     AppendBatch,
@@ -51,8 +51,8 @@ LARGE_BYTES: Final = 64 * 1024
 # Number of latencies kept for metrics.
 TOOK_MAX: Final = 4_096
 _ID = struct.Struct(">q")
-_NONE: Final = _ID.pack(REFUSED)
-assert REFUSED == NO_CONFLICT == -1
+_NONE: Final = _ID.pack(REJECTED)
+assert REJECTED == NO_CONFLICT == -1
 _REASONS: Final = {reason: bytes((reason,)) for reason in Reason}
 
 
@@ -75,7 +75,7 @@ class SingleTicket:
     received_ms: int
     # The number of the mount under which it arrived (`mounts.py`, rule 5).
     mount: int = 0
-    transaction_id: int = REFUSED
+    transaction_id: int = REJECTED
     reason: Reason = Reason.COMMITTED
     conflict: int = NO_CONFLICT
     # The session that it was judged in.
@@ -106,24 +106,24 @@ class SingleTicket:
         assert self.is_ahead
         self.reason = Reason.NOT_MOUNTED
 
-    def refuse(self, reason: Reason) -> None:
+    def reject(self, reason: Reason) -> None:
         """Reject it: the transaction will not be in the log, and this is final."""
-        self.transaction_id, self.reason, self.conflict = REFUSED, reason, NO_CONFLICT
+        self.transaction_id, self.reason, self.conflict = REJECTED, reason, NO_CONFLICT
 
-    def refuse_for(self, conflict: int) -> None:
+    def reject_for(self, conflict: int) -> None:
         """Reject it for a lock that was last written at `conflict` or below; this is final."""
-        self.transaction_id, self.reason, self.conflict = REFUSED, Reason.LOCK, conflict
+        self.transaction_id, self.reason, self.conflict = REJECTED, Reason.LOCK, conflict
 
     def settle(self, last: TransactionId, loss: Reason = Reason.LOST) -> bool:
         """Apply rule 2; return whether it was lost, which is reported as `loss`."""
         is_lost = self.transaction_id > last or self.conflict > last
         if is_lost:
-            self.refuse(loss)
+            self.reject(loss)
         return is_lost
 
     def answer(self, high_water_mark: TransactionId) -> Answer:
         """Return the answer to the client."""
-        accepted = self.transaction_id != REFUSED
+        accepted = self.transaction_id != REJECTED
         message = AppendResult(
             self.message.req_id,
             high_water_mark,
@@ -189,7 +189,7 @@ class BatchTicket:
         assert self.message is not None
         self.mark = self.message.client_high_water_mark
         self.message, self.rows = None, rows
-        self.ids = np.full(rows.count, REFUSED, np.int64)
+        self.ids = np.full(rows.count, REJECTED, np.int64)
         self.conflicts = np.full(rows.count, NO_CONFLICT, np.int64)
         self.reasons = np.zeros(rows.count, np.uint8)
 
@@ -215,7 +215,7 @@ class BatchTicket:
         if stop == self.ids.size:
             self.rows = None
 
-    def refuse(self, reason: Reason) -> None:
+    def reject(self, reason: Reason) -> None:
         """Reject all rows that are not judged; this is final."""
         self.reasons[self.judged_count :] = reason
         self.judged(self.ids.size)
@@ -223,7 +223,7 @@ class BatchTicket:
     def settle(self, last: TransactionId, loss: Reason = Reason.LOST) -> bool:
         """Apply rule 2; return whether a row was lost, which is reported as `loss`."""
         lost = (self.ids > last) | (self.conflicts > last)
-        self.ids = np.where(lost, REFUSED, self.ids)
+        self.ids = np.where(lost, REJECTED, self.ids)
         self.conflicts = np.where(lost, NO_CONFLICT, self.conflicts)
         self.reasons = np.where(lost, np.uint8(loss), self.reasons)
         return bool(lost.any())
@@ -246,13 +246,13 @@ Ticket: TypeAlias = SingleTicket | BatchTicket
 
 @dataclass(slots=True)
 class AppendFigures:
-    """Counts of requests and outcomes since the start, for metrics; `refused` is by `Reason`."""
+    """Counts of requests and outcomes since the start, for metrics; `rejected` is by `Reason`."""
 
     requests: int = 0
     batches: int = 0
     accepted: int = 0
     committed: int = 0
     committed_bytes: int = 0
-    refused: list[int] = field(default_factory=lambda: [0] * len(Reason))
+    rejected: list[int] = field(default_factory=lambda: [0] * len(Reason))
     # From the arrival of a batch's first request to its answer; the metrics remove what they show.
     took_ms: deque[int] = field(default_factory=lambda: deque(maxlen=TOOK_MAX))

@@ -180,7 +180,7 @@ class Partition:
             error = errors.Unavailable(
                 f"{self._place} has had no store session for {self._limits.open_wait_ms} ms"
             )
-            self._out.append(answers.refuse(question, error))
+            self._out.append(answers.reject(question, error))
         self._route_reads(self.reads.wake(self._now_ms))
         self._route(self.pipeline.turn(now_ms=self._now_ms, wall_ms=self._wall_ms))
         self._feed_turn()
@@ -237,7 +237,7 @@ class Partition:
                 self._route_reads(self.reads.data(event, message))
             case _:
                 fault = f"{type(message).__name__} is not a request to a partition"
-                self._out.append(answers.refuse(event, errors.BadRequest(fault)))
+                self._out.append(answers.reject(event, errors.BadRequest(fault)))
 
     def _close(self, connection: ConnectionId) -> None:
         self._mounts.close(connection)
@@ -257,7 +257,7 @@ class Partition:
         req_id = message.req_id
         fault = self._mounts.fault(message, connection, self._place)
         if fault is not None:
-            self._out.append(answers.refuse_mount(event, fault))
+            self._out.append(answers.reject_mount(event, fault))
             return
         # End all older feeds and mounts of this client, even those of the same connection.
         older = self.feed.drop_client(req_id.client_id)
@@ -300,7 +300,7 @@ class Partition:
             return False
         if req_id.generation != self._generation:
             fault = f"{self._place}: requested in generation {req_id.generation}, which has ended"
-            self._out.append(answers.refuse_mount(event, errors.GenerationMismatch(fault)))
+            self._out.append(answers.reject_mount(event, errors.GenerationMismatch(fault)))
         return True
 
     def _mounted(self, event: Received) -> None:
@@ -312,7 +312,7 @@ class Partition:
     def _grant(self, event: Received, message: messages.FeedRequest) -> None:
         fault = self.feed.take(event, message.client_high_water_mark, self._place)
         if fault is not None:
-            self._out.append(answers.refuse(event, fault))
+            self._out.append(answers.reject(event, fault))
 
     def _feed_turn(self) -> None:
         if self.feed.wants_turn:
@@ -473,7 +473,7 @@ class Partition:
             unproved = errors.SessionLost(
                 f"{self._place}: no quorum of storages confirmed the session"
             )
-            self._out.extend(answers.refuse(each, unproved) for each in self._unproved(questions))
+            self._out.extend(answers.reject(each, unproved) for each in self._unproved(questions))
         for proof in proofs:
             self._drive(proof)
 
@@ -505,14 +505,14 @@ class Partition:
         where = f"{self._place}: {reason}"
         gone = errors.NotOwned(where)
         unknown = errors.OutcomeUnknown(f"{where}; the append may or may not be in the log")
-        self._out.extend(answers.refuse_ticket(ticket, gone) for ticket in queued)
-        self._out.extend(answers.refuse_ticket(ticket, unknown) for ticket in in_flight)
+        self._out.extend(answers.reject_ticket(ticket, gone) for ticket in queued)
+        self._out.extend(answers.reject_ticket(ticket, unknown) for ticket in in_flight)
         waiting = self._waiting.abandon()
         waiting += self._unproved(self._proofs.reset())
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
         self._mounts.end()
-        self._out.extend(answers.refuse(question, gone) for question in waiting)
+        self._out.extend(answers.reject(question, gone) for question in waiting)
         assert all(isinstance(outcome, outcomes.Reached) for outcome in reached)
 
     # -----------------------------------------------------------------------------------------

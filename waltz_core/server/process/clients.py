@@ -37,7 +37,7 @@ from waltz_core.server.partition_events import (
     ConnectionId,
     Drained,
     Event,
-    refusal,
+    rejection,
 )
 from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.flow import AdmittedRequest, Flow, FlowLimits
@@ -369,7 +369,7 @@ class Clients:
         partition_id = message.req_id.partition_id
         host = self._backend.hosts.get(partition_id)
         if host is None:
-            self.answer(self._refusal(connection, request))
+            self.answer(self._rejection(connection, request))
             return
         if client.hosts.get(partition_id) is not host:
             client.hosts[partition_id] = host
@@ -377,7 +377,7 @@ class Clients:
                 host.post(Congested(connection))
         host.receive(connection, message, request.cost_bytes)
 
-    def _refusal(self, connection: ConnectionId, request: AdmittedRequest) -> Answer:
+    def _rejection(self, connection: ConnectionId, request: AdmittedRequest) -> Answer:
         """Return the answer to a request for a partition that is not served here."""
         message, cost_bytes = request
         partition_id = message.req_id.partition_id
@@ -392,7 +392,7 @@ class Clients:
             )
         else:
             error = errors.NotOwned(f"this server does not own partition {partition_id}")
-        return refusal(connection, message.req_id, cost_bytes, error, message)
+        return rejection(connection, message.req_id, cost_bytes, error, message)
 
     def _serve(self, connection: ConnectionId, request: AdmittedRequest) -> None:
         """Answer a request that concerns the server as a whole."""
@@ -425,7 +425,7 @@ class Clients:
         else:
             fault = f"{type(message).__name__} is not a request to a server"
             error = errors.BadRequest(fault)
-            self.answer(refusal(connection, message.req_id, cost_bytes, error, message))
+            self.answer(rejection(connection, message.req_id, cost_bytes, error, message))
             return
         self.answer(Answer(connection, answer, cost_bytes))
 
@@ -451,7 +451,7 @@ class Clients:
             if is_done:
                 await self._backend.prefer(wanted if is_added else (), () if is_added else wanted)
         except errors.WaltzError as error:
-            self.answer(refusal(connection, message.req_id, cost_bytes, error, message))
+            self.answer(rejection(connection, message.req_id, cost_bytes, error, message))
             return
         answer = AddPreferredResponse if is_added else RemovePreferredResponse
         self.answer(Answer(connection, answer(message.req_id, is_done), cost_bytes))

@@ -267,7 +267,7 @@ class Host:
         self._around.metrics.report(report)
         if report.name in _ENDS_OF_OPENING:
             self._end_turn()
-        if report.name == "replica.refused":
+        if report.name == "replica.rejected":
             self._around.tasks.create_task(self._learn_storage_ids())
 
     def _end_turn(self) -> None:
@@ -352,7 +352,7 @@ class _ShownFigures:
 
     def __init__(self) -> None:
         self._before: dict[str, int] = {}
-        self._refused_before = [0] * len(Reason)
+        self._rejected_before = [0] * len(Reason)
         self._gauges: tuple[int, ...] = ()
 
     def show(self, partition_id: PartitionId, partition: Partition, metrics: Metrics) -> None:
@@ -366,8 +366,8 @@ class _ShownFigures:
                 metrics.add(name, total - self._before.get(name, 0), partition=partition_id)
                 self._before[name] = total
         for reason in Reason:
-            more = figures.refused[reason] - self._refused_before[reason]
-            self._refused_before[reason] = figures.refused[reason]
+            more = figures.rejected[reason] - self._rejected_before[reason]
+            self._rejected_before[reason] = figures.rejected[reason]
             if more:
                 metrics.add(
                     "waltz_server_rejected_transactions_total",
@@ -404,6 +404,6 @@ class _ShownFigures:
             lagging = TransactionId(max(BEFORE_FIRST, mark - 1_000))
             metrics.set(
                 "waltz_server_false_rejections_ratio",
-                locks.false_refusal_probability(lagging),
+                locks.false_rejection_probability(lagging),
                 partition=partition_id,
             )

@@ -36,7 +36,7 @@ from waltz_core.server.partition_events import (
     PartitionIdentity,
     PartitionLimits,
     Received,
-    refusal,
+    rejection,
 )
 from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.clients import Clients
@@ -90,7 +90,7 @@ class Faults:
         self.delay_ms = (0.0, 0.0)
         self.rate = 0.0
         self.count = 0
-        self.refusals = 0
+        self.rejections = 0
         self.failures: Failures | None = None
 
     def delay_s(self) -> float:
@@ -116,13 +116,13 @@ class Faults:
         """Draw True or False."""
         return self._random.random() < 0.5
 
-    def refuses(self, message: ClientMessage) -> bool:
-        """Whether this append is one of `refuse_next`."""
-        if not self.refusals or not isinstance(message, AppendRequest):
+    def rejects(self, message: ClientMessage) -> bool:
+        """Whether this append is one of `reject_next`."""
+        if not self.rejections or not isinstance(message, AppendRequest):
             return False
         if not (message.write_locks or message.read_locks):
             return False
-        self.refusals -= 1
+        self.rejections -= 1
         return True
 
 
@@ -246,7 +246,7 @@ class MemoryHost:
             until_s = self._shut_out_until_s.get(message.req_id.client_id, 0.0)
             if self._server.loop.time() < until_s:
                 error = errors.Overloaded("the fault keeps the outcome of an append unknown")
-                self._server.answer(refusal(connection, message.req_id, cost_bytes, error))
+                self._server.answer(rejection(connection, message.req_id, cost_bytes, error))
                 return
         wall_ms = time.time_ns() // 1_000_000
         self.post(Received(connection, message, cost_bytes, wall_ms))
@@ -259,13 +259,13 @@ class MemoryHost:
         failure = faults.failure()
         if failure is not None:
             if not isinstance(failure.error, errors.OutcomeUnknown):
-                self._server.answer(refusal(connection, req_id, cost_bytes, failure.error))
+                self._server.answer(rejection(connection, req_id, cost_bytes, failure.error))
                 return True
             outcome_timeout_s = self._server.outcome_timeout_s[req_id.client_id]
             now_s = self._server.loop.time()
             self._shut_out_until_s[req_id.client_id] = now_s + outcome_timeout_s
             return self._lose(connection, req_id, enters_log=failure.enters_log)
-        if faults.refuses(message):
+        if faults.rejects(message):
             mark = self._partition.high_water_mark
             conflict = mark.to_bytes(8, "big", signed=True)
             result = AppendResult(req_id, mark, _NONE, bytes((Reason.LOCK,)), conflict)

@@ -45,7 +45,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication.session_events import Batch
-from waltz_core.server.append.answers import refuse
+from waltz_core.server.append.answers import reject
 from waltz_core.server.partition_events import (
     Answer,
     ConnectionId,
@@ -218,7 +218,7 @@ class Reads:
     def range(self, question: Received, message: RangeRequest) -> list[ReadOutcome]:
         """Answer a range request, now or after a fetch."""
         if fault := _range_fault(message):
-            return [refuse(question, BadRequest(fault))]
+            return [reject(question, BadRequest(fault))]
         first = TransactionId(message.first)
         last = TransactionId(min(message.last, self._high_water_mark, first + ROWS_MAX - 1))
         if first > last:
@@ -393,7 +393,7 @@ class Reads:
                 f"no replica of partition {self._partition_id} returned transactions "
                 f"{job.key.first}..{job.key.last}: {reason}"
             )
-            out.extend(refuse(question, error) for question in job.waiting)
+            out.extend(reject(question, error) for question in job.waiting)
             job.waiting.clear()
             job.rounds = 0
         if not job.waiting and not job.for_feed:

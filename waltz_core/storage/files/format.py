@@ -450,7 +450,7 @@ class Promise(NamedTuple):
     See docs/design/correctness.md 2.4.
 
     A replica that lost its promise makes a new one that no owner has, above every session that it
-    has seen. It refuses these sessions, as one of them may have had the lost promise.
+    has seen. It rejects these sessions, as one of them may have had the lost promise.
     """
 
     session_id: SessionId = NO_SESSION

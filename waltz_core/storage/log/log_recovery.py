@@ -190,7 +190,7 @@ def _taken_over(slot: Slot, info: PartitionInfo) -> Slot:
 
 
 def _without_promise(slot: Slot, seen: SessionId) -> Slot:
-    """Return a slot that refuses all sessions up to one above what was seen (rule 5)."""
+    """Return a slot that rejects all sessions up to one above what was seen (rule 5)."""
     return slot.with_promise(Promise.without_owner(max(slot.promise.seen, seen)))
 
 

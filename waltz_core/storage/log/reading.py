@@ -114,7 +114,7 @@ class LogReader:
             )
         wrong = BEFORE_FIRST
         while True:
-            self._refuse_damaged(first, whole_batches=whole_batches)
+            self._reject_damaged(first, whole_batches=whole_batches)
             read = self._repaired(
                 first,
                 last,
@@ -214,7 +214,7 @@ class LogReader:
         """Return the last ID of the segment that holds an ID."""
         return self._segments.segment_end(transaction_id)
 
-    def _refuse_damaged(self, first: TransactionId, *, whole_batches: bool) -> None:
+    def _reject_damaged(self, first: TransactionId, *, whole_batches: bool) -> None:
         last = first
         if whole_batches:
             entry = self._repaired(first, first, lambda: self._segments.entry_of(first))
@@ -288,7 +288,7 @@ class LogReader:
                 f"partition {self.partition_id}: expected ids up to {self._segments.last}, "
                 f"found {first}..{last}"
             )
-        self._refuse_damaged(first, whole_batches=False)
+        self._reject_damaged(first, whole_batches=False)
         return self._repaired(first, last, lambda: self._places(first, last, bytes_max))
 
     def _places(self, first: TransactionId, last: TransactionId, bytes_max: int) -> PlacesRead:

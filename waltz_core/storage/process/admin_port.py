@@ -40,7 +40,7 @@ from waltz_core.storage.service.service import ADMINISTRATION, StorageIdentity
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
 from waltz_core.transport import net
 from waltz_core.transport.net import Link, Listener
-from waltz_core.wire.admin_messages import AdminMessage, AdminRefused
+from waltz_core.wire.admin_messages import AdminMessage, AdminRejected
 from waltz_core.wire.messages import Message, Nack, RangeForm, RangeRaw, StorageMessage, Surface
 
 _log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class AdminPort:
                 link.close(str(error))
             else:
                 sequence = effect.message.sequence
-                link.send(AdminRefused(sequence, errors.TooLarge.code, str(error)))
+                link.send(AdminRejected(sequence, errors.TooLarge.code, str(error)))
 
     # ---- errands (rule 1)
 

@@ -234,7 +234,7 @@ class Serving:
             log = found[partition_id]
             if isinstance(log, errors.WaltzError):
                 fields = (("partition", partition_id), ("error", log))
-                self._report(Report("partition_refused", fields))
+                self._report(Report("partition_rejected", fields))
                 if self._engine.has_failed:
                     raise log
                 continue

@@ -76,7 +76,7 @@ _LEVELS: Final = {
     "disk_failed": logging.WARNING,
     "disk_full": logging.WARNING,
     "files_replaced": logging.WARNING,
-    "partition_refused": logging.WARNING,
+    "partition_rejected": logging.WARNING,
     "read_failed": logging.WARNING,
     "reserve_released": logging.WARNING,
     "damage_found": logging.WARNING,

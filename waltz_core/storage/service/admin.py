@@ -63,7 +63,7 @@ from waltz_core.storage.service.errands import (
     Unassign,
     ZooKeeperView,
 )
-from waltz_core.storage.service.service import REFUSAL_CHARACTERS_MAX, StorageIdentity
+from waltz_core.storage.service.service import REJECTION_CHARACTERS_MAX, StorageIdentity
 from waltz_core.storage.service.work import RANGE_BYTES_MAX, ConnectionId
 from waltz_core.values import value
 from waltz_core.wire import admin_messages as wire
@@ -188,7 +188,7 @@ class AdminService:
 
     def _receive(self, request: AdminRequest) -> None:
         if len(self._scripts) + len(self._waiting) >= WAITING_MAX:
-            self._refuse(request, Overloaded(f"{WAITING_MAX} requests are waiting already"))
+            self._reject(request, Overloaded(f"{WAITING_MAX} requests are waiting already"))
         elif not isinstance(request.message, _CHANGES):
             self._begin(request)
         elif self._changing is None:
@@ -209,7 +209,7 @@ class AdminService:
             if isinstance(request.message, _CHANGES):
                 self._report("administered", request)
         except WaltzError as error:
-            self._refuse(request, error)
+            self._reject(request, error)
         else:
             self._tickets += 1
             self._scripts[self._tickets] = (request, script)
@@ -220,14 +220,14 @@ class AdminService:
             if self._changing is not None:
                 self._begin(self._changing)
 
-    def _refuse(self, request: AdminRequest, error: WaltzError) -> None:
-        text = str(error)[:REFUSAL_CHARACTERS_MAX]
+    def _reject(self, request: AdminRequest, error: WaltzError) -> None:
+        text = str(error)[:REJECTION_CHARACTERS_MAX]
         sequence = request.message.sequence
-        answer: AdminMessage = wire.AdminRefused(sequence, error.code, text)
+        answer: AdminMessage = wire.AdminRejected(sequence, error.code, text)
         if request.version == 0:  # rule 6
             answer = wire.AdminFailure(sequence, f"{type(error).__name__}: {text}", ())
         self._effects.append(AdminAnswer(request.connection, answer))
-        self._report("administration_refused", request, error=text)
+        self._report("administration_rejected", request, error=text)
 
     def _report(self, name: str, request: AdminRequest, **fields: object) -> None:
         reported = {"request": type(request.message).__name__} | fields
@@ -239,10 +239,10 @@ class AdminService:
     # ------------------------------------------------------------------ requests
 
     def _script(self, message: AdminMessage) -> Script:
-        make: Callable[..., Script] = self._makers.get(type(message), self._refuse_kind)
+        make: Callable[..., Script] = self._makers.get(type(message), self._reject_kind)
         return make(message)
 
-    def _refuse_kind(self, message: AdminMessage) -> Script:
+    def _reject_kind(self, message: AdminMessage) -> Script:
         yield from ()
         raise BadRequest(f"a storage does not accept {type(message).__name__}")
 

@@ -92,7 +92,7 @@ from waltz_core.wire.messages import (
 
 NO_STORAGE_ID: Final = bytes(16)
 ADMINISTRATION: Final = ConnectionId(0)  # no link has this number
-REFUSAL_CHARACTERS_MAX: Final = 1_000
+REJECTION_CHARACTERS_MAX: Final = 1_000
 ROOM_AGAIN_MS: Final = 1_000
 
 
@@ -245,7 +245,7 @@ class StorageService:
         try:
             self._admit(request)
         except WaltzError as error:
-            self._refuse(request, error)
+            self._reject(request, error)
 
     def _admit(self, request: LaneRequest) -> None:
         """Answer a request, queue it, or raise why not."""
@@ -324,7 +324,7 @@ class StorageService:
         """
         for request in (*lane.writes, *lane.reads):
             self._unqueue(request)
-            self._refuse(request, why)
+            self._reject(request, why)
         lane.writes.clear()
         lane.reads.clear()
         if lane.owner not in (None, keep):
@@ -431,7 +431,7 @@ class StorageService:
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             self._unqueue(request)
             if isinstance(outcome, WaltzError):
-                self._refuse(request, outcome)
+                self._reject(request, outcome)
             else:
                 self._answer(request, outcome)
         lane = self._lanes.get(work.partition_id)
@@ -566,13 +566,13 @@ class StorageService:
     def _answer(self, request: LaneRequest, message: StorageMessage) -> None:
         self._effects.append(StorageAnswer(request.connection, message))
 
-    def _refuse(self, request: LaneRequest, error: WaltzError) -> None:
+    def _reject(self, request: LaneRequest, error: WaltzError) -> None:
         message = request.message
         lane = self._lanes.get(PartitionId(message.partition_id))
         # A greater one would look as if ZooKeeper had lost data.
         promised = lane.promise.seen if lane is not None else NO_SESSION
-        self._report("refused", request=type(message).__name__, error=type(error).__name__)
-        text = str(error)[:REFUSAL_CHARACTERS_MAX]
+        self._report("rejected", request=type(message).__name__, error=type(error).__name__)
+        text = str(error)[:REJECTION_CHARACTERS_MAX]
         self._answer(request, Nack(*_prefix(message), error.code, promised, text))
 
     def _report(self, name: str, **fields: object) -> None:

@@ -261,7 +261,7 @@ def _append_group(
 ) -> None:
     """Write all appends, sync once, answer all (group commit)."""
     written: list[AppendRaw] = []
-    refused: WaltzError | None = None
+    rejected: WaltzError | None = None
     for request in requests:
         append = request.message
         assert isinstance(append, AppendRaw)
@@ -270,7 +270,7 @@ def _append_group(
         except DiskFailed:
             raise
         except WaltzError as error:
-            refused = error
+            rejected = error
             break
         written.append(append)
     if written:
@@ -280,8 +280,8 @@ def _append_group(
         log.lock_file.append([append.locks for append in written if append.locks])
         for append in written:
             result.outcomes.append(_appended(append, synced_max, result))
-    if refused is not None:
-        result.outcomes += [refused] * (len(requests) - len(written))
+    if rejected is not None:
+        result.outcomes += [rejected] * (len(requests) - len(written))
 
 
 def _appended(append: AppendRaw, synced_max: TransactionId, result: WorkResult) -> Appended:

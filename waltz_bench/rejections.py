@@ -1,4 +1,4 @@
-"""The workload `move-refusals`: false rejections after a partition has moved.
+"""The workload `move-rejections`: false rejections after a partition has moved.
 
 It kills servers of a local cluster, and empties lock files, to measure what a new owner knows about
 locks that were written before.
@@ -81,12 +81,12 @@ class _Run:
 
     async def _rate(self, mark: int) -> float:
         """Return the share of rows that are rejected at a mark (rule 1)."""
-        refused = requested = 0
+        rejected = requested = 0
         for _ in range(ROUNDS):
             outcome = await self._append(mark, is_writer=False)
-            refused += int((outcome.reasons == Reason.LOCK).sum())
+            rejected += int((outcome.reasons == Reason.LOCK).sum())
             requested += self._batch_rows
-        return refused / requested
+        return rejected / requested
 
     async def _append(self, mark: int, *, is_writer: bool) -> BatchOutcome:
         """Append a batch, repeatedly until the locks have decided about its rows."""
@@ -144,12 +144,12 @@ class _Run:
             os.truncate(path, 0)
 
 
-def move_refusals(load: BenchLoad, meter: Meter) -> Measured:
+def move_rejections(load: BenchLoad, meter: Meter) -> Measured:
     """Measure false rejections by lag: before a move, after one, and without lock files."""
-    return uvloop.run(_move_refusals(load, meter))
+    return uvloop.run(_move_rejections(load, meter))
 
 
-async def _move_refusals(load: BenchLoad, meter: Meter) -> Measured:
+async def _move_rejections(load: BenchLoad, meter: Meter) -> Measured:
 
     if meter.cluster is None:
         raise BadConfig("this workload ends daemons: give --directory of a local cluster, or none")
@@ -160,7 +160,7 @@ async def _move_refusals(load: BenchLoad, meter: Meter) -> Measured:
         run = _Run(meter.cluster, client, coordinator, load.batch_rows)
         await run.await_whole()
         began = time.perf_counter()
-        refused = {
+        rejected = {
             "before": await run.rates(moves=False),
             "after": await run.rates(moves=True),
             "without_file": await run.rates(moves=True, with_file=False),
@@ -171,5 +171,5 @@ async def _move_refusals(load: BenchLoad, meter: Meter) -> Measured:
         seconds=took,
         bytes=0,
         acknowledged=run.rows,
-        extra={"refused_by_lag": refused},
+        extra={"rejected_by_lag": rejected},
     )
