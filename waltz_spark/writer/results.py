@@ -46,8 +46,8 @@ _HIDDEN = "_"
 _OWN = frozenset(part.name for part in RESULT_FIELDS)
 
 
-def result_batch(answered: Answered, rejected: str) -> pa.RecordBatch:
-    """Return one row of results for each answered row; `rejected` is the status of rejected ones.
+def result_batch(answered: Answered, rejected_status: str) -> pa.RecordBatch:
+    """Return one row of results for each answered row; `rejected_status` is that of rejected ones.
 
     `retry_high_water_mark` is a mark from which a rejected row can be computed again.
     """
@@ -58,7 +58,7 @@ def result_batch(answered: Answered, rejected: str) -> pa.RecordBatch:
     count = len(committed)
     marks = np.maximum(answered.conflicting, answered.high_water_mark)
     own = [
-        pa.array(np.where(committed, COMMITTED, rejected).tolist(), pa.string()),
+        pa.array(np.where(committed, COMMITTED, rejected_status).tolist(), pa.string()),
         pa.array(np.full(count, answered.partition, np.int32)),
         pa.array(answered.transaction_ids, pa.int64(), mask=~committed),
         pa.array(np.full(count, answered.attempt, np.int32)),
@@ -124,15 +124,15 @@ def open_place(results_path: str, *, is_read: bool = False) -> ResultDirectory:
 class ResultFile:
     """The results of one task attempt; the file is created with the first row."""
 
-    def __init__(self, results_path: str, name: str, *, rejected: str) -> None:
-        self._rejected = rejected
+    def __init__(self, results_path: str, name: str, *, rejected_status: str) -> None:
+        self._rejected_status = rejected_status
         self._place = open_place(results_path)
         self.name = name
         self._writer: pq.ParquetWriter | None = None
 
     def add(self, answered: Answered) -> None:
         """Append the outcomes of some rows."""
-        batch = result_batch(answered, self._rejected)
+        batch = result_batch(answered, self._rejected_status)
         if self._writer is None:
             self._writer = pq.ParquetWriter(
                 f"{self._place.path}/{_HIDDEN}{self.name}",

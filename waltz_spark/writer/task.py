@@ -179,8 +179,10 @@ class Job:
         written.results_name = self.results_name
         results = None
         if options.results_path is not None:
-            rejected = RETRY if options.returns_rejected_rows else REJECTED
-            results = ResultFile(options.results_path, self._file_name(*place), rejected=rejected)
+            rejected_status = RETRY if options.returns_rejected_rows else REJECTED
+            results = ResultFile(
+                options.results_path, self._file_name(*place), rejected_status=rejected_status
+            )
         shaper = self._shaper(marks, place[0], wants_identity=results is not None)
         shaped = self._shaped(batches, shaper, written)
         began = time.monotonic()

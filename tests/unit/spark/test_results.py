@@ -62,7 +62,7 @@ def test_a_column_that_parquet_has_not_is_reported_before_anything_is_written() 
 
 def attempt(path: Path, number: int, write: str = "w") -> ResultFile:
     """Return the file of an attempt that has answered two rows."""
-    file = ResultFile(str(path), file_name(0, number, write), rejected=REJECTED)
+    file = ResultFile(str(path), file_name(0, number, write), rejected_status=REJECTED)
     ids, none = np.arange(2, dtype=np.int64), np.full(2, -1, np.int64)
     identity = pa.RecordBatch.from_pydict({"id": pa.array([1, 2])})
     file.add(Answered(0, identity, ids, np.zeros(2, np.uint8), none, 1, 1))
@@ -88,5 +88,5 @@ def test_only_what_the_job_keeps_is_seen(tmp_path: Path) -> None:
 def test_the_results_of_a_task_that_fails_are_seen(tmp_path: Path) -> None:
     attempt(tmp_path, 3).close_of_failed()
     assert pq.read_table(tmp_path).num_rows == 2
-    ResultFile(str(tmp_path), file_name(0, 4, "w"), rejected=REJECTED).close_of_failed()
+    ResultFile(str(tmp_path), file_name(0, 4, "w"), rejected_status=REJECTED).close_of_failed()
     assert [each.name for each in tmp_path.iterdir()] == [file_name(0, 3, "w")]
