@@ -30,7 +30,7 @@ from waltz_core.errors import Unavailable
 
 HEADER = 0x42414E4B  # "BANK"
 WAIT_S_MAX = 60.0
-TRIES_MAX = 5
+ATTEMPTS_MAX = 5
 
 METADATA = sa.MetaData()
 ACCOUNTS = sa.Table(
@@ -114,7 +114,7 @@ class Books(SqlCallbacks):
         self._applied: dict[int, int] = {}
         self._stopped: dict[int, Exception] = {}
         self._moved = threading.Condition()
-        for _ in range(TRIES_MAX - 1):
+        for _ in range(ATTEMPTS_MAX - 1):
             # Another instance may be creating the same tables.
             with contextlib.suppress(sa.exc.DBAPIError):
                 METADATA.create_all(engine)
@@ -165,9 +165,11 @@ class Books(SqlCallbacks):
         self._note(partition, mark)
         return mark
 
-    def apply_some(self, partition: int, transactions: Sequence[Transaction], last: int) -> int:
+    def apply_transactions(
+        self, partition: int, transactions: Sequence[Transaction], last: int
+    ) -> int:
         """Apply transactions, unless another instance has."""
-        count = super().apply_some(partition, transactions, last)
+        count = super().apply_transactions(partition, transactions, last)
         if count:
             self._note(partition, transactions[count - 1].transaction_id)
         return count

@@ -9,7 +9,7 @@ from typing import TypeVar
 from tests.patience import HANG_S
 from waltz_core.transport import net
 
-LOOK_S = 0.002
+POLL_INTERVAL_S = 0.002
 TURN_S = 0.001  # what a turn of a loop in virtual time takes: what never waits ends, too
 
 ResultT = TypeVar("ResultT")
@@ -25,7 +25,7 @@ class _NoWaiting(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if self.thread_count:
-            return super().select(LOOK_S)
+            return super().select(POLL_INTERVAL_S)
         found = super().select(0)
         if not found:
             assert timeout is not None, "nothing is planned: the story waits for ever"
@@ -92,4 +92,4 @@ def on_virtual_loop(story: Callable[..., Coroutine[object, object, None]]) -> Ca
 async def until(condition: Callable[[], object]) -> None:
     """Look at a condition until it holds; the time of the story ends it otherwise."""
     while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)

@@ -223,7 +223,7 @@ class OriginalServer:
         partition = self.partitions[number] = Partition(log, generation)
         partition.tasks = [self._spawn(partition.run_appends()), self._spawn(partition.run_store())]
 
-    def disown(self, number: int) -> None:
+    def release_ownership(self, number: int) -> None:
         for task in self.partitions.pop(number).tasks:
             task.cancel()
 
@@ -522,7 +522,7 @@ class OriginalCluster:
             old = self.servers[before].partitions[number]
             reached = [(req_id, header, data) for req_id, header, data, _ in old.pending[:kept]]
             if is_told:
-                self.servers[before].disown(number)
+                self.servers[before].release_ownership(number)
             else:
                 # Fenced: it commits nothing any more, and sees nothing of what others commit.
                 old.log = Log(list(old.log.records))

@@ -25,7 +25,7 @@ from tests.patience import HANG_S
 
 SYSTEM = Path("/usr/lib/postgresql")
 USERS = ("postgres", "nobody")
-END_S_MAX = 30.0
+CLOSE_TIMEOUT_S = 30.0
 # What a server that dies has committed is in the kernel's hands already.
 SETTINGS = ("fsync=off", "full_page_writes=off", "max_connections=60")
 
@@ -99,7 +99,7 @@ class Postgres:
         if server.poll() is None:
             server.send_signal(signal.SIGQUIT)
         try:
-            server.wait(END_S_MAX)
+            server.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()

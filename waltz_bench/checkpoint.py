@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PARTITION = 0
 WAIT_S_MAX = 60.0
-LOOK_S = 0.01
+POLL_INTERVAL_S = 0.01
 
 
 class _Run:
@@ -105,7 +105,7 @@ async def _watch(client: AsyncWaltzClient, run: _Run) -> None:
     seen = (await client.replicas(PARTITION)).session_id
     looked_s = time.perf_counter()
     while not run.is_over:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
         found = (await client.replicas(PARTITION)).session_id
         now = time.perf_counter()
         if found != seen:

@@ -91,7 +91,7 @@ def _load(function: VerbFunction) -> VerbFunction:
 @_load
 @click.option(
     "--peer",
-    type=options.OneOf(("nats",)),
+    type=options.NamedChoice(("nats",)),
     help="append-one: alternate with this peer, in the same run",
 )
 @click.option(

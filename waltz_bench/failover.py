@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 STEPS = 5
 ROWS = 10
 PAUSE_S = 0.002
-CALM_S = 1.0
+SETTLE_S = 1.0
 WAIT_S_MAX = 60.0
-LOOK_S = 0.02
+POLL_INTERVAL_S = 0.02
 # The duration of ZooKeeper's outage: several session timeouts of a server.
 OUTAGE_S = 15.0
 
@@ -124,7 +124,7 @@ class _Run:
 
     async def step(self, kind: str, act: Callable[[], Awaitable[None]]) -> None:
         """Run a step; note the longest gap until all partitions have continued."""
-        await asyncio.sleep(CALM_S)
+        await asyncio.sleep(SETTLE_S)
         began = time.perf_counter()
         await act()
         acted = time.perf_counter()
@@ -132,7 +132,7 @@ class _Run:
             "acknowledgements in each partition",
             lambda: all(lane.answered_s and lane.answered_s[-1] > acted for lane in self.lanes),
         )
-        await asyncio.sleep(CALM_S)
+        await asyncio.sleep(SETTLE_S)
         now = time.perf_counter()
         found = max(lane.gap_s(began, now) for lane in self.lanes)
         self.gaps_s.setdefault(kind, []).append(found)
@@ -142,7 +142,7 @@ class _Run:
         while not condition():
             if time.perf_counter() > until:
                 raise Unavailable(f"{what}: not within {WAIT_S_MAX:.0f} s")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     # ------------------------------------------------------------------------- the cluster
 
@@ -176,7 +176,7 @@ class _Run:
         while not await self._is_whole():
             if time.perf_counter() > until:
                 raise Unavailable(f"the cluster was not whole within {WAIT_S_MAX:.0f} s")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _is_whole(self) -> bool:
         ports = {each.port for each in self.cluster.members if each.kind == "server"}

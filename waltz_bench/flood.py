@@ -29,7 +29,7 @@ PAUSE_S = 0.004
 # The minimum of batches that the flood keeps in flight in each partition.
 IN_FLIGHT_MIN = 32
 START_S_MAX = 20.0
-START_LOOK_S = 0.2
+START_POLL_S = 0.2
 START_ROWS = 5_000
 _PROGRAM = "import os, sys; os.nice(10); from waltz_core.cli.main import main; sys.exit(main())"
 
@@ -116,7 +116,7 @@ async def _flooded(client: AsyncWaltzClient, load: BenchLoad) -> None:
     starts = await client.high_water_marks()
     until = time.perf_counter() + START_S_MAX
     while time.perf_counter() < until:
-        await _probe(client, load, START_LOOK_S)
+        await _probe(client, load, START_POLL_S)
         marks = await client.high_water_marks()
         if all(marks[each] - starts[each] > START_ROWS for each in marks):
             return

@@ -35,8 +35,8 @@ from waltz_core.records.batches import encode_append
 PARTITIONS = 1_000
 SERVERS = STORAGES = 3
 START_S_MAX = 300.0
-LOOK_S = 0.05
-CALM_S = 3.0
+POLL_INTERVAL_S = 0.05
+SETTLE_S = 3.0
 MIB = 1024 * 1024
 _NO_LOCKS: list[list[int]] = [[]]
 _PAYLOAD = encode_append(
@@ -123,7 +123,7 @@ class _Run:
 
     async def rests(self, seconds: float) -> None:
         """Measure the processes while there is no load."""
-        await asyncio.sleep(CALM_S)
+        await asyncio.sleep(SETTLE_S)
         before, began = self._spent(), time.perf_counter()
         await asyncio.sleep(seconds)
         took_s = time.perf_counter() - began
@@ -173,7 +173,7 @@ class _Run:
             except WaltzError:
                 if time.perf_counter() > until:
                     raise
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _all_owned(self) -> None:
         """Wait until live servers own all partitions."""
@@ -184,7 +184,7 @@ class _Run:
                 view = await coordinator.read_servers()
                 if view.is_settled and {each.port for each in view.servers.values()} == ports:
                     return
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
         raise Unavailable(f"not all servers had partitions within {START_S_MAX:.0f} s")
 
     async def _append_to_all(self, client: AsyncWaltzClient, began: float) -> list[float]:
@@ -214,7 +214,7 @@ class _Run:
                 if (outcome.reasons == Reason.COMMITTED).all():
                     self.acknowledged[partition] = self.acknowledged.get(partition, 0) + 1
                     return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
         raise Unavailable(f"partition {partition} accepted no append within {START_S_MAX:.0f} s")
 
     def _spent(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NODES = 3
 START_S_MAX = 30.0
-LOOK_S = 0.1
+POLL_INTERVAL_S = 0.1
 STREAM = "waltz-bench"
 _CONFIG = """
 server_name: n{number}
@@ -109,7 +109,7 @@ class Jetstream:
             except Exception:  # noqa: BLE001 - any error of a cluster that is not ready
                 with contextlib.suppress(Exception):
                     await self._connection.close()
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
             else:
                 return
 

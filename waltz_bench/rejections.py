@@ -40,7 +40,7 @@ LAGS = (0, 1_000, 10_000, 50_000, 100_000)
 ROUNDS = 3
 PARTITION = 0
 WAIT_S_MAX = 60.0
-LOOK_S = 0.02
+POLL_INTERVAL_S = 0.02
 # The reasons that count as a decision about locks.
 _DECIDED = (Reason.COMMITTED, Reason.LOCK)
 
@@ -128,7 +128,7 @@ class _Run:
             view = await self._coordinator.read_servers()
             if {each.port for each in view.servers.values()} == ports and view.is_settled:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
         raise Unavailable(f"the cluster was not whole within {WAIT_S_MAX:.0f} s")
 
     def _empty_lock_files(self) -> None:

@@ -185,8 +185,10 @@ def _view(
             account, amount = _entry(transaction)
             connection.execute(add, {"account": account, "amount": amount})
 
-        def apply_some(self, partition: int, given: Sequence[Transaction], last: int) -> int:
-            count = super().apply_some(partition, given, last)
+        def apply_transactions(
+            self, partition: int, given: Sequence[Transaction], last: int
+        ) -> int:
+            count = super().apply_transactions(partition, given, last)
             end.add(count)
             return count
 

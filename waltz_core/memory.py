@@ -40,13 +40,13 @@ from waltz_core.server.process.log_in_memory import StoredTransaction
 from waltz_core.transport import net
 
 # The default settings of clients: within one process, waits are short.
-QUICK: Final = ClientConfig(
+IN_MEMORY_CONFIG: Final = ClientConfig(
     request_timeout_ms=5_000, retry_interval_ms_min=1, retry_interval_ms_max=50
 )
 KEY: Final = b"Waltz in memory."
 assert len(KEY) == 16
 # How often a suspended feed checks whether it has ended.
-LOOK_S: Final = 0.05
+POLL_INTERVAL_S: Final = 0.05
 
 
 class MemoryWaltz:
@@ -131,7 +131,7 @@ class MemoryWaltz:
     ) -> Opening[AsyncWaltzClient]:
         """Open a client for asyncio; await it, or use it with `async with`."""
         # One request for each append, so that knobs can count appends.
-        settings = replace(config or QUICK, batch_rows_max=1)
+        settings = replace(config or IN_MEMORY_CONFIG, batch_rows_max=1)
         return Opening(_MemoryClient(self._server, self._gate, settings, client_id))
 
     @property
@@ -298,7 +298,7 @@ class _Gate:
                 self._waiting.append((asyncio.get_running_loop(), event))
             with contextlib.suppress(TimeoutError):
                 # The end of a feed does not wake this up.
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(POLL_INTERVAL_S):
                     await event.wait()
         return False
 

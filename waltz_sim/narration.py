@@ -61,7 +61,7 @@ _WRITTEN: Final = "ZooKeeper has"
 _REPORTS: Final[dict[str, str]] = {
     "replica.unknown": "{replica} is not trusted",
     "replica.rejected": "{replica} is rejected: {reason}",
-    "replica.no_source": "{replica} cannot give {wanting} what it lacks: {reason}",
+    "replica.no_source": "{replica} cannot give {target} what it lacks: {reason}",
     "replica.repair_rejected": "{replica} rejects the repair: {reason}",
     "session.abandoned": "session {session} is abandoned: {reason}",
     "coordinator.unavailable": "ZooKeeper does not answer",

@@ -31,7 +31,7 @@ from waltz_sim.run import PLAIN, Drawing, run_seed
 
 CHUNK_SEEDS: Final = 8
 PROGRESS_EVERY_S: Final = 5.0
-LOOK_S: Final = 0.2  # the longest delay of an interrupt
+POLL_INTERVAL_S: Final = 0.2  # the longest delay of an interrupt
 # A world is full of reference cycles, and is released as a whole: more frequent collections find
 # nothing, and take some percent of the time.
 COLLECT_EVERY: Final = 200_000
@@ -103,7 +103,7 @@ def _run_all(
             }
         while pending:
             pass_on()
-            done, pending = wait(pending, LOOK_S, return_when=FIRST_COMPLETED)
+            done, pending = wait(pending, POLL_INTERVAL_S, return_when=FIRST_COMPLETED)
             pending |= {pool.submit(run_one, chunk) for chunk in islice(chunks, len(done))}
             for future in done:
                 yield future.result()

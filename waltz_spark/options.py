@@ -154,42 +154,42 @@ def parse_read(options: Mapping[str, str], use: Use = Use.READ) -> ReadOptions:
     Raises:
         BadConfig: names the option, what was expected and what was found.
     """
-    bag = _Bag(options, use)
+    parser = _OptionParser(options, use)
     first = "latest" if use is Use.STREAM else "earliest"
-    starting_ms = bag.timestamp_ms("startingTimestamp")
-    if starting_ms is not None and bag.text("startingHighWaterMarks") is not None:
+    starting_ms = parser.timestamp_ms("startingTimestamp")
+    if starting_ms is not None and parser.text("startingHighWaterMarks") is not None:
         raise BadConfig(
             "options 'startingTimestamp' and 'startingHighWaterMarks' both set the start. Hint: "
             "use one of them."
         )
-    if bag.text("columnNameOfCorruptRecord") in LOG_COLUMNS:
+    if parser.text("columnNameOfCorruptRecord") in LOG_COLUMNS:
         raise BadConfig(
             "option 'columnNameOfCorruptRecord': expected a column of your schema, found the log's "
-            f"column {bag.text('columnNameOfCorruptRecord')!r}"
+            f"column {parser.text('columnNameOfCorruptRecord')!r}"
         )
     for name in ("mode", "columnNameOfCorruptRecord", "requiredColumns"):
-        if bag.text(name) is not None and bag.text("dataFormat") is None:
+        if parser.text(name) is not None and parser.text("dataFormat") is None:
             raise BadConfig(f"option {name!r} needs option dataFormat, which unpacks payloads")
     return ReadOptions(
-        connect=bag.connect(),
-        columns=bag.columns(),
-        starting=bag.marks_or_word("startingHighWaterMarks", ("earliest", "latest"), first),
+        connect=parser.connect(),
+        columns=parser.columns(),
+        starting=parser.marks_or_word("startingHighWaterMarks", ("earliest", "latest"), first),
         starting_ms=starting_ms,
-        ending=bag.marks_or_word("endingHighWaterMarks", ("latest",), "latest"),
-        partitions=bag.ints("partitions", minimum=0),
-        transaction_ids=bag.ranges("transactionIds"),
-        headers=bag.ints("headers") or (),
-        task_count_min=bag.integer("minPartitions", 1, 100_000),
-        task_transactions_max=bag.integer("maxTransactionsPerTask", 1, 1 << 40),
-        fail_on_data_loss=bag.choice("failOnDataLoss", ("true", "false")) == "true",
-        from_replica=bag.choice("readFrom", ("replica", "server")) == "replica",
-        group=bag.group(),
-        trigger_transactions_max=bag.integer("maxTransactionsPerTrigger", 1, 1 << 40),
-        poll_ms=bag.integer("pollInterval", 0, 3_600_000),
-        data_format=bag.optional_choice("dataFormat", DATA_FORMATS),
-        on_corrupt=OnCorrupt(bag.choice("mode", ("failfast", "permissive", "dropmalformed"))),
-        corrupt_column=bag.text("columnNameOfCorruptRecord") or "_corrupt_record",
-        required_columns=tuple(_split(bag.text("requiredColumns") or "")),
+        ending=parser.marks_or_word("endingHighWaterMarks", ("latest",), "latest"),
+        partitions=parser.ints("partitions", minimum=0),
+        transaction_ids=parser.ranges("transactionIds"),
+        headers=parser.ints("headers") or (),
+        task_count_min=parser.integer("minPartitions", 1, 100_000),
+        task_transactions_max=parser.integer("maxTransactionsPerTask", 1, 1 << 40),
+        fail_on_data_loss=parser.choice("failOnDataLoss", ("true", "false")) == "true",
+        from_replica=parser.choice("readFrom", ("replica", "server")) == "replica",
+        group=parser.group(),
+        trigger_transactions_max=parser.integer("maxTransactionsPerTrigger", 1, 1 << 40),
+        poll_ms=parser.integer("pollInterval", 0, 3_600_000),
+        data_format=parser.optional_choice("dataFormat", DATA_FORMATS),
+        on_corrupt=OnCorrupt(parser.choice("mode", ("failfast", "permissive", "dropmalformed"))),
+        corrupt_column=parser.text("columnNameOfCorruptRecord") or "_corrupt_record",
+        required_columns=tuple(_split(parser.text("requiredColumns") or "")),
     )
 
 
@@ -199,35 +199,35 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
     Raises:
         BadConfig: names the option, what was expected and what was found.
     """
-    bag = _Bag(options, Use.WRITE)
-    names, identity = bag.text("resultColumns"), bag.text("identityColumns")
-    recompute = bag.recompute()
-    is_once = bag.choice("exactlyOnce", ("true", "false")) == "true"
-    write_name, results_path = bag.write_name(), bag.text("resultsPath")
+    parser = _OptionParser(options, Use.WRITE)
+    names, identity = parser.text("resultColumns"), parser.text("identityColumns")
+    recompute = parser.recompute()
+    is_once = parser.choice("exactlyOnce", ("true", "false")) == "true"
+    write_name, results_path = parser.write_name(), parser.text("resultsPath")
     if write_name is not None and not is_once:
         raise BadConfig("option 'writeId' needs exactlyOnce=true, found false")
     if names is not None and results_path is None:
         raise BadConfig("option 'resultColumns' needs option resultsPath")
-    if identity is not None and bag.text("dataFormat") is None:
+    if identity is not None and parser.text("dataFormat") is None:
         raise BadConfig(
             "option 'identityColumns' needs option dataFormat, which packs columns into the payload"
         )
     return WriteOptions(
-        connect=bag.connect(),
-        data_format=bag.optional_choice("dataFormat", DATA_FORMATS),
-        partition_by=bag.text("partitionBy"),
-        marks=bag.marks("clientHighWaterMarks"),
-        on_lock_failure=OnLockFailure(bag.choice("onLockFailure", ("fail", "reject", "retry"))),
+        connect=parser.connect(),
+        data_format=parser.optional_choice("dataFormat", DATA_FORMATS),
+        partition_by=parser.text("partitionBy"),
+        marks=parser.marks("clientHighWaterMarks"),
+        on_lock_failure=OnLockFailure(parser.choice("onLockFailure", ("fail", "reject", "retry"))),
         results_path=results_path,
         result_columns=None if names is None else tuple(_split(names)),
-        batch_rows=bag.integer("batchSize", 1, 10_000),
-        in_flight_max=bag.integer("maxInFlight", 1, 64),
+        batch_rows=parser.integer("batchSize", 1, 10_000),
+        in_flight_max=parser.integer("maxInFlight", 1, 64),
         exactly_once=is_once,
         write_name=write_name,
-        retention_days=bag.integer("writeRetention", 1, 3_650),
+        retention_days=parser.integer("writeRetention", 1, 3_650),
         recompute=recompute,
-        retries_max=bag.integer("maxRetries", 1, 1_000),
-        backoff_ms=bag.integer("retryBackoff", 0, 60_000),
+        retries_max=parser.integer("maxRetries", 1, 1_000),
+        backoff_ms=parser.integer("retryBackoff", 0, 60_000),
         identity_columns=() if identity is None else tuple(_split(identity)),
     )
 
@@ -251,7 +251,7 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-class _Bag:
+class _OptionParser:
     """The options from Spark, looked up by the table's names."""
 
     def __init__(self, options: Mapping[str, str], use: Use) -> None:

@@ -18,7 +18,7 @@ from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark.options import Marks, ReadOptions
 
 UNSTAMPED = 0  # the commit stamp of transactions that a 0.13 server wrote
-UNSTAMPED_LOOKS_MAX = 32
+UNSTAMPED_READS_MAX = 32
 
 
 class Span(NamedTuple):
@@ -76,7 +76,7 @@ def first_since(stamp_ms_of: Callable[[int], int], mark: int, since_ms: int) -> 
     such reads they count as not older (rule 4).
     """
     found = int(BEFORE_FIRST)
-    unstamped_left = UNSTAMPED_LOOKS_MAX
+    unstamped_left = UNSTAMPED_READS_MAX
     parts = [(0, mark)]  # the parts left to search; the last one first, as it is the latest
     while parts:
         low, high = parts.pop()

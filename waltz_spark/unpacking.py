@@ -62,7 +62,7 @@ class Unpacker:
         names = [part.name for part in fields]
         meant = {name for each in required for name in columns_meant(each, names)}
         self._required = [name for name in names if name in meant]
-        self._find = dict.get if is_case_sensitive else _in_any_case
+        self._find = dict.get if is_case_sensitive else _case_insensitive
         self._builders = [_builder(part.type, data_format, self._find) for part in fields]
         self._format = data_format
         self._decode: Callable[[Any], Any] = from_json
@@ -90,7 +90,7 @@ class Unpacker:
         values = (self._values(rows, part.name) for part in self._fields)
         return [self._column(column, each, where) for each, column in enumerate(values)]
 
-    def what_can_be_read(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
+    def readable_columns(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Return the columns, null for payloads that do not fit, and a mask of the others."""
         columns, good = self.piecemeal(data)
         if good.all():
@@ -112,8 +112,8 @@ class Unpacker:
             values = self._values(rows, part.name)
             try:
                 columns.append(self._builders[each](values))
-            except _MISFITS:
-                for row in self._misfits(values, each, 0):
+            except _MISMATCHES:
+                for row in self._mismatches(values, each, 0):
                     values[row] = None
                     is_whole[row] = False
                 columns.append(self._builders[each](values))
@@ -141,28 +141,28 @@ class Unpacker:
         """Return the payloads, empty if one is not a map, and a mask of the maps."""
         is_map = np.ones(len(data), dtype=np.bool_)
         try:
-            return self._decoded(data, _nowhere), is_map
+            return self._decoded(data, _not_found), is_map
         except BadFormat:
             rows: list[dict[str, Any]] = []
         for index in range(len(data)):
             try:
-                rows += self._decoded(data.slice(index, 1), _nowhere)
+                rows += self._decoded(data.slice(index, 1), _not_found)
             except BadFormat:
                 rows.append({})
                 is_map[index] = False
         return rows, is_map
 
-    def _misfits(self, values: list[Any], each: int, start: int) -> Iterator[int]:
+    def _mismatches(self, values: list[Any], each: int, start: int) -> Iterator[int]:
         """Yield the rows whose values do not fit a column, by bisection."""
         try:
             self._builders[each](values)
-        except _MISFITS:
+        except _MISMATCHES:
             half = len(values) // 2
             if half == 0:
                 yield start
                 return
-            yield from self._misfits(values[:half], each, start)
-            yield from self._misfits(values[half:], each, start + half)
+            yield from self._mismatches(values[:half], each, start)
+            yield from self._mismatches(values[half:], each, start + half)
 
     def _decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
         payloads = data.to_pylist()
@@ -186,8 +186,8 @@ class Unpacker:
         part = self._fields[each]
         try:
             array = self._builders[each](values)
-        except _MISFITS:
-            row = next(self._misfits(values, each, 0))
+        except _MISMATCHES:
+            row = next(self._mismatches(values, each, 0))
         else:
             if not part.nullable and array.null_count:  # rule 5
                 raise BadFormat(
@@ -199,7 +199,7 @@ class Unpacker:
         value = values[row]
         try:
             return self._builders[each]([value])
-        except _MISFITS as error:
+        except _MISMATCHES as error:
             raise BadFormat(
                 f"{where(row)}: column {part.name!r}: expected {part.type}, "
                 f"found {value!r} ({error})"
@@ -207,7 +207,7 @@ class Unpacker:
 
 
 # The errors for a value that is not of its column's type.
-_MISFITS = (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError)
+_MISMATCHES = (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError)
 
 
 def identity_of(data: bytes, names: Sequence[str], data_format: str) -> bytes | None:
@@ -235,7 +235,7 @@ def is_case_sensitive() -> bool:
     return context is not None and context.getLocalProperty("spark.sql.caseSensitive") == "true"
 
 
-def _in_any_case(row: dict[str, Any], name: str, default: Any = None) -> Any:  # noqa: ANN401
+def _case_insensitive(row: dict[str, Any], name: str, default: Any = None) -> Any:  # noqa: ANN401
     """Return the value of the key equal to `name`, otherwise of one in another case."""
     if name in row:
         return row[name]
@@ -252,7 +252,7 @@ def _has_decimal(kind: pa.DataType) -> bool:
     return bool(pa.types.is_decimal(kind))
 
 
-def _nowhere(_row: int) -> str:
+def _not_found(_row: int) -> str:
     return ""
 
 
@@ -295,7 +295,7 @@ def _flat_builder(kind: pa.DataType, data_format: str) -> _Builder:  # noqa: PLR
     if is_binary(kind):
         return lambda values: pa.array(_only(values, bytes), kind)
     if pa.types.is_timestamp(kind) and data_format == "json":
-        return lambda values: _moments(values, kind)
+        return lambda values: _timestamps(values, kind)
     plain = plain_type(kind, data_format)
     if pa.types.is_null(kind):
         return lambda values: pa.array(values, kind)
@@ -363,7 +363,7 @@ def _digits(value: str | int | Decimal) -> str:
 _NANOSECONDS = re.compile(r"(\.\d{6})0{1,3}(?!\d)")
 
 
-def _moments(values: list[Any], kind: pa.DataType) -> pa.Array:
+def _timestamps(values: list[Any], kind: pa.DataType) -> pa.Array:
     """Return strings as timestamps; nanoseconds must be whole microseconds."""
     texts = _only(values, str)
     try:

@@ -153,7 +153,7 @@ def test_batches_are_read_as_they_are_written(entry, place, key, created_ms):
     )
     read = layout.batch(written, place, read_head.segment_crc)
     expected = ()
-    if entry.session_id < layout.MADE_UP:
+    if entry.session_id < layout.RECONSTRUCTED:
         expected = (f"expected a session of at least -2, found {entry.session_id}",)
     assert read == BatchEntry(*entry, entry.first - 1, expected)
     elsewhere = layout.batch(written, place + 1, read_head.segment_crc)

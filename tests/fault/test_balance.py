@@ -12,7 +12,7 @@ from waltz_core.local import LocalCluster, running
 
 PARTITIONS, HOT = 4, 3
 INTERVAL_MS, WINDOW_MS = 200, 3_000
-REST_MS = 3_600_000
+COOLDOWN_MS = 3_600_000
 CALM_S = 3 * WINDOW_MS / 1000
 
 
@@ -24,7 +24,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
             "balance": "load",
             "balance_interval_ms": INTERVAL_MS,
             "balance_window_ms": WINDOW_MS,
-            "balance_rest_ms": REST_MS,
+            "balance_rest_ms": COOLDOWN_MS,
         }
     }
     with running(tmp_path, settings=settings, partition_count=PARTITIONS) as found:

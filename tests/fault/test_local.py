@@ -206,7 +206,7 @@ def test_up_draws_again_what_another_program_has_taken_meanwhile(directory: Path
     made = LocalCluster(directory, storage_count=1, server_count=1, partition_count=2)
     directory.mkdir()
     made._load_or_create()
-    made._let_ports_go()
+    made._release_ports()
     names = ("zookeeper", "storage-1", "server-1")
     before = made._loaded().ports
     with ExitStack() as stack:

@@ -11,7 +11,7 @@ from tests.integration.test_storage_admin import fill
 from tests.integration.test_storage_daemon import config_for, on_loop, serving, session
 from tests.ports import free_port
 from waltz_core.cli.doctor.doctor_probes import _Storage
-from waltz_core.client.links.storage_admin import administered
+from waltz_core.client.links.storage_admin import admin_connection
 from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.records.record import PartitionId, ReplicaId
@@ -109,7 +109,7 @@ def test_a_log_that_is_being_opened_has_not_failed_to_open(tmp_path, monkeypatch
         admin_address = f"127.0.0.1:{admin_port}"
         async with (
             serving(config, CLUSTER) as address,
-            administered(admin_address) as admin,
+            admin_connection(admin_address) as admin,
         ):
             await admin.ask(Done, SetAvailable, (0,), False)
             opened.set()

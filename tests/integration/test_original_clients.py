@@ -135,7 +135,7 @@ def test_a_client_that_counts_its_connections_again_climbs_until_it_is_let_in() 
 def test_a_reader_continues_when_its_server_has_given_the_partition_up_and_has_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hosting, "RELEASED_PAUSE_S", 0.1)
+    monkeypatch.setattr(hosting, "REOPEN_PAUSE_S", 0.1)
 
     async def main() -> None:
         async with (

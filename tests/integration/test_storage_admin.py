@@ -22,7 +22,7 @@ from tests.integration.test_storage_daemon import (
 from tests.ports import free_port
 from waltz_core import errors
 from waltz_core.cli.storage.storage_views import damaged_count
-from waltz_core.client.links.storage_admin import administered, copy_partition
+from waltz_core.client.links.storage_admin import admin_connection, copy_partition
 from waltz_core.cluster.zookeeper.zookeeper_session import connected
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, ReplicaId
 from waltz_core.storage.process.storage_daemon import StaticCluster
@@ -107,7 +107,7 @@ async def storage(directory, *, partitions=(0, 2), **options):
 
 
 def admin_of(port):
-    return administered(f"127.0.0.1:{port}")
+    return admin_connection(f"127.0.0.1:{port}")
 
 
 @asynccontextmanager
@@ -211,7 +211,7 @@ def test_the_port_takes_no_other_surface_and_the_others_take_no_administration(t
                 async with session(f"127.0.0.1:{port}", 5) as owner:
                     await owner.prepare()
             with pytest.raises(errors.WaltzError):
-                async with administered(address) as admin:
+                async with admin_connection(address) as admin:
                     await admin.ask(StorageResponse, StorageRequest)
             async with admin_of(port) as admin:
                 told = await admin.ask(StorageResponse, StorageRequest)

@@ -93,12 +93,12 @@ def run(seed):
     schedule = schedule_of(seed, faults.WEIGHTS)
     cluster = SimCluster(schedule)
     try:
-        return administered(cluster, schedule)
+        return admin_connection(cluster, schedule)
     finally:
         cluster.close()
 
 
-def administered(cluster, schedule):
+def admin_connection(cluster, schedule):
     faults.plan(cluster, schedule)
     cluster.start_clients()
     hands = DeclareOperations(cluster, Random(schedule.seed))

@@ -28,7 +28,7 @@ MIB = 1024 * 1024
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # New objects before a collection of the young generation; Python's 700 suits scripts.
-_NEW_OBJECTS = 10_000
+_COLLECTION_THRESHOLD = 10_000
 # Open files besides connections: the log, listening sockets, ZooKeeper's, a few segments.
 _OTHER_FILES = 100
 
@@ -44,7 +44,7 @@ def daemon(kind: type[C]) -> Callable[[Callable[[], Callable[[C], None]]], VerbF
         @options.exit_with_parent
         @functools.wraps(load_daemon)
         def run(*, config: Path | None, exit_with_parent: bool, **flags: str | None) -> int:
-            spare_threads()
+            disable_numpy_threads()
             if exit_with_parent:
                 end_with_parent()
             run_daemon(
@@ -79,7 +79,7 @@ def run_daemon(config: C, run: Callable[[C], None]) -> None:
     if not __debug__:
         raise BadConfig("a daemon does not run under `python -O`: its assertions protect the log")
     keep_freed_memory()
-    spare_what_stays()
+    freeze_startup_objects()
     allow_open_files(getattr(config, "connections_max", 0))
     run(config)
 
@@ -96,7 +96,7 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def spare_threads() -> None:
+def disable_numpy_threads() -> None:
     """Prevent numpy from starting threads for matrices; call it before the import.
 
     A daemon has no matrices. The threads, one for each further core, cost a fifth of the import.
@@ -104,14 +104,14 @@ def spare_threads() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-def spare_what_stays() -> None:
+def freeze_startup_objects() -> None:
     """Collect cycles less often, and never among the objects of the imports.
 
     A daemon with a thousand partitions creates some hundred thousand long-lived objects at its
     start; repeated full collections were a third of the start.
     """
     gc.freeze()
-    gc.set_threshold(_NEW_OBJECTS, 20, 20)
+    gc.set_threshold(_COLLECTION_THRESHOLD, 20, 20)
 
 
 def allow_open_files(connections_max: int) -> None:

@@ -15,7 +15,7 @@ from waltz_core.wire.messages import ClientMessage, Surface
 ANSWER_S = 10.0
 DIAL_TIMEOUT_S = 3.0
 # The client id in requests of 0.13 tools, which allocate none.
-NOT_A_CLIENT = -1
+NO_CLIENT_ID = -1
 
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 
@@ -30,7 +30,7 @@ async def ask(
     try:
         link = await links.get(address)
         return await link.request(
-            answer, make, client_id=NOT_A_CLIENT, partition_id=0, timeout_s=ANSWER_S
+            answer, make, client_id=NO_CLIENT_ID, partition_id=0, timeout_s=ANSWER_S
         )
     finally:
         await links.close("asked")

@@ -51,7 +51,7 @@ class RenamedOption(click.Option):
             self.opts = every
 
 
-class OneOf(click.Choice[str]):
+class NamedChoice(click.Choice[str]):
     """A choice; the error names the nearest value."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:  # noqa: ANN401
@@ -115,7 +115,7 @@ tls = click.option(
 )
 
 
-def gathered(kind: type[Any]) -> Callable[[VerbFunction], VerbFunction]:
+def gather_options(kind: type[Any]) -> Callable[[VerbFunction], VerbFunction]:
     """Pass the options that are fields of `kind` to the verb as one value, its first argument."""
 
     def decorate(function: VerbFunction) -> VerbFunction:

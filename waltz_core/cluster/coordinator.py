@@ -425,7 +425,7 @@ class Coordinator:
         """Register with other preferred partitions, and assign all partitions again at once."""
         await self._membership.prefer(descriptor)
 
-    def keep_partitions_where_they_are(self) -> None:
+    def keep_assignment(self) -> None:
         """From now on, as the lead, keep the assignment: partitions move by load."""
         self._membership.keeps_all = True
 

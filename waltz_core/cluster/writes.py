@@ -37,7 +37,7 @@ from waltz_core.records.record import ClientId
 ATTEMPTS_MAX = 100
 RUNS_MAX = 1_000
 REMOVALS_MAX = 500
-LOOKED_AT_MAX = 50
+EXAMINED_MAX = 50
 NAME_CHARACTERS_MAX = 200
 # How long a node of format 1 is kept: its time is that of a driver's clock.
 KEEP_MS_OF_FORMAT_1 = 365 * 24 * 3_600 * 1_000
@@ -292,7 +292,7 @@ class WriteRegistry:
         names = () if listing is None else listing.names
         start = now_ms % len(names) if names else 0  # another place each time
         over: list[str] = []
-        for name in (*names[start:], *names[:start])[:LOOKED_AT_MAX]:
+        for name in (*names[start:], *names[:start])[:EXAMINED_MAX]:
             node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
             if node is not None and _is_over(node, now_ms):
                 over.append(name)

@@ -60,7 +60,7 @@ class OwnerLinkLike(Protocol):
 class Links(Protocol):
     """Opens connections."""
 
-    async def dial_apart(self, address: str) -> net.Link:
+    async def dial_unshared(self, address: str) -> net.Link:
         """Return a connection that is not shared; raises Unreachable, RemoteProtocolError."""
 
 

@@ -66,7 +66,7 @@ _ENDS_CONNECTION: Final = frozenset(
     each.code for each in (errors.BadRequest, errors.ClientAhead, errors.ConnectionSuperseded)
 )
 # Errors of a request for data: the partition has moved, or is between two sessions.
-_ELSEWHERE: Final = frozenset(
+_OTHER_OWNER_CODES: Final = frozenset(
     each.code
     for each in (
         errors.NotOwned,
@@ -236,7 +236,7 @@ class OldClientAdapter:
             case HighWaterMarkRequest():
                 answer = self._mark_rejected(error)
             case TransactionDataRequest():
-                text = _NOT_HERE if error.error_code in _ELSEWHERE else error.message
+                text = _NOT_HERE if error.error_code in _OTHER_OWNER_CODES else error.message
                 answer = TransactionDataResponse(req_id, question.transaction_id, (None, text))
             case AddPreferredRequest():
                 answer = AddPreferredResponse(req_id, is_done=False)

@@ -165,7 +165,7 @@ class OldServerReads:
         records, lengths = bytearray(), list[int]()
         for start in range(0, len(heads), QUESTIONS_MAX):
             part = heads[start : start + QUESTIONS_MAX]
-            datas = await self._datas(reader, [each.transaction_id for each in part])
+            datas = await self._data_of_all(reader, [each.transaction_id for each in part])
             for head, data in zip(part, datas, strict=True):
                 # The CRC of its data was checked when it arrived.
                 record = encode_record(
@@ -178,7 +178,9 @@ class OldServerReads:
                 break
         return OldRecords(last, lengths, bytes(records))
 
-    async def _datas(self, reader: OwnerLinkLike, ids: Sequence[TransactionId]) -> list[bytes]:
+    async def _data_of_all(
+        self, reader: OwnerLinkLike, ids: Sequence[TransactionId]
+    ) -> list[bytes]:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._data(reader, each)) for each in ids]
@@ -218,7 +220,7 @@ class HeaderFeed:
         """Start a feed of everything from a transaction on; raises Unreachable."""
         address = self._owner.address
         try:
-            link = await links.dial_apart(address)
+            link = await links.dial_unshared(address)
         except errors.RemoteProtocolError as error:
             raise errors.Unreachable(str(error)) from error
         if (link.version or 0) > VERSION_MAX:

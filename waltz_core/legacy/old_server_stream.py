@@ -494,7 +494,7 @@ class OldServerPartition:
         return taken
 
 
-def no_claims(address: str) -> errors.UsageError:
+def exactly_once_error(address: str) -> errors.UsageError:
     """Return the error of an exactly-once write at a 0.13 server."""
     return errors.UsageError(
         f"{address} is a Waltz 0.13 server, which does not support exactly-once writes: it forgets "

@@ -260,7 +260,7 @@ class LocalCluster:
             self._await_ready(deadline, show_line)
             self._await_storages(started, deadline, show_line)
         finally:
-            self._let_ports_go()
+            self._release_ports()
         return self.connect
 
     def prepare(self, timeout_s: float = READY_S) -> None:
@@ -272,7 +272,7 @@ class LocalCluster:
         try:
             self._prepare(time.monotonic() + timeout_s)
         finally:
-            self._let_ports_go()
+            self._release_ports()
 
     def _prepare(self, deadline: float, show_line: ShowLine = _ignore_line) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -292,7 +292,7 @@ class LocalCluster:
         state = self._loaded()
         number = sum(each.kind == "storage" for each in state.members) + 1
         made = Member(f"storage-{number}", *[self._draw(state.ports) for _ in range(3)])
-        self._let_ports_go()
+        self._release_ports()
         state.members.append(made)
         self._save()
         return made
@@ -327,7 +327,7 @@ class LocalCluster:
         """
         ended: list[str] = []
         self._loaded()
-        self._let_ports_go()
+        self._release_ports()
         with self._exclusive():
             for kind in _STOP_ORDER[:-1] if keep_zookeeper else _STOP_ORDER:
                 running = [m for m in self.members if m.kind == kind and m.process() is not None]
@@ -469,7 +469,7 @@ class LocalCluster:
         self._held.append(held)
         return port
 
-    def _let_ports_go(self) -> None:
+    def _release_ports(self) -> None:
         """Release all held ports: their daemons listen, or nothing is started."""
         while self._held:
             self._held.pop().close()

@@ -16,7 +16,7 @@ from waltz_core.errors import Unreachable
 # Below the range from which the kernel draws ports for outgoing connections, so that none of those
 # takes a daemon's port while the daemon does not run.
 FIRST, LAST = 10240, 32000
-SOON_S = 2.0
+FREE_WITHIN_S = 2.0
 
 
 def is_free(port: int, host: str) -> bool:
@@ -32,7 +32,7 @@ def is_free(port: int, host: str) -> bool:
 
 def is_free_soon(port: int, host: str) -> bool:
     """Return whether a port is free, at once or soon: a killed process holds it for a moment."""
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + FREE_WITHIN_S
     while not is_free(port, host):
         if time.monotonic() > deadline:
             return False

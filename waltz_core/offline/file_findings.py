@@ -48,12 +48,12 @@ class Findings:
         if len(self.kept) < self._limit:
             self.kept.append(FileFinding(is_wrong, path, offset, what))
 
-    def in_file(self, path: str) -> "InFile":
+    def in_file(self, path: str) -> "FileFindings":
         """Return a collector for the findings of one file."""
-        return InFile(self, path)
+        return FileFindings(self, path)
 
 
-class InFile:
+class FileFindings:
     """Collects the findings of one file."""
 
     def __init__(self, findings: Findings, path: str) -> None:

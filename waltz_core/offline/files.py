@@ -175,7 +175,7 @@ def storage_of(path: Path) -> Path | None:
 
 
 @contextmanager
-def kept_still(path: Path) -> Iterator[None]:
+def locked_shared(path: Path) -> Iterator[None]:
     """Hold shared locks on the storage directory of a path, so that no storage runs on it.
 
     A file outside a storage directory, such as a copy, needs no lock.

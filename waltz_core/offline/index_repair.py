@@ -81,7 +81,7 @@ def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> Repaired:
 
 
 @contextmanager
-def held_alone(disk: Disk, path: Path) -> Iterator[None]:
+def locked_exclusively(disk: Disk, path: Path) -> Iterator[None]:
     """Hold the locks of a storage on the directory around a path, as a running storage does.
 
     A file outside a storage directory, such as a copy, needs no lock.
@@ -155,16 +155,16 @@ def _entries(file: File, first: int, old: _OldIndex) -> Iterator[_Part]:
         if part.next_id is not None:
             count = part.next_id - part.first
             kept = old.read(place, count)
-            if kept.size != count or not _can_be_true(kept, part):
+            if kept.size != count or not _is_plausible(kept, part):
                 kept = np.full(count, part.offset, dtype=np.int64)
             yield _Part(place, kept, is_kept=True)
             continue
         kept = old.read(place, old.count)
-        if kept.size and _can_be_true(kept, part):
+        if kept.size and _is_plausible(kept, part):
             yield _Part(place, kept, is_kept=True)
 
 
-def _can_be_true(entries: I64, gap: Gap) -> bool:
+def _is_plausible(entries: I64, gap: Gap) -> bool:
     """Return whether entries may be those of the records in a gap."""
     return bool(
         entries[0] == gap.offset and (np.diff(entries) >= 0).all() and entries[-1] < gap.end

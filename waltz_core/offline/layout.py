@@ -44,7 +44,7 @@ AVAILABLE, ASSIGNED = 1, 4
 DIRTY, SUSPECT, PROVISIONAL, TRUNCATE, CUT = 1, 2, 4, 8, 16
 # Instead of a chain: records may have no batches.
 UNBATCHED: Final = b"\xff" * 16
-MADE_UP: Final = -2  # the session of a batch that replaces unreadable ones
+RECONSTRUCTED: Final = -2  # the session of a batch that replaces unreadable ones
 _DAMAGED_MAX: Final = 21
 
 
@@ -342,6 +342,6 @@ def batch(data: Bytes, place: int, segment_crc: int) -> BatchEntry:
         wrong.append(f"expected 0 <= first <= last, found {first}..{last}")
     elif not -1 <= synced < first:
         wrong.append(f"expected a synced id of -1 to {first - 1}, found {synced}")
-    if session < MADE_UP:
-        wrong.append(f"expected a session of at least {MADE_UP}, found {session}")
+    if session < RECONSTRUCTED:
+        wrong.append(f"expected a session of at least {RECONSTRUCTED}, found {session}")
     return BatchEntry(first, last, session, stamp_ms, chain, synced, tuple(wrong))

@@ -8,8 +8,8 @@ Rules:
        session, and the CRCs of its records. Nothing else is in it; the stamp is not.
     2. A chain that cannot be computed is not guessed: a batch with an unreadable record counts as
        unchecked, and the next one continues from the chain that its entry states.
-    3. A batch of the session `MADE_UP` replaces others that were lost. Neither its chain nor that
-       of the next one can be computed.
+    3. A batch of the session `RECONSTRUCTED` replaces others that were lost. Neither its chain nor
+       that of the next one can be computed.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from waltz_core.offline.layout import (
     BATCH_BYTES,
     CHAIN_HEADER_BYTES,
     GENESIS,
-    MADE_UP,
+    RECONSTRUCTED,
     BatchEntry,
     ChainHeader,
     batch,
@@ -37,7 +37,7 @@ _CRC_BYTES: Final = 4
 _SPARE: Final = 1 << 63  # above any ID: a fault that loses no record
 
 
-class Placed(NamedTuple):
+class PlacedEntry(NamedTuple):
     """An entry and its position."""
 
     place: int
@@ -50,14 +50,16 @@ def header_of(file: ReadableFile) -> ChainHeader:
     return chain_header(file.pread(CHAIN_HEADER_BYTES, 0))
 
 
-def batches_of(file: ReadableFile, segment_crc: int, place: int = 0) -> Iterator[Placed]:
+def batches_of(file: ReadableFile, segment_crc: int, place: int = 0) -> Iterator[PlacedEntry]:
     """Return the entries of a `.chn` file from a place on, also an incomplete last one."""
     size = file.size()
     offset = CHAIN_HEADER_BYTES + BATCH_BYTES * place
     while offset < size:
         data = file.pread(_BLOCK_BATCHES * BATCH_BYTES, offset)
         for at in range(0, len(data), BATCH_BYTES):
-            yield Placed(place, offset + at, batch(data[at : at + BATCH_BYTES], place, segment_crc))
+            yield PlacedEntry(
+                place, offset + at, batch(data[at : at + BATCH_BYTES], place, segment_crc)
+            )
             place += 1
         offset += len(data)
 
@@ -96,7 +98,7 @@ class ChainCheck:
         self._chain_is_sure = True
         self._segment = 0
         self._entries = self._all_entries()
-        self._current: tuple[Placed, int] | None = None  # with the first ID of its segment
+        self._current: tuple[PlacedEntry, int] | None = None  # with the first ID of its segment
         self._digest = hashlib.blake2b(digest_size=16)
         self._due = 0  # the next ID of the current batch
         self._is_whole = True
@@ -166,7 +168,7 @@ class ChainCheck:
         )
         self._due = entry.first
         # If batches are missing before this one, its chain continues one that is not known.
-        self._is_whole = self._chain_is_sure and entry.session != MADE_UP
+        self._is_whole = self._chain_is_sure and entry.session != RECONSTRUCTED
         return True
 
     def _finish(self) -> None:
@@ -185,15 +187,15 @@ class ChainCheck:
             )
         self.count += 1
         self.end = BatchesEnd(entry.last, entry.chain)
-        self._chain_is_sure = entry.session != MADE_UP
+        self._chain_is_sure = entry.session != RECONSTRUCTED
         if entry.last in self._ends:
             self.chains[entry.last] = entry.chain
         self._current = None
 
-    def _all_entries(self) -> Iterator[tuple[Placed, int]]:
+    def _all_entries(self) -> Iterator[tuple[PlacedEntry, int]]:
         """Return the valid entries of all `.chn` files; report the errors on the way."""
         before = -1
-        unreadable: list[tuple[Placed, int]] = []
+        unreadable: list[tuple[PlacedEntry, int]] = []
         for place, first in enumerate(self._firsts):
             path = segment_path(self._directory, first, ".chn")
             if not path.exists():
@@ -234,7 +236,7 @@ class ChainCheck:
             )
 
     def _check_unreadable(
-        self, unreadable: list[tuple[Placed, int]], before: int, next_first: int | None
+        self, unreadable: list[tuple[PlacedEntry, int]], before: int, next_first: int | None
     ) -> None:
         """Report unreadable entries; `next_first` begins the next readable one."""
         for placed, segment in unreadable:
@@ -249,7 +251,7 @@ class ChainCheck:
             self._chain_is_sure = self._chain_is_sure and lost == _SPARE
         unreadable.clear()
 
-    def _is_in_place(self, placed: Placed, first: int, next_first: int | None) -> bool:
+    def _is_in_place(self, placed: PlacedEntry, first: int, next_first: int | None) -> bool:
         """Return whether an entry is in the segment of its last record; report it if not."""
         entry = placed.batch
         if first <= entry.last and (next_first is None or entry.last < next_first):
@@ -264,7 +266,7 @@ class ChainCheck:
         )
         return False
 
-    def _check_order(self, placed: Placed, first: int, before: int) -> None:
+    def _check_order(self, placed: PlacedEntry, first: int, before: int) -> None:
         entry = placed.batch
         if entry.first != before + 1:
             # This follows from an unreadable entry, which was reported.

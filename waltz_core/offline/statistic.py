@@ -30,7 +30,7 @@ PERCENTILES: Final = (50, 90, 99)
 
 
 @dataclass(slots=True)
-class SessionSeen:
+class SessionStatistic:
     """The batches of one store session in a segment."""
 
     first: int
@@ -56,7 +56,7 @@ class Statistic:
     batches: int = 0
     batch_records: Counter[int] = field(default_factory=Counter)
     wrong_batches: int = 0
-    sessions: dict[int, SessionSeen] = field(default_factory=dict)
+    sessions: dict[int, SessionStatistic] = field(default_factory=dict)
     first_stamp_ms: int | None = None
     last_stamp_ms: int | None = None
 
@@ -125,7 +125,9 @@ def _count_batches(found: Statistic, path: Path) -> None:
             found.last_stamp_ms = stamp if last is None else max(last, stamp)
             seen = found.sessions.setdefault(
                 entry.session,
-                SessionSeen(entry.first, entry.last, 0, first_stamp_ms=stamp, last_stamp_ms=stamp),
+                SessionStatistic(
+                    entry.first, entry.last, 0, first_stamp_ms=stamp, last_stamp_ms=stamp
+                ),
             )
             seen.last, seen.last_stamp_ms = entry.last, stamp
             seen.batches += 1

@@ -14,28 +14,28 @@ from waltz_core.offline.files import (
     first_of,
     firsts_in,
     is_storage,
-    kept_still,
+    locked_shared,
     partitions_in,
 )
 from waltz_core.offline.layout import CONTROL_NAME, SLOTS_NAME
 from waltz_core.offline.verify_control import (
     Control,
-    belief_of,
     check_control,
     check_id,
     compare,
+    expected_log,
     is_assigned,
     read_control,
 )
 from waltz_core.offline.verify_log import verify_log, verify_segment
-from waltz_core.offline.verify_segment import LogSeen
+from waltz_core.offline.verify_segment import FoundLog
 
 
 class Verified(NamedTuple):
     """The verified logs, by partition, and the findings."""
 
     path: Path
-    logs: dict[int, LogSeen]
+    logs: dict[int, FoundLog]
     findings: Findings
     seconds: float
 
@@ -49,7 +49,7 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verified:
     """
     began = time.perf_counter()
     findings = Findings(limit)
-    with kept_still(path):
+    with locked_shared(path):
         if path.is_file() and first_of(path.name) is not None:
             logs = {-1: verify_segment(path, findings)}
         elif path.is_dir() and is_storage(path):
@@ -66,7 +66,7 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verified:
 
 def _verify_storage(
     directory: Path, partitions: list[int] | None, findings: Findings
-) -> dict[int, LogSeen]:
+) -> dict[int, FoundLog]:
     control = read_control(directory / CONTROL_NAME)
     check_control(control, findings)
     here = partitions_in(directory)
@@ -98,7 +98,7 @@ def _check_assignment(control: Control, here: list[int], findings: Findings) -> 
             report.note(None, f"partition {number} is here but not assigned")
 
 
-def _verify_partition(directory: Path, findings: Findings) -> dict[int, LogSeen]:
+def _verify_partition(directory: Path, findings: Findings) -> dict[int, FoundLog]:
     """Verify a partition's directory, with its storage's control file if it is in a storage."""
     parent = directory.absolute().parent
     if not directory.absolute().name.isdecimal():
@@ -110,11 +110,11 @@ def _verify_partition(directory: Path, findings: Findings) -> dict[int, LogSeen]
 
 def _verify_one(
     directory: Path, number: int, control: Control | None, findings: Findings
-) -> LogSeen:
-    belief = belief_of(directory, number, control, findings)
-    seen = verify_log(directory / str(number), belief, findings)
+) -> FoundLog:
+    expected = expected_log(directory, number, control, findings)
+    seen = verify_log(directory / str(number), expected, findings)
     entry = None
     if control is not None and number < len(control.entries):
         entry = control.entries[number]
-    compare(belief, entry, seen, findings)
+    compare(expected, entry, seen, findings)
     return seen

@@ -18,7 +18,7 @@ Rules:
 from pathlib import Path
 from typing import NamedTuple
 
-from waltz_core.offline.file_findings import Findings, InFile
+from waltz_core.offline.file_findings import FileFindings, Findings
 from waltz_core.offline.files import read_all
 from waltz_core.offline.layout import (
     ASSIGNED,
@@ -44,7 +44,7 @@ from waltz_core.offline.layout import (
     storage_id,
 )
 from waltz_core.offline.verify_log import has_batches
-from waltz_core.offline.verify_segment import Belief, LogSeen
+from waltz_core.offline.verify_segment import ExpectedLog, FoundLog
 
 
 class Control(NamedTuple):
@@ -125,7 +125,9 @@ def check_id(directory: Path, findings: Findings, *, is_ours: bool) -> None:
 # a partition, before its log is read
 
 
-def belief_of(directory: Path, number: int, control: Control | None, findings: Findings) -> Belief:
+def expected_log(
+    directory: Path, number: int, control: Control | None, findings: Findings
+) -> ExpectedLog:
     """Return what the control files state of a partition; report their errors."""
     report = findings.in_file(f"{number}/{SLOTS_NAME}")
     slots = read_slots(directory / str(number) / SLOTS_NAME)
@@ -142,7 +144,7 @@ def belief_of(directory: Path, number: int, control: Control | None, findings: F
         info = control.entries[number].info if number < len(control.entries) else None
     if current is None:
         durable = -1 if info is None else info.local_low_water_mark
-        return Belief(number, key, None, is_adopted=False, durable=durable)
+        return ExpectedLog(number, key, None, is_adopted=False, durable=durable)
     # The structure that a slot names may be unwritten: only a later session counts (rule 2).
     is_overtaken = info is not None and (
         info.sequence > current.old_sequence or -1 < current.last_session < info.session
@@ -155,10 +157,10 @@ def belief_of(directory: Path, number: int, control: Control | None, findings: F
     if current.flags & TRUNCATE:
         durable = min(durable, current.truncate_to)
     ends = frozenset({current.acked, current.low_water_mark, current.provisional_mark})
-    return Belief(number, key, current, is_adopted=is_adopted, durable=durable, ends=ends)
+    return ExpectedLog(number, key, current, is_adopted=is_adopted, durable=durable, ends=ends)
 
 
-def _check_blocks(path: Path, report: InFile) -> None:
+def _check_blocks(path: Path, report: FileFindings) -> None:
     """Report bytes that no version writes: in the rest of each slot's block, and after them."""
     data = read_all(path)
     if data is None:
@@ -175,7 +177,7 @@ def _check_blocks(path: Path, report: InFile) -> None:
 
 
 def _check_slots(
-    slots: tuple[ControlSlot, ControlSlot], number: int, report: InFile
+    slots: tuple[ControlSlot, ControlSlot], number: int, report: FileFindings
 ) -> ControlSlot | None:
     for place, one in enumerate(slots):
         offset = SLOT_BLOCK_BYTES * place
@@ -203,49 +205,53 @@ def _check_slots(
 # a partition, after its log was read
 
 
-def compare(belief: Belief, entry: ControlEntry | None, seen: LogSeen, findings: Findings) -> None:
+def compare(
+    expected: ExpectedLog, entry: ControlEntry | None, seen: FoundLog, findings: Findings
+) -> None:
     """Report where the log contradicts the control files."""
     info = entry.info if entry is not None else None
     of_old = findings.in_file(CONTROL_NAME)
-    is_unbatched = belief.slot is not None and _is_unbatched(belief.slot)
-    is_of_old_format = belief.slot is None or (belief.is_adopted and not is_unbatched)
+    is_unbatched = expected.slot is not None and _is_unbatched(expected.slot)
+    is_of_old_format = expected.slot is None or (expected.is_adopted and not is_unbatched)
     if is_of_old_format and info is not None and info.local_low_water_mark > seen.last:
         of_old.wrong(
             None,
-            f"partition {belief.partition}: expected a log up to the low-water mark "
+            f"partition {expected.partition}: expected a log up to the low-water mark "
             f"{info.local_low_water_mark}, found it to end at {seen.last}",
         )
-    if belief.slot is None:
+    if expected.slot is None:
         return
-    report = findings.in_file(f"{belief.partition}/{SLOTS_NAME}")
+    report = findings.in_file(f"{expected.partition}/{SLOTS_NAME}")
     if is_unbatched:
         report.note(None, "records have no batches; the next start makes them")
-    elif belief.is_adopted:
+    elif expected.is_adopted:
         report.note(None, "Waltz 0.13 has written here since; the next start adopts its records")
-    elif info is not None and info.session != belief.slot.last_session:
+    elif info is not None and info.session != expected.slot.last_session:
         of_old.note(
             None,
-            f"partition {belief.partition}: expected session {belief.slot.last_session}, as in "
+            f"partition {expected.partition}: expected session {expected.slot.last_session}, as in "
             f"the slot, found {info.session}",
         )
-    _compare_marks(belief, belief.slot, seen, report)
-    _compare_damage(belief.slot, seen, report)
-    _note_state(belief.slot, report)
+    _compare_marks(expected, expected.slot, seen, report)
+    _compare_damage(expected.slot, seen, report)
+    _note_state(expected.slot, report)
 
 
-def _compare_marks(belief: Belief, one: ControlSlot, seen: LogSeen, report: InFile) -> None:
+def _compare_marks(
+    expected: ExpectedLog, one: ControlSlot, seen: FoundLog, report: FileFindings
+) -> None:
     marks = [("low-water mark", one.low_water_mark)]
     # Waltz 0.13 sets its mark before it has filled the log up (rule 4).
     if one.flags & PROVISIONAL and any(one.nonce) and one.provisional_session >= 0:
         marks.append(("provisional low-water mark", one.provisional_mark))
-    if not belief.is_adopted or _is_unbatched(one):
+    if not expected.is_adopted or _is_unbatched(one):
         marks.append(("acked id", one.acked))
     for what, mark in marks:
         if mark > seen.last:
             report.wrong(
                 None, f"expected a log up to the {what} {mark}, found it to end at {seen.last}"
             )
-    if belief.is_adopted or one.flags & TRUNCATE or one.acked > seen.last:
+    if expected.is_adopted or one.flags & TRUNCATE or one.acked > seen.last:
         return
     found = seen.chains_at.get(one.acked)
     if found != one.acked_chain:
@@ -264,7 +270,7 @@ def _is_unbatched(one: ControlSlot) -> bool:
     return one.acked_chain == UNBATCHED
 
 
-def _compare_damage(one: ControlSlot, seen: LogSeen, report: InFile) -> None:
+def _compare_damage(one: ControlSlot, seen: FoundLog, report: FileFindings) -> None:
     for first, last in one.damaged:
         if last > seen.last:
             report.wrong(None, f"damaged {first}..{last}: the log ends at {seen.last}")
@@ -274,7 +280,7 @@ def _compare_damage(one: ControlSlot, seen: LogSeen, report: InFile) -> None:
             )
 
 
-def _note_state(one: ControlSlot, report: InFile) -> None:
+def _note_state(one: ControlSlot, report: FileFindings) -> None:
     if one.is_dirty:
         report.note(None, f"was not closed; known to be synced up to {one.acked}")
     if one.is_suspect:

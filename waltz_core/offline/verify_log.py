@@ -19,26 +19,26 @@ from waltz_core.offline.file_findings import Findings, records_text
 from waltz_core.offline.files import OpenFile, firsts_in, names_in, segment_path
 from waltz_core.offline.layout import SLOTS_NAME, TRUNCATE
 from waltz_core.offline.lineage import ChainCheck, batches_of, header_of
-from waltz_core.offline.verify_segment import Belief, LogSeen, SegmentCheck
+from waltz_core.offline.verify_segment import ExpectedLog, FoundLog, SegmentCheck
 
 # Locks of the newest batches, unchecked here: a new owner verifies them by the chain.
 _LOCK_NAMES: Final = {"waltz-x.lck", "waltz-x.lck.old"}
 _SUFFIXES: Final = (".seg", ".idx", ".chn")
 
 
-def verify_log(directory: Path, belief: Belief, findings: Findings) -> LogSeen:
+def verify_log(directory: Path, expected: ExpectedLog, findings: Findings) -> FoundLog:
     """Verify the log in a partition's directory."""
-    return _LogCheck(directory, belief, findings).run()
+    return _LogCheck(directory, expected, findings).run()
 
 
-def verify_segment(path: Path, findings: Findings) -> LogSeen:
+def verify_segment(path: Path, findings: Findings) -> FoundLog:
     """Verify one segment, without its batches: their chain begins in the preceding segment."""
-    seen = LogSeen()
+    seen = FoundLog()
     SegmentCheck(
         path.parent,
         int(path.stem),
         next_first=None,
-        belief=Belief(partition=None, key=None),
+        expected=ExpectedLog(partition=None, key=None),
         findings=findings,
         seen=seen,
         chain=None,
@@ -54,24 +54,24 @@ def has_batches(directory: Path) -> bool:
 
 
 class _LogCheck:
-    def __init__(self, directory: Path, belief: Belief, findings: Findings) -> None:
+    def __init__(self, directory: Path, expected: ExpectedLog, findings: Findings) -> None:
         self._directory = directory
-        self._belief = belief
+        self._expected = expected
         self._findings = findings
-        self._seen = LogSeen()
+        self._seen = FoundLog()
         self._firsts = firsts_in(directory)
-        self._durable = belief.durable
+        self._durable = expected.durable
         self._chain: ChainCheck | None = None
 
-    def run(self) -> LogSeen:
+    def run(self) -> FoundLog:
         """Verify the whole log."""
         self._check_names()
         if not self._firsts:
             return self._seen
-        if self._belief.slot is not None or has_batches(self._directory):
+        if self._expected.slot is not None or has_batches(self._directory):
             by_entries = self._durable_by_entries(self._firsts[-1])
             self._durable = max(self._durable, by_entries, self._passed_batches())
-            slot = self._belief.slot
+            slot = self._expected.slot
             if slot is not None and slot.flags & TRUNCATE:
                 # An entry above the cut is true, but does not count after the cut.
                 self._durable = min(self._durable, slot.truncate_to)
@@ -80,7 +80,7 @@ class _LogCheck:
                 self._firsts,
                 self._findings,
                 self._is_wrong_batch,
-                self._belief.ends,
+                self._expected.ends,
             )
         due = 0
         for first, next_first in zip(self._firsts, [*self._firsts[1:], None], strict=True):
@@ -90,7 +90,7 @@ class _LogCheck:
                 self._directory,
                 first,
                 next_first=next_first,
-                belief=self._belief,
+                expected=self._expected,
                 findings=self._findings,
                 seen=self._seen,
                 chain=self._chain,
@@ -113,7 +113,7 @@ class _LogCheck:
 
     def _is_index_wrong(self, transaction_id: int, segment: int) -> bool:
         # The index is synced when the marker moves; entries only state that records were synced.
-        return self._is_synced(transaction_id, segment, self._belief.durable)
+        return self._is_synced(transaction_id, segment, self._expected.durable)
 
     def _is_synced(self, transaction_id: int, segment: int, durable: int) -> bool:
         """Return whether a segment's bytes of an ID must have been synced."""
@@ -126,11 +126,11 @@ class _LogCheck:
     def _is_wrong_batch(self, transaction_id: int) -> bool:
         # An entry is judged by its IDs alone: at a roll the last one may not have been written.
         is_torn = self._is_dirty and transaction_id > self._durable
-        return not (self._belief.is_adopted or is_torn)
+        return not (self._expected.is_adopted or is_torn)
 
     @property
     def _is_dirty(self) -> bool:
-        return self._belief.slot is not None and self._belief.slot.is_dirty
+        return self._expected.slot is not None and self._expected.slot.is_dirty
 
     def _durable_by_entries(self, first: int) -> int:
         """Return the last ID that the last segment's entries state as synced before them."""

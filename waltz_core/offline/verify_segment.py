@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from waltz_core.offline.file_findings import Findings, InFile, records_text
+from waltz_core.offline.file_findings import FileFindings, Findings, records_text
 from waltz_core.offline.files import OpenFile, segment_path
 from waltz_core.offline.layout import (
     CHAIN_HEADER_BYTES,
@@ -39,7 +39,7 @@ from waltz_core.offline.records import Gap, RecordRun, fields, walk
 _CREATED_AT = 4  # offset of the creation time in a header
 
 
-class Belief(NamedTuple):
+class ExpectedLog(NamedTuple):
     """What is known of a log before it is read; `key` is None if the cluster's is unknown.
 
     `durable` is the last ID that a slot states as synced. `ends` are IDs at which a batch of the
@@ -55,7 +55,7 @@ class Belief(NamedTuple):
 
 
 @dataclass(slots=True)
-class LogSeen:
+class FoundLog:
     """The content of one partition's files."""
 
     segments: int = 0
@@ -89,16 +89,16 @@ class SegmentCheck:
         first: int,
         *,
         next_first: int | None,
-        belief: Belief,
+        expected: ExpectedLog,
         findings: Findings,
-        seen: LogSeen,
+        seen: FoundLog,
         chain: ChainCheck | None,
         is_wrong: Callable[[int], bool],
         is_index_wrong: Callable[[int], bool],
     ) -> None:
         self._first = first
         self._next_first = next_first
-        self._belief = belief
+        self._expected = expected
         self._seen = seen
         self._chain = chain
         self._is_wrong = is_wrong
@@ -158,8 +158,8 @@ class SegmentCheck:
         report = self._report[suffix]
         for one in found.wrong:
             report.wrong(0, f"header: {one}")
-        key = of_records.cluster_key if self._belief.key is None else self._belief.key
-        partition = self._belief.partition
+        key = of_records.cluster_key if self._expected.key is None else self._expected.key
+        partition = self._expected.partition
         partition = of_records.partition if partition is None else partition
         for offset, what, expected, value in (
             (12, "cluster key", key.hex(), found.cluster_key.hex()),
@@ -249,7 +249,7 @@ class SegmentCheck:
 
     def _report_lost(self, offset: int, first: int, last: int, why: str) -> None:
         is_wrong = self._is_wrong(first)
-        slot = self._belief.slot
+        slot = self._expected.slot
         tail = ""
         if not is_wrong:
             tail = "; never acknowledged, the next start cuts from here on"
@@ -260,7 +260,7 @@ class SegmentCheck:
 
     def _report_spare(self, offset: int) -> None:
         assert self._next_first is not None
-        slot = self._belief.slot
+        slot = self._expected.slot
         # The tail of a file that a failed write has ended may be back: that cut is not synced.
         is_wrong = slot is None or not slot.is_dirty
         what = f"continues with record {self._next_first}, with which the next segment begins"
@@ -271,7 +271,7 @@ class _IndexCheck:
     """Compares the offsets in `.idx` with the positions of the records (rule 2)."""
 
     def __init__(
-        self, path: Path, first: int, report: InFile, is_wrong: Callable[[int], bool]
+        self, path: Path, first: int, report: FileFindings, is_wrong: Callable[[int], bool]
     ) -> None:
         self._path = path
         self._first = first

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from waltz_core.cluster.change import changes
-from waltz_core.ops.condition import Lack, PartitionCondition, lack_of
+from waltz_core.ops.condition import PartitionCondition, UnavailableReason, unavailable_reason
 from waltz_core.ops.facts import ClusterFacts, ServerFacts, StorageFacts
 from waltz_core.records.record import PartitionId
 
@@ -116,28 +116,28 @@ def _of_storage(storage: StorageFacts, standings: Sequence[PartitionCondition]) 
         yield Failed("storage", text, wanted)
     else:
         for each in its:
-            text = _lacks(each, storage)
+            text = _unavailable_text(each, storage)
             if text:
                 where = f"partition {each.partition_id}: storage {address}"
                 yield Failed("storage", f"{where} {text}", (each.partition_id,))
 
 
-def _lacks(now: PartitionCondition, storage: StorageFacts) -> str:
+def _unavailable_text(now: PartitionCondition, storage: StorageFacts) -> str:
     """Return what keeps a storage from serving a partition; empty if nothing does."""
     held = now.held(storage.address)
-    lack = None if held is None else lack_of(held)
-    if held is None or lack is None:
+    reason = None if held is None else unavailable_reason(held)
+    if held is None or reason is None:
         return ""
     texts = {
-        Lack.NOT_HELD: "does not hold it, though it is assigned to it: `waltz-core storage "
-        "sync-partitions`",
-        Lack.OFFLINE: f"has it offline: `waltz-core storage availability --storage "
+        UnavailableReason.NOT_HELD: "does not hold it, though it is assigned to it: "
+        "`waltz-core storage sync-partitions`",
+        UnavailableReason.OFFLINE: f"has it offline: `waltz-core storage availability --storage "
         f"{storage.address} --partition {now.partition_id} --online true`",
-        Lack.OPENING: "is still opening its log",
-        Lack.UNREADABLE: f"cannot open its log: {held.why_not}",
-        Lack.STUCK: "does not complete requests for it",
+        UnavailableReason.OPENING: "is still opening its log",
+        UnavailableReason.UNREADABLE: f"cannot open its log: {held.why_not}",
+        UnavailableReason.STUCK: "does not complete requests for it",
     }
-    return texts[lack]
+    return texts[reason]
 
 
 def _of_replicas(now: PartitionCondition) -> Iterator[Failed]:

@@ -22,7 +22,7 @@ from waltz_core.ops.facts import (
 from waltz_core.records.record import PartitionId, ReplicaId
 
 
-class Lack(Enum):
+class UnavailableReason(Enum):
     """Why a storage that answers does not serve a replica."""
 
     OFFLINE = auto()
@@ -32,17 +32,17 @@ class Lack(Enum):
     STUCK = auto()
 
 
-def lack_of(held: ReplicaFacts) -> Lack | None:
+def unavailable_reason(held: ReplicaFacts) -> UnavailableReason | None:
     """Return what keeps a replica from being used, as far as its storage reports."""
     if not held.is_available:
-        return Lack.OFFLINE
+        return UnavailableReason.OFFLINE
     if not held.is_held:
-        return Lack.NOT_HELD
+        return UnavailableReason.NOT_HELD
     if held.is_opening:
-        return Lack.OPENING
+        return UnavailableReason.OPENING
     if held.why_not:
-        return Lack.UNREADABLE
-    return Lack.STUCK if held.is_stuck else None
+        return UnavailableReason.UNREADABLE
+    return UnavailableReason.STUCK if held.is_stuck else None
 
 
 class PartitionCondition:
@@ -122,7 +122,7 @@ class PartitionCondition:
         if self._cluster.storages[address].trouble:
             return False
         held = self.held(address)
-        return held is None or lack_of(held) is None
+        return held is None or unavailable_reason(held) is None
 
     def is_suspect(self, address: ReplicaId) -> bool:
         """Return whether the log of a replica is not trusted."""

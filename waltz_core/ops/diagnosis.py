@@ -20,7 +20,7 @@ from typing import Final
 
 from waltz_core.cluster.change import changes, rebuilding
 from waltz_core.config.connect_string import parse_connect_string, split_address
-from waltz_core.ops.condition import Lack, PartitionCondition, lack_of
+from waltz_core.ops.condition import PartitionCondition, UnavailableReason, unavailable_reason
 from waltz_core.ops.facts import (
     ClusterFacts,
     Facts,
@@ -51,12 +51,12 @@ LAG_MAX: Final = 100_000
 SLOW_TIMES_MIN: Final = 5
 SLOW_MS_MIN: Final = 50
 SLOW_SECONDS_MIN: Final = 10
-LACKS: Final = {
-    Lack.OFFLINE: "replica-offline",
-    Lack.NOT_HELD: "replica-not-held",
-    Lack.OPENING: "replica-opening",
-    Lack.UNREADABLE: "replica-unreadable",
-    Lack.STUCK: "replica-stuck",
+FINDING_OF_REASON: Final = {
+    UnavailableReason.OFFLINE: "replica-offline",
+    UnavailableReason.NOT_HELD: "replica-not-held",
+    UnavailableReason.OPENING: "replica-opening",
+    UnavailableReason.UNREADABLE: "replica-unreadable",
+    UnavailableReason.STUCK: "replica-stuck",
 }
 _CONFIGS: Final = {"zookeeper": "zoo.cfg", "server": "server.toml", "storage": "storage.toml"}
 
@@ -210,7 +210,7 @@ class _Cluster:
         for storage in self._cluster.storages.values():
             self._look_at_storage(storage)
         storages = self._cluster.storages.values()
-        if storages and all(each.is_shut for each in storages):
+        if storages and all(each.is_tls_mismatch for each in storages):
             return  # rule 1: their state cannot be seen from here
         self._look_at_speed()
         crowded = changes.crowded(self._cluster.assigned, self._cluster.groups)
@@ -234,7 +234,7 @@ class _Cluster:
         if server.trouble:
             if not self._case.is_reported_down(address):
                 name = "server-silent" if server.is_silent else "server-away"
-                if server.is_shut:
+                if server.is_tls_mismatch:
                     name = "server-shut"
                 start, scheme_free = self._case.start("server", address), self._case.scheme_free
                 why = server.trouble
@@ -284,7 +284,7 @@ class _Cluster:
                 name = "storage-never-started"
             if self.is_starting(storage):
                 name = "storage-starting"
-            if storage.is_shut:
+            if storage.is_tls_mismatch:
                 name = "storage-shut"
             why, scheme_free = storage.trouble, self._case.scheme_free
             self._report(
@@ -495,12 +495,18 @@ class _Partition:
         held, address = storage.replicas.get(self._id), storage.address
         if held is None or storage.trouble:
             return
-        lack = lack_of(held)
-        if lack is None:
+        unavailable = unavailable_reason(held)
+        if unavailable is None:
             self._look_at_log(storage, held)
         else:
             start = self._case.start("storage", address)
-            self._report(LACKS[lack], address, storage=address, why=held.why_not, start=start)
+            self._report(
+                FINDING_OF_REASON[unavailable],
+                address,
+                storage=address,
+                why=held.why_not,
+                start=start,
+            )
 
     def _look_at_log(self, storage: StorageFacts, held: ReplicaFacts) -> None:
         now, address = self._now, storage.address

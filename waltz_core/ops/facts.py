@@ -7,7 +7,7 @@ Rules:
     1. A process that could not be queried is included with the reason, in its `trouble`, which is
        empty for those that have answered. Its other fields then have their defaults.
     2. `is_silent` distinguishes two kinds of trouble: a connection was accepted, but there was no
-       answer. `is_shut` is a third one: the process is there, and the TLS handshake failed.
+       answer. `is_tls_mismatch` is a third one: the process is there, and the TLS handshake failed.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class ServerFacts:
     preferred: tuple[PartitionId, ...] = ()
     trouble: str = ""
     is_silent: bool = False
-    is_shut: bool = False
+    is_tls_mismatch: bool = False
     latency_ms: float = 0.0
     # By served partition: whether it has an open session with a quorum of replicas.
     served: Mapping[PartitionId, bool] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class StorageFacts:
     admin: str
     trouble: str = ""
     is_silent: bool = False
-    is_shut: bool = False
+    is_tls_mismatch: bool = False
     latency_ms: float = 0.0
     admin_trouble: str = ""
     is_hanging: bool = False

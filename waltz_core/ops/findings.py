@@ -59,7 +59,7 @@ _START = "{start}"
 _DOCTOR = "waltz-core doctor --connect {scheme_free}"
 _MOVE = "{move}"
 _AT = "--connect {connect} --storage {storage} --partition {partition}"
-_LOOK_AGAIN = "waltz-core doctor --connect {connect}"
+_REPEAT_DOCTOR = "waltz-core doctor --connect {connect}"
 _SYNC_CLOCK = "timedatectl set-ntp true"
 _DROP_AND_TAKE = (
     f"waltz-core storage availability {_AT} --online false && "
@@ -142,7 +142,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "server {server} is assigned no partitions, because other servers cannot connect to it "
             "({why}). Check its advertised_host and advertised_port, its certificate, and the "
             "network between the servers",
-            _LOOK_AGAIN,
+            _REPEAT_DOCTOR,
         ),
         _row(
             "assignment-stale",
@@ -193,7 +193,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "storage-starting",
             "storage {storage} is starting: it reads its files, which may take minutes after a "
             "crash, and opens its port afterwards; wait, and do not stop it",
-            _LOOK_AGAIN,
+            _REPEAT_DOCTOR,
         ),
         _row(
             "storage-never-started",
@@ -233,7 +233,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "storage-slow",
             "storage {storage} takes {took} ms to answer an append, {times} times as long as the "
             "others: check its disk, its network and the load of its machine",
-            _LOOK_AGAIN,
+            _REPEAT_DOCTOR,
         ),
         _row(
             "clock-of-storage",
@@ -269,7 +269,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         _row(
             "replica-opening",
             "partition {partition}: {storage} opens its log, which may take minutes: wait",
-            _LOOK_AGAIN,
+            _REPEAT_DOCTOR,
         ),
         _row(
             "replica-unreadable",

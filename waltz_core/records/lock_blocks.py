@@ -47,7 +47,7 @@ _TRAILER: Final = TRAILER.struct
 # Up to this many transactions, a block has the writer of each lock.
 DISTANCES_TRANSACTIONS_MAX: Final = 256
 _MARK: Final = b"WLB1"
-_MARK_APART: Final = b"WLB2"
+_MARK_WITH_DISTANCES: Final = b"WLB2"
 _CRC_BYTES: Final = 4
 TRAILER_BYTES: Final = _TRAILER.size
 
@@ -84,7 +84,7 @@ def encode(
     assert len(behind) in (0, count)
     block = bytearray(locks)
     block += behind
-    mark = _MARK_APART if behind else _MARK
+    mark = _MARK_WITH_DISTANCES if behind else _MARK
     block += _TRAILER.pack(mark, first, end.last, chain_before, end.chain, count, 0)
     block[-_CRC_BYTES:] = crc32(memoryview(block)[:-_CRC_BYTES]).to_bytes(_CRC_BYTES, "big")
     return bytes(block)
@@ -116,8 +116,8 @@ class Blocks:
             return None
         mark, first, last, before, chain, count, crc = _TRAILER.unpack_from(self._data, start)
         locks_bytes = count * HASH_BYTES
-        start -= locks_bytes + (count if mark == _MARK_APART else 0)
-        if mark not in (_MARK, _MARK_APART) or start < 0 or not 0 <= first <= last:
+        start -= locks_bytes + (count if mark == _MARK_WITH_DISTANCES else 0)
+        if mark not in (_MARK, _MARK_WITH_DISTANCES) or start < 0 or not 0 <= first <= last:
             return None
         block = self._data[start : self._end]
         if crc32(block[:-_CRC_BYTES]) != crc:

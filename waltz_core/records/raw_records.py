@@ -46,8 +46,8 @@ _ID = struct.Struct(">q")
 _LENGTH = struct.Struct(">i")
 _CRC = struct.Struct(">I")
 # Up to this many records, of this many bytes in total, are processed in plain Python.
-FEW = 32
-FEW_BYTES = 32 * 1024
+ONE_BY_ONE_MAX = 32
+ONE_BY_ONE_BYTES_MAX = 32 * 1024
 RECORD_BYTES_MAX = RECORD_OVERHEAD_BYTES + TRANSACTION_BYTES_MAX
 FEED_HEADER_BYTES = 20
 
@@ -77,7 +77,7 @@ def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
     """
     if len(packed) % 4:
         raise BadFormat(f"record lengths: expected 4 bytes each, found {len(packed)} in all")
-    if 0 < len(packed) <= 4 * FEW:
+    if 0 < len(packed) <= 4 * ONE_BY_ONE_MAX:
         few = struct.unpack(f">{len(packed) // 4}i", packed)
         possible = min(few) >= RECORD_OVERHEAD_BYTES and max(few) <= FRAME_BYTES_MAX
         if possible and sum(few) == records_bytes:
@@ -99,7 +99,7 @@ def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
 
 def sum_of(lengths: I64) -> int:
     """Return the total number of bytes of the records."""
-    if lengths.size <= FEW:
+    if lengths.size <= ONE_BY_ONE_MAX:
         return sum(lengths.tolist())  # a sixth of the time of arrays for so few
     return int(lengths.sum())
 
@@ -147,7 +147,7 @@ def headers_of(records: Buffer, lengths: I64) -> bytes:
 
 def feed_headers_of(records: Buffer, lengths: I64) -> bytes:
     """Return the feed headers, 20 bytes each: request id, header."""
-    if lengths.size <= FEW:
+    if lengths.size <= ONE_BY_ONE_MAX:
         view, at = memoryview(records), 0
         pieces: list[memoryview] = []
         for length in lengths.tolist():
@@ -220,7 +220,7 @@ def proven_crcs(
     bytes. `records_crc` is the CRC of the bytes, if the caller has computed it; never the one that
     a sender states.
     """
-    if lengths.size <= FEW and len(records) <= FEW_BYTES:
+    if lengths.size <= ONE_BY_ONE_MAX and len(records) <= ONE_BY_ONE_BYTES_MAX:
         return _proven_one_by_one(memoryview(records), lengths.tolist(), first)
     ends = lengths.cumsum()
     assert len(records) == ends[-1]
@@ -261,7 +261,7 @@ def first_bad_record(records: Buffer, lengths: I64) -> int | None:
     the records; only if they differ, each record is checked separately.
     """
     assert len(records) == sum_of(lengths)
-    if lengths.size <= FEW and len(records) <= FEW_BYTES:
+    if lengths.size <= ONE_BY_ONE_MAX and len(records) <= ONE_BY_ONE_BYTES_MAX:
         return _first_bad_one_by_one(memoryview(records), lengths.tolist())
     stated = _gather(records, _starts(lengths) + 28, np.dtype(">i4"))
     wrong_length = (stated != lengths - RECORD_OVERHEAD_BYTES).nonzero()[0]
@@ -300,7 +300,7 @@ def run_crc(crcs: npt.NDArray[np.generic], lengths: I64) -> int:
 
 def first_gap(records: Buffer, lengths: I64, first: TransactionId) -> int | None:
     """Return the index of the first record whose id is not `first` plus its index, else None."""
-    if lengths.size <= FEW:
+    if lengths.size <= ONE_BY_ONE_MAX:
         return _first_gap_one_by_one(records, lengths.tolist(), first)
     ids = _gather(records, _starts(lengths), np.dtype(">i8"))
     wrong = (ids != np.arange(first, first + lengths.size, dtype=np.int64)).nonzero()[0]

@@ -27,7 +27,7 @@ Chain = NewType("Chain", bytes)
 BEFORE_FIRST = TransactionId(-1)
 NO_SESSION = SessionId(-1)
 # The session of a batch that replaces unreadable entries: it must not be copied.
-MADE_UP = SessionId(-2)
+RECONSTRUCTED = SessionId(-2)
 CHAIN_BYTES = 16
 GENESIS_CHAIN = Chain(bytes(CHAIN_BYTES))
 

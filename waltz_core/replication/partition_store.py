@@ -42,7 +42,6 @@ from waltz_core.replication.session_claim import (
 )
 from waltz_core.replication.session_events import (
     Checkpoint,
-    Disown,
     Effect,
     Event,
     MarkUnproved,
@@ -55,6 +54,7 @@ from waltz_core.replication.session_events import (
     ReadMetadata,
     Reassign,
     Released,
+    ReleaseOwnership,
     ReplicaAnswered,
     ReplicaLost,
     ReplicaOpened,
@@ -216,7 +216,7 @@ class PartitionStore:
             case MetadataRead() | MetadataWritten() | MetadataConflict() | MetadataUnknown():
                 if event.attempt == self._attempt and self._waiting is not _Waiting.NOTHING:
                     self._coordinator_event(event)
-            case Own() | Reassign() | Disown() | Checkpoint():
+            case Own() | Reassign() | ReleaseOwnership() | Checkpoint():
                 self._ordered(event)
             case Wakeup():
                 self._woken()
@@ -246,9 +246,9 @@ class PartitionStore:
         else:
             self._session.prove(token, self._now_ms)
 
-    def _ordered(self, event: Own | Reassign | Disown | Checkpoint) -> None:
+    def _ordered(self, event: Own | Reassign | ReleaseOwnership | Checkpoint) -> None:
         match event:
-            case Disown():
+            case ReleaseOwnership():
                 self._drop_ownership("disowned")
             case Own():
                 self._own(event.generation, event.replicas)
@@ -278,7 +278,7 @@ class PartitionStore:
         self._end_session(reason)
         self._generation = None
         self._no_quorum_since_ms = None
-        self._forget_question()
+        self._forget_request()
 
     def _release(self, reason: str, *, for_others: bool = False) -> None:
         """Release the partition until it is assigned again."""
@@ -356,7 +356,7 @@ class PartitionStore:
         # A write under way may or may not succeed: the nodes must be read again.
         if self._waiting is not _Waiting.NOTHING or self._writing is not None:
             self._view = None
-        self._forget_question()
+        self._forget_request()
         window = session.window
         if window is None:
             self._report("session.abandoned", session=session.claim.session_id, reason=reason)
@@ -390,13 +390,13 @@ class PartitionStore:
 
     def _claim_after(self, wait_ms: int) -> None:
         assert self._session is None
-        self._forget_question()
+        self._forget_request()
         if wait_ms == 0:
             self._request_again()
         else:
             self._retry_at_ms = self._now_ms + wait_ms
 
-    def _forget_question(self) -> None:
+    def _forget_request(self) -> None:
         self._waiting = _Waiting.NOTHING
         self._writing = None
         self._retry_at_ms = None

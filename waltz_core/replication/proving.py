@@ -66,7 +66,7 @@ class Proving:
         """Yield when each proof times out."""
         return (proof.deadline_ms for proof in self._proofs.values())
 
-    def give_up_late(self, now_ms: int) -> None:
+    def expire(self, now_ms: int) -> None:
         """Answer the proofs that have timed out."""
         for token, proof in list(self._proofs.items()):
             if proof.deadline_ms <= now_ms:

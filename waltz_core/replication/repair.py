@@ -36,7 +36,7 @@ from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
-    MADE_UP,
+    RECONSTRUCTED,
     Chain,
     SessionId,
     TransactionId,
@@ -272,7 +272,7 @@ class ReplicaRepair:
         """The source returned its lineage."""
         _check_lineage(answer, first, last)
         if self._own is not None:
-            _check_not_made_up(answer, self._own)
+            _check_not_reconstructed(answer, self._own)
         self._source = answer
 
     def fetched(self, answer: RangeBytes, request: FetchCopy) -> None:
@@ -353,7 +353,7 @@ class ReplicaRepair:
         self._fetched = None
 
     def _lost_batches(self, own: LineageResponse) -> DataLoss:
-        if all(entry.session_id != MADE_UP for entry in own.lineage):
+        if all(entry.session_id != RECONSTRUCTED for entry in own.lineage):
             return self._diverged()
         return DataLoss(
             f"the batches up to {self.last} are lost, also below the confirmed low-water mark "
@@ -412,7 +412,7 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
     crcs = raw_records.record_crcs(answer.records, lengths)
     chain, next_id, end = chain_before, answer.first, answer.first + answer.count
     for entry in answer.lineage:
-        if entry.session_id == MADE_UP:
+        if entry.session_id == RECONSTRUCTED:
             raise ChecksumMismatch(_LOST.format(entry.first, entry.last))
         if not next_id == entry.first <= entry.last < end:
             raise BadFormat(
@@ -463,11 +463,11 @@ def pairs_of(damaged: bytes | memoryview) -> list[tuple[TransactionId, Transacti
     return sorted(zip(values[::2], values[1::2], strict=True))
 
 
-def _check_not_made_up(source: LineageResponse, own: LineageResponse) -> None:
+def _check_not_reconstructed(source: LineageResponse, own: LineageResponse) -> None:
     """Raise if the source has made up batches where the replica has real ones (rule 7)."""
-    real = [entry for entry in own.lineage if entry.session_id != MADE_UP]
+    real = [entry for entry in own.lineage if entry.session_id != RECONSTRUCTED]
     for entry in source.lineage if real else ():
-        if entry.session_id == MADE_UP and (
+        if entry.session_id == RECONSTRUCTED and (
             entry.first <= real[-1].last and real[0].first <= entry.last
         ):
             raise ChecksumMismatch(_LOST.format(entry.first, entry.last))

@@ -58,11 +58,11 @@ from waltz_core.wire.messages import RangeForm, StorageMessage
 _WHOLE: Final = int(RangeForm.WHOLE)
 
 
-class StepUnderWay(NamedTuple):
+class RunningStep(NamedTuple):
     """A step under way: the replica under repair, and the replica that got the request."""
 
-    wanting: ReplicaSession
-    supplier: ReplicaSession
+    target: ReplicaSession
+    source: ReplicaSession
     step: RepairStep
 
 
@@ -84,10 +84,10 @@ class Repairs:
         self._recovery = recovery
         self._outbox = outbox
         self._limits = limits
-        self._errands: dict[int, StepUnderWay] = {}
+        self._running: dict[int, RunningStep] = {}
         self._fills_from: dict[ReplicaId, ReplicaId] = {}  # the last source of each replica
         self._ticket = 0
-        self._shunned_until_ms: dict[tuple[ReplicaId, ReplicaId], int] = {}
+        self._avoided_until_ms: dict[tuple[ReplicaId, ReplicaId], int] = {}
 
     # -----------------------------------------------------------------------------------------
     # steps
@@ -201,7 +201,7 @@ class Repairs:
         assert each.next_id <= last
         if each.ticket != NO_TICKET or each.unanswered_bytes > self._limits.range_bytes_max:
             return
-        for source in self._willing(each, now_ms):
+        for source in self._possible_sources(each, now_ms):
             if source.stage is ReplicaStage.ENGAGED and source.synced_last >= last:
                 step = FetchCopy(each.next_id, last, whole_batches=True)
                 self._fetch(each, source, step, now_ms)
@@ -216,29 +216,29 @@ class Repairs:
 
     def _ask(
         self,
-        wanting: ReplicaSession,
-        supplier: ReplicaSession,
+        target: ReplicaSession,
+        source: ReplicaSession,
         step: RepairStep,
         kind: type[StorageMessage],
         fields: tuple[object, ...],
         now_ms: int,
     ) -> None:
-        assert wanting.ticket == NO_TICKET, "rule 1"
+        assert target.ticket == NO_TICKET, "rule 1"
         self._ticket += 1
-        wanting.ticket = self._ticket
-        self._errands[self._ticket] = StepUnderWay(wanting, supplier, step)
-        supplier.ask(kind, *fields, now_ms=now_ms, ticket=self._ticket)
+        target.ticket = self._ticket
+        self._running[self._ticket] = RunningStep(target, source, step)
+        source.ask(kind, *fields, now_ms=now_ms, ticket=self._ticket)
 
     # -----------------------------------------------------------------------------------------
     # sources
 
-    def _willing(self, each: ReplicaSession, now_ms: int) -> list[ReplicaSession]:
+    def _possible_sources(self, each: ReplicaSession, now_ms: int) -> list[ReplicaSession]:
         return [
             other
             for other in self._replicas.values()
             if other is not each
             and other.is_connected
-            and self._shunned_until_ms.get((each.replica, other.replica), now_ms) <= now_ms
+            and self._avoided_until_ms.get((each.replica, other.replica), now_ms) <= now_ms
         ]
 
     def _source(
@@ -246,7 +246,7 @@ class Repairs:
     ) -> ReplicaSession | None:
         """Return a replica with the goal's log and no known damage in a range (rule 2)."""
         assert self.goal is not None
-        for other in self._willing(each, now_ms):
+        for other in self._possible_sources(each, now_ms):
             if other.repair is None:
                 continue
             if not (other.is_marked or other.repair.reaches(self.goal)):
@@ -259,47 +259,47 @@ class Repairs:
 
     def wake_times(self, now_ms: int) -> list[int]:
         """Return when slow sources time out, and when shunned ones may be used again."""
-        if not self._shunned_until_ms and not self._errands:
+        if not self._avoided_until_ms and not self._running:
             return []
-        times = [at_ms for at_ms in self._shunned_until_ms.values() if at_ms > now_ms]
-        for errand in self._errands.values():
-            oldest_ms = errand.supplier.oldest_ms
-            if errand.supplier is not errand.wanting and oldest_ms is not None:
+        times = [at_ms for at_ms in self._avoided_until_ms.values() if at_ms > now_ms]
+        for errand in self._running.values():
+            oldest_ms = errand.source.oldest_ms
+            if errand.source is not errand.target and oldest_ms is not None:
                 times.append(oldest_ms + self._limits.answer_ms_max)
         return times
 
-    def give_up_slow(self, now_ms: int) -> None:
+    def expire_slow_sources(self, now_ms: int) -> None:
         """Abandon steps whose source has timed out (rule 3)."""
-        for ticket, errand in list(self._errands.items()):
-            oldest_ms = errand.supplier.oldest_ms
-            if errand.supplier is errand.wanting or oldest_ms is None:
+        for ticket, errand in list(self._running.items()):
+            oldest_ms = errand.source.oldest_ms
+            if errand.source is errand.target or oldest_ms is None:
                 continue
             if oldest_ms + self._limits.answer_ms_max <= now_ms:
-                self._shun(ticket, errand.supplier.replica, "no answer", now_ms)
+                self._avoid_source(ticket, errand.source.replica, "no answer", now_ms)
 
     def lost(self, each: ReplicaSession) -> None:
         """A connection was lost: drop its steps (rule 1)."""
-        for ticket, errand in list(self._errands.items()):
-            if errand.supplier is each or errand.wanting is each:
+        for ticket, errand in list(self._running.items()):
+            if errand.source is each or errand.target is each:
                 self._drop(ticket)
 
     def source_rejected(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
         """Return whether a rejected request was a step of another replica; drop the step."""
-        errand = self._errands.get(ticket)
-        if errand is None or errand.supplier is not each or errand.wanting is each:
+        errand = self._running.get(ticket)
+        if errand is None or errand.source is not each or errand.target is each:
             return False
-        self._shun(ticket, each.replica, reason, now_ms)
+        self._avoid_source(ticket, each.replica, reason, now_ms)
         return True
 
     def fill_rejected(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
         """Return whether a replica rejected the repair of damage; it continues (rule 6)."""
-        errand = self._errands.get(ticket)
+        errand = self._running.get(ticket)
         if errand is None or not isinstance(errand.step, FillDamage):
             return False
         assert each.repair is not None
         if each.repair.not_filled(errand.step):
             # The records may be bad: another source may have better ones.
-            self._shun(ticket, self._fills_from[each.replica], reason, now_ms)
+            self._avoid_source(ticket, self._fills_from[each.replica], reason, now_ms)
         else:
             self._drop(ticket)
         return True
@@ -316,20 +316,20 @@ class Repairs:
         each.repair.damage_found(damaged)
         self._report("replica.damaged", each, damaged)
 
-    def _shun(self, ticket: int, source: ReplicaId, reason: str, now_ms: int) -> None:
-        wanting = self._errands[ticket].wanting
-        fields = (("replica", source), ("wanting", wanting.replica), ("reason", reason))
+    def _avoid_source(self, ticket: int, source: ReplicaId, reason: str, now_ms: int) -> None:
+        target = self._running[ticket].target
+        fields = (("replica", source), ("target", target.replica), ("reason", reason))
         self._outbox.append(Report("replica.no_source", fields))
         until_ms = now_ms + self._limits.answer_ms_max
-        self._shunned_until_ms[wanting.replica, source] = until_ms
+        self._avoided_until_ms[target.replica, source] = until_ms
         self._drop(ticket)
 
     def _drop(self, ticket: int) -> None:
-        wanting, _, _ = self._errands.pop(ticket)
-        if wanting.ticket == ticket:
-            wanting.ticket = NO_TICKET
-        if wanting.repair is not None:
-            wanting.repair.restart()
+        target, _, _ = self._running.pop(ticket)
+        if target.ticket == ticket:
+            target.ticket = NO_TICKET
+        if target.repair is not None:
+            target.repair.restart()
 
     # -----------------------------------------------------------------------------------------
     # answers
@@ -342,43 +342,43 @@ class Repairs:
         Raises:
             RemoteProtocolError, Damaged: the answer of the replica is invalid.
         """
-        errand = self._errands.get(ticket)
+        errand = self._running.get(ticket)
         if errand is None:
             return  # Rule 1: its step was dropped or has timed out.
-        wanting, supplier, step = errand
-        assert supplier is each
-        assert wanting.ticket == ticket
+        target, source, step = errand
+        assert source is each
+        assert target.ticket == ticket
         if isinstance(step, SourceLineage | FetchCopy):
             try:
-                self._supplied(wanting, supplier.replica, step, answer, now_ms)
+                self._supplied(target, source.replica, step, answer, now_ms)
             except (Damaged, ProtocolError) as error:
-                self._shun(ticket, supplier.replica, str(error), now_ms)
+                self._avoid_source(ticket, source.replica, str(error), now_ms)
                 return
         else:
-            self._done(wanting, step, answer)
-        del self._errands[ticket]
-        wanting.ticket = NO_TICKET
+            self._done(target, step, answer)
+        del self._running[ticket]
+        target.ticket = NO_TICKET
 
     def _supplied(
         self,
-        wanting: ReplicaSession,
-        supplier: ReplicaId,
+        target: ReplicaSession,
+        source: ReplicaId,
         step: SourceLineage | FetchCopy,
         answer: StorageMessage,
         now_ms: int,
     ) -> None:
-        if wanting.is_marked and isinstance(step, FetchCopy) and step.whole_batches:
+        if target.is_marked and isinstance(step, FetchCopy) and step.whole_batches:
             assert isinstance(answer, messages.RangeBytes)
             verify_records(answer, first=step.first, last=step.last)
-            chain = verify_batches(answer, wanting.next_chain)
-            wanting.append_range(answer, chain, now_ms)
+            chain = verify_batches(answer, target.next_chain)
+            target.append_range(answer, chain, now_ms)
             return
-        repair = wanting.repair
+        repair = target.repair
         assert repair is not None
         if isinstance(step, FetchCopy):
             assert isinstance(answer, messages.RangeBytes)
             repair.fetched(answer, step)
-            self._fills_from[wanting.replica] = supplier
+            self._fills_from[target.replica] = source
         else:
             assert isinstance(answer, messages.LineageResponse)
             repair.source_answered(answer, first=step.first, last=step.last)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 NO_TICKET: Final = -1
 # Maximum number of append latencies kept for the metrics, which take them every second.
-TOOK_MAX: Final = 4_096
+LATENCIES_MAX: Final = 4_096
 
 _ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
     messages.Prepare: messages.Prepared,
@@ -112,7 +112,7 @@ class ReplicaSession:
         self.next_chain: Chain = GENESIS_CHAIN
         self.unanswered_bytes = 0
         # Latencies of appends, from sending to answer, while engaged; the metrics remove them.
-        self.took_ms: deque[int] = deque(maxlen=TOOK_MAX)
+        self.took_ms: deque[int] = deque(maxlen=LATENCIES_MAX)
         self.slow_count = 0  # slow appends since the last report of one
         self.slow_report_at_ms = 0
         self._session_id = session_id

@@ -65,7 +65,7 @@ class Reassign:
 
 
 @value(frozen=True, slots=True)
-class Disown:
+class ReleaseOwnership:
     """This server does not own the partition any more."""
 
 
@@ -164,7 +164,7 @@ class ReplicaAnswered:
 Event: TypeAlias = (
     Own
     | Reassign
-    | Disown
+    | ReleaseOwnership
     | Submit
     | ProveMark
     | Checkpoint

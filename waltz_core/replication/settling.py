@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from waltz_core.errors import RemoteProtocolError
-from waltz_core.records.record import BEFORE_FIRST, MADE_UP, LineageEntry, TransactionId
+from waltz_core.records.record import BEFORE_FIRST, RECONSTRUCTED, LineageEntry, TransactionId
 from waltz_core.replication.replica_session import ReplicaSession
 from waltz_core.replication.session_claim import Claim
 from waltz_core.replication.session_events import Settled
@@ -65,7 +65,7 @@ class Settling:
             raise RemoteProtocolError(
                 f"storage {each.replica}: expected a lineage with batches, found none"
             )
-        if any(entry.session_id == MADE_UP for entry in answer.lineage):
+        if any(entry.session_id == RECONSTRUCTED for entry in answer.lineage):
             self._request_next(each, now_ms)
             return
         if self._stamp_ms is None:

@@ -64,8 +64,8 @@ _ABSENT: Final = ReplicaStage.ABSENT
 _ENGAGED: Final = ReplicaStage.ENGAGED
 _READY: Final = ReplicaStage.READY
 _SYNCED_LAST: Final = attrgetter("synced_last")
-_AT_WORK: Final = (ReplicaStage.REPAIRING, ReplicaStage.READY, ReplicaStage.ENGAGED)
-_NEARLY: Final = (ReplicaStage.PREPARING, ReplicaStage.REPAIRING)
+_PREPARED: Final = (ReplicaStage.REPAIRING, ReplicaStage.READY, ReplicaStage.ENGAGED)
+_CATCHING_UP: Final = (ReplicaStage.PREPARING, ReplicaStage.REPAIRING)
 
 
 class PartitionConstants(NamedTuple):
@@ -191,7 +191,7 @@ class StoreSession:
         for each in self.replicas.values():
             if each.stage is _ABSENT:
                 times.append(each.redial_at_ms)
-            elif not self._has_time(each) and (oldest_ms := each.oldest_ms) is not None:
+            elif not self._has_no_timeout(each) and (oldest_ms := each.oldest_ms) is not None:
                 times.append(oldest_ms + self._limits.answer_ms_max)
         times += self._proving.deadlines()
         # These times only affect `wanted_states`, which every step evaluates: skip past ones.
@@ -251,16 +251,16 @@ class StoreSession:
 
     def woken(self, now_ms: int) -> None:
         """Handle timeouts and redials."""
-        self.repairs.give_up_slow(now_ms)
+        self.repairs.expire_slow_sources(now_ms)
         for each in list(self.replicas.values()):
             oldest_ms = each.oldest_ms
             if each.stage is ReplicaStage.ABSENT and each.redial_at_ms <= now_ms:
                 each.dial()
-            elif self._has_time(each) or oldest_ms is None:
+            elif self._has_no_timeout(each) or oldest_ms is None:
                 continue
             elif oldest_ms + self._limits.answer_ms_max <= now_ms:
                 self._lose(each, "no answer", now_ms)
-        self._proving.give_up_late(now_ms)
+        self._proving.expire(now_ms)
         stalled_at_ms = self._stalled_at_ms()
         if stalled_at_ms is not None and stalled_at_ms <= now_ms:
             self.end(Ending(Cause.STALLED, "no quorum of replicas answers appends"))
@@ -326,7 +326,7 @@ class StoreSession:
         if self._enough_since_ms is None:
             self._enough_since_ms = now_ms
         is_hurried = now_ms >= self._enough_since_ms + self._limits.grace_ms
-        if not is_hurried and any(each.stage in _NEARLY for each in self.replicas.values()):
+        if not is_hurried and any(each.stage in _CATCHING_UP for each in self.replicas.values()):
             return None
         claim = self.claim
         return self.recovery.opening_states(claim.session_id, claim.assigned, ready)
@@ -404,12 +404,12 @@ class StoreSession:
             return True
         return self.writing is not None and self.writing.get(each.replica) == self._engaged_state
 
-    def _has_time(self, each: ReplicaSession) -> bool:
+    def _has_no_timeout(self, each: ReplicaSession) -> bool:
         """Whether a replica has no answer timeout; it has one until the session is settled.
 
         If a slow replica were dropped later, each of its returns would end the session again.
         """
-        return self.is_settled and each.stage in _AT_WORK
+        return self.is_settled and each.stage in _PREPARED
 
     def _returned(self, each: ReplicaSession, now_ms: int) -> None:
         """A tainted replica has returned: it needs a new session (replica_session.py, rule 3)."""
@@ -465,13 +465,13 @@ class StoreSession:
             # It has lost the nonce of its promise, but will accept the next session.
             self.end(Ending(Cause.FENCED, reason, each.replica))
         elif is_same and isinstance(request.message, messages.Prepare):
-            self._met_rival(each, reason, now_ms)
+            self._found_rival(each, reason, now_ms)
         elif self.repairs.fill_rejected(request.ticket, each, reason, now_ms):
             self._report("replica.repair_rejected", replica=each.replica, reason=reason)
         elif not self.repairs.source_rejected(request.ticket, each, reason, now_ms):
             self._reject(each, reason, now_ms, error_code=nack.error_code)
 
-    def _met_rival(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
+    def _found_rival(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
         """Another owner has used this session's ID: ZooKeeper gave it out twice (row 15)."""
         self._rivals.append(each.replica)
         self._reject(each, reason, now_ms)

@@ -180,7 +180,7 @@ Event: TypeAlias = (
     | Wakeup
     | replication.Own
     | replication.Reassign
-    | replication.Disown
+    | replication.ReleaseOwnership
     | replication.Checkpoint
     | replication.MetadataRead
     | replication.MetadataWritten

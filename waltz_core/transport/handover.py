@@ -28,11 +28,11 @@ from waltz_core.errors import Unreachable, WaltzError
 _log = logging.getLogger(__name__)
 
 IS_POSSIBLE: Final = sys.platform == "linux"
-QUESTION_S_MAX: Final = 5.0
+REQUEST_TIMEOUT_S: Final = 5.0
 CALLERS_MAX: Final = 64
 PAUSE_S: Final = 1.0
 _NAME_BYTES_MAX: Final = 107
-_HERE: Final = b"\x01"
+_DESCRIPTOR_MESSAGE: Final = b"\x01"
 _CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 _ROOT: Final = 0
 
@@ -40,7 +40,7 @@ _ROOT: Final = 0
 Open = Callable[[bytes], Awaitable[int]]
 
 
-async def offer(name: str, question_bytes: int, open_requested: Open) -> None:
+async def offer(name: str, request_bytes: int, open_requested: Open) -> None:
     """Serve files under this name until cancelled.
 
     Returns if that is not possible here: then readers use the storage's connection.
@@ -66,7 +66,7 @@ async def offer(name: str, question_bytes: int, open_requested: Open) -> None:
                     _log.warning("handover.accept_failed name=%s error=%s", name, error)
                     await asyncio.sleep(PAUSE_S)
                     continue
-                answering = callers.create_task(_answer(caller, question_bytes, open_requested))
+                answering = callers.create_task(_answer(caller, request_bytes, open_requested))
                 answering.add_done_callback(lambda _: room.release())
 
 
@@ -103,10 +103,10 @@ def take(name: str, question: bytes, *, timeout_s: float) -> int:
             if user not in _trusted():
                 raise Unreachable(f"{name}: user {user} has bound that name and is not trusted")
             made.sendall(question)
-            answer, descriptors, _, _ = socket.recv_fds(made, len(_HERE), 1)
+            answer, descriptors, _, _ = socket.recv_fds(made, len(_DESCRIPTOR_MESSAGE), 1)
         except OSError as error:
             raise Unreachable(f"{name}: {error}") from error
-        if answer != _HERE or len(descriptors) != 1:
+        if answer != _DESCRIPTOR_MESSAGE or len(descriptors) != 1:
             for each in descriptors:
                 os.close(each)
             raise Unreachable(f"{name}: the requested file is not available")
@@ -114,7 +114,7 @@ def take(name: str, question: bytes, *, timeout_s: float) -> int:
         return descriptors[0]
 
 
-async def _answer(caller: socket.socket, question_bytes: int, open_requested: Open) -> None:
+async def _answer(caller: socket.socket, request_bytes: int, open_requested: Open) -> None:
     """Apply rule 2; a connection without a request in time gets no answer."""
     loop = asyncio.get_running_loop()
     with closing(caller):
@@ -123,10 +123,10 @@ async def _answer(caller: socket.socket, question_bytes: int, open_requested: Op
             _log.info("handover.denied error=user %d is not the one that runs this process", user)
             return
         try:
-            async with asyncio.timeout(QUESTION_S_MAX):
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 question = b""
-                while len(question) < question_bytes:
-                    part = await loop.sock_recv(caller, question_bytes - len(question))
+                while len(question) < request_bytes:
+                    part = await loop.sock_recv(caller, request_bytes - len(question))
                     if not part:
                         return
                     question += part
@@ -136,7 +136,7 @@ async def _answer(caller: socket.socket, question_bytes: int, open_requested: Op
             _log.info("handover.denied error=%s", error)
             return
         try:
-            socket.send_fds(caller, [_HERE], [descriptor])
+            socket.send_fds(caller, [_DESCRIPTOR_MESSAGE], [descriptor])
         except OSError as error:  # the caller has disconnected meanwhile
             _log.info("handover.failed error=%s", error)
         finally:

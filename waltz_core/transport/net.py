@@ -100,14 +100,14 @@ async def dial(
         if not ready.done():
             ready.set_result(link)
 
-    def is_gone(link: Link) -> None:
+    def report_closed(link: Link) -> None:
         if not ready.done():
-            ready.set_exception(_why_gone(address, link))
+            ready.set_exception(_connection_error(address, link))
             ready.exception()  # retrieved here, as the dial may have been cancelled
 
     link = Link(surface, is_listener=False, write_backlog_bytes_max=write_backlog_bytes_max)
     link._on_ready = is_ready
-    link._on_lost = is_gone
+    link._on_lost = report_closed
     try:
         try:
             async with asyncio.timeout(timeout_s):
@@ -595,7 +595,7 @@ def _only_messages(events: list[ConnectionEvent]) -> list[Message]:
     return cast("list[Message]", events)
 
 
-def _why_gone(address: str, link: Link) -> WaltzError:
+def _connection_error(address: str, link: Link) -> WaltzError:
     """Return the error for a link that was closed before the peer's hello."""
     broken = link._connection.failure
     if link._has_tls_failed or (broken is not None and str(broken) == FOUND_TLS):

@@ -14,8 +14,8 @@ Rules:
        explicit.
     5. A daemon reads its files again on SIGHUP (`renew`). Authorities are added; only a restart
        removes them.
-    6. The same failure of the same peer is logged once in `NEWS_AGAIN_S`, so that a peer that keeps
-       dialing does not fill the disk.
+    6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`, so that a peer that
+       keeps dialing does not fill the disk.
     7. A daemon checks its own certificate like its peers: the advertised host, and the dates. A
        mismatch is logged as an error when the files are read.
 """
@@ -44,9 +44,11 @@ ALERT: Final = 0x15
 # The answer to a peer that has not begun a handshake: a fatal alert, unexpected_message.
 UNEXPECTED_MESSAGE: Final = bytes((ALERT, 3, 3, 0, 2, 2, 10))
 
-NEWS_AGAIN_S: Final = 60.0
-_NEWS_MAX: Final = 1_024
-_NEWS: Final[dict[tuple[str, str], float]] = {}  # (peer, failure) -> when this process logged it
+LOG_INTERVAL_S: Final = 60.0
+_LAST_LOGGED_MAX: Final = 1_024
+_LAST_LOGGED: Final[
+    dict[tuple[str, str], float]
+] = {}  # (peer, failure) -> when this process logged it
 _FILES: Final = ("tls_certificate", "tls_key", "tls_authorities")
 _FOUND_PLAIN: Final = "expected TLS, found plain TCP"
 _NO_VERSION: Final = "no common version: expected TLS 1.2 or 1.3"
@@ -146,11 +148,11 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
 def log_failure(peer: str, failure: str) -> None:
     """Log why a handshake with a peer failed (rule 6); `peer` is a host if its ports vary."""
     now_s = time.monotonic()
-    if now_s < _NEWS.get((peer, failure), -NEWS_AGAIN_S) + NEWS_AGAIN_S:
+    if now_s < _LAST_LOGGED.get((peer, failure), -LOG_INTERVAL_S) + LOG_INTERVAL_S:
         return
-    if len(_NEWS) >= _NEWS_MAX:
-        _NEWS.clear()
-    _NEWS[peer, failure] = now_s
+    if len(_LAST_LOGGED) >= _LAST_LOGGED_MAX:
+        _LAST_LOGGED.clear()
+    _LAST_LOGGED[peer, failure] = now_s
     _log.warning("tls.failed peer=%s error=%s", peer, failure)
 
 

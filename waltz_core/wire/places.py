@@ -25,7 +25,7 @@ PLACES: Final = 2
 PLACES_BYTES_MAX: Final = 64 * 1024 * 1024
 _PLACE: Final = Struct(">qqq")
 _SEGMENT: Final = Struct(">iq")
-SEGMENT_QUESTION_BYTES: Final = _SEGMENT.size
+SEGMENT_REQUEST_BYTES: Final = _SEGMENT.size
 
 
 class FilePlace(NamedTuple):
@@ -73,6 +73,6 @@ def encode_segment(partition_id: PartitionId, segment: TransactionId) -> bytes:
 
 
 def decode_segment(question: bytes) -> tuple[PartitionId, TransactionId]:
-    """Return the requested segment; the request has `SEGMENT_QUESTION_BYTES`."""
+    """Return the requested segment; the request has `SEGMENT_REQUEST_BYTES`."""
     partition_id, segment = _SEGMENT.unpack(question)
     return PartitionId(partition_id), TransactionId(segment)

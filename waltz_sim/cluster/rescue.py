@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 STEPS: Final = ("claim", "fence", "write", "mark", "assign", "add")
 BEST: Final = ReplicaId("")
 ATTEMPTS_MAX: Final = 10
-LOOK_S: Final = 0.1
-LOOKS_MAX: Final = 30
+POLL_INTERVAL_S: Final = 0.1
+POLLS_MAX: Final = 30
 
 
 class Died(Exception):
@@ -160,7 +160,7 @@ class Rescue:
         else:
             self._passed("fence")
             if self._accepted == BEST and logs:
-                self._accepted = max(logs, key=lambda each: _worth(logs[each]))
+                self._accepted = max(logs, key=lambda each: _rank(logs[each]))
             if self._accepted not in logs:
                 raise Died(f"{self._accepted} did not answer")
             others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
@@ -214,10 +214,10 @@ class Rescue:
         """Assign the other replicas one by one, each after the assigned ones are engaged."""
         cluster = self._cluster
         for each in others:
-            for _ in range(LOOKS_MAX):
+            for _ in range(POLLS_MAX):
                 if cluster.is_whole():
                     break
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
             states = cluster.coordinator.metadata
             if not cluster.is_whole() or states is None or each in cluster.replicas:
                 raise Died("others change the replicas, or they do not recover")
@@ -273,7 +273,7 @@ class _DeclareOperations:
         self._rescue.assign(self._verdict)
 
 
-def _worth(log: Log) -> tuple[bool, int, int, bool]:
+def _rank(log: Log) -> tuple[bool, int, int, bool]:
     """Return the sort key of a log; the best log has the greatest, as in the command."""
     return not log.is_damaged, *log.rank, not log.is_suspect
 

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 RELEASED_PAUSE_US: Final = 300_000
 READ_TIMEOUT_US: Final = 2_000_000
 PIECE_BYTES: Final = 150
-_NO_CLIENT: Final = -1
+_NO_CLIENT_ID: Final = -1
 
 
 class SmallPieces(Pace):
@@ -180,7 +180,7 @@ class SimServer(Process):
     def assigned(self, assignment: "Assignment") -> None:
         """Take the current assignment, which this server has just read."""
         if assignment.owner != self.name:
-            self.disown()
+            self.release_ownership()
             return
         replicas = assignment.replicas
         if self.partition is None:
@@ -194,11 +194,11 @@ class SimServer(Process):
         elif has_changed:
             self.step(session_events.Reassign(replicas))
 
-    def disown(self) -> None:
+    def release_ownership(self) -> None:
         """Another server owns the partition."""
         if self.partition is None:
             return
-        self.step(session_events.Disown())
+        self.step(session_events.ReleaseOwnership())
         for key in list(self._sessions):
             self._close_session(*key)
         self.partition = self.store = None
@@ -401,7 +401,7 @@ class SimServer(Process):
 
         def opened(link: SimLink) -> None:
             self._readers[replica] = link
-            opening = OpenRequest(_NO_CLIENT, _NO_CLIENT, _NO_CLIENT, self.cluster.key, 1)
+            opening = OpenRequest(_NO_CLIENT_ID, _NO_CLIENT_ID, _NO_CLIENT_ID, self.cluster.key, 1)
             self.cluster.network.send(link, NEAR, opening)
             for at, _, fetch in list(self._fetches.values()):
                 if at == replica:

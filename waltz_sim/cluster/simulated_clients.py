@@ -189,7 +189,7 @@ class SimClient(Process):
             case stream_events.NeedClientId():
                 client_id = self.cluster.coordinator.next_client_id()
                 self.after(1_000, lambda: self._renew(client_id))
-            case stream_events.FeedLags():
+            case stream_events.FeedLagging():
                 # Small logs: the missed range is requested from the server at once.
                 mark = effect.fed
                 self.after(1_000, lambda: self.step(stream_events.Resume(mark)))

@@ -322,7 +322,7 @@ class _Links(ServerLinks):
         )
         self._author = author
 
-    async def dial_apart(self, address: str) -> "net.Link":
+    async def dial_unshared(self, address: str) -> "net.Link":
         """See `ServerLinks`."""
         return cast("net.Link", await self._author.dial(address))
 

@@ -252,7 +252,7 @@ class SimCoordinator:
             if self._is_unreachable(server):
                 server.after(50_000, learn)
                 return
-            server.disown()
+            server.release_ownership()
             self.register_server(server)
 
         server.after(self._delay_us() + 1_000, learn)

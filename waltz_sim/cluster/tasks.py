@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_cluster import SimCluster
 
 ROWS: Final = 3
-LOOK_US: Final = 10_000
-LOOKS_MAX: Final = 300
+POLL_INTERVAL_US: Final = 10_000
+POLLS_MAX: Final = 300
 AGAIN_US: Final = 50_000
-TRIES_MAX: Final = 100
+ATTEMPTS_MAX: Final = 100
 # What ends an attempt: it is fenced, or its generation is over.
 FINAL: Final = (ConnectionSuperseded.code, GenerationMismatch.code)
 _NO_LOCKS: Final[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = ((), (), ())
@@ -62,7 +62,7 @@ class TwoAttempts(Process):
         self._owner, self._incarnation = owner, owner.incarnation
         self._is_over = False
         self._attempt(2)
-        self._look(LOOKS_MAX)
+        self._look(POLLS_MAX)
 
     def go_on(self) -> None:
         """Let the first attempt continue."""
@@ -77,9 +77,9 @@ class TwoAttempts(Process):
                 self._cluster.network.close(link, NEAR)
             self._written()
         elif left:
-            self.after(LOOK_US, lambda: self._look(left - 1))
+            self.after(POLL_INTERVAL_US, lambda: self._look(left - 1))
 
-    def _attempt(self, sequence: int, left: int = TRIES_MAX) -> None:
+    def _attempt(self, sequence: int, left: int = ATTEMPTS_MAX) -> None:
         """Mount with a connection sequence, and append all rows; retry as a client does."""
         cluster, owner = self._cluster, self._cluster.owner
 

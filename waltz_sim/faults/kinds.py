@@ -169,7 +169,7 @@ THEMES: Final = (
     "take_snapshot",
     "zeroed_page",
 )
-_BESIDE: Final = (
+_ALWAYS_POSSIBLE: Final = (
     "change_replicas",
     "crash_server_at",
     "cut_link",
@@ -180,7 +180,7 @@ _BESIDE: Final = (
     "restart_loop",
     "take_snapshot",
 )
-assert KINDS.keys() >= {*THEMES, *_BESIDE}
+assert KINDS.keys() >= {*THEMES, *_ALWAYS_POSSIBLE}
 
 
 def rough_schedule_of(seed: int) -> Schedule:
@@ -188,7 +188,7 @@ def rough_schedule_of(seed: int) -> Schedule:
     rng = chance_of(seed ^ 0x20064)
     theme = rng.sample(THEMES, rng.randint(3, 6))
     weights = {kind: rng.choice((16, 30)) if kind in theme else 3 for kind in WEIGHTS}
-    only = None if rng.random() < 0.5 else {*theme, *_BESIDE}
+    only = None if rng.random() < 0.5 else {*theme, *_ALWAYS_POSSIBLE}
     schedule = schedule_of(seed, weights, only=only)
     if rng.random() < 0.6:
         schedule = schedule.with_setup(segment_bytes_max=rng.choice((600, 1_200, 2_048)))

@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.replication import session_events
-from waltz_core.server.locking.refill import UNDER_WAY_MAX
+from waltz_core.server.locking.refill import IN_FLIGHT_MAX
 from waltz_core.storage.service.lane import REQUEST_BYTES
 from waltz_core.wire.messages import AppendRaw, StorageMessage
 
@@ -103,7 +103,7 @@ class Bounds:
         pipeline = partition.pipeline
         queued, queued_max = pipeline.queued_bytes, 2 * limits.queue_bytes_max
         flying, flying_max = pipeline.in_flight_bytes, 2 * limits.in_flight_bytes_max
-        fetches, fetches_max = server.fetch_count, limits.fetches_max + UNDER_WAY_MAX
+        fetches, fetches_max = server.fetch_count, limits.fetches_max + IN_FLIGHT_MAX
         if queued > queued_max:
             self._too_much(server, f"{queued} bytes queued, {queued_max} allowed")
         if flying > flying_max:

@@ -27,8 +27,8 @@ from waltz_core.cluster.nodes.model import UNRESOLVED, PartitionMetadata, Replic
 from waltz_core.errors import WaltzError
 from waltz_core.records.record import (
     BEFORE_FIRST,
-    MADE_UP,
     NO_SESSION,
+    RECONSTRUCTED,
     PartitionId,
     ReplicaId,
     SessionId,
@@ -137,17 +137,17 @@ def is_sound(storage: "SimStorage") -> bool:
         engine = storage.open_engine(copy)
         log = engine.log(PartitionId(0))
         read_whole(log)
-        return not log.suspect and not log.damaged and not _has_made_up(log)
+        return not log.suspect and not log.damaged and not _has_reconstructed(log)
     except WaltzError:
         return False
 
 
-def _has_made_up(log: PartitionLog) -> bool:
+def _has_reconstructed(log: PartitionLog) -> bool:
     """Whether a log has lost batch entries: it serves records, but cannot be copied completely."""
     if log.synced_max == BEFORE_FIRST:
         return False
     _, entries = log.lineage(TransactionId(0), log.synced_max)
-    return not entries or any(entry.session_id == MADE_UP for entry in entries)
+    return not entries or any(entry.session_id == RECONSTRUCTED for entry in entries)
 
 
 def read_whole(log: PartitionLog) -> None:

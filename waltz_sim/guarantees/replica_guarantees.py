@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from waltz_core.errors import DataLoss, DiskFailed, NoSpace, WaltzError
 from waltz_core.records.record import (
     BEFORE_FIRST,
-    MADE_UP,
+    RECONSTRUCTED,
     RECORD_HEADER,
     RECORD_PREFIX,
     Chain,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 HOME: Final = Path("/waltz/0")
 # A replica's records are compared with the history every N pieces of work.
-LOOK_EVERY: Final = 200
+CHECK_EVERY: Final = 200
 
 
 class Durable(NamedTuple):
@@ -176,7 +176,7 @@ class ReplicaGuarantees:
         if work.requests:
             self._check_durable(storage.name, work.log)
         self._work_count += 1
-        if self._work_count % LOOK_EVERY == 0:
+        if self._work_count % CHECK_EVERY == 0:
             self.look_at(storage, work.log)
 
     def _rejected(self, storage: "SimStorage", message: object, error: WaltzError) -> None:
@@ -244,7 +244,7 @@ class ReplicaGuarantees:
             self.check_range(storage.name, outcome)
         elif isinstance(outcome, LineageResponse):
             for entry in outcome.lineage:
-                if self._is_made_up(storage.name, entry):
+                if self._is_reconstructed(storage.name, entry):
                     continue
                 if self._facts.history.node_at(entry.chain, entry.last) is None:
                     self._facts.fail("NoRotServed", f"{storage.name} sends an unknown {entry}")
@@ -253,9 +253,9 @@ class ReplicaGuarantees:
             if outcome.storage_id != storage.engine.storage_id:
                 self._facts.fail("Identity", f"{storage.name} answers with another storage's id")
 
-    def _is_made_up(self, name: str, entry: LineageEntry) -> bool:
+    def _is_reconstructed(self, name: str, entry: LineageEntry) -> bool:
         """Whether a batch may be a substitute for others whose entries were unreadable."""
-        return name in self.rotten and entry.session_id == MADE_UP
+        return name in self.rotten and entry.session_id == RECONSTRUCTED
 
     def _check_identity(self, storage: "SimStorage", what: str) -> None:
         """22. Identity: only the registered disk is changed."""
@@ -293,7 +293,7 @@ class ReplicaGuarantees:
         if name in self.rotten and not _covers(answer):
             return  # Some entries are lost; the requester detects that.
         for entry in answer.lineage:
-            if self._is_made_up(name, entry):
+            if self._is_reconstructed(name, entry):
                 return
             node = nodes.node_at(entry.chain, entry.last)
             if node is None:

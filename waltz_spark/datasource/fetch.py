@@ -83,7 +83,7 @@ class Shape:
             )
             good = np.ones(len(data), dtype=np.bool_)
         else:
-            columns, good = unpacker.what_can_be_read(data)
+            columns, good = unpacker.readable_columns(data)
         found |= dict(zip(self._foreign, columns, strict=True))
         if corrupt in self.arrow.names:
             kind = self.arrow.field(corrupt).type

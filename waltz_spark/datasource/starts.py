@@ -12,7 +12,7 @@ from waltz_spark import planning
 from waltz_spark.options import ReadOptions
 
 # A start by time takes about thirty sequential requests; for this many partitions concurrently.
-PARTITIONS_AT_ONCE = 32
+CONCURRENT_PARTITIONS_MAX = 32
 
 
 def starts(client: WaltzClient, options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
@@ -32,7 +32,7 @@ def starts(client: WaltzClient, options: ReadOptions, marks: Mapping[int, int]) 
             partial(_stamp_ms, client, partition), marks[partition], since_ms
         )
 
-    with ThreadPoolExecutor(PARTITIONS_AT_ONCE) as pool:
+    with ThreadPoolExecutor(CONCURRENT_PARTITIONS_MAX) as pool:
         return dict(zip(marks, pool.map(start, marks), strict=True))
 
 

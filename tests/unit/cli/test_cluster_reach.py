@@ -1,6 +1,6 @@
 """What `check-connectivity` and `server list` make of what they are told."""
 
-from waltz_core.cli.cluster.cluster_reach import HERE, reached_by
+from waltz_core.cli.cluster.cluster_reach import THIS_COMMAND, reached_by
 from waltz_core.cli.output import ranges_of
 
 A, B, C = "a:1", "b:1", "c:1"
@@ -9,7 +9,7 @@ A, B, C = "a:1", "b:1", "c:1"
 def test_a_server_that_has_not_known_a_storage_does_not_reach_it():
     found = reached_by("s:1", [A, B], {A: True, C: False})
     assert [(each.origin, each.target, each.is_reached) for each in found] == [
-        (HERE, "server s:1", True),
+        (THIS_COMMAND, "server s:1", True),
         ("server s:1", f"storage {A}", True),
         ("server s:1", f"storage {B}", False),
         ("server s:1", f"storage {C}", False),

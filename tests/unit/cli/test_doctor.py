@@ -22,7 +22,7 @@ CONNECT = "127.0.0.1:1/waltz/none"
 @pytest.fixture
 def told(monkeypatch, tmp_path):
     """Let the doctor be told these facts, one after the other; the last one stays."""
-    monkeypatch.setattr(doctor_command, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(doctor_command, "RECHECK_AFTER_S", 0.0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     facts = [healthy()]

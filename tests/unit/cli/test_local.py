@@ -43,7 +43,7 @@ def test_a_local_cluster_is_what_file_environment_and_flags_say(tmp_path, monkey
 def test_a_cluster_that_is_there_is_not_started_with_other_counts(tmp_path, monkeypatch, capsys):
     made = LocalCluster(tmp_path, partition_count=4)
     made._load_or_create()
-    made._let_ports_go()
+    made._release_ports()
     monkeypatch.setattr(LocalCluster, "up", lambda *_: "started:1/w")
     up = ["local", "up", "--directory", str(tmp_path)]
     assert main([*up, "--partitions", "5"]) == 1
@@ -61,7 +61,7 @@ def test_a_cluster_that_is_there_is_not_started_with_other_counts(tmp_path, monk
 def test_all_processes_of_a_cluster_get_tls_from_its_connect_string(tmp_path):
     made = LocalCluster(tmp_path, tls=tmp_path / "tls.toml")
     made._load_or_create()
-    made._let_ports_go()
+    made._release_ports()
     again = LocalCluster(tmp_path)
     for cluster in (made, again):
         assert cluster.connect.endswith(f"/waltz/local?tls={tmp_path}/tls.toml")

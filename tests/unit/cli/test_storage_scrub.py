@@ -23,10 +23,10 @@ class Storage:
 @pytest.fixture(autouse=True)
 def stuck(monkeypatch):
     @asynccontextmanager
-    async def administered(_address, *, ssl):
+    async def admin_connection(_address, *, ssl):
         yield Storage()
 
-    monkeypatch.setattr(storage_scrub, "administered", administered)
+    monkeypatch.setattr(storage_scrub, "admin_connection", admin_connection)
 
 
 def test_a_pass_that_does_not_come_to_its_end_is_reported_in_time(capsys):

@@ -43,7 +43,7 @@ KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
 ROOT = "/waltz/test"
 CONNECT = f"memory:2181{ROOT}"
 MIB = 1024 * 1024
-QUICK = ClientConfig(
+IN_MEMORY_CONFIG = ClientConfig(
     request_timeout_ms=8_000,
     retry_interval_ms_min=5,
     retry_interval_ms_max=50,
@@ -124,7 +124,7 @@ class MemoryServer:
     def _assigned(self, view) -> None:
         mine = view.partitions_of(self.server_id)
         for number in [each for each in self.partitions if each not in mine]:
-            self.partitions.pop(number)[1].post(replication.Disown())
+            self.partitions.pop(number)[1].post(replication.ReleaseOwnership())
         for number, generation in mine.items():
             if number not in self.partitions:
                 store = HoldingStore(self._cluster.logs[number])
@@ -272,7 +272,11 @@ class MemoryCluster:
         )
 
     def client(
-        self, config: ClientConfig = QUICK, *, client_id: int | None = None, root: str = ROOT
+        self,
+        config: ClientConfig = IN_MEMORY_CONFIG,
+        *,
+        client_id: int | None = None,
+        root: str = ROOT,
     ) -> OpenedClient:
         directory = ZooKeeperDirectory(
             CONNECT,
@@ -305,7 +309,7 @@ async def memory_cluster(
 
 @contextlib.asynccontextmanager
 async def two_clients(
-    second: ClientConfig = QUICK,
+    second: ClientConfig = IN_MEMORY_CONFIG,
 ) -> AsyncIterator[tuple[MemoryCluster, OpenedClient, OpenedClient]]:
     """Give a cluster and two clients of it."""
     async with (

@@ -104,7 +104,7 @@ class ModelWorld:
                     rows = FEED.iter_unpack(effect.headers)
                     for number, (packed, _) in zip(effect.ids, rows, strict=True):
                         self.fed[number] = ReqId.from_bytes(packed)
-                case stream_events.FeedLags():
+                case stream_events.FeedLagging():
                     assert self.lags is None, "asked to catch up twice"
                     self.lags = effect.fed
                 case stream_events.Ready() | stream_events.MarkMoved():
@@ -357,7 +357,7 @@ class ModelWorld:
         self.step(Wakeup())
 
     def catch_up(self) -> None:
-        """What the driver does after `FeedLags`, at last."""
+        """What the driver does after `FeedLagging`, at last."""
         if self.lags is not None:
             self.lags = None
             rows = self.log[: max(len(self.fed), len(self.log) - 3)]

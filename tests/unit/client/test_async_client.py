@@ -15,8 +15,8 @@ from tests.loops import on_virtual_loop
 from tests.patience import HANG_S
 from tests.unit.client.memory_cluster import (
     CONNECT,
+    IN_MEMORY_CONFIG,
     KEY,
-    QUICK,
     MemoryCluster,
     memory_cluster,
     two_clients,
@@ -269,7 +269,7 @@ async def test_a_batch_reports_every_row():
 
 @on_virtual_loop
 async def test_a_full_window_waits_and_drops_nothing():
-    config = QUICK.__class__(**{**QUICK.__dict__, "in_flight_count_max": 10})
+    config = IN_MEMORY_CONFIG.__class__(**{**IN_MEMORY_CONFIG.__dict__, "in_flight_count_max": 10})
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
         await client.mount([0])
         server = cluster.servers[0]
@@ -378,7 +378,9 @@ async def test_a_partition_that_moves_is_followed():
 
 @on_virtual_loop
 async def test_without_a_server_an_append_fails_definitely():
-    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 1_000})
+    config = IN_MEMORY_CONFIG.__class__(
+        **{**IN_MEMORY_CONFIG.__dict__, "request_timeout_ms": 1_000}
+    )
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
         await client.mount()
         await cluster.stop_server(cluster.servers[0])
@@ -392,7 +394,7 @@ async def test_without_a_server_an_append_fails_definitely():
 
 @on_virtual_loop
 async def test_a_question_ends_in_time_where_zookeeper_does_not_say_which_to_ask():
-    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 300})
+    config = IN_MEMORY_CONFIG.__class__(**{**IN_MEMORY_CONFIG.__dict__, "request_timeout_ms": 300})
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
 
         async def silent(*_, **__) -> None:
@@ -437,7 +439,9 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
 
 @on_virtual_loop
 async def test_closing_says_what_no_process_knows():
-    config = QUICK.__class__(**{**QUICK.__dict__, "request_timeout_ms": 1_000})
+    config = IN_MEMORY_CONFIG.__class__(
+        **{**IN_MEMORY_CONFIG.__dict__, "request_timeout_ms": 1_000}
+    )
     async with memory_cluster() as cluster:
         async with cluster.client(config).opened() as client:
             await client.mount([0])
@@ -721,7 +725,9 @@ async def test_an_application_far_behind_fetches_before_it_is_fed():
 
 @on_virtual_loop
 async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
-    config = QUICK.__class__(**{**QUICK.__dict__, "feed_ahead_count_max": 1_000})
+    config = IN_MEMORY_CONFIG.__class__(
+        **{**IN_MEMORY_CONFIG.__dict__, "feed_ahead_count_max": 1_000}
+    )
     async with memory_cluster() as cluster, cluster.client(config).opened() as client:
         go_on = asyncio.Event()
 
@@ -748,7 +754,7 @@ async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
 
 # Of who reads: on a busy machine an append may take as long, so another client writes.
 BRIEF = replace(
-    QUICK, request_timeout_ms=250, feed_ahead_count_max=1_000, range_bytes_max=64 * 1024
+    IN_MEMORY_CONFIG, request_timeout_ms=250, feed_ahead_count_max=1_000, range_bytes_max=64 * 1024
 )
 
 
@@ -934,7 +940,7 @@ async def test_replicas_of_the_own_group_are_nearby():
         return dict.fromkeys(storages, 7)
 
     async with memory_cluster() as cluster:
-        made = cluster.client(replace(QUICK, group=7))
+        made = cluster.client(replace(IN_MEMORY_CONFIG, group=7))
         with mock.patch.object(made.directory, "groups", side_effect=groups) as asked:
             async with made.opened() as ours:
                 (replica,) = (await ours.replicas(0)).replicas
@@ -964,7 +970,9 @@ async def test_a_client_that_was_reported_asks_no_zookeeper():
         await client.mount()
         layout = client.layout()
         assert layout.connect == CONNECT
-        opening = AsyncWaltzClient.at(layout, QUICK, client_id=5, connection_sequence=1 << 32)
+        opening = AsyncWaltzClient.at(
+            layout, IN_MEMORY_CONFIG, client_id=5, connection_sequence=1 << 32
+        )
         async with opening as told_client:
             outcome = await (
                 await told_client.append_batch(1, batch_of(b"x"), 1, client_high_water_mark=-1)
@@ -1046,8 +1054,12 @@ async def test_of_two_writers_with_one_id_the_later_attempt_wins():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount()
         layout = client.layout()
-        newer = AsyncWaltzClient.at(layout, QUICK, client_id=5, connection_sequence=2 << 32)
-        older = AsyncWaltzClient.at(layout, QUICK, client_id=5, connection_sequence=1 << 32)
+        newer = AsyncWaltzClient.at(
+            layout, IN_MEMORY_CONFIG, client_id=5, connection_sequence=2 << 32
+        )
+        older = AsyncWaltzClient.at(
+            layout, IN_MEMORY_CONFIG, client_id=5, connection_sequence=1 << 32
+        )
         async with newer as winner, older as loser:
             await winner.mount([0])
             future = await loser.append(b"x", partition=0)

@@ -30,10 +30,10 @@ def partition_without_a_server():
     def spawn(task, name):
         task.close()
 
-    surroundings = SimpleNamespace(
+    services = SimpleNamespace(
         config=ClientConfig(request_timeout_ms=100), random=Random(0), claim=None, spawn=spawn
     )
-    return ClientPartition(PARTITION, 1, surroundings)
+    return ClientPartition(PARTITION, 1, services)
 
 
 @on_virtual_loop

@@ -20,7 +20,7 @@ from tests.unit.client.stories import (
 from waltz_core import errors
 from waltz_core.client.stream import monitor as client_monitor
 from waltz_core.client.stream.monitor import BatchOutcome, Monitor, Pending
-from waltz_core.records.raw_records import FEW
+from waltz_core.records.raw_records import ONE_BY_ONE_MAX
 from waltz_core.records.record import BEFORE_FIRST, TransactionId
 from waltz_core.wire.messages import Reason
 
@@ -198,12 +198,12 @@ def test_every_row_of_every_parcel_is_found_where_it_stands(sizes, order):
 )
 def test_a_short_stretch_of_the_feed_says_what_a_long_one_says(sizes, rows):
     found = []
-    for few in (FEW, -1):
+    for few in (ONE_BY_ONE_MAX, -1):
         monitor, sequence = a_monitor(), 1
         for token, size in enumerate(sizes):
             sent(monitor, token, sequence, rows=size)
             sequence += size
-        with mock.patch.object(client_monitor, "FEW", few):
+        with mock.patch.object(client_monitor, "ONE_BY_ONE_MAX", few):
             try:
                 monitor.saw_feed(TransactionId(20), feed_headers(*rows))
             except errors.DataLoss as error:

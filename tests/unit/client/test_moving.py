@@ -15,7 +15,7 @@ import pytest
 
 from tests.loops import on_virtual_loop
 from tests.unit.client.memory_cluster import (
-    QUICK,
+    IN_MEMORY_CONFIG,
     ROOT,
     MemoryCluster,
     MemoryServer,
@@ -118,7 +118,7 @@ async def ways(cluster: MemoryCluster) -> AsyncIterator[list[Way]]:
 
 @contextlib.asynccontextmanager
 async def two_servers(
-    config: ClientConfig = QUICK,
+    config: ClientConfig = IN_MEMORY_CONFIG,
 ) -> AsyncIterator[tuple[MemoryCluster, list[Way], OpenedClient]]:
     """Give a cluster of two servers, the ways to them, and a client."""
     async with (
@@ -291,7 +291,7 @@ async def told_client(cluster: MemoryCluster, config: ClientConfig) -> AsyncIter
 def test_one_that_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
     what: str, is_told: bool
 ) -> None:
-    config = replace(QUICK, request_timeout_ms=60_000, dial_timeout_ms=60_000)
+    config = replace(IN_MEMORY_CONFIG, request_timeout_ms=60_000, dial_timeout_ms=60_000)
 
     @on_virtual_loop
     @mock.patch.object(net, "HELLO_S_MAX", 60.0)

@@ -6,13 +6,13 @@ import logging
 import pytest
 
 from waltz_core import errors
-from waltz_core.client.links.outage import AGAIN_S, Outage
+from waltz_core.client.links.outage import LOG_INTERVAL_S, Outage
 from waltz_core.client.model.callbacks import AsyncCallbacks, Callbacks, PoisonPolicy
 from waltz_core.records.record import PartitionId
 
 
 def times_told(
-    caplog: pytest.LogCaptureFixture, *, quiet_s: float, failures_s: list[float | None]
+    caplog: pytest.LogCaptureFixture, *, log_after_s: float, failures_s: list[float | None]
 ) -> list[float]:
     """Return when it was told of; None in place of a time: it works again."""
     told: list[float] = []
@@ -20,7 +20,7 @@ def times_told(
     async def story() -> None:
         now = [0.0]
         asyncio.get_running_loop().time = lambda: now[0]  # type: ignore[method-assign]
-        each = Outage(PartitionId(3), "server", quiet_s=quiet_s)
+        each = Outage(PartitionId(3), "server", log_after_s=log_after_s)
         for at_s in failures_s:
             caplog.clear()
             if at_s is None:
@@ -39,14 +39,16 @@ def times_told(
 def test_a_short_outage_is_not_reported_and_a_long_one_now_and_then(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    tries: list[float | None] = [float(at_s) for at_s in range(5, 5 + int(2 * AGAIN_S) + 20, 2)]
-    assert times_told(caplog, quiet_s=10, failures_s=tries) == [15, 75, 135]
-    assert times_told(caplog, quiet_s=0, failures_s=tries) == [5, 65, 125]
+    tries: list[float | None] = [
+        float(at_s) for at_s in range(5, 5 + int(2 * LOG_INTERVAL_S) + 20, 2)
+    ]
+    assert times_told(caplog, log_after_s=10, failures_s=tries) == [15, 75, 135]
+    assert times_told(caplog, log_after_s=0, failures_s=tries) == [5, 65, 125]
 
 
 def test_an_outage_that_is_over_restarts(caplog: pytest.LogCaptureFixture) -> None:
-    assert times_told(caplog, quiet_s=10, failures_s=[0, 9, None, 11, 20, None, 21]) == []
-    assert times_told(caplog, quiet_s=0, failures_s=[0, 1, None, 2, 3]) == [0, 2]
+    assert times_told(caplog, log_after_s=10, failures_s=[0, 9, None, 11, 20, None, 21]) == []
+    assert times_told(caplog, log_after_s=0, failures_s=[0, 1, None, 2, 3]) == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ def test_a_storage_that_does_not_greet_is_left_soon_for_another_one_and_the_last
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Of a process that was stopped the system still takes connections."""
-    monkeypatch.setattr("waltz_core.client.read.ranges.GREETING_S", 0.01)
+    monkeypatch.setattr("waltz_core.client.read.ranges.HANDSHAKE_TIMEOUT_S", 0.01)
     waited_s: dict[str, float] = {}
 
     async def open_link(

@@ -5,7 +5,7 @@ import pytest
 from tests.unit.client.stories import CLIENT, PARTITION, range_data, req
 from waltz_core.client.stream.monitor import Monitor
 from waltz_core.client.stream.readback import ReadBack
-from waltz_core.records.record import BEFORE_FIRST, MADE_UP, LineageEntry
+from waltz_core.records.record import BEFORE_FIRST, RECONSTRUCTED, LineageEntry
 from waltz_core.wire.messages import RangeForm
 
 A, B = b"a" * 16, b"b" * 16
@@ -46,7 +46,7 @@ def test_the_chain_is_compared_first_and_then_the_headers_are_read():
         (LineageEntry(2, 3, 1, 0, A), False),
         (LineageEntry(2, 3, 1, 0, B), True),
         (LineageEntry(2, 4, 1, 0, B), False),
-        (LineageEntry(2, 3, MADE_UP, 0, B), False),
+        (LineageEntry(2, 3, RECONSTRUCTED, 0, B), False),
     ],
 )
 def test_another_chain_at_the_same_end_is_another_history(entry, is_other):

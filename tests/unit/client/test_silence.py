@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from tests.loops import in_virtual_time
-from waltz_core.client.links.outage import AGAIN_S
+from waltz_core.client.links.outage import LOG_INTERVAL_S
 from waltz_core.client.links.silence import Silences
 
 SERVER = "host-1:15180"
@@ -83,8 +83,8 @@ def test_a_servers_connections_are_silent_as_one(story):
 
 def test_one_that_is_tried_again_and_again_is_reported_now_and_then(story):
     told = []
-    for now_s in range(100, 100 + 2 * int(AGAIN_S) + 1, 5):
+    for now_s in range(100, 100 + 2 * int(LOG_INTERVAL_S) + 1, 5):
         if story.at(now_s, story.silences.detected, SERVER, 0, since_s=now_s - 1):
             told.append(now_s)
         story.at(now_s + 1, story.silences.left, SERVER, 0, "no hello")
-    assert told == [100, 100 + AGAIN_S, 100 + 2 * AGAIN_S]
+    assert told == [100, 100 + LOG_INTERVAL_S, 100 + 2 * LOG_INTERVAL_S]

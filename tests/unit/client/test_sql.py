@@ -388,7 +388,7 @@ def apply_all(callbacks: SqlCallbacks, numbers: Iterable[int], last: int | None 
     left = given(numbers)
     end = int(left[-1].transaction_id) if last is None else last
     while left:
-        left = left[callbacks.apply_some(0, left, end) :]
+        left = left[callbacks.apply_transactions(0, left, end) :]
 
 
 def test_a_batch_is_one_transaction_of_the_database(engine: sa.Engine) -> None:
@@ -396,7 +396,7 @@ def test_a_batch_is_one_transaction_of_the_database(engine: sa.Engine) -> None:
     callbacks.client_high_water_mark(0)
     commits: list[sa.Connection] = []
     sa.event.listen(engine, "commit", commits.append)
-    assert callbacks.apply_some(0, given(range(10)), 9) == 10
+    assert callbacks.apply_transactions(0, given(range(10)), 9) == 10
     assert len(commits) == 1
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (10, 9)
 
@@ -449,7 +449,7 @@ def test_a_batch_that_lasts_longer_than_the_database_allows_is_made_smaller(
             apply_all(callbacks, range(16))
     assert [len(each) for each in callbacks.given] == [16, 8, 4]
     callbacks.given.clear()
-    callbacks.apply_some(0, given(range(16)), 15)
+    callbacks.apply_transactions(0, given(range(16)), 15)
     assert callbacks.given == [[0, 1]]
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (2, 1)
 
@@ -481,7 +481,7 @@ def test_what_another_instance_has_applied_is_left_out_of_a_batch(engine: sa.Eng
     apply_all(other, range(7))
     apply_all(one, range(12))
     assert one.given == [[7, 8, 9, 10, 11]]
-    assert other.apply_some(0, [], 11) == 0
+    assert other.apply_transactions(0, [], 11) == 0
     apply_all(other, range(7, 13))
     assert (one.total, other.client_high_water_mark(0)) == (13, 12)
 
@@ -490,7 +490,7 @@ def test_a_filter_moves_the_mark_past_what_it_leaves_out(engine: sa.Engine) -> N
     callbacks = Summing(engine)
     apply_all(callbacks, [3, 8], last=20)
     assert (callbacks.total, callbacks.client_high_water_mark(0)) == (2, 20)
-    assert callbacks.apply_some(0, [], 90) == 0
+    assert callbacks.apply_transactions(0, [], 90) == 0
     assert callbacks.client_high_water_mark(0) == 90
     apply_all(callbacks, [91])
     assert callbacks.given == [[3, 8], [91]]

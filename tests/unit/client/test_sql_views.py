@@ -61,9 +61,11 @@ class View(SqlCallbacks):
         if self.poison.intersection(ids):
             raise ZeroDivisionError
 
-    def apply_some(self, partition: int, transactions: Sequence[Transaction], last: int) -> int:
+    def apply_transactions(
+        self, partition: int, transactions: Sequence[Transaction], last: int
+    ) -> int:
         self.passes += not transactions
-        return super().apply_some(partition, transactions, last)
+        return super().apply_transactions(partition, transactions, last)
 
     def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
@@ -146,7 +148,7 @@ def test_a_filtered_view_has_what_it_wants_and_the_mark_of_the_log(
 def test_transactions_that_a_view_leaves_out_share_a_write_of_the_mark(
     waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("waltz_core.client.read.feed_delivery.PASS_S", HANG_S)
+    monkeypatch.setattr("waltz_core.client.read.feed_delivery.MARK_HOLD_S", HANG_S)
     view = View(engine)
     with waltz_memory.client() as client:
         client.subscribe(view, [0], headers=[7])
@@ -160,7 +162,7 @@ def test_transactions_that_a_view_leaves_out_share_a_write_of_the_mark(
 def test_a_context_gets_past_a_lock_of_a_transaction_that_the_view_leaves_out(
     waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("waltz_core.client.read.feed_delivery.PASS_S", HANG_S)
+    monkeypatch.setattr("waltz_core.client.read.feed_delivery.MARK_HOLD_S", HANG_S)
     view = View(engine)
 
     @transactional(partition=0)

@@ -577,7 +577,7 @@ def test_no_more_is_asked_for_while_the_application_is_far_behind():
     # By then the log may have gone on by any length, so that is found out first.
     assert story.tell(stream_events.Applied(24)) == [stream_events.OpenLink(2, ())]
     effects = story.mounted(story.link(), 900)
-    assert effects[1:] == [stream_events.FeedLags(49, 900), stream_events.Ready(900)]
+    assert effects[1:] == [stream_events.FeedLagging(49, 900), stream_events.Ready(900)]
 
 
 def test_nothing_is_asked_of_a_mount_that_is_not_answered_yet():
@@ -600,7 +600,7 @@ def test_a_feed_that_is_far_behind_is_fetched_and_then_resumed():
     effects = story.mounted(story.link(), 500)
     assert effects == [
         stream_events.MarkMoved(500),
-        stream_events.FeedLags(-1, 500),
+        stream_events.FeedLagging(-1, 500),
         stream_events.Ready(500),
     ]
     story.tell(stream_events.SendAppends(parcel(1)))

@@ -441,7 +441,7 @@ def test_data_that_is_asked_for_when_the_loop_was_closed_is_reported_as_unavaila
 
 
 def test_data_that_a_loop_was_asked_for_and_never_looked_at_leaves_no_coroutine_behind(monkeypatch):
-    monkeypatch.setattr(data_cache, "LOOK_S", 0.001)
+    monkeypatch.setattr(data_cache, "POLL_INTERVAL_S", 0.001)
     loop = asyncio.new_event_loop()
     monkeypatch.setattr(loop, "is_closed", lambda: True)  # it has ended before it came to that
     cache = DataCache(

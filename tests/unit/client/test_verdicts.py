@@ -32,10 +32,10 @@ def test_only_errors_from_before_the_log_are_a_definite_no(code):
 
 
 def test_mounts_are_tried_again_unless_that_can_never_help():
-    assert verdicts.is_mount_again(errors.NotOwned("x"))
-    assert verdicts.is_mount_again(errors.GenerationMismatch("x"))
+    assert verdicts.is_mount_retriable(errors.NotOwned("x"))
+    assert verdicts.is_mount_retriable(errors.GenerationMismatch("x"))
     for kind in (errors.ClientAhead, errors.ConnectionSuperseded, errors.UnknownPartition):
-        assert not verdicts.is_mount_again(kind("x"))
+        assert not verdicts.is_mount_retriable(kind("x"))
 
 
 @pytest.mark.parametrize("reason", [each for each in Reason if each is not Reason.COMMITTED])

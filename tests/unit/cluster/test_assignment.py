@@ -10,7 +10,7 @@ from waltz_core.cluster.membership.assignment import (
     assign_replicas,
     check_replica_change,
     handed_over,
-    is_in_force,
+    is_current,
     move_partitions,
 )
 from waltz_core.cluster.nodes.model import PartitionAssignment, ReplicaAssignments, ServerDescriptor
@@ -131,7 +131,7 @@ def test_a_move_raises_the_generation_of_what_moves_and_of_nothing_else():
     old = PartitionAssignment(7, 4, {1: {0: 5, 1: 5}, 2: {2: 5, 3: 5}})
     new = move_partitions(old, {1: 2, 3: 1, 2: 2})
     assert new == PartitionAssignment(7, 4, {1: {0: 5, 3: 6}, 2: {1: 6, 2: 5}})
-    assert is_in_force(new, live(1, 2), cversion=7, partition_count=4)
+    assert is_current(new, live(1, 2), cversion=7, partition_count=4)
     assert move_partitions(old, {}) == old
 
 
@@ -160,7 +160,7 @@ def test_invariants(data, partition_count, keeps_all):
         )
         even = not preferred and not keeps_all
         check_invariants(old, new, servers, partition_count, even=even)
-        assert is_in_force(new, servers, cversion=cversion, partition_count=partition_count)
+        assert is_current(new, servers, cversion=cversion, partition_count=partition_count)
         assert PartitionAssignment.from_bytes(new.to_bytes()) == new
         old = new
 
@@ -186,12 +186,12 @@ def check_invariants(old, new, servers, partition_count, *, even):
 def test_in_force_is_for_exactly_these_servers_and_all_partitions():
     servers = live(1, 2)
     assignment = PartitionAssignment(7, 2, {1: {0: 1}, 2: {1: 1}})
-    assert is_in_force(assignment, servers, cversion=7, partition_count=2)
-    assert not is_in_force(assignment, servers, cversion=8, partition_count=2)
-    assert not is_in_force(assignment, servers, cversion=7, partition_count=3)
-    assert not is_in_force(assignment, live(1), cversion=7, partition_count=2)
+    assert is_current(assignment, servers, cversion=7, partition_count=2)
+    assert not is_current(assignment, servers, cversion=8, partition_count=2)
+    assert not is_current(assignment, servers, cversion=7, partition_count=3)
+    assert not is_current(assignment, live(1), cversion=7, partition_count=2)
     partial = PartitionAssignment(7, 2, {1: {0: 1}, 2: {}})
-    assert not is_in_force(partial, servers, cversion=7, partition_count=2)
+    assert not is_current(partial, servers, cversion=7, partition_count=2)
 
 
 def test_each_group_gets_one_replica_of_each_partition():

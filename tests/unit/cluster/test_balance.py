@@ -13,13 +13,13 @@ from waltz_core.cluster.membership.balance import BalanceLimits, Balancer
 from waltz_core.cluster.membership.loads import LoadBook, LoadMeter
 from waltz_core.cluster.nodes.model import PartitionAssignment, ServerDescriptor
 
-REST_MS = 600_000
+PASS_PAUSE_MS = 600_000
 INTERVAL_MS, WINDOW_MS = 5_000, 30_000
 MINUTE_MS = 60_000
 
 
 def planned(owners, loads, *, servers=None, preferred=(), now_ms=0, limits=None):
-    balancer = Balancer(limits or BalanceLimits(REST_MS, 0, 2 * WINDOW_MS))
+    balancer = Balancer(limits or BalanceLimits(PASS_PAUSE_MS, 0, 2 * WINDOW_MS))
     return balancer.plan(owners, preferred, loads, servers or sorted(set(owners.values())), now_ms)
 
 
@@ -80,13 +80,13 @@ def test_a_partition_without_a_load_stays():
 def test_so_many_move_at_once_and_then_rest():
     owners = dict.fromkeys(range(100), 1)
     loads = dict.fromkeys(owners, 100.0)
-    balancer = Balancer(BalanceLimits(REST_MS, 0, 2 * WINDOW_MS, moves_max=5))
+    balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 0, 2 * WINDOW_MS, moves_max=5))
     moves = balancer.plan(owners, (), loads, [1, 2], 0)
     assert len(moves) == 5
     balancer.moved(moves, 0)
     hot = {**dict.fromkeys(owners, 1.0), **dict.fromkeys(moves, 10_000.0)}
-    assert not balancer.plan({**owners, **moves}, (), hot, [1, 2], REST_MS - 1).keys() & moves
-    assert balancer.plan({**owners, **moves}, (), hot, [1, 2], REST_MS).keys() & moves
+    assert not balancer.plan({**owners, **moves}, (), hot, [1, 2], PASS_PAUSE_MS - 1).keys() & moves
+    assert balancer.plan({**owners, **moves}, (), hot, [1, 2], PASS_PAUSE_MS).keys() & moves
 
 
 @st.composite
@@ -103,7 +103,7 @@ def clusters(draw):
 @given(clusters())
 def test_any_plan_keeps_the_rules(cluster):
     servers, owners, loads, preferred = cluster
-    limits = BalanceLimits(REST_MS, 0, 2 * WINDOW_MS)
+    limits = BalanceLimits(PASS_PAUSE_MS, 0, 2 * WINDOW_MS)
     moves = planned(owners, loads, servers=servers, preferred=preferred, limits=limits)
     assert moves.keys() <= owners.keys() & loads.keys()  # rule 5
     assert not moves.keys() & preferred
@@ -132,7 +132,7 @@ def test_planning_on_and_on_comes_to_an_end(cluster):
 
 
 def test_what_does_not_last_moves_nothing():
-    balancer = Balancer(BalanceLimits(REST_MS, 15_000, 2 * WINDOW_MS))
+    balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners = {0: 1, 1: 1, 2: 2, 3: 2}
     even, uneven = dict.fromkeys(owners, 500), {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
     looked = [(0, uneven), (10_000, uneven), (14_000, even), (15_000, uneven), (29_000, uneven)]
@@ -143,7 +143,7 @@ def test_what_does_not_last_moves_nothing():
 
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_what_was_not_looked_at_has_not_lasted(is_alone):
-    balancer = Balancer(BalanceLimits(REST_MS, 15_000, 2 * WINDOW_MS))
+    balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners, uneven = {0: 1, 1: 1, 2: 2, 3: 2}, {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
     assert balancer.plan(owners, (), uneven, (1, 2), 0) == {}
     if is_alone:  # only one of the servers tells its loads
@@ -156,7 +156,7 @@ def test_what_was_not_looked_at_has_not_lasted(is_alone):
 
 def test_one_that_only_reports_first_of_more_work_gives_nothing():
     """All stood still for a while; one server tells that they go on, the other's is from before."""
-    balancer = Balancer(BalanceLimits(REST_MS, 15_000, 2 * WINDOW_MS))
+    balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, 15_000, 2 * WINDOW_MS))
     owners = {0: 1, 1: 1, 2: 2, 3: 2}
     loads = {0: 85, 1: 85, 2: 85, 3: 300}
     assert balancer.plan(owners, (), loads, (1, 2), 0) == {}
@@ -193,7 +193,7 @@ class Cluster:
         )
         self._meters = {each: LoadMeter(WINDOW_MS) for each in servers}
         self._book = LoadBook(WINDOW_MS)
-        self._balancer = Balancer(BalanceLimits(REST_MS, WINDOW_MS // 2, 2 * WINDOW_MS))
+        self._balancer = Balancer(BalanceLimits(PASS_PAUSE_MS, WINDOW_MS // 2, 2 * WINDOW_MS))
 
     @property
     def owners(self):
@@ -265,7 +265,7 @@ def test_an_hour_of_noise_moves_next_to_nothing(seed):
     for at_ms, partition in cluster.moves:
         when[partition].append(at_ms)
     for times in when.values():
-        assert all(b - a >= REST_MS for a, b in pairwise(times))
+        assert all(b - a >= PASS_PAUSE_MS for a, b in pairwise(times))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -280,8 +280,8 @@ def test_a_load_that_comes_and_goes_does_not_take_partitions_with_it_each_time()
     for minute in range(60):
         cluster.rates[3] = 1_000.0 if minute % 2 else 100.0
         cluster.run(MINUTE_MS)
-    assert max(Counter(p for _, p in cluster.moves).values()) <= 60 * MINUTE_MS // REST_MS
-    assert len(cluster.moves) <= 8 * 60 * MINUTE_MS // REST_MS
+    assert max(Counter(p for _, p in cluster.moves).values()) <= 60 * MINUTE_MS // PASS_PAUSE_MS
+    assert len(cluster.moves) <= 8 * 60 * MINUTE_MS // PASS_PAUSE_MS
 
 
 def test_a_thousand_partitions_come_to_balance():

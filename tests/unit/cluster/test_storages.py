@@ -11,7 +11,7 @@ from waltz_core import errors
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.change.changes import Plan
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
-from waltz_core.cluster.change.storages import PARTITIONS_AT_ONCE, StorageLayout
+from waltz_core.cluster.change.storages import CONCURRENT_PARTITIONS_MAX, StorageLayout
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.cluster.nodes import model
 from waltz_core.cluster.nodes.znodes import NO_NODE, Set
@@ -282,13 +282,13 @@ async def test_a_wish_that_can_never_be_is_refused(cluster):
 
 def test_only_so_many_partitions_change_at_a_time():
     async def story():
-        cluster = await Cluster(3 * PARTITIONS_AT_ONCE).create()
+        cluster = await Cluster(3 * CONCURRENT_PARTITIONS_MAX).create()
         await cluster.coordinator.storages.change(lambda old: old.with_storage(D, 7, 2))
         layout = await cluster.coordinator.storages.read()
         now = changes.placement_of(layout.assignment, cluster.partition_count)
         async with cluster.owned():
             told = await carry_out(cluster, changes.replaced(now, A, D, now))
-        assert max(len(each.step) for each in told) == PARTITIONS_AT_ONCE
+        assert max(len(each.step) for each in told) == CONCURRENT_PARTITIONS_MAX
         after = await cluster.coordinator.read_replica_assignment()
         assert after.partitions[A] == ()
         assert len(after.partitions[D]) == cluster.partition_count

@@ -9,7 +9,7 @@ from waltz_core.client import AsyncWaltzClient, WaltzClient
 from waltz_core.client.api.opening import Opening
 from waltz_core.config import ClientConfig
 
-QUICK = ClientConfig(
+IN_MEMORY_CONFIG = ClientConfig(
     request_timeout_ms=15_000,
     retry_interval_ms_min=5,
     retry_interval_ms_max=100,
@@ -22,7 +22,7 @@ NOT_THERE = (
 )
 
 
-def client_of(cluster: OriginalCluster, config: ClientConfig = QUICK) -> WaltzClient:
+def client_of(cluster: OriginalCluster, config: ClientConfig = IN_MEMORY_CONFIG) -> WaltzClient:
     def opening() -> Opening[AsyncWaltzClient]:
         return Opening(AsyncWaltzClient(cluster.directory(), "original", config, client_id=None))
 

@@ -14,7 +14,9 @@ from waltz_core.config import ClientConfig
 from waltz_core.legacy import old_server_reads
 from waltz_core.records.raw_records import HEADER_DTYPE
 
-QUICK = ClientConfig(request_timeout_ms=3_000, retry_interval_ms_min=5, retry_interval_ms_max=50)
+IN_MEMORY_CONFIG = ClientConfig(
+    request_timeout_ms=3_000, retry_interval_ms_min=5, retry_interval_ms_max=50
+)
 COUNT = 3_000
 
 
@@ -25,7 +27,9 @@ def run(story):
         log.records = [(req_id, i % 5, b"%d" % i) for i, (req_id, _, _) in enumerate(log.records)]
 
         async def told():
-            opening = Opening(AsyncWaltzClient(cluster.directory(), "x", QUICK, client_id=None))
+            opening = Opening(
+                AsyncWaltzClient(cluster.directory(), "x", IN_MEMORY_CONFIG, client_id=None)
+            )
             async with asyncio.timeout(HANG_S), opening as client:
                 await story(cluster, client)
 
@@ -144,7 +148,7 @@ def test_what_cannot_be_read_is_reported_when_time_is_up():
         cluster.partition(0).poisoned.add(7)
         with pytest.raises(errors.Unavailable, match="TransactionNotFoundException"):
             await data_of(client.read_range(0, 0, 20))
-        await asyncio.to_thread(cluster.do, lambda: cluster.servers[0].disown(0))
+        await asyncio.to_thread(cluster.do, lambda: cluster.servers[0].release_ownership(0))
         with pytest.raises(errors.NotOwned, match="is not ready for partition 0"):
             await data_of(client.read_range(0, 0, 20))
 

@@ -467,4 +467,6 @@ def test_what_a_0_13_program_does_not_know_is_not_said(mounted):
 
 
 def test_a_write_with_a_claim_gets_the_reason_of_its_rejection():
-    assert "does not support exactly-once writes" in str(old_server_stream.no_claims("host:1"))
+    assert "does not support exactly-once writes" in str(
+        old_server_stream.exactly_once_error("host:1")
+    )

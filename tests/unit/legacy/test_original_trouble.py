@@ -20,7 +20,7 @@ from waltz_core.legacy import old_server_stream
 from waltz_core.memory import MemoryWaltz
 from waltz_core.wire import messages
 
-QUICK = ClientConfig(
+IN_MEMORY_CONFIG = ClientConfig(
     request_timeout_ms=10_000,
     retry_interval_ms_min=5,
     retry_interval_ms_max=50,
@@ -35,7 +35,7 @@ def impatient(monkeypatch):
 
 
 @asynccontextmanager
-async def client_of(cluster, config=QUICK, **named):
+async def client_of(cluster, config=IN_MEMORY_CONFIG, **named):
     directory = cluster.directory()
     opening = Opening(AsyncWaltzClient(directory, "original", config, client_id=None))
     async with asyncio.timeout(HANG_S), opening as client:
@@ -164,7 +164,7 @@ def test_nothing_is_reported_on_the_word_of_a_server_that_has_lost_the_partition
 
 def test_a_server_that_does_not_own_it_yet_is_asked_again():
     async def story(cluster):
-        await on_server(cluster, lambda: cluster.servers[0].disown(0))
+        await on_server(cluster, lambda: cluster.servers[0].release_ownership(0))
         async with client_of(cluster) as client:
             future = await client.append(b"late", partition=0)
             await until(lambda: cluster.servers[0].answered.count(11) > 1)
@@ -179,7 +179,7 @@ def test_a_mark_is_asked_for_again_at_a_server_that_does_not_own_it_yet(monkeypa
 
     async def story(cluster):
         cluster.fill(0, 4)
-        await on_server(cluster, lambda: cluster.servers[0].disown(0))
+        await on_server(cluster, lambda: cluster.servers[0].release_ownership(0))
         async with client_of(cluster) as client, asyncio.TaskGroup() as group:
             asked = group.create_task(client.high_water_mark(0, linearizable=True))
             await until(lambda: cluster.servers[0].answered.count(11) > 1)

@@ -7,7 +7,7 @@ import pytest
 from tests.offline_storage import PARTITION, some_world
 from tests.storage_model import ROOT
 from waltz_core.errors import BadFormat, DiskFailed
-from waltz_core.offline.index_repair import held_alone, repair_index
+from waltz_core.offline.index_repair import locked_exclusively, repair_index
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
 
@@ -140,10 +140,13 @@ def test_a_directory_is_held_alone(tmp_path):
     for name in ("waltz-x.id", "waltz-storage.ctl"):
         (tmp_path / name).write_bytes(bytes(200))
     (tmp_path / "2").mkdir()
-    with held_alone(disk, tmp_path / "2"):
+    with locked_exclusively(disk, tmp_path / "2"):
         file = disk.open(tmp_path / "waltz-x.id")
         assert not file.lock_whole()
     assert file.lock_whole()
-    with pytest.raises(DiskFailed, match=r"found waltz-x.id locked"), held_alone(disk, tmp_path):
+    with (
+        pytest.raises(DiskFailed, match=r"found waltz-x.id locked"),
+        locked_exclusively(disk, tmp_path),
+    ):
         pass
     file.close()

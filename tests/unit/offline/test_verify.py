@@ -19,7 +19,7 @@ from tests.offline_storage import (
 from tests.storage_model import ROOT
 from tests.storage_model import record as make_record
 from waltz_core.errors import BadRequest, DiskFailed
-from waltz_core.offline.files import OpenFile, kept_still
+from waltz_core.offline.files import OpenFile, locked_shared
 from waltz_core.offline.layout import UNBATCHED, crc32
 from waltz_core.offline.lineage import batches_of, header_of
 from waltz_core.storage.disk.file_system import RealDisk
@@ -368,7 +368,7 @@ def test_what_is_no_storage_is_refused(storage, name):
 
 def test_a_directory_that_is_looked_at_cannot_be_opened_and_the_other_way_round(storage):
     file = RealDisk().open(storage / "waltz-x.id")
-    with kept_still(storage), kept_still(storage / "2"):
+    with locked_shared(storage), locked_shared(storage / "2"):
         assert not file.lock_whole()
     assert file.lock_whole()
     with pytest.raises(DiskFailed, match="a storage runs on this directory"):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.ops.test_diagnosis import ENGAGED, ONE, SPARE, A, B, C, Case
 from waltz_core.cluster.nodes.model import PartitionMetadata, ReplicaState
-from waltz_core.ops.condition import Lack, PartitionCondition, lack_of
+from waltz_core.ops.condition import PartitionCondition, UnavailableReason, unavailable_reason
 from waltz_core.ops.facts import ReplicaFacts
 
 
@@ -38,17 +38,17 @@ def test_no_process_owns_it(case):
 
 def test_what_a_replica_lacks():
     well = ReplicaFacts()
-    assert lack_of(well) is None
+    assert unavailable_reason(well) is None
     lacks = {
-        Lack.OFFLINE: {"is_available": False},
-        Lack.NOT_HELD: {"is_held": False},
-        Lack.OPENING: {"is_opening": True},
-        Lack.UNREADABLE: {"why_not": "rot"},
-        Lack.STUCK: {"is_stuck": True},
+        UnavailableReason.OFFLINE: {"is_available": False},
+        UnavailableReason.NOT_HELD: {"is_held": False},
+        UnavailableReason.OPENING: {"is_opening": True},
+        UnavailableReason.UNREADABLE: {"why_not": "rot"},
+        UnavailableReason.STUCK: {"is_stuck": True},
     }
-    assert set(lacks) == set(Lack)
+    assert set(lacks) == set(UnavailableReason)
     for lack, changed in lacks.items():
-        assert lack_of(replace(well, **changed)) is lack
+        assert unavailable_reason(replace(well, **changed)) is lack
 
 
 def test_one_that_answers_is_who_a_session_could_be_opened_with(case):

@@ -206,9 +206,9 @@ def test_a_cluster_that_is_spoken_to_in_another_way(case):
     """Nobody is to be ended for it, and of partitions nothing is known."""
     said = "expected plain TCP, found TLS"
     for number in (1, 2):
-        case.server(number, trouble=said, is_shut=True, served={})
+        case.server(number, trouble=said, is_tls_mismatch=True, served={})
     for address in (A, B, C, SPARE):
-        case.storage(address, trouble=said, is_shut=True, replicas={})
+        case.storage(address, trouble=said, is_tls_mismatch=True, replicas={})
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/zk")
     found = diagnose(case.facts)
     assert [each.name for each in found] == ["server-shut"] * 2 + ["storage-shut"] * 4
@@ -218,8 +218,8 @@ def test_a_cluster_that_is_spoken_to_in_another_way(case):
 
 
 def test_a_storage_whose_certificate_has_run_out(case):
-    case.storage(A, trouble="certificate has expired", is_shut=True, replicas={})
-    case.storage(B, trouble="certificate has expired", is_shut=True, replicas={})
+    case.storage(A, trouble="certificate has expired", is_tls_mismatch=True, replicas={})
+    case.storage(B, trouble="certificate has expired", is_tls_mismatch=True, replicas={})
     assert case.found() == [
         ("storage-shut", A),
         ("storage-shut", B),

@@ -48,7 +48,7 @@ def run_of(rows: list[bytes], first: int = 0) -> tuple[bytes, raw_records.I64]:
 
 def by_arrays() -> AbstractContextManager[int]:
     """Have few records looked at by whole arrays, as many are."""
-    return mock.patch.object(raw_records, "FEW", 0)
+    return mock.patch.object(raw_records, "ONE_BY_ONE_MAX", 0)
 
 
 datas = st.lists(st.binary(max_size=60), min_size=1, max_size=20)
@@ -146,7 +146,7 @@ def test_a_record_that_states_another_length_is_wrong_though_its_crc_fits() -> N
 
 
 def test_crcs_are_not_proven_by_another_run() -> None:
-    records, lengths = run_of([b"aa", b"bb"] * raw_records.FEW)
+    records, lengths = run_of([b"aa", b"bb"] * raw_records.ONE_BY_ONE_MAX)
     none = raw_records.proven_crcs(records, lengths, TransactionId(0), records_crc=crc32(b"other"))
     assert none is None
 

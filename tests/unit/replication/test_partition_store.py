@@ -552,7 +552,7 @@ def test_marks_are_proved_by_a_quorum_and_not_by_less():
     bench.run()
     bench.wait(3000)
     assert bench.all_told(MarkUnproved) == [MarkUnproved(8)]
-    bench.step(session_events.Disown())
+    bench.step(session_events.ReleaseOwnership())
     bench.step(session_events.ProveMark(9))
     assert bench.all_told(MarkUnproved)[-1] == MarkUnproved(9)
 
@@ -628,7 +628,7 @@ def test_a_write_that_was_given_up_is_not_known_again():
 def test_disown_closes_everything():
     bench = Bench()
     bench.open()
-    bench.step(session_events.Disown())
+    bench.step(session_events.ReleaseOwnership())
     assert bench.requests == {}
     assert bench.store.session is None
     assert bench.store.wake_at_ms is None

@@ -53,9 +53,9 @@ def test_what_no_quorum_confirms_in_time_is_reported_once():
     proofs.begin(7, 40, [], 1_000)
     proofs.begin(8, 41, [], 1_050)
     assert list(proofs.deadlines()) == [1_100, 1_150]
-    proofs.give_up_late(1_099)
+    proofs.expire(1_099)
     assert outbox == []
-    proofs.give_up_late(1_100)
+    proofs.expire(1_100)
     assert outbox == [MarkUnproved(7)]
     proofs.end()
     proofs.end()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.replication.model_storage import Entry, ModelStorage, make_batch
 from waltz_core.errors import BadFormat, ChecksumMismatch, DataLoss, RemoteProtocolError
-from waltz_core.records.record import GENESIS_CHAIN, MADE_UP, LineageEntry, next_chain
+from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry, next_chain
 from waltz_core.replication.repair import (
     AppendCopy,
     Cut,
@@ -187,7 +187,7 @@ def test_a_longer_diverged_log_is_cut_twice():
 
 def test_batches_that_a_source_has_made_up_cut_no_process():
     one = storage((1, [0]), (1, [1, 2]), (1, [3]))
-    source = storage((1, [0]), (MADE_UP, [1]), (MADE_UP, [2]), (1, [3]), (1, [4]))
+    source = storage((1, [0]), (RECONSTRUCTED, [1]), (RECONSTRUCTED, [2]), (1, [3]), (1, [4]))
     with pytest.raises(ChecksumMismatch, match="the source has lost the batches of"):
         walk(repair_of(one), one, source, Goal(4, source.chain))
     assert one.payloads() == [0, 1, 2, 3]
@@ -198,7 +198,7 @@ def test_batches_that_a_source_has_made_up_cut_no_process():
 
 
 def test_batches_that_a_source_has_made_up_are_not_copied():
-    one, source = storage((1, [0])), storage((1, [0]), (MADE_UP, [1, 2]))
+    one, source = storage((1, [0])), storage((1, [0]), (RECONSTRUCTED, [1, 2]))
     with pytest.raises(ChecksumMismatch, match=r"the source has lost the batches of 1\.\.2"):
         walk(repair_of(one), one, source, Goal(2, source.chain))
     assert one.payloads() == [0]
@@ -471,7 +471,7 @@ def without_batches(one, first, last):
     entries = one.disk.entries
     lost = [each for each in entries if first <= each.lineage.first <= last]
     place = entries.index(lost[0])
-    line = LineageEntry(first, last, MADE_UP, 0, b"made-up chain...")
+    line = LineageEntry(first, last, RECONSTRUCTED, 0, b"made-up chain...")
     entries[place : place + len(lost)] = [
         Entry(line, tuple(record for each in lost for record in each.records))
     ]

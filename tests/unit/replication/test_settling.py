@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from waltz_core import errors
-from waltz_core.records.record import GENESIS_CHAIN, MADE_UP, LineageEntry
+from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, LineageEntry
 from waltz_core.replication.session_claim import InDoubt
 from waltz_core.replication.session_events import Settled
 from waltz_core.replication.settling import SETTLING, Settling
@@ -80,7 +80,7 @@ def test_batches_that_were_made_up_do_not_say_that_a_session_wrote_nothing():
     past, replica = settling(9, other, in_doubt=InDoubt(7, 3, 8))
     past.begin(0)
     past.answered(replica, lineage((6, 6, 7, 710), (7, 8, 7, 720)), 0)
-    past.answered(replica, lineage((4, 5, MADE_UP, 0)), 0)
+    past.answered(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
     assert past.outcome is None
     past.answered(other, lineage((4, 5, 7, 700), (6, 6, 7, 710), (7, 8, 7, 720)), 0)
     assert (replica.supplier, other.supplier) == ([(4, 8), (4, 5)], [(4, 8)])
@@ -91,5 +91,5 @@ def test_no_process_is_left_who_has_the_batches():
     past, replica = settling(5, unbroken=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):
-        past.answered(replica, lineage((4, 5, MADE_UP, 0)), 0)
+        past.answered(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
     assert past.outcome is None

@@ -28,7 +28,7 @@ async def balanced(zookeeper, *, servers, telling, sick=None):
     inbox, looks, works, by_server = Inbox(), Inbox(), [], {}
     for server_id in servers:
         coordinator = zookeeper.coordinator(ROOT)
-        coordinator.keep_partitions_where_they_are()
+        coordinator.keep_assignment()
         await coordinator.register_server(descriptor(server_id))
         works.append(coordinator.follow_servers(inbox))
         by_server[server_id] = coordinator

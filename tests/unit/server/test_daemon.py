@@ -56,7 +56,7 @@ class Handing:
         self.is_taken, self.most_at_once = is_taken, 0
         self.preferred = list[tuple[int, ...]]()
         self.take_out_server = None
-        self.keep_partitions_where_they_are = lambda: None
+        self.keep_assignment = lambda: None
 
     async def hand_over(self, partition_id: int, _generation: int) -> bool:
         self.asked.append(partition_id)
@@ -82,7 +82,7 @@ def server_of(coordinator: Handing, *released: int) -> Server:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> tuple[Handing, Server]:
     """Return a server that looks again at once, with the storages of partition 0."""
     monkeypatch.setattr(server_daemon, "HAND_OVER_PAUSE_S", 0.0)
-    monkeypatch.setattr(server_daemon, "PREFER_AGAIN_LOOK_S", 0.001)
+    monkeypatch.setattr(server_daemon, "PREFERENCE_CHECK_S", 0.001)
     coordinator = Handing()
     coordinator.go.set()
     server = server_of(coordinator, 0, 1)

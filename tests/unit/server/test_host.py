@@ -105,14 +105,14 @@ async def test_a_released_partition_without_storages_is_not_owned_again() -> Non
         FeedCache(1 << 16),
         Pace(),
     )
-    surroundings = SimpleNamespace(
+    services = SimpleNamespace(
         metrics=Metrics("server"),
         tasks=None,
         failed=failures.append,
         write_backlog_bytes_max=1 << 20,
         ssl=None,
     )
-    host = Host(PartitionId(0), partition, store, surroundings)
+    host = Host(PartitionId(0), partition, store, services)
     host.own(Generation(1), ())
     host._own_again()
     assert failures == []

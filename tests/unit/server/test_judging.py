@@ -90,7 +90,7 @@ def test_a_piece_without_records_waits_only_for_what_it_was_refused_for() -> Non
 
 @pytest.mark.parametrize("few", [0, 16], ids=["by arrays", "one by one"])
 def test_single_transactions_are_judged_in_order(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judging, "FEW", few)
+    monkeypatch.setattr(judging, "ONE_BY_ONE_MAX", few)
     group = [
         SingleTicket(
             A,
@@ -116,7 +116,7 @@ def test_single_transactions_are_judged_in_order(few: int, monkeypatch: pytest.M
 def test_the_locks_of_what_was_accepted_are_reported(
     few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judging, "FEW", few)
+    monkeypatch.setattr(judging, "ONE_BY_ONE_MAX", few)
     writes, reads, appends = [[1, -2], [1], []], [[9], [], []], [[], [5], [6, 7]]
     group = [
         SingleTicket(

@@ -32,7 +32,7 @@ SOME_DIALS = 8
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody wait for a second; count the dials. What a test changes is taken back, too."""
-    monkeypatch.setattr(neighbours, "OTHER_PAUSE_S", 0.02)
+    monkeypatch.setattr(neighbours, "RETRY_PAUSE_S", 0.02)
     monkeypatch.setattr(neighbours, "REFUSED_PAUSE_S", 0.001)
     # A dial that is given up may have come to the listener, which is no server that was reached.
     monkeypatch.setattr(neighbours, "DIAL_TIMEOUT_S", 15.0)
@@ -185,7 +185,7 @@ async def test_one_that_answers_no_more_but_is_not_refused_is_not_judged():
 
 @on_loop
 async def test_one_that_drops_one_more_connection_while_it_dies_is_taken_out_soon():
-    neighbours.OTHER_PAUSE_S = 3600.0  # type: ignore[misc]
+    neighbours.RETRY_PAUSE_S = 3600.0  # type: ignore[misc]
     neighbours.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the dying one listens
     async with world() as here:
         listener = await here.listen()
@@ -213,7 +213,7 @@ async def test_a_server_that_closes_each_connection_is_dialled_ever_more_slowly(
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(neighbours._Watch, "_pause", noted)
-        patched.setattr(neighbours, "OTHER_PAUSE_S", 60.0)  # no connection lives that long
+        patched.setattr(neighbours, "RETRY_PAUSE_S", 60.0)  # no connection lives that long
         async with world() as here:
 
             def close(link: net.Link) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from waltz_core.server.append.pace import (
-    CALM_KEPT_MS,
+    BASELINE_KEPT_MS,
     FACTOR_FIRST,
     FACTOR_MAX,
     FACTOR_MIN,
@@ -170,14 +170,14 @@ def after_a_long_flood(for_ms: int) -> Pace:
 
 
 def test_beside_a_flood_the_calm_time_stays_for_a_while() -> None:
-    pace = after_a_long_flood(CALM_KEPT_MS - 2 * SHARED_MS)
+    pace = after_a_long_flood(BASELINE_KEPT_MS - 2 * SHARED_MS)
     factor = pace.factor
     pace.small_landed(200_000, 200_009)
     assert pace.factor > factor
 
 
 def test_a_calm_time_of_long_ago_is_not_trusted() -> None:
-    pace = after_a_long_flood(CALM_KEPT_MS + 20_000)
+    pace = after_a_long_flood(BASELINE_KEPT_MS + 20_000)
     factor = pace.factor
     pace.small_landed(200_000, 200_009)
     assert pace.factor < factor

@@ -303,7 +303,7 @@ def test_a_log_that_is_shorter_than_reported_is_not_served() -> None:
     assert not world.partition.is_owned
     assert world.error(waiting) == errors.NotOwned.code
     assert any(isinstance(each, replication.Released) for each in world.rest)
-    assert world.store.of(replication.Disown)
+    assert world.store.of(replication.ReleaseOwnership)
 
 
 def test_disown_reports_everybody_what_is_known() -> None:
@@ -313,7 +313,7 @@ def test_disown_reports_everybody_what_is_known() -> None:
     mounting = world.mount(BOB, B)
     queued = world.append()
     flush = world.send(A, messages.FlushRequest(world.req_id(ALICE)))
-    world.step(replication.Disown())
+    world.step(replication.ReleaseOwnership())
     assert world.error(in_flight) == errors.OutcomeUnknown.code
     assert world.error(queued) == errors.NotOwned.code
     assert world.error(flush) == errors.NotOwned.code
@@ -518,7 +518,7 @@ def test_a_new_generation_forgets_fences_and_all_that_was_remembered() -> None:
 
 def test_a_partition_that_comes_back_in_its_generation_has_no_mounts() -> None:
     world = ready()
-    world.step(replication.Disown())
+    world.step(replication.ReleaseOwnership())
     world.step(replication.Own(Generation(1), REPLICAS))
     world.open(-1)
     append = world.append()
@@ -531,7 +531,7 @@ def test_fences_outlive_a_release_within_the_generation() -> None:
     world = ready()
     world.mount(ALICE, B, sequence=5)
     world.step(Closed(B))
-    world.step(replication.Disown())
+    world.step(replication.ReleaseOwnership())
     world.step(replication.Own(Generation(1), REPLICAS))
     world.open(-1)
     assert world.error(world.mount(ALICE, C, sequence=4)) == errors.ConnectionSuperseded.code
@@ -995,7 +995,7 @@ def test_an_append_ahead_of_a_session_that_ends_has_to_mount_again(ending: str) 
     if ending == "close":
         world.close()
     else:
-        world.step(replication.Disown())
+        world.step(replication.ReleaseOwnership())
     assert world.reason(ahead) is Reason.NOT_MOUNTED
 
 
@@ -1153,7 +1153,7 @@ def test_a_partition_that_is_given_up_forgets_which_it_has_asked() -> None:
     world = World(lock_refill_count_max=100)
     world.open(5, unbroken=False)
     (fetch,) = world.fetches
-    world.step(replication.Disown())
+    world.step(replication.ReleaseOwnership())
     world.step(FetchFailed(fetch.token, "away"))
     assert world.fetches == [fetch]
     assert world.partition.wake_at_ms is None

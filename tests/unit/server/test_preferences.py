@@ -12,10 +12,10 @@ def preferring(*partitions):
 
 def test_what_is_asked_for_is_kept_in_its_order():
     found = preferring(2, 0)
-    assert found.in_force_after((1, 0), (2,)) == (0, 1)
+    assert found.active_after((1, 0), (2,)) == (0, 1)
     assert found.wanted == (2, 0)
     found.change((1, 0), (2,))
-    assert found.wanted == found.in_force_after((), ()) == (0, 1)
+    assert found.wanted == found.active_after((), ()) == (0, 1)
 
 
 def test_what_was_handed_over_rests_for_a_while():
@@ -23,18 +23,18 @@ def test_what_was_handed_over_rests_for_a_while():
     assert found.handed_over(1, 100.0)
     assert not found.handed_over(7, 100.0)  # nobody has asked for that one
     assert (found.wanted, found.resting) == ((0, 1), [1])
-    assert found.in_force_after((3,), ()) == (0, 3)
+    assert found.active_after((3,), ()) == (0, 3)
     assert found.rested(159.0) == []
     assert found.rested(160.0) == [1]
     found.change((1,), ())
-    assert (found.resting, found.in_force_after((), ())) == ([], (0, 1))
+    assert (found.resting, found.active_after((), ())) == ([], (0, 1))
 
 
 def test_a_process_that_asks_again_or_no_longer_wants_it_ends_the_rest():
     found = preferring(0, 1)
     found.handed_over(0, 5.0)
     found.handed_over(1, 5.0)
-    assert found.in_force_after((0,), (1,)) == (0,)
+    assert found.active_after((0,), (1,)) == (0,)
     assert found.resting == [0, 1]
     found.change((0,), (1,))
     assert (found.wanted, found.resting) == ((0,), [])

@@ -11,7 +11,7 @@ from waltz_core import errors
 from waltz_core.records.raw_records import lengths_to_wire
 from waltz_core.records.record import (
     GENESIS_CHAIN,
-    MADE_UP,
+    RECONSTRUCTED,
     ClientId,
     Generation,
     LineageEntry,
@@ -33,10 +33,10 @@ from waltz_core.server.partition_events import (
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.server.read.read_ahead import AHEAD_BYTES, AHEAD_COUNT
 from waltz_core.server.read.reads import (
+    AVOIDED_FETCHES,
     RETRY_FIRST_MS,
     ROUNDS_MAX,
     ROWS_MAX,
-    SHUNNED_FETCHES,
     Reads,
 )
 from waltz_core.wire.messages import (
@@ -189,7 +189,7 @@ def test_a_failed_fetch_goes_to_every_replica_and_then_waits() -> None:
     assert isinstance(answer.message, RangeData)
 
 
-@pytest.mark.parametrize("others", range(SHUNNED_FETCHES, SHUNNED_FETCHES + 6))
+@pytest.mark.parametrize("others", range(AVOIDED_FETCHES, AVOIDED_FETCHES + 6))
 def test_a_fetch_is_not_tried_where_it_has_failed_while_others_are_left(others: int) -> None:
     each = reads(mark=10_000)
     fetch = fetch_of(ask(each, 0, 9))
@@ -225,12 +225,12 @@ def test_one_that_has_failed_is_asked_last_for_a_while() -> None:
     failed = fetch.replica
     asked = []
     fetch = fetch_of(each.failed(fetch.token, "no answer", 0))
-    for place in range(1, 2 * SHUNNED_FETCHES):
+    for place in range(1, 2 * AVOIDED_FETCHES):
         asked.append(fetch.replica)
         each.fetched(fetch.token, headers(fetch, 10), 0)
         fetch = fetch_of(ask(each, 10 * place, 10 * place + 9))
-    assert failed not in asked[:SHUNNED_FETCHES]
-    assert failed in asked[SHUNNED_FETCHES : SHUNNED_FETCHES + 3]
+    assert failed not in asked[:AVOIDED_FETCHES]
+    assert failed in asked[AVOIDED_FETCHES : AVOIDED_FETCHES + 3]
     # Nobody is left out where there is no other.
     each.replicas = [failed]
     assert fetch_of(each.failed(fetch.token, "no answer", 0)).replica == failed
@@ -319,7 +319,7 @@ def test_a_batch_that_a_storage_has_made_up_gives_the_feed_no_chain() -> None:
     fetch = fetch_of(each.headers(TransactionId(0), TransactionId(9)))
     lineage = tuple(
         LineageEntry(TransactionId(first), TransactionId(first), session, 0, GENESIS_CHAIN)
-        for first, session in ((0, SessionId(4)), (1, MADE_UP))
+        for first, session in ((0, SessionId(4)), (1, RECONSTRUCTED))
     )
     answer = dataclasses.replace(headers(fetch, 2), lineage=lineage)
     (stretch,) = each.fetched(fetch.token, answer, 0)

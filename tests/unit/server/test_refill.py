@@ -9,7 +9,7 @@ from waltz_core.records.lock_blocks import LogEnd, encode
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId, TransactionId
 from waltz_core.server.locking import refill as module
 from waltz_core.server.locking.lock_table import LockTable
-from waltz_core.server.locking.refill import HELD_MS_MAX, RETRY_MS, UNDER_WAY_MAX, Refill
+from waltz_core.server.locking.refill import HELD_MS_MAX, IN_FLIGHT_MAX, RETRY_MS, Refill
 from waltz_core.server.partition_events import Fetch, PartitionLimits
 from waltz_core.wire.messages import LockBlocks, LockBlocksRequest
 
@@ -270,13 +270,13 @@ def test_one_that_had_nothing_at_all_or_did_not_answer_is_asked_again() -> None:
 
 def test_what_never_answers_is_not_asked_permanently() -> None:
     world = World()
-    for session in range(UNDER_WAY_MAX + 3):
+    for session in range(IN_FLIGHT_MAX + 3):
         world.ask(session)
-    assert len(world.fetches) == UNDER_WAY_MAX
+    assert len(world.fetches) == IN_FLIGHT_MAX
     assert not world.refill.holds(world.now_ms)
     world.take(world.refill.failed(world.fetches[0].token, world.now_ms))
     world.ask(99)
-    assert len(world.fetches) == UNDER_WAY_MAX + 1
+    assert len(world.fetches) == IN_FLIGHT_MAX + 1
 
 
 @pytest.mark.parametrize("limit", ["SLICE_BLOCKS_MAX", "SLICE_LOCKS_MAX"])

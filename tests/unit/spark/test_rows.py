@@ -150,7 +150,7 @@ def test_piecemeal_takes_away_only_what_does_not_fit(data_format: str) -> None:
     assert columns[0].to_pylist() == [1, None, 2, None, None, None]
     assert columns[1].to_pylist() == [pair, pair, None, None, None, None]
     assert is_whole.tolist() == [True, False, False, False, False, True]
-    whole, good = unpacker.what_can_be_read(data)
+    whole, good = unpacker.readable_columns(data)
     assert [column.to_pylist() for column in whole] == [[1] + [None] * 5, [pair] + [None] * 5]
     assert good.tolist() == is_whole.tolist()
 

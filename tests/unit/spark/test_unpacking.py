@@ -173,7 +173,7 @@ def test_a_required_column_is_found_in_any_case(name, columns, meant):
     assert columns_meant(name, columns) == meant
     fields = [pa.field(each, pa.int64()) for each in columns]
     unpacker = Unpacker(fields, "json", required=[name])
-    _, good = unpacker.what_can_be_read(pa.array([b"{}"]))
+    _, good = unpacker.readable_columns(pa.array([b"{}"]))
     assert good.tolist() == [not meant]
 
 
@@ -197,7 +197,7 @@ def test_a_column_that_is_not_nullable_never_has_a_null() -> None:
     for row in (1, 2):
         with pytest.raises(BadFormat, match=r"transaction 0: column 'id' is NOT NULL .* Hint"):
             unpacker.columns(data[row : row + 1], where)
-    _, is_whole = unpacker.what_can_be_read(data)
+    _, is_whole = unpacker.readable_columns(data)
     assert is_whole.tolist() == [True, False, False, False]
 
 
@@ -227,7 +227,7 @@ def test_what_is_nested_and_not_nullable_never_has_a_null(kind, good, bad) -> No
         data = pa.array([msgpack.packb({"a": each})], pa.binary())
         with pytest.raises(BadFormat, match="NOT NULL in the schema, and a value is null"):
             unpacker.columns(data, where)
-        columns, is_whole = unpacker.what_can_be_read(data)
+        columns, is_whole = unpacker.readable_columns(data)
         assert (columns[0].to_pylist(), is_whole.tolist()) == ([None], [False])
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.storage.logs import KEY, ROOT, make_batches, make_segments, new_disk
 from waltz_core.errors import BadRequest, ChecksumMismatch
-from waltz_core.records.record import GENESIS_CHAIN, MADE_UP, next_chain
+from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED, next_chain
 from waltz_core.storage.files.batch_checks import (
     check_batches,
     check_chain,
@@ -71,7 +71,7 @@ def test_a_chain_that_was_made_up_proves_nothing_of_records_nor_does_the_next():
     segments.current.lineage.rewrite(0, [entries[0]._replace(chain=KEY)])
     with pytest.raises(ChecksumMismatch, match=r"records 0\.\.4 do not match .* batch 0\.\.2"):
         check_repaired(segments, IdRange(0, 4), ())
-    segments.current.lineage.rewrite(0, [entries[0]._replace(chain=KEY, session_id=MADE_UP)])
+    segments.current.lineage.rewrite(0, [entries[0]._replace(chain=KEY, session_id=RECONSTRUCTED)])
     check_repaired(segments, IdRange(0, 4), ())
 
 

@@ -395,7 +395,7 @@ def test_a_partition_is_not_emptied_where_the_control_file_is_gone(tmp_path, is_
     with pytest.raises(MissingSegment) as found:
         log.check_place()
     engine.give_up(1, found.value)
-    assert engine.has_gone
+    assert engine.has_lost_files
     for call in (engine.check_place, lambda: engine.re_seed(1)):
         with pytest.raises(MissingSegment, match=r"waltz-storage.ctl: .*deleted or replaced.*Hint"):
             call()

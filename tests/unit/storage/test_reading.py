@@ -5,7 +5,7 @@ import pytest
 from tests.unit.storage.logs import ROOT, make_segments, new_disk
 from waltz_core.errors import BadRequest, ChecksumMismatch, DiskFailed
 from waltz_core.records.raw_records import headers_of
-from waltz_core.records.record import GENESIS_CHAIN, MADE_UP
+from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED
 from waltz_core.storage.files.control_file import SlotFile
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES, IdRange, Slot, segment_name
 from waltz_core.storage.log import reading
@@ -241,8 +241,8 @@ def test_batches_that_cannot_be_read_are_made_up(large):
     large.lose(".chn", 600, 600)
     read = large.reader.read_range(0, 99, 1 << 20, whole_batches=False)
     assert read.lengths.size == 100
-    assert any(one.session_id == MADE_UP for one in read.entries)
-    assert [one for one in read.entries if one.session_id != MADE_UP] == [
+    assert any(one.session_id == RECONSTRUCTED for one in read.entries)
+    assert [one for one in read.entries if one.session_id != RECONSTRUCTED] == [
         one for one in large.entries if one in read.entries
     ]
 
@@ -258,8 +258,8 @@ def test_batches_are_made_up_also_where_records_cannot_be_read(large):
         assert read.lengths.size == 9
         assert read.records == large.records[first * RECORD_BYTES : (first + 9) * RECORD_BYTES]
     entries = large.segments.entries(0, 99, 99)[1]
-    assert any(one.session_id == MADE_UP for one in entries)
-    assert {one for one in entries if one.session_id != MADE_UP} <= set(large.entries)
+    assert any(one.session_id == RECONSTRUCTED for one in entries)
+    assert {one for one in entries if one.session_id != RECONSTRUCTED} <= set(large.entries)
 
 
 def test_what_was_checked_is_counted(large):

@@ -16,7 +16,13 @@ from tests.unit.storage.logs import (
     open_segment,
 )
 from waltz_core.errors import BadFormat, DiskFailed, MissingSegment, ReadFailed
-from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, MADE_UP, NO_SESSION, LineageEntry
+from waltz_core.records.record import (
+    BEFORE_FIRST,
+    GENESIS_CHAIN,
+    NO_SESSION,
+    RECONSTRUCTED,
+    LineageEntry,
+)
 from waltz_core.storage.files.batch_checks import check_chain, check_repaired
 from waltz_core.storage.files.control_file import SLOTS_NAME, SlotFile
 from waltz_core.storage.files.format import (
@@ -167,7 +173,7 @@ def test_a_mark_above_batches_that_were_lost_protects_nothing_any_more():
     assert content(segments) == records
     found = list(segments.entries_from(0))
     assert found[:2] == entries[:2]
-    assert {one.session_id for one in found[2:]} == {MADE_UP}
+    assert {one.session_id for one in found[2:]} == {RECONSTRUCTED}
     assert (slots.slot.suspect, slots.slot.low_water_mark) == (True, 4)
 
 
@@ -176,7 +182,7 @@ def test_an_end_that_was_made_up_is_suspect_after_a_crash_too():
     written(disk, [3, 2, 4], low_water_mark=8)
     disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 2 * LINEAGE_ENTRY_BYTES)
     before = disk.content(ROOT / SLOTS_NAME)
-    assert opened(disk)[0].lineage_end().session_id == MADE_UP
+    assert opened(disk)[0].lineage_end().session_id == RECONSTRUCTED
     disk.put(ROOT / SLOTS_NAME, before)  # the batches are durable, what is told of them is not
     _, slots = opened(disk)
     assert (slots.slot.suspect, slots.slot.low_water_mark) == (True, 4)
@@ -426,7 +432,7 @@ def test_a_record_of_which_not_even_the_checksum_is_left_makes_an_adopted_log_su
 
     entries, slot = adopted(spoil)
     assert (slot.damaged, slot.suspect) == ((IdRange(3, 3),), True)
-    assert {one.session_id for one in entries} == {MADE_UP}
+    assert {one.session_id for one in entries} == {RECONSTRUCTED}
     assert slot.low_water_mark == BEFORE_FIRST
 
 
@@ -441,7 +447,7 @@ def test_a_sector_that_cannot_be_read_does_not_keep_an_adopted_log_closed():
     segments, slots = opened(disk, info=ADOPTED._replace(**marks))
     (lost,) = slots.slot.damaged
     assert (lost.first <= 90 <= lost.last, slots.slot.suspect) == (True, True)
-    assert {one.session_id for one in segments.entries_from(0)} == {MADE_UP}
+    assert {one.session_id for one in segments.entries_from(0)} == {RECONSTRUCTED}
     assert segments.last == 205
 
 
@@ -720,7 +726,7 @@ def test_batches_made_after_a_fall_back_are_marked():
     assert slots.slot.suspect
     sessions = {one.session_id for one in segments.entries_from(0)}
     assert NO_SESSION not in sessions
-    assert MADE_UP in sessions
+    assert RECONSTRUCTED in sessions
 
 
 def test_an_opening_that_fails_anywhere_leaves_no_file_open():
@@ -826,7 +832,7 @@ def test_lost_batches_at_the_end_of_an_older_segment_are_made_up():
         segments, slots = opened(disk)
         assert slots.slot.suspect
         found = list(segments.entries_from(0))
-        assert found == [entries[0], entries[1]._replace(session_id=MADE_UP), *entries[2:]]
+        assert found == [entries[0], entries[1]._replace(session_id=RECONSTRUCTED), *entries[2:]]
         assert (content(segments), segments.chain) == (records, entries[-1].chain)
 
 

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from tests.unit.storage.logs import ROOT, new_disk
 from waltz_core.storage.log.scrub import (
+    PASS_PAUSE_MS,
     PIECE_BYTES_MAX,
     PLACES_NAME,
     REQUESTED_BYTES_PER_S,
-    REST_MS,
     Scrub,
     Scrubbed,
     ScrubPiece,
@@ -71,7 +71,7 @@ def test_the_next_pass_begins_a_while_after_the_last_has_begun():
     scrub = made(2, interval_ms=5_000)
     read(scrub, 0, next_id=50)
     read(scrub, 6_000)
-    assert scrub.wake_at_ms == 6_000 + REST_MS
+    assert scrub.wake_at_ms == 6_000 + PASS_PAUSE_MS
 
 
 def test_an_empty_log_is_done_at_once_and_looked_at_again_later():
@@ -79,7 +79,7 @@ def test_an_empty_log_is_done_at_once_and_looked_at_again_later():
     assert scrub.next_turn(0) == 2
     assert scrub.begin(2, -1, 0) is None
     assert scrub.next_turn(0) is None
-    assert scrub.wake_at_ms == REST_MS
+    assert scrub.wake_at_ms == PASS_PAUSE_MS
 
 
 def test_a_log_that_was_cut_is_not_read_beyond_its_end():

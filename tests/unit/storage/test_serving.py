@@ -16,20 +16,20 @@ from waltz_core.storage.process.serving import (
     OPEN_AGAIN_S_MIN,
     OPENERS_COUNT,
     Serving,
+    concurrently,
     look_again_s,
-    side_by_side,
 )
 from waltz_core.storage.service import service
 from waltz_sim.world.simulated_disk import SimDisk
 
 
-def after(*, served, wanted, lying_here):
-    return look_again_s(OPEN_AGAIN_S_MIN, served=served, wanted=wanted, lying_here=lying_here)
+def after(*, served, wanted, stored_here):
+    return look_again_s(OPEN_AGAIN_S_MIN, served=served, wanted=wanted, stored_here=stored_here)
 
 
 @pytest.mark.parametrize("partitions", [(), (0,), (0, 2)])
 def test_one_that_serves_what_it_should_and_has_nothing_else_waits_for_a_change(partitions):
-    assert after(served=partitions, wanted=partitions, lying_here=partitions) is None
+    assert after(served=partitions, wanted=partitions, stored_here=partitions) is None
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_one_that_serves_what_it_should_and_has_nothing_else_waits_for_a_change(
     ],
 )
 def test_what_is_not_as_it_should_be_is_looked_at_after_a_pause_that_grows(served, wanted):
-    assert after(served=served, wanted=wanted, lying_here=(0, 1, 2)) == OPEN_AGAIN_S_MIN
+    assert after(served=served, wanted=wanted, stored_here=(0, 1, 2)) == OPEN_AGAIN_S_MIN
 
 
 def test_what_lies_here_unserved_is_looked_at_seldom_but_permanently():
     assert OPEN_AGAIN_S_MIN < OPEN_AGAIN_S_MAX
-    assert after(served=(0,), wanted=(0,), lying_here=(0, 1)) == OPEN_AGAIN_S_MAX
-    assert after(served=(), wanted=(), lying_here=(1,)) == OPEN_AGAIN_S_MAX
+    assert after(served=(0,), wanted=(0,), stored_here=(0, 1)) == OPEN_AGAIN_S_MAX
+    assert after(served=(), wanted=(), stored_here=(1,)) == OPEN_AGAIN_S_MAX
 
 
 # ---------------------------------------------------------------------------------------------
@@ -61,10 +61,10 @@ class Directory:
     """An engine of which only this is known: what lies here, and what of it is offline."""
 
     partition_count = 4
-    has_failed = has_gone = False
+    has_failed = has_lost_files = False
 
     def __init__(self, *partitions):
-        self.lying_here = set(partitions)
+        self.stored_here = set(partitions)
         self.offline = set()
         self.room = Room(SimDisk(), None, 0)
         self.opened = []
@@ -76,7 +76,7 @@ class Directory:
             raise UnknownPartition(f"{partition_id}")
 
     def is_held(self, partition_id):
-        return partition_id in self.lying_here
+        return partition_id in self.stored_here
 
     def is_gone(self, partition_id):
         return partition_id in self.gone
@@ -86,7 +86,7 @@ class Directory:
         self.failed[partition_id] = why
 
     def assigned(self):
-        return sorted(self.lying_here)
+        return sorted(self.stored_here)
 
     def is_available(self, partition_id):
         return partition_id not in self.offline
@@ -95,7 +95,7 @@ class Directory:
         pass
 
     def assign(self, partition_id):
-        self.lying_here.add(partition_id)
+        self.stored_here.add(partition_id)
         self.opened.append(partition_id)
         return SimpleNamespace(partition_id=partition_id, synced_max=-1)
 
@@ -233,7 +233,7 @@ def test_what_goes_while_zookeeper_is_asked_is_not_opened_again(what):
             if what == "offline":
                 engine.offline.add(1)
             else:
-                engine.lying_here.discard(1)
+                engine.stored_here.discard(1)
 
         coordinator.meanwhile = gone
         async with following(engine, coordinator) as follower:
@@ -251,9 +251,9 @@ def test_as_many_as_there_are_openers_are_opened_at_once():
         together.wait(timeout=HANG_S)  # breaks, and fails, when fewer come
         opened.append(partition_id)
 
-    side_by_side(call, range(2 * OPENERS_COUNT))
+    concurrently(call, range(2 * OPENERS_COUNT))
     assert sorted(opened) == list(range(2 * OPENERS_COUNT))
-    side_by_side(call, ())
+    concurrently(call, ())
 
 
 def test_what_one_raises_is_raised_when_all_are_done():
@@ -265,7 +265,7 @@ def test_what_one_raises_is_raised_when_all_are_done():
         opened.append(partition_id)
 
     with pytest.raises(ValueError, match="no"):
-        side_by_side(call, range(20))
+        concurrently(call, range(20))
     assert sorted(opened) == [0, *range(2, 20)]
 
 

@@ -167,7 +167,7 @@ def test_what_is_taken_is_not_inherited_by_other_programs(tmp_path, name):
 
 
 def test_one_that_asks_nothing_does_not_keep_others_waiting_for_long(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(handover, "QUESTION_S_MAX", 2.0)
+    monkeypatch.setattr(handover, "REQUEST_TIMEOUT_S", 2.0)
     path = tmp_path / "file"
     path.write_bytes(b"here")
 
@@ -192,7 +192,7 @@ def test_a_file_that_takes_long_to_open_is_not_left_open(tmp_path, name):
     late_s = [0.0]
 
     async def open_slowly(_question):
-        late_s[0] = 2 * handover.QUESTION_S_MAX  # which has passed, as the loop's clock has it
+        late_s[0] = 2 * handover.REQUEST_TIMEOUT_S  # which has passed, as the loop's clock has it
         for _ in range(5):
             await asyncio.sleep(0)
         return await asyncio.to_thread(os.open, path, os.O_RDONLY)

@@ -30,7 +30,7 @@ def files(tmp_path_factory):
 @pytest.fixture
 def said(caplog, monkeypatch):
     """The lines of the log so far; nothing was told before."""
-    monkeypatch.setattr(tls, "_NEWS", {})
+    monkeypatch.setattr(tls, "_LAST_LOGGED", {})
     caplog.set_level(logging.INFO)
     return lambda: "\n".join(each.getMessage() for each in caplog.records)
 
@@ -270,11 +270,11 @@ async def test_the_same_of_the_same_peer_is_reported_once_in_a_while(files, said
             await plain_to_tls()
         assert said().count("tls.failed peer=127.0.0.1 error=") == 1
         assert said().count(f"tls.failed peer={address} error=") == 1
-        monkeypatch.setattr(tls, "NEWS_AGAIN_S", 0.0)
-        monkeypatch.setattr(tls, "_NEWS_MAX", 1)
+        monkeypatch.setattr(tls, "LOG_INTERVAL_S", 0.0)
+        monkeypatch.setattr(tls, "_LAST_LOGGED_MAX", 1)
         await plain_to_tls()
         assert said().count("tls.failed peer=127.0.0.1 error=") == 2
-        assert len(tls._NEWS) == 1
+        assert len(tls._LAST_LOGGED) == 1
 
 
 @on_loop

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from waltz_core.errors import BadFormat
 from waltz_core.wire.places import (
-    SEGMENT_QUESTION_BYTES,
+    SEGMENT_REQUEST_BYTES,
     FilePlace,
     decode_places,
     decode_segment,
@@ -58,7 +58,7 @@ def test_a_place_is_whole_or_refused():
 @given(st.integers(0, (1 << 31) - 1), st.integers(0, (1 << 63) - 1))
 def test_the_question_for_a_segment_comes_back(partition_id, first):
     question = encode_segment(partition_id, first)
-    assert len(question) == SEGMENT_QUESTION_BYTES
+    assert len(question) == SEGMENT_REQUEST_BYTES
     assert decode_segment(question) == (partition_id, first)
 
 

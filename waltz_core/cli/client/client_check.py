@@ -63,7 +63,7 @@ _interval_ms = click.option(
 def _checks(function: VerbFunction) -> VerbFunction:
     """Declare the common options of the three verbs."""
     for declare in (
-        options.gathered(CheckLoad),
+        options.gather_options(CheckLoad),
         options.as_json,
         options.connect,
         options.timeout_s("seconds after which it fails"),

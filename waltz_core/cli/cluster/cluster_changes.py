@@ -15,7 +15,7 @@ from waltz_core.cli.changing import Command, Result, changes
 from waltz_core.cli.output import ranges_of
 from waltz_core.cli.queries import answers, name_at
 from waltz_core.cli.verbs import verb
-from waltz_core.client.links.storage_admin import administered
+from waltz_core.client.links.storage_admin import admin_connection
 from waltz_core.cluster.change import changes as placements
 from waltz_core.cluster.change.changes import Placement, Plan
 from waltz_core.cluster.change.storages import StorageLayout
@@ -25,7 +25,7 @@ from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.wire.admin_messages import Done, RemovePartition
 from waltz_core.wire.messages import Surface
 
-LOOK_AGAIN_S = 0.1
+POLL_INTERVAL_S = 0.1
 
 _admin_port = click.option(
     "--admin-port", type=int, help="the storage's admin port [default: its port + 1]"
@@ -164,7 +164,7 @@ async def _bring_back(command: Command, wanted: Placement, address: ReplicaId) -
             f"a storage with an empty directory to start at {address}, which then gets "
             f"partitions {ranges_of(sorted(wanted))}"
         )
-        await asyncio.sleep(LOOK_AGAIN_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
     layout = await command.coordinator.storages.read()
     await command.carry_out(Plan.to(wanted, layout.assignment))
     summary = f"the new storage at {address} has all replicas of the old one: {len(wanted)}"
@@ -283,7 +283,7 @@ async def _delete_files(command: Command, layout: StorageLayout, moved: Placemen
     for address, partitions in left.items():
         admin = f"{split_address(address)[0]}:{layout.admin_ports[address]}"
         try:
-            async with administered(admin, ssl=own_transport.ssl()) as storage:
+            async with admin_connection(admin, ssl=own_transport.ssl()) as storage:
                 for partition_id in partitions:
                     await storage.ask(Done, RemovePartition, partition_id, True, False)  # noqa: FBT003 - the wire's
         except WaltzError as error:

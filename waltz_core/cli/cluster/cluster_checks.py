@@ -22,7 +22,7 @@ from waltz_core.wire.messages import (
     RemovePreferredResponse,
 )
 
-LOOK_AGAIN_S = 0.1
+POLL_INTERVAL_S = 0.1
 
 
 # --- preferred partitions; the noun `server` has these verbs under other names
@@ -96,7 +96,7 @@ async def _all_open(command: Command, partitions: Sequence[PartitionId]) -> Serv
         waits = ", ".join(str(each) for each in partitions if each not in is_open) or "all"
         what = f"servers to open their partitions: {waits}"
         command.wait_for(what, len(is_open), len(partitions))
-        await asyncio.sleep(LOOK_AGAIN_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
 async def _open_at(address: str) -> set[int]:

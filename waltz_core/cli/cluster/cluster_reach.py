@@ -17,7 +17,7 @@ from waltz_core.cli.verbs import verb
 from waltz_core.errors import WaltzError
 from waltz_core.wire.messages import CheckConnectivityRequest, CheckConnectivityResponse
 
-HERE: Final = "this command"
+THIS_COMMAND: Final = "this command"
 
 
 class Reach(NamedTuple):
@@ -57,7 +57,7 @@ async def _query_all(servers: list[str], storages: list[str], line: ProgressLine
         try:
             answer = await ask(address, CheckConnectivityResponse, CheckConnectivityRequest)
         except WaltzError as error:
-            found = [Reach(HERE, f"server {address}", is_reached=False, why_not=str(error))]
+            found = [Reach(THIS_COMMAND, f"server {address}", is_reached=False, why_not=str(error))]
         else:
             found = reached_by(address, storages, dict(answer.reachable))
         done.append(address)
@@ -73,7 +73,7 @@ async def _query_all(servers: list[str], storages: list[str], line: ProgressLine
 def reached_by(server: str, storages: list[str], reported: Mapping[str, bool]) -> list[Reach]:
     """Return a server's answer for every storage, also for one that it does not know yet."""
     name = f"server {server}"
-    found = [Reach(HERE, name, is_reached=True)]
+    found = [Reach(THIS_COMMAND, name, is_reached=True)]
     for storage in dict.fromkeys([*storages, *reported]):
         unknown = None if storage in reported else "the server does not know this storage (yet)"
         is_reached = reported.get(storage, False)

@@ -57,7 +57,7 @@ from waltz_core.records.record import (
 from waltz_core.wire.messages import Nack, Prepared
 
 ATTEMPTS_MAX = 10
-LOOK_AGAIN_S = 0.2
+POLL_INTERVAL_S = 0.2
 NONCE_BYTES = 16
 
 
@@ -223,13 +223,13 @@ def _chosen(
     if not logs:
         raise Unavailable(f"partition {partition_id}: no replica answers. Hint: start a storage.")
     if requested is None:
-        return max(logs, key=lambda each: _worth(logs[each]))
+        return max(logs, key=lambda each: _rank(logs[each]))
     if requested not in logs:
         raise BadConfig(f"{requested} did not answer as a replica of partition {partition_id}")
     return ReplicaId(requested)
 
 
-def _worth(log: Log) -> tuple[bool, int, int, bool]:
+def _rank(log: Log) -> tuple[bool, int, int, bool]:
     """Return the order of logs: undamaged first, then the most data, then trusted."""
     return not log.is_damaged, *log.rank, not log.is_suspect
 
@@ -507,7 +507,7 @@ async def _await_storages(
             len(links),
             len(storages),
         )
-        await asyncio.sleep(LOOK_AGAIN_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
 
 
 async def _query_all(

@@ -86,7 +86,7 @@ class SegmentChoice(NamedTuple):
     "bytes or serializer; implies --data [default: bytes]",
 )
 @options.files("a .seg file, a partition's directory or a storage directory")
-@options.gathered(SegmentChoice)
+@options.gather_options(SegmentChoice)
 def dump_segment(chosen: SegmentChoice, *, path: Path, partitions: list[int] | None) -> int:
     wanted = _wanted(chosen)
     paths = segments_at(path, partitions)

@@ -10,12 +10,12 @@ from waltz_core.cli.output import print_error, print_json, print_result, print_t
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.offline.file_findings import FileFinding
-from waltz_core.offline.files import kept_still, segments_at
-from waltz_core.offline.index_repair import Repaired, held_alone
+from waltz_core.offline.files import locked_shared, segments_at
+from waltz_core.offline.index_repair import Repaired, locked_exclusively
 from waltz_core.offline.index_repair import repair_index as rebuild_index
 from waltz_core.offline.verify import Verified
 from waltz_core.offline.verify import verify as verify_at
-from waltz_core.offline.verify_segment import LogSeen
+from waltz_core.offline.verify_segment import FoundLog
 from waltz_core.storage.disk.file_system import RealDisk
 
 FINDINGS_LIMIT = 1000
@@ -103,7 +103,7 @@ def _print_verified(found: Verified) -> None:
     )
 
 
-def _row(number: int, seen: LogSeen) -> tuple[object, ...]:
+def _row(number: int, seen: FoundLog) -> tuple[object, ...]:
     chain = "-" if seen.end is None else seen.end.chain.hex()
     unchecked = seen.unchecked_chains
     return (
@@ -147,7 +147,7 @@ def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_
 
 
 def _held(disk: RealDisk, path: Path, *, dry_run: bool) -> AbstractContextManager[None]:
-    return kept_still(path) if dry_run else held_alone(disk, path)
+    return locked_shared(path) if dry_run else locked_exclusively(disk, path)
 
 
 def _repaired_json(one: Repaired, *, dry_run: bool) -> dict[str, object]:

@@ -30,7 +30,7 @@ from waltz_core.records.record import PartitionId
 
 TIMEOUT_S: Final = 3.0
 # Long enough for a session to open or a partition to move on a healthy cluster.
-LOOK_AGAIN_S: Final = 1.5
+RECHECK_AFTER_S: Final = 1.5
 NOT_MEASURED: Final = (
     "the clocks of ZooKeeper's nodes, which do not report them",
     "the clocks of servers, except for commit times in the future",
@@ -72,7 +72,7 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
     facts = await gather(connect, timeout_s=timeout_s, local=local)
     found = diagnose(facts)
     if found:
-        await asyncio.sleep(LOOK_AGAIN_S)
+        await asyncio.sleep(RECHECK_AFTER_S)
         facts = await gather(connect, timeout_s=timeout_s, local=local)
         found = lasting(found, diagnose(facts))
     if as_json:
@@ -84,7 +84,7 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
 
 
 doctor.details = (
-    f"It changes nothing. It reports problems that last for {LOOK_AGAIN_S:g} s, each with a "
+    f"It changes nothing. It reports problems that last for {RECHECK_AFTER_S:g} s, each with a "
     "command in which you replace the words in capitals. Exit code 0: no problem; 1: problems, or "
     "no process could be queried. docs/doctor.md lists all findings."
 )

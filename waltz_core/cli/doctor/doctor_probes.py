@@ -20,7 +20,7 @@ from typing import Final, TypeAlias, TypedDict, TypeVar
 from waltz_core.cli import own_transport
 from waltz_core.cli.storage.storage_views import damaged_count
 from waltz_core.client.links.connections import ServerLink, ServerLinks
-from waltz_core.client.links.storage_admin import StorageAdmin, administered
+from waltz_core.client.links.storage_admin import StorageAdmin, admin_connection
 from waltz_core.cluster.change import changes
 from waltz_core.cluster.change.storages import StorageLayout
 from waltz_core.cluster.coordinator import ClusterView, Coordinator, PartitionView, ServersView
@@ -82,12 +82,12 @@ from waltz_core.wire.messages import (
     Surface,
 )
 
-AT_ONCE: Final = 32
+CONCURRENT_PROBES_MAX: Final = 32
 # Concurrent lists of reads of one storage: a read that hangs delays its own list only.
 LISTS_COUNT: Final = 8
 # If reading a clock took longer, the result is not precise to a second.
 READ_MS_MAX: Final = 500.0
-NOT_A_CLIENT: Final = -1
+NO_CLIENT_ID: Final = -1
 # A storage's text for a log that is not open yet, without an error (storage/service/upkeep.py).
 OPENING: Final = "its log is not open"
 NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
@@ -125,11 +125,11 @@ def _members_of(local: LocalCluster) -> LocalFacts:
     return LocalFacts(str(local.directory), tuple(members))
 
 
-async def _side_by_side(
+async def _concurrently(
     items: Iterable[ItemT], ask: Callable[[ItemT], Awaitable[ResultT]]
 ) -> list[ResultT]:
     """Query all items, a limited number concurrently; return the answers in order."""
-    room = asyncio.Semaphore(AT_ONCE)
+    room = asyncio.Semaphore(CONCURRENT_PROBES_MAX)
 
     async def one(item: ItemT) -> ResultT:
         async with room:
@@ -148,7 +148,7 @@ def _now_ms() -> float:
     return time.time_ns() / 1_000_000
 
 
-async def _is_taking(address: str, timeout_s: float) -> bool:
+async def _accepts_connections(address: str, timeout_s: float) -> bool:
     """Whether a process accepts connections there, even if it does not answer."""
     host, port = net.split_address(address)
     with suppress(OSError, TimeoutError):
@@ -162,14 +162,14 @@ async def _is_taking(address: str, timeout_s: float) -> bool:
 class _Trouble(TypedDict):
     trouble: str
     is_silent: bool
-    is_shut: bool
+    is_tls_mismatch: bool
 
 
 async def _trouble(error: WaltzError, address: str, timeout_s: float) -> _Trouble:
     """Return the facts about a process that could not be queried."""
-    is_shut = isinstance(error, TlsMismatch)
-    is_silent = not is_shut and await _is_taking(address, timeout_s)
-    return {"trouble": str(error), "is_silent": is_silent, "is_shut": is_shut}
+    is_tls_mismatch = isinstance(error, TlsMismatch)
+    is_silent = not is_tls_mismatch and await _accepts_connections(address, timeout_s)
+    return {"trouble": str(error), "is_silent": is_silent, "is_tls_mismatch": is_tls_mismatch}
 
 
 # --- ZooKeeper
@@ -188,7 +188,7 @@ async def _node(address: str, timeout_s: float) -> NodeFacts:
             finally:
                 writer.transport.abort()
     except TimeoutError:
-        is_silent = await _is_taking(address, timeout_s)
+        is_silent = await _accepts_connections(address, timeout_s)
         return NodeFacts(address, f"no answer within {timeout_s:g} s", is_silent)
     except OSError as error:
         return NodeFacts(address, str(error))
@@ -277,7 +277,7 @@ class _Seen:
             servers,
             await coordinator.storages.read(),
             {address: one.hex for address, one in ids.items()},
-            await _side_by_side(numbers, coordinator.read_partition),
+            await _concurrently(numbers, coordinator.read_partition),
             await coordinator.reach.read(servers.servers),
         )
 
@@ -378,7 +378,7 @@ class _Server:
         health = await link.request(
             PartitionsHealthResponse,
             PartitionsHealthRequest,
-            client_id=NOT_A_CLIENT,
+            client_id=NO_CLIENT_ID,
             partition_id=0,
             timeout_s=self._timeout_s,
         )
@@ -386,7 +386,7 @@ class _Server:
         async with asyncio.TaskGroup() as tasks:
             reach = tasks.create_task(self._out_of_reach(link))
             opened = [each for each in self._owned if served.get(each)]
-            marks = tasks.create_task(_side_by_side(opened, lambda each: self._mark(link, each)))
+            marks = tasks.create_task(_concurrently(opened, lambda each: self._mark(link, each)))
         facts = replace(
             facts,
             served=served,
@@ -400,7 +400,7 @@ class _Server:
             answer = await link.request(
                 CheckConnectivityResponse,
                 CheckConnectivityRequest,
-                client_id=NOT_A_CLIENT,
+                client_id=NO_CLIENT_ID,
                 partition_id=0,
                 timeout_s=self._timeout_s,
             )
@@ -417,7 +417,7 @@ class _Server:
             response = await link.request(
                 AppendTimesResponse,
                 AppendTimesRequest,
-                client_id=NOT_A_CLIENT,
+                client_id=NO_CLIENT_ID,
                 partition_id=0,
                 timeout_s=self._timeout_s,
             )
@@ -462,7 +462,7 @@ class _Server:
         return await link.request(
             answer,
             request,
-            client_id=NOT_A_CLIENT,
+            client_id=NO_CLIENT_ID,
             partition_id=partition_id,
             timeout_s=self._timeout_s,
         )
@@ -499,7 +499,7 @@ class _Storage:
         link.abort("asked")
         facts = replace(self._facts, latency_ms=_ms_since(began_s))
         try:
-            async with administered(facts.admin, ssl=own_transport.ssl()) as admin:
+            async with admin_connection(facts.admin, ssl=own_transport.ssl()) as admin:
                 return await self._ask(admin, facts)
         except ClusterKeyMismatch:
             return replace(facts, is_of_cluster=False)
@@ -534,7 +534,7 @@ class _Storage:
         """Return the served logs that do not answer; rule 2 holds for each list separately."""
         served = [each for each, its in replicas.items() if its.is_served and its.last >= 0]
         lists = [served[at::LISTS_COUNT] for at in range(min(LISTS_COUNT, len(served)))]
-        first_stuck = await _side_by_side(lists, lambda each: self._first_stuck(each, replicas))
+        first_stuck = await _concurrently(lists, lambda each: self._first_stuck(each, replicas))
         return {each for each in first_stuck if each is not None}
 
     async def _first_stuck(
@@ -542,7 +542,7 @@ class _Storage:
     ) -> PartitionId | None:
         """Read the last record of one log after the other, until one does not answer."""
         with suppress(WaltzError):
-            async with administered(self._facts.admin, ssl=own_transport.ssl()) as admin:
+            async with admin_connection(self._facts.admin, ssl=own_transport.ssl()) as admin:
                 for partition in partitions:
                     last = replicas[partition].last
                     try:
@@ -600,7 +600,7 @@ class _Storage:
 
     async def _admin_port(self) -> int | None:
         """Try all possible admin ports."""
-        found = await _side_by_side(self._admin_ports, self._is_admin_port)
+        found = await _concurrently(self._admin_ports, self._is_admin_port)
         return next(
             (port for port, is_it in zip(self._admin_ports, found, strict=True) if is_it), None
         )
@@ -609,7 +609,7 @@ class _Storage:
         with suppress(WaltzError, TimeoutError):
             async with (
                 asyncio.timeout(self._timeout_s),
-                administered(f"{self._host}:{port}", ssl=own_transport.ssl()) as admin,
+                admin_connection(f"{self._host}:{port}", ssl=own_transport.ssl()) as admin,
             ):
                 response = await admin.ask(StorageResponse, StorageRequest)
                 return response.address == self._address

@@ -45,7 +45,7 @@ from waltz_core.wire.messages import (
 DIAL_TIMEOUT_S: Final = 3.0
 ANSWER_S: Final = 30.0
 IDS_ROWS_MAX: Final = 10_000
-_NO_CLIENT: Final = -1
+_NO_CLIENT_ID: Final = -1
 _ANY_STORAGE: Final = bytes(16)
 
 
@@ -79,7 +79,7 @@ class OwnerConnection:
         link = await own_transport.dial(Surface.STORAGE, address, timeout_s=DIAL_TIMEOUT_S)
         made = OwnerConnection(address, link, facts)
         opening = OpenRequest(
-            _NO_CLIENT, _NO_CLIENT, _NO_CLIENT, facts.cluster_key, facts.partition_count
+            _NO_CLIENT_ID, _NO_CLIENT_ID, _NO_CLIENT_ID, facts.cluster_key, facts.partition_count
         )
         try:
             (answer,) = await made._request([opening])

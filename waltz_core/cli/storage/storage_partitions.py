@@ -17,19 +17,19 @@ from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
     StorageChoice,
     Target,
+    audited_choice,
     numbers_of,
-    on_record,
     partitions,
     read_facts,
     storages_of,
     target_of,
-    targeted,
+    with_storages,
 )
 from waltz_core.cli.verbs import verb
 from waltz_core.client.links.storage_admin import (
     COPY_BYTES_MAX,
     StorageAdmin,
-    administered,
+    admin_connection,
     copy_partition,
 )
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
@@ -70,8 +70,8 @@ async def _each(
     done: list[int] = []
     try:
         async with (
-            on_record(where),
-            administered(target.admin, ssl=own_transport.ssl()) as admin,
+            audited_choice(where),
+            admin_connection(target.admin, ssl=own_transport.ssl()) as admin,
         ):
             for partition in chosen:
                 await one(admin, partition)
@@ -90,7 +90,7 @@ def _ranges(numbers: list[int]) -> str:
 
 @verb
 @partitions
-@targeted()
+@with_storages()
 async def add_partition(where: StorageChoice, *, partitions: str) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
         await admin.ask(Done, SetAssigned, (partition,), True, False)  # noqa: FBT003 - the wire's
@@ -102,7 +102,7 @@ async def add_partition(where: StorageChoice, *, partitions: str) -> int:
 @partitions
 @click.option("--delete-files", is_flag=True, help="also delete the files")
 @_force
-@targeted()
+@with_storages()
 async def remove_partition(
     where: StorageChoice, *, partitions: str, delete_files: bool, force: bool
 ) -> int:
@@ -119,11 +119,11 @@ async def remove_partition(
 @partitions
 @click.option(
     "--online",
-    type=options.OneOf(("true", "false")),
+    type=options.NamedChoice(("true", "false")),
     required=True,
     help="false: no server can use them",
 )
-@targeted()
+@with_storages()
 async def availability(where: StorageChoice, *, partitions: str, online: str) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
         await admin.ask(Done, SetAvailable, (partition,), online == "true")
@@ -134,7 +134,7 @@ async def availability(where: StorageChoice, *, partitions: str, online: str) ->
 @verb
 @partitions
 @_force
-@targeted()
+@with_storages()
 async def mark_suspect(where: StorageChoice, *, partitions: str, force: bool) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
         await admin.ask(Done, MarkSuspect, partition, force)
@@ -145,7 +145,7 @@ async def mark_suspect(where: StorageChoice, *, partitions: str, force: bool) ->
 @verb
 @partitions
 @_force
-@targeted()
+@with_storages()
 async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
         await admin.ask(Done, ReSeed, partition, force)
@@ -172,7 +172,7 @@ async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
     metavar="BYTES",
     help=f"bytes per request [default: {COPY_BYTES_MAX}]",
 )
-@targeted()
+@with_storages()
 async def recover_partition(
     where: StorageChoice,
     *,
@@ -194,9 +194,9 @@ async def recover_partition(
         raise BadConfig(f"--batch-bytes: expected at least 1, found {batch_bytes}")
     results: list[tuple[int, int, int]] = []
     async with (
-        on_record(where),
-        administered(giver_at.admin, ssl=own_transport.ssl()) as giver,
-        administered(target.admin, ssl=own_transport.ssl()) as taker,
+        audited_choice(where),
+        admin_connection(giver_at.admin, ssl=own_transport.ssl()) as giver,
+        admin_connection(target.admin, ssl=own_transport.ssl()) as taker,
     ):
         with ProgressLine() as line:
             for partition in chosen:
@@ -244,18 +244,18 @@ async def _last_of(admin: StorageAdmin, target: Target, partition: int) -> int:
 
 
 @verb
-@targeted(is_cluster=True)
+@with_storages(is_cluster=True)
 async def sync_partitions(where: StorageChoice) -> int:
     facts = await read_facts(where)
     targets = storages_of(facts, where)
     rows: list[tuple[str, str, object, str]] = []
-    async with on_record(where):
+    async with audited_choice(where):
         with ProgressLine() as line:
             for at, target in enumerate(targets):
                 line.show(at, len(targets), f"storage {target}")
                 wanted = facts.assignments.partitions.get(ReplicaId(str(target)), ())
                 try:
-                    async with administered(target.admin, ssl=own_transport.ssl()) as admin:
+                    async with admin_connection(target.admin, ssl=own_transport.ssl()) as admin:
                         rows += await _synced(admin, target, [int(each) for each in wanted])
                 except WaltzError as error:
                     rows.append((str(target), "reach", "-", str(error)))

@@ -18,11 +18,11 @@ from waltz_core.cli.storage.storage_target import (
     numbers_of,
     partitions,
     target_of,
-    targeted,
+    with_storages,
 )
 from waltz_core.cli.storage.storage_views import damaged_count
 from waltz_core.cli.verbs import verb
-from waltz_core.client.links.storage_admin import StorageAdmin, administered
+from waltz_core.client.links.storage_admin import StorageAdmin, admin_connection
 from waltz_core.errors import BadRequest
 from waltz_core.wire.admin_messages import (
     ReplicaRequest,
@@ -31,7 +31,7 @@ from waltz_core.wire.admin_messages import (
     ScrubResponse,
 )
 
-LOOK_S: Final = 0.2
+POLL_INTERVAL_S: Final = 0.2
 _CONTINUES: Final = "The storage continues the pass; --status shows its progress"
 _TITLES: Final = ("partition", "next id", "last id", "passes", "damaged", "error")
 
@@ -40,7 +40,7 @@ _TITLES: Final = ("partition", "next id", "last id", "passes", "damaged", "error
 @partitions
 @click.option("--status", is_flag=True, help="only show the progress of the scrub")
 @options.timeout_s()
-@targeted(has_timeout=True)
+@with_storages(has_timeout=True)
 async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_s: float) -> int:
     chosen = numbers_of(partitions)
     target = await target_of(where)
@@ -48,14 +48,14 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
         line.show(0, len(chosen), f"waiting for {target} to answer")
         async with (
             in_time(timeout_s, lambda: line.awaited, afterwards=_CONTINUES),
-            administered(target.admin, ssl=own_transport.ssl()) as admin,
+            admin_connection(target.admin, ssl=own_transport.ssl()) as admin,
         ):
             if not admin.is_ours:
                 raise BadRequest(
                     f"{target}: expected a storage that can scrub, found a Waltz 0.13 storage"
                 )
             found = [
-                await _looked_at(admin, partition, line, is_requested=not status)
+                await _scrub_state(admin, partition, line, is_requested=not status)
                 for partition in chosen
             ]
     if where.as_json:
@@ -72,7 +72,7 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
     return 1 if bad else 0
 
 
-async def _looked_at(
+async def _scrub_state(
     admin: StorageAdmin, partition: int, line: ProgressLine, *, is_requested: bool
 ) -> dict[str, object]:
     """Start a pass and wait for its end, if requested; return the partition's state."""
@@ -82,7 +82,7 @@ async def _looked_at(
     while is_requested and state.passes_count == passes_count:
         at, count = state.next_id, state.last_id + 1
         line.show(at, count, f"records of partition {partition}, {at} of {count}")
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
         state = await admin.ask(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
     line.show(1, 1, f"waiting for {admin.address} to report damage of partition {partition}")
     replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)

@@ -80,7 +80,7 @@ partitions = click.option(
 )
 
 
-def targeted(
+def with_storages(
     *, is_cluster: bool = False, has_timeout: bool = False
 ) -> Callable[[VerbFunction], VerbFunction]:
     """Pass a `StorageChoice` to a verb; `is_cluster`: it works on all storages of a cluster."""
@@ -96,7 +96,7 @@ def targeted(
     # The timeout for ZooKeeper only; an option of earlier versions.
     hidden = click.option("--wait-s", type=float, default=options.CONNECT_WAIT_S, hidden=True)
     wait_s = hidden if has_timeout else options.wait_s
-    declared = [options.gathered(StorageChoice), options.as_json, wait_s, storage]
+    declared = [options.gather_options(StorageChoice), options.as_json, wait_s, storage]
     declared += [options.connect] if is_cluster else [connect, options.tls, admin]
 
     def decorate(function: VerbFunction) -> VerbFunction:
@@ -108,7 +108,7 @@ def targeted(
 
 
 @asynccontextmanager
-async def on_record(where: StorageChoice) -> AsyncIterator[None]:
+async def audited_choice(where: StorageChoice) -> AsyncIterator[None]:
     """Write an audit entry for the block, unless only an admin port is given."""
     if where.cluster is None:
         yield

@@ -13,11 +13,11 @@ from waltz_core.cli.storage.storage_target import (
     read_facts,
     storages_of,
     target_of,
-    targeted,
     targets_of,
+    with_storages,
 )
 from waltz_core.cli.verbs import verb
-from waltz_core.client.links.storage_admin import StorageAdmin, administered
+from waltz_core.client.links.storage_admin import StorageAdmin, admin_connection
 from waltz_core.errors import StorageIdMismatch, WaltzError
 from waltz_core.records.record import ReplicaId
 from waltz_core.wire.admin_messages import (
@@ -53,13 +53,13 @@ class ReplicaRow(NamedTuple):
 
 
 @verb
-@targeted()
+@with_storages()
 async def list_command(where: StorageChoice) -> int:
     rows: list[ReplicaRow] = []
     unreached: dict[str, str] = {}
     for target in await targets_of(where):
         try:
-            async with administered(target.admin, ssl=own_transport.ssl()) as admin:
+            async with admin_connection(target.admin, ssl=own_transport.ssl()) as admin:
                 rows += await _rows(admin, str(target))
         except WaltzError as error:
             if target.name is None:
@@ -128,7 +128,7 @@ def damaged_count(replica: ReplicaResponse) -> int:
 
 
 @verb
-@targeted(is_cluster=True)
+@with_storages(is_cluster=True)
 async def validate(where: StorageChoice) -> int:
     facts = await read_facts(where)
     results = {
@@ -165,7 +165,7 @@ async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str 
     """Connect, and check that it belongs to this cluster and is the registered storage."""
     store = facts.view.store
     try:
-        async with administered(target.admin, ssl=own_transport.ssl()) as admin:
+        async with admin_connection(target.admin, ssl=own_transport.ssl()) as admin:
             await admin.ask(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
             if admin.is_ours:
                 response = await admin.ask(StorageResponse, StorageRequest)
@@ -187,12 +187,12 @@ async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str 
 
 @verb
 @partitions
-@targeted()
+@with_storages()
 async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:
     chosen = numbers_of(partitions)
     target = await target_of(where)
     found: dict[int, int] = {}
-    async with administered(target.admin, ssl=own_transport.ssl()) as admin:
+    async with admin_connection(target.admin, ssl=own_transport.ssl()) as admin:
         for partition in chosen:
             replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
             if not replica.is_held or replica.why_not:

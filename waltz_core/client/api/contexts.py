@@ -51,7 +51,7 @@ _FINAL = (Reason.AHEAD, Reason.TOO_LARGE)
 ResultT = TypeVar("ResultT")
 
 
-class _Late(Exception):
+class _DeadlinePassed(Exception):
     """The deadline has passed before an attempt was appended."""
 
 
@@ -153,7 +153,7 @@ class ContextRun:
         """Make the first attempt; False when the context has ended with it."""
         try:
             return await self._attempt()
-        except _Late as late:
+        except _DeadlinePassed as late:
             return await self._expire(errors.Unavailable(str(late)))
         except Exception as error:  # noqa: BLE001 - whatever `execute` raises
             await self._fail(error)
@@ -167,7 +167,7 @@ class ContextRun:
         except asyncio.CancelledError:
             self._close()
             raise
-        except _Late as late:
+        except _DeadlinePassed as late:
             await self._expire(errors.Unavailable(str(late)))
         except Exception as error:  # noqa: BLE001 - whatever `execute` or a hook raises
             await self._fail(error)
@@ -205,7 +205,7 @@ class ContextRun:
         return True
 
     async def _in_time(self, answer: "Awaitable[ResultT]", what: str) -> ResultT:
-        """Return the awaited result; raises _Late, with `what` was missing, at the deadline."""
+        """Return the awaited result; at the deadline raises _DeadlinePassed, which names `what`."""
         limit = asyncio.timeout_at(self._deadline_s)
         try:
             async with limit:
@@ -215,7 +215,7 @@ class ContextRun:
                 raise  # execute's own
             partition = self._partition
             trouble = "" if partition.is_ready else f": {partition.stream.trouble}"
-            raise _Late(
+            raise _DeadlinePassed(
                 f"context in partition {partition.partition_id}: {what} after "
                 f"{self._context.timeout_ms} ms (timeout_ms){trouble}"
             ) from None

@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 BATCH_MIN = 16
 assert BATCH_MAX % BATCH_MIN == 0
 BATCH_S = 0.1
-TRIES_MAX = 12
+ATTEMPTS_MAX = 12
 PAUSE_MS_MIN, PAUSE_MS_MAX = 5, 1_000
 # SQLSTATE: serialization failure, deadlock, lock not available (PostgreSQL and others).
 _CONFLICTS = ("40001", "40P01", "55P03")
@@ -63,9 +63,11 @@ _CONFLICTS = ("40001", "40P01", "55P03")
 _READ_ONLY = "25006"
 _CONFLICT_TEXTS = ("database is locked", "database table is locked", "Deadlock found")
 # Parts of a statement in which keywords do not count: comments and quoted texts.
-_ASIDE = re.compile(r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'|\"[^\"]*\"|\$(\w*)\$.*?\$\1\$", re.DOTALL)
+_COMMENTS_AND_LITERALS = re.compile(
+    r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'|\"[^\"]*\"|\$(\w*)\$.*?\$\1\$", re.DOTALL
+)
 # Statements that end or begin a transaction; ROLLBACK TO and RELEASE of a savepoint do not.
-_ENDS = re.compile(
+_TRANSACTION_END = re.compile(
     r"(?:^|;)\s*(COMMIT|ROLLBACK(?!\s+(?:WORK\s+|TRANSACTION\s+)?TO\b)|ABORT|END|BEGIN"
     r"|START\s+TRANSACTION|PREPARE\s+TRANSACTION)\b",
     re.IGNORECASE,
@@ -190,11 +192,13 @@ class SqlCallbacks(BatchCallbacks):
         return mark
 
     def apply_transaction(self, transaction: Transaction) -> None:
-        """Apply a transaction unless another instance has; see `apply_some`."""
+        """Apply a transaction unless another instance has; see `apply_transactions`."""
         partition, last = int(transaction.partition_id), int(transaction.transaction_id)
-        self.apply_some(partition, [transaction], last)
+        self.apply_transactions(partition, [transaction], last)
 
-    def apply_some(self, partition: int, transactions: Sequence[Transaction], last: int) -> int:
+    def apply_transactions(
+        self, partition: int, transactions: Sequence[Transaction], last: int
+    ) -> int:
         """Apply a batch of transactions, except those that another instance has applied (rule 1).
 
         Raises:
@@ -247,7 +251,7 @@ class SqlCallbacks(BatchCallbacks):
         """Retry an action that the database rejects because of another transaction (rule 4)."""
         random = Random()  # noqa: S311 - spreads retries, keeps no secret
         backoff = Backoff(interval_ms_min=PAUSE_MS_MIN, interval_ms_max=PAUSE_MS_MAX, random=random)
-        for _ in range(TRIES_MAX - 1):
+        for _ in range(ATTEMPTS_MAX - 1):
             try:
                 return action()
             except DBAPIError as error:
@@ -280,7 +284,7 @@ class SqlCallbacks(BatchCallbacks):
                 return BEFORE_FIRST
         mark, key = found
         if self._key is not None and key is None:
-            key = self._claimed(partition)
+            key = self._with_cluster_key(partition)
         if self._key not in (None, key):
             raise errors.ClusterKeyMismatch(
                 f"partition {partition}: expected a view of cluster {self._key}, found one of "
@@ -290,12 +294,12 @@ class SqlCallbacks(BatchCallbacks):
             )
         return mark
 
-    def _claimed(self, partition: int) -> str | None:
+    def _with_cluster_key(self, partition: int) -> str | None:
         """Add this cluster's key to a mark without one, unless it has got one by now (rule 7)."""
         with self._engine.begin() as connection:
             connection.execute(
                 self.marks.update()
-                .where(*self._its(partition), self.marks.c.cluster_key.is_(None))
+                .where(*self._own_row(partition), self.marks.c.cluster_key.is_(None))
                 .values(cluster_key=self._key)
             )
             found = self._row(connection, partition)
@@ -342,7 +346,7 @@ class SqlCallbacks(BatchCallbacks):
         """Move the mark from the known value; return False if it has another value."""
         moved = connection.execute(
             self.marks.update()
-            .where(*self._its(partition), self.marks.c.high_water_mark == known)
+            .where(*self._own_row(partition), self.marks.c.high_water_mark == known)
             .values(high_water_mark=to)
         )
         return moved.rowcount == 1
@@ -367,10 +371,10 @@ class SqlCallbacks(BatchCallbacks):
         """Return a partition's mark and the key of its cluster."""
         marks = self.marks
         query = sa.select(marks.c.high_water_mark, marks.c.cluster_key)
-        found = connection.execute(query.where(*self._its(partition))).one_or_none()
+        found = connection.execute(query.where(*self._own_row(partition))).one_or_none()
         return None if found is None else (int(found[0]), found[1])
 
-    def _its(self, partition: int) -> tuple[sa.ColumnElement[bool], ...]:
+    def _own_row(self, partition: int) -> tuple[sa.ColumnElement[bool], ...]:
         marks = self.marks
         return marks.c.application == self._application, marks.c.partition_id == partition
 
@@ -442,8 +446,8 @@ def _check_class(given: type[SqlCallbacks]) -> None:
         )
     if given.apply_transaction is not plain.apply_transaction:
         raise errors.BadConfig(
-            f"{given.__name__}: expected `apply`, `apply_batch` or `apply_some` to be overridden, "
-            "found `apply_transaction`, which is not called: transactions are applied in batches"
+            f"{given.__name__}: expected `apply`, `apply_batch` or `apply_transactions` to be "
+            "overridden, found `apply_transaction`, which is not called: transactions are applied in batches"
         )
 
 
@@ -530,7 +534,7 @@ def _check_statements(engine: sa.Engine) -> None:
 
 @lru_cache(1_000)
 def _ends_transaction(statement: str) -> bool:
-    return _ENDS.search(_ASIDE.sub(" ", statement)) is not None
+    return _TRANSACTION_END.search(_COMMENTS_AND_LITERALS.sub(" ", statement)) is not None
 
 
 def _early_end(what: str) -> errors.BadRequest:

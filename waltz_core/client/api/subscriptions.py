@@ -88,7 +88,7 @@ class Subscriptions:
     def partitions(self) -> tuple[int, ...]:
         """The partitions whose feed is applied now, in order."""
         # NB: threads of the sync client look while the loop changes it; a copy is one step.
-        return tuple(sorted(int(each) for each in list(self._feeds) if self._is_fed(each)))
+        return tuple(sorted(int(each) for each in list(self._feeds) if self._has_feed(each)))
 
     async def subscribe(self, recipient: Recipient, partition_ids: Iterable[PartitionId]) -> None:
         """Start the feeds of these partitions."""
@@ -97,7 +97,7 @@ class Subscriptions:
         for partition_id in partition_ids:
             if self._set_count != number:
                 return  # `set_partitions` was called meanwhile and takes precedence
-            if self._is_fed(partition_id):
+            if self._has_feed(partition_id):
                 raise errors.BadRequest(f"partition {partition_id} is already subscribed")
             self._recipients[partition_id] = recipient
             await self._start(partition_id)
@@ -112,13 +112,13 @@ class Subscriptions:
         task = asyncio.current_task()
         for partition_id, feed in self._feeds.items():
             if isinstance(feed, _Feed) and feed.task is task:
-                raise waits_for_itself(partition_id)
+                raise self_wait_error(partition_id)
         self._set_count += 1
         async with self._setting:
             for partition_id in [each for each in self._feeds if each not in wanted]:
                 await self._stop(partition_id)
             for partition_id in wanted:
-                if not self._is_fed(partition_id):
+                if not self._has_feed(partition_id):
                     await self._start(partition_id)
 
     def data(self, partition_id: PartitionId) -> DataCache:
@@ -137,7 +137,7 @@ class Subscriptions:
             header_values=header_values,
         )
 
-    def _is_fed(self, partition_id: PartitionId) -> bool:
+    def _has_feed(self, partition_id: PartitionId) -> bool:
         feed = self._feeds.get(partition_id)
         return isinstance(feed, _Start) or (feed is not None and feed.is_applied)
 
@@ -179,7 +179,7 @@ class Subscriptions:
             del self._feeds[partition_id]
 
 
-def waits_for_itself(partition_id: int) -> errors.UsageError:
+def self_wait_error(partition_id: int) -> errors.UsageError:
     """Return the error for a callback that would wait for itself."""
     return errors.UsageError(
         f"set_partitions waits for running callbacks and was called in a callback of partition "

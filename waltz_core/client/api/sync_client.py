@@ -37,7 +37,7 @@ import uvloop
 from waltz_core import errors
 from waltz_core.client.api.async_client import AsyncWaltzClient
 from waltz_core.client.api.opening import NOT_SENT, Opening
-from waltz_core.client.api.subscriptions import waits_for_itself
+from waltz_core.client.api.subscriptions import self_wait_error
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout, FixedDirectory
 from waltz_core.client.model.callbacks import (
     BatchCallbacks,
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 WORKERS_MAX = 16
 APPLIERS_MAX = 256
 # Timeout for the last tasks on the loop to end.
-END_S_MAX = 5.0
+CLOSE_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ _CLOSED = "the client is closed"
 _NOT_CLOSED = "a WaltzClient was not closed before the interpreter ended"
 # Start of the message that `ThreadPoolExecutor.submit` raises after a shutdown (of the executor or
 # of the interpreter).
-_NO_MORE_WORK = "cannot schedule new futures"
+_SHUT_DOWN_TEXT = "cannot schedule new futures"
 
 ResultT = TypeVar("ResultT")
 
@@ -378,7 +378,7 @@ class WaltzClient:
         """Apply the feeds of exactly these; see `AsyncWaltzClient.set_partitions`."""
         applying = getattr(self._applying, "partition_id", None)
         if applying is not None:
-            raise waits_for_itself(applying)
+            raise self_wait_error(applying)
         self._call(self._client.set_partitions(partitions))
 
     # --- reading
@@ -496,11 +496,11 @@ class WaltzClient:
         self._thread.join()
         # Cancels requests for which threads still wait, such as data for a callback. A thread may
         # make another request while the last ones end, hence the loop.
-        end_s = time.monotonic() + END_S_MAX
+        end_s = time.monotonic() + CLOSE_TIMEOUT_S
         while (left := asyncio.all_tasks(self._loop)) and time.monotonic() < end_s:
             for task in left:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.wait(left, timeout=END_S_MAX))
+            self._loop.run_until_complete(asyncio.wait(left, timeout=CLOSE_TIMEOUT_S))
         self._loop.close()
 
     def _await_callbacks(self) -> None:
@@ -530,7 +530,7 @@ class _Workers(ThreadPoolExecutor):
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError as error:
-            if not str(error).startswith(_NO_MORE_WORK):
+            if not str(error).startswith(_SHUT_DOWN_TEXT):
                 raise
         if not self.is_ended:
             warnings.warn(_NOT_CLOSED, ResourceWarning, stacklevel=1)
@@ -689,15 +689,17 @@ class _BatchConsumer(_ThreadConsumer):
             Transaction(partition_id, TransactionId(number), words, source) for number, words in run
         ]
 
-        def apply_some() -> DeliveryProgress:
+        def apply_transactions() -> DeliveryProgress:
             if run and not is_running():
                 return DeliveryProgress(0, None)
             try:
-                return DeliveryProgress(self._batched.apply_some(partition_id, given, last), None)
+                return DeliveryProgress(
+                    self._batched.apply_transactions(partition_id, given, last), None
+                )
             except BaseException as error:  # noqa: BLE001 - the application's own
                 return DeliveryProgress(0, _raised_by_thread(error))
 
-        return await self._applied(partition_id, apply_some)
+        return await self._applied(partition_id, apply_transactions)
 
 
 async def _on_thread(

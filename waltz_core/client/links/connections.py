@@ -76,7 +76,7 @@ class ServerLink:
         self._close_after_s: float | None = None
         self.is_old_server = (link.version or 0) <= old_server_stream.VERSION_MAX
         self._old_server = (
-            OldServer(link, self._hand_on, self._prove) if self.is_old_server else None
+            OldServer(link, self._deliver, self._prove) if self.is_old_server else None
         )
         link.start(self._take, self._closed)
 
@@ -166,9 +166,9 @@ class ServerLink:
             self._old_server.take(rest)
             return
         for message in rest:
-            self._hand_on(message)
+            self._deliver(message)
 
-    def _hand_on(self, message: ClientMessage) -> None:
+    def _deliver(self, message: ClientMessage) -> None:
         stream = self._streams.get(message.req_id.partition_id)
         if stream is not None:
             stream.on_message(self.number, message)
@@ -273,7 +273,7 @@ class ServerLinks:
             silence.SILENT_S, lambda: self._silences.detected(address, _DIAL, since_s=began_s)
         )
 
-    async def dial_apart(self, address: str) -> net.Link:
+    async def dial_unshared(self, address: str) -> net.Link:
         """Return a connection that is not shared; the caller closes it.
 
         Raises Unreachable, or RemoteProtocolError.
@@ -284,7 +284,7 @@ class ServerLinks:
 
     async def _dial(self, key: _Key) -> ServerLink:
         address = key[0]
-        link = await self.dial_apart(address)
+        link = await self.dial_unshared(address)
         if self._is_closed:
             link.abort("the client was closed")
             raise errors.Unreachable(f"{address}: the client was closed")

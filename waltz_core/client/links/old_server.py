@@ -24,13 +24,13 @@ Prove = Callable[[PartitionId, Callable[[bool], None]], None]
 
 
 class OldServer:
-    """Translates for all streams of a connection; `hand_on` receives the streams' messages."""
+    """Translates for all streams of a connection; `deliver` receives the streams' messages."""
 
     def __init__(
-        self, link: net.Link, hand_on: Callable[[ClientMessage], None], prove: Prove
+        self, link: net.Link, deliver: Callable[[ClientMessage], None], prove: Prove
     ) -> None:
         self._link = link
-        self._hand_on = hand_on
+        self._deliver = deliver
         self._prove = prove
         self._driver: Driver[Event, old_server_stream.Effect] = Driver(
             OldServerLink(),
@@ -57,7 +57,7 @@ class OldServer:
             case old_server_stream.ToServer():
                 self._link.send_all(effect.messages)
             case old_server_stream.ToStream():
-                self._hand_on(effect.message)
+                self._deliver(effect.message)
             case old_server_stream.Prove():
                 self._prove(effect.partition_id, partial(self._proven, effect))
             case old_server_stream.CloseLink():

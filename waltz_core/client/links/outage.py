@@ -1,4 +1,4 @@
-"""Logs an outage that continues: soon after it began, then once in `AGAIN_S`.
+"""Logs an outage that continues: soon after it began, then once in `LOG_INTERVAL_S`.
 
 A feed survives any outage by trying again; an operator must see it without a log line for every
 attempt. Stream, catch-up and applier each see another part of it.
@@ -12,21 +12,21 @@ from waltz_core.records.record import PartitionId
 _log = logging.getLogger(__name__)
 
 # A moving partition has no server for some seconds; that is not worth a log line.
-QUIET_S = 10.0
-AGAIN_S = 60.0
+LOG_AFTER_S = 10.0
+LOG_INTERVAL_S = 60.0
 
 
 class Outage:
     """The outages of one part of a partition's feed; `what` names the part in the log.
 
-    `quiet_s` is how long an outage may last before it is logged: 0 if the caller has tried for a
-    long time already.
+    `log_after_s` is how long an outage may last before it is logged: 0 if the caller has tried for
+    a long time already.
     """
 
-    def __init__(self, partition_id: PartitionId, what: str, *, quiet_s: float = 0.0) -> None:
+    def __init__(self, partition_id: PartitionId, what: str, *, log_after_s: float = 0.0) -> None:
         self._partition_id = partition_id
         self._what = what
-        self._quiet_s = quiet_s
+        self._log_after_s = log_after_s
         self._since_s: float | None = None
         self._logged_s: float | None = None
 
@@ -36,9 +36,9 @@ class Outage:
         if self._since_s is None:
             self._since_s = now_s
         lasts_s = now_s - self._since_s
-        if lasts_s < self._quiet_s:
+        if lasts_s < self._log_after_s:
             return
-        if self._logged_s is not None and now_s - self._logged_s < AGAIN_S:
+        if self._logged_s is not None and now_s - self._logged_s < LOG_INTERVAL_S:
             return
         self._logged_s = now_s
         _log.warning(

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from waltz_core.client.links.outage import AGAIN_S
+from waltz_core.client.links.outage import LOG_INTERVAL_S
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class Silences:
     """The silent servers of one client, by address; connections have numbers.
 
     `doubt` makes the directory read ZooKeeper: the server's partitions may have moved. A server
-    that falls silent repeatedly is logged once in `AGAIN_S` at most. Without `doubt` (None) nothing
-    is logged: the doctor reports servers that do not answer as findings.
+    that falls silent repeatedly is logged once in `LOG_INTERVAL_S` at most. Without `doubt` (None)
+    nothing is logged: the doctor reports servers that do not answer as findings.
     """
 
     def __init__(self, mark_suspect: Callable[[], None] | None) -> None:
@@ -49,7 +49,7 @@ class Silences:
             known.since_s = since_s
         known.connections.add(connection)
         now_s = asyncio.get_running_loop().time()
-        is_soon = known.logged_s is not None and now_s - known.logged_s < AGAIN_S
+        is_soon = known.logged_s is not None and now_s - known.logged_s < LOG_INTERVAL_S
         if known.is_logged or is_soon:
             return
         known.is_logged, known.logged_s = True, now_s

@@ -96,7 +96,7 @@ class StorageAdmin:
 
 
 @asynccontextmanager
-async def administered(
+async def admin_connection(
     address: str, *, ssl: SSLContext | None = None
 ) -> AsyncIterator[StorageAdmin]:
     """Connect to an admin port; raises Unreachable, or BadConfig for another kind of port."""

@@ -90,7 +90,9 @@ class BatchCallbacks(Callbacks):
         """
 
     @abstractmethod
-    def apply_some(self, partition: int, transactions: Sequence[Transaction], last: int) -> int:
+    def apply_transactions(
+        self, partition: int, transactions: Sequence[Transaction], last: int
+    ) -> int:
         """Apply one or more of these transactions from the first on; return how many.
 
         It is called again with the rest; after 0, with the same transactions. Applying all of them

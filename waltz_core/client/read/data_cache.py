@@ -30,10 +30,10 @@ PREFETCH_BYTES_MIN: Final = 64 * 1024
 # What a record costs in addition to its bytes: its place in a list, its part of the lineage.
 RECORD_COST_BYTES: Final = 96
 # How often a thread that waits for data checks that the event loop still exists.
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 
-class _Kept(NamedTuple):
+class _CachedChunk(NamedTuple):
     """A chunk of the log in memory, up to the transaction `last`."""
 
     ids: Sequence[int]  # in order
@@ -110,7 +110,7 @@ class DataCache:
         self._loop = loop
         self._header_values = header_values
         # Oldest first. Other threads read it, so it changes in single (atomic) steps only.
-        self._kept: dict[TransactionId, _Kept] = {}
+        self._kept: dict[TransactionId, _CachedChunk] = {}
         self._expected = BEFORE_FIRST
         self._bytes = PREFETCH_BYTES_MIN
         self._turn = asyncio.Lock()
@@ -140,7 +140,7 @@ class DataCache:
             raise errors.Unavailable("the client is closed") from None
         while True:
             try:
-                return future.result(LOOK_S)
+                return future.result(POLL_INTERVAL_S)
             except TimeoutError:
                 # A loop that was closed in the meantime never resolves the future.
                 if not future.done() and self._loop.is_closed():
@@ -198,13 +198,13 @@ class DataCache:
         assert found is not None
         return found
 
-    def _keep(self, chunk: RangeChunk) -> _Kept:
+    def _keep(self, chunk: RangeChunk) -> _CachedChunk:
         offsets = raw_records.offsets_of(chunk.lengths).tolist()
         records = memoryview(chunk.records)
         ids: Sequence[int] = range(chunk.first, chunk.first + chunk.count)
         if self._header_values:
             ids = [int.from_bytes(records[at : at + 8], "big") for at in offsets[:-1]]
-        kept = _Kept(ids, offsets, records, TransactionId(chunk.next - 1))
+        kept = _CachedChunk(ids, offsets, records, TransactionId(chunk.next - 1))
         if chunk.first in self._kept:
             self.drop(chunk.first)
         self._kept[chunk.first] = kept

@@ -41,7 +41,7 @@ BATCH_MAX = 4_096
 HAND_OVER_S_MAX = 0.05
 # How long the mark of a batched consumer may wait while no transaction passes the filter, so that
 # one write covers many transactions.
-PASS_S = 0.2
+MARK_HOLD_S = 0.2
 RETRY_S_MIN, RETRY_S_MAX = 0.01, 10.0
 
 ResultT = TypeVar("ResultT")
@@ -259,9 +259,9 @@ class Applier:
     async def _is_passed(self, last: TransactionId) -> bool:
         """Hold a mark without transactions back; return False when a later one replaces it.
 
-        Not longer than PASS_S, and not while a caller waits for it.
+        Not longer than MARK_HOLD_S, and not while a caller waits for it.
         """
-        due_s = self._advanced_s + PASS_S
+        due_s = self._advanced_s + MARK_HOLD_S
         while not self._is_wanted(last) and self.stopped is None:
             left_s = due_s - asyncio.get_running_loop().time()
             if left_s <= 0:

@@ -48,9 +48,9 @@ _PIECE_BYTES: Final = 512 * 1024
 # One that the caller uses, one that is being read, and one more for a slow caller.
 _BUFFERS_MAX: Final = 3
 # Read only from the page cache, or fail; not every file system supports it.
-_NO_WAITING: Final = getattr(os, "RWF_NOWAIT", 0)
-_WAITING_IS_NEEDED: Final = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS)
-_REFERENCES_OF_OURS: Final = 2  # the list's, and that of `getrefcount`'s argument
+_NO_WAIT_FLAG: Final = getattr(os, "RWF_NOWAIT", 0)
+_WOULD_WAIT: Final = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS)
+_OWN_REFERENCES: Final = 2  # the list's, and that of `getrefcount`'s argument
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +97,7 @@ class Nearby:
         self._buffers = _Buffers()
         self._grant: ReadGrant | None = None
         self._on_disk: ReadGrant | None = None  # the one that was not in the page cache
-        self._is_at_it = False  # rule 5
+        self._is_reading = False  # rule 5
 
     def close(self) -> None:
         """Close the files; a read in progress fails."""
@@ -114,12 +114,12 @@ class Nearby:
             Unreachable, ReadFailed: the file cannot be opened or read.
             ChecksumMismatch: a record is damaged.
         """
-        if self._is_at_it:
+        if self._is_reading:
             raise errors.Unreachable(f"{self._door}: a read is not done yet")
         grant = self._grant
         if grant is None or not grant.first <= first < grant.next:
             grant = self._grant = await ask()
-            self._leave_all_but({place.segment for place in grant.places})
+            self._close_all_but({place.segment for place in grant.places})
         low = first - grant.first
         high = min(last + 1, grant.next) - grant.first
         high = low + raw_records.count_within(grant.lengths[low:high], bytes_max)
@@ -134,7 +134,7 @@ class Nearby:
         if self._on_disk is grant or any(each.segment not in self._files for each in grant.places):
             return None
         try:
-            return self._read(grant, low, high, _NO_WAITING)
+            return self._read(grant, low, high, _NO_WAIT_FLAG)
         except BlockingIOError:
             self._on_disk = grant  # the rest of it is not tried either
             return None
@@ -144,10 +144,10 @@ class Nearby:
             try:
                 return self._read(grant, low, high, 0)
             finally:
-                self._is_at_it = False
+                self._is_reading = False
 
         loop = asyncio.get_running_loop()
-        self._is_at_it = True
+        self._is_reading = True
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await loop.run_in_executor(None, read)
@@ -156,7 +156,7 @@ class Nearby:
                 f"{self._door}: nothing was read within {self._timeout_s} s"
             ) from error
 
-    def _leave_all_but(self, segments: Collection[TransactionId]) -> None:
+    def _close_all_but(self, segments: Collection[TransactionId]) -> None:
         """Close files that are read already: a log may have more than a process may open."""
         for segment in [each for each in self._files if each not in segments]:
             self._files.pop(segment).close()
@@ -209,7 +209,7 @@ class Nearby:
                 part = part[count:]
                 offset += count
         except (OSError, ValueError) as error:  # a file that was closed meanwhile is a ValueError
-            if flags and isinstance(error, OSError) and error.errno in _WAITING_IS_NEEDED:
+            if flags and isinstance(error, OSError) and error.errno in _WOULD_WAIT:
                 raise BlockingIOError(error.errno, str(error)) from error
             raise errors.ReadFailed(f"segment {segment} of {self._door}: {error}") from error
         return crc
@@ -229,7 +229,7 @@ class _Buffers:
         """Return unshared memory of a size, with arbitrary content."""
         for place in range(len(self._all)):
             # Each view of it, also one of a view, holds one more reference.
-            if sys.getrefcount(self._all[place]) == _REFERENCES_OF_OURS:
+            if sys.getrefcount(self._all[place]) == _OWN_REFERENCES:
                 if self._all[place].size < size:
                     self._all[place] = np.empty(size, dtype=np.uint8)
                 return self._all[place].data[:size]

@@ -17,8 +17,8 @@ Rules:
        near but not engaged is not read.
     7. A replica on this machine answers with the positions of the records, and the client reads its
        files (`nearby.py`); if that fails, the replica sends the records like any other.
-    8. A greeting needs no disk: a storage that has not sent one within `GREETING_S` may be frozen,
-       and the next one is tried. The last one, and records, have the whole timeout.
+    8. A greeting needs no disk: a storage that has not sent one within `HANDSHAKE_TIMEOUT_S` may be
+       frozen, and the next one is tried. The last one, and records, have the whole timeout.
     9. Reads from different IDs begin at different replicas. A repeated read begins at the same one,
        whose page cache has what the previous read fetched from the disk.
 """
@@ -59,11 +59,11 @@ I64 = npt.NDArray[np.int64]
 
 HEADER_BYTES = raw_records.HEADER_DTYPE.itemsize
 RANGE_BYTES_MAX = 4 * 1024 * 1024
-GREETING_S = 1.0
+HANDSHAKE_TIMEOUT_S = 1.0
 
 # Of a record, around its payload.
-_BEFORE_DATA = RECORD_PREFIX.size
-_BEHIND_DATA = RECORD_OVERHEAD_BYTES - _BEFORE_DATA
+_PREFIX_BYTES = RECORD_PREFIX.size
+_SUFFIX_BYTES = RECORD_OVERHEAD_BYTES - _PREFIX_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class RangeChunk:
         headers = raw_records.application_headers_of(self.records, self.lengths).tolist()
         start = 0
         for number, length in enumerate(self.lengths.tolist()):
-            data = self.records[start + _BEFORE_DATA : start + length - _BEHIND_DATA]
+            data = self.records[start + _PREFIX_BYTES : start + length - _SUFFIX_BYTES]
             yield RangeRow(TransactionId(ids[number]), headers[number], bytes(data))
             start += length
 
@@ -195,7 +195,7 @@ def chunk_of_server(
     return chunk
 
 
-def chunk_of_stretch(query: RangeQuery, found: OldRecords) -> RangeChunk:
+def chunk_of_records(query: RangeQuery, found: OldRecords) -> RangeChunk:
     """Return the records of a 0.13 server, which were checked when they arrived."""
     is_whole = query.form is RangeForm.WHOLE
     return RangeChunk(
@@ -429,7 +429,7 @@ class ReplicaReader:
                     address,
                     error,
                 )
-                self._hang_up()
+                self._disconnect()
                 del self._addresses[0]
                 continue
             self.from_replica_count += 1
@@ -439,18 +439,18 @@ class ReplicaReader:
     def close(self) -> None:
         """Close the connection to the replica; no replica is read any more."""
         self._is_closed = True
-        self._hang_up()
+        self._disconnect()
 
-    def _hang_up(self) -> None:
-        self._go_far()
+    def _disconnect(self) -> None:
+        self._stop_nearby()
         if self._link is not None:
             self._link.close()
             self._link = None
 
     async def _fetch_from(self, address: str, query: RangeQuery) -> RangeChunk:
         if self._link is None or self._link.is_closed:
-            self._hang_up()
-            made = await self._greeted(address)
+            self._disconnect()
+            made = await self._connect(address)
             if self._is_closed:  # meanwhile: it would never be closed
                 made.close()
                 raise errors.Unreachable(f"{address}: the reader was closed")
@@ -469,7 +469,7 @@ class ReplicaReader:
                     address,
                     error,
                 )
-                self._go_far()
+                self._stop_nearby()
         return await link.fetch(
             self._partition_id,
             query,
@@ -478,16 +478,18 @@ class ReplicaReader:
             timeout_s=self._timeout_s,
         )
 
-    async def _greeted(self, address: str) -> ReaderConnection:
+    async def _connect(self, address: str) -> ReaderConnection:
         """Return a connection to a replica (rule 8)."""
         is_last = len(self._addresses) == 1
         try:
-            async with asyncio.timeout(None if is_last else GREETING_S):
+            async with asyncio.timeout(None if is_last else HANDSHAKE_TIMEOUT_S):
                 return await ReaderConnection.open(
                     address, self._replicas, timeout_s=self._timeout_s, ssl=self._ssl
                 )
         except TimeoutError as error:
-            raise errors.Unreachable(f"{address}: no greeting within {GREETING_S} s") from error
+            raise errors.Unreachable(
+                f"{address}: no greeting within {HANDSHAKE_TIMEOUT_S} s"
+            ) from error
 
     def _nearby_at(self, address: str) -> Nearby | None:
         door = door_of(self._replicas.cluster_key, address)
@@ -495,7 +497,7 @@ class ReplicaReader:
             return None
         return Nearby(door, self._partition_id, timeout_s=self._timeout_s)
 
-    def _go_far(self) -> None:
+    def _stop_nearby(self) -> None:
         """Let the storage send the records from now on."""
         if self._nearby is not None:
             self._nearby.close()

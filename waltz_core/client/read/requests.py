@@ -32,8 +32,8 @@ from waltz_core.client.read.ranges import (
     RangeChunk,
     RangeQuery,
     ReplicaSet,
+    chunk_of_records,
     chunk_of_server,
-    chunk_of_stretch,
     server_request,
 )
 from waltz_core.config.declarations import NO_GROUP, ClientConfig
@@ -55,7 +55,7 @@ UNANSWERED_S: dict[type[ClientMessage], float] = {
 # Requests without appends need no client id (docs/design/wire-format.md 2.1).
 NO_CLIENT_ID = -1
 # An attempt with less than this part of the request timeout left does not count (rule 2).
-_TRY_PART_MIN: Final = 0.1
+_ATTEMPT_SHARE_MIN: Final = 0.1
 
 
 class OwnerLink(NamedTuple):
@@ -137,7 +137,7 @@ class OwnerRequests:
             except errors.Unavailable as error:
                 now_s = loop.time()
                 if now_s + pause_s >= deadline_s:
-                    was_cut = now_s >= deadline_s and timeout_s < whole_s * _TRY_PART_MIN
+                    was_cut = now_s >= deadline_s and timeout_s < whole_s * _ATTEMPT_SHARE_MIN
                     last_error = before if was_cut and before is not None else error
                     raise errors.from_code(
                         last_error.code,
@@ -292,7 +292,7 @@ class OwnerRequests:
 
     async def _range_of(self, query: RangeQuery, reader: OwnerLink) -> RangeChunk:
         if reader.link.is_old_server:
-            return chunk_of_stretch(query, await self._old_reads.range(reader, query))
+            return chunk_of_records(query, await self._old_reads.range(reader, query))
         answer = await _answer_of(
             reader, messages.RangeData, lambda req_id: server_request(req_id, query)
         )
@@ -303,7 +303,7 @@ class OwnerRequests:
 
         async def ask(reader: OwnerLink) -> RangeChunk:
             if reader.link.is_old_server:
-                return chunk_of_stretch(query, await self._old_reads.data_range(reader, query))
+                return chunk_of_records(query, await self._old_reads.data_range(reader, query))
             return await self._range_of(query, reader)
 
         return await self._until_answered(partition_id, ask, is_bulk=True)

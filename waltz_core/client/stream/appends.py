@@ -134,7 +134,7 @@ class PendingRow:
         return 1
 
     @property
-    def may_go_again(self) -> bool:
+    def may_resend(self) -> bool:
         """Whether it may be sent again as it is (rule 3)."""
         return not self.is_attempt and (self.follows is None or not self.follows.has_seen)
 
@@ -465,7 +465,7 @@ class Appends:
             outcome.conflicting.tolist(),
             strict=True,
         ):
-            if row.may_go_again and reason in _TRANSIENT and now_s < row.deadline_s:
+            if row.may_resend and reason in _TRANSIENT and now_s < row.deadline_s:
                 again.append(row)
                 continue
             self._end(row)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, assert_never
 from waltz_core import errors
 from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.directory import Directory, Owner
-from waltz_core.client.links.outage import QUIET_S, Outage
+from waltz_core.client.links.outage import LOG_AFTER_S, Outage
 from waltz_core.client.stream import stream_events
 from waltz_core.client.stream.appends import Appends, AppendWindow
 from waltz_core.client.stream.monitor import Parcel
@@ -67,14 +67,12 @@ class ClientServices(Protocol):
 class ClientPartition:
     """One partition as its client uses it."""
 
-    def __init__(
-        self, partition_id: PartitionId, client_id: int, surroundings: ClientServices
-    ) -> None:
-        config = surroundings.config
+    def __init__(self, partition_id: PartitionId, client_id: int, services: ClientServices) -> None:
+        config = services.config
         self.partition_id = partition_id
-        self._surroundings = surroundings
+        self._services = services
         self.settings = stream_settings(config)
-        self.stream = PartitionStream(client_id, partition_id, self.settings, surroundings.random)
+        self.stream = PartitionStream(client_id, partition_id, self.settings, services.random)
         self._driver: Driver[stream_events.Event, stream_events.Effect] = Driver(
             self.stream,
             self._perform,
@@ -98,7 +96,7 @@ class ClientPartition:
         # Fetches the feed after one mark up to about another, then calls `caught_up`.
         self.fetch: Fetch | None = None
         self._link: ServerLink | None = None
-        self._outage = Outage(partition_id, "server", quiet_s=QUIET_S)
+        self._outage = Outage(partition_id, "server", log_after_s=LOG_AFTER_S)
         # A cancelled caller removes its future: nothing else may happen for a long time.
         self._mount_waiters: dict[asyncio.Future[None], None] = {}
         self._mark_waiters: dict[asyncio.Future[None], TransactionId] = {}
@@ -184,7 +182,7 @@ class ClientPartition:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._mount_waiters[future] = None
         self._driver.post(stream_events.Mount())
-        timeout_ms = self._surroundings.config.request_timeout_ms
+        timeout_ms = self._services.config.request_timeout_ms
         try:
             async with asyncio.timeout(timeout_ms / 1000):
                 await future
@@ -272,7 +270,7 @@ class ClientPartition:
             case stream_events.Fed():
                 if self.applier is not None:
                     self.applier.feed(effect.ids, effect.headers, effect.last)
-            case stream_events.FeedLags():
+            case stream_events.FeedLagging():
                 if self.fetch is not None:
                     self._spawn(self.fetch(effect.fed, effect.high_water_mark), "catch-up")
             case stream_events.OpenLink():
@@ -292,10 +290,10 @@ class ClientPartition:
                 assert_never(effect)
 
     def _spawn(self, task: Coroutine[Any, Any, None], name: str) -> None:
-        self._surroundings.spawn(task, f"{name}-{self.partition_id}")
+        self._services.spawn(task, f"{name}-{self.partition_id}")
 
     async def _open_link(self, effect: stream_events.OpenLink) -> None:
-        around, attempt = self._surroundings, effect.attempt
+        around, attempt = self._services, effect.attempt
         try:
             owner = await around.directory.owner(self.partition_id, after_failure=attempt > 1)
             if around.claim is not None:
@@ -321,26 +319,26 @@ class ClientPartition:
         )
 
     def _check_claim(self, link: ServerLink) -> None:
-        if link.is_old_server and self._surroundings.claim is not None:
-            raise old_server_stream.no_claims(link.address)
+        if link.is_old_server and self._services.claim is not None:
+            raise old_server_stream.exactly_once_error(link.address)
 
     async def _verify_owner(self, known: Owner, on_result: Callable[[bool], None]) -> None:
         """Pass on whether the partition's owner is unchanged, which a 0.13 server cannot prove."""
         now: Owner | None = None
         try:
-            now = await self._surroundings.directory.owner_now(self.partition_id)
+            now = await self._services.directory.owner_now(self.partition_id)
         except errors.WaltzError as error:
             _log.info("client.owner_unknown partition=%d error=%s", self.partition_id, error)
         on_result(now == known)
 
     async def _renew_client_id(self) -> None:
-        if self._surroundings.claim is not None:
+        if self._services.claim is not None:
             self._died(errors.TooLarge("a task of a write has more rows than sequence numbers"))
             return
-        pause_s = self._surroundings.config.retry_interval_ms_min / 1000
+        pause_s = self._services.config.retry_interval_ms_min / 1000
         while self._stopped is None:
             try:
-                client_id = await self._surroundings.directory.next_client_id()
+                client_id = await self._services.directory.next_client_id()
             except errors.Unavailable as error:
                 _log.warning("client.no_id partition=%d error=%s", self.partition_id, error)
                 await asyncio.sleep(pause_s)

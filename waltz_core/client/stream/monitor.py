@@ -26,7 +26,12 @@ import numpy.typing as npt
 
 from waltz_core import errors
 from waltz_core.client.model.predecessors import FollowedState
-from waltz_core.records.raw_records import FEED_HEADER_DTYPE, FEW, HEADER_DTYPE, REQ_ID_DTYPE
+from waltz_core.records.raw_records import (
+    FEED_HEADER_DTYPE,
+    HEADER_DTYPE,
+    ONE_BY_ONE_MAX,
+    REQ_ID_DTYPE,
+)
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, ReqId, TransactionId
 from waltz_core.values import value
 from waltz_core.wire.messages import (
@@ -250,8 +255,8 @@ class Monitor:
         """Look for own rows in a stretch of the feed (20 bytes each: request id, header)."""
         if not self._pending:
             return
-        if len(headers) <= FEW * _FEED.size and not len(headers) % _FEED.size:
-            self._match_few(first, headers)
+        if len(headers) <= ONE_BY_ONE_MAX * _FEED.size and not len(headers) % _FEED.size:
+            self._match_one_by_one(first, headers)
         else:
             feed = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
             self._match(np.arange(first, first + feed.size, dtype=np.int64), feed["req_id"])
@@ -303,7 +308,7 @@ class Monitor:
             settled.append((pending, outcome))
         return settled
 
-    def _match_few(self, first: int, headers: Buffer) -> None:
+    def _match_one_by_one(self, first: int, headers: Buffer) -> None:
         """Match like `_match`, for so few rows that arrays would cost more."""
         ours = (self._client_id, self._partition_id)
         own = [
@@ -408,7 +413,7 @@ def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
     conflicting = np.frombuffer(result.conflicting, dtype=">i8").astype(np.int64)
     committed = reasons == Reason.COMMITTED
     if not np.array_equal(committed, ids > BEFORE_FIRST):
-        raise _odd_ids(result)
+        raise _wrong_ids(result)
     mark = max(result.high_water_mark, int(ids.max()))
     return BatchOutcome(TransactionId(mark), ids, reasons, conflicting)
 
@@ -419,7 +424,7 @@ def _decode_one(result: AppendResult) -> BatchOutcome:
     conflicting = int.from_bytes(result.conflicting, "big", signed=True)
     reason = result.reasons[0]
     if (reason == Reason.COMMITTED) is not (transaction_id > BEFORE_FIRST):
-        raise _odd_ids(result)
+        raise _wrong_ids(result)
     return BatchOutcome(
         TransactionId(max(result.high_water_mark, transaction_id)),
         np.array((transaction_id,), dtype=np.int64),
@@ -428,7 +433,7 @@ def _decode_one(result: AppendResult) -> BatchOutcome:
     )
 
 
-def _odd_ids(result: AppendResult) -> errors.RemoteProtocolError:
+def _wrong_ids(result: AppendResult) -> errors.RemoteProtocolError:
     return errors.RemoteProtocolError(
         f"append result {tuple(result.req_id)}: expected an id for each committed row "
         "and for no other"

@@ -19,7 +19,7 @@ Invariants:
     5. Sequence numbers of appended rows are never used twice, whatever the rows' outcome.
     6. The feed is dense: the next accepted transaction is the one after the last.
     7. A feed that is far behind is not requested from the server, which would send all of it at
-       once: on `FeedLags` the driver fetches it, at the application's pace.
+       once: on `FeedLagging` the driver fetches it, at the application's pace.
     8. No parcel that keeps its order is sent after an earlier one was reported lost, unless it was
        appended after that: parcels that still wait are reported LOST with it.
 """
@@ -36,7 +36,7 @@ from waltz_core.client.stream.readback import ReadBack
 from waltz_core.client.stream.stream_events import (
     Effect,
     Event,
-    FeedLags,
+    FeedLagging,
     MarkMoved,
     NeedClientId,
     OpenLink,
@@ -379,7 +379,7 @@ class PartitionStream:
             return True
         if not cursor.is_lagging:
             cursor.is_lagging = True
-            out.append(FeedLags(fed, mark))
+            out.append(FeedLagging(fed, mark))
         return False
 
     def _settle(self, now_ms: int, out: list[Effect]) -> None:
@@ -420,7 +420,7 @@ class PartitionStream:
         if pending is not None:
             self._append_error(pending, error, now_ms, out)
         elif message.req_id == self._mount_id:
-            if verdicts.is_mount_again(error):
+            if verdicts.is_mount_retriable(error):
                 self._leave(str(error), now_ms, out)
             else:
                 self._stop(error, out)

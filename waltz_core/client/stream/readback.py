@@ -11,7 +11,7 @@ Rules:
 
 from waltz_core.client.stream.monitor import Monitor
 from waltz_core.errors import DataLoss
-from waltz_core.records.record import BEFORE_FIRST, MADE_UP, Chain, ReqId, TransactionId
+from waltz_core.records.record import BEFORE_FIRST, RECONSTRUCTED, Chain, ReqId, TransactionId
 from waltz_core.wire.messages import RangeData, RangeForm, RangeRequest
 
 
@@ -84,7 +84,9 @@ class ReadBack:
             return None
         at, chain = self._chain
         ends = [
-            entry for entry in message.lineage if entry.last == at and entry.session_id != MADE_UP
+            entry
+            for entry in message.lineage
+            if entry.last == at and entry.session_id != RECONSTRUCTED
         ]
         # NB: without the batch's own entry (a 0.13 server wrote it, or the entry was lost and then
         # reconstructed) the chains cannot be compared.

@@ -84,7 +84,7 @@ class Unsubscribe:
 
 @value(frozen=True, slots=True)
 class Resume:
-    """The range of `FeedLags` was fetched up to this mark: let the server feed the rest."""
+    """The range of `FeedLagging` was fetched up to this mark: let the server feed the rest."""
 
     mark: TransactionId
 
@@ -244,7 +244,7 @@ class Fed:
 
 
 @value(frozen=True, slots=True)
-class FeedLags:
+class FeedLagging:
     """The feed after `fed` is too long to be sent: fetch it in ranges, then post `Resume`.
 
     Comes once, until `Resume`. The stream does not see what is fetched.
@@ -276,7 +276,7 @@ Effect: TypeAlias = (
     | ParcelSettled
     | ParcelRejected
     | Fed
-    | FeedLags
+    | FeedLagging
     | MarkMoved
     | Stopped
     | Report

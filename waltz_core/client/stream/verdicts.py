@@ -58,7 +58,7 @@ def is_order_lost(parcel: Parcel, outcome: BatchOutcome) -> bool:
     return any(reason in found for reason in TRANSIENT)
 
 
-def is_mount_again(error: errors.WaltzError) -> bool:
+def is_mount_retriable(error: errors.WaltzError) -> bool:
     """Whether a rejected mount may succeed later, here or elsewhere."""
     return error.retriable or isinstance(error, errors.GenerationMismatch)
 

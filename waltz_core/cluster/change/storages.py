@@ -26,7 +26,7 @@ from waltz_core.config.connect_string import check_address
 from waltz_core.records.record import PartitionId, ReplicaId
 
 WRITE_ATTEMPTS_MAX = 20
-PARTITIONS_AT_ONCE: Final = 8
+CONCURRENT_PARTITIONS_MAX: Final = 8
 
 T = TypeVar("T")
 
@@ -217,7 +217,9 @@ class Storages:
             assignment = await self._nodes.read(
                 self._paths.replica_assignment, model.ReplicaAssignments.from_bytes, signal
             )
-            now = await self.read_replicas(assignment, open_ends[:PARTITIONS_AT_ONCE], signal)
+            now = await self.read_replicas(
+                assignment, open_ends[:CONCURRENT_PARTITIONS_MAX], signal
+            )
             steps = {
                 each: changes.next_step(each, replicas, plan) for each, replicas in now.items()
             }
@@ -230,7 +232,7 @@ class Storages:
                 raise _Done
             if todo:
                 await self._write(todo)
-            elif len(waits) == min(len(open_ends), PARTITIONS_AT_ONCE):
+            elif len(waits) == min(len(open_ends), CONCURRENT_PARTITIONS_MAX):
                 return
 
     async def _write(self, todo: tuple[Change, ...]) -> None:

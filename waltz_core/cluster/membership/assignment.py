@@ -28,7 +28,7 @@ from waltz_core.records.record import Generation, PartitionId, ReplicaId, Server
 FIRST_GENERATION = Generation(0)
 
 
-def is_in_force(
+def is_current(
     assignment: PartitionAssignment,
     servers: Mapping[ServerId, ServerDescriptor],
     *,
@@ -70,14 +70,14 @@ def assign_partitions(
         )
     distribution = _Distribution(old, sorted(servers), partition_count)
     for server_id in distribution.owned:
-        distribution.give_preferred(server_id, servers[server_id].preferred)
+        distribution.assign_preferred(server_id, servers[server_id].preferred)
     if keeps_all and servers.keys() <= old.servers.keys():
         distribution.keep_all()
     else:
         for server_id in distribution.owned:
             distribution.keep(server_id)
         for server_id in distribution.owned:
-            distribution.give_rest(server_id)
+            distribution.assign_rest(server_id)
     assert not distribution.free  # invariant 1
     return PartitionAssignment(
         cversion,
@@ -155,35 +155,35 @@ class _Distribution:
         }
         self._share, self._spare = divmod(partition_count, len(server_ids))
 
-    def give_preferred(self, server_id: ServerId, preferred: Iterable[PartitionId]) -> None:
+    def assign_preferred(self, server_id: ServerId, preferred: Iterable[PartitionId]) -> None:
         for partition_id in preferred:
             if partition_id in self.free:
-                self._give(server_id, partition_id)
+                self._assign(server_id, partition_id)
 
     def keep(self, server_id: ServerId) -> None:
         kept = [p for p in sorted(self.free) if self._owner.get(p) == server_id]
-        self._give_up_to_share(server_id, kept)
+        self._assign_up_to_share(server_id, kept)
 
     def keep_all(self) -> None:
         for partition_id in sorted(self.free):
             owner = self._owner.get(partition_id)
             if owner in self.owned:
-                self._give(owner, partition_id)
+                self._assign(owner, partition_id)
         for partition_id in sorted(self.free):
-            self._give(
+            self._assign(
                 min(self.owned, key=lambda each: (len(self.owned[each]), each)), partition_id
             )
 
-    def give_rest(self, server_id: ServerId) -> None:
-        self._give_up_to_share(server_id, sorted(self.free))
+    def assign_rest(self, server_id: ServerId) -> None:
+        self._assign_up_to_share(server_id, sorted(self.free))
 
-    def _give_up_to_share(self, server_id: ServerId, wanted: Sequence[PartitionId]) -> None:
+    def _assign_up_to_share(self, server_id: ServerId, wanted: Sequence[PartitionId]) -> None:
         for partition_id in wanted:
             count = len(self.owned[server_id])
             if count < self._share or (count == self._share and self._spare > 0):
-                self._give(server_id, partition_id)
+                self._assign(server_id, partition_id)
 
-    def _give(self, server_id: ServerId, partition_id: PartitionId) -> None:
+    def _assign(self, server_id: ServerId, partition_id: PartitionId) -> None:
         generation = self.free.pop(partition_id)
         if self._owner.get(partition_id) != server_id:
             generation = _next_generation(generation, partition_id)

@@ -38,7 +38,7 @@ class BalanceLimits:
     motion_ms: int
     excess_to_begin: float = 0.25
     gain_to_begin: float = 0.125
-    gain_to_go_on: float = 0.05
+    gain_to_continue: float = 0.05
     moves_max: int = 16
 
 
@@ -110,7 +110,7 @@ class Balancer:
         moves: dict[PartitionId, ServerId] = {}
         movable = set(movable)
         while len(moves) < self._limits.moves_max:
-            found = _best_shift(held, movable, self._limits.gain_to_go_on)
+            found = _best_shift(held, movable, self._limits.gain_to_continue)
             if found is None:
                 break
             source, shift = found

@@ -27,7 +27,7 @@ from waltz_core import errors
 from waltz_core.cluster.membership.assignment import (
     assign_partitions,
     handed_over,
-    is_in_force,
+    is_current,
     move_partitions,
     with_generations,
 )
@@ -361,11 +361,13 @@ class Membership:
                 last = view
                 callback(view)
             if view.servers and self._is_lead(view):
-                await self._do_duty(membership, view, signal)
+                await self._run_lead_duties(membership, view, signal)
 
         await self._nodes.follow(look)
 
-    async def _do_duty(self, membership: _Membership, view: ServersView, signal: Signal) -> None:
+    async def _run_lead_duties(
+        self, membership: _Membership, view: ServersView, signal: Signal
+    ) -> None:
         """As the lead, write a new assignment if one is needed (rules 1, 2, 5, 6)."""
         may_own = await self._eligible(membership, signal)
         is_due = not view.is_settled or may_own != membership.assignment.servers.keys()
@@ -529,7 +531,7 @@ def _view(membership: _Membership, partition_count: int) -> ServersView:
         for partition_id, generation in owned.items()
         if server_id in servers
     }
-    settled = is_in_force(
+    settled = is_current(
         membership.assignment,
         servers,
         cversion=membership.stat.cversion,

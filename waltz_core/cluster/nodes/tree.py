@@ -18,7 +18,7 @@ from waltz_core.cluster.nodes.model import ClusterParams
 from waltz_core.cluster.nodes.znodes import Delete, Set, Znodes
 
 # ZooKeeper's own nodes.
-ITS_OWN: Final = "/zookeeper"
+ZOOKEEPER_NODE: Final = "/zookeeper"
 # With more other nodes, ZooKeeper serves other programs, too, and the user must name a path.
 NODES_MAX: Final = 10_000
 ATTEMPTS_MAX: Final = 20
@@ -60,7 +60,7 @@ async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
         if params is not None:
             found.append(FoundCluster(path, params))
         elif listing is not None:
-            paths += [each for each in _children(path, listing.names) if each != ITS_OWN]
+            paths += [each for each in _children(path, listing.names) if each != ZOOKEEPER_NODE]
     return sorted(found)
 
 

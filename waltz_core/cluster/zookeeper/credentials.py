@@ -20,7 +20,7 @@ from waltz_core import errors
 
 SCHEME = "digest"
 PERMISSIONS = "cdrwa"
-SCHEMES_OF_OTHERS = ("world", "digest", "ip", "sasl", "x509")
+OTHER_SCHEMES = ("world", "digest", "ip", "sasl", "x509")
 
 
 class NodePermission(NamedTuple):
@@ -60,12 +60,12 @@ def parse_credentials(text: str, where: str) -> Credentials:
 def _grant(line: str, where: str, number: int) -> NodePermission:
     scheme, _, rest = line.partition(":")
     identity, _, permissions = rest.rpartition(":")
-    is_good = scheme in SCHEMES_OF_OTHERS and identity and permissions
+    is_good = scheme in OTHER_SCHEMES and identity and permissions
     if scheme == "world" and identity != "anyone":
         is_good = False
     if not is_good or set(permissions) - set(PERMISSIONS):
         raise errors.BadConfig(
             f"{where}, line {number}: expected SCHEME:ID:PERMISSIONS, such as world:anyone:r, with "
-            f"a scheme of {', '.join(SCHEMES_OF_OTHERS)} and permissions of {PERMISSIONS}"
+            f"a scheme of {', '.join(OTHER_SCHEMES)} and permissions of {PERMISSIONS}"
         )
     return NodePermission(scheme, identity, permissions)

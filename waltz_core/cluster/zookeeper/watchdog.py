@@ -17,10 +17,10 @@ Rules:
 from typing import Final
 
 # Beats in one session timeout. The thread checks about three times in it.
-BEATS: Final = 10
+BEATS_PER_TIMEOUT: Final = 10
 # A longer gap between two checks, as a share of the session timeout, means that the thread itself
 # did not run (rule 3).
-GAP_SHARE: Final = 0.75
+LOST_AFTER_SHARE: Final = 0.75
 
 
 class Watchdog:
@@ -47,4 +47,4 @@ class Watchdog:
         gap_ms, self._asked_ms = now_ms - self._asked_ms, now_ms
         if self.silent_ms(now_ms) <= self.timeout_ms:
             return True
-        return gap_ms > GAP_SHARE * self.timeout_ms
+        return gap_ms > LOST_AFTER_SHARE * self.timeout_ms

@@ -65,7 +65,7 @@ from waltz_core.cluster.zookeeper.credentials import (
     parse_credentials,
 )
 from waltz_core.cluster.zookeeper.kazoo_connection import Handler, Hooks, clock_ms
-from waltz_core.cluster.zookeeper.watchdog import BEATS
+from waltz_core.cluster.zookeeper.watchdog import BEATS_PER_TIMEOUT
 from waltz_core.config.connect_string import ConnectString, parse_connect_string
 
 CONNECT_TIMEOUT_MS = 10_000
@@ -90,7 +90,7 @@ CONFLICT_ERRORS = (
     NotEmptyError,
 )
 # ZooKeeper's errors for the other operations of a rejected write.
-BYSTANDER_ERRORS = (RolledBackError, RuntimeInconsistency)
+OTHER_OPERATION_ERRORS = (RolledBackError, RuntimeInconsistency)
 
 _log = logging.getLogger(__name__)
 
@@ -370,7 +370,7 @@ class ZooKeeperSession:
         assert self._loop is not None
         if not self._is_closed:
             self._hooks.watchdog.beat(clock_ms())
-            self._loop.call_later(self.session_timeout_ms / 1000 / BEATS, self._beat)
+            self._loop.call_later(self.session_timeout_ms / 1000 / BEATS_PER_TIMEOUT, self._beat)
 
     def _on_kazoo_state(self, kazoo_state: str) -> None:
         # On kazoo's thread.
@@ -457,7 +457,7 @@ class ZooKeeperSession:
 
     def _versions(self, operations: Sequence[Operation], results: Sequence[Any]) -> list[int]:
         for operation, result in zip(operations, results, strict=True):
-            if isinstance(result, BYSTANDER_ERRORS) or not isinstance(result, Exception):
+            if isinstance(result, OTHER_OPERATION_ERRORS) or not isinstance(result, Exception):
                 continue
             if isinstance(result, CONFLICT_ERRORS):
                 raise errors.CoordinatorConflict(_conflict(operation, result)) from result

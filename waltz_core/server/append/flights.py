@@ -29,7 +29,7 @@ from waltz_core.server.locking.single_records import joined
 from waltz_core.server.locking.tickets import Ticket
 
 # A slice of this as a table for `translate` subtracts each byte from a number, without a loop.
-_FROM_255_DOWN: Final = bytes(range(255, -1, -1)) * 2
+_DESCENDING_BYTES: Final = bytes(range(255, -1, -1)) * 2
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Draft:
         if last - self.parts[0].first >= DISTANCES_TRANSACTIONS_MAX:
             return b""
         return b"".join(
-            rows.translate(_FROM_255_DOWN[255 - (last - part.first) :][:256])
+            rows.translate(_DESCENDING_BYTES[255 - (last - part.first) :][:256])
             for part, rows in zip(self.parts, self.writers, strict=True)
         )
 

@@ -35,12 +35,12 @@ FACTOR_UP: Final = 1.5
 FACTOR_DOWN: Final = FACTOR_UP ** (-1 / 199)
 # Accepted latency of a small request that meets a piece, as a multiple of the calm time. The client
 # sees more delay than the server, as it also waits for the answer: this keeps it below twice.
-SUFFERS: Final = 1.2
+SLOWDOWN_FACTOR: Final = 1.2
 # How long a calm time stays valid; after that, it is measured with requests that met no piece.
-CALM_KEPT_MS: Final = 60_000
+BASELINE_KEPT_MS: Final = 60_000
 # Factors by which the calm time moves up and down; downward steps are a hundred times as frequent.
-CALM_UP: Final = 1.2
-CALM_DOWN: Final = CALM_UP ** (-1 / 99)
+BASELINE_UP: Final = 1.2
+BASELINE_DOWN: Final = BASELINE_UP ** (-1 / 99)
 PAUSE_MS_MAX: Final = 100
 # Timeout for a piece to land; after that, other large batches start without waiting for it.
 STALLED_MS: Final = 1_000
@@ -52,9 +52,9 @@ class Pace:
     """One for all partitions of a server; see the module's rules."""
 
     __slots__ = (
+        "_baseline_kept_until_ms",
+        "_baseline_ms",
         "_busy_ms",
-        "_calm_kept_until_ms",
-        "_calm_ms",
         "_free_at_ms",
         "_in_flight",
         "_is_on",
@@ -72,8 +72,8 @@ class Pace:
         self._free_at_ms = 0
         self._shared_until_ms = 0
         self._busy_ms = -1  # when a piece was last known to be in flight
-        self._calm_ms: float | None = None  # see rule 3
-        self._calm_kept_until_ms = 0
+        self._baseline_ms: float | None = None  # see rule 3
+        self._baseline_kept_until_ms = 0
         self.factor = FACTOR_FIRST
 
     def small(self, connection: ConnectionId, now_ms: int) -> None:
@@ -86,20 +86,22 @@ class Pace:
         """Note how long a small request took, from its arrival until it was final (rule 3)."""
         took_ms = now_ms - received_ms
         if not self._in_flight and self._busy_ms < received_ms:
-            self._learn_calm(took_ms, now_ms)
-        elif self._calm_ms is not None and took_ms > SUFFERS * self._calm_ms:
+            self._update_baseline(took_ms, now_ms)
+        elif self._baseline_ms is not None and took_ms > SLOWDOWN_FACTOR * self._baseline_ms:
             self.factor = min(self.factor * FACTOR_UP, FACTOR_MAX)
         else:
             self.factor = max(self.factor * FACTOR_DOWN, FACTOR_MIN)
 
-    def _learn_calm(self, took_ms: int, now_ms: int) -> None:
+    def _update_baseline(self, took_ms: int, now_ms: int) -> None:
         """Update the calm time; while the server is shared all requests are slower."""
         if now_ms >= self._shared_until_ms:
-            self._calm_kept_until_ms = now_ms + CALM_KEPT_MS
-        elif now_ms < self._calm_kept_until_ms:
+            self._baseline_kept_until_ms = now_ms + BASELINE_KEPT_MS
+        elif now_ms < self._baseline_kept_until_ms:
             return
-        calm_ms = self._calm_ms or 2.0 * max(1, took_ms)
-        self._calm_ms = max(1.0, calm_ms * (CALM_UP if took_ms > calm_ms else CALM_DOWN))
+        baseline_ms = self._baseline_ms or 2.0 * max(1, took_ms)
+        self._baseline_ms = max(
+            1.0, baseline_ms * (BASELINE_UP if took_ms > baseline_ms else BASELINE_DOWN)
+        )
 
     def large_at_ms(self, now_ms: int) -> int:
         """Return when a large batch may start, or when to call this again."""

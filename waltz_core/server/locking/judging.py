@@ -35,7 +35,7 @@ from waltz_core.wire.messages import AppendBatch, AppendRequest, Reason
 
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
 # Up to this many single transactions are judged in plain Python: arrays cost more than they save.
-FEW: Final = 16
+ONE_BY_ONE_MAX: Final = 16
 _ROWS: Final = tuple(bytes([row]) for row in range(DISTANCES_TRANSACTIONS_MAX))
 
 
@@ -155,7 +155,7 @@ def writers_of(rows: AppendRows, keep: Mask | None) -> bytes:
 
 def judge_singles(group: list[SingleTicket], table: LockTable, place: LogPlace) -> JudgedPiece:
     """Judge single transactions, in order."""
-    judge = _judge_one_by_one if len(group) <= FEW else _judge_together
+    judge = _judge_one_by_one if len(group) <= ONE_BY_ONE_MAX else _judge_together
     kept: list[SingleTicket] = []
     doubtful: list[Ticket] = []
     rejected: list[Ticket] = []

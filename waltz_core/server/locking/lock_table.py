@@ -64,7 +64,7 @@ _I64_MAX: Final = int(np.iinfo(np.int64).max)
 # Above every transaction ID: `_IN_BATCH + row` in a slot means "row of the batch being judged".
 _IN_BATCH: Final = 1 << 62
 # The values overwritten by a batch with more entries are not kept: too expensive for the benefit.
-_TAKEN_BACK_MAX: Final = HASH_COUNT * 8_192
+_REMEMBERED_LOCKS_MAX: Final = HASH_COUNT * 8_192
 # With a sample of this many slots the false rejection estimate has an error of about 0.5 percent.
 _SAMPLE_SLOTS: Final = 65_536
 
@@ -110,7 +110,7 @@ class _Places(NamedTuple):
     rows: I64  # row of each lock
     slots: I64  # (3, lock count)
 
-    def with_those_of(self, other: "_Places") -> "_Places":
+    def joined_with(self, other: "_Places") -> "_Places":
         """Return both, these first; most batches have one kind of locks only."""
         if not other.rows.size:
             return self
@@ -170,10 +170,10 @@ class LockTable:
             ahead &= requests.eligible
             open_rows &= requests.eligible
         write, read, append = (self._places(column) for column in requests[:3])
-        entering = write.with_those_of(append)
+        entering = write.joined_with(append)
         # One dimension only: NumPy 2.4's `ufunc.at` does not broadcast over two dimensions.
         entries = np.tile(entering.rows, HASH_COUNT), entering.slots.ravel()
-        found = self._estimates(write.with_those_of(read), entering, entries)
+        found = self._estimates(write.joined_with(read), entering, entries)
         accepted, conflicts = _decide(found, marks, open_rows, entries)
         ranks = np.cumsum(accepted)
         # A conflict with a row of this batch has the row's number; replace it by the row's ID.
@@ -310,7 +310,7 @@ class LockTable:
         entering = ids[rows]
         accepted = entering != REJECTED
         slots, entering = slots[accepted], entering[accepted]
-        if 0 < entering.size <= _TAKEN_BACK_MAX:
+        if 0 < entering.size <= _REMEMBERED_LOCKS_MAX:
             before = self._slots.take(slots)
             self._entered.append(_Entered(int(entering.max()), slots, before, entering))
         np.maximum.at(self._slots, slots, entering)

@@ -46,7 +46,7 @@ RETRY_MS: Final = 10
 SLICE_BLOCKS_MAX: Final = 1_024
 SLICE_LOCKS_MAX: Final = 65_536
 # Limit of requests without an answer, including those of sessions that have ended.
-UNDER_WAY_MAX: Final = 4
+IN_FLIGHT_MAX: Final = 4
 # Tokens for each session; they are negative, those of `reads.py` are not.
 _TOKENS: Final = 1 << 16
 
@@ -170,7 +170,7 @@ class Refill:
                 self._retry_at_ms = now_ms + RETRY_MS
                 return []
             return self._finish("locks.refilled_in_part")
-        if len(self._under_way) >= UNDER_WAY_MAX:
+        if len(self._under_way) >= IN_FLIGHT_MAX:
             return self._finish("locks.refilled_in_part")
         self._fetch_count += 1
         token = -(self._session_id * _TOKENS + self._fetch_count)

@@ -49,7 +49,7 @@ U8 = npt.NDArray[np.uint8]
 # A request of at least this size is large: it delays small ones (`append/pace.py`).
 LARGE_BYTES: Final = 64 * 1024
 # Number of latencies kept for metrics.
-TOOK_MAX: Final = 4_096
+LATENCIES_MAX: Final = 4_096
 _ID = struct.Struct(">q")
 _NONE: Final = _ID.pack(REJECTED)
 assert REJECTED == NO_CONFLICT == -1
@@ -255,4 +255,4 @@ class AppendFigures:
     committed_bytes: int = 0
     rejected: list[int] = field(default_factory=lambda: [0] * len(Reason))
     # From the arrival of a batch's first request to its answer; the metrics remove what they show.
-    took_ms: deque[int] = field(default_factory=lambda: deque(maxlen=TOOK_MAX))
+    took_ms: deque[int] = field(default_factory=lambda: deque(maxlen=LATENCIES_MAX))

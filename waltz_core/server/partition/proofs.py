@@ -83,10 +83,10 @@ class Proofs(Generic[QuestionT]):
         unanswered, self._questions, self._is_under_way = self._questions, [], False
         return unanswered, self._begin(now_ms)
 
-    def drop(self, is_gone: Callable[[QuestionT], bool]) -> None:
+    def drop(self, is_dropped: Callable[[QuestionT], bool]) -> None:
         """Forget requests whose connection was closed."""
-        self._questions = [each for each in self._questions if not is_gone(each)]
-        self._waiting = [each for each in self._waiting if not is_gone(each)]
+        self._questions = [each for each in self._questions if not is_dropped(each)]
+        self._waiting = [each for each in self._waiting if not is_dropped(each)]
 
     def reset(self) -> Sequence[QuestionT]:
         """The session has ended: return every request, and discard all proofs."""

@@ -164,7 +164,7 @@ class Partition:
                 self._wake()
             case replication.Own():
                 self._own(event)
-            case replication.Disown():
+            case replication.ReleaseOwnership():
                 self._drive(event)
                 self._give_up("the partition has moved to another server")
             case _:
@@ -493,7 +493,7 @@ class Partition:
     def _lose(self, reason: str) -> None:
         """Release the partition: committed transactions are missing from the log (rule 5)."""
         self._give_up(reason)
-        self._drive(replication.Disown())
+        self._drive(replication.ReleaseOwnership())
         self._out.append(Report("data_loss", (("reason", reason),)))
         self._out.append(replication.Released(f"data loss: {reason}"))
 

@@ -52,7 +52,7 @@ from waltz_core.wire.messages import ClientMessage, LockBlocks, RangeData, Reaso
 
 _log = logging.getLogger(__name__)
 
-RELEASED_PAUSE_S: Final = 2.0
+REOPEN_PAUSE_S: Final = 2.0
 _GAUGES: Final = (
     "waltz_server_engaged_replicas",
     "waltz_server_high_water_mark",
@@ -65,7 +65,7 @@ SILENT_REPLICA_MS: Final = 10_000
 # Reports that an operator should see.
 _WARNINGS: Final = frozenset({"append.slow"})
 # The reports that end an attempt to open a session, successful or not.
-_ENDS_OF_OPENING: Final = frozenset({"session_opened", "session_closed", "session.abandoned"})
+_OPENING_ENDED: Final = frozenset({"session_opened", "session_closed", "session.abandoned"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +94,20 @@ class Host:
         partition_id: PartitionId,
         partition: Partition,
         store: PartitionStore,
-        surroundings: ServerServices,
+        services: ServerServices,
     ) -> None:
         self.partition_id = partition_id
         self.partition = partition
         self._take_append_times = store.take_append_times
-        self._waits = Waits(partition_id, store.replica_waits_ms, surroundings.metrics)
-        self._around = surroundings
+        self._waits = Waits(partition_id, store.replica_waits_ms, services.metrics)
+        self._services = services
         self._replicas: tuple[ReplicaId, ...] = ()
         self._links = SessionLinks(
-            surroundings.tasks,
+            services.tasks,
             self.post,
             self.post,
-            write_backlog_bytes_max=surroundings.write_backlog_bytes_max,
-            ssl=surroundings.ssl,
+            write_backlog_bytes_max=services.write_backlog_bytes_max,
+            ssl=services.ssl,
         )
         self._shown = _ShownFigures()
         self._turn: Turn | None = None
@@ -116,7 +116,7 @@ class Host:
             partition,
             self._perform,
             on_report=self._report,
-            on_failure=surroundings.failed,
+            on_failure=services.failed,
             name=f"partition-{partition_id}",
         )
 
@@ -151,11 +151,11 @@ class Host:
 
     def stop(self) -> None:
         """Another server owns the partition: answer waiting requests, and stop."""
-        self.post(replication.Disown())
+        self.post(replication.ReleaseOwnership())
         self._driver.stop()
         self._end_turn()
         self._links.close_all()
-        self._around.metrics.forget(partition=self.partition_id)
+        self._services.metrics.forget(partition=self.partition_id)
 
     # -----------------------------------------------------------------------------------------
     # effects
@@ -167,7 +167,7 @@ class Host:
                 if isinstance(effect.message, RangeData):
                     self._answer_bytes += len(effect.message.records)
                 self._answer_bytes += effect.cost_bytes
-                self._around.answer(effect)
+                self._services.answer(effect)
             case replication.SendToReplica():
                 self._links.send(effect)
             case replication.OpenReplica():
@@ -175,11 +175,11 @@ class Host:
             case replication.CloseReplica():
                 self._links.close(effect)
             case Fetch():
-                self._around.tasks.create_task(self._fetch(effect))
+                self._services.tasks.create_task(self._fetch(effect))
             case replication.ReadMetadata():
-                self._around.tasks.create_task(self._read_metadata(effect))
+                self._services.tasks.create_task(self._read_metadata(effect))
             case replication.WriteMetadata():
-                self._around.tasks.create_task(self._write_metadata(effect))
+                self._services.tasks.create_task(self._write_metadata(effect))
             case replication.Released():
                 self._released(effect)
             case _:  # The partition machine consumes the store's other effects.
@@ -188,13 +188,13 @@ class Host:
     def _released(self, effect: replication.Released) -> None:
         _log.warning("partition.released partition=%s reason=%s", self.partition_id, effect.reason)
         if effect.for_others:
-            self._around.tasks.create_task(self._hand_over(self.partition.generation))
+            self._services.tasks.create_task(self._hand_over(self.partition.generation))
         loop = asyncio.get_running_loop()
-        loop.call_later(RELEASED_PAUSE_S, self._own_again)
+        loop.call_later(REOPEN_PAUSE_S, self._own_again)
 
     async def _hand_over(self, generation: Generation) -> None:
         try:
-            is_handed_over = await self._around.hand_over(self.partition_id, generation)
+            is_handed_over = await self._services.hand_over(self.partition_id, generation)
         except WaltzError as error:
             _log.warning("partition.kept partition=%s error=%r", self.partition_id, error)
             return
@@ -207,15 +207,15 @@ class Host:
         self.post(replication.Own(self.partition.generation, self._replicas))
 
     async def _read_metadata(self, effect: replication.ReadMetadata) -> None:
-        coordinator = self._around.coordinator
-        turn = await self._around.openings.turn()
+        coordinator = self._services.coordinator
+        turn = await self._services.openings.turn()
         self._end_turn()
         self._turn = turn
         if self._driver.is_stopped:
             self._end_turn()
             return
         try:
-            await self._around.refresh_storage_ids()
+            await self._services.refresh_storage_ids()
             view = await coordinator.read_partition(self.partition_id)
         except WaltzError as error:
             self.post(replication.MetadataUnknown(effect.attempt, str(error)))
@@ -233,7 +233,7 @@ class Host:
     async def _write_metadata(self, effect: replication.WriteMetadata) -> None:
         expected = PartitionVersions(effect.metadata_version, effect.marker_version)
         try:
-            written = await self._around.coordinator.write_partition(
+            written = await self._services.coordinator.write_partition(
                 self.partition_id, effect.metadata, effect.marker, expected
             )
         except CoordinatorConflict:
@@ -245,14 +245,14 @@ class Host:
 
     async def _fetch(self, effect: Fetch) -> None:
         try:
-            answer = await self._around.read_links.fetch(
+            answer = await self._services.read_links.fetch(
                 effect.replica, effect.message, is_urgent=effect.is_urgent
             )
         except WaltzError as error:
             self.post(FetchFailed(effect.token, str(error)))
             return
         size = len(answer.blocks if isinstance(answer, LockBlocks) else answer.records)
-        self._around.metrics.add(
+        self._services.metrics.add(
             "waltz_server_fetched_bytes_total", size, partition=self.partition_id
         )
         self.post(Fetched(effect.token, answer))
@@ -264,11 +264,11 @@ class Host:
         fields = " ".join(f"{name}={value}" for name, value in report.fields)
         level = logging.WARNING if report.name in _WARNINGS else logging.INFO
         _log.log(level, "%s partition=%s %s", report.name, self.partition_id, fields)
-        self._around.metrics.report(report)
-        if report.name in _ENDS_OF_OPENING:
+        self._services.metrics.report(report)
+        if report.name in _OPENING_ENDED:
             self._end_turn()
         if report.name == "replica.rejected":
-            self._around.tasks.create_task(self._learn_storage_ids())
+            self._services.tasks.create_task(self._learn_storage_ids())
 
     def _end_turn(self) -> None:
         if self._turn is not None:
@@ -278,7 +278,7 @@ class Host:
     async def _learn_storage_ids(self) -> None:
         """Read the storage IDs again: a storage may have been replaced since the session began."""
         try:
-            await self._around.refresh_storage_ids()
+            await self._services.refresh_storage_ids()
         except WaltzError as error:
             _log.info("partition.storage_ids_unknown reason=%s", error)
 
@@ -290,14 +290,14 @@ class Host:
 
     def show(self) -> None:
         """Update this partition's metrics."""
-        self._shown.show(self.partition_id, self.partition, self._around.metrics)
+        self._shown.show(self.partition_id, self.partition, self._services.metrics)
         now_ms = loop_clock_ms()
         self._waits.show(now_ms)
         for replica, took_ms in self._take_append_times().items():
-            self._around.append_times.add(replica, took_ms, now_ms)
+            self._services.append_times.add(replica, took_ms, now_ms)
             name = "waltz_server_replica_append_seconds"
             for each in took_ms:
-                self._around.metrics.observe(name, each / 1000, replica=replica)
+                self._services.metrics.observe(name, each / 1000, replica=replica)
 
     @property
     def silent_replicas(self) -> list[ReplicaId]:

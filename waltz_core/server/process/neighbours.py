@@ -6,8 +6,8 @@ connections of a dead process immediately, and refuses new ones.
 Rules:
     1. Only a server to which this one was connected is judged. If its address cannot be reached
        from here at all, a refused connection proves nothing.
-    2. A server is dead when its connection was lost and dials were refused `REFUSALS` times in a
-       row: then no process listens at its address. A dial without any answer, as from a dead or
+    2. A server is dead when its connection was lost and dials were refused `REFUSALS_MIN` times in
+       a row: then no process listens at its address. A dial without any answer, as from a dead or
        partitioned host, proves nothing (ZooKeeper's session timeout covers that), nor does a
        refused connection at a name with several addresses.
     3. A wrong judgement only costs a move of partitions: a live server registers again, and the
@@ -40,9 +40,9 @@ from waltz_core.wire.messages import Surface
 
 _log = logging.getLogger(__name__)
 
-REFUSALS: Final = 3
+REFUSALS_MIN: Final = 3
 REFUSED_PAUSE_S: Final = 0.02
-OTHER_PAUSE_S: Final = 1.0
+RETRY_PAUSE_S: Final = 1.0
 REPORT_S: Final = 1.0
 DIAL_TIMEOUT_S: Final = 3.0
 
@@ -92,7 +92,7 @@ class Neighbours:
     async def report(self, board: ReachBoard, is_witness: Callable[[], bool]) -> None:
         """Publish the results of the dials periodically, until cancelled (rule 6)."""
         while True:
-            self._seen.is_news.clear()
+            self._seen.is_changed.clear()
             report = self._seen.reachability.report(loop_clock_ms())
             if not is_witness():
                 report = report.without_open_partition()
@@ -102,7 +102,7 @@ class Neighbours:
                 _log.info("neighbours.not_published error=%s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
-                    await self._seen.is_news.wait()
+                    await self._seen.is_changed.wait()
 
     def stop(self) -> None:
         """Stop all watches."""
@@ -112,11 +112,11 @@ class Neighbours:
 
 
 class _Seen:
-    """The results of all watches; `is_news` is set by each dial."""
+    """The results of all watches; `is_changed` is set by each dial."""
 
     def __init__(self) -> None:
         self.reachability = Reachability()
-        self.is_news = asyncio.Event()
+        self.is_changed = asyncio.Event()
 
     def dialled(self, server_id: ServerId, error: WaltzError | None) -> None:
         """Record the result of a dial."""
@@ -126,7 +126,7 @@ class _Seen:
             self.reachability.failed(server_id, str(error), now_ms)
         else:
             self.reachability.reached(server_id, now_ms)
-        self.is_news.set()
+        self.is_changed.set()
 
 
 class _Watch:
@@ -167,25 +167,25 @@ class _Watch:
                 self._note(error)
                 is_refused = isinstance(error.__cause__, ConnectionRefusedError)
                 refusals = refusals + 1 if is_refused and was_connected else 0
-                if refusals < REFUSALS:
+                if refusals < REFUSALS_MIN:
                     await self._pause(REFUSED_PAUSE_S if refusals else pause_s)
-                    pause_s = min(2 * pause_s, OTHER_PAUSE_S)  # rule 5
+                    pause_s = min(2 * pause_s, RETRY_PAUSE_S)  # rule 5
                     continue
                 # If it is alive after all, it must be reached again before the next judgement.
                 refusals, was_connected = 0, not await self._is_taken_out()
-                await self._pause(OTHER_PAUSE_S)
+                await self._pause(RETRY_PAUSE_S)
             else:
                 self._note(None)
                 was_connected, refusals, since_ms = True, 0, loop_clock_ms()
                 if self._stopped.is_set():
                     self._link.abort("the server is not watched any more")
                 await self._link.wait_closed()
-                if loop_clock_ms() - since_ms >= OTHER_PAUSE_S * 1000:
+                if loop_clock_ms() - since_ms >= RETRY_PAUSE_S * 1000:
                     pause_s = REFUSED_PAUSE_S
                     continue
                 # The pause also grows for a server that closes each connection at once.
                 await self._pause(pause_s)
-                pause_s = min(2 * pause_s, OTHER_PAUSE_S)
+                pause_s = min(2 * pause_s, RETRY_PAUSE_S)
 
     def _note(self, error: WaltzError | None) -> None:
         if not self._stopped.is_set():

@@ -29,7 +29,7 @@ class Preferences:
         """The suspended preferences."""
         return sorted(self._resting)
 
-    def in_force_after(
+    def active_after(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> tuple[PartitionId, ...]:
         """Return the preferences to write to ZooKeeper for this change; change nothing yet."""

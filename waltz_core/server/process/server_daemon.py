@@ -57,12 +57,12 @@ _log = logging.getLogger(__name__)
 
 
 SHOW_INTERVAL_S: Final = 1.0
-LAST_APPENDS_LOOKS: Final = 100
-LAST_APPENDS_LOOK_S: Final = 0.01
+LAST_APPENDS_POLLS: Final = 100
+LAST_APPENDS_POLL_S: Final = 0.01
 UNREGISTER_S_MAX: Final = 2.0
 # Prevents repeated moves of a partition whose storages no server can reach.
 HAND_OVER_PAUSE_S: Final = 60.0
-PREFER_AGAIN_LOOK_S: Final = 10.0
+PREFERENCE_CHECK_S: Final = 10.0
 # Overhead of a record and of its entry in a frame, in addition to its data.
 _ROW_OVERHEAD_BYTES: Final = 48
 _FEED_CACHE_BYTES_MIN: Final = 20 * KIB
@@ -104,12 +104,12 @@ async def serve(
             known, _ = group.split(errors.WaltzError)
             if known is None:
                 raise
-            raise _first_of(known) from group
+            raise _first_error(known) from group
 
 
-def _first_of(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
+def _first_error(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
     found = group.exceptions[0]
-    return found if isinstance(found, errors.WaltzError) else _first_of(found)
+    return found if isinstance(found, errors.WaltzError) else _first_error(found)
 
 
 class _End(Exception):
@@ -233,7 +233,7 @@ class Server:
 
     def _balancing(self) -> Balancing:
         config = self._config
-        self._coordinator.keep_partitions_where_they_are()
+        self._coordinator.keep_assignment()
         pace = BalanceTimes(
             config.balance_interval_ms, config.balance_window_ms, config.balance_rest_ms
         )
@@ -257,11 +257,11 @@ class Server:
         """Shut down (rule 3); raises `_End`, which ends all tasks."""
         self._neighbours.stop()
         self._clients.pause()
-        for _ in range(LAST_APPENDS_LOOKS):
+        for _ in range(LAST_APPENDS_POLLS):
             pipelines = [host.partition.pipeline for host in self.hosts.values()]
             if not any(each.queued_bytes or each.in_flight_bytes for each in pipelines):
                 break
-            await asyncio.sleep(LAST_APPENDS_LOOK_S)
+            await asyncio.sleep(LAST_APPENDS_POLL_S)
         try:
             async with asyncio.timeout(UNREGISTER_S_MAX):
                 await self._coordinator.unregister_server()
@@ -281,9 +281,9 @@ class Server:
     def _assigned(self, assignments: ReplicaAssignments) -> None:
         """The storages of the partitions are known, or have changed."""
         self._newest_assignments = assignments
-        self._tasks.create_task(self._take_in(assignments))
+        self._tasks.create_task(self._apply_assignments(assignments))
 
-    async def _take_in(self, assignments: ReplicaAssignments) -> None:
+    async def _apply_assignments(self, assignments: ReplicaAssignments) -> None:
         """Read the storage IDs, which change if a storage was replaced; then own partitions."""
         try:
             await self._storage_id_reads.answered()
@@ -292,15 +292,15 @@ class Server:
             _log.warning("server.storages_unread error=%r", error)
         if assignments is self._newest_assignments:
             self._assignments = assignments
-            self._own_what_is_ours()
+            self._own_assigned()
 
     def _owned(self, view: ServersView) -> None:
         """The assignment in force has changed."""
         self._view = view
         self._neighbours.follow(view)
-        self._own_what_is_ours()
+        self._own_assigned()
 
-    def _own_what_is_ours(self) -> None:
+    def _own_assigned(self) -> None:
         if self._view is None:
             return
         ours = self._view.partitions_of(self._server_id)
@@ -338,7 +338,7 @@ class Server:
             self._pace,
         )
         partition.reads.nearby = self._nearby
-        surroundings = ServerServices(
+        services = ServerServices(
             coordinator=self._coordinator,
             tasks=self._tasks,
             read_links=self._read_links,
@@ -352,7 +352,7 @@ class Server:
             write_backlog_bytes_max=2 * config.replica_lag_bytes_max + FRAME_BYTES_MAX,
             ssl=self._ssl,
         )
-        return Host(partition_id, partition, store, surroundings)
+        return Host(partition_id, partition, store, services)
 
     async def _hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Give a partition to another server, but not repeatedly: no server may have a quorum."""
@@ -394,23 +394,23 @@ class Server:
     async def _change_preferences(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
-        in_force = self._preferences.in_force_after(added, removed)
+        in_force = self._preferences.active_after(added, removed)
         await self._coordinator.prefer(replace(self._descriptor, preferred=in_force))
         self._preferences.change(added, removed)
 
     async def _prefer_again(self) -> None:
         """Restore preferences of partitions once a quorum of their storages answers this server."""
         while True:
-            await asyncio.sleep(PREFER_AGAIN_LOOK_S)
+            await asyncio.sleep(PREFERENCE_CHECK_S)
             rested = self._preferences.rested(time.monotonic())
             if not rested:
                 continue
             reached = {ReplicaId(name): is_it for name, is_it in await self.check_connectivity()}
             back = within_reach(rested, self._assignments.replicas_of, reached)
             if back:
-                await self._prefer_back(back)
+                await self._restore_preferences(back)
 
-    async def _prefer_back(self, partitions: Collection[PartitionId]) -> None:
+    async def _restore_preferences(self, partitions: Collection[PartitionId]) -> None:
         async with self._preferring:
             # A preference may have been removed while the storages were queried.
             resting = [each for each in partitions if each in self._preferences.resting]

@@ -12,7 +12,7 @@ Rules:
     5. A fetch that is pending when a session ends is made again in the next one.
     6. Nearby replicas are queried first, in turn. Replicas outside the session are never queried.
     7. A replica that answers slowly may be frozen: another one is queried soon, until all were
-       tried. A failed replica is queried last for the next `SHUNNED_FETCHES`.
+       tried. A failed replica is queried last for the next `AVOIDED_FETCHES`.
     8. Consecutive requests for single transactions are read ahead. If that fails, each request is
        fetched separately.
     9. Reads for closed connections and ended feeds are not fetched: a client that reconnects again
@@ -34,8 +34,8 @@ from waltz_core.records.checksum import crc32
 from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
-    MADE_UP,
     NO_SESSION,
+    RECONSTRUCTED,
     RECORD_HEADER,
     RECORD_PREFIX,
     LineageEntry,
@@ -73,7 +73,7 @@ I64 = npt.NDArray[np.int64]
 ROUNDS_MAX: Final = 2
 RETRY_FIRST_MS: Final = 100
 RETRY_MAX_MS: Final = 5_000
-SHUNNED_FETCHES: Final = 64
+AVOIDED_FETCHES: Final = 64
 # Number of the newest batches whose lineage entries are kept, in addition to the caches.
 ENTRIES_MAX: Final = 16_384
 _WHOLE_BYTES_MAX: Final = 1 << 62
@@ -143,7 +143,7 @@ class Reads:
         self._parked: list[tuple[int, _Job]] = []
         self._token = 0
         self._turn = 0
-        self._shunned: dict[ReplicaId, int] = {}  # until how many fetches were made (rule 7)
+        self._avoided: dict[ReplicaId, int] = {}  # until how many fetches were made (rule 7)
         self.replicas: Sequence[ReplicaId] = ()
         # Storages of this server's own group; may change at any time (rule 6).
         self.nearby: Container[ReplicaId] = ()
@@ -381,7 +381,7 @@ class Reads:
             return self._dropped(token)
         del self._running[token]
         self.failed_fetches += 1
-        self._shunned[job.tried[-1]] = self.fetches + SHUNNED_FETCHES
+        self._avoided[job.tried[-1]] = self.fetches + AVOIDED_FETCHES
         if job.key.is_ahead:
             return self._fetch_separately(job)
         if all(replica in job.tried for replica in self.replicas):
@@ -447,7 +447,7 @@ class Reads:
     def _ask(self, job: _Job) -> Fetch:
         untried = [replica for replica in self.replicas if replica not in job.tried]
         untried = untried or list(self.replicas)
-        trusted = [each for each in untried if self._shunned.get(each, 0) <= self.fetches]
+        trusted = [each for each in untried if self._avoided.get(each, 0) <= self.fetches]
         trusted = trusted or untried
         choice = [replica for replica in trusted if replica in self.nearby] or trusted
         replica = choice[self._turn % len(choice)]
@@ -535,7 +535,7 @@ def _feed_stretch(run: _Run) -> FeedHeaders:
     chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
     for entry in reversed(run.lineage):
         # A made-up batch of a storage has a chain that no other replica has.
-        if run.first <= entry.last <= run.last and entry.session_id != MADE_UP:
+        if run.first <= entry.last <= run.last and entry.session_id != RECONSTRUCTED:
             chain_at, chain = entry.last, entry.chain
             break
     return FeedHeaders(run.first, headers, chain_at, chain)

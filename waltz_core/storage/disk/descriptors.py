@@ -59,7 +59,7 @@ class Descriptors:
         os.close(fd)
 
     @contextmanager
-    def one_beside(self) -> Iterator[None]:
+    def reserve_one(self) -> Iterator[None]:
         """Leave room for one descriptor outside this count; takes the lock itself."""
         with self.lock:
             self._make_room(1)

@@ -545,7 +545,7 @@ class RealDisk:
 
     def will_read(self, directory: Path, names: Sequence[str]) -> None:
         """Make the system fetch the bytes that it has not cached; do not wait for it."""
-        with self.descriptors.one_beside():
+        with self.descriptors.reserve_one():
             for name in names:
                 with suppress(OSError):  # the read will raise it
                     _advise(f"{directory}/{name}")

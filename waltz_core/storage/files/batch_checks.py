@@ -7,7 +7,7 @@ Rules:
     1. A batch is valid if each of its records is, none is missing, and the chain in its entry
        follows from the previous chain and the records' CRCs.
     2. Nothing is changed here, and nothing is decided: the caller decides about an invalid batch.
-    3. A chain that was made up (`MADE_UP`) proves nothing of the records, nor does the next one.
+    3. A chain of the session `RECONSTRUCTED` proves nothing of the records, nor does the next one.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ import numpy.typing as npt
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFailed
 from waltz_core.records import raw_records
 from waltz_core.records.record import (
-    MADE_UP,
     NO_SESSION,
+    RECONSTRUCTED,
     Chain,
     LineageEntry,
     TransactionId,
@@ -96,7 +96,7 @@ def check_repaired(
         if is_damaged or entry.first > repaired.last:  # no more entries of repaired ones
             continue
         before = entry_before(segments, entry.first)
-        if MADE_UP in {entry.session_id, NO_SESSION if before is None else before.session_id}:
+        if RECONSTRUCTED in {entry.session_id, NO_SESSION if before is None else before.session_id}:
             continue  # Its chain is not computed from these records, nor is that of the next.
         crcs = _crcs(segments, entry.first, entry.last)
         beside = () if crcs is not None else _wrong_beside(segments, entry, repaired)

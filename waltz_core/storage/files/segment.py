@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, ChecksumMismatch, ReadFailed
-from waltz_core.records.raw_records import FEW, lengths_between, offsets_of
+from waltz_core.records.raw_records import ONE_BY_ONE_MAX, lengths_between, offsets_of
 from waltz_core.records.record import Chain, LineageEntry, PartitionId, TransactionId
 from waltz_core.storage.disk.file_system import Disk, File, create_durably, write_over
 from waltz_core.storage.files.format import (
@@ -514,7 +514,7 @@ class Segment:
 
 
 def _is_rising(offsets: I64) -> bool:
-    if offsets.size <= FEW:
+    if offsets.size <= ONE_BY_ONE_MAX:
         plain = offsets.tolist()
         return bool(plain == sorted(plain))  # takes a third of the time of arrays for so few
     return not bool((offsets[1:] < offsets[:-1]).any())

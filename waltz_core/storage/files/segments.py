@@ -24,7 +24,7 @@ from waltz_core.records import raw_records
 from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
-    MADE_UP,
+    RECONSTRUCTED,
     RECORD_OVERHEAD_BYTES,
     Chain,
     LineageEntry,
@@ -299,7 +299,7 @@ class Segments:
             return
         entries: list[LineageEntry] = []
         for end in ends:
-            entries.append(self._made_up(before, end, MADE_UP))
+            entries.append(self._reconstructed_entry(before, end, RECONSTRUCTED))
             before = entries[-1]
         lineage.rewrite(low, entries)
 
@@ -309,8 +309,8 @@ class Segments:
         if not 0 <= before.session_id <= after.session_id <= before.session_id + 100:
             return None
         for session in range(before.session_id, after.session_id + 1):
-            made = self._made_up(before, after.first - 1, SessionId(session))
-            if self._made_up(made, after.last, after.session_id).chain == after.chain:
+            made = self._reconstructed_entry(before, after.first - 1, SessionId(session))
+            if self._reconstructed_entry(made, after.last, after.session_id).chain == after.chain:
                 return made
         return None
 
@@ -322,7 +322,9 @@ class Segments:
             place = self.all[index].lineage.count if index >= 0 else 0
         return LineageEntry(BEFORE_FIRST, BEFORE_FIRST, SessionId(0), 0, GENESIS_CHAIN)
 
-    def _made_up(self, before: LineageEntry, last: int, session: SessionId) -> LineageEntry:
+    def _reconstructed_entry(
+        self, before: LineageEntry, last: int, session: SessionId
+    ) -> LineageEntry:
         first, end = TransactionId(before.last + 1), TransactionId(last)
         crcs = self.record_crcs(first, end) or bytes(4 * (end - first + 1))
         chain = next_chain(before.chain, first, end, session, crcs)
@@ -483,7 +485,7 @@ def first_wrong(records: bytes | memoryview, lengths: I64, first: TransactionId)
 
 def _before_short(lengths: I64) -> tuple[int, int]:
     """Return how many records come before the first that is too short, and their bytes."""
-    if lengths.size <= raw_records.FEW:
+    if lengths.size <= raw_records.ONE_BY_ONE_MAX:
         size = 0
         for count, length in enumerate(lengths.tolist()):
             if length < RECORD_OVERHEAD_BYTES:

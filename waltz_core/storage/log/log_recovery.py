@@ -54,8 +54,8 @@ from waltz_core.records.record import (
     BEFORE_FIRST,
     FRAME_BYTES_MAX,
     GENESIS_CHAIN,
-    MADE_UP,
     NO_SESSION,
+    RECONSTRUCTED,
     RECORD_OVERHEAD_BYTES,
     RECORD_PREFIX,
     Chain,
@@ -522,7 +522,7 @@ class _Opening:
         if self._adopting and not self.slot.suspect:
             return NO_SESSION, 0
         before = entry_before(segments, first)
-        return MADE_UP, 0 if before is None else before.stamp_ms
+        return RECONSTRUCTED, 0 if before is None else before.stamp_ms
 
     def _crcs_of(self, segments: Segments, first: TransactionId, last: TransactionId) -> bytes:
         """Return the records' CRCs for a batch that is made.
@@ -602,7 +602,7 @@ class _Opening:
             Marker(end.last, end.chain) if end is not None else Marker(BEFORE_FIRST, GENESIS_CHAIN)
         )
         slot = _taken_over(self.slot, self._info) if self._is_overtaken else self.slot
-        if end is not None and end.session_id == MADE_UP:
+        if end is not None and end.session_id == RECONSTRUCTED:
             # No owner can compare this end with its log: let it cut the end and copy from there.
             # The same holds after a crash between making up batches and writing this slot.
             true_end = _last_true_end(segments)
@@ -626,6 +626,6 @@ def _last_true_end(segments: Segments) -> TransactionId:
         for place in range(segment.lineage.count - 1, -1, -1):
             with suppress(BadFormat, ChecksumMismatch):
                 entry = segment.lineage.entry(place)
-                if entry.session_id != MADE_UP:
+                if entry.session_id != RECONSTRUCTED:
                     return entry.last
     return BEFORE_FIRST

@@ -28,7 +28,7 @@ PIECE_BYTES_MAX: Final = 256 * 1024
 # Faster for a requested pass: an operator waits for it and has chosen the time.
 REQUESTED_BYTES_PER_S: Final = 32 * MIB
 # Retry interval for a partition that has no records or is busy.
-REST_MS: Final = 1_000
+PASS_PAUSE_MS: Final = 1_000
 PLACES_NAME: Final = "waltz-x.scrub"
 _PLACES_BYTES_MAX: Final = 1024 * 1024
 _FIRST: Final = TransactionId(0)
@@ -192,7 +192,7 @@ class Scrub:
         begun_ms = turn.due_ms
         turn.due_ms = None
         if self._bytes_per_s:
-            turn.due_ms = max(begun_ms + self._interval_ms, now_ms + REST_MS)
+            turn.due_ms = max(begun_ms + self._interval_ms, now_ms + PASS_PAUSE_MS)
         self._set_wake()
 
     # ---- progress

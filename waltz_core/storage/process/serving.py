@@ -50,7 +50,7 @@ OPENERS_COUNT: Final = 8
 ResultT = TypeVar("ResultT")
 
 
-def side_by_side(call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]) -> None:
+def concurrently(call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]) -> None:
     """Call for each partition, several at once on threads that end with this; blocks.
 
     All calls are made; the first exception is raised at the end.
@@ -147,7 +147,7 @@ class Serving:
                 except TimeoutError:
                     again_s = min(2 * again_s, OPEN_AGAIN_S_MAX)
                 self._changed.clear()
-                if self._engine.has_gone:
+                if self._engine.has_lost_files:
                     await self._in_thread(self._engine.check_place)
                 leaving = await self._leaving()
                 wanted = {
@@ -161,7 +161,7 @@ class Serving:
     def _is_wanted(self, partition_id: PartitionId, leaving: Collection[PartitionId]) -> bool:
         """Return whether a partition should be open; an administrator may have changed that."""
         engine = self._engine
-        if engine.is_gone(partition_id) or not engine.is_available(partition_id):
+        if engine.has_lost_files_of(partition_id) or not engine.is_available(partition_id):
             return False
         is_kept = partition_id in leaving and engine.is_held(partition_id)
         return is_kept or partition_id in self._assigned
@@ -191,8 +191,10 @@ class Serving:
             )
 
     def _wait_s(self, again_s: float) -> float | None:
-        lying_here = [each for each in self._engine.assigned() if self._engine.is_available(each)]
-        return look_again_s(again_s, served=self.logs, wanted=self._wanted(), lying_here=lying_here)
+        stored_here = [each for each in self._engine.assigned() if self._engine.is_available(each)]
+        return look_again_s(
+            again_s, served=self.logs, wanted=self._wanted(), stored_here=stored_here
+        )
 
     async def _leaving(self) -> list[PartitionId]:
         """Return unassigned partitions that are still in the metadata of a session."""
@@ -227,7 +229,7 @@ class Serving:
         def open_all() -> None:
             with suppress(errors.WaltzError):  # Each of them gets the error again.
                 self._engine.found(partition_ids)
-            side_by_side(open_one, partition_ids)
+            concurrently(open_one, partition_ids)
 
         await self._in_thread(open_all)
         for partition_id in partition_ids:
@@ -329,7 +331,7 @@ def look_again_s(
     *,
     served: Collection[PartitionId],
     wanted: Collection[PartitionId],
-    lying_here: Collection[PartitionId],
+    stored_here: Collection[PartitionId],
 ) -> float | None:
     """Return the time until the partitions are checked again without a change.
 
@@ -339,4 +341,4 @@ def look_again_s(
     if set(served) != set(wanted):
         return again_s
     # A session may still need the vote of a partition that is here but not served.
-    return None if set(served) >= set(lying_here) else OPEN_AGAIN_S_MAX
+    return None if set(served) >= set(stored_here) else OPEN_AGAIN_S_MAX

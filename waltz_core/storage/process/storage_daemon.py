@@ -46,7 +46,7 @@ from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub, ScrubState, read_places, write_places
 from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.figures import StorageFigures
-from waltz_core.storage.process.serving import Serving, side_by_side
+from waltz_core.storage.process.serving import Serving, concurrently
 from waltz_core.storage.service import service, service_effects, upkeep
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.errands import DiskRoom
@@ -57,7 +57,7 @@ from waltz_core.storage.service.writers import Helpers, WriteOutcome, Writers
 from waltz_core.transport import handover, net, tls
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
-from waltz_core.wire.places import SEGMENT_QUESTION_BYTES, decode_segment, door_of
+from waltz_core.wire.places import SEGMENT_REQUEST_BYTES, decode_segment, door_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -195,7 +195,7 @@ class StorageDaemon:
             known, _ = group.split(errors.WaltzError)
             if known is None:
                 raise
-            raise _first_of(known) from group
+            raise _first_error(known) from group
         finally:
             if not self._is_left:
                 await self._let_work_end()  # begun before the driver stopped
@@ -218,7 +218,7 @@ class StorageDaemon:
             partition_count=self._cluster.partition_count,
             new_storage_id=secrets.token_bytes(16),
             reserve_bytes=config.reserve_bytes,
-            for_each=side_by_side,
+            for_each=concurrently,
         )
 
     async def _serve_open(
@@ -283,7 +283,7 @@ class StorageDaemon:
     async def _offer_segments(self) -> None:
         """Hand segments over to readers of this machine."""
         door = door_of(self._cluster.cluster_key.bytes, self.address)
-        await handover.offer(door, SEGMENT_QUESTION_BYTES, self._open_segment)
+        await handover.offer(door, SEGMENT_REQUEST_BYTES, self._open_segment)
 
     async def _make_machine(self, engine: Engine, identity: StorageIdentity) -> StorageService:
         config = self._config
@@ -646,9 +646,9 @@ class _End(Exception):
     """The storage was stopped."""
 
 
-def _first_of(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
+def _first_error(group: BaseExceptionGroup[errors.WaltzError]) -> errors.WaltzError:
     found = group.exceptions[0]
-    return found if isinstance(found, errors.WaltzError) else _first_of(found)
+    return found if isinstance(found, errors.WaltzError) else _first_error(found)
 
 
 async def _wait_for_one_of(events: Sequence[asyncio.Event]) -> None:

@@ -249,7 +249,7 @@ class Engine:
         self._gone[partition_id] = self.logs.pop(partition_id)
         self.failed[partition_id] = why
 
-    def is_gone(self, partition_id: PartitionId) -> bool:
+    def has_lost_files_of(self, partition_id: PartitionId) -> bool:
         """Whether a partition's files were deleted or replaced (rule 8)."""
         return partition_id in self._gone
 
@@ -270,7 +270,7 @@ class Engine:
             )
 
     @property
-    def has_gone(self) -> bool:
+    def has_lost_files(self) -> bool:
         """Whether the files of any partition were deleted or replaced (rule 8)."""
         return bool(self._gone)
 

@@ -47,7 +47,7 @@ class Lane:
     was_read: bool = False
     is_unmarked: bool = False
     prepared_max: TransactionId = BEFORE_FIRST  # the end of its log when it was prepared
-    is_gone: bool = False  # its files were deleted or replaced; it will be dropped
+    has_lost_files: bool = False  # its files were deleted or replaced; it will be dropped
 
     def take_next(self) -> tuple[tuple[LaneRequest, ...], ScrubPiece | None]:
         """Return the requests, or the piece, that are next; neither if nothing waits."""

@@ -373,7 +373,7 @@ class StorageService:
 
     def _lane(self, message: StorageMessage) -> Lane:
         lane = self._lanes.get(PartitionId(message.partition_id))
-        if lane is None or lane.is_gone:
+        if lane is None or lane.has_lost_files:
             raise UnknownPartition(
                 f"partition {message.partition_id} is not assigned to this storage, or offline"
             )
@@ -421,7 +421,7 @@ class StorageService:
     def _run(
         self, lane: Lane, requests: tuple[LaneRequest, ...], piece: ScrubPiece | None = None
     ) -> None:
-        if lane.is_gone:
+        if lane.has_lost_files:
             return
         storage_id = self._identity.storage_id
         lane.work = Work(lane.log, requests, storage_id, room=self._room, piece=piece)
@@ -473,7 +473,7 @@ class StorageService:
     def _report_findings(self, lane: Lane, result: WorkResult) -> None:
         """Report new damage, and notify the owner of all known damage (rule 8)."""
         partition_id = lane.log.partition_id
-        if lane.is_gone:
+        if lane.has_lost_files:
             return  # The result is not about this partition's log.
         if result.has_released:
             self._report("reserve_released", partition=partition_id)
@@ -542,7 +542,7 @@ class StorageService:
     def _give_up(self, lane: Lane, why: WaltzError) -> None:
         """Stop serving a partition (rule 11)."""
         self._report("files_replaced", partition=lane.log.partition_id, error=why)
-        lane.is_gone = True
+        lane.has_lost_files = True
         self._fence(lane, why)
         self._effects.append(DropPartition(lane.log, why))
 
