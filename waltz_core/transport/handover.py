@@ -47,7 +47,7 @@ async def offer(name: str, request_bytes: int, open_requested: Open) -> None:
     """
     if not IS_POSSIBLE:
         return
-    room = asyncio.Semaphore(CALLERS_MAX)
+    permits = asyncio.Semaphore(CALLERS_MAX)
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listening:
         listening.setblocking(False)  # noqa: FBT003 - its only parameter
         async with asyncio.TaskGroup() as callers:
@@ -58,16 +58,16 @@ async def offer(name: str, request_bytes: int, open_requested: Open) -> None:
                 _log.warning("handover.not_offered name=%s error=%s", name, error)
                 return
             while True:
-                await room.acquire()
+                await permits.acquire()
                 try:
                     caller, _ = await _accept(listening)
                 except OSError as error:  # too many open files, or the caller has disconnected
-                    room.release()
+                    permits.release()
                     _log.warning("handover.accept_failed name=%s error=%s", name, error)
                     await asyncio.sleep(PAUSE_S)
                     continue
                 answering = callers.create_task(_answer(caller, request_bytes, open_requested))
-                answering.add_done_callback(lambda _: room.release())
+                answering.add_done_callback(lambda _: permits.release())
 
 
 async def _accept(listening: socket.socket) -> tuple[socket.socket, object]:

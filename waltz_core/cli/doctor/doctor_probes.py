@@ -129,10 +129,10 @@ async def _concurrently(
     items: Iterable[ItemT], ask: Callable[[ItemT], Awaitable[ResultT]]
 ) -> list[ResultT]:
     """Query all items, a limited number concurrently; return the answers in order."""
-    room = asyncio.Semaphore(CONCURRENT_PROBES_MAX)
+    permits = asyncio.Semaphore(CONCURRENT_PROBES_MAX)
 
     async def one(item: ItemT) -> ResultT:
-        async with room:
+        async with permits:
             return await ask(item)
 
     async with asyncio.TaskGroup() as tasks:

@@ -447,7 +447,8 @@ def _check_class(given: type[SqlCallbacks]) -> None:
     if given.apply_transaction is not plain.apply_transaction:
         raise errors.BadConfig(
             f"{given.__name__}: expected `apply`, `apply_batch` or `apply_transactions` to be "
-            "overridden, found `apply_transaction`, which is not called: transactions are applied in batches"
+            "overridden, found `apply_transaction`, which is not called: transactions are applied "
+            "in batches"
         )
 
 
