@@ -73,12 +73,14 @@ def load(table: DataFrame, connect: str, partition_count: int) -> None:
     """Append every flight under its aircraft's lock; without a tail number by flight number."""
     aircraft = lock("aircraft", "tailnum")
     by_flight = partition_of(lock("flight", "flight"), partition_count)
-    placed = table.select(
+    with_cluster_argument = table.select(
         "*",
         F.array_compact(F.array(aircraft)).alias("append_locks"),
         F.when(F.col("tailnum").isNull(), by_flight).alias("partition"),
     )
-    placed.write.format("waltz").mode("append").option("dataFormat", "msgpack").save(connect)
+    with_cluster_argument.write.format("waltz").mode("append").option("dataFormat", "msgpack").save(
+        connect
+    )
 
 
 def departures(snapshot: waltz_spark.Snapshot) -> DataFrame:

@@ -30,7 +30,7 @@ from waltz_core import errors
 from waltz_core.client.api.async_client import AsyncWaltzClient
 from waltz_core.client.api.opening import Opening
 from waltz_core.client.api.sync_client import WaltzClient
-from waltz_core.client.links.directory import Changed, ClusterInfo, Owner
+from waltz_core.client.links.directory import ClusterInfo, Owner, OwnersChanged
 from waltz_core.client.read.feed_delivery import Consumer, DeliveryProgress, DeliveryRun
 from waltz_core.client.stream.verdicts import reason_of
 from waltz_core.config.declarations import ClientConfig
@@ -122,7 +122,7 @@ class MemoryWaltz:
         self, config: ClientConfig | None = None, *, client_id: int | None = None
     ) -> WaltzClient:
         """Open a client, like `WaltzClient(connect, config)` for a cluster."""
-        client = WaltzClient.over(lambda: self.async_client(config, client_id=client_id))
+        client = WaltzClient.wrapping(lambda: self.async_client(config, client_id=client_id))
         self._clients.append(client)
         return client
 
@@ -245,7 +245,7 @@ class _MemoryDirectory:
         owner = Owner(server.address, GENERATION)
         self.owners: Mapping[PartitionId, Owner] = dict.fromkeys(server.hosts, owner)
 
-    async def open(self, changed: Changed) -> None:
+    async def open(self, changed: OwnersChanged) -> None:
         """Do nothing: nothing will change."""
 
     async def run(self) -> None:
@@ -288,7 +288,7 @@ class _Gate:
         self._is_open = True
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
-    async def passed(self, is_running: Callable[[], bool]) -> bool:
+    async def wait_open(self, is_running: Callable[[], bool]) -> bool:
         """Wait until it is open; return False if the waiting feed has ended before."""
         while is_running():
             with self._lock:
@@ -339,7 +339,7 @@ class _GatedConsumer:
         last: TransactionId,
         is_running: Callable[[], bool],
     ) -> DeliveryProgress:
-        if not await self._gate.passed(is_running):
+        if not await self._gate.wait_open(is_running):
             return DeliveryProgress(0, None)
         gate = self._gate
         return await self._consumer.apply(

@@ -49,7 +49,7 @@ def client_at(layout: ClusterLayout) -> WaltzClient:
     if client.cluster().key != layout.cluster.key:  # a worker may outlive a cluster
         close_client(layout.connect)
         client = _client(layout.connect, lambda: WaltzClient.at(layout))
-    client.learn(layout)
+    client.add_owners(layout)
     return client
 
 
@@ -100,7 +100,7 @@ def sources_of(
         Unavailable: a partition does not answer.
     """
 
-    def look(client: WaltzClient) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
+    def check(client: WaltzClient) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
         sources = client.replica_sets(
             choose(client.partition_count), linearizable=linearizable, group=group
         )
@@ -108,7 +108,7 @@ def sources_of(
             raise ClusterKeyMismatch(f"the servers of {connect} serve another cluster now")
         return client, sources
 
-    return with_client(connect, look)
+    return with_client(connect, check)
 
 
 def close_client(connect: str) -> None:

@@ -273,7 +273,7 @@ class Story:
         self.doing(lambda: self.engine.unassign(partition, deletes_files=True))
         del self.histories[partition]
 
-    def give_up(self, partition):
+    def stop_serving(self, partition):
         """Hold a partition no longer; return what its files hold."""
         self.loosen()
         self.doing(lambda: self.engine.unassign(partition, deletes_files=False))
@@ -620,10 +620,10 @@ def full_disk():
     story = _begun(segment_bytes_max=1000)
     story.append([1])
     story.failing("write", lambda: story.append([2, 2], bytes_max=300), fault=DiskFault.DISK_FULL)
-    story.doing(story.engine.room.release)
+    story.doing(story.engine.space.release)
     story.append([2])
     story.sync()
-    story.doing(story.engine.room.fill)
+    story.doing(story.engine.space.fill)
     story.append([1])
     story.sync()
     return story
@@ -680,7 +680,7 @@ def removal():
 def given_up():
     """A partition is given up, its files stay, and it is held again with what they hold."""
     story = _two_held()
-    history = story.give_up(1)
+    history = story.stop_serving(1)
     story.append([1])
     story.sync()
     story.assign(1, history)

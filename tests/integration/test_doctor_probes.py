@@ -74,13 +74,13 @@ def test_a_log_that_does_not_answer_is_found_beside_one_that_does(tmp_path, monk
 
 
 def test_threads_that_do_not_come_back_are_no_wrong_port(tmp_path, monkeypatch, released):
-    room_of, admin_port = upkeep.room_of, free_port()
+    disk_status_of, admin_port = upkeep.disk_status_of, free_port()
 
     def hangs(*arguments):
         released.wait(60)
-        return room_of(*arguments)
+        return disk_status_of(*arguments)
 
-    monkeypatch.setattr(upkeep, "room_of", hangs)
+    monkeypatch.setattr(upkeep, "disk_status_of", hangs)
 
     async def main():
         async with serving(config_for(tmp_path, admin_port=admin_port), CLUSTER) as address:

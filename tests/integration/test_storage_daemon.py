@@ -690,15 +690,15 @@ def test_a_partition_that_cannot_be_opened_does_not_keep_the_others_from_being_s
 
 def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, monkeypatch):
     asked, may_answer = threading.Event(), threading.Event()
-    room_of = upkeep.room_of
+    disk_status_of = upkeep.disk_status_of
 
     def hang(engine, clock_ms):
         asked.set()
         assert may_answer.wait(HANG_S)
-        return room_of(engine, clock_ms)
+        return disk_status_of(engine, clock_ms)
 
-    monkeypatch.setattr(upkeep, "room_of", hang)
-    monkeypatch.setattr(storage_daemon, "ROOM_S_MAX", 0.05)
+    monkeypatch.setattr(upkeep, "disk_status_of", hang)
+    monkeypatch.setattr(storage_daemon, "DISK_STATUS_S_MAX", 0.05)
 
     async def main():
         storage = StorageDaemon(config_for(tmp_path), CLUSTER, None)
@@ -753,7 +753,9 @@ def test_a_storage_ends_while_it_waits_for_its_assignment_and_is_not_ready_befor
 ):
     connect = f"{zookeeper}/storage-waits"
     looks = []
-    monkeypatch.setattr(serving_module, "look_again_s", lambda *_, **__: looks.append(1) or 0.0)
+    monkeypatch.setattr(
+        serving_module, "recheck_interval_s", lambda *_, **__: looks.append(1) or 0.0
+    )
 
     async def main():
         asked, stop = asyncio.Event(), asyncio.Event()

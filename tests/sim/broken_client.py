@@ -13,7 +13,7 @@ from waltz_core.wire.messages import Reason
 @switch
 def doubt_settled_as_failed() -> Patches:
     """After a mount, unsettled appends count as failed without a look at the log."""
-    yield instead(Monitor, "unread", nothing)
+    yield instead(Monitor, "unresolved", nothing)
 
 
 @switch

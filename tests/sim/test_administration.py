@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from waltz_core.records.record import SessionId
-from waltz_core.storage.service.errands import ZooKeeperView
+from waltz_core.storage.service.admin_tasks import ZooKeeperView
 from waltz_core.wire.admin_messages import (
     AdminRejected,
     Done,

@@ -61,7 +61,7 @@ def test_good_records_in_the_wrong_place_do_not_keep_a_replica_from_being_repair
                 return (found, place) if found <= self._last else None
         return None
 
-    monkeypatch.setattr(record_search.HoleSearch, "behind", first_found)
+    monkeypatch.setattr(record_search.HoleSearch, "record_after", first_found)
     assert run(schedule).rule == "Converged"
 
 

@@ -74,7 +74,7 @@ class Command:
 def changes(*, creates: bool = False) -> Callable[[Callable[..., Awaitable[Result]]], VerbFunction]:
     """Make a verb of a function that changes a cluster: it takes a `Command` and returns a result.
 
-    See the module's rules. `creates` is passed to `recorded`; a verb's option `force` has the same
+    See the module's rules. `creates` is passed to `audited`; a verb's option `force` has the same
     effect, as it works on incomplete clusters, too.
     """
 
@@ -91,8 +91,8 @@ def changes(*, creates: bool = False) -> Callable[[Callable[..., Awaitable[Resul
                 with ProgressLine() as line:
                     command = Command(coordinator, line, as_json)
                     async with (
-                        recorded(coordinator, creates=may_be_none),
-                        in_time(timeout_s, lambda: command.waits_for or "ZooKeeper"),
+                        audited(coordinator, creates=may_be_none),
+                        time_limit(timeout_s, lambda: command.waits_for or "ZooKeeper"),
                     ):
                         result = await work(command, **words) or {}
             if as_json:
@@ -106,7 +106,7 @@ def changes(*, creates: bool = False) -> Callable[[Callable[..., Awaitable[Resul
     return decorate
 
 
-def placed(function: VerbFunction) -> VerbFunction:
+def with_cluster_argument(function: VerbFunction) -> VerbFunction:
     """Declare the cluster as an argument, too, as in `cluster create CONNECT`."""
 
     @options.argument("place", "[CONNECT]", f"the cluster, {options.PLACE}", required=False)
@@ -128,7 +128,7 @@ def placed(function: VerbFunction) -> VerbFunction:
 
 
 @asynccontextmanager
-async def recorded(coordinator: Coordinator, *, creates: bool = False) -> AsyncIterator[None]:
+async def audited(coordinator: Coordinator, *, creates: bool = False) -> AsyncIterator[None]:
     """Write an audit entry for the block (rule 1).
 
     `creates`: the block creates or deletes the cluster's nodes, so they may exist only before or
@@ -158,7 +158,7 @@ async def _has_cluster(coordinator: Coordinator) -> bool:
 
 
 @asynccontextmanager
-async def in_time(
+async def time_limit(
     timeout_s: float, waits_for: Callable[[], str], *, afterwards: str = TO_CONTINUE
 ) -> AsyncIterator[None]:
     """Limit the time of a block (rule 2); raises Unavailable with what it was waiting for."""

@@ -158,7 +158,7 @@ def name_of(parameter: click.Parameter) -> str:
     return parameter.opts[0]
 
 
-def explained(error: click.UsageError) -> str:
+def explanation(error: click.UsageError) -> str:
     """Return the command, what is wrong with it, and the nearest valid name."""
     where = error.ctx.command_path if error.ctx is not None else "waltz-core"
     why = error.format_message().rstrip(".")

@@ -192,7 +192,7 @@ class Coordinator:
             try:
                 await self._znodes.write(step)
             except errors.CoordinatorOutcomeUnknown:
-                if not await self._is_mine(new):
+                if not await self._is_own_creation(new):
                     raise
             except errors.CoordinatorConflict as conflict:
                 raise errors.CoordinatorConflict(
@@ -200,7 +200,7 @@ class Coordinator:
                     f"one ({conflict}). Hint: delete it first."
                 ) from conflict
 
-    async def _is_mine(self, new: NewCluster) -> bool:
+    async def _is_own_creation(self, new: NewCluster) -> bool:
         await self._znodes.sync()
         node = await self._znodes.get(self.paths.store)
         root = await self._znodes.get(self.paths.root)
@@ -307,7 +307,7 @@ class Coordinator:
         and nonce (docs/design/correctness.md 2.1 B).
         """
         if NO_NODE in expected:
-            parents = (self.paths.partitions, self.paths.ours, self.paths.markers)
+            parents = (self.paths.partitions, self.paths.extensions, self.paths.markers)
             await self._nodes.ensure(parents)
         path, data = self.paths.partition(partition_id), metadata.to_bytes(partition_id)
         steps: list[Operation] = []
@@ -370,7 +370,7 @@ class Coordinator:
         path = self.paths.storage_id(address)
         data = model.StorageRegistration(storage_id).to_bytes()
         for _ in range(WRITE_ATTEMPTS_MAX):
-            await self._nodes.ensure((self.paths.ours, self.paths.storage_ids))
+            await self._nodes.ensure((self.paths.extensions, self.paths.storage_ids))
             node = await self._znodes.get(path)
             if node is not None:
                 return decode_node(path, node, model.StorageRegistration.from_bytes).storage_id
@@ -401,14 +401,14 @@ class Coordinator:
         path = self.paths.replica_assignment
         last: model.ReplicaAssignments | None = None
 
-        async def look(signal: Signal) -> None:
+        async def check(signal: Signal) -> None:
             nonlocal last
             now = await self._nodes.read(path, model.ReplicaAssignments.from_bytes, signal)
             if now != last:
                 last = now
                 callback(now)
 
-        await self._nodes.follow(look)
+        await self._nodes.follow(check)
 
     # --- servers
 
@@ -439,7 +439,7 @@ class Coordinator:
         """Remove this process from the live servers (a clean shutdown)."""
         await self._membership.unregister()
 
-    async def take_out_server(self, dead: model.ServerDescriptor) -> None:
+    async def remove_dead_server(self, dead: model.ServerDescriptor) -> None:
         """Remove another server whose process is known to be dead, if it is still registered."""
         await self._membership.remove_dead(dead)
 

@@ -136,11 +136,11 @@ class WriteRegistry:
             if found is not None:
                 return found
             with suppress(errors.CoordinatorOutcomeUnknown):
-                await self._nodes.ensure((self._nodes.paths.ours, self._nodes.paths.writes))
+                await self._nodes.ensure((self._nodes.paths.extensions, self._nodes.paths.writes))
             fence = await self._fence()
             if in_series:
                 await self._check_is_last(write)
-            if await self._try([CreateNode(path, made.to_bytes()), *fence]):
+            if await self._try_write([CreateNode(path, made.to_bytes()), *fence]):
                 return made
         raise errors.CoordinatorUnavailable(f"{path} could not be created")
 
@@ -150,7 +150,9 @@ class WriteRegistry:
         for name in () if listing is None else listing.names:
             other, _, later = name.rpartition("-")
             if other == series and is_number(later) and int(later) > int(number):
-                raise _over(write, None, f"{name} has begun, so it is over and was removed")
+                raise _superseded_error(
+                    write, None, f"{name} has begun, so it is over and was removed"
+                )
 
     async def _fence(self) -> list[Operation]:
         """Return the step that fails if a write was begun or removed since (rule 7)."""
@@ -174,22 +176,22 @@ class WriteRegistry:
             if node is None:
                 client_id = await next_client_id() if client_id is None else client_id
                 first = TaskState(client_id, 1, (run,))
-                if await self._try([CreateNode(path, first.to_bytes())]):
+                if await self._try_write([CreateNode(path, first.to_bytes())]):
                     return first
                 continue
             old = decode_node(path, node, TaskState.from_bytes)
             runs = old.runs if run in old.runs else (*old.runs, run)[-RUNS_MAX:]
             new = replace(old, attempt=old.attempt + 1, runs=runs)
-            if await self._try([Set(path, new.to_bytes(), node.stat.version)]):
+            if await self._try_write([Set(path, new.to_bytes(), node.stat.version)]):
                 return new
         raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
 
     async def _check_continues(self, write: str, task: int) -> None:
         state = await self.read(write)
         if state is None:
-            raise _over(write, task, "it is over and was removed")
+            raise _superseded_error(write, task, "it is over and was removed")
         if state.is_done:
-            raise _over(write, task, "it is done")
+            raise _superseded_error(write, task, "it is done")
 
     async def check(self, write: str, task: int, attempt: int) -> None:
         """Check that this attempt may continue (rule 3).
@@ -202,7 +204,9 @@ class WriteRegistry:
         node = await self._znodes.get(path)
         found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
         if found != attempt:
-            raise _over(write, task, f"attempt {found} has taken over from attempt {attempt}")
+            raise _superseded_error(
+                write, task, f"attempt {found} has taken over from attempt {attempt}"
+            )
 
     async def tasks(self, write: str) -> dict[int, TaskState]:
         """Return the tasks that were ever begun."""
@@ -231,12 +235,12 @@ class WriteRegistry:
             await self._znodes.sync()
             node = await self._znodes.get(path)
             if node is None:
-                raise _over(write, None, "it is over and was removed")
+                raise _superseded_error(write, None, "it is over and was removed")
             found = decode_node(path, node, WriteState.from_bytes)
             if found.is_done:
                 return found
             done = replace(found, summary=dict(summary), keep_ms=keep_ms)
-            if await self._try([Set(path, done.to_bytes(), node.stat.version)]):
+            if await self._try_write([Set(path, done.to_bytes(), node.stat.version)]):
                 return done
         raise errors.CoordinatorUnavailable(f"{path} changes faster than it can be written")
 
@@ -251,7 +255,7 @@ class WriteRegistry:
             steps = await self._next_removal(self._path(write), expired_ms)
             if isinstance(steps, bool):
                 return steps
-            failure_count += not await self._try(steps)
+            failure_count += not await self._try_write(steps)
         raise errors.CoordinatorUnavailable(f"{self._path(write)} could not be removed")
 
     async def _next_removal(self, path: str, expired_ms: int | None) -> list[Operation] | bool:
@@ -262,7 +266,7 @@ class WriteRegistry:
             return True
         found = decode_node(path, node, WriteState.from_bytes)
         is_removing = found.is_done and not found.keep_ms
-        if expired_ms is not None and not is_removing and not _is_over(node, expired_ms):
+        if expired_ms is not None and not is_removing and not _is_expired(node, expired_ms):
             return False
         if not found.is_done:
             over = replace(found, summary={}, keep_ms=0)
@@ -294,7 +298,7 @@ class WriteRegistry:
         over: list[str] = []
         for name in (*names[start:], *names[:start])[:EXAMINED_MAX]:
             node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
-            if node is not None and _is_over(node, now_ms):
+            if node is not None and _is_expired(node, now_ms):
                 over.append(name)
         return now_ms, over
 
@@ -303,7 +307,9 @@ class WriteRegistry:
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         if node is not None:
-            await self._try([Set(path, b"", node.stat.version)])  # else another driver just did
+            await self._try_write(
+                [Set(path, b"", node.stat.version)]
+            )  # else another driver just did
             node = await self._znodes.get(path)
         return 0 if node is None else node.stat.mtime_ms
 
@@ -311,7 +317,7 @@ class WriteRegistry:
         check_name(write)
         return self._nodes.paths.write(write) + ("" if task is None else f"/{task}")
 
-    async def _try(self, operations: list[Operation]) -> bool:
+    async def _try_write(self, operations: list[Operation]) -> bool:
         """Write; return False if it failed or the outcome is unknown: then it is read again."""
         try:
             await self._znodes.write(operations)
@@ -333,12 +339,12 @@ def check_name(write: str) -> None:
         )
 
 
-def _over(write: str, task: int | None, why: str) -> errors.ConnectionSuperseded:
+def _superseded_error(write: str, task: int | None, why: str) -> errors.ConnectionSuperseded:
     which = "" if task is None else f", task {task}"
     return errors.ConnectionSuperseded(f"write {write}{which}: {why}")
 
 
-def _is_over(node: Node, now_ms: int) -> bool:
+def _is_expired(node: Node, now_ms: int) -> bool:
     try:
         return node.stat.mtime_ms + WriteState.from_bytes(node.data).keep_ms <= now_ms
     except errors.BadFormat:

@@ -113,9 +113,9 @@ class TlsConfig(Config):
 
     def validate(self) -> None:
         """Check relations between fields; raises BadConfig."""
-        self._among("tls", TLS_MODES)
+        self._check_one_of("tls", TLS_MODES)
         if self.tls_verify:
-            self._among("tls_verify", TLS_CHECKS)
+            self._check_one_of("tls_verify", TLS_CHECKS)
         if self.tls_key and not self.tls_certificate:
             raise BadConfig("tls_key: expected tls_certificate as well, found none")
         super().validate()
@@ -463,7 +463,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         self._differ("port", "http_port")
         self._not_above("retry_interval_ms_min", "retry_interval_ms_max")
         self._not_above("balance_interval_ms", "balance_window_ms")
-        self._among("balance", BALANCE_MODES)
+        self._check_one_of("balance", BALANCE_MODES)
         self._not_above("batch_bytes_max", "partition_queue_bytes_max")
         self._not_above("batch_bytes_max", "connection_in_flight_bytes_max")
         held = self.lock_table_bytes_max + self.feed_cache_bytes + self.transaction_cache_bytes

@@ -63,7 +63,7 @@ class Config:
                 )
             seen[port] = name
 
-    def _among(self, name: str, words: Collection[str]) -> None:
+    def _check_one_of(self, name: str, words: Collection[str]) -> None:
         """Check that a setting is one of some words."""
         found = getattr(self, name)
         if found not in words:
@@ -83,7 +83,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 # --- Loading
 
 
-class Shown(NamedTuple):
+class ShownSetting(NamedTuple):
     """A setting as printed by `waltz-core config show`."""
 
     name: str
@@ -98,10 +98,10 @@ class Loaded(Generic[ConfigT]):
     config: ConfigT
     origins: Mapping[str, str]
 
-    def shown(self) -> list[Shown]:
+    def shown(self) -> list[ShownSetting]:
         """Return each setting with its value and its origin, in the order of the sample."""
         return [
-            Shown(
+            ShownSetting(
                 each.name, getattr(self.config, each.name), self.origins.get(each.name, "default")
             )
             for each in fields(self.config)

@@ -291,7 +291,7 @@ class LocalCluster:
         """
         state = self._loaded()
         number = sum(each.kind == "storage" for each in state.members) + 1
-        made = Member(f"storage-{number}", *[self._draw(state.ports) for _ in range(3)])
+        made = Member(f"storage-{number}", *[self._choose_port(state.ports) for _ in range(3)])
         self._release_ports()
         state.members.append(made)
         self._save()
@@ -460,12 +460,12 @@ class LocalCluster:
             if held is not None:
                 self._held.append(held)
                 return usual
-        return self._draw(set())
+        return self._choose_port(set())
 
-    def _draw(self, taken: set[int]) -> int:
+    def _choose_port(self, taken: set[int]) -> int:
         """Return a free port that no member has, and hold it."""
         host = self._host if self._state is None else self._state.host
-        port, held = ports.draw(taken, host)
+        port, held = ports.choose(taken, host)
         self._held.append(held)
         return port
 
@@ -496,7 +496,7 @@ class LocalCluster:
                     f"port {port} of {member.name} is taken by another program; {reason}, "
                     "so free that port and start again"
                 )
-            setattr(member, name, self._draw(state.ports))
+            setattr(member, name, self._choose_port(state.ports))
             self._save()
 
     def _why_fixed(self, member: Member, name: str) -> str:

@@ -58,7 +58,7 @@ def hold(port: int, host: str) -> socket.socket | None:
     return held
 
 
-def draw(taken: set[int], host: str) -> tuple[int, socket.socket]:
+def choose(taken: set[int], host: str) -> tuple[int, socket.socket]:
     """Return a free port that is none of these, and the socket that holds it.
 
     Raises Unreachable if none is found.

@@ -149,15 +149,15 @@ def _length(file: ReadableFile, offset: int) -> int:
 
 def _why_not(file: ReadableFile, due: int, offset: int, size: int) -> str:
     """Return why the bytes at an offset cannot be the expected record; empty if they can."""
-    room = size - offset - RECORD_FRAME_BYTES
-    if room < 0:
+    space = size - offset - RECORD_FRAME_BYTES
+    if space < 0:
         return f"expected at least {RECORD_FRAME_BYTES} bytes, found {size - offset}"
     found = fields(file.pread(RECORD.size, offset))
     if found.transaction_id != due:
         return f"expected id {due}, found {found.transaction_id}"
-    room = min(room, RECORD_BYTES_MAX)
-    if not 0 <= found.data_bytes <= room:
-        return f"expected at most {room} bytes of data, found a length of {found.data_bytes}"
+    space = min(space, RECORD_BYTES_MAX)
+    if not 0 <= found.data_bytes <= space:
+        return f"expected at most {space} bytes of data, found a length of {found.data_bytes}"
     return ""
 
 
@@ -189,8 +189,8 @@ def _find(file: ReadableFile, offset: int, after: int, size: int) -> tuple[int, 
     return None
 
 
-def _candidates(data: bytes, after: int, id_max: int, room: int) -> list[int]:
-    """Return the places at which ID and length look possible; `room` is from the first on."""
+def _candidates(data: bytes, after: int, id_max: int, space: int) -> list[int]:
+    """Return the places at which ID and length look possible; `space` is from the first on."""
     count = len(data) - RECORD.size + 1
     if count <= 0:
         return []
@@ -198,6 +198,6 @@ def _candidates(data: bytes, after: int, id_max: int, room: int) -> list[int]:
     places = np.flatnonzero((ids > after) & (ids <= id_max))
     lengths = np.ndarray((count,), dtype=">i4", buffer=data, offset=28, strides=(1,))
     stated = lengths[places].astype(np.int64)
-    fits = (stated >= 0) & (places + stated + RECORD_FRAME_BYTES <= room)
+    fits = (stated >= 0) & (places + stated + RECORD_FRAME_BYTES <= space)
     found: list[int] = places[fits & (stated <= RECORD_BYTES_MAX)].tolist()
     return found

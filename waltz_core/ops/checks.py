@@ -58,7 +58,7 @@ def check(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[Failed
             "`waltz-core cluster auto-assign` spreads them",
             (each,),
         )
-        for each in changes.crowded(cluster.assigned, cluster.groups)
+        for each in changes.sharing_groups(cluster.assigned, cluster.groups)
         if each in chosen
     ]
 
@@ -155,7 +155,7 @@ def _of_replicas(now: PartitionCondition) -> Iterator[Failed]:
         yield Failed("recovery", text, its)
     if len(now.replicas.level) < now.quorum:
         yield Failed("quorum", f"{name} has no quorum of engaged replicas", its)
-    elif now.behind:
-        are = "is" if len(now.behind) == 1 else "are"
-        text = f"{name}: {', '.join(now.behind)} {are} not engaged"
+    elif now.not_engaged:
+        are = "is" if len(now.not_engaged) == 1 else "are"
+        text = f"{name}: {', '.join(now.not_engaged)} {are} not engaged"
         yield Failed("recovery", text, its)

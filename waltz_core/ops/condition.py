@@ -78,7 +78,7 @@ class PartitionCondition:
         return [each for each in known if states[each].closing_high_water_mark == UNRESOLVED]
 
     @property
-    def behind(self) -> list[ReplicaId]:
+    def not_engaged(self) -> list[ReplicaId]:
         """The assigned replicas that the newest session does not count on."""
         return [each for each in self.assigned if each not in self.replicas.level]
 

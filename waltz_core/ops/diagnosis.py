@@ -28,8 +28,8 @@ from waltz_core.ops.facts import (
     MemberFacts,
     NodeFacts,
     ReplicaFacts,
-    RoomFacts,
     ServerFacts,
+    SpaceFacts,
     StorageFacts,
 )
 from waltz_core.ops.findings import KINDS, Finding, finding
@@ -64,10 +64,10 @@ _CONFIGS: Final = {"zookeeper": "zoo.cfg", "server": "server.toml", "storage": "
 def diagnose(facts: Facts) -> list[Finding]:
     """Return everything that is wrong (rule 4)."""
     case = _Case(facts)
-    case.look_at_zookeeper()
-    case.look_at_processes()
+    case.check_zookeeper()
+    case.check_processes()
     if facts.cluster is not None:
-        _Cluster(case, facts.cluster).look()
+        _Cluster(case, facts.cluster).check()
     order = list(KINDS)
     return sorted(case.found, key=lambda each: order.index(each.name))
 
@@ -152,13 +152,13 @@ class _Case:
             rebuild=self.rebuilding(rebuild),
         )
 
-    def look_at_zookeeper(self) -> None:
+    def check_zookeeper(self) -> None:
         facts = self.facts
         start = self.start("zookeeper")
         if facts.zookeeper_trouble:
             self.report("zookeeper-away", facts.connect, why=facts.zookeeper_trouble, start=start)
         for node in facts.nodes:
-            self._look_at_node(node)
+            self._check_node(node)
         if facts.access_error:
             hosts = facts.connect.partition("?")[0]
             self.report("zookeeper-refuses", facts.connect, why=facts.access_error, hosts=hosts)
@@ -168,7 +168,7 @@ class _Case:
             else:
                 self._report_lost(facts.local)
 
-    def _look_at_node(self, node: NodeFacts) -> None:
+    def _check_node(self, node: NodeFacts) -> None:
         start = self.start("zookeeper", node.address)
         if node.trouble and not self.is_reported_down(node.address):
             self.report(
@@ -181,7 +181,7 @@ class _Case:
         elif not node.trouble and not node.mode:
             self.report("zookeeper-node-alone", node.address, node=node.address, start=start)
 
-    def look_at_processes(self) -> None:
+    def check_processes(self) -> None:
         local = self.facts.local
         for member in () if local is None else local.members:
             if member.state == "up":
@@ -203,21 +203,21 @@ class _Cluster:
         self._report = case.report
         self.left_over: dict[ReplicaId, list[PartitionId]] = {}
 
-    def look(self) -> None:
+    def check(self) -> None:
         for server in self._cluster.servers.values():
-            self._look_at_server(server)
-        self._look_at_assignment()
+            self._check_server(server)
+        self._check_assignment()
         for storage in self._cluster.storages.values():
-            self._look_at_storage(storage)
+            self._check_storage(storage)
         storages = self._cluster.storages.values()
         if storages and all(each.is_tls_mismatch for each in storages):
             return  # rule 1: their state cannot be seen from here
-        self._look_at_speed()
-        crowded = changes.crowded(self._cluster.assigned, self._cluster.groups)
+        self._check_speed()
+        sharing_groups = changes.sharing_groups(self._cluster.assigned, self._cluster.groups)
         for number in range(self._cluster.partition_count):
             partition_id = PartitionId(number)
-            _Partition(self._case, self._cluster, self, partition_id).look()
-            if partition_id in crowded:
+            _Partition(self._case, self._cluster, self, partition_id).check()
+            if partition_id in sharing_groups:
                 spread = self._spread(partition_id)
                 self._report("groups-crowded", partition_id, partition=partition_id, spread=spread)
         for address, partitions in self.left_over.items():
@@ -226,7 +226,7 @@ class _Cluster:
 
     # --- servers
 
-    def _look_at_server(self, server: ServerFacts) -> None:
+    def _check_server(self, server: ServerFacts) -> None:
         address = server.address
         if server.is_left_out:
             why = "; ".join(server.unreachable) or "none has connected to it yet"
@@ -248,7 +248,7 @@ class _Cluster:
                 about = f"{address} {storage}"
                 self._report("storage-out-of-reach", about, server=address, storage=storage)
 
-    def _look_at_assignment(self) -> None:
+    def _check_assignment(self) -> None:
         cluster = self._cluster
         if not cluster.servers:
             self._report("no-server", "servers", start=self._case.start("server"))
@@ -273,7 +273,7 @@ class _Cluster:
 
     # --- storages
 
-    def _look_at_storage(self, storage: StorageFacts) -> None:
+    def _check_storage(self, storage: StorageFacts) -> None:
         address = storage.address
         start = self._case.start("storage", address)
         if storage.trouble:
@@ -313,7 +313,7 @@ class _Cluster:
                 port=storage.other_admin or "ADMIN_PORT",
             )
         else:
-            self._look_at_machine(storage)
+            self._check_machine(storage)
 
     def is_starting(self, storage: StorageFacts) -> bool:
         """Whether its process runs without a port yet: no command may end it."""
@@ -321,15 +321,15 @@ class _Cluster:
         is_running = member is not None and member.state == "up"
         return bool(storage.trouble) and is_running and not storage.is_silent
 
-    def _look_at_machine(self, storage: StorageFacts) -> None:
+    def _check_machine(self, storage: StorageFacts) -> None:
         held = [each for each, names in self._cluster.assigned.items() if storage.address in names]
-        room = storage.room
-        if room is not None and held and _is_nearly_full(room):
+        space = storage.space
+        if space is not None and held and _is_nearly_full(space):
             self._report(
-                "disk-full" if room.is_full else "disk-nearly-full",
+                "disk-full" if space.is_full else "disk-nearly-full",
                 storage.address,
                 storage=storage.address,
-                free=room.free_bytes // MIB,
+                free=space.free_bytes // MIB,
                 empty=self.empty(storage.address, held),
             )
         ahead = storage.clock_ahead_ms
@@ -342,7 +342,7 @@ class _Cluster:
                 way="ahead of" if ahead > 0 else "behind",
             )
 
-    def _look_at_speed(self) -> None:
+    def _check_speed(self) -> None:
         """Compare how long storages take to answer appends."""
         figures: dict[ReplicaId, list[tuple[int, int]]] = {}
         for server in self._cluster.servers.values():
@@ -364,9 +364,9 @@ class _Cluster:
 
     def _is_fit(self, storage: StorageFacts) -> bool:
         """Whether it may get more replicas."""
-        room = storage.room
+        space = storage.space
         return not (
-            storage.trouble or storage.admin_trouble or room is None or _is_nearly_full(room)
+            storage.trouble or storage.admin_trouble or space is None or _is_nearly_full(space)
         )
 
     def _spread(self, partition_id: PartitionId) -> str:
@@ -441,18 +441,18 @@ class _Partition:
         self._case, self._cluster, self._whole, self._id = case, cluster, whole, partition_id
         self._now = PartitionCondition(cluster, partition_id)
 
-    def look(self) -> None:
-        if self._look_at_metadata():
+    def check(self) -> None:
+        if self._check_metadata():
             return
         if not self._now.assigned:
             self._report("no-replicas")
             return
-        self._look_at_count()
+        self._check_count()
         for storage in self._now.storages:
-            self._look_at_replica(storage)
-        has_votes = self._look_at_quorum()
-        self._look_at_owner(has_votes=has_votes)
-        self._look_for_leftovers()
+            self._check_replica(storage)
+        has_votes = self._check_quorum()
+        self._check_owner(has_votes=has_votes)
+        self._check_leftovers()
 
     def _report(self, name: str, about: object = "", **fields: object) -> None:
         about = f"{self._id} {about}".strip()
@@ -460,9 +460,9 @@ class _Partition:
 
     # --- replicas
 
-    def _look_for_leftovers(self) -> None:
+    def _check_leftovers(self) -> None:
         now, metadata = self._now, self._now.facts.metadata
-        if metadata is None or not now.is_open or now.behind:
+        if metadata is None or not now.is_open or now.not_engaged:
             return  # rule 5
         for storage in self._cluster.storages.values():
             held = storage.replicas.get(self._id)
@@ -472,14 +472,14 @@ class _Partition:
             if held.last <= now.newest and held.last_session <= metadata.session_id:
                 self._whole.left_over.setdefault(storage.address, []).append(self._id)
 
-    def _look_at_count(self) -> None:
+    def _check_count(self) -> None:
         counts = [len(each) for each in self._cluster.assigned.values()]
         usual = max(counts, key=lambda each: (counts.count(each), each))
         count = len(self._now.assigned)
         if count < usual:
             self._report("too-few-replicas", count=count, usual=usual)
 
-    def _look_at_metadata(self) -> bool:
+    def _check_metadata(self) -> bool:
         """Report metadata that ZooKeeper has lost; return whether it has."""
         if rebuilding.is_waiting(self._now.facts.metadata, self._now.facts.marker):
             # The assignment has only the decisions so far, not the former replicas.
@@ -491,13 +491,13 @@ class _Partition:
             return True
         return False
 
-    def _look_at_replica(self, storage: StorageFacts) -> None:
+    def _check_replica(self, storage: StorageFacts) -> None:
         held, address = storage.replicas.get(self._id), storage.address
         if held is None or storage.trouble:
             return
         unavailable = unavailable_reason(held)
         if unavailable is None:
-            self._look_at_log(storage, held)
+            self._check_log(storage, held)
         else:
             start = self._case.start("storage", address)
             self._report(
@@ -508,15 +508,15 @@ class _Partition:
                 start=start,
             )
 
-    def _look_at_log(self, storage: StorageFacts, held: ReplicaFacts) -> None:
+    def _check_log(self, storage: StorageFacts, held: ReplicaFacts) -> None:
         now, address = self._now, storage.address
         if held.damaged_count:
             self._report("replica-damaged", address, storage=address, count=held.damaged_count)
         if held.is_suspect:
             if not now.has_no_trusted_quorum:
                 self._report("replica-suspect", address, storage=address)
-        elif now.is_open and address in now.behind:
-            full = storage.room is not None and storage.room.is_full
+        elif now.is_open and address in now.not_engaged:
+            full = storage.space is not None and storage.space.is_full
             if not full and address in now.states:
                 self._report("replica-not-engaged", address, storage=address, last=held.last)
         elif now.is_open and now.newest - held.last > LAG_MAX:
@@ -526,7 +526,7 @@ class _Partition:
 
     # --- the quorum (rule 3)
 
-    def _look_at_quorum(self) -> bool:
+    def _check_quorum(self) -> bool:
         """Report a missing quorum; return whether the replicas allow an open session."""
         now, count = self._now, len(self._now.assigned)
         if len(now.answering) < now.quorum:
@@ -553,7 +553,7 @@ class _Partition:
 
     # --- the owner
 
-    def _look_at_owner(self, *, has_votes: bool) -> None:
+    def _check_owner(self, *, has_votes: bool) -> None:
         now, owner = self._now, self._now.owner
         if owner is None:
             if self._cluster.servers and self._cluster.is_settled:
@@ -574,9 +574,9 @@ class _Partition:
                 was_opened = now.replicas.was_opened
                 self._report("session-not-open" if was_opened else "never-opened", **fields)
         else:
-            self._look_at_session(owner, fields)
+            self._check_session(owner, fields)
 
-    def _look_at_session(self, owner: ServerFacts, fields: dict[str, str]) -> None:
+    def _check_session(self, owner: ServerFacts, fields: dict[str, str]) -> None:
         facts = self._now.facts
         if self._now.is_of_other_replicas:
             assigned, replicas = ", ".join(self._now.assigned), ", ".join(self._now.states)
@@ -590,12 +590,12 @@ class _Partition:
             self._report("clock-of-server", owner.address, seconds=seconds, **fields)
 
 
-def _is_nearly_full(room: RoomFacts) -> bool:
+def _is_nearly_full(space: SpaceFacts) -> bool:
     """Return whether there is too little room, or none."""
     least = NEARLY_FULL_BYTES
-    if room.size_bytes is not None:
-        least = max(room.size_bytes // NEARLY_FULL_PART, NEARLY_FULL_BYTES_MIN)
-    return room.is_full or room.free_bytes < least
+    if space.size_bytes is not None:
+        least = max(space.size_bytes // NEARLY_FULL_PART, NEARLY_FULL_BYTES_MIN)
+    return space.is_full or space.free_bytes < least
 
 
 def _ranges(partitions: Iterable[int]) -> str:

@@ -78,7 +78,7 @@ class ReplicaFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class RoomFacts:
+class SpaceFacts:
     """The disk of a storage; `size_bytes` is None if an older storage does not report it."""
 
     free_bytes: int
@@ -107,7 +107,7 @@ class StorageFacts:
     registered_id: str | None = None
     storage_id: str | None = None
     is_of_cluster: bool = True
-    room: RoomFacts | None = None
+    space: SpaceFacts | None = None
     clock_ahead_ms: float | None = None
     replicas: Mapping[PartitionId, ReplicaFacts] = field(default_factory=dict)
 

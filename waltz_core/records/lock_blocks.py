@@ -60,13 +60,13 @@ class LogEnd(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One block; `locks` are big-endian int32, `behind` a byte for each of them, or nothing."""
+    """One block; `locks` are big-endian int32, `distances` a byte for each of them, or nothing."""
 
     first: TransactionId
     end: LogEnd
     chain_before: Chain
     locks: Buffer
-    behind: Buffer = b""
+    distances: Buffer = b""
 
     @property
     def before(self) -> LogEnd:
@@ -75,16 +75,16 @@ class Block(NamedTuple):
 
 
 def encode(
-    first: TransactionId, end: LogEnd, chain_before: Chain, locks: Buffer, behind: Buffer = b""
+    first: TransactionId, end: LogEnd, chain_before: Chain, locks: Buffer, distances: Buffer = b""
 ) -> bytes:
     """Return the bytes of a block; empty if there are too many locks."""
     if len(locks) > LOCKS_BYTES_MAX:
         return b""
     count = len(locks) // HASH_BYTES
-    assert len(behind) in (0, count)
+    assert len(distances) in (0, count)
     block = bytearray(locks)
-    block += behind
-    mark = _MARK_WITH_DISTANCES if behind else _MARK
+    block += distances
+    mark = _MARK_WITH_DISTANCES if distances else _MARK
     block += _TRAILER.pack(mark, first, end.last, chain_before, end.chain, count, 0)
     block[-_CRC_BYTES:] = crc32(memoryview(block)[:-_CRC_BYTES]).to_bytes(_CRC_BYTES, "big")
     return bytes(block)
@@ -124,5 +124,5 @@ class Blocks:
             return None
         self._end = start
         end = LogEnd(TransactionId(last), Chain(chain))
-        locks, behind = block[:locks_bytes], block[locks_bytes:-TRAILER_BYTES]
-        return Block(TransactionId(first), end, Chain(before), locks, behind)
+        locks, distances = block[:locks_bytes], block[locks_bytes:-TRAILER_BYTES]
+        return Block(TransactionId(first), end, Chain(before), locks, distances)

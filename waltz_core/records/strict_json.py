@@ -79,13 +79,13 @@ def _decoded(text: str) -> Any:  # noqa: ANN401
         raise
     except ValueError as error:
         # Read once more with these words kept, to find their position.
-        place = _place(_LENIENT.decode(text), lambda part: type(part) is _Word)
+        place = _place(_LENIENT.decode(text), lambda part: type(part) is _NonFinite)
         if place is None:  # A later value of the same key has replaced it.
             raise ValueError(f"found {error}; {NOT_JSON}") from error
         raise ValueError(f"found {place[0]} at {place[1]}; {NOT_JSON}") from error
 
 
-class _Word(str):
+class _NonFinite(str):
     """`NaN`, `Infinity`, `-Infinity` or a number that is too large, as it was read."""
 
     __slots__ = ()
@@ -100,15 +100,15 @@ def _finite(text: str) -> float:
     return number if math.isfinite(number) else _reject(text)
 
 
-def _finite_or_word(text: str) -> float | _Word:
+def _finite_or_word(text: str) -> float | _NonFinite:
     number = float(text)
-    return number if math.isfinite(number) else _Word(text)
+    return number if math.isfinite(number) else _NonFinite(text)
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 _DECODER = json.JSONDecoder(parse_constant=_reject, parse_float=_finite)
 _EXACT = json.JSONDecoder(parse_constant=_reject, parse_float=Decimal)
-_LENIENT = json.JSONDecoder(parse_constant=_Word, parse_float=_finite_or_word)
+_LENIENT = json.JSONDecoder(parse_constant=_NonFinite, parse_float=_finite_or_word)
 
 
 def _is_not_finite(part: object) -> bool:

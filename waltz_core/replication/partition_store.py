@@ -559,7 +559,7 @@ class PartitionStore:
         assert self._generation is not None
         assert view.marker is not None
         session_id = view.metadata.session_id
-        behind = {
+        bound_later = {
             name: promised for name, promised in self._promised.items() if promised > session_id
         }
         claim = Claim(
@@ -573,7 +573,7 @@ class PartitionStore:
             known_last=self._high_water_mark,
             in_doubt=self._in_doubt,
             held=dict(self._held_until_ms),
-            behind=behind,
+            bound_later=bound_later,
         )
         self._report("session.claimed", session=session_id, origin=claim.origin.name)
         self._session = StoreSession(

@@ -262,42 +262,42 @@ class Repairs:
         if not self._avoided_until_ms and not self._running:
             return []
         times = [at_ms for at_ms in self._avoided_until_ms.values() if at_ms > now_ms]
-        for errand in self._running.values():
-            oldest_ms = errand.source.oldest_ms
-            if errand.source is not errand.target and oldest_ms is not None:
+        for running in self._running.values():
+            oldest_ms = running.source.oldest_ms
+            if running.source is not running.target and oldest_ms is not None:
                 times.append(oldest_ms + self._limits.answer_ms_max)
         return times
 
     def expire_slow_sources(self, now_ms: int) -> None:
         """Abandon steps whose source has timed out (rule 3)."""
-        for ticket, errand in list(self._running.items()):
-            oldest_ms = errand.source.oldest_ms
-            if errand.source is errand.target or oldest_ms is None:
+        for ticket, running in list(self._running.items()):
+            oldest_ms = running.source.oldest_ms
+            if running.source is running.target or oldest_ms is None:
                 continue
             if oldest_ms + self._limits.answer_ms_max <= now_ms:
-                self._avoid_source(ticket, errand.source.replica, "no answer", now_ms)
+                self._avoid_source(ticket, running.source.replica, "no answer", now_ms)
 
     def lost(self, each: ReplicaSession) -> None:
         """A connection was lost: drop its steps (rule 1)."""
-        for ticket, errand in list(self._running.items()):
-            if errand.source is each or errand.target is each:
+        for ticket, running in list(self._running.items()):
+            if running.source is each or running.target is each:
                 self._drop(ticket)
 
     def source_rejected(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
         """Return whether a rejected request was a step of another replica; drop the step."""
-        errand = self._running.get(ticket)
-        if errand is None or errand.source is not each or errand.target is each:
+        running = self._running.get(ticket)
+        if running is None or running.source is not each or running.target is each:
             return False
         self._avoid_source(ticket, each.replica, reason, now_ms)
         return True
 
     def fill_rejected(self, ticket: int, each: ReplicaSession, reason: str, now_ms: int) -> bool:
         """Return whether a replica rejected the repair of damage; it continues (rule 6)."""
-        errand = self._running.get(ticket)
-        if errand is None or not isinstance(errand.step, FillDamage):
+        running = self._running.get(ticket)
+        if running is None or not isinstance(running.step, FillDamage):
             return False
         assert each.repair is not None
-        if each.repair.not_filled(errand.step):
+        if each.repair.not_filled(running.step):
             # The records may be bad: another source may have better ones.
             self._avoid_source(ticket, self._fills_from[each.replica], reason, now_ms)
         else:
@@ -342,10 +342,10 @@ class Repairs:
         Raises:
             RemoteProtocolError, Damaged: the answer of the replica is invalid.
         """
-        errand = self._running.get(ticket)
-        if errand is None:
+        running = self._running.get(ticket)
+        if running is None:
             return  # Rule 1: its step was dropped or has timed out.
-        target, source, step = errand
+        target, source, step = running
         assert source is each
         assert target.ticket == ticket
         if isinstance(step, SourceLineage | FetchCopy):

@@ -139,7 +139,7 @@ class ReplicaSession:
         return len(self._requests)
 
     @property
-    def is_behind(self) -> bool:
+    def is_lagging(self) -> bool:
         """Whether so much is unanswered that it should get no more appends."""
         limits = self._limits
         is_over = self.unanswered_bytes >= limits.lag_bytes_max

@@ -61,8 +61,8 @@ class Claim:
     """A successful claim: the values of the first compare-and-set, and the state of the owner.
 
     `known_last` is the highest ID that this owner ever saw committed. `held` are replicas that
-    rejected appends recently, and until when they are left out. `behind` are replicas bound to a
-    session that is unknown to ZooKeeper.
+    rejected appends recently, and until when they are left out. `bound_later` are replicas
+    bound to a session that is unknown to ZooKeeper.
     """
 
     session_id: SessionId
@@ -75,7 +75,7 @@ class Claim:
     known_last: TransactionId
     in_doubt: InDoubt | None
     held: Mapping[ReplicaId, int]
-    behind: Mapping[ReplicaId, SessionId]
+    bound_later: Mapping[ReplicaId, SessionId]
 
 
 def is_newer(one: Generation, other: Generation) -> bool:

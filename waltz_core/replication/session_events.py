@@ -30,7 +30,7 @@ class Batch(NamedTuple):
     `lengths` are big-endian int32, one a record; `record_crcs` big-endian uint32, one a record;
     `records_crc` is the CRC-32 over all of `records`. `stamp_ms` never decreases in a partition.
     `locks` are the write and append locks of all records, big-endian int32; None if unknown.
-    `behind` is a byte for each lock, the distance of its record from `last`; empty for larger
+    `distances` is a byte for each lock, the distance of its record from `last`; empty for larger
     batches.
     """
 
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
     records_crc: int
     stamp_ms: int
     locks: bytes | None = None
-    behind: bytes = b""
+    distances: bytes = b""
 
 
 # ---------------------------------------------------------------------------------------------

@@ -459,7 +459,7 @@ class StoreSession:
         is_bound = isinstance(error, SessionFenced)
         is_fenced = is_bound and promised > self.claim.session_id
         is_same = is_bound and promised == self.claim.session_id
-        if is_fenced and self.claim.behind.get(each.replica) != promised:
+        if is_fenced and self.claim.bound_later.get(each.replica) != promised:
             self.end(Ending(Cause.FENCED, reason, each.replica, promised=promised))
         elif isinstance(error, ReplicaSuspect) and isinstance(request.message, messages.Prepare):
             # It has lost the nonce of its promise, but will accept the next session.
@@ -568,7 +568,7 @@ class StoreSession:
         window = self.window
         assert window is not None
         last = window.last if each.stage is _ENGAGED else window.committed
-        while each.next_id <= last and not each.is_behind:
+        while each.next_id <= last and not each.is_lagging:
             flight = window.at(each.next_id)
             if flight is None:
                 copied_last = min(window.committed, window.first - 1)

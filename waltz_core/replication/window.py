@@ -92,7 +92,7 @@ class SessionWindow:
         locks = b""
         if batch.locks is not None:
             end = LogEnd(batch.last, self.chain)
-            locks = encode(batch.first, end, before, batch.locks, batch.behind)
+            locks = encode(batch.first, end, before, batch.locks, batch.distances)
         flight = WindowBatch(entry, batch, before, now_ms, locks)
         self._flights[batch.first] = flight
         self._uncommitted.append(flight)

@@ -137,9 +137,9 @@ class Connection:
         view = memoryview(data)
         events: list[ConnectionEvent] = []
         while view and self.failure is None:
-            room = self.get_buffer()
-            count = min(len(room), len(view))
-            room[:count] = view[:count]
+            buffer = self.get_buffer()
+            count = min(len(buffer), len(view))
+            buffer[:count] = view[:count]
             view = view[count:]
             events += self.buffer_updated(count)
         return events

@@ -11,16 +11,16 @@ from waltz_core.cluster.nodes.model import UNRESOLVED
 from waltz_core.errors import BadRequest, CoordinatorUnavailable, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION
-from waltz_core.storage.service import errands, upkeep
+from waltz_core.storage.service import admin_tasks, upkeep
 from waltz_core.storage.service.admin import (
     AdminAnswer,
     AdminRequest,
     AdminService,
+    AdminTaskDone,
     Effect,
-    ErrandOutcome,
-    RunErrand,
+    RunAdminTask,
 )
-from waltz_core.storage.service.errands import Errand, ZooKeeperView
+from waltz_core.storage.service.admin_tasks import AdminTask, ZooKeeperView
 from waltz_core.storage.service.service import StorageIdentity
 from waltz_core.storage.service.work import ConnectionId
 from waltz_core.wire.admin_messages import AdminMessage, Done
@@ -49,7 +49,7 @@ class Operator:
         """Send the request."""
         self._take(AdminRequest(ConnectionId(1), VERSION, message))
 
-    def _take(self, event: AdminRequest | ErrandOutcome) -> None:
+    def _take(self, event: AdminRequest | AdminTaskDone) -> None:
         for effect in self._machine.step(event, self._storage.now_ms):
             self._perform(effect)
 
@@ -59,46 +59,46 @@ class Operator:
                 is_done = isinstance(effect.message, Done)
                 self._cluster.checks.count("administered" if is_done else "administration rejected")
                 self._on_answer(effect.message)
-            case RunErrand():
-                self._run(effect.ticket, effect.errand)
+            case RunAdminTask():
+                self._run(effect.ticket, effect.task)
             case Report():
                 pass
 
-    def _run(self, ticket: int, errand: Errand) -> None:
-        if isinstance(errand, errands.Question):
-            self._bring_back(ticket, lambda: self._answer(errand))
+    def _run(self, ticket: int, task: AdminTask) -> None:
+        if isinstance(task, admin_tasks.AdminQuery):
+            self._deliver(ticket, lambda: self._answer(task))
             return
 
         def change() -> None:
             if self._storage.engine is self._engine:
-                self._bring_back(ticket, lambda: self._change(errand))
+                self._deliver(ticket, lambda: self._change(task))
 
-        self._storage.alone(change)
+        self._storage.run_exclusively(change)
 
-    def _bring_back(self, ticket: int, call: Callable[[], object]) -> None:
+    def _deliver(self, ticket: int, call: Callable[[], object]) -> None:
         value: object
         try:
             value = call()
         except WaltzError as error:
             value = error
-        self._take(ErrandOutcome(ticket, value))
+        self._take(AdminTaskDone(ticket, value))
 
-    def _change(self, errand: errands.ReplicaChange) -> object:
-        self._cluster.world.note(f"{self._storage.name}: {errand}")
-        if isinstance(errand, errands.Reseed | errands.Unassign):
+    def _change(self, task: admin_tasks.ReplicaChange) -> object:
+        self._cluster.world.note(f"{self._storage.name}: {task}")
+        if isinstance(task, admin_tasks.Reseed | admin_tasks.Unassign):
             self._cluster.budget.spend(self._storage)
-        return upkeep.carry_out(self._engine, errand)
+        return upkeep.carry_out(self._engine, task)
 
-    def _answer(self, errand: errands.Question) -> object:
-        match errand:
-            case errands.InspectReplica():
+    def _answer(self, task: admin_tasks.AdminQuery) -> object:
+        match task:
+            case admin_tasks.InspectReplica():
                 service = self._storage.service
-                is_served = service is not None and errand.partition_id in service.partitions
-                return upkeep.facts_of(self._engine, errand.partition_id, is_served=is_served)
-            case errands.FindZooKeeperView():
+                is_served = service is not None and task.partition_id in service.partitions
+                return upkeep.facts_of(self._engine, task.partition_id, is_served=is_served)
+            case admin_tasks.FindZooKeeperView():
                 return self._standing()
             case _:
-                raise BadRequest(f"the simulator's operator does not support {errand}")
+                raise BadRequest(f"the simulator's operator does not support {task}")
 
     def _standing(self) -> ZooKeeperView:
         if self._cluster.is_zookeeper_away:

@@ -20,7 +20,7 @@ from waltz_core import errors
 from waltz_core.client.api.async_client import AsyncWaltzClient
 from waltz_core.client.api.subscriptions import Subscriptions
 from waltz_core.client.links.connections import ServerLinks
-from waltz_core.client.links.directory import Changed, ClusterInfo, Owner
+from waltz_core.client.links.directory import ClusterInfo, Owner, OwnersChanged
 from waltz_core.client.model.callbacks import AsyncCallbacks
 from waltz_core.client.model.transaction import (
     AsyncTransaction,
@@ -390,7 +390,7 @@ class _Directory:
         """See `Directory`."""
         return {}
 
-    async def open(self, changed: Changed) -> None:
+    async def open(self, changed: OwnersChanged) -> None:
         """See `Directory`; it reports no changes: a client may always learn of them too late."""
 
     async def run(self) -> None:

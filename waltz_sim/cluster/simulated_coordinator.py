@@ -96,7 +96,7 @@ class SimCoordinator:
     def read(self, server: "SimServer", effect: session_events.ReadMetadata) -> None:
         """Answer with the content of both nodes."""
 
-        def look() -> None:
+        def check() -> None:
             if self._is_unreachable(server):
                 self._answer(server, session_events.MetadataUnknown(effect.attempt, "no answer"))
                 return
@@ -110,16 +110,16 @@ class SimCoordinator:
             )
             self._answer(server, answer)
 
-        self._world.after(self._delay_us(), look)
+        self._world.after(self._delay_us(), check)
 
     def read_storage_ids(self, server: "SimServer") -> None:
         """Answer with the registered identities; no answer while it is unavailable."""
 
-        def look() -> None:
+        def check() -> None:
             if not self._is_unreachable(server):
                 server.storage_ids.update(self.storage_ids)
 
-        server.after(self._delay_us(), look)
+        server.after(self._delay_us(), check)
 
     def write(self, server: "SimServer", effect: session_events.WriteMetadata) -> None:
         """Compare and set both nodes; rule 2 for lost answers."""
@@ -188,11 +188,11 @@ class SimCoordinator:
         self._registered[server.name] = server.incarnation
         is_another = former not in {None, server.incarnation}
         if is_another and self._cluster.setup.has_new_owner_ids:
-            self._take_out_former(server)
+            self._remove_former(server)
         self.assign()
         self._notify(server)
 
-    def _take_out_former(self, server: "SimServer") -> None:
+    def _remove_former(self, server: "SimServer") -> None:
         """Remove the partition from the former process at this address (rule 7)."""
         if self.assignment.owner == server.name:
             living = [name for name, is_alive in self.alive.items() if is_alive]
@@ -202,7 +202,7 @@ class SimCoordinator:
         """Check, after the session timeout, whether a server is still silent."""
         incarnation = server.incarnation
 
-        def look() -> None:
+        def check() -> None:
             if not self._is_silent(server):
                 return
             if server.incarnation != incarnation and server.is_up:
@@ -210,7 +210,7 @@ class SimCoordinator:
             if self.alive.get(server.name):
                 self.expire(server)
 
-        self._world.after(SESSION_MS * 1000, look)
+        self._world.after(SESSION_MS * 1000, check)
 
     def _is_silent(self, server: "SimServer") -> bool:
         is_stopped = server.is_paused and not server.is_hanging
@@ -222,7 +222,7 @@ class SimCoordinator:
         hang = server.incarnation, server.hang_count
         received_us = self._world.now_us
 
-        def look() -> None:
+        def check() -> None:
             nonlocal received_us
             is_over = not server.is_hanging or hang != (server.incarnation, server.hang_count)
             if is_over or not self.alive.get(server.name):
@@ -235,9 +235,9 @@ class SimCoordinator:
                 self._cluster.checks.count("session of a hanging server expired")
                 self.expire(server)
                 return
-            self._world.after(HEARTBEAT_US, look)
+            self._world.after(HEARTBEAT_US, check)
 
-        self._world.after(HEARTBEAT_US, look)
+        self._world.after(HEARTBEAT_US, check)
 
     def expire(self, server: "SimServer") -> None:
         """End a server's session: the partition goes to another one."""

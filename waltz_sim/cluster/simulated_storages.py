@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from waltz_core.errors import CoordinatorUnavailable, NoSpace, StorageIdMismatch, WaltzError
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId
-from waltz_core.storage.files.room import Room
+from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub
@@ -113,7 +113,7 @@ class SimStorage(Process):
         interval_ms = self._cluster.setup.scrub_interval_ms
         scrub = Scrub(bytes_per_s=SCRUB_BYTES_PER_S if interval_ms else 0, interval_ms=interval_ms)
         self.service = StorageService(
-            identity, queue_bytes_max=QUEUE_BYTES_MAX, room=self.engine.room, scrub=scrub
+            identity, queue_bytes_max=QUEUE_BYTES_MAX, space=self.engine.space, scrub=scrub
         )
         self._checks.storage_started(self)
         self.follow()
@@ -167,7 +167,7 @@ class SimStorage(Process):
         self._is_dropping = True
         self._step(service.Dropped(PartitionId(self._cluster.partition_id)))
 
-    def alone(self, call: "Callable[[], None]") -> None:
+    def run_exclusively(self, call: "Callable[[], None]") -> None:
         """Call while the partition is not served; then serve it again if it is assigned.
 
         If the process dies first, the call never happens.
@@ -241,7 +241,7 @@ class SimStorage(Process):
     def _open_log(self, engine: Engine) -> PartitionLog:
         """Open as the daemon does: a full disk still has space for opening."""
         partition_id = PartitionId(self._cluster.partition_id)
-        return engine.room.with_reserve(partial(engine.assign, partition_id))
+        return engine.space.with_reserve(partial(engine.assign, partition_id))
 
     def died(self) -> None:
         """Lose the process; its files keep the state of the page cache."""
@@ -361,8 +361,8 @@ class SimStorage(Process):
             case service_effects.Idle():
                 self._is_dropping = False
                 self.after(0, self._go_aside)
-            case service_effects.LookForRoom(room):
-                self._look_for_room(room)
+            case service_effects.CheckSpace(space):
+                self._check_space(space)
             case _:
                 pass  # The socket limits reading.
 
@@ -388,13 +388,13 @@ class SimStorage(Process):
         busy_us = self.fsync_us if has_synced else 30
         self.after(int(busy_us * (0.5 + self.chance())) + 20, partial(self._done, work, result))
 
-    def _look_for_room(self, room: Room) -> None:
+    def _check_space(self, space: DiskSpace) -> None:
         try:
-            room.look_again()
+            space.recheck()
         except PowerLoss:
             self.lose_power()
             return
-        self.after(self.fsync_us, lambda: self._step(service.LookedForRoom()))
+        self.after(self.fsync_us, lambda: self._step(service.SpaceChecked()))
 
     def _dies(self, work: Work, *, is_after: bool) -> bool:
         """Die if a fault is planned here."""

@@ -62,14 +62,14 @@ class TwoAttempts(Process):
         self._owner, self._incarnation = owner, owner.incarnation
         self._is_over = False
         self._attempt(2)
-        self._look(POLLS_MAX)
+        self._poll(POLLS_MAX)
 
-    def go_on(self) -> None:
+    def continue_attempts(self) -> None:
         """Let the first attempt continue."""
         self._is_over = False
         self._attempt(1)
 
-    def _look(self, left: int) -> None:
+    def _poll(self, left: int) -> None:
         """Rule 2."""
         if all(row.transaction_id != BEFORE_FIRST for row in self._rows):
             self._is_over = True  # the second attempt
@@ -77,7 +77,7 @@ class TwoAttempts(Process):
                 self._cluster.network.close(link, NEAR)
             self._written()
         elif left:
-            self.after(POLL_INTERVAL_US, lambda: self._look(left - 1))
+            self.after(POLL_INTERVAL_US, lambda: self._poll(left - 1))
 
     def _attempt(self, sequence: int, left: int = ATTEMPTS_MAX) -> None:
         """Mount with a connection sequence, and append all rows; retry as a client does."""

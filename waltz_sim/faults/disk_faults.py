@@ -100,11 +100,11 @@ def hanging_disk(cluster: SimCluster, rng: "Random") -> bool:
     storage = any_storage(cluster, rng)
     storage.fsync_us = hung_us = rng.randrange(300, 5_000) * MS
 
-    def go_on() -> None:
+    def continue_attempts() -> None:
         if storage.fsync_us == hung_us:
             storage.fsync_us = 500
 
-    cluster.world.after(rng.randrange(500, 6_000) * MS, go_on)
+    cluster.world.after(rng.randrange(500, 6_000) * MS, continue_attempts)
     return True
 
 

@@ -136,11 +136,11 @@ def hanging_server(cluster: SimCluster, rng: "Random") -> bool:
     if hang_ms is not None:
         hang_count = server.hang_count
 
-        def go_on() -> None:
+        def continue_attempts() -> None:
             if server.hang_count == hang_count:
                 server.resume()
 
-        cluster.world.after(hang_ms * MS, go_on)
+        cluster.world.after(hang_ms * MS, continue_attempts)
     return True
 
 
@@ -233,7 +233,7 @@ def two_attempts(cluster: SimCluster, rng: "Random") -> bool:
         struck()
         if is_away and not cluster.is_healing:
             quorum_away(cluster, rng, away_ms)
-        cluster.world.after(later_ms * MS, task.go_on)
+        cluster.world.after(later_ms * MS, task.continue_attempts)
 
     task = TwoAttempts(cluster, written)
     return False

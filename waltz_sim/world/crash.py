@@ -128,7 +128,7 @@ class RecordingFile:
         self._path = path
         self.pread = file.pread
         self.drop_cached = file.drop_cached
-        self.give_up_lost = file.give_up_lost
+        self.discard_lost = file.discard_lost
         self.size = file.size
         self.lock_range = file.lock_range
         self.lock_whole = file.lock_whole

@@ -137,9 +137,9 @@ class SimFile:
             has_grown = offset + size > len(inode.seen)
             data = data[: _written_bytes(fault, offset, size, has_grown=has_grown)]
         elif disk.capacity_bytes is not None:
-            room = disk.room_for(inode, offset + size)
-            if room < 0:
-                data = data[: max(0, size + room)]
+            space = disk.space_for(inode, offset + size)
+            if space < 0:
+                data = data[: max(0, size + space)]
                 fault = DiskFault.DISK_FULL
         whole, data = data, inode.up_to_lost(offset, data) if inode.unreadable else data
         if data:
@@ -157,7 +157,7 @@ class SimFile:
         self._check()
         self._inode.drop_cached(*blocks_begun(offset, size, _FOLIO_BYTES))
 
-    def give_up_lost(self, offset: int, size: int) -> bool:
+    def discard_lost(self, offset: int, size: int) -> bool:
         """Let the sectors at the ends of a range be zeros that cannot be read (rule 7)."""
         self._check()
         inode = self._inode
@@ -218,7 +218,7 @@ class SimFile:
         """Reserve space for the first `size` bytes."""
         self._check()
         fault = self._disk.step("allocate", self._path)
-        if fault is None and self._disk.room_for(self._inode, size) < 0:
+        if fault is None and self._disk.space_for(self._inode, size) < 0:
             fault = DiskFault.DISK_FULL
         if fault is None and size > len(self._inode.seen):
             self._inode.resize(size)
@@ -527,7 +527,7 @@ class SimDisk:
         if fault is DiskFault.FAILS:
             raise DiskFailed(f"{what} {path}: input/output error")
 
-    def room_for(self, inode: Inode, size: int) -> int:
+    def space_for(self, inode: Inode, size: int) -> int:
         """Return the bytes that would still be free with a file of `size`; below 0 if too few."""
         growth = size - len(inode.seen)
         if self.capacity_bytes is None or growth <= 0:

@@ -71,7 +71,7 @@ def test_one_that_times_out_waiting_for_room_does_not_hold_up_others():
         other.cancel()
         await asyncio.wait([other])
         assert not window._waiting
-        window.give(9, 101)
+        window.release(9, 101)
         assert window.is_empty
 
     in_virtual_time(story())
@@ -302,10 +302,10 @@ def test_room_is_given_first_come_first_served_and_back_when_no_process_wants_it
             assert not window.try_take(1, 1), "somebody waits already"
             group.create_task(window.take(1, 1))
             await asyncio.sleep(0)
-            window.give(8, 1)
+            window.release(8, 1)
             large.cancel()  # in the same moment in which it is given room
         assert large.cancelled()
-        window.give(1, 1)
+        window.release(1, 1)
         assert window.is_empty
 
     in_virtual_time(story())

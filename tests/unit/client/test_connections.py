@@ -146,7 +146,7 @@ def test_a_connection_that_is_to_be_avoided_is_replaced_and_its_end_takes_nothin
         async with a_server() as (links, address, _):
             old = await links.get(address)
             old.attach(0, print, print, lambda: False, print)
-            new = await links.get(address, but=(old.number,))
+            new = await links.get(address, excluded=(old.number,))
             assert new is not old
             assert not old.is_closed, "it is still used"
             old.detach(0)

@@ -98,7 +98,7 @@ class Holder:
     def __init__(self, budget):
         self.budget = budget
         self.kept = {}
-        budget.enter(self)
+        budget.add(self)
 
     def keep(self, first, cost_bytes):
         self.kept[first] = cost_bytes
@@ -106,7 +106,7 @@ class Holder:
 
     def drop(self, first):
         del self.kept[first]
-        self.budget.give_back(self, first)
+        self.budget.release(self, first)
 
 
 def test_chunks_over_the_budget_go_oldest_first_and_the_newest_stays():
@@ -129,5 +129,5 @@ def test_the_share_of_a_partition_shrinks_with_their_number():
     holders = [Holder(budget) for _ in range(10)]
     assert budget.fetch_bytes_max == 200
     for each in holders[1:]:
-        budget.leave(each)
+        budget.remove(each)
     assert budget.fetch_bytes_max == 2_000

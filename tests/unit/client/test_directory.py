@@ -33,14 +33,14 @@ def test_a_task_is_notified_of_its_own_partition_only():
 
 def test_what_later_tasks_are_reported_is_learned_without_asking():
     directory = FixedDirectory(LAYOUT.of(0), connect_timeout_ms=1)
-    directory.learn(LAYOUT.of(2))
+    directory.add_owners(LAYOUT.of(2))
     assert in_virtual_time(directory.owner(2, after_failure=False)) == Owner("b:2", 4)
 
 
 def test_what_is_known_is_not_unlearned():
     directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
     for generation in (0, 1):
-        directory.learn(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("gone:9", generation)}))
+        directory.add_owners(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("gone:9", generation)}))
     assert directory.owners[0] == Owner("a:1", 1)
 
 
@@ -48,7 +48,7 @@ def test_what_is_newer_is_learned_and_passed_on():
     directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
     told = []
     in_virtual_time(directory.open(lambda owners: told.append(dict(owners))))
-    directory.learn(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("new:9", 2), 2: ("b:2", 4)}))
+    directory.add_owners(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("new:9", 2), 2: ("b:2", 4)}))
     assert directory.owners == {0: Owner("new:9", 2), 2: Owner("b:2", 4)}
     assert told == [{0: Owner("new:9", 2)}]
 
@@ -278,7 +278,7 @@ def test_the_owners_that_were_handed_out_stay_as_they_were():
     """Another thread may go through them meanwhile."""
     directory = FixedDirectory(LAYOUT.of(0), connect_timeout_ms=1)
     before = directory.owners
-    directory.learn(LAYOUT)
+    directory.add_owners(LAYOUT)
     assert before == {0: Owner("a:1", 1)}
 
 

@@ -79,7 +79,7 @@ def test_an_answer_that_contradicts_itself_is_not_trusted(rows, row):
 def test_the_log_outweighs_an_answer():
     monitor = a_monitor()
     sent(monitor, 1, 1, rows=2)
-    monitor.saw_feed(TransactionId(20), feed_headers(req(5, 0, 99), req(2)))
+    monitor.match_feed(TransactionId(20), feed_headers(req(5, 0, 99), req(2)))
     _, outcome = monitor.answered(result(req(1), *[(-1, Reason.LOST, -1)] * 2, mark=9))
     assert outcome.reasons.tolist() == [Reason.LOST, Reason.COMMITTED]
     assert outcome.transaction_ids.tolist() == [-1, 21]
@@ -90,8 +90,8 @@ def test_only_rows_of_ones_own_count():
     monitor = a_monitor()
     pending = sent(monitor, 1, 1, rows=2)
     strangers = (req(1, 0, 99), req(1, 1), req(3), req(0), req(1)._replace(partition_id=4))
-    assert monitor.saw_headers(TransactionId(10), 5, headers(10, *strangers))
-    monitor.saw_feed(TransactionId(10), feed_headers(*strangers))
+    assert monitor.match_headers(TransactionId(10), 5, headers(10, *strangers))
+    monitor.match_feed(TransactionId(10), feed_headers(*strangers))
     assert pending.found is None
     assert pending.known_outcome(BEFORE_FIRST) is None
 
@@ -99,19 +99,19 @@ def test_only_rows_of_ones_own_count():
 def test_headers_must_be_those_that_were_asked_for():
     monitor = a_monitor()
     good = headers(10, req(1), req(2))
-    assert monitor.saw_headers(TransactionId(10), 2, good)
-    assert not monitor.saw_headers(TransactionId(10), 3, good)
-    assert not monitor.saw_headers(TransactionId(11), 2, good)
-    assert not monitor.saw_headers(TransactionId(10), 2, good[28:] + good[:28])
+    assert monitor.match_headers(TransactionId(10), 2, good)
+    assert not monitor.match_headers(TransactionId(10), 3, good)
+    assert not monitor.match_headers(TransactionId(11), 2, good)
+    assert not monitor.match_headers(TransactionId(10), 2, good[28:] + good[:28])
 
 
 def test_what_is_found_whole_is_not_in_doubt():
     monitor = a_monitor()
     pending = sent(monitor, 1, 1, rows=2)
     monitor.prove(TransactionId(15))
-    assert monitor.unread() == (10, 15)
-    monitor.saw_feed(TransactionId(12), feed_headers(req(1), req(2)))
-    assert monitor.unread() is None
+    assert monitor.unresolved() == (10, 15)
+    monitor.match_feed(TransactionId(12), feed_headers(req(1), req(2)))
+    assert monitor.unresolved() is None
     assert pending.known_outcome(BEFORE_FIRST).transaction_ids.tolist() == [12, 13]
 
 
@@ -119,9 +119,9 @@ def test_what_is_found_in_part_is_in_doubt():
     monitor = a_monitor()
     pending = sent(monitor, 1, 1, rows=2)
     monitor.prove(TransactionId(15))
-    monitor.saw_feed(TransactionId(12), feed_headers(req(1)))
+    monitor.match_feed(TransactionId(12), feed_headers(req(1)))
     assert pending.known_outcome(BEFORE_FIRST) is None, "the other row may be in the log as well"
-    assert monitor.unread() == (10, 15)
+    assert monitor.unresolved() == (10, 15)
 
 
 def test_everything_is_read_up_to_the_last_proof():
@@ -130,7 +130,7 @@ def test_everything_is_read_up_to_the_last_proof():
     monitor.prove(TransactionId(12))
     sent(monitor, 2, 2, mark=12)
     monitor.prove(TransactionId(20))
-    assert monitor.unread() == (10, 20)
+    assert monitor.unresolved() == (10, 20)
 
 
 def test_what_is_sent_after_a_proof_is_not_proven():
@@ -138,11 +138,11 @@ def test_what_is_sent_after_a_proof_is_not_proven():
     sent(monitor, 1, 1, mark=9)
     monitor.prove(TransactionId(12))
     late = sent(monitor, 2, 2, mark=12)
-    assert monitor.unread() == (10, 12)
+    assert monitor.unresolved() == (10, 12)
     told = monitor.settle(TransactionId(12))
     assert [pending.parcel.token for pending, _ in told] == [1]
     assert list(monitor) == [late]
-    assert monitor.unread() is None
+    assert monitor.unresolved() is None
 
 
 def test_a_proof_is_not_moved_by_a_later_one():
@@ -150,7 +150,7 @@ def test_a_proof_is_not_moved_by_a_later_one():
     sent(monitor, 1, 1, mark=9)
     monitor.prove(TransactionId(12))
     monitor.prove(TransactionId(90))
-    assert monitor.unread() == (10, 12)
+    assert monitor.unresolved() == (10, 12)
 
 
 def test_a_uniform_outcome_has_no_ids():
@@ -181,7 +181,7 @@ def test_every_row_of_every_parcel_is_found_where_it_stands(sizes, order):
     while at < len(log):
         count = order.randrange(1, 5)
         part = log[at : at + count]
-        assert monitor.saw_headers(TransactionId(at), len(part), headers(at, *part))
+        assert monitor.match_headers(TransactionId(at), len(part), headers(at, *part))
         at += len(part)
     told = monitor.settle(TransactionId(len(log) - 1))
     assert [pending.parcel.token for pending, _ in told] == list(range(len(sizes)))
@@ -205,7 +205,7 @@ def test_a_short_stretch_of_the_feed_says_what_a_long_one_says(sizes, rows):
             sequence += size
         with mock.patch.object(client_monitor, "ONE_BY_ONE_MAX", few):
             try:
-                monitor.saw_feed(TransactionId(20), feed_headers(*rows))
+                monitor.match_feed(TransactionId(20), feed_headers(*rows))
             except errors.DataLoss as error:
                 found.append(str(error))
             else:

@@ -644,7 +644,7 @@ async def test_a_deadline_ends_a_context_that_waits_for_its_window():
         with pytest.raises(errors.Unavailable, match="window was full after 50 ms"):
             await (await one.submit(context))
         assert context.ended == ["expired"]
-        window.give(10**9, 0)
+        window.release(10**9, 0)
         assert window.is_empty
 
 

@@ -270,7 +270,7 @@ def list_interrupted(client):
 @pytest.mark.parametrize(
     "use",
     [
-        lambda client: client.learn(LAYOUT),
+        lambda client: client.add_owners(LAYOUT),
         lambda client: client.high_water_mark(0),
         lambda client: client.append(b"x", partition=0),
     ],

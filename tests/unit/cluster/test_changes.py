@@ -19,11 +19,11 @@ from waltz_core.cluster.nodes.model import (
 NAMES = "ABCDEFG"
 
 
-def seen(assigned, level=None, *, known=None, session=3, opened=3):
-    """Return a partition as it is; `level` are engaged, the others of `known` are closed."""
-    level = assigned if level is None else level
+def seen(assigned, in_sync=None, *, known=None, session=3, opened=3):
+    """Return a partition as it is; `in_sync` are engaged, the others of `known` are closed."""
+    in_sync = assigned if in_sync is None else in_sync
     states = {
-        each: ReplicaState(opened, UNRESOLVED if each in level else 10)
+        each: ReplicaState(opened, UNRESOLVED if each in in_sync else 10)
         for each in (assigned if known is None else known)
     }
     return PartitionReplicas(tuple(assigned), PartitionMetadata(NO_GENERATION, session, states))
@@ -130,7 +130,7 @@ class Owner:
         self.session = self.opened = 0
 
     @property
-    def level(self):
+    def in_sync(self):
         return self.engaged if self.session == self.opened else set()
 
     def now(self):
@@ -192,16 +192,16 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
         assert len(added) <= 1 >= len(removed)
         after = changes.apply([found], assigned)
         check_replica_change(assigned, after, 1)
-        level = owner.level & set(found.after)
+        in_sync = owner.in_sync & set(found.after)
         if len(found.before) > 1 or removed:
-            assert len(level) >= len(found.after) // 2 + 1
+            assert len(in_sync) >= len(found.after) // 2 + 1
         if removed and not added:
-            assert set(made.joining[0]) <= owner.level
+            assert set(made.joining[0]) <= owner.in_sync
         assigned, owner.assigned = after, found.after
     assert set(owner.assigned) == set(wanted)
     for _ in NAMES:  # One that was there before may have been away to the end.
         owner.goes_on(set(NAMES))
-    assert owner.states == set(wanted) == owner.level
+    assert owner.states == set(wanted) == owner.in_sync
     assert steps <= len(set(before) ^ set(wanted))
 
 
@@ -272,7 +272,7 @@ def test_spreading_is_even_and_over_groups(placed, count):
     for number, replicas in wanted.items():
         assert len(set(replicas)) == len(replicas) == (count or len(now[number]) or usual)
         assert set(replicas) <= set(groups)
-    assert changes.crowded(wanted, groups) == []
+    assert changes.sharing_groups(wanted, groups) == []
     assert changes.spread(wanted, groups, count) == wanted, "what is even is left alone"
 
 
@@ -283,12 +283,12 @@ def test_storages_of_a_group_differ_by_one_partition_at_most(members, partition_
     wanted = changes.spread(now, groups)
     loads = [sum(each in its for its in wanted.values()) for each in groups]
     assert max(loads) - min(loads) <= 1
-    assert changes.crowded(wanted, groups) == []
+    assert changes.sharing_groups(wanted, groups) == []
 
 
 def test_crowded_partitions_are_named():
     now = {0: ("A", "B", "C"), 1: ("A", "D", "B"), 2: ("A", "D")}
-    assert changes.crowded(now, GROUPS) == [1, 2]
+    assert changes.sharing_groups(now, GROUPS) == [1, 2]
 
 
 def test_filling_moves_nothing():

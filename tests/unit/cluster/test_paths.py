@@ -18,7 +18,7 @@ def test_the_table_names_every_path():
         paths.replica_assignment,
         paths.groups,
         paths.connections,
-        paths.ours,
+        paths.extensions,
         paths.markers,
         paths.marker("P"),
         paths.storage_ids,

@@ -183,5 +183,5 @@ async def test_a_cluster_below_another_one_is_not_deleted_with_it(it):
 
 def test_the_names_below_a_root_are_those_of_the_paths():
     paths = ClusterPaths("/r")
-    below = [paths.ids, paths.servers, paths.store, paths.ours]
+    below = [paths.ids, paths.servers, paths.store, paths.extensions]
     assert [path.removeprefix("/r/") for path in below] == list(tree.TOP_NAMES)

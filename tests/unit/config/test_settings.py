@@ -6,7 +6,15 @@ from typing import ClassVar
 
 import pytest
 
-from waltz_core.config.settings import Config, Shown, load, nearest, render, sample_toml, setting
+from waltz_core.config.settings import (
+    Config,
+    ShownSetting,
+    load,
+    nearest,
+    render,
+    sample_toml,
+    setting,
+)
 from waltz_core.errors import BadConfig
 
 
@@ -53,10 +61,10 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
     )
     assert loaded.config == PlantConfig(name="a", water_ms=1_002, port=3, is_green=True)
     assert loaded.shown() == [
-        Shown("name", "a", str(path)),
-        Shown("water_ms", 1_002, "environment WALTZ_PLANT_WATER_MS"),
-        Shown("port", 3, "flag --port"),
-        Shown("is_green", True, "default"),
+        ShownSetting("name", "a", str(path)),
+        ShownSetting("water_ms", 1_002, "environment WALTZ_PLANT_WATER_MS"),
+        ShownSetting("port", 3, "flag --port"),
+        ShownSetting("is_green", True, "default"),
     ]
 
 

@@ -26,7 +26,12 @@ def test_a_partition_that_is_well(case):
         *(True, True, False, False),
     )
     assert now.answering == now.engaged == [A, B, C]
-    assert (now.behind, now.suspects, now.unknown, now.has_no_trusted_quorum) == ([], [], [], False)
+    assert (now.not_engaged, now.suspects, now.unknown, now.has_no_trusted_quorum) == (
+        [],
+        [],
+        [],
+        False,
+    )
     assert (now.quorum, now.newest) == (2, 90)
 
 
@@ -75,7 +80,7 @@ def test_what_the_newest_session_says(case):
     case.states({A: ENGAGED, B: ReplicaState(6, 50), SPARE: ENGAGED})
     now = standing(case)
     assert now.engaged == [A, SPARE]
-    assert now.behind == [B, C]
+    assert now.not_engaged == [B, C]
     assert now.is_of_other_replicas
     case.partition(metadata=PartitionMetadata())
     assert standing(case).is_lost

@@ -23,8 +23,8 @@ from waltz_core.ops.facts import (
     NodeFacts,
     PartitionFacts,
     ReplicaFacts,
-    RoomFacts,
     ServerFacts,
+    SpaceFacts,
     StorageFacts,
 )
 from waltz_core.ops.findings import KINDS
@@ -35,7 +35,7 @@ ONE, TWO = "10.0.1.1:5180", "10.0.1.2:5180"
 NODES = ("zk1:2181", "zk2:2181", "zk3:2181")
 CONNECT = "zk1:2181,zk2:2181,zk3:2181/waltz/payments"
 ROOMY, OPEN, NEW = (
-    RoomFacts(1 << 40, False),
+    SpaceFacts(1 << 40, False),
     PartitionMarker(MarkerState.OPEN),
     PartitionMarker(MarkerState.NEW),
 )
@@ -56,7 +56,7 @@ def storage(address, partitions=(0, 1)):
         address.replace("5280", "5281"),
         registered_id="aa",
         storage_id="aa",
-        room=ROOMY,
+        space=ROOMY,
         clock_ahead_ms=3.0,
         replicas={each: ReplicaFacts(last_session=7, last=90) for each in partitions},
     )
@@ -326,11 +326,11 @@ def test_an_admin_port_that_is_not_where_zookeeper_has_it(case):
 
 
 def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
-    case.storage(A, room=RoomFacts(5 << 20, True))
+    case.storage(A, space=SpaceFacts(5 << 20, True))
     found = case.the_only("disk-full")
     assert found.sentence.endswith("it rejects appends, with 5 MiB free")
     assert found.command == (f"waltz-core cluster move-replica 0-1 {A} {SPARE} --connect {CONNECT}")
-    case.storage(A, room=RoomFacts(900 << 20, False))
+    case.storage(A, space=SpaceFacts(900 << 20, False))
     assert case.the_only("disk-nearly-full").sentence.endswith("900 MiB are free")
     for size_mib, free_mib, is_found in (
         (100_000, 4_999, True),  # a twentieth
@@ -338,15 +338,15 @@ def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
         (2_000, 255, True),  # the minimum
         (2_000, 256, False),
     ):
-        case.storage(A, room=RoomFacts(free_mib << 20, False, size_mib << 20))
+        case.storage(A, space=SpaceFacts(free_mib << 20, False, size_mib << 20))
         assert (case.found() != []) == is_found
-    case.storage(A, room=RoomFacts(900 << 20, False))
+    case.storage(A, space=SpaceFacts(900 << 20, False))
     case.storage(SPARE, trouble="refused")
     assert ("disk-nearly-full", A) in case.found()
     assert any("cluster add-storage HOST:PORT" in each.command for each in diagnose(case.facts))
     # Nobody minds the full disk of a storage that holds nothing.
     case.facts = healthy()
-    case.storage(SPARE, room=RoomFacts(0, True))
+    case.storage(SPARE, space=SpaceFacts(0, True))
     assert case.found() == []
 
 
@@ -529,7 +529,7 @@ def test_replicas_that_are_too_few_or_in_the_wrong_places(case):
         f"waltz-core cluster auto-assign --connect {CONNECT}"
     }
     # Where the only storage of a group has no room, its replicas would come back to it.
-    case.storage(SPARE, room=RoomFacts(5 << 20, True))
+    case.storage(SPARE, space=SpaceFacts(5 << 20, True))
     assert {each.command for each in diagnose(case.facts)} == {
         f"waltz-core cluster add-storage HOST:PORT --group 3 --connect {CONNECT}"
     }

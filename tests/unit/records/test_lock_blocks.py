@@ -60,7 +60,7 @@ def test_the_bytes_of_a_block_that_reports_its_writers_apart():
     blocks = Blocks(older + made)
     found = blocks.below(LogEnd(6, b"c" * 16), 1)
     assert found == Block(5, LogEnd(6, b"c" * 16), b"b" * 16, made[:8], b"\1\0")
-    assert blocks.below(found.before, 1).behind == b""
+    assert blocks.below(found.before, 1).distances == b""
 
 
 def test_blocks_are_followed_down_to_the_first():

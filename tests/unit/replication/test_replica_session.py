@@ -134,11 +134,11 @@ def test_a_replica_is_behind_when_too_much_or_too_many_are_unanswered(outbox, li
     marked(one)
     window = SessionWindow(-1, GENESIS_CHAIN)
     for first in (0, 1):
-        assert not one.is_behind
+        assert not one.is_lagging
         one.append_flight(window.add(make_batch(first, [1], 7), 5, 1), 1)
-    assert one.is_behind
+    assert one.is_lagging
     one.take(wire.Appended(5, 1, 2, 0))
-    assert not one.is_behind
+    assert not one.is_lagging
 
 
 @pytest.mark.parametrize("synced_max", [0, 3, 99])

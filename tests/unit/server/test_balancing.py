@@ -159,7 +159,7 @@ def test_nothing_has_lasted_when_servers_have_come_or_gone_or_another_one_led(mo
         views = [shows(1, 2), shows(1, 2), between]
         balancing = Balancing(1, Scripted(views), dict, PACE)
         for _ in views[:3]:
-            await balancing._look()
+            await balancing._check()
             now_ms += PACE.window_ms
 
     in_virtual_time(story())

@@ -55,7 +55,7 @@ class Handing:
         self.go, self.asked, self.at_once = asyncio.Event(), list[int](), 0
         self.is_taken, self.most_at_once = is_taken, 0
         self.preferred = list[tuple[int, ...]]()
-        self.take_out_server = None
+        self.remove_dead_server = None
         self.keep_assignment = lambda: None
 
     async def hand_over(self, partition_id: int, _generation: int) -> bool:

@@ -20,8 +20,8 @@ def test_a_draft_reports_how_far_its_locks_are_behind_its_last_id():
     for first, last, writers in ((7, 9, b"\0\2\2"), (10, 10, b""), (11, 12, b"\1\0")):
         part = EncodedBatch(first, last, b"", memoryview(b""), b"", 0)
         draft.add(part, bytes(4 * len(writers)), writers)
-    assert list(draft.behind()) == [12 - 7, 12 - 9, 12 - 9, 0, 1]
+    assert list(draft.distances()) == [12 - 7, 12 - 9, 12 - 9, 0, 1]
     draft.add(
         EncodedBatch(13, 7 + DISTANCES_TRANSACTIONS_MAX, b"", memoryview(b""), b"", 0), b"", b""
     )
-    assert draft.behind() == b""
+    assert draft.distances() == b""

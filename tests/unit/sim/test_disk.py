@@ -264,7 +264,7 @@ def test_sectors_that_cannot_be_read_are_zeros_when_they_are_given_up_or_cut_awa
     disk.put(path, b"a" * 2_000)
     disk.make_unreadable(path, 512, 1_999)
     file = disk.open(path)
-    file.give_up_lost(600, 1_000)  # that between them is to be written whole
+    file.discard_lost(600, 1_000)  # that between them is to be written whole
     assert file.pread(512, 512) == bytes(512)
     assert file.pread(512, 1_536) == bytes(2_000 - 1_536)
     assert file.size() == 2_000
@@ -272,7 +272,7 @@ def test_sectors_that_cannot_be_read_are_zeros_when_they_are_given_up_or_cut_awa
         file.pread(1, 1_024)
     file.pwrite([b"b" * 1_000], 600)
     assert file.pread(2_000, 0) == b"a" * 512 + bytes(88) + b"b" * 1_000 + bytes(400)
-    file.give_up_lost(0, 2_000)
+    file.discard_lost(0, 2_000)
     assert file.pread(512, 0) == b"a" * 512
     disk.make_unreadable(path, 1_024, 1_999)
     file.truncate(1_024)

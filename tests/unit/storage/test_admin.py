@@ -16,15 +16,15 @@ from waltz_core.storage.service.admin import (
     AdminAnswer,
     AdminRequest,
     AdminService,
-    ErrandOutcome,
-    RunErrand,
+    AdminTaskDone,
+    RunAdminTask,
     gauges_json,
 )
-from waltz_core.storage.service.errands import (
+from waltz_core.storage.service.admin_tasks import (
     Assign,
-    DiskRoom,
+    DiskStatus,
+    FindDiskStatus,
     FindHeld,
-    FindRoom,
     FindZooKeeperView,
     HeldPartition,
     InspectReplica,
@@ -67,10 +67,10 @@ class Terminal:
     def __init__(self, **answers):
         self.machine = AdminService(StorageIdentity(KEY, 4, b"the storage's id"), address="a:1")
         self.answers = {"InspectReplica": FACTS, "FindZooKeeperView": LEFT} | answers
-        self.errands = []
+        self.admin_tasks = []
         self.told = []
         self.reports = []
-        self.open = []  # effects `RunErrand` that nobody has carried out yet
+        self.open = []  # effects `RunAdminTask` that nobody has carried out yet
 
     def post(self, message, *, version=1, connection=1):
         self.take(self.machine.step(AdminRequest(connection, version, message), 0))
@@ -78,7 +78,7 @@ class Terminal:
     def take(self, effects):
         for effect in effects:
             match effect:
-                case RunErrand():
+                case RunAdminTask():
                     self.open.append(effect)
                 case AdminAnswer():
                     self.told.append((effect.connection, effect.message))
@@ -87,12 +87,12 @@ class Terminal:
 
     def carry_out(self, *values):
         run = self.open.pop(0)
-        self.errands.append(run.errand)
-        value = values[0] if values else self.answers.get(type(run.errand).__name__)
+        self.admin_tasks.append(run.task)
+        value = values[0] if values else self.answers.get(type(run.task).__name__)
         if callable(value):
-            value = value(run.errand)
-        self.take(self.machine.step(ErrandOutcome(run.ticket, value), 0))
-        return run.errand
+            value = value(run.task)
+        self.take(self.machine.step(AdminTaskDone(run.ticket, value), 0))
+        return run.task
 
     def ask(self, message, **options):
         """Post a message, carry out whatever it needs, return the answer."""
@@ -106,8 +106,8 @@ class Terminal:
 
     @property
     def changes(self):
-        questions = (InspectReplica, FindHeld, FindRoom, FindZooKeeperView, ReadRange)
-        return [errand for errand in self.errands if not isinstance(errand, questions)]
+        questions = (InspectReplica, FindHeld, FindDiskStatus, FindZooKeeperView, ReadRange)
+        return [task for task in self.admin_tasks if not isinstance(task, questions)]
 
 
 def refused(answer, error):
@@ -148,7 +148,7 @@ def test_partitions_are_held_and_switched_one_by_one():
 
 def test_a_request_for_several_ends_at_the_first_that_is_refused_and_says_what_is_done():
     desk = Terminal(
-        SetAvailability=lambda errand: DiskFailed("no") if errand.partition_id == 2 else None
+        SetAvailability=lambda task: DiskFailed("no") if task.partition_id == 2 else None
     )
     answer = desk.ask(wire.SetAvailable(4, (0, 1, 2, 3), True))
     assert refused(answer, DiskFailed) == "no; done before that: partitions [0, 1]"
@@ -166,10 +166,13 @@ def test_marks_and_held_partitions_are_reported():
 
 
 def test_the_gauges_have_waltz_0_13s_names_and_form():
-    held, room = (HeldPartition(3, INFO, 52, True),), DiskRoom(5_000, 64, True, 1_700_000_000_000)
-    desk = Terminal(FindHeld=held, FindRoom=room)
+    held, disk_status = (
+        (HeldPartition(3, INFO, 52, True),),
+        DiskStatus(5_000, 64, True, 1_700_000_000_000),
+    )
+    desk = Terminal(FindHeld=held, FindDiskStatus=disk_status)
     answer = desk.ask(wire.MetricsRequest(1), version=0)
-    assert answer.json == gauges_json(held, room)
+    assert answer.json == gauges_json(held, disk_status)
     told = json.loads(answer.json)
     assert set(told) == {"metrics", "ids", "gauges", "counters", "histograms", "meters", "timers"}
     values = {name: gauge["value"] for name, gauge in told["gauges"].items()}
@@ -190,8 +193,8 @@ def test_the_gauges_have_waltz_0_13s_names_and_form():
 
 
 def test_a_disk_that_does_not_say_what_is_free_has_no_gauge_for_it_but_its_error():
-    room = DiskRoom(None, 64, False, 1_700_000_000_000, "statvfs: input/output error")
-    desk = Terminal(FindHeld=(HeldPartition(3, INFO, 52, True),), FindRoom=room)
+    disk_status = DiskStatus(None, 64, False, 1_700_000_000_000, "statvfs: input/output error")
+    desk = Terminal(FindHeld=(HeldPartition(3, INFO, 52, True),), FindDiskStatus=disk_status)
     gauges = json.loads(desk.ask(wire.MetricsRequest(1)).json)["gauges"]
     assert "waltz-storage.free-bytes" not in gauges
     assert gauges["waltz-storage.disk-error"]["value"] == "statvfs: input/output error"
@@ -212,13 +215,13 @@ def test_records_are_listed_as_waltz_0_13_lists_them():
         ReadRange=lambda each: range_of(each.first, each.last - each.first + 1, b"hello")
     )
     answer = desk.ask(wire.RecordListRequest(1, 2, 50, 20), version=0)
-    assert desk.errands[-1] == ReadRange(2, 50, 52, 8 * 1024 * 1024)
+    assert desk.admin_tasks[-1] == ReadRange(2, 50, 52, 8 * 1024 * 1024)
     assert [record.transaction_id for record in answer.records] == [50, 51, 52]
     assert answer.records[1] == (51, ReqId(1, 1, 0, 51), 7, b"hello")
     for first, count in ((53, 20), (-1, 20), (50, 0), (50, -4)):
         assert desk.ask(wire.RecordListRequest(1, 2, first, count)).records == ()
     desk.ask(wire.RecordListRequest(1, 2, 50, 1))
-    assert desk.errands[-1] == ReadRange(2, 50, 50, 8 * 1024 * 1024)
+    assert desk.admin_tasks[-1] == ReadRange(2, 50, 50, 8 * 1024 * 1024)
 
 
 # ---- removal, suspicion, beginning anew (rule 2)
@@ -227,7 +230,7 @@ def test_records_are_listed_as_waltz_0_13_lists_them():
 def test_what_no_session_counts_on_may_go():
     desk = Terminal()
     assert desk.ask(wire.RemovePartition(1, 2, True, False)) == wire.Done(1)
-    assert desk.errands == [InspectReplica(2), FindZooKeeperView(2), Unassign(2, True)]
+    assert desk.admin_tasks == [InspectReplica(2), FindZooKeeperView(2), Unassign(2, True)]
     desk = Terminal()
     assert desk.ask(wire.SetAssigned(1, (2,), False, False), version=0) == wire.Done(1)
     assert desk.changes == [Unassign(2, False)]
@@ -313,7 +316,7 @@ def test_a_storage_and_a_replica_are_reported():
 def test_only_what_is_below_the_confirmed_mark_is_given_away():
     desk = Terminal(ReadRange=lambda each: range_of(each.first, 11))
     copy = desk.ask(wire.CopyRequest(1, 2, 30, 1 << 30))
-    assert desk.errands[-1] == ReadRange(2, 30, 40, 8 * 1024 * 1024, whole_batches=True)
+    assert desk.admin_tasks[-1] == ReadRange(2, 30, 40, 8 * 1024 * 1024, whole_batches=True)
     assert (copy.first, copy.chain_before, copy.lineage[0].last) == (30, b"b" * 16, 40)
     assert copy.records_crc == zlib.crc32(copy.records)
     nothing = desk.ask(wire.CopyRequest(1, 2, 41, 1 << 30))
@@ -341,7 +344,7 @@ def test_changes_take_turns_and_questions_do_not_wait_for_them():
     desk.post(wire.SetAvailable(2, (1,), False), connection=2)
     desk.post(wire.MarkSuspect(3, 2, True))
     desk.post(wire.SessionInfoRequest(4, 2))
-    assert [type(run.errand) for run in desk.open] == [SetAvailability, InspectReplica]
+    assert [type(run.task) for run in desk.open] == [SetAvailability, InspectReplica]
     desk.open.reverse()
     desk.carry_out()
     assert desk.told == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]

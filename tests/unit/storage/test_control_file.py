@@ -335,7 +335,7 @@ def test_a_slot_takes_what_is_lost_of_its_own_block_and_no_other(monkeypatch):
     disk = new_disk()
     slots = SlotFile.create(disk, ROOT, Slot(2))
     given_up = []
-    monkeypatch.setattr(SimFile, "give_up_lost", lambda _, *place: not given_up.append(place))
+    monkeypatch.setattr(SimFile, "discard_lost", lambda _, *place: not given_up.append(place))
     for _ in range(2):
         disk.plan_call({"write"}, DiskFault.FAILS)
         slots.write(Slot(2))
@@ -344,7 +344,7 @@ def test_a_slot_takes_what_is_lost_of_its_own_block_and_no_other(monkeypatch):
         assert given_up.pop() == (place, SLOT_BYTES)
     slots.write(Slot(2))
     assert given_up == [], "the write went through"
-    monkeypatch.setattr(SimFile, "give_up_lost", lambda *_: False)
+    monkeypatch.setattr(SimFile, "discard_lost", lambda *_: False)
     disk.plan_call({"write"}, DiskFault.FAILS)
     with pytest.raises(DiskFailed, match="write"):
         slots.write(Slot(2))

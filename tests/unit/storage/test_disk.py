@@ -74,13 +74,13 @@ def test_blocks_that_the_disk_does_not_give_are_taken_out_of_a_real_file(tmp_pat
     path.write_bytes(b"a" * 20_000)
     file = RealDisk().open(path)
     lost.blocks |= {1, 3}
-    file.give_up_lost(0, 8_192)  # blocks 0 and 1
-    file.give_up_lost(16_384, 100)  # block 4
+    file.discard_lost(0, 8_192)  # blocks 0 and 1
+    file.discard_lost(16_384, 100)  # block 4
     zeros = bytes(4_096)
     assert path.read_bytes() == b"a" * 4_096 + zeros + b"a" * (20_000 - 8_192)
     lost.blocks |= {2, 4}
-    file.give_up_lost(3 * 4_096 + 1, 4_096)  # blocks 3 and 4, where the file ends
-    file.give_up_lost(2 * 4_096 - 1, 1)  # block 1
+    file.discard_lost(3 * 4_096 + 1, 4_096)  # blocks 3 and 4, where the file ends
+    file.discard_lost(2 * 4_096 - 1, 1)  # block 1
     assert path.read_bytes() == b"a" * 4_096 + zeros + b"a" * 4_096 + bytes(20_000 - 12_288)
     assert file.size() == 20_000
 
@@ -96,7 +96,7 @@ def test_a_block_that_is_given_at_the_second_try_stays(tmp_path, monkeypatch):
         return pread(fd, size, offset)
 
     monkeypatch.setattr(os, "pread", failing_once)
-    RealDisk().open(path).give_up_lost(0, 10)
+    RealDisk().open(path).discard_lost(0, 10)
     assert not errors
     assert path.read_bytes() == b"a" * 100
 
@@ -107,7 +107,7 @@ def test_an_error_that_reports_nothing_of_the_bytes_gives_nothing_up(tmp_path, l
     path.write_bytes(b"a" * 100)
     lost.blocks.add(0)
     lost.number.append(number)
-    RealDisk().open(path).give_up_lost(0, 10)
+    RealDisk().open(path).discard_lost(0, 10)
     assert path.read_bytes() == b"a" * 100
 
 
@@ -117,7 +117,7 @@ def test_a_system_that_cannot_take_blocks_out_leaves_them(tmp_path, monkeypatch,
     file = RealDisk().open(path)
     monkeypatch.setattr(disk_module.ctypes, "CDLL", lambda _: object())
     lost.blocks.add(0)
-    file.give_up_lost(0, 10)
+    file.discard_lost(0, 10)
     assert path.read_bytes() == b"a" * 100
 
 

@@ -57,7 +57,7 @@ def test_a_directory_keeps_its_identity_and_its_partitions(tmp_path):
     assert engine.assigned() == [0, 2]
     assert engine.log(0).promised == 3
     assert (tmp_path / "a" / "b" / "waltz-x.reserve").stat().st_size == 4096
-    engine.room.release()
+    engine.space.release()
     assert not (tmp_path / "a" / "b" / "waltz-x.reserve").exists()
     engine.close()
 
@@ -127,7 +127,7 @@ def test_a_reserve_that_cannot_be_given_back_ends_nothing():
     )
     for fault in (DiskFault.FAILS, DiskFault.DISK_FULL):
         disk.plan(disk.step_count + 1, fault)
-        engine.room.release()
+        engine.space.release()
     log = engine.assign(0)
     assert log.max_id == -1
     engine.close()
@@ -371,7 +371,7 @@ def test_a_partition_whose_files_are_gone_opens_only_when_it_was_emptied(tmp_pat
         shutil.copytree(tmp_path / "copy", tmp_path / "1")
     with pytest.raises(MissingSegment) as found:
         log.check_place()
-    engine.give_up(1, found.value)
+    engine.stop_serving(1, found.value)
     for call in (engine.assign, engine.log):
         with pytest.raises(MissingSegment, match="deleted or replaced"):
             call(1)
@@ -394,7 +394,7 @@ def test_a_partition_is_not_emptied_where_the_control_file_is_gone(tmp_path, is_
         (tmp_path / "copy").rename(tmp_path / "storage")
     with pytest.raises(MissingSegment) as found:
         log.check_place()
-    engine.give_up(1, found.value)
+    engine.stop_serving(1, found.value)
     assert engine.has_lost_files
     for call in (engine.check_place, lambda: engine.re_seed(1)):
         with pytest.raises(MissingSegment, match=r"waltz-storage.ctl: .*deleted or replaced.*Hint"):

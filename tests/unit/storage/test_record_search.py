@@ -65,7 +65,7 @@ def test_a_record_ends_where_it_says_if_that_is_in_the_file():
 def search_of(disk, *, last=19):
     index = OffsetIndex(disk.open(IDX), BLANK)
     search = HoleSearch(disk.open(SEG), index, 0, last=last)
-    return lambda hole: search.behind(hole, offset_of(hole), len(disk.content(SEG)))
+    return lambda hole: search.record_after(hole, offset_of(hole), len(disk.content(SEG)))
 
 
 def with_later_records(there):
@@ -105,10 +105,10 @@ def test_where_records_are_lost_an_index_that_has_lost_offsets_ends_no_hole():
     file = Salvaged(disk.open(SEG))
     file.pread(60, offset_of(3))
     size = len(disk.content(SEG))
-    behind = HoleSearch(file, OffsetIndex(disk.open(IDX), BLANK), 0, last=199).behind
+    behind = HoleSearch(file, OffsetIndex(disk.open(IDX), BLANK), 0, last=199).record_after
     assert behind(3, offset_of(3), size) is not None
     disk.overwrite(IDX, SEGMENT_HEADER_BYTES + 8 * 150, bytes(8))
-    behind = HoleSearch(file, OffsetIndex(disk.open(IDX), BLANK), 0, last=199).behind
+    behind = HoleSearch(file, OffsetIndex(disk.open(IDX), BLANK), 0, last=199).record_after
     with pytest.raises(ReadFailed, match="record 3: neither it nor the index after it"):
         behind(3, offset_of(3), size)
 
@@ -162,12 +162,12 @@ def test_an_index_that_knows_nothing_is_searched_for_once(monkeypatch):
     assert asked[3:] == [17, 14, 12]
 
 
-def possible_places(data, after, room):
+def possible_places(data, after, space):
     """Say where a record may begin, byte by byte."""
-    id_max = after + room // 40 + 1_000_000
+    id_max = after + space // 40 + 1_000_000
     for place in range(len(data) - 36 + 1):
         found, _, _, stated, _ = RECORD_PREFIX.unpack_from(data, place)
-        if after < found <= id_max and 0 <= stated <= room - place - 40:
+        if after < found <= id_max and 0 <= stated <= space - place - 40:
             yield place
 
 
@@ -181,9 +181,9 @@ def test_the_places_of_records_are_found_whatever_the_steps(monkeypatch, step):
             # Small numbers in all places, so that many of them look like ids and lengths.
             data = bytes(rng.choice((0, 0, 0, fill, rng.randrange(40))) for _ in range(size))
             for after in (0, 5, 1 << 40):
-                for room in (size, 40, 3000):
-                    expected = list(possible_places(data, after, room))
-                    assert list(_candidates(data, after, room)) == expected
+                for space in (size, 40, 3000):
+                    expected = list(possible_places(data, after, space))
+                    assert list(_candidates(data, after, space)) == expected
                     found += len(expected)
     assert found > 50
 

@@ -109,7 +109,7 @@ class Bench:
             new_storage_id=STORAGE_ID,
             reserve_bytes=reserve_bytes,
         )
-        options = {"queue_bytes_max": 1 << 20, "room": self.engine.room} | options
+        options = {"queue_bytes_max": 1 << 20, "space": self.engine.space} | options
         self.service = StorageService(StorageIdentity(KEY, 4, STORAGE_ID), **options)
         self.now_ms = 1_000_000
         self.effects = []
@@ -973,18 +973,18 @@ def test_room_is_looked_for_until_there_is_some(make):
     for free, is_short in ((50, True), (167, True), (168, False)):
         bench.disk.free = free
         assert tick(bench) == []
-        look = bench.only(service_effects.LookForRoom)[-1]
-        look.room.look_again()
-        bench.step(service.LookedForRoom())
-        assert look.room.is_short == is_short
-    assert len(bench.only(service_effects.LookForRoom)) == 3
+        look = bench.only(service_effects.CheckSpace)[-1]
+        look.space.recheck()
+        bench.step(service.SpaceChecked())
+        assert look.space.is_short == is_short
+    assert len(bench.only(service_effects.CheckSpace)) == 3
     owner.next_id, owner.chain = kept
     assert bench.ask(1, owner.append(2)).synced_max == 1
     wake_at_ms = bench.service.wake_at_ms
     tick(bench)
     bench.finish()
     assert wake_at_ms is not None
-    assert len(bench.only(service_effects.LookForRoom)) == 3
+    assert len(bench.only(service_effects.CheckSpace)) == 3
 
 
 def test_what_is_no_append_takes_its_room_from_the_reserve(make):
@@ -993,7 +993,7 @@ def test_what_is_no_append_takes_its_room_from_the_reserve(make):
     bench.disk.next_errors["pwrite"] = NoSpace("waltz-x.ctl: no space left")
     mark = owner.make(SetLowWaterMark, -1, owner.chain)
     assert bench.refusal(1, mark) is DiskFailed, "a slot that cannot be written is not tried again"
-    assert bench.engine.room.reserved_bytes == 4_096
+    assert bench.engine.space.reserved_bytes == 4_096
 
 
 def test_a_failed_scrub_of_a_full_disk_ends_nothing(make):
@@ -1090,7 +1090,7 @@ def test_a_full_disk_is_reported_once_and_that_it_has_room_again(make):
     names = [each.name for each in bench.only(Report) if each.name.startswith("disk_")]
     assert names == ["disk_full"]
     bench.disk.free = None
-    bench.engine.room.look_again()
-    bench.step(service.LookedForRoom())
+    bench.engine.space.recheck()
+    bench.step(service.SpaceChecked())
     names = [each.name for each in bench.only(Report) if each.name.startswith("disk_")]
-    assert names == ["disk_full", "disk_has_room"]
+    assert names == ["disk_full", "disk_has_space"]

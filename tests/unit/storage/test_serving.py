@@ -10,21 +10,23 @@ import pytest
 from tests.patience import HANG_S
 from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed, UnknownPartition
-from waltz_core.storage.files.room import Room
+from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.process.serving import (
     OPEN_AGAIN_S_MAX,
     OPEN_AGAIN_S_MIN,
     OPENERS_COUNT,
     Serving,
     concurrently,
-    look_again_s,
+    recheck_interval_s,
 )
 from waltz_core.storage.service import service
 from waltz_sim.world.simulated_disk import SimDisk
 
 
 def after(*, served, wanted, stored_here):
-    return look_again_s(OPEN_AGAIN_S_MIN, served=served, wanted=wanted, stored_here=stored_here)
+    return recheck_interval_s(
+        OPEN_AGAIN_S_MIN, served=served, wanted=wanted, stored_here=stored_here
+    )
 
 
 @pytest.mark.parametrize("partitions", [(), (0,), (0, 2)])
@@ -66,7 +68,7 @@ class Directory:
     def __init__(self, *partitions):
         self.stored_here = set(partitions)
         self.offline = set()
-        self.room = Room(SimDisk(), None, 0)
+        self.space = DiskSpace(SimDisk(), None, 0)
         self.opened = []
         self.failed = {}
         self.gone = set()
@@ -81,7 +83,7 @@ class Directory:
     def is_gone(self, partition_id):
         return partition_id in self.gone
 
-    def give_up(self, partition_id, why):
+    def stop_serving(self, partition_id, why):
         self.gone.add(partition_id)
         self.failed[partition_id] = why
 
@@ -148,7 +150,7 @@ class Follower:
 
     async def looked(self):
         self._looked.clear()
-        self.serving.look_again()
+        self.serving.recheck()
         async with asyncio.timeout(HANG_S):
             await self._looked.wait()
         return sorted(self.serving.logs)
@@ -277,7 +279,7 @@ def test_a_drop_that_hangs_holds_up_its_own_partition_only():
             follower.hanging = {0}
             assert await follower.assigned(2, 3) == [0, 2, 3]
             assert follower.dropped == [1]
-            assert await follower.serving.alone(1, lambda: "done") == "done"
+            assert await follower.serving.run_exclusively(1, lambda: "done") == "done"
             assert await follower.assigned(0, 2) == [0, 2], "it is dropped first"
             follower.serving.idle(0)
             await follower.until(lambda: engine.opened.count(0) == 2)
@@ -291,8 +293,8 @@ def test_nothing_is_kept_of_a_change_of_a_partition_that_does_not_exist():
         async with following(Directory(0, 1)) as follower:
             for partition_id in (-1, 4, 1 << 30):
                 with pytest.raises(UnknownPartition):
-                    await follower.serving.alone(partition_id, lambda: "done")
-            assert await follower.serving.alone(3, lambda: "done") == "done"
+                    await follower.serving.run_exclusively(partition_id, lambda: "done")
+            assert await follower.serving.run_exclusively(3, lambda: "done") == "done"
             assert set(follower.serving._alone) == {3}
 
     asyncio.run(main())
@@ -303,7 +305,7 @@ def test_a_partition_whose_files_are_gone_is_dropped_and_not_opened_again():
         engine = Directory(0, 1)
         async with following(engine) as follower:
             assert await follower.assigned(0, 1) == [0, 1]
-            follower.serving.give_up(0, DiskFailed("gone"))
+            follower.serving.stop_serving(0, DiskFailed("gone"))
             await follower.until(lambda: follower.dropped == [0])
             assert await follower.looked() == [1]
             assert follower.serving.not_served == [0]

@@ -7,7 +7,7 @@ import pytest
 
 from waltz_core.errors import NoSpace
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.room import RESERVE_NAME, SPARE_BYTES_MAX, Room, append_bytes
+from waltz_core.storage.files.space import RESERVE_NAME, SPARE_BYTES_MAX, DiskSpace, append_bytes
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
 ROOT = Path("/waltz")
@@ -17,66 +17,66 @@ RESERVE = ROOT / RESERVE_NAME
 def made(*, capacity=10_000, reserve=4_000):
     disk = SimDisk(capacity_bytes=capacity)
     disk.make_directory(ROOT)
-    room = Room(disk, ROOT, reserve)
-    room.fill()
-    return disk, room
+    space = DiskSpace(disk, ROOT, reserve)
+    space.fill()
+    return disk, space
 
 
 def test_appends_are_refused_before_they_touch_the_reserve():
-    disk, room = made()
+    disk, space = made()
     steps = disk.step_count
-    room.check(6_000)
-    assert not room.is_short
+    space.check(6_000)
+    assert not space.is_short
     with pytest.raises(NoSpace, match="expected 6001 bytes for an append and the reserve, found 6"):
-        room.check(6_001)
-    assert room.is_short
-    assert room.reserved_bytes == 4_000
+        space.check(6_001)
+    assert space.is_short
+    assert space.reserved_bytes == 4_000
     assert disk.step_count == steps, "nothing was written"
 
 
 def test_after_the_reserve_was_given_up_appends_wait_until_it_is_whole_again():
-    disk, room = made(capacity=4_500)
-    room.check(500)
+    disk, space = made(capacity=4_500)
+    space.check(500)
     disk.put(ROOT / "other", bytes(400))
-    room.release()
+    space.release()
     assert not disk.exists(RESERVE)
-    assert (room.is_short, room.reserved_bytes) == (True, 0)
+    assert (space.is_short, space.reserved_bytes) == (True, 0)
     disk.put(ROOT / "repair", bytes(300))
     with pytest.raises(NoSpace):
-        room.check(1)
-    room.look_again()
-    assert (room.is_short, disk.exists(RESERVE)) == (True, False)
+        space.check(1)
+    space.recheck()
+    assert (space.is_short, disk.exists(RESERVE)) == (True, False)
     disk.remove(ROOT / "other")
-    room.look_again()
-    assert (room.is_short, room.reserved_bytes) == (False, 4_000)
-    room.check(1)
+    space.recheck()
+    assert (space.is_short, space.reserved_bytes) == (False, 4_000)
+    space.check(1)
 
 
 def test_looking_again_wants_what_was_refused():
-    disk, room = made()
+    disk, space = made()
     disk.put(ROOT / "other", bytes(5_000))
     with pytest.raises(NoSpace):
-        room.check(2_000)
+        space.check(2_000)
     disk.put(ROOT / "other", bytes(4_500))
-    room.look_again()
-    assert room.is_short
+    space.recheck()
+    assert space.is_short
     disk.put(ROOT / "other", bytes(4_000))
-    room.look_again()
-    assert not room.is_short
+    space.recheck()
+    assert not space.is_short
 
 
 def test_a_disk_that_is_full_at_the_start_is_said_to_be():
-    disk, room = made(capacity=3_999)
-    assert (room.is_short, room.reserved_bytes) == (True, 0)
+    disk, space = made(capacity=3_999)
+    assert (space.is_short, space.reserved_bytes) == (True, 0)
     assert disk.content(RESERVE) == b""
 
 
 def test_a_disk_that_has_no_room_for_a_name_is_full_at_the_start():
     disk = NoNames()
     disk.make_directory(ROOT)
-    room = Room(disk, ROOT, 4_000)
-    room.fill()
-    assert (room.is_short, room.reserved_bytes) == (True, 0)
+    space = DiskSpace(disk, ROOT, 4_000)
+    space.fill()
+    assert (space.is_short, space.reserved_bytes) == (True, 0)
 
 
 class NoNames(SimDisk):
@@ -87,64 +87,64 @@ class NoNames(SimDisk):
 
 
 def test_a_disk_that_has_room_again_is_said_to_have_it_without_an_append():
-    disk, room = made()
-    room.release()
-    assert room.is_short
-    room.look_again()
-    assert (room.is_short, room.reserved_bytes) == (False, 4_000)
+    disk, space = made()
+    space.release()
+    assert space.is_short
+    space.recheck()
+    assert (space.is_short, space.reserved_bytes) == (False, 4_000)
     disk.put(ROOT / "other", bytes(6_000))
-    room.release()
+    space.release()
     disk.put(ROOT / "other", bytes(8_000))
-    room.look_again()
-    assert (room.is_short, room.reserved_bytes) == (True, 0)
+    space.recheck()
+    assert (space.is_short, space.reserved_bytes) == (True, 0)
 
 
 def test_a_reserve_that_cannot_be_given_back_or_filled_ends_nothing():
-    disk, room = made()
+    disk, space = made()
     for fault in (DiskFault.FAILS, DiskFault.DISK_FULL):
         disk.plan(disk.step_count + 1, fault)
-        room.release()
-    room.release()
+        space.release()
+    space.release()
     disk.plan_call(("allocate",), DiskFault.FAILS)
-    room.look_again()
-    assert room.reserved_bytes == 0
-    room.look_again()
-    assert room.reserved_bytes == 4_000
+    space.recheck()
+    assert space.reserved_bytes == 0
+    space.recheck()
+    assert space.reserved_bytes == 4_000
 
 
 def test_without_a_reserve_only_what_is_free_counts():
-    _, room = made(reserve=0)
-    room.check(10_000)
+    _, space = made(reserve=0)
+    space.check(10_000)
     with pytest.raises(NoSpace):
-        room.check(10_001)
-    room.release()
-    room.check(10_000)
-    assert room.reserved_bytes == 0
+        space.check(10_001)
+    space.release()
+    space.check(10_000)
+    assert space.reserved_bytes == 0
 
 
 def test_a_real_directory(tmp_path):
-    room = Room(RealDisk(), tmp_path, 8_192)
-    room.fill()
+    space = DiskSpace(RealDisk(), tmp_path, 8_192)
+    space.fill()
     assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
-    room.check(1)
+    space.check(1)
     with pytest.raises(NoSpace, match=str(tmp_path)):
-        room.check(1 << 60)
-    room.release()
+        space.check(1 << 60)
+    space.release()
     assert not (tmp_path / RESERVE_NAME).exists()
-    room.look_again()
+    space.recheck()
     assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
 
 
 class Rival(SimDisk):
     """Has another thread give the reserve back while one fills it."""
 
-    room = None
+    space = None
 
     def open(self, path, **how):
         file = super().open(path, **how)
-        if self.room is not None and path == RESERVE:
-            room, self.room = self.room, None
-            self.rival = Thread(target=room.release)
+        if self.space is not None and path == RESERVE:
+            space, self.space = self.space, None
+            self.rival = Thread(target=space.release)
             self.rival.start()
             self.rival.join(0.05)  # it may not get through before the reserve is filled
         return file
@@ -153,32 +153,32 @@ class Rival(SimDisk):
 def test_the_reserve_is_not_given_back_while_another_thread_fills_it():
     disk = Rival(capacity_bytes=10_000)
     disk.make_directory(ROOT)
-    room = disk.room = Room(disk, ROOT, 4_000)
-    room.fill()
+    space = disk.space = DiskSpace(disk, ROOT, 4_000)
+    space.fill()
     disk.rival.join()
-    assert (room.reserved_bytes, disk.exists(RESERVE), room.is_short) == (0, False, True)
-    room.look_again()
-    assert (room.reserved_bytes, disk.exists(RESERVE)) == (4_000, True)
+    assert (space.reserved_bytes, disk.exists(RESERVE), space.is_short) == (0, False, True)
+    space.recheck()
+    assert (space.reserved_bytes, disk.exists(RESERVE)) == (4_000, True)
 
 
 def test_what_finds_no_room_is_called_once_more_with_the_reserve():
-    _, room = made()
+    _, space = made()
     calls = []
 
     def wants_room():
-        calls.append(room.reserved_bytes)
-        if room.reserved_bytes:
+        calls.append(space.reserved_bytes)
+        if space.reserved_bytes:
             raise NoSpace("no")
         return "done"
 
-    assert room.with_reserve(wants_room) == "done"
+    assert space.with_reserve(wants_room) == "done"
     assert calls == [4_000, 0]
 
     def wants_more():
         raise NoSpace("never enough")
 
     with pytest.raises(NoSpace, match="never"):
-        room.with_reserve(wants_more)
+        space.with_reserve(wants_more)
 
 
 def test_an_append_takes_its_records_their_places_and_its_batches():
@@ -198,29 +198,29 @@ class Asked(SimDisk):
 def test_a_disk_with_much_room_is_asked_now_and_then():
     disk = Asked()
     disk.make_directory(ROOT)
-    room = Room(disk, ROOT, 0)
+    space = DiskSpace(disk, ROOT, 0)
     for _ in range(3 * SPARE_BYTES_MAX // 1_024):
-        room.check(1_024)
+        space.check(1_024)
     assert disk.asked == 3
     disk.capacity_bytes = 10_000
-    room.check(2_000)
+    space.check(2_000)
     assert disk.asked == 3
-    room.lacked(4_000)
-    assert room.is_short
-    room.check(4_000)
-    room.check(3_000)
+    space.ran_short(4_000)
+    assert space.is_short
+    space.check(4_000)
+    space.check(3_000)
     with pytest.raises(NoSpace):
-        room.check(10_001)
+        space.check(10_001)
     assert disk.asked == 5, "half of the 6,000 that were left may be written unasked"
 
 
 def test_what_a_write_has_lacked_is_looked_for():
-    disk, room = made()
-    room.check(100)
-    room.lacked(5_000)
+    disk, space = made()
+    space.check(100)
+    space.ran_short(5_000)
     disk.put(ROOT / "other", bytes(1_500))
-    room.look_again()
-    assert room.is_short
+    space.recheck()
+    assert space.is_short
     disk.remove(ROOT / "other")
-    room.look_again()
-    assert not room.is_short
+    space.recheck()
+    assert not space.is_short

@@ -17,9 +17,9 @@ from waltz_core.errors import (
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
 from waltz_core.storage.log.log_files import LogSettings
-from waltz_core.storage.service import errands, upkeep
+from waltz_core.storage.service import admin_tasks, upkeep
 from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.service.upkeep import carry_out, facts_of, held_by, room_of
+from waltz_core.storage.service.upkeep import carry_out, disk_status_of, facts_of, held_by
 from waltz_core.wire.admin_messages import Copy
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
@@ -53,7 +53,7 @@ def test_what_is_held_and_how_it_stands_is_reported(engine):
     assert absent.why_not == "its log is not open"
     with pytest.raises(UnknownPartition):
         facts_of(engine, 3, is_served=False)
-    assert carry_out(engine, errands.Assign(1)) is None
+    assert carry_out(engine, admin_tasks.Assign(1)) is None
     ((partition, info, synced_max, is_available),) = held_by(engine)
     assert (partition, info.flags, synced_max, is_available) == (1, 5, BEFORE_FIRST, True)
     found = facts_of(engine, 1, is_served=True)
@@ -62,19 +62,19 @@ def test_what_is_held_and_how_it_stands_is_reported(engine):
 
 
 def test_the_disk_is_reported_with_the_time(engine):
-    room = room_of(engine, 1_234)
+    room = disk_status_of(engine, 1_234)
     assert (room.reserved_bytes, room.is_full, room.clock_ms) == (0, False, 1_234)
     assert room.free_bytes > 0
-    engine.room.lacked(1)
-    assert room_of(engine, 1_234).is_full
+    engine.space.ran_short(1)
+    assert disk_status_of(engine, 1_234).is_full
 
 
 def test_a_disk_that_does_not_say_what_is_free_is_reported_with_the_rest(engine, monkeypatch):
     def fail():
         raise DiskFailed("getting the free space of /waltz: input/output error")
 
-    monkeypatch.setattr(engine.room, "free_bytes", fail)
-    assert room_of(engine, 1_234) == (
+    monkeypatch.setattr(engine.space, "free_bytes", fail)
+    assert disk_status_of(engine, 1_234) == (
         None,
         0,
         False,
@@ -86,43 +86,47 @@ def test_a_disk_that_does_not_say_what_is_free_is_reported_with_the_rest(engine,
 
 @pytest.mark.parametrize(
     "change",
-    [errands.SetAvailability(1, False), errands.MarkReplicaSuspect(1), errands.Reseed(1)],
+    [
+        admin_tasks.SetAvailability(1, False),
+        admin_tasks.MarkReplicaSuspect(1),
+        admin_tasks.Reseed(1),
+    ],
     ids=str,
 )
 def test_the_log_is_open_again_after_a_change(engine, change):
-    carry_out(engine, errands.Assign(1))
+    carry_out(engine, admin_tasks.Assign(1))
     before = engine.log(1)
     carry_out(engine, change)
     assert engine.log(1) is not before
     found = facts_of(engine, 1, is_served=False)
-    assert found.is_available == (not isinstance(change, errands.SetAvailability))
-    assert found.log.is_suspect == (not isinstance(change, errands.SetAvailability))
+    assert found.is_available == (not isinstance(change, admin_tasks.SetAvailability))
+    assert found.log.is_suspect == (not isinstance(change, admin_tasks.SetAvailability))
 
 
 def test_what_was_given_up_stays_closed(engine):
-    carry_out(engine, errands.Assign(1))
-    carry_out(engine, errands.Unassign(1, deletes_files=True))
+    carry_out(engine, admin_tasks.Assign(1))
+    carry_out(engine, admin_tasks.Unassign(1, deletes_files=True))
     assert held_by(engine) == ()
     with pytest.raises(UnknownPartition):
         engine.log(1)
 
 
 def test_a_log_that_does_not_open_after_a_change_says_why(engine, monkeypatch):
-    carry_out(engine, errands.Assign(1))
+    carry_out(engine, admin_tasks.Assign(1))
 
     def broken(*_arguments, **_options):
         raise BadFormat("rotten")
 
     monkeypatch.setattr("waltz_core.storage.service.engine.PartitionLog.open", broken)
-    carry_out(engine, errands.MarkReplicaSuspect(1))  # is done all the same
+    carry_out(engine, admin_tasks.MarkReplicaSuspect(1))  # is done all the same
     assert facts_of(engine, 1, is_served=False).why_not == "rotten"
 
 
 def test_copies_go_behind_the_log_and_set_no_mark(engine):
-    carry_out(engine, errands.Assign(1))
+    carry_out(engine, admin_tasks.Assign(1))
     owner = Owner(5, 1)
-    assert carry_out(engine, errands.PutCopy(copy_of(owner))) == 2
-    assert carry_out(engine, errands.PutCopy(copy_of(owner))) == 5
+    assert carry_out(engine, admin_tasks.PutCopy(copy_of(owner))) == 2
+    assert carry_out(engine, admin_tasks.PutCopy(copy_of(owner))) == 5
     log = engine.log(1)
     assert (log.synced_max, log.chain, log.last_session) == (5, owner.chain, NO_SESSION)
     assert (log.low_water_mark, log.promised) == (BEFORE_FIRST, NO_SESSION)
@@ -140,11 +144,11 @@ def test_copies_go_behind_the_log_and_set_no_mark(engine):
     ],
 )
 def test_a_copy_that_does_not_fit_changes_nothing(engine, changed, error):
-    carry_out(engine, errands.Assign(1))
+    carry_out(engine, admin_tasks.Assign(1))
     with pytest.raises(error):
-        carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1), **changed)))
+        carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1), **changed)))
     assert engine.log(1).max_id == BEFORE_FIRST
-    assert carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1)))) == 2
+    assert carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1)))) == 2
 
 
 def full_engine():
@@ -159,7 +163,7 @@ def full_engine():
         new_storage_id=bytes(16),
         reserve_bytes=16_384,
     )
-    carry_out(engine, errands.Assign(1))
+    carry_out(engine, admin_tasks.Assign(1))
     disk.capacity_bytes = (1 << 20) - disk.free_bytes(Path("/waltz"))
     return engine, disk
 
@@ -169,7 +173,7 @@ def test_how_a_replica_stands_is_reported_without_reading_its_files():
     engine, disk = full_engine()
     disk.capacity_bytes += 1 << 16
     owner = Owner(5, 1)
-    carry_out(engine, errands.PutCopy(copy_of(owner)))
+    carry_out(engine, admin_tasks.PutCopy(copy_of(owner)))
     reads_count = disk.read_count
     found = facts_of(engine, 1, is_served=False)
     assert (found.log.synced_max, found.log.chain) == (2, owner.chain)
@@ -183,12 +187,12 @@ def test_a_copy_leaves_the_reserve_alone():
     size = 3 * 44 + 3 * 8 + 64
     disk.capacity_bytes += size - 1
     with pytest.raises(NoSpace, match=f"expected {size} bytes for an append and the reserve"):
-        carry_out(engine, errands.PutCopy(copy))
-    assert (engine.log(1).max_id, engine.room.reserved_bytes) == (BEFORE_FIRST, 16_384)
-    assert engine.room.is_short
+        carry_out(engine, admin_tasks.PutCopy(copy))
+    assert (engine.log(1).max_id, engine.space.reserved_bytes) == (BEFORE_FIRST, 16_384)
+    assert engine.space.is_short
     disk.capacity_bytes += 1
-    assert carry_out(engine, errands.PutCopy(copy)) == 2
-    assert engine.room.reserved_bytes == 16_384
+    assert carry_out(engine, admin_tasks.PutCopy(copy)) == 2
+    assert engine.space.reserved_bytes == 16_384
 
 
 def test_a_copy_that_finds_less_room_than_there_was_leaves_the_reserve_alone():
@@ -196,29 +200,29 @@ def test_a_copy_that_finds_less_room_than_there_was_leaves_the_reserve_alone():
     disk.capacity_bytes += 1_000
     disk.plan_call(("write",), DiskFault.DISK_FULL)
     with pytest.raises(NoSpace):
-        carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1))))
-    assert (engine.log(1).max_id, engine.room.reserved_bytes) == (BEFORE_FIRST, 16_384)
-    assert engine.room.is_short
-    assert carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1)))) == 2
+        carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1))))
+    assert (engine.log(1).max_id, engine.space.reserved_bytes) == (BEFORE_FIRST, 16_384)
+    assert engine.space.is_short
+    assert carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1)))) == 2
 
 
 def test_other_changes_have_the_reserve():
     engine, _ = full_engine()
-    carry_out(engine, errands.Reseed(1))
-    assert engine.room.reserved_bytes == 0
+    carry_out(engine, admin_tasks.Reseed(1))
+    assert engine.space.reserved_bytes == 0
     assert engine.log(1).suspect
 
 
 def test_no_copy_confirms_a_mark_that_no_process_has_confirmed(engine):
-    carry_out(engine, errands.Assign(1))
+    carry_out(engine, admin_tasks.Assign(1))
     log = engine.log(1)
     log.prepare(4, NONCE)
     log.set_low_water_mark(4, BEFORE_FIRST, GENESIS_CHAIN)
     with pytest.raises(BadRequest, match="without a provisional mark"):
-        carry_out(engine, errands.PutCopy(copy_of(Owner(5, 1))))
+        carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1))))
     assert log.slot.provisional is not None
 
 
 def test_a_change_knows_its_partition():
-    assert upkeep.partition_of(errands.Assign(2)) == 2
-    assert upkeep.partition_of(errands.PutCopy(copy_of(Owner(5, 1)))) == 1
+    assert upkeep.partition_of(admin_tasks.Assign(2)) == 2
+    assert upkeep.partition_of(admin_tasks.PutCopy(copy_of(Owner(5, 1)))) == 1

@@ -293,7 +293,7 @@ class SmallRoom:
     def release(self):
         self.released += 1
 
-    def lacked(self, size):
+    def ran_short(self, size):
         self.lacking = size
 
 
@@ -301,11 +301,11 @@ def test_a_group_for_which_there_is_no_room_is_refused_whole_before_it_is_writte
     owner = Owner(5)
     appends = tuple(LaneRequest(1, owner.append(2)) for _ in range(2))
     room = SmallRoom(2 * 168 - 1)
-    result = Work(log, appends, STORAGE_ID, room=room).run()
+    result = Work(log, appends, STORAGE_ID, space=room).run()
     assert [type(each) for each in result.outcomes] == [NoSpace, NoSpace]
     assert (log.max_id, result.failure, room.released, room.lacking) == (-1, None, 0, 336)
     room.size += 1
-    result = Work(log, appends, STORAGE_ID, room=room).run()
+    result = Work(log, appends, STORAGE_ID, space=room).run()
     assert [type(each) for each in result.outcomes] == [Appended, Appended]
 
 
@@ -327,10 +327,10 @@ def test_a_truncation_without_room_is_done_again_with_that_of_the_reserve():
     truncate = LaneRequest(1, owner.make(Truncate, 1, BEFORE_FIRST, GENESIS_CHAIN))
     cuts = disk.step_count + 4  # behind the intent: the log's end is cut, and then its index
     disk.plan(cuts, DiskFault.DISK_FULL)
-    result = Work(log, (truncate,), STORAGE_ID, room=engine.room).run()
+    result = Work(log, (truncate,), STORAGE_ID, space=engine.space).run()
     assert isinstance(result.outcomes[0], ReplicaEnd), result.outcomes
     assert (result.outcomes[0].synced_max, result.failure) == (1, None)
-    assert (result.has_released, engine.room.reserved_bytes) == (True, 0)
+    assert (result.has_released, engine.space.reserved_bytes) == (True, 0)
     assert (log.max_id, log.is_broken, log.slot.truncate) == (1, False, None)
     engine.close()
 
@@ -346,7 +346,7 @@ def test_a_repair_without_room_is_done_again_with_that_of_the_reserve(log, monke
 
     monkeypatch.setattr(log, "truncate", needs_room)
     truncate = LaneRequest(1, Owner(5).make(Truncate, -1, -1, GENESIS_CHAIN))
-    result = Work(log, (truncate,), STORAGE_ID, room=room).run()
+    result = Work(log, (truncate,), STORAGE_ID, space=room).run()
     assert times == [0, 1]
     assert isinstance(result.outcomes[0], ReplicaEnd)
     assert result.has_released

@@ -259,7 +259,7 @@ async def validate(chosen: CheckLoad) -> int:
             for check in checks:
                 await check.has_reached(written.ends)
 
-        await _in_time(chosen, work(), lambda: f"{written}, and {_behind(checks, written)}")
+        await _in_time(chosen, work(), lambda: f"{written}, and {_unread(checks, written)}")
     wrong = list(dict.fromkeys(fault for check in checks for fault in check.wrong))
     strange = sum(end - starts[each] for each, end in written.ends.items()) - written.count
     if strange:
@@ -357,7 +357,7 @@ async def _in_time(
         raise Unavailable(f"not done within {chosen.timeout_s:.0f} s: {how_far()}") from None
 
 
-def _behind(checks: list[Checking], written: CheckResult) -> str:
+def _unread(checks: list[Checking], written: CheckResult) -> str:
     reached = [
         all(check.marks[each] >= end for each, end in written.ends.items()) for check in checks
     ]

@@ -89,11 +89,11 @@ async def set_admin_port(command: Command, *, address: str, admin_port: int) -> 
 @changes()
 async def remove_storage(command: Command, *, address: str) -> Result:
     storage = ReplicaId(address)
-    layout, now = await _look(command)
+    layout, now = await _read_layout(command)
     layout.check_known(storage)
     wanted = placements.without_storage(now, layout.groups, storage)
     await command.carry_out(Plan.to(wanted, layout.assignment))
-    await _leave_out(command, storage)
+    await _forget_storage(command, storage)
     return {
         "storage": address,
         "moved": len(wanted),
@@ -112,7 +112,7 @@ async def replace_storage(
     command: Command, *, address: str, successor: str, admin_port: int | None
 ) -> Result:
     old, new = ReplicaId(address), ReplicaId(successor)
-    layout, now = await _look(command)
+    layout, now = await _read_layout(command)
     layout.check_known(old)
     if old == new:
         return await _replace_in_place(command, layout, now, old)
@@ -127,7 +127,7 @@ async def replace_storage(
         command.note(f"{new} is a storage of group {group}")
     wanted = placements.replaced(now, old, new, now)
     await command.carry_out(Plan.to(wanted, layout.assignment))
-    await _leave_out(command, old)
+    await _forget_storage(command, old)
     return {
         "storage": new,
         "moved": len(wanted),
@@ -141,7 +141,7 @@ async def _replace_in_place(
     """Remove a storage and its registration, and add its empty successor."""
     held = {each: replicas for each, replicas in now.items() if address in replicas}
     if not held:
-        return await _bring_back(command, placements.restored(now, address), address)
+        return await _restore_storage(command, placements.restored(now, address), address)
     alone = [each for each, replicas in held.items() if len(replicas) == 1]
     if alone:
         raise BadRequest(f"{address} has the only replica of partition {alone[0]}")
@@ -151,10 +151,10 @@ async def _replace_in_place(
         )
     without = {each: tuple(its for its in held[each] if its != address) for each in held}
     await command.carry_out(Plan.to(without, layout.assignment))
-    return await _bring_back(command, held, address)
+    return await _restore_storage(command, held, address)
 
 
-async def _bring_back(command: Command, wanted: Placement, address: ReplicaId) -> Result:
+async def _restore_storage(command: Command, wanted: Placement, address: ReplicaId) -> Result:
     """Register an empty storage at an address, and add the missing replicas to it."""
     if not await answers(Surface.STORAGE, address):
         await command.coordinator.storages.forget_id(address)
@@ -176,7 +176,7 @@ async def _bring_back(command: Command, wanted: Placement, address: ReplicaId) -
     return {"storage": address, "moved": len(wanted), "summary": summary}
 
 
-async def _leave_out(command: Command, address: ReplicaId) -> None:
+async def _forget_storage(command: Command, address: ReplicaId) -> None:
     await command.coordinator.storages.change(lambda old: old.without_storage(address))
     await command.coordinator.storages.forget_id(address)
     command.note(f"{address} is excluded")
@@ -195,11 +195,11 @@ def _port_of(requested: int | None, address: str) -> int:
 @changes()
 async def add_replica(command: Command, *, partitions: str, addresses: tuple[str, ...]) -> Result:
     """Add one storage after the other to each partition."""
-    layout, now = await _look(command)
+    layout, now = await _read_layout(command)
     chosen = await _chosen(command, partitions)
     added = [ReplicaId(each) for each in addresses]
     wanted = {each: tuple(dict.fromkeys([*now[each], *added])) for each in chosen}
-    return await _go(command, layout, wanted)
+    return await _carry_out(command, layout, wanted)
 
 
 @verb
@@ -209,7 +209,7 @@ async def add_replica(command: Command, *, partitions: str, addresses: tuple[str
 async def remove_replica(
     command: Command, *, partitions: str, addresses: tuple[str, ...]
 ) -> Result:
-    layout, now = await _look(command)
+    layout, now = await _read_layout(command)
     removed = [ReplicaId(each) for each in addresses]
     for address in removed:
         layout.check_known(address)
@@ -220,7 +220,7 @@ async def remove_replica(
     for partition_id, replicas in wanted.items():
         if not replicas:
             raise BadRequest(f"partition {partition_id} would be left without a replica")
-    return await _go(command, layout, wanted)
+    return await _carry_out(command, layout, wanted)
 
 
 @verb
@@ -229,13 +229,13 @@ async def remove_replica(
 @options.argument("target", "TO", "HOST:PORT of the storage that gets them")
 @changes()
 async def move_replica(command: Command, *, partitions: str, origin: str, target: str) -> Result:
-    layout, now = await _look(command)
+    layout, now = await _read_layout(command)
     old, new = ReplicaId(origin), ReplicaId(target)
     chosen = await _chosen(command, partitions)
     for partition_id in chosen:
         if old not in now[partition_id] and new not in now[partition_id]:
             raise BadRequest(f"{old} has no replica of partition {partition_id}")
-    return await _go(command, layout, placements.replaced(now, old, new, chosen))
+    return await _carry_out(command, layout, placements.replaced(now, old, new, chosen))
 
 
 @verb
@@ -244,11 +244,11 @@ async def move_replica(command: Command, *, partitions: str, origin: str, target
 )
 @changes()
 async def auto_assign(command: Command, *, replicas: int | None) -> Result:
-    layout, now = await _look(command)
-    return await _go(command, layout, placements.spread(now, layout.groups, replicas))
+    layout, now = await _read_layout(command)
+    return await _carry_out(command, layout, placements.spread(now, layout.groups, replicas))
 
 
-async def _go(
+async def _carry_out(
     command: Command, layout: StorageLayout, wanted: Mapping[PartitionId, tuple[ReplicaId, ...]]
 ) -> Result:
     for replicas in wanted.values():
@@ -291,7 +291,7 @@ async def _delete_files(command: Command, layout: StorageLayout, moved: Placemen
             command.note(f"{address} may still have files of partitions {names}: {error}")
 
 
-async def _look(command: Command) -> tuple[StorageLayout, Placement]:
+async def _read_layout(command: Command) -> tuple[StorageLayout, Placement]:
     layout = await command.coordinator.storages.read()
     return layout, placements.placement_of(layout.assignment, await _partition_count(command))
 
@@ -319,5 +319,5 @@ async def remove_server(command: Command, *, server: str) -> Result:
     if await answers(Surface.CLIENT, server):
         raise BadRequest(f"the server at {server} answers. Hint: stop it; it unregisters itself.")
     for each in found:
-        await command.coordinator.take_out_server(each)
+        await command.coordinator.remove_dead_server(each)
     return {"server": server, "summary": f"{server} was removed; other servers own its partitions"}

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.changing import connected, placed, recorded
+from waltz_core.cli.changing import audited, connected, with_cluster_argument
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
@@ -30,7 +30,7 @@ from waltz_core.records.record import PartitionId
     "without GROUP each storage is a separate group",
 )
 @click.option("--if-absent", is_flag=True, help="succeed if the cluster exists already")
-@placed
+@with_cluster_argument
 @options.wait_s
 async def create(
     *,
@@ -52,7 +52,7 @@ async def create(
         if if_absent and await _exists(found):
             print_error(f"there is a cluster at {connect} already")
             return 0
-        async with recorded(found, creates=True):
+        async with audited(found, creates=True):
             await found.create_cluster(new)
         print_error(
             f"created {new.name} at {connect}: {new.partition_count} partitions, "
@@ -70,21 +70,21 @@ async def _exists(coordinator: Coordinator) -> bool:
 
 
 @verb
-@placed
+@with_cluster_argument
 @options.wait_s
 async def protect(*, connect: str, wait_s: float) -> int:
     count = await zookeeper_session.protect(connect, connect_timeout_ms=round(wait_s * 1000))
     if not count:
         raise BadConfig(f"no cluster at {connect}: ZooKeeper has no such root")
     # The audit entry is written with the same credentials.
-    async with connected(connect, wait_s) as found, recorded(found, creates=True):
+    async with connected(connect, wait_s) as found, audited(found, creates=True):
         print_error(f"protected {count} nodes")
     return 0
 
 
 @verb
 @options.as_json
-@placed
+@with_cluster_argument
 @options.wait_s
 async def show_command(*, as_json: bool, connect: str, wait_s: float) -> int:
     async with connected(connect, wait_s) as found:

@@ -5,7 +5,7 @@ import asyncio
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.changing import Command, Result, changes, connected, placed
+from waltz_core.cli.changing import Command, Result, changes, connected, with_cluster_argument
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.queries import answers
 from waltz_core.cli.verbs import verb
@@ -22,7 +22,7 @@ DETAILS = ("servers", "storages", "key")
 
 
 @verb
-@placed
+@with_cluster_argument
 @options.as_json
 async def list_command(*, connect: str, as_json: bool) -> int:
     place, below = _place(connect)
@@ -67,7 +67,7 @@ def _place(text: str) -> tuple[str, str]:
 
 
 @verb
-@placed
+@with_cluster_argument
 @options.as_json
 async def show_key(*, connect: str, as_json: bool) -> int:
     async with connected(connect) as coordinator:

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.disk.disk_text import uuid, when
+from waltz_core.cli.disk.disk_text import utc_text, uuid
 from waltz_core.cli.output import print_json, print_result, print_table
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import BadRequest
@@ -114,7 +114,7 @@ def _header_json(control: Control) -> dict[str, object]:
     header = control.header
     return {
         "version": header.version,
-        "created": when(header.created_ms),
+        "created": utc_text(header.created_ms),
         "created_ms": header.created_ms,
         "cluster_key": uuid(header.cluster_key),
         "partition_count": header.partition_count,
@@ -181,7 +181,7 @@ def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
     header = control.header
     print_result(
         f"{CONTROL_NAME}: version {header.version}, {control.size} bytes, "
-        f"{header.partition_count} partitions, created {when(header.created_ms)}, cluster key "
+        f"{header.partition_count} partitions, created {utc_text(header.created_ms)}, cluster key "
         f"{uuid(header.cluster_key)}{_wrong_text(header.wrong)}"
     )
     rows = []

@@ -18,8 +18,8 @@ from waltz_core.cli.disk.disk_text import (
     named_deserializer,
     payload,
     payload_text,
+    utc_text,
     uuid,
-    when,
 )
 from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.verbs import verb
@@ -160,10 +160,10 @@ def _dump_records(
             while batch is not None and batch.last <= run.first + place:
                 _show_batch(batch, wanted)
                 batch = next(batches, None)
-    return iter(()) if batch is None else _with(batch, batches)
+    return iter(()) if batch is None else _prepended(batch, batches)
 
 
-def _with(batch: BatchEntry, rest: Iterator[BatchEntry]) -> Iterator[BatchEntry]:
+def _prepended(batch: BatchEntry, rest: Iterator[BatchEntry]) -> Iterator[BatchEntry]:
     yield batch
     yield from rest
 
@@ -200,7 +200,8 @@ def _show_header(path: Path, header: FileHeader, size: int, wanted: _Wanted) -> 
         return
     print_result(
         f"{path}: version {header.version}, partition {header.partition}, from id {header.first}, "
-        f"{size} bytes, created {when(header.created_ms)}, cluster key {uuid(header.cluster_key)}"
+        f"{size} bytes, created {utc_text(header.created_ms)}, "
+        f"cluster key {uuid(header.cluster_key)}"
     )
     for one in header.wrong:
         print_result(f"  wrong: {one}")
@@ -209,7 +210,7 @@ def _show_header(path: Path, header: FileHeader, size: int, wanted: _Wanted) -> 
 def _header_json(header: FileHeader) -> dict[str, object]:
     return {
         "version": header.version,
-        "created": when(header.created_ms),
+        "created": utc_text(header.created_ms),
         "created_ms": header.created_ms,
         "cluster_key": uuid(header.cluster_key),
         "partition": header.partition,
@@ -284,11 +285,12 @@ def _show_gap(gap: Gap, wanted: _Wanted) -> None:
 def _show_batch(batch: BatchEntry, wanted: _Wanted) -> None:
     if wanted.json:
         value = {"kind": "batch", **batch._asdict(), "chain": batch.chain.hex()}
-        print_json({**value, "stamp": when(batch.stamp_ms)})
+        print_json({**value, "stamp": utc_text(batch.stamp_ms)})
         return
     wrong = f"  wrong: {'; '.join(batch.wrong)}" if batch.wrong else ""
     print_result(
-        f"  batch {batch.first}..{batch.last}, session {batch.session}, {when(batch.stamp_ms)}, "
+        f"  batch {batch.first}..{batch.last}, session {batch.session}, "
+        f"{utc_text(batch.stamp_ms)}, "
         f"chain {batch.chain.hex()}, synced before {batch.synced}{wrong}"
     )
 
@@ -358,7 +360,9 @@ def _statistic_json(found: Statistic) -> dict[str, object]:
 
 def _print_statistic(found: Statistic) -> None:
     value = _statistic_json(found)
-    print_result(f"{found.path}: {found.file_bytes} bytes, created {when(found.header.created_ms)}")
+    print_result(
+        f"{found.path}: {found.file_bytes} bytes, created {utc_text(found.header.created_ms)}"
+    )
     ids = "none" if found.last is None else f"{found.last - found.records + 1}..{found.last}"
     if found.unreadable_bytes:
         ids = f"{found.header.first}..{found.last}, {found.unreadable_bytes} bytes are unreadable"
@@ -380,7 +384,7 @@ def _print_statistic(found: Statistic) -> None:
         print_result(f"  session   {session}: {one.batches} batches, {one.first}..{one.last}")
     if found.first_stamp_ms is not None and found.last_stamp_ms is not None:
         seconds = (found.last_stamp_ms - found.first_stamp_ms) / 1000
-        span = f"{when(found.first_stamp_ms)} to {when(found.last_stamp_ms)}"
+        span = f"{utc_text(found.first_stamp_ms)} to {utc_text(found.last_stamp_ms)}"
         print_result(f"  committed {span}, {seconds:.1f} s")
     density = found.index_density
     shown = (

@@ -14,7 +14,7 @@ from waltz_core.errors import BadConfig
 Deserializer = Callable[[bytes], object]
 
 
-def when(milliseconds: int) -> str:
+def utc_text(milliseconds: int) -> str:
     """Return a time in UTC; a damaged header may contain an impossible one."""
     try:
         time = datetime.fromtimestamp(milliseconds / 1000, UTC)

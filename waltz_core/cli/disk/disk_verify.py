@@ -130,7 +130,7 @@ def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_
     segments = segments_at(path, partitions)
     repaired: list[Repaired] = []
     rejected: list[str] = []
-    with _held(disk, path, dry_run=dry_run):
+    with _locked(disk, path, dry_run=dry_run):
         for segment in segments:
             try:
                 repaired.append(rebuild_index(disk, segment, dry_run=dry_run))
@@ -146,7 +146,7 @@ def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_
     return 1 if rejected else 0
 
 
-def _held(disk: RealDisk, path: Path, *, dry_run: bool) -> AbstractContextManager[None]:
+def _locked(disk: RealDisk, path: Path, *, dry_run: bool) -> AbstractContextManager[None]:
     return locked_shared(path) if dry_run else locked_exclusively(disk, path)
 
 

@@ -74,7 +74,7 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
     if found:
         await asyncio.sleep(RECHECK_AFTER_S)
         facts = await gather(connect, timeout_s=timeout_s, local=local)
-        found = lasting(found, diagnose(facts))
+        found = persistent(found, diagnose(facts))
     if as_json:
         print_json(value_of(facts, found))
     else:
@@ -103,7 +103,7 @@ def _cluster_of(connect: str | None, directory: Path) -> tuple[str, LocalCluster
     return connect, local if local and local.connect == connect else None
 
 
-def lasting(before: list[Finding], after: list[Finding]) -> list[Finding]:
+def persistent(before: list[Finding], after: list[Finding]) -> list[Finding]:
     """Return the findings of both times (rule 2), as of the second."""
     known = {each.key for each in before}
     return [each for each in after if each.key in known]
@@ -149,7 +149,7 @@ def value_of(facts: Facts, found: list[Finding]) -> dict[str, object]:
             }
             for each in found
         ],
-        "seen": _seen(facts),
+        "seen": _facts_json(facts),
         "not_measured": list(NOT_MEASURED),
     }
 
@@ -158,7 +158,7 @@ def _open(server: ServerFacts) -> set[PartitionId]:
     return {number for number, is_open in server.served.items() if is_open}
 
 
-def _seen(facts: Facts) -> dict[str, object]:
+def _facts_json(facts: Facts) -> dict[str, object]:
     nodes = {
         each.address: {"mode": each.mode, "latency_ms": each.latency_ms} for each in facts.nodes
     }
@@ -180,8 +180,8 @@ def _seen(facts: Facts) -> dict[str, object]:
         "storages": {
             each.address: {
                 "latency_ms": each.latency_ms,
-                "free_bytes": None if each.room is None else each.room.free_bytes,
-                "is_full": None if each.room is None else each.room.is_full,
+                "free_bytes": None if each.space is None else each.space.free_bytes,
+                "is_full": None if each.space is None else each.space.is_full,
                 "clock_ahead_ms": each.clock_ahead_ms,
                 "replicas": len(each.replicas),
             }

@@ -37,8 +37,8 @@ from waltz_core.ops.facts import (
     NodeFacts,
     PartitionFacts,
     ReplicaFacts,
-    RoomFacts,
     ServerFacts,
+    SpaceFacts,
     StorageFacts,
 )
 from waltz_core.records.record import (
@@ -569,11 +569,11 @@ class _Storage:
             return None if found is None else int(found["value"])
 
         free, is_full, clock_ms = gauge("free-bytes"), gauge("is-full"), gauge("clock-ms")
-        room = None if free is None else RoomFacts(free, bool(is_full), gauge("size-bytes"))
+        space = None if free is None else SpaceFacts(free, bool(is_full), gauge("size-bytes"))
         ahead_ms = None
         if clock_ms is not None and after_ms - before_ms < READ_MS_MAX:
             ahead_ms = round(clock_ms - (before_ms + after_ms) / 2, 1)
-        return replace(facts, room=room, clock_ahead_ms=ahead_ms)
+        return replace(facts, space=space, clock_ahead_ms=ahead_ms)
 
     async def _replica(self, admin: StorageAdmin, partition: int) -> ReplicaFacts:
         async with asyncio.timeout(self._timeout_s):

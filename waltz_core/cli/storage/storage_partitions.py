@@ -107,7 +107,7 @@ async def remove_partition(
     where: StorageChoice, *, partitions: str, delete_files: bool, force: bool
 ) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
-        if admin.is_ours:
+        if admin.is_current:
             await admin.ask(Done, RemovePartition, partition, delete_files, force)
         else:
             await admin.ask(Done, SetAssigned, (partition,), False, delete_files)  # noqa: FBT003 - the wire's

@@ -10,7 +10,7 @@ import click
 
 from waltz_core.cli import own_transport
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.changing import in_time
+from waltz_core.cli.changing import time_limit
 from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
@@ -47,10 +47,10 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
     with ProgressLine() as line:
         line.show(0, len(chosen), f"waiting for {target} to answer")
         async with (
-            in_time(timeout_s, lambda: line.awaited, afterwards=_CONTINUES),
+            time_limit(timeout_s, lambda: line.awaited, afterwards=_CONTINUES),
             admin_connection(target.admin, ssl=own_transport.ssl()) as admin,
         ):
-            if not admin.is_ours:
+            if not admin.is_current:
                 raise BadRequest(
                     f"{target}: expected a storage that can scrub, found a Waltz 0.13 storage"
                 )

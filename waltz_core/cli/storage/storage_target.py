@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.changing import connected, recorded
+from waltz_core.cli.changing import audited, connected
 from waltz_core.cli.verbs import VerbFunction
 from waltz_core.cluster.coordinator import ClusterView
 from waltz_core.cluster.nodes.model import ReplicaAssignments
@@ -113,7 +113,7 @@ async def audited_choice(where: StorageChoice) -> AsyncIterator[None]:
     if where.cluster is None:
         yield
         return
-    async with connected(where.cluster, where.wait_s) as coordinator, recorded(coordinator):
+    async with connected(where.cluster, where.wait_s) as coordinator, audited(coordinator):
         yield
 
 

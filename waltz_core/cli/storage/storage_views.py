@@ -78,7 +78,7 @@ async def list_command(where: StorageChoice) -> int:
 async def _rows(admin: StorageAdmin, name: str) -> list[ReplicaRow]:
     rows = []
     for partition, is_available in (await admin.ask(HeldResponse, HeldRequest)).available:
-        if admin.is_ours:
+        if admin.is_current:
             rows.append(_row(name, await admin.ask(ReplicaResponse, ReplicaRequest, partition)))
         else:
             marks = await admin.ask(SessionInfoResponse, SessionInfoRequest, partition)
@@ -167,7 +167,7 @@ async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str 
     try:
         async with admin_connection(target.admin, ssl=own_transport.ssl()) as admin:
             await admin.ask(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
-            if admin.is_ours:
+            if admin.is_current:
                 response = await admin.ask(StorageResponse, StorageRequest)
                 registered = facts.storage_ids.get(ReplicaId(str(target)))
                 if registered != bytes(response.storage_id):

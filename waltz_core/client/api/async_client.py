@@ -41,7 +41,7 @@ from waltz_core.client.model.transaction import (
     check_mark,
     check_partition,
     check_range,
-    each_of,
+    items_of,
     partition_of,
 )
 from waltz_core.client.read.catch_up import Recipient
@@ -599,7 +599,7 @@ class AsyncWaltzClient(OpenedByConnect):
     def _all_or(self, partitions: Iterable[int] | None) -> list[PartitionId]:
         self._check_usable()
         wanted = range(self.partition_count) if partitions is None else partitions
-        return [self._checked(each) for each in each_of("partitions", wanted)]
+        return [self._checked(each) for each in items_of("partitions", wanted)]
 
     def _choose(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
         if partition is not None:

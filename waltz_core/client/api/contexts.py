@@ -144,7 +144,7 @@ class ContextRun:
         self._began_at = None if applier is None else applier.mark
         self.future: asyncio.Future[TransactionId | None] = loop.create_future()
         # The hooks report the error, so no caller has to retrieve it from the future.
-        self.future.add_done_callback(_look_at)
+        self.future.add_done_callback(_retrieve_exception)
         self._row: PendingRow | None = None
         # The in-flight appends that the next attempt depends on; None if it may not (rule 6).
         self._following = FOLLOW if context.follows else None
@@ -230,7 +230,7 @@ class ContextRun:
             await self._fail(error)
             return False
         except errors.Unavailable as error:  # never sent, so rule 3 holds
-            return await self._again(error, wait_for=None)
+            return await self._retry(error, wait_for=None)
         assert isinstance(outcome, RowOutcome)
         if outcome.reason == Reason.COMMITTED:
             await self._complete(outcome.transaction_id)
@@ -240,13 +240,13 @@ class ContextRun:
             await self._fail(rejection)
             return False
         if outcome.reason != Reason.LOCK:
-            return await self._again(rejection, wait_for=None)
+            return await self._retry(rejection, wait_for=None)
         if outcome.following is not None:
             self._following = outcome.following
         await self._hook("on_lock_failure")
-        return await self._again(rejection, wait_for=outcome.conflicting)
+        return await self._retry(rejection, wait_for=outcome.conflicting)
 
-    async def _again(self, error: errors.WaltzError, *, wait_for: TransactionId | None) -> bool:
+    async def _retry(self, error: errors.WaltzError, *, wait_for: TransactionId | None) -> bool:
         """Try again, after `wait_for` or a delay; False when the context has expired."""
         self._retries += 1
         limit = self._context.retries_max
@@ -254,7 +254,7 @@ class ContextRun:
             return await self._expire(error)
         if self._deadline_s is not None and self._loop.time() >= self._deadline_s:
             # `asyncio.timeout` ends only code that suspends.
-            return await self._expire(self._behind(wait_for) or error)
+            return await self._expire(self._view_behind(wait_for) or error)
         try:
             async with asyncio.timeout_at(self._deadline_s):
                 if wait_for is None:
@@ -263,10 +263,10 @@ class ContextRun:
                 else:
                     await self._consumed(wait_for)
         except TimeoutError:
-            return await self._expire(self._behind(wait_for) or error)
+            return await self._expire(self._view_behind(wait_for) or error)
         return await self._attempt()
 
-    def _behind(self, wanted: TransactionId | None) -> errors.ViewBehind | None:
+    def _view_behind(self, wanted: TransactionId | None) -> errors.ViewBehind | None:
         """Return an error with the view's position if it has not applied `wanted` (rule 7)."""
         partition, applier = self._partition, self._partition.applier
         if wanted is None or applier is None or applier.is_paused_by_application:
@@ -359,6 +359,6 @@ class ContextRun:
             self.future.set_exception(error)
 
 
-def _look_at(future: "asyncio.Future[TransactionId | None]") -> None:
+def _retrieve_exception(future: "asyncio.Future[TransactionId | None]") -> None:
     if not future.cancelled():
         future.exception()

@@ -139,7 +139,7 @@ class WaltzClient:
         return made
 
     @classmethod
-    def over(cls, opening: Callable[[], Opening[AsyncWaltzClient]]) -> Self:
+    def wrapping(cls, opening: Callable[[], Opening[AsyncWaltzClient]]) -> Self:
         """Open a client over any asyncio client; used by `memory.MemoryWaltz`."""
         made = cls.__new__(cls)
         made._begin(opening)
@@ -229,12 +229,12 @@ class WaltzClient:
         """Return cluster and partition owners as plain values, for `at` in other processes."""
         return self._client.layout()
 
-    def learn(self, layout: ClusterLayout) -> None:
+    def add_owners(self, layout: ClusterLayout) -> None:
         """Add newer partition owners to a client made by `at`."""
         self._check_usable()
         directory = self._client.directory
         if isinstance(directory, FixedDirectory):
-            self._hand_over(lambda: self._loop.call_soon_threadsafe(directory.learn, layout))
+            self._schedule(lambda: self._loop.call_soon_threadsafe(directory.add_owners, layout))
 
     def high_water_mark(self, partition: int, *, linearizable: bool = False) -> TransactionId:
         """Return the ID of the last committed transaction of a partition, -1 if it is empty."""
@@ -450,7 +450,7 @@ class WaltzClient:
 
     def _wait(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
         try:
-            outcome = self._hand_over(lambda: asyncio.run_coroutine_threadsafe(call, self._loop))
+            outcome = self._schedule(lambda: asyncio.run_coroutine_threadsafe(call, self._loop))
         except errors.UsageError:
             call.close()
             raise
@@ -462,7 +462,7 @@ class WaltzClient:
             outcome.cancel()
             raise
 
-    def _hand_over(self, give: Callable[[], ResultT]) -> ResultT:
+    def _schedule(self, give: Callable[[], ResultT]) -> ResultT:
         """Schedule a call on the loop; raises UsageError once it accepts no more (rule 4)."""
         with self._handing_over:
             try:

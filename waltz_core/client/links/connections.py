@@ -41,7 +41,7 @@ _DIAL = 0  # connections are counted from 1 on
 
 MessageCallback = Callable[[int, ClientMessage], None]
 LostCallback = Callable[[int, str], None]
-Waiting = Callable[[], bool]
+IsWaiting = Callable[[], bool]
 # Finds out if a link's server still owns the partition at the generation at which it was mounted.
 ProveCallback = Callable[[Callable[[bool], None]], None]
 _Key = tuple[str, bool]  # the server's address, and whether it is for large answers
@@ -72,7 +72,7 @@ class ServerLink:
         self._answers = PendingRequests(link)
         self._watch = SilenceWatch(silences, link.address, number, self._is_waiting)
         self._streams: dict[int, _Stream] = {}
-        self._used_by: dict[int, Waiting] = {}
+        self._used_by: dict[int, IsWaiting] = {}
         self._close_after_s: float | None = None
         self.is_old_server = (link.version or 0) <= old_server_stream.VERSION_MAX
         self._old_server = (
@@ -99,7 +99,7 @@ class ServerLink:
         partition_id: int,
         on_message: MessageCallback,
         on_lost: LostCallback,
-        is_waiting: Waiting,
+        is_waiting: IsWaiting,
         prove: ProveCallback,
     ) -> None:
         """Pass messages that do not answer a `request` to the partition's stream from now on.
@@ -220,9 +220,9 @@ class ServerLinks:
         self._is_closed = False
 
     async def get(
-        self, address: str, *, is_bulk: bool = False, but: Container[int] = ()
+        self, address: str, *, is_bulk: bool = False, excluded: Container[int] = ()
     ) -> ServerLink:
-        """Return an open connection to a server that is not in `but`; dial if there is none.
+        """Return an open connection to a server that is not in `excluded`; dial if there is none.
 
         `is_bulk`: the one for large answers (rule 4).
         Raises Unreachable, or RemoteProtocolError if the peer speaks another protocol.
@@ -231,7 +231,7 @@ class ServerLinks:
         while True:
             found = self._links.get(key)
             if found is not None and not found.is_closed:
-                if found.number not in but:
+                if found.number not in excluded:
                     return found
                 found.retire(self._late_answers_s)
                 del self._links[key]

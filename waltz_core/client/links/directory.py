@@ -72,7 +72,7 @@ class ClusterLayout:
         return ClusterLayout(self.connect, self.cluster, owners)
 
 
-Changed = Callable[[Mapping[PartitionId, Owner]], None]
+OwnersChanged = Callable[[Mapping[PartitionId, Owner]], None]
 
 
 class Directory(Protocol):
@@ -82,7 +82,7 @@ class Directory(Protocol):
     def cluster(self) -> ClusterInfo:
         """The cluster; known once `open` has returned."""
 
-    async def open(self, changed: Changed) -> None:
+    async def open(self, changed: OwnersChanged) -> None:
         """Open it; `changed` is called from now on."""
 
     @property
@@ -135,7 +135,7 @@ class ZooKeeperDirectory:
         self._cluster: ClusterInfo | None = None
         self._owners: dict[PartitionId, Owner] = {}
         self._groups: Mapping[str, int] = {}
-        self._changed: Changed | None = None
+        self._changed: OwnersChanged | None = None
         self._refreshing: asyncio.Future[None] | None = None
         self._was_missing = False  # rule 8
 
@@ -165,7 +165,7 @@ class ZooKeeperDirectory:
             raise errors.UsageError(_CLOSED)
         return self._coordinator
 
-    async def open(self, changed: Changed) -> None:
+    async def open(self, changed: OwnersChanged) -> None:
         """Connect and read the cluster; raises CoordinatorUnavailable or BadConfig."""
         self._changed = changed
         self._owners, self._groups = {}, {}  # those of an earlier session
@@ -313,8 +313,8 @@ class FixedDirectory:
     ) -> None:
         self._known_owners: dict[PartitionId, Owner] = {}
         self._cluster = layout.cluster
-        self._changed: Changed | None = None
-        self.learn(layout)
+        self._changed: OwnersChanged | None = None
+        self.add_owners(layout)
         self._fallback = ZooKeeperDirectory(
             layout.connect,
             connect_timeout_ms=connect_timeout_ms,
@@ -324,7 +324,7 @@ class FixedDirectory:
         self._is_closed = False
         self._opening = Shared(self._open_fallback)
         self._request_timeout: asyncio.Timeout | None = None
-        self._is_doubtful = asyncio.Event()
+        self._is_suspect = asyncio.Event()
 
     @classmethod
     def of(cls, layout: ClusterLayout, config: ClientConfig) -> Self:
@@ -335,7 +335,7 @@ class FixedDirectory:
             session_timeout_ms=config.zookeeper_session_timeout_ms,
         )
 
-    def learn(self, layout: ClusterLayout) -> None:
+    def add_owners(self, layout: ClusterLayout) -> None:
         """Accept the owners that are newer."""
         answers = {
             PartitionId(partition): Owner(address, Generation(generation))
@@ -353,21 +353,21 @@ class FixedDirectory:
         """The cluster as it was passed."""
         return self._cluster
 
-    async def open(self, changed: Changed) -> None:
+    async def open(self, changed: OwnersChanged) -> None:
         """Note `changed`; no session is opened yet."""
         self._changed = changed
 
     async def run(self) -> None:
         """Watch nothing until there is a reason; then follow changes until cancelled (rule 3)."""
-        await self._is_doubtful.wait()
+        await self._is_suspect.wait()
         if not self._is_open:
-            self._is_doubtful.clear()  # If ZooKeeper is unavailable, `doubt` may set it again.
+            self._is_suspect.clear()  # If ZooKeeper is unavailable, `doubt` may set it again.
             await self._opened()
         await self._fallback.run()
 
     def mark_suspect(self) -> None:
         """Start to watch ZooKeeper (rule 3)."""
-        self._is_doubtful.set()
+        self._is_suspect.set()
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
         """Return the known server, or read ZooKeeper if it has failed."""
@@ -426,7 +426,7 @@ class FixedDirectory:
             await self._fallback.close()
             raise _other_cluster(self._cluster.key, key, where)
         self._is_open = True
-        self._is_doubtful.set()
+        self._is_suspect.set()
         self._found(self._fallback.owners)
 
     def _found(self, owners: Mapping[PartitionId, Owner]) -> None:

@@ -114,7 +114,7 @@ class SilenceWatch:
             self._has_received = False
             loop = asyncio.get_running_loop()
             self._since_s = loop.time()
-            self._timer = loop.call_later(SILENT_S, self._look)
+            self._timer = loop.call_later(SILENT_S, self._check)
 
     def received(self) -> None:
         """The server has sent something."""
@@ -129,7 +129,7 @@ class SilenceWatch:
             self._timer.cancel()
         self._silences.left(self._address, self._connection, reason)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         if not self._is_waiting():
             self._silences.left(self._address, self._connection, "no caller waits for it")

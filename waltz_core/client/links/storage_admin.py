@@ -51,7 +51,7 @@ class StorageAdmin:
         self._sequence = -1
 
     @property
-    def is_ours(self) -> bool:
+    def is_current(self) -> bool:
         """Whether it speaks version 1; else it is a 0.13 storage, or answers like one."""
         return self._link.version != 0
 
@@ -66,7 +66,7 @@ class StorageAdmin:
         """
         self._sequence += 1
         message = kind(self._sequence, *fields)
-        if message.since > 0 and not self.is_ours:
+        if message.since > 0 and not self.is_current:
             raise BadRequest(
                 f"{self.address} is a Waltz 0.13 storage, or answers like one (A 0): expected a "
                 f"storage that knows {type(message).__name__}"
@@ -79,7 +79,7 @@ class StorageAdmin:
             raise Unreachable(f"{self.address}: no answer within {ANSWER_S_MAX:.0f} s") from None
         assert isinstance(answer, AdminMessage)
         # A storage of 0.13 answers OPEN always with the number -1.
-        is_open = not self.is_ours and isinstance(answer, Done) and answer.sequence == -1
+        is_open = not self.is_current and isinstance(answer, Done) and answer.sequence == -1
         if more or (answer.sequence != message.sequence and not is_open):
             raise RemoteProtocolError(
                 f"{self.address}: expected an answer to request {message.sequence}, found {answer}"

@@ -20,7 +20,12 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 from waltz_core import errors
-from waltz_core.client.model.transaction import AsyncTransaction, Transaction, check_header, each_of
+from waltz_core.client.model.transaction import (
+    AsyncTransaction,
+    Transaction,
+    check_header,
+    items_of,
+)
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import FEED_HEADERS_MAX
 
@@ -168,7 +173,7 @@ def check_headers(headers: Iterable[int] | None) -> tuple[int, ...]:
     """
     if headers is None:
         return ()
-    values = tuple(sorted({check_header(each) for each in each_of("headers", headers)}))
+    values = tuple(sorted({check_header(each) for each in items_of("headers", headers)}))
     if not 0 < len(values) <= FEED_HEADERS_MAX:
         raise errors.BadRequest(f"headers: expected 1 to {FEED_HEADERS_MAX}, found {len(values)}")
     return values

@@ -243,7 +243,7 @@ def check_partition(partition: object, cluster: str, partition_count: int) -> Pa
     return PartitionId(number)
 
 
-def each_of(what: str, given: Iterable[T]) -> tuple[T, ...]:
+def items_of(what: str, given: Iterable[T]) -> tuple[T, ...]:
     """Return the items as a tuple; raises BadRequest for a single value."""
     try:
         each = iter(given)

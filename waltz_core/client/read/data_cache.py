@@ -67,11 +67,11 @@ class DataBudget:
         """How much one cache may fetch at a time (rule 3)."""
         return self._bytes_max // (CHUNKS_KEPT_MAX * max(1, len(self._caches)))
 
-    def enter(self, cache: "DataCache") -> None:
+    def add(self, cache: "DataCache") -> None:
         """Add a cache."""
         self._caches[cache] = None
 
-    def leave(self, cache: "DataCache") -> None:
+    def remove(self, cache: "DataCache") -> None:
         """Remove a cache whose feed has ended."""
         self._caches.pop(cache, None)
 
@@ -83,7 +83,7 @@ class DataBudget:
             holder, its_first = next(iter(self._kept))
             holder.drop(its_first)
 
-    def give_back(self, cache: "DataCache", first: TransactionId) -> None:
+    def release(self, cache: "DataCache", first: TransactionId) -> None:
         """Subtract a chunk that was dropped."""
         self.used_bytes -= self._kept.pop((cache, first))
 
@@ -114,7 +114,7 @@ class DataCache:
         self._expected = BEFORE_FIRST
         self._bytes = PREFETCH_BYTES_MIN
         self._turn = asyncio.Lock()
-        budget.enter(self)
+        budget.add(self)
 
     async def data_of(self, transaction_id: TransactionId) -> bytes:
         """Return one transaction's data."""
@@ -161,13 +161,13 @@ class DataCache:
     def drop(self, first: TransactionId) -> None:
         """Drop the chunk that begins at `first`."""
         del self._kept[first]
-        self._budget.give_back(self, first)
+        self._budget.release(self, first)
 
     def clear(self) -> None:
         """Drop everything: the feed has ended."""
         for first in list(self._kept):
             self.drop(first)
-        self._budget.leave(self)
+        self._budget.remove(self)
 
     def _find(self, transaction_id: TransactionId) -> bytes | None:
         for kept in list(self._kept.values()):

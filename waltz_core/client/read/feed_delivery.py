@@ -238,7 +238,7 @@ class Applier:
             if not run and not self._consumer.is_batched:
                 self._advance(last)
                 continue
-            if not run and not await self._is_passed(last):
+            if not run and not await self._is_mark_due(last):
                 continue
             for start in range(0, max(len(run), 1), size):
                 piece = run[start : start + size]
@@ -256,7 +256,7 @@ class Applier:
             run += zip(ids, FEED_WORDS.iter_unpack(headers), strict=True)
         return run, last
 
-    async def _is_passed(self, last: TransactionId) -> bool:
+    async def _is_mark_due(self, last: TransactionId) -> bool:
         """Hold a mark without transactions back; return False when a later one replaces it.
 
         Not longer than MARK_HOLD_S, and not while a caller waits for it.

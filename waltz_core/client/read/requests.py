@@ -72,7 +72,7 @@ ResponseT = TypeVar("ResponseT")
 OwnerRequest: TypeAlias = Callable[[OwnerLink], Coroutine[Any, Any, ResponseT]]
 
 
-class _Question(NamedTuple):
+class _OpenQuery(NamedTuple):
     """A query that waits for an answer, and the server that it was sent to."""
 
     partition_id: PartitionId
@@ -90,7 +90,7 @@ class OwnerRequests:
         self._links = links
         self._config = config
         self._random = random
-        self._waiting: dict[int, _Question] = {}
+        self._waiting: dict[int, _OpenQuery] = {}
         self._numbers = count(1)
         self._old_reads = OldServerReads(directory, links, NO_CLIENT_ID)
 
@@ -131,7 +131,7 @@ class OwnerRequests:
         while True:
             timeout_s = max(deadline_s - loop.time(), 0.001)
             try:
-                return await self._once(
+                return await self._attempt(
                     partition_id, ask, is_bulk=is_bulk, timeout_s=timeout_s, before=before
                 )
             except errors.Unavailable as error:
@@ -148,7 +148,7 @@ class OwnerRequests:
             await asyncio.sleep(pause_s * (0.5 + self._random.random() / 2))
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
 
-    async def _once(
+    async def _attempt(
         self,
         partition_id: PartitionId,
         ask: OwnerRequest[ResponseT],
@@ -164,7 +164,7 @@ class OwnerRequests:
         number = next(self._numbers)
         try:
             async with asyncio.timeout(None) as timeout:
-                self._waiting[number] = _Question(partition_id, owner.address, timeout)
+                self._waiting[number] = _OpenQuery(partition_id, owner.address, timeout)
                 link = await self._link(owner, is_bulk=is_bulk)
                 return await ask(OwnerLink(link, owner, partition_id, timeout_s))
         except TimeoutError as error:  # rule 5

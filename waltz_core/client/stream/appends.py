@@ -173,12 +173,12 @@ class AppendWindow:
         except asyncio.CancelledError:
             # NB: nothing may be given back for long, and those behind it may need less room.
             if self._waiting.pop(future, None) is not None:
-                self.give(0, 0)
+                self.release(0, 0)
             elif not future.cancelled():
-                self.give(rows, size_bytes)
+                self.release(rows, size_bytes)
             raise
 
-    def give(self, rows: int, size_bytes: int) -> None:
+    def release(self, rows: int, size_bytes: int) -> None:
         """Give room back."""
         self._rows -= rows
         self._bytes -= size_bytes
@@ -517,7 +517,7 @@ class Appends:
     def _end(self, each: PendingRow | _Batch) -> None:
         each.epoch.unfinished -= 1
         assert each.epoch.unfinished >= 0
-        self.window.give(each.row_count, each.size_bytes)
+        self.window.release(each.row_count, each.size_bytes)
 
     def _landed(self) -> None:
         """A parcel has its outcome: rows that were gathered meanwhile may go."""

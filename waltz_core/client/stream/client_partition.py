@@ -76,7 +76,7 @@ class ClientPartition:
         self._driver: Driver[stream_events.Event, stream_events.Effect] = Driver(
             self.stream,
             self._perform,
-            on_failure=self._died,
+            on_failure=self._machine_failed,
             name=f"stream-{partition_id}",
         )
         self.window = AppendWindow(
@@ -298,7 +298,7 @@ class ClientPartition:
             owner = await around.directory.owner(self.partition_id, after_failure=attempt > 1)
             if around.claim is not None:
                 await around.claim.check()  # after the generation was read (write_claim.py, rule 2)
-            link = await around.links.get(owner.address, but=effect.spoiled)
+            link = await around.links.get(owner.address, excluded=effect.spoiled)
             self._check_claim(link)
         except Exception as error:  # noqa: BLE001 - the stream waits for exactly one outcome
             self._driver.post(stream_events.LinkFailed(attempt, _as_retriable(error)))
@@ -333,7 +333,9 @@ class ClientPartition:
 
     async def _renew_client_id(self) -> None:
         if self._services.claim is not None:
-            self._died(errors.TooLarge("a task of a write has more rows than sequence numbers"))
+            self._machine_failed(
+                errors.TooLarge("a task of a write has more rows than sequence numbers")
+            )
             return
         pause_s = self._services.config.retry_interval_ms_min / 1000
         while self._stopped is None:
@@ -375,7 +377,7 @@ class ClientPartition:
         if self.applier is not None:
             self._spawn(self.applier.stop(error), "feed-stop")
 
-    def _died(self, error: Exception) -> None:
+    def _machine_failed(self, error: Exception) -> None:
         """Handle an error that the machine raised: a bug, or a log that contradicts itself."""
         known_error = error if isinstance(error, errors.WaltzError) else None
         why = f"partition {self.partition_id}: the stream has failed: {known_error or repr(error)}"

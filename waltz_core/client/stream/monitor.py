@@ -251,7 +251,7 @@ class Monitor:
         self.remove(pending)
         return pending, outcome
 
-    def saw_feed(self, first: TransactionId, headers: Buffer) -> None:
+    def match_feed(self, first: TransactionId, headers: Buffer) -> None:
         """Look for own rows in a stretch of the feed (20 bytes each: request id, header)."""
         if not self._pending:
             return
@@ -261,7 +261,7 @@ class Monitor:
             feed = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
             self._match(np.arange(first, first + feed.size, dtype=np.int64), feed["req_id"])
 
-    def saw_headers(self, first: TransactionId, count: int, headers: Buffer) -> bool:
+    def match_headers(self, first: TransactionId, count: int, headers: Buffer) -> bool:
         """Look for own rows in record headers (28 bytes each: id, request id, header).
 
         Return False, and match nothing, if they are not those of `count` transactions from `first`
@@ -282,7 +282,7 @@ class Monitor:
             if pending.mark_proven is None:
                 pending.mark_proven = max(mark, pending.mark_before)
 
-    def unread(self) -> tuple[TransactionId, TransactionId] | None:
+    def unresolved(self) -> tuple[TransactionId, TransactionId] | None:
         """Return first..last of the log that must be read back; None when nothing is in doubt."""
         doubtful = [
             (pending.mark_before, pending.mark_proven)

@@ -359,7 +359,7 @@ class PartitionStream:
             return
         self._monitor.prove(mark)
         self._readback.begin(
-            self._monitor.unread(), self._cursor.chain if self._mount_has_feed else None
+            self._monitor.unresolved(), self._cursor.chain if self._mount_has_feed else None
         )
         self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
         self._settle(now_ms, out)
@@ -527,12 +527,12 @@ class PartitionStream:
         timeout_ms = self._settings.request_timeout_ms
         late = [pending for pending in self._monitor if pending.deadline_ms <= now_ms]
         for pending in late:
-            self._give_up(pending, f"within {timeout_ms} ms", out)
+            self._end_pending(pending, f"within {timeout_ms} ms", out)
         for waiting in self._outbox.take_expired(now_ms):
             error = verdicts.not_sent(self._partition_id, timeout_ms, self.trouble)
             out.append(ParcelRejected(waiting.parcel.token, error))
 
-    def _give_up(self, pending: Pending, when: str, out: list[Effect]) -> None:
+    def _end_pending(self, pending: Pending, when: str, out: list[Effect]) -> None:
         """End a parcel: report its outcome if every row is known, else OutcomeUnknown."""
         self._monitor.remove(pending)
         self._spoil(pending)
@@ -581,7 +581,7 @@ class PartitionStream:
             self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
         if stretch is not None:
             if stretch.picked is None:  # with a filter, the log is read back
-                self._monitor.saw_feed(stretch.first, stretch.headers)
+                self._monitor.match_feed(stretch.first, stretch.headers)
             self._learn(stretch.last, out)
             out.append(stretch)
 
@@ -624,7 +624,7 @@ class PartitionStream:
         self.trouble = str(error)
         self._link = -1
         for pending in list(self._monitor):
-            self._give_up(pending, "before the stream ended", out)
+            self._end_pending(pending, "before the stream ended", out)
         out.extend(
             ParcelRejected(waiting.parcel.token, error) for waiting in self._outbox.take_all()
         )

@@ -70,7 +70,7 @@ class ReadBack:
             and message.next == message.first + message.count
         )
         first = TransactionId(message.first)
-        if not fits or not monitor.saw_headers(first, message.count, message.records):
+        if not fits or not monitor.match_headers(first, message.count, message.records):
             return f"no dense headers in answer to transactions {request.first}..{request.last}"
         if self._chain is not None:
             self._chain = None

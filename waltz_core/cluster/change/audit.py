@@ -89,7 +89,7 @@ class AuditLog:
     async def begin(self, entry: AuditEntry) -> str:
         """Record a change that is about to begin; return its path, for `end`."""
         paths = self._nodes.paths
-        await self._nodes.ensure((paths.ours, paths.audit))
+        await self._nodes.ensure((paths.extensions, paths.audit))
         before = await self._names()
         step = CreateNode(paths.audit_prefix, entry.to_bytes(), sequential=True)
         # ZooKeeper returns no names of sequential nodes: the new one is the one with this content.

@@ -55,7 +55,7 @@ class PartitionReplicas(NamedTuple):
     metadata: PartitionMetadata | None
 
     @property
-    def level(self) -> list[ReplicaId]:
+    def in_sync(self) -> list[ReplicaId]:
         """The assigned replicas that are engaged in the open session."""
         if self.metadata is None:
             return []
@@ -109,13 +109,13 @@ def next_step(
     if not now.was_opened:
         # Without a history no replica must be in sync: overlapping quorums are enough.
         return _one_by_one(partition_id, now, lacking, leaving)
-    reason = _unsettled(now) or _not_level(now, plan.joining[partition_id])
+    reason = _unsettled(now) or _not_in_sync(now, plan.joining[partition_id])
     if reason is not None:
         return Wait(partition_id, reason)
     if lacking:
-        return _bring_in(partition_id, now, lacking[0], leaving)
+        return _add_replica(partition_id, now, lacking[0], leaving)
     if leaving:
-        return _take_out(partition_id, now, leaving)
+        return _remove_replica(partition_id, now, leaving)
     return None
 
 
@@ -161,7 +161,7 @@ def _unsettled(now: PartitionReplicas) -> str | None:
     assert now.metadata is not None
     if set(now.metadata.states) != set(now.assigned):
         return f"its server must open a session with {_names(now.assigned)}"
-    if not now.level:
+    if not now.in_sync:
         return (
             f"its server must open a session; the last one was with {_names(_engaged(now))}, "
             "of which a quorum must answer"
@@ -175,44 +175,44 @@ def _engaged(now: PartitionReplicas) -> list[ReplicaId]:
     return [each for each, state in states if state.closing_high_water_mark == UNRESOLVED]
 
 
-def _not_level(now: PartitionReplicas, joining: Collection[ReplicaId]) -> str | None:
+def _not_in_sync(now: PartitionReplicas, joining: Collection[ReplicaId]) -> str | None:
     """Return what rule 4 waits for."""
-    behind = [each for each in now.assigned if each in joining and each not in now.level]
+    behind = [each for each in now.assigned if each in joining and each not in now.in_sync]
     return f"{_names(behind)} copies the log" if behind else None
 
 
-def _bring_in(
+def _add_replica(
     partition_id: PartitionId, now: PartitionReplicas, added: ReplicaId, leaving: list[ReplicaId]
 ) -> Change | Wait:
-    away = [each for each in leaving if each not in now.level]
+    away = [each for each in leaving if each not in now.in_sync]
     if away:  # The quorum keeps its size, so appends need not wait for the copy.
         after = (*_without(now.assigned, away[0]), added)
-        return _checked(partition_id, now, after, len(now.level))
+        return _checked(partition_id, now, after, len(now.in_sync))
     after = (*now.assigned, added)
-    if len(now.level) == len(now.assigned):
+    if len(now.in_sync) == len(now.assigned):
         return Change(partition_id, now.assigned, after)
-    return _checked(partition_id, now, after, len(now.level))
+    return _checked(partition_id, now, after, len(now.in_sync))
 
 
-def _take_out(
+def _remove_replica(
     partition_id: PartitionId, now: PartitionReplicas, leaving: list[ReplicaId]
 ) -> Change | Wait:
-    away = [each for each in leaving if each not in now.level]
+    away = [each for each in leaving if each not in now.in_sync]
     after = _without(now.assigned, (away or leaving)[0])
-    return _checked(partition_id, now, after, len([each for each in now.level if each in after]))
+    return _checked(partition_id, now, after, len([each for each in now.in_sync if each in after]))
 
 
 def _checked(
     partition_id: PartitionId,
     now: PartitionReplicas,
     after: tuple[ReplicaId, ...],
-    level_count: int,
+    in_sync_count: int,
 ) -> Change | Wait:
     """Return the change, unless it would break rule 3."""
     quorum = len(after) // 2 + 1
-    if level_count >= quorum:
+    if in_sync_count >= quorum:
         return Change(partition_id, now.assigned, after)
-    missing = [each for each in now.assigned if each not in now.level]
+    missing = [each for each in now.assigned if each not in now.in_sync]
     return Wait(
         partition_id,
         f"{_names(missing)} is not in sync, and appends would need {quorum} of {_names(after)}. "
@@ -430,7 +430,7 @@ def _has_evened_out(places: _Places) -> bool:
     return False
 
 
-def crowded(now: Placement, groups: Mapping[ReplicaId, int]) -> list[PartitionId]:
+def sharing_groups(now: Placement, groups: Mapping[ReplicaId, int]) -> list[PartitionId]:
     """Return the partitions whose replicas are in fewer groups than possible."""
     group_count = len(set(groups.values()))
     return [

@@ -121,7 +121,7 @@ def creation_steps(
         CreateNode(paths.groups, model.GroupDescriptor(new.groups).to_bytes()),
         CreateNode(paths.replica_assignment, new.replica_assignments.to_bytes()),
         CreateNode(paths.connections, model.ConnectionMetadata(ports).to_bytes()),
-        CreateNode(paths.ours),
+        CreateNode(paths.extensions),
         CreateNode(paths.markers),
         CreateNode(paths.storage_ids),
     ]

@@ -82,9 +82,9 @@ class StorageLayout:
                 f"{address} still has replicas of {len(held)} partitions, the first of {held[0]}"
             )
         return StorageLayout(
-            model.ReplicaAssignments(_but(self.assignment.partitions, address)),
-            _but(self.groups, address),
-            _but(self.admin_ports, address),
+            model.ReplicaAssignments(_without(self.assignment.partitions, address)),
+            _without(self.groups, address),
+            _without(self.admin_ports, address),
         )
 
 
@@ -192,7 +192,7 @@ class Storages:
         open_ends = list(plan.wanted)
         failure: list[errors.WaltzError] = []
 
-        async def look(signal: Signal) -> None:
+        async def check(signal: Signal) -> None:
             try:
                 await self._advance(plan, open_ends, on_progress, signal)
             except (errors.BadRequest, errors.BadFormat) as error:
@@ -200,7 +200,7 @@ class Storages:
                 raise _Done from error
 
         try:
-            await self._nodes.follow(look)
+            await self._nodes.follow(check)
         except _Done:
             if failure:
                 raise failure[0] from None
@@ -258,5 +258,5 @@ def _check_port(admin_port: int) -> None:
         raise errors.BadConfig(f"the admin port {admin_port}: expected 1..65535")
 
 
-def _but(values: Mapping[ReplicaId, T], address: ReplicaId) -> dict[ReplicaId, T]:
+def _without(values: Mapping[ReplicaId, T], address: ReplicaId) -> dict[ReplicaId, T]:
     return {each: value for each, value in values.items() if each != address}

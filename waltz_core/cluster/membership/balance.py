@@ -173,7 +173,7 @@ def _shift(
     its: Mapping[PartitionId, float], source: float, target_load: float, target: ServerId
 ) -> _Shift:
     """Return the shift that makes two servers most even: partitions within half the gap, or one."""
-    room = (source - target_load) / 2
+    capacity = (source - target_load) / 2
     taken: list[PartitionId] = []
     moved = 0.0
     best = _Shift(0.0, (), target)
@@ -182,7 +182,7 @@ def _shift(
         alone = source - max(source - load, target_load + load)
         if alone > best.gain:
             best = _Shift(alone, (partition_id,), target)
-        if moved + load <= room:
+        if moved + load <= capacity:
             taken.append(partition_id)
             moved += load
     # Within half the gap the source keeps the greater load, so everything moved is gain.

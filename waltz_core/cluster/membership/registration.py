@@ -347,7 +347,7 @@ class Membership:
         partition_count: int | None = None
         last: ServersView | None = None
 
-        async def look(signal: Signal) -> None:
+        async def check(signal: Signal) -> None:
             nonlocal last, partition_count
             if partition_count is None:
                 partition_count = await self._read_partition_count()
@@ -363,7 +363,7 @@ class Membership:
             if view.servers and self._is_lead(view):
                 await self._run_lead_duties(membership, view, signal)
 
-        await self._nodes.follow(look)
+        await self._nodes.follow(check)
 
     async def _run_lead_duties(
         self, membership: _Membership, view: ServersView, signal: Signal

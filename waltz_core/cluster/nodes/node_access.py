@@ -60,7 +60,7 @@ class ClusterNodes:
         node = await self.znodes.get(path)
         steps: list[Operation] = []
         if node is None:
-            await self.ensure((self.paths.ours, parent))
+            await self.ensure((self.paths.extensions, parent))
             steps.append(CreateNode(path, data, ephemeral=True))
         elif node.stat.owner == self.znodes.session_number:
             steps.append(Set(path, data, node.stat.version))
@@ -74,14 +74,14 @@ class ClusterNodes:
         if node is not None:
             await self.znodes.write([Delete(path, node.stat.version)])
 
-    async def follow(self, look: Callable[[Signal], Awaitable[None]]) -> Never:
-        """Call `look` now, and after each signal, until cancelled; survives outages."""
+    async def follow(self, check: Callable[[Signal], Awaitable[None]]) -> Never:
+        """Call `check` now, and after each signal, until cancelled; survives outages."""
         signal = self.znodes.new_signal()
         try:
             while True:
                 signal.clear()
                 try:
-                    await look(signal)
+                    await check(signal)
                 except errors.CoordinatorOutcomeUnknown:
                     continue  # If it was never written, no signal will follow.
                 except (errors.Unavailable, errors.CoordinatorConflict):

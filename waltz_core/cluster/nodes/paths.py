@@ -123,7 +123,7 @@ class ClusterPaths:
         return f"{self.root}/store/connection"
 
     @property
-    def ours(self) -> str:
+    def extensions(self) -> str:
         """Parent of the nodes that Waltz 0.13 does not know."""
         return f"{self.root}/x"
 

@@ -72,7 +72,7 @@ async def delete_tree(
     `on_progress` receives how many of how many are deleted. Raises BadRequest for nodes of another
     program, CoordinatorConflict if new ones appear as fast as they are deleted.
     """
-    await _check_ours(znodes, root)
+    await _check_nodes(znodes, root)
     done_count = 0
     for _ in range(ATTEMPTS_MAX):
         await znodes.sync()
@@ -96,7 +96,7 @@ async def delete_tree(
     )
 
 
-async def _check_ours(znodes: Znodes, root: str) -> None:
+async def _check_nodes(znodes: Znodes, root: str) -> None:
     """Rule 3."""
     node, listing = await znodes.get(root), await znodes.children(root)
     if node is None:

@@ -69,7 +69,7 @@ class Draft:
         self.writers.append(writers)
         self.size_bytes += len(part.records)
 
-    def behind(self) -> bytes:
+    def distances(self) -> bytes:
         """Return each lock writer's distance from the last ID; nothing if one is too large."""
         last = self.parts[-1].last
         if last - self.parts[0].first >= DISTANCES_TRANSACTIONS_MAX:
@@ -162,7 +162,7 @@ class Flights:
             return None
         part = joined(draft.parts)
         self._stamp_ms = max(self._stamp_ms, wall_ms)
-        batch = Batch(*part, self._stamp_ms, b"".join(draft.locks), draft.behind())
+        batch = Batch(*part, self._stamp_ms, b"".join(draft.locks), draft.distances())
         first, last = batch.first, batch.last
         self._chain = next_chain(self._chain, first, last, session_id, batch.record_crcs)
         entry = LineageEntry(first, last, session_id, self._stamp_ms, self._chain)

@@ -210,4 +210,4 @@ class Refill:
 def _writers(block: Block) -> I64:
     """Return the writer of each lock, or the last transaction that may be it."""
     last = np.full(len(block.locks) // HASH_BYTES, block.end.last, dtype=np.int64)
-    return last - np.frombuffer(block.behind, dtype=np.uint8) if block.behind else last
+    return last - np.frombuffer(block.distances, dtype=np.uint8) if block.distances else last

@@ -166,7 +166,7 @@ class Partition:
                 self._own(event)
             case replication.ReleaseOwnership():
                 self._drive(event)
-                self._give_up("the partition has moved to another server")
+                self._stop_serving("the partition has moved to another server")
             case _:
                 self._drive(event)
         out, self._out = self._out, []
@@ -368,7 +368,7 @@ class Partition:
                 case replication.MarkProved() | replication.MarkUnproved():
                     self._proof_ended(effect)
                 case replication.Released():
-                    self._give_up(effect.reason)
+                    self._stop_serving(effect.reason)
                     self._out.append(effect)
                 case replication.WriteMetadata():
                     self._written_ms = self._now_ms
@@ -492,12 +492,12 @@ class Partition:
 
     def _lose(self, reason: str) -> None:
         """Release the partition: committed transactions are missing from the log (rule 5)."""
-        self._give_up(reason)
+        self._stop_serving(reason)
         self._drive(replication.ReleaseOwnership())
         self._out.append(Report("data_loss", (("reason", reason),)))
         self._out.append(replication.Released(f"data loss: {reason}"))
 
-    def _give_up(self, reason: str) -> None:
+    def _stop_serving(self, reason: str) -> None:
         """Answer everything that waits: the partition is not served here any more."""
         self._is_owned = self._is_open = False
         self._opening = None

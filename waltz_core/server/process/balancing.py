@@ -74,11 +74,11 @@ class Balancing:
         while True:
             await asyncio.sleep(self._pace.interval_ms / 1000)
             try:
-                await self._look()
+                await self._check()
             except WaltzError as error:
                 _log.info("balance.check_failed reason=%s", error)  # rule 2
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         loads = self._meter.take(self._costs(), loop_clock_ms())
         if self._is_fit():
             await self._coordinator.loads.publish(self._server_id, loads)

@@ -67,7 +67,7 @@ class Neighbours:
     ) -> None:
         self._server_id = server_id
         self._tasks = tasks
-        self._take_out = remove_dead
+        self._remove_dead = remove_dead
         self._ssl = ssl
         self._watches: dict[tuple[ServerId, str], _Watch] = {}
         self._seen = _Seen()
@@ -85,7 +85,9 @@ class Neighbours:
             if key in self._watches:
                 self._watches[key].descriptor = descriptor  # rule 4
                 continue
-            watch = self._watches[key] = _Watch(descriptor, self._take_out, self._ssl, self._seen)
+            watch = self._watches[key] = _Watch(
+                descriptor, self._remove_dead, self._ssl, self._seen
+            )
             self._tasks.create_task(watch.run())
         self._seen.reachability.keep({server_id for server_id, _ in others})
 
@@ -141,7 +143,7 @@ class _Watch:
     ) -> None:
         self.descriptor = descriptor
         self._seen = seen
-        self._take_out = remove_dead
+        self._remove_dead = remove_dead
         self._ssl = ssl
         self._stopped = asyncio.Event()
         self._link: net.Link | None = None
@@ -172,7 +174,7 @@ class _Watch:
                     pause_s = min(2 * pause_s, RETRY_PAUSE_S)  # rule 5
                     continue
                 # If it is alive after all, it must be reached again before the next judgement.
-                refusals, was_connected = 0, not await self._is_taken_out()
+                refusals, was_connected = 0, not await self._is_removed()
                 await self._pause(RETRY_PAUSE_S)
             else:
                 self._note(None)
@@ -191,10 +193,10 @@ class _Watch:
         if not self._stopped.is_set():
             self._seen.dialled(self.descriptor.server_id, error)
 
-    async def _is_taken_out(self) -> bool:
+    async def _is_removed(self) -> bool:
         dead = self.descriptor
         try:
-            await self._take_out(dead)
+            await self._remove_dead(dead)
         except WaltzError as error:
             _log.warning("neighbours.removal_failed server=%s error=%s", dead.server_id, error)
             return False

@@ -153,7 +153,7 @@ class Server:
         self._tasks = asyncio.TaskGroup()
         self._clients = Clients(self, _flow_limits(config), self._tasks, self.metrics)
         self._neighbours = Neighbours(
-            server_id, self._tasks, coordinator.take_out_server, ssl=self._ssl
+            server_id, self._tasks, coordinator.remove_dead_server, ssl=self._ssl
         )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._descriptor = ServerDescriptor(server_id, "", 0)

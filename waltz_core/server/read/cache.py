@@ -98,7 +98,7 @@ class CacheBudget:
         self._used_bytes += cost_bytes
         return self._serial
 
-    def give_back(self, receipt: int, cost_bytes: int) -> None:
+    def release(self, receipt: int, cost_bytes: int) -> None:
         """Return the bytes of a batch that was dropped."""
         del self._holders[receipt]
         self._used_bytes -= cost_bytes
@@ -140,7 +140,7 @@ class TransactionCache:
         """Drop the oldest batch; the budget calls this to make room."""
         first, (receipt, batch) = self._batches.popitem(last=False)
         assert self._firsts[self._head] == first
-        self.budget.give_back(receipt, batch.cost_bytes)
+        self.budget.release(receipt, batch.cost_bytes)
         self._head += 1
         if self._head * 2 > len(self._firsts):
             del self._firsts[: self._head]
@@ -152,14 +152,14 @@ class TransactionCache:
         while newest is not None and newest > mark:
             first, (receipt, batch) = self._batches.popitem()
             assert self._firsts[-1] == first
-            self.budget.give_back(receipt, batch.cost_bytes)
+            self.budget.release(receipt, batch.cost_bytes)
             self._firsts.pop()
             newest = self.last
 
     def clear(self) -> None:
         """Drop everything."""
         for receipt, batch in self._batches.values():
-            self.budget.give_back(receipt, batch.cost_bytes)
+            self.budget.release(receipt, batch.cost_bytes)
         self._batches.clear()
         self._firsts.clear()
         self._head = 0

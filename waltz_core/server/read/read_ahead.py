@@ -94,4 +94,4 @@ class ReadAhead:
 
     def _drop(self, first: TransactionId) -> None:
         stretch = self._stretches.pop(first)
-        self._budget.give_back(stretch.receipt, stretch.cost_bytes)
+        self._budget.release(stretch.receipt, stretch.cost_bytes)

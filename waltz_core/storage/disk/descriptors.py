@@ -37,7 +37,7 @@ class Descriptors:
 
     def open(self, path: Path, flags: int) -> int:
         """Open one more, which is in use."""
-        self._make_room(1)
+        self._close_idle(1)
         fd = os.open(path, flags, 0o644)
         self._count += 1
         return fd
@@ -50,7 +50,7 @@ class Descriptors:
         """Let a file be closed when another needs its place, unless it must stay open."""
         if not is_kept:
             self._idle[file] = None
-        self._make_room(0)
+        self._close_idle(0)
 
     def close(self, file: DescriptorHolder, fd: int) -> None:
         """Close a file's descriptor."""
@@ -62,7 +62,7 @@ class Descriptors:
     def reserve_one(self) -> Iterator[None]:
         """Leave room for one descriptor outside this count; takes the lock itself."""
         with self.lock:
-            self._make_room(1)
+            self._close_idle(1)
             self._count += 1
         try:
             yield
@@ -70,7 +70,7 @@ class Descriptors:
             with self.lock:
                 self._count -= 1
 
-    def _make_room(self, wanted: int) -> None:
+    def _close_idle(self, wanted: int) -> None:
         while self._count + wanted > self._count_max and self._idle:
             with suppress(OSError):  # everything written is synced, so nothing can be lost
                 next(iter(self._idle)).release()

@@ -19,7 +19,7 @@ Rules:
     7. `will_read` is a hint: the system fetches the named bytes from the disk, many at a time,
        while others are still being named. Nothing depends on it.
     8. No part of an unreadable block can be written either: the system would have to read the rest.
-       `give_up_lost` is the only call that discards the rest of such a block; `write_over` calls it
+       `discard_lost` is the only call that discards the rest of such a block; `write_over` calls it
        when a write has failed for this reason.
     9. Of the synced bytes of a real file, the page cache keeps the newest part (`page_cache.py`).
    10. An error that is only on the disk is invisible while the system has the right bytes in its
@@ -44,7 +44,7 @@ from waltz_core.storage.disk.page_cache import KEPT_BYTES, Tail, blocks_begun
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
 _VECTOR_MAX: Final = 512  # POSIX promises 16, Linux has 1024
-# Unit of `give_up_lost`: the block of nearly all file systems. Larger blocks are not punched.
+# Unit of `discard_lost`: the block of nearly all file systems. Larger blocks are not punched.
 _BLOCK_BYTES: Final = 4096
 _PUNCH_HOLE: Final = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 # Errors of a disk, or of a file system with checksums, for bytes that it has lost.
@@ -69,7 +69,7 @@ class File(Protocol):
     def drop_cached(self, offset: int, size: int) -> None:
         """Drop synced bytes from the page cache, in whole blocks (rule 10)."""
 
-    def give_up_lost(self, offset: int, size: int) -> bool:
+    def discard_lost(self, offset: int, size: int) -> bool:
         """Replace unreadable blocks at the ends of a range by zeros (rule 8).
 
         Return whether there are any.
@@ -183,7 +183,7 @@ def write_over(file: File, data: Buffer, offset: int) -> None:
     try:
         file.pwrite([data], offset)
     except DiskFailed:
-        if not file.give_up_lost(offset, len(data)):
+        if not file.discard_lost(offset, len(data)):
             raise
         file.pwrite([data], offset)
 
@@ -319,11 +319,11 @@ class RealFile:
             return
         fd = self._use()
         try:
-            _give_back(fd, start, size)
+            _drop_cached(fd, start, size)
         finally:
             self._leave()
 
-    def give_up_lost(self, offset: int, size: int) -> bool:
+    def discard_lost(self, offset: int, size: int) -> bool:
         """Punch out unreadable blocks at the ends of a range; leave others alone.
 
         A file system that cannot do that leaves them, and the next write fails.
@@ -347,7 +347,7 @@ class RealFile:
             self._is_unsynced = False
             old = self._tail.take_old()
             if old is not None:
-                _give_back(fd, *old)
+                _drop_cached(fd, *old)
         except OSError as error:
             raise _typed(error, "syncing", self._path, may_be_full=False) from error
         finally:
@@ -486,7 +486,7 @@ def _punch(fd: int, offset: int) -> None:
         call(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(_BLOCK_BYTES))
 
 
-def _give_back(fd: int, start: int, size: int) -> None:
+def _drop_cached(fd: int, start: int, size: int) -> None:
     """Drop synced pages from the page cache; a file system without support keeps them."""
     with suppress(OSError):
         os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)

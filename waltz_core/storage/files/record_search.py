@@ -165,7 +165,7 @@ class HoleSearch:
         self._starts: I64 | None = None  # of the IDs from `_from` on
         self._from = first
 
-    def behind(
+    def record_after(
         self, hole: TransactionId, offset: int, size: int
     ) -> tuple[TransactionId, int] | None:
         """Return the first record after the hole that begins with an ID at an offset.
@@ -242,13 +242,13 @@ def _leads_to(file: SearchedFile, begin: FoundRecord, end: FoundRecord, size: in
     return (first + starts.size, offset) == (stop_id, end.offset)
 
 
-def _candidates(data: bytes, after: int, room: int) -> Iterator[int]:
+def _candidates(data: bytes, after: int, space: int) -> Iterator[int]:
     """Return the offsets where a record's ID and length look possible, in order.
 
     The arrays for this are many times as large as the bytes, so the search goes in steps.
     """
     # Each ID takes at least 40 bytes, so none can be far above the expected one.
-    id_max = after + room // RECORD_OVERHEAD_BYTES + 1_000_000
+    id_max = after + space // RECORD_OVERHEAD_BYTES + 1_000_000
     count = len(data) - RECORD_PREFIX.size + 1
     for start in range(0, count, _STEP_BYTES):
         size = min(_STEP_BYTES, count - start)
@@ -259,5 +259,5 @@ def _candidates(data: bytes, after: int, room: int) -> Iterator[int]:
         (places,) = ((ids > after) & (ids <= id_max)).nonzero()
         lengths = stated[places].astype(np.int64)
         places += start
-        fits = (lengths >= 0) & (lengths + RECORD_OVERHEAD_BYTES + places <= room)
+        fits = (lengths >= 0) & (lengths + RECORD_OVERHEAD_BYTES + places <= space)
         yield from places[fits].tolist()

@@ -170,7 +170,7 @@ class Segment:
         try:
             found = file.pread(SEGMENT_HEADER_BYTES, 0)
         except ReadFailed:
-            file.give_up_lost(0, SEGMENT_HEADER_BYTES)
+            file.discard_lost(0, SEGMENT_HEADER_BYTES)
             found = file.pread(SEGMENT_HEADER_BYTES, 0)
         if len(found) == SEGMENT_HEADER_BYTES and not any(found):
             file.pwrite([self._header.encode()], 0)
@@ -467,7 +467,7 @@ class Segment:
             next_id = TransactionId(next_id + int(starts.size))
             if next_id > must_reach:
                 break  # what follows is torn, whatever it looks like: none of it was synced
-            found = search.behind(next_id, offset, file_size)
+            found = search.record_after(next_id, offset, file_size)
             if found is not None:
                 hole = IdRange(next_id, TransactionId(found[0] - 1))
                 damaged.append(self._hole(hole, offset, found[1]))

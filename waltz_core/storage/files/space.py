@@ -37,7 +37,7 @@ def append_bytes(record_bytes: int, record_count: int, batch_count: int) -> int:
     return record_bytes + OFFSET_BYTES * record_count + LINEAGE_ENTRY_BYTES * batch_count
 
 
-class Room:
+class DiskSpace:
     """The room of one storage directory. Calls block, and may come from any thread."""
 
     def __init__(self, disk: Disk, directory: Path, reserve_bytes: int) -> None:
@@ -79,7 +79,7 @@ class Room:
                 f"and the reserve, found {free} free"
             )
 
-    def lacked(self, size: int) -> None:
+    def ran_short(self, size: int) -> None:
         """Note that an append found no room although `check` allowed it (rule 4)."""
         with self._lock:
             self.is_short, self._wanted_bytes, self._spare_bytes = True, size, 0
@@ -123,7 +123,7 @@ class Room:
             finally:
                 file.close()
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Query the disk for room again, and fill the reserve if there is enough."""
         with self._lock, suppress(DiskFailed, NoSpace):
             if not self._is_reserved and self.free_bytes() >= self._reserve_bytes:

@@ -116,15 +116,15 @@ class LogFiles:
         end = Marker(self.last, self.chain)
         while lengths.size:
             current = self.segments.current
-            room = self._settings.segment_bytes_max - current.size_bytes
-            if room < 0:
+            space = self._settings.segment_bytes_max - current.size_bytes
+            if space < 0:
                 entries, end = self._roll(entries, end)
                 continue
             part, size = lengths, len(records)
-            if size > room:
+            if size > space:
                 # The first record that ends beyond the room is the last one here.
                 ends = lengths.cumsum()
-                part = lengths[: int(ends.searchsorted(room, side="right")) + 1]
+                part = lengths[: int(ends.searchsorted(space, side="right")) + 1]
                 size = int(ends[part.size - 1])
             current.append(part, records[:size])
             lengths, records = lengths[part.size :], records[size:]

@@ -1,11 +1,11 @@
-"""The administration port: accepts connections and carries out errands.
+"""The administration port: accepts connections and carries out tasks.
 
 It carries out the effects of `admin.py`, separate from the path of transactions: it delays no
 append and no read, except where a partition is taken out of service on purpose.
 
 Rules:
-    1. Every errand has one outcome; only bugs raise, and end the process.
-    2. A served partition is read through the service, in turn with its other work; any other errand
+    1. Every task has one outcome; only bugs raise, and end the process.
+    2. A served partition is read through the service, in turn with its other work; any other task
        takes it out of service first (`serving.py`, rule 3).
 """
 
@@ -24,18 +24,18 @@ from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION, PartitionId
 from waltz_core.storage.log.scrub import ScrubState
 from waltz_core.storage.process.serving import InThread, Serving
-from waltz_core.storage.service import errands, service, upkeep
+from waltz_core.storage.service import admin_tasks, service, upkeep
 from waltz_core.storage.service.admin import (
     AdminAnswer,
     AdminRequest,
     AdminService,
+    AdminTaskDone,
     Effect,
-    ErrandOutcome,
     Event,
-    RunErrand,
+    RunAdminTask,
 )
+from waltz_core.storage.service.admin_tasks import AdminTask
 from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.service.errands import Errand
 from waltz_core.storage.service.service import ADMINISTRATION, StorageIdentity
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
 from waltz_core.transport import net
@@ -116,7 +116,7 @@ class AdminPort:
         match effect:
             case AdminAnswer():
                 self._send(effect)
-            case RunErrand():
+            case RunAdminTask():
                 self._tasks.create_task(self._run(effect))
             case Report():
                 pass  # the driver handles them
@@ -137,64 +137,66 @@ class AdminPort:
                 sequence = effect.message.sequence
                 link.send(AdminRejected(sequence, errors.TooLarge.code, str(error)))
 
-    # ---- errands (rule 1)
+    # ---- tasks (rule 1)
 
-    async def _run(self, effect: RunErrand) -> None:
+    async def _run(self, effect: RunAdminTask) -> None:
         value: object
         try:
-            value = await self._carry_out(effect.errand)
+            value = await self._carry_out(effect.task)
         except errors.WaltzError as error:
             value = error
-        self._driver.post(ErrandOutcome(effect.ticket, value))
+        self._driver.post(AdminTaskDone(effect.ticket, value))
 
-    async def _carry_out(self, errand: Errand) -> object:
-        match errand:
-            case errands.FindHeld() | errands.FindRoom() | errands.InspectReplica():
-                return await self._look(errand)
-            case errands.FindZooKeeperView():
-                return await self._serving.zookeeper_view(errand.partition_id)
-            case errands.ReadRange():
-                return await self._read(errand)
-            case errands.ScrubStatus():
-                return self._scrub(errand)
+    async def _carry_out(self, task: AdminTask) -> object:
+        match task:
+            case (
+                admin_tasks.FindHeld() | admin_tasks.FindDiskStatus() | admin_tasks.InspectReplica()
+            ):
+                return await self._read_local(task)
+            case admin_tasks.FindZooKeeperView():
+                return await self._serving.zookeeper_view(task.partition_id)
+            case admin_tasks.ReadRange():
+                return await self._read(task)
+            case admin_tasks.ScrubStatus():
+                return self._scrub(task)
             case _:
-                call = partial(upkeep.carry_out, self._engine, errand)
-                return await self._serving.alone(upkeep.partition_of(errand), call)
+                call = partial(upkeep.carry_out, self._engine, task)
+                return await self._serving.run_exclusively(upkeep.partition_of(task), call)
 
-    async def _look(
-        self, errand: errands.FindHeld | errands.FindRoom | errands.InspectReplica
+    async def _read_local(
+        self, task: admin_tasks.FindHeld | admin_tasks.FindDiskStatus | admin_tasks.InspectReplica
     ) -> object:
-        if isinstance(errand, errands.FindHeld):
+        if isinstance(task, admin_tasks.FindHeld):
             return upkeep.held_by(self._engine)
-        if isinstance(errand, errands.FindRoom):
+        if isinstance(task, admin_tasks.FindDiskStatus):
             clock_ms = time.time_ns() // 1_000_000
-            return await self._in_thread(partial(upkeep.room_of, self._engine, clock_ms))
-        is_served = errand.partition_id in self._serving.logs
-        return upkeep.facts_of(self._engine, errand.partition_id, is_served=is_served)
+            return await self._in_thread(partial(upkeep.disk_status_of, self._engine, clock_ms))
+        is_served = task.partition_id in self._serving.logs
+        return upkeep.facts_of(self._engine, task.partition_id, is_served=is_served)
 
-    def _scrub(self, errand: errands.ScrubStatus) -> ScrubState | None:
-        if errand.begins:
-            self._post(service.ScrubNow(errand.partition_id))
-        found = (one for one in self._scrub_states() if one.partition_id == errand.partition_id)
+    def _scrub(self, task: admin_tasks.ScrubStatus) -> ScrubState | None:
+        if task.begins:
+            self._post(service.ScrubNow(task.partition_id))
+        found = (one for one in self._scrub_states() if one.partition_id == task.partition_id)
         return next(found, None)
 
     # ---- reading (rule 2)
 
-    async def _read(self, errand: errands.ReadRange) -> StorageMessage:
+    async def _read(self, task: admin_tasks.ReadRange) -> StorageMessage:
         """Read a served partition through the service, another one directly."""
         number = next(self._numbers)
         request = RangeRaw(
             NO_SESSION,
             number,
-            errand.partition_id,
-            errand.first,
-            errand.last,
-            errand.bytes_max,
+            task.partition_id,
+            task.first,
+            task.last,
+            task.bytes_max,
             RangeForm.WHOLE,
-            errand.whole_batches,
+            task.whole_batches,
             reader=False,
         )
-        if errand.partition_id not in self._serving.logs:
+        if task.partition_id not in self._serving.logs:
             return await self._read_unserved(LaneRequest(ADMINISTRATION, request))
         answer = self._reads[number] = asyncio.get_running_loop().create_future()
         try:
@@ -213,7 +215,7 @@ class AdminPort:
                 raise outcome
             return outcome
 
-        return await self._serving.alone(partition_id, read, ends_session=False)
+        return await self._serving.run_exclusively(partition_id, read, ends_session=False)
 
     def answered(self, message: StorageMessage) -> None:
         """Take the service's answer to a read."""

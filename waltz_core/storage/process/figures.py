@@ -14,7 +14,7 @@ from waltz_core.errors import DiskFailed
 from waltz_core.machine import Report
 from waltz_core.records.record import PartitionId
 from waltz_core.storage.files.id_ranges import count_of
-from waltz_core.storage.files.room import Room
+from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.service import StorageService
 from waltz_core.storage.service.work import Work, WorkResult
@@ -32,7 +32,7 @@ class StorageFigures:
     def show(
         self,
         machine: StorageService,
-        room: Room,
+        space: DiskSpace,
         *,
         links_count: Callable[[], int],
         logs: Mapping[PartitionId, PartitionLog],
@@ -41,9 +41,9 @@ class StorageFigures:
         ask = self._metrics.ask
         ask("waltz_storage_connections", links_count)
         ask("waltz_storage_queued_bytes", lambda: machine.queued_bytes)
-        ask("waltz_storage_free_bytes", lambda: _free_bytes(room))
-        ask("waltz_storage_full_disks", lambda: room.is_short)
-        ask("waltz_storage_reserve_bytes", lambda: room.reserved_bytes)
+        ask("waltz_storage_free_bytes", lambda: _free_bytes(space))
+        ask("waltz_storage_full_disks", lambda: space.is_short)
+        ask("waltz_storage_reserve_bytes", lambda: space.reserved_bytes)
         ask(
             "waltz_storage_suspect_replicas",
             lambda: sum(log.suspect for log in list(logs.values())),
@@ -97,9 +97,9 @@ class StorageFigures:
             self._metrics.add("waltz_storage_scrub_passes_total", partition=partition)
 
 
-def _free_bytes(room: Room) -> float:
+def _free_bytes(space: DiskSpace) -> float:
     """Return the free bytes; NaN if the query fails, so that other metrics are still shown."""
     try:
-        return room.free_bytes()
+        return space.free_bytes()
     except DiskFailed:
         return nan

@@ -36,8 +36,8 @@ from waltz_core.machine import Report
 from waltz_core.records.record import NO_SESSION, PartitionId, ReplicaId
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import service
+from waltz_core.storage.service.admin_tasks import ZooKeeperView
 from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.service.errands import ZooKeeperView
 from waltz_core.storage.service.writers import Helpers
 
 _log = logging.getLogger(__name__)
@@ -128,14 +128,14 @@ class Serving:
             _log.warning("storage.not_assigned address=%s", self.address)
         count_max = self._engine.partition_count
         self._assigned = tuple(sorted(each for each in mine or () if 0 <= each < count_max))
-        self.look_again()
+        self.recheck()
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Trigger a new comparison of served and wanted partitions."""
         self._changed.set()
 
-    async def follow(self, on_looked: Callable[[], None]) -> None:
-        """Open and drop partitions as wanted; call `on_looked` after each round."""
+    async def follow(self, on_checked: Callable[[], None]) -> None:
+        """Open and drop partitions as wanted; call `on_checked` after each round."""
         again_s = OPEN_AGAIN_S_MIN
         await self._changed.wait()  # the assignment is unknown before
         async with asyncio.TaskGroup() as drops:
@@ -154,9 +154,9 @@ class Serving:
                     each for each in (*self._assigned, *leaving) if self._is_wanted(each, leaving)
                 }
                 for partition_id in self._free(self.logs.keys() - wanted):
-                    drops.create_task(self._drop_alone(partition_id))
-                await self._open_alone(self._free(wanted - self.logs.keys()), leaving)
-                on_looked()
+                    drops.create_task(self._drop_exclusively(partition_id))
+                await self._open_exclusively(self._free(wanted - self.logs.keys()), leaving)
+                on_checked()
 
     def _is_wanted(self, partition_id: PartitionId, leaving: Collection[PartitionId]) -> bool:
         """Return whether a partition should be open; an administrator may have changed that."""
@@ -167,16 +167,16 @@ class Serving:
         return is_kept or partition_id in self._assigned
 
     def _free(self, partition_ids: Collection[PartitionId]) -> list[PartitionId]:
-        """Return those that are not locked; a lock holder triggers `look_again` afterwards."""
+        """Return those that are not locked; a lock holder triggers `recheck` afterwards."""
         return sorted(each for each in partition_ids if not self._alone[each].locked())
 
-    async def _drop_alone(self, partition_id: PartitionId) -> None:
+    async def _drop_exclusively(self, partition_id: PartitionId) -> None:
         async with self._alone[partition_id]:
             if partition_id in self.logs:
                 await self._drop(partition_id)
-        self.look_again()
+        self.recheck()
 
-    async def _open_alone(
+    async def _open_exclusively(
         self, partition_ids: Sequence[PartitionId], leaving: Collection[PartitionId]
     ) -> None:
         async with AsyncExitStack() as stack:
@@ -192,7 +192,7 @@ class Serving:
 
     def _wait_s(self, again_s: float) -> float | None:
         stored_here = [each for each in self._engine.assigned() if self._engine.is_available(each)]
-        return look_again_s(
+        return recheck_interval_s(
             again_s, served=self.logs, wanted=self._wanted(), stored_here=stored_here
         )
 
@@ -222,7 +222,7 @@ class Serving:
             try:
                 # The reserve has room for this.
                 assign = partial(self._engine.assign, partition_id)
-                found[partition_id] = self._engine.room.with_reserve(assign)
+                found[partition_id] = self._engine.space.with_reserve(assign)
             except errors.WaltzError as error:
                 found[partition_id] = error
 
@@ -262,14 +262,14 @@ class Serving:
         """Note that a dropped partition has no running work."""
         self._dropping[partition_id].set()
 
-    def give_up(self, partition_id: PartitionId, why: errors.WaltzError) -> None:
+    def stop_serving(self, partition_id: PartitionId, why: errors.WaltzError) -> None:
         """Drop a partition whose files were deleted or replaced (rule 5)."""
-        self._engine.give_up(partition_id, why)
-        self.look_again()
+        self._engine.stop_serving(partition_id, why)
+        self.recheck()
 
     # ---- administration (rules 2 and 3)
 
-    async def alone(
+    async def run_exclusively(
         self, partition_id: PartitionId, call: Callable[[], ResultT], *, ends_session: bool = True
     ) -> ResultT:
         """Call on a thread with exclusive use of a partition; serve it again afterwards.
@@ -288,7 +288,7 @@ class Serving:
                 return await self._in_thread(call)
             finally:
                 if ends_session:
-                    self.look_again()
+                    self.recheck()
 
     async def pause_changes(self) -> None:
         """Stop opening, dropping and changing partitions; wait for running operations."""
@@ -326,7 +326,7 @@ class Serving:
         )
 
 
-def look_again_s(
+def recheck_interval_s(
     again_s: float,
     *,
     served: Collection[PartitionId],

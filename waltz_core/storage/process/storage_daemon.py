@@ -48,8 +48,8 @@ from waltz_core.storage.process.admin_port import AdminPort
 from waltz_core.storage.process.figures import StorageFigures
 from waltz_core.storage.process.serving import Serving, concurrently
 from waltz_core.storage.service import service, service_effects, upkeep
+from waltz_core.storage.service.admin_tasks import DiskStatus
 from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.service.errands import DiskRoom
 from waltz_core.storage.service.service import Event, StorageIdentity, StorageService
 from waltz_core.storage.service.service_effects import Effect
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
@@ -68,7 +68,7 @@ CLOSE_S_MAX: Final = 10.0
 # A thousand logs take three syncs each.
 CLOSE_LOGS_S_MAX: Final = 300.0
 PLACES_S: Final = 60.0
-ROOM_S_MAX: Final = 2.0
+DISK_STATUS_S_MAX: Final = 2.0
 # Limit of unsent answers of one connection; beyond it the connection is closed.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 # Reports that are logged as WARNING or INFO; others are counted, and logged as DEBUG.
@@ -82,7 +82,7 @@ _LEVELS: Final = {
     "damage_found": logging.WARNING,
     "scrub_skipped": logging.WARNING,
     "damage_repaired": logging.INFO,
-    "disk_has_room": logging.INFO,
+    "disk_has_space": logging.INFO,
     "replica_repaired": logging.INFO,
     "scrub_finished": logging.INFO,
 }
@@ -158,7 +158,7 @@ class StorageDaemon:
         self._numbers = count(1)
         self._is_assigned = asyncio.Event()
         self._early: list[Link] = []
-        self._room_look: asyncio.Future[DiskRoom] | None = None
+        self._status_query: asyncio.Future[DiskStatus] | None = None
         self._works_count = 0
         self._is_left = False  # work was running at the end, and may still be
         self._is_idle = asyncio.Event()
@@ -232,7 +232,7 @@ class StorageDaemon:
         self._engine, self._machine = engine, machine
         serving = self._serving = self._make_serving(engine)
         links = self._links
-        self._figures.show(machine, engine.room, links_count=lambda: len(links), logs=serving.logs)
+        self._figures.show(machine, engine.space, links_count=lambda: len(links), logs=serving.logs)
         self._driver = Driver(
             machine, self._perform, on_report=self._report, on_failure=self._failed, name="storage"
         )
@@ -263,11 +263,11 @@ class StorageDaemon:
                         config.listen_host, config.admin_port, self._ssl
                     )
                     stack.push_async_callback(admin.close)
-                    tasks.create_task(serving.follow(self._looked))
+                    tasks.create_task(serving.follow(self._checked_assignment))
                     tasks.create_task(self._keep_places(machine))
                     tasks.create_task(self._offer_segments())
                     if self._coordinator is None:
-                        serving.look_again()
+                        serving.recheck()
                     else:
                         follow = self._follow_assignment(self._coordinator, engine, serving, tasks)
                         tasks.create_task(follow)
@@ -295,7 +295,7 @@ class StorageDaemon:
         return StorageService(
             identity,
             queue_bytes_max=config.queue_bytes_max,
-            room=engine.room,
+            space=engine.space,
             scrub=scrub,
         )
 
@@ -443,7 +443,7 @@ class StorageDaemon:
     # ---------------------------------------------------------------------------------------------
     # connections
 
-    def _looked(self) -> None:
+    def _checked_assignment(self) -> None:
         """The right partitions are served: accept the waiting connections (rule 4)."""
         self._is_assigned.set()
         early, self._early = self._early, []
@@ -495,9 +495,9 @@ class StorageDaemon:
                 self._serving.idle(effect.log.partition_id)
             case service_effects.DropPartition():
                 assert self._serving is not None
-                self._serving.give_up(effect.log.partition_id, effect.why)
-            case service_effects.LookForRoom():
-                self._pool.submit(effect.room.look_again).add_done_callback(self._hop_with_room)
+                self._serving.stop_serving(effect.log.partition_id, effect.why)
+            case service_effects.CheckSpace():
+                self._pool.submit(effect.space.recheck).add_done_callback(self._to_loop_checked)
             case service_effects.EndProcess():
                 self._failed(errors.DiskFailed(effect.reason))
             case Report():
@@ -542,20 +542,20 @@ class StorageDaemon:
         self._is_idle.clear()
         self._writers.run(work)
 
-    def _hop_with_room(self, future: "Future[None]") -> None:
+    def _to_loop_checked(self, future: "Future[None]") -> None:
         """Return to the loop's thread; this runs on the pool's."""
         try:
-            self._loop.call_soon_threadsafe(self._looked_for_room, future)
+            self._loop.call_soon_threadsafe(self._space_checked, future)
         except RuntimeError:
             if not self._loop.is_closed():  # Otherwise the process is ending.
                 raise
 
-    def _looked_for_room(self, future: "Future[None]") -> None:
+    def _space_checked(self, future: "Future[None]") -> None:
         error = future.exception()
         if error is not None:
             self._failed(error)
         else:
-            self._post(service.LookedForRoom())
+            self._post(service.SpaceChecked())
 
     def _work_done(self, work: Work, outcome: WriteOutcome) -> None:
         self._works_count -= 1
@@ -579,7 +579,7 @@ class StorageDaemon:
         serving = self._serving
         assert serving is not None
         suspect = [each for each, log in serving.logs.items() if log.suspect]
-        room = await self._room()
+        disk_status = await self._disk_status()
         coordinator = self._coordinator
         zookeeper = coordinator is None or coordinator.is_in_contact
         details = {
@@ -590,27 +590,29 @@ class StorageDaemon:
             "offline": sorted(serving.offline),
             "suspect": sorted(suspect),
             "damaged": sorted(each for each, log in serving.logs.items() if log.damaged),
-            "is_full": room.is_full,
-            "disk_error": room.disk_error,
+            "is_full": disk_status.is_full,
+            "disk_error": disk_status.disk_error,
             "zookeeper": zookeeper,
             "zookeeper_session": coordinator and coordinator.session_state.name,
         }
-        is_healthy = not (self._failure.done() or details["not_served"] or suspect or room.is_full)
-        is_healthy = is_healthy and room.disk_error is None
+        is_healthy = not (
+            self._failure.done() or details["not_served"] or suspect or disk_status.is_full
+        )
+        is_healthy = is_healthy and disk_status.disk_error is None
         return Health(is_healthy, details)
 
-    async def _room(self) -> DiskRoom:
+    async def _disk_status(self) -> DiskStatus:
         """Query the disk for its room; one that hangs must not stop the event loop."""
         assert self._engine is not None
-        if self._room_look is None or self._room_look.done():
-            look = partial(upkeep.room_of, self._engine, loop_clock_ms())
-            self._room_look = self._loop.run_in_executor(self._pool, look)
-        done, _ = await asyncio.wait((self._room_look,), timeout=ROOM_S_MAX)
+        if self._status_query is None or self._status_query.done():
+            look = partial(upkeep.disk_status_of, self._engine, loop_clock_ms())
+            self._status_query = self._loop.run_in_executor(self._pool, look)
+        done, _ = await asyncio.wait((self._status_query,), timeout=DISK_STATUS_S_MAX)
         if done:
-            return self._room_look.result()
-        room = self._engine.room
-        error = f"the disk has not answered for {ROOM_S_MAX:.0f} s"
-        return DiskRoom(None, room.reserved_bytes, room.is_short, loop_clock_ms(), error)
+            return self._status_query.result()
+        space = self._engine.space
+        error = f"the disk has not answered for {DISK_STATUS_S_MAX:.0f} s"
+        return DiskStatus(None, space.reserved_bytes, space.is_short, loop_clock_ms(), error)
 
     def scrub_now(self, partition_id: PartitionId | None = None) -> None:
         """Scrub a partition from its beginning, or all that are served (None).

@@ -2,6 +2,6 @@
 
 `service.py` answers requests; `lane.py` orders the work of one partition, `work.py` is one piece
 of it, and `writers.py` are the threads that do it. `engine.py` is the directory with all its
-partitions. `admin.py` answers administration, whose longer tasks are `errands.py`, carried out by
-`upkeep.py`.
+partitions. `admin.py` answers administration, whose longer tasks are `admin_tasks.py`, carried out
+by `upkeep.py`.
 """

@@ -1,11 +1,11 @@
-"""The administration of a storage as a machine: requests of A in, answers and errands out.
+"""The administration of a storage as a machine: requests of A in, answers and tasks out.
 
 It decides whether acknowledged data may be deleted. It has no sockets, threads or ZooKeeper, so
 that tests can cover every case. `admin_port.py` carries the decisions out, on disk through
 `engine.py` and `removal.py`.
 
-An errand is a query or a change that a request needs; each has one `ErrandOutcome`. A request is a
-generator that yields errands and returns its answer.
+A task is a query or a change that a request needs; each has one `AdminTaskDone`. A request is a
+generator that yields tasks and returns its answer.
 
 Rules:
     1. Changes are made one at a time, in the order of arrival, over all connections. Queries do not
@@ -42,13 +42,13 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication.quorum import quorum_size
 from waltz_core.storage.log.scrub import ScrubState
-from waltz_core.storage.service.errands import (
+from waltz_core.storage.service.admin_tasks import (
     NO_LOG,
+    AdminTask,
     Assign,
-    DiskRoom,
-    Errand,
+    DiskStatus,
+    FindDiskStatus,
     FindHeld,
-    FindRoom,
     FindZooKeeperView,
     HeldPartition,
     InspectReplica,
@@ -72,8 +72,8 @@ from waltz_core.wire.messages import ENTRIES_MAX, RangeBytes
 
 # Requests that wait for their turn, over all connections; there is one operator, or a few.
 WAITING_MAX: Final = 256
-# The names of the gauges that show `DiskRoom`.
-ROOM_GAUGES: Final = (
+# The names of the gauges that show `DiskStatus`.
+DISK_GAUGES: Final = (
     "free-bytes",
     "reserved-bytes",
     "is-full",
@@ -97,14 +97,14 @@ class AdminRequest:
 
 
 @value(frozen=True, slots=True)
-class ErrandOutcome:
-    """The result of an errand, or its error."""
+class AdminTaskDone:
+    """The result of a task, or its error."""
 
     ticket: int
     value: object
 
 
-Event: TypeAlias = AdminRequest | ErrandOutcome | Wakeup
+Event: TypeAlias = AdminRequest | AdminTaskDone | Wakeup
 
 
 @value(frozen=True, slots=True)
@@ -116,16 +116,16 @@ class AdminAnswer:
 
 
 @value(frozen=True, slots=True)
-class RunErrand:
-    """Carry out an errand and return its outcome as an event."""
+class RunAdminTask:
+    """Carry out a task and return its outcome as an event."""
 
     ticket: int
-    errand: Errand
+    task: AdminTask
 
 
-Effect: TypeAlias = AdminAnswer | RunErrand | Report
+Effect: TypeAlias = AdminAnswer | RunAdminTask | Report
 
-Script: TypeAlias = Generator[Errand, object, AdminMessage]
+Script: TypeAlias = Generator[AdminTask, object, AdminMessage]
 _CHANGES: Final = (
     wire.SetAvailable,
     wire.SetAssigned,
@@ -176,9 +176,9 @@ class AdminService:
         match event:
             case AdminRequest():
                 self._receive(event)
-            case ErrandOutcome():
+            case AdminTaskDone():
                 request, script = self._scripts.pop(event.ticket)
-                self._go_on(request, script, event.value)
+                self._continue(request, script, event.value)
             case Wakeup():
                 pass
             case _:
@@ -198,12 +198,12 @@ class AdminService:
             self._waiting.append(request)  # rule 1
 
     def _begin(self, request: AdminRequest) -> None:
-        self._go_on(request, self._script(request.message), None)
+        self._continue(request, self._script(request.message), None)
 
-    def _go_on(self, request: AdminRequest, script: Script, value: object) -> None:
-        """Continue a request to its next errand, or to its answer."""
+    def _continue(self, request: AdminRequest, script: Script, value: object) -> None:
+        """Continue a request to its next task, or to its answer."""
         try:
-            errand = script.throw(value) if isinstance(value, WaltzError) else script.send(value)
+            task = script.throw(value) if isinstance(value, WaltzError) else script.send(value)
         except StopIteration as end:
             self._effects.append(AdminAnswer(request.connection, end.value))
             if isinstance(request.message, _CHANGES):
@@ -213,7 +213,7 @@ class AdminService:
         else:
             self._tickets += 1
             self._scripts[self._tickets] = (request, script)
-            self._effects.append(RunErrand(self._tickets, errand))
+            self._effects.append(RunAdminTask(self._tickets, task))
             return
         if request is self._changing:
             self._changing = self._waiting.popleft() if self._waiting else None
@@ -257,14 +257,14 @@ class AdminService:
         return wire.Done(message.sequence)
 
     def _set_available(self, message: wire.SetAvailable) -> Script:
-        def one(partition_id: PartitionId) -> Generator[Errand, object, None]:
+        def one(partition_id: PartitionId) -> Generator[AdminTask, object, None]:
             yield SetAvailability(partition_id, message.is_available)
 
         yield from _for_each(message.partitions, one)
         return wire.Done(message.sequence)
 
     def _set_assigned(self, message: wire.SetAssigned) -> Script:
-        def one(partition_id: PartitionId) -> Generator[Errand, object, None]:
+        def one(partition_id: PartitionId) -> Generator[AdminTask, object, None]:
             if message.is_assigned:
                 yield Assign(partition_id)
             else:
@@ -302,7 +302,7 @@ class AdminService:
             if view.is_engaged:
                 raise BadRequest(
                     f"partition {partition_id}: expected a replica that the last session does not "
-                    f"count on, found it engaged {_counted_on(view)}. Hint: take it offline "
+                    f"count on, found it engaged {_is_engaged_error(view)}. Hint: take it offline "
                     "first (`storage availability`), so that the others continue without it, or "
                     "use --force."
                 )
@@ -325,17 +325,17 @@ class AdminService:
 
     def _answer_gauges(self, message: wire.MetricsRequest) -> Script:
         held = yield from _held()
-        room = yield FindRoom()
-        assert isinstance(room, DiskRoom)
-        return wire.MetricsResponse(message.sequence, gauges_json(held, room))
+        disk_status = yield FindDiskStatus()
+        assert isinstance(disk_status, DiskStatus)
+        return wire.MetricsResponse(message.sequence, gauges_json(held, disk_status))
 
     def _answer_marks(self, message: wire.SessionInfoRequest) -> Script:
-        info = (yield from _look_at(PartitionId(message.partition_id))).info
+        info = (yield from _inspect(PartitionId(message.partition_id))).info
         marks = (info.session_id, info.low_water_mark, info.local_low_water_mark)
         return wire.SessionInfoResponse(message.sequence, message.partition_id, *marks)
 
     def _answer_replica(self, message: wire.ReplicaRequest) -> Script:
-        facts = yield from _look_at(PartitionId(message.partition_id), must_be_held=False)
+        facts = yield from _inspect(PartitionId(message.partition_id), must_be_held=False)
         log = facts.log or NO_LOG
         return wire.ReplicaResponse(
             message.sequence,
@@ -355,7 +355,7 @@ class AdminService:
 
     def _scrub(self, message: wire.ScrubRequest) -> Script:
         partition_id = PartitionId(message.partition_id)
-        yield from _look_at(partition_id)
+        yield from _inspect(partition_id)
         state = yield ScrubStatus(partition_id, message.begins)
         if state is None:
             raise BadRequest(
@@ -415,7 +415,7 @@ class AdminService:
 
     def _take_copy(self, message: wire.Copy) -> Script:
         partition_id = PartitionId(message.partition_id)
-        facts = yield from _look_at(partition_id)
+        facts = yield from _inspect(partition_id)
         if facts.is_available:
             raise BadRequest(
                 f"partition {partition_id}: expected it to be offline while it receives a copy, "
@@ -431,8 +431,8 @@ class AdminService:
 
 
 def _for_each(
-    partitions: Sequence[int], one: Callable[[PartitionId], Generator[Errand, object, None]]
-) -> Generator[Errand, object, None]:
+    partitions: Sequence[int], one: Callable[[PartitionId], Generator[AdminTask, object, None]]
+) -> Generator[AdminTask, object, None]:
     """Do something for each partition (rule 4)."""
     done: list[int] = []
     for partition_id in dict.fromkeys(partitions):
@@ -447,9 +447,9 @@ def _for_each(
 
 def _removal(
     partition_id: PartitionId, *, deletes_files: bool, is_forced: bool
-) -> Generator[Errand, object, None]:
+) -> Generator[AdminTask, object, None]:
     """Remove a partition, if that is allowed (rule 2)."""
-    yield from _look_at(partition_id)
+    yield from _inspect(partition_id)
     view = yield from _zookeeper_view(partition_id)
     if view.is_assigned:
         raise BadRequest(
@@ -460,13 +460,13 @@ def _removal(
     if view.is_engaged and not is_forced:
         raise BadRequest(
             f"partition {partition_id}: expected a replica that no session counts on, found it "
-            f"engaged {_counted_on(view)}. Hint: its owner drops it as soon as it can; try "
+            f"engaged {_is_engaged_error(view)}. Hint: its owner drops it as soon as it can; try "
             "again, or use --force."
         )
     yield Unassign(partition_id, deletes_files)
 
 
-def _counted_on(view: ZooKeeperView) -> str:
+def _is_engaged_error(view: ZooKeeperView) -> str:
     """Describe the replicas of the last session, and how many are left without this one."""
     left, quorum = len(view.engaged) - 1, quorum_size(view.replica_count)
     names = ", ".join(view.engaged)
@@ -474,9 +474,9 @@ def _counted_on(view: ZooKeeperView) -> str:
     return f"in session {view.session_id} with {names} (without it {left} are left, {safe})"
 
 
-def _look_at(
+def _inspect(
     partition_id: PartitionId, *, must_be_held: bool = True
-) -> Generator[Errand, object, ReplicaStatus]:
+) -> Generator[AdminTask, object, ReplicaStatus]:
     facts = yield InspectReplica(partition_id)
     assert isinstance(facts, ReplicaStatus)
     if must_be_held and not facts.is_held:
@@ -484,27 +484,27 @@ def _look_at(
     return facts
 
 
-def _log_of(partition_id: PartitionId) -> Generator[Errand, object, LogFacts]:
-    facts = yield from _look_at(partition_id)
+def _log_of(partition_id: PartitionId) -> Generator[AdminTask, object, LogFacts]:
+    facts = yield from _inspect(partition_id)
     if facts.log is None:
         raise BadRequest(f"partition {partition_id} cannot be read: {facts.why_not}")
     return facts.log
 
 
-def _zookeeper_view(partition_id: PartitionId) -> Generator[Errand, object, ZooKeeperView]:
+def _zookeeper_view(partition_id: PartitionId) -> Generator[AdminTask, object, ZooKeeperView]:
     view = yield FindZooKeeperView(partition_id)
     assert isinstance(view, ZooKeeperView)
     return view
 
 
-def _held() -> Generator[Errand, object, tuple[HeldPartition, ...]]:
+def _held() -> Generator[AdminTask, object, tuple[HeldPartition, ...]]:
     held = yield FindHeld()
     assert isinstance(held, tuple)
     return held
 
 
-def _read(errand: ReadRange) -> Generator[Errand, object, RangeBytes]:
-    read = yield errand
+def _read(task: ReadRange) -> Generator[AdminTask, object, RangeBytes]:
+    read = yield task
     assert isinstance(read, RangeBytes)
     return read
 
@@ -526,7 +526,7 @@ def _records_of(read: RangeBytes) -> tuple[Record, ...]:
     return tuple(found)
 
 
-def gauges_json(held: Sequence[HeldPartition], room: DiskRoom) -> bytes:
+def gauges_json(held: Sequence[HeldPartition], disk_status: DiskStatus) -> bytes:
     """Return the gauges under the names of Waltz 0.13, for its tools.
 
     docs/design/wire-format.md 3.2 lists the names. Disk and clock are new; those tools ignore
@@ -537,7 +537,7 @@ def gauges_json(held: Sequence[HeldPartition], room: DiskRoom) -> bytes:
         f"{group}.waltz-storage-num-partitions": len(held),
         f"{group}.waltz-storage-partition-ids": [one.partition_id for one in held],
     }
-    facts = zip(ROOM_GAUGES, room, strict=True)
+    facts = zip(DISK_GAUGES, disk_status, strict=True)
     values |= {f"{group}.{name}": value for name, value in facts if value is not None}
     for one in held:
         own = f"{group}.partition-{one.partition_id}"

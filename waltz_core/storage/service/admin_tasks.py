@@ -1,4 +1,4 @@
-"""The errands of a storage's administration, and their results.
+"""The tasks of a storage's administration, and their results.
 
 The machine that decides (`admin.py`) and the shell that carries out (`admin_port.py`) share only
 these types.
@@ -20,7 +20,7 @@ from waltz_core.values import value
 from waltz_core.wire.admin_messages import Copy
 
 # ---------------------------------------------------------------------------------------------
-# Errands
+# Tasks
 
 
 @value(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class FindHeld:
 
 
 @value(frozen=True, slots=True)
-class FindRoom:
-    """Read the room on the disk and the clock: `DiskRoom`."""
+class FindDiskStatus:
+    """Read the room on the disk and the clock: `DiskStatus`."""
 
 
 @value(frozen=True, slots=True)
@@ -113,13 +113,13 @@ class PutCopy:
     batches: Copy
 
 
-Question: TypeAlias = (
-    FindHeld | FindRoom | InspectReplica | FindZooKeeperView | ReadRange | ScrubStatus
+AdminQuery: TypeAlias = (
+    FindHeld | FindDiskStatus | InspectReplica | FindZooKeeperView | ReadRange | ScrubStatus
 )
 ReplicaChange: TypeAlias = (
     Assign | Unassign | SetAvailability | MarkReplicaSuspect | Reseed | PutCopy
 )
-Errand: TypeAlias = Question | ReplicaChange
+AdminTask: TypeAlias = AdminQuery | ReplicaChange
 
 
 class HeldPartition(NamedTuple):
@@ -131,7 +131,7 @@ class HeldPartition(NamedTuple):
     is_available: bool
 
 
-class DiskRoom(NamedTuple):
+class DiskStatus(NamedTuple):
     """Free bytes of the disk, its size, the size of the reserve, and the clock.
 
     `is_full`: appends are rejected. `clock_ms` is in ms since the epoch. `disk_error` is the error

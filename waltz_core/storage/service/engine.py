@@ -9,7 +9,7 @@ Rules:
     2. The storage ID is made with the directory and never changes.
     3. A partition that cannot be opened does not prevent the others from being served; it is in
        `failed` with its error.
-    4. There is room for truncation, repair and slots when the disk is full (`room.py`).
+    4. There is room for truncation, repair and slots when the disk is full (`space.py`).
     5. Administration changes a partition only while the partition's log is closed; `assign` opens
        it again. A removal that was begun is finished before anything is opened.
     6. A greater sequence in the control file than the slot has means that Waltz 0.13 has written to
@@ -59,7 +59,7 @@ from waltz_core.storage.files.format import (
     of_file,
     segment_name,
 )
-from waltz_core.storage.files.room import Room, append_bytes
+from waltz_core.storage.files.space import DiskSpace, append_bytes
 from waltz_core.storage.log import removal
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
@@ -90,7 +90,7 @@ class Engine:
         reserve_bytes: int,
     ) -> None:
         self.directory = directory
-        self.room = Room(disk, directory, reserve_bytes)
+        self.space = DiskSpace(disk, directory, reserve_bytes)
         with of_file(directory / STORAGE_ID_NAME):
             self.storage_id = decode_storage_id(id_file.pread(STORAGE_ID_BYTES, 0))
         self.cluster_key = settings.cluster_key
@@ -141,7 +141,7 @@ class Engine:
             disk.sync_directory(directory)  # rule 7
             engine = cls(disk, directory, control, settings, id_file, reserve_bytes)
             engine._named |= {PartitionId(int(name)) for name in found if name.isdecimal()}
-            engine.room.fill()
+            engine.space.fill()
             engine._finish_removals()
             engine._open_assigned(for_each)
         except BaseException:
@@ -244,7 +244,7 @@ class Engine:
         with suppress(WaltzError):  # The error is in `failed`.
             self._open_log(partition_id)
 
-    def give_up(self, partition_id: PartitionId, why: WaltzError) -> None:
+    def stop_serving(self, partition_id: PartitionId, why: WaltzError) -> None:
         """Do not open a partition again; its files were deleted or replaced (rule 8)."""
         self._gone[partition_id] = self.logs.pop(partition_id)
         self.failed[partition_id] = why
@@ -364,7 +364,7 @@ class Engine:
         """Add whole batches of another replica to a log that is not served; return the last ID.
 
         Nothing is cut, and no mark is set: the evidence of the replica does not change. The reserve
-        is not used for this (`room.py`, rule 2).
+        is not used for this (`space.py`, rule 2).
 
         Raises:
             NoSpace: there is not enough room without the reserve; nothing of it was written.
@@ -372,7 +372,7 @@ class Engine:
             ChecksumMismatch: they are not what was sent.
         """
         assign = partial(self.assign, PartitionId(copy.partition_id))
-        log = self.room.with_reserve(assign)
+        log = self.space.with_reserve(assign)
         provisional = log.slot.provisional
         if provisional is not None and provisional.session_id == log.promised:
             raise BadRequest(  # An append would confirm a mark that may be wrong.
@@ -386,7 +386,7 @@ class Engine:
                 f"copy from {copy.first}: expected CRC {copy.records_crc:08x}, found {found:08x}"
             )
         size = append_bytes(len(copy.records), int(lengths.size), len(copy.lineage))
-        self.room.check(size)
+        self.space.check(size)
         try:
             log.append(
                 log.promised,
@@ -398,7 +398,7 @@ class Engine:
                 records_crc=found,
             )
         except NoSpace:
-            self.room.lacked(size)
+            self.space.ran_short(size)
             raise
         return log.sync()
 
@@ -415,7 +415,9 @@ class Engine:
         try:
             log.check_place()
         except MissingSegment as error:
-            self.give_up(partition_id, error)  # Rule 8: the next opening would use the new files.
+            self.stop_serving(
+                partition_id, error
+            )  # Rule 8: the next opening would use the new files.
             raise
         del self.logs[partition_id]
         log.close()

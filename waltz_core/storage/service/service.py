@@ -51,18 +51,18 @@ from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import NO_SESSION, PartitionId, SessionId, TransactionId
 from waltz_core.storage.files.format import Promise
 from waltz_core.storage.files.id_ranges import in_words
-from waltz_core.storage.files.room import Room
+from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.scrub import Scrub, ScrubPiece, ScrubState, earlier
 from waltz_core.storage.service.lane import SESSION_JUMP_MAX, Lane, queue_bytes
 from waltz_core.storage.service.service_effects import (
+    CheckSpace,
     CloseConnection,
     DropPartition,
     Effect,
     EndProcess,
     Idle,
-    LookForRoom,
     PauseReading,
     ResumeReading,
     RunWork,
@@ -93,7 +93,7 @@ from waltz_core.wire.messages import (
 NO_STORAGE_ID: Final = bytes(16)
 ADMINISTRATION: Final = ConnectionId(0)  # no link has this number
 REJECTION_CHARACTERS_MAX: Final = 1_000
-ROOM_AGAIN_MS: Final = 1_000
+SPACE_CHECK_INTERVAL_MS: Final = 1_000
 
 
 # ---------------------------------------------------------------------------------------------
@@ -137,12 +137,12 @@ class ScrubNow:
 
 
 @value(frozen=True, slots=True)
-class LookedForRoom:
-    """`LookForRoom` is done."""
+class SpaceChecked:
+    """`CheckSpace` is done."""
 
 
 Event: TypeAlias = (
-    LaneRequest | Disconnected | Opened | Dropped | WorkDone | ScrubNow | LookedForRoom | Wakeup
+    LaneRequest | Disconnected | Opened | Dropped | WorkDone | ScrubNow | SpaceChecked | Wakeup
 )
 
 
@@ -163,13 +163,13 @@ class StorageService:
         identity: StorageIdentity,
         *,
         queue_bytes_max: int,
-        room: Room | None = None,
+        space: DiskSpace | None = None,
         scrub: Scrub | None = None,
     ) -> None:
         assert queue_bytes_max > 0
         self._identity = identity
-        self._room = room
-        self._room_at_ms: int | None = None
+        self._space = space
+        self._space_check_at_ms: int | None = None
         self._scrub = scrub if scrub is not None else Scrub()
         self._queue_bytes_max = queue_bytes_max
         self._lanes: dict[PartitionId, Lane] = {}
@@ -184,7 +184,7 @@ class StorageService:
     @property
     def wake_at_ms(self) -> int | None:
         """When to move markers, to read a piece, or to look for room."""
-        return earlier(earlier(self._mark_at_ms, self._scrub.wake_at_ms), self._room_at_ms)
+        return earlier(earlier(self._mark_at_ms, self._scrub.wake_at_ms), self._space_check_at_ms)
 
     @property
     def partitions(self) -> tuple[PartitionId, ...]:
@@ -225,13 +225,13 @@ class StorageService:
                 wanted = self._lanes if partition_id is None else {partition_id} & {*self._lanes}
                 self._scrub.ask(sorted(wanted), now_ms)
                 self._read_again(now_ms)
-            case LookedForRoom():
-                self._room_at_ms = None
-                self._notice_room(now_ms)
+            case SpaceChecked():
+                self._space_check_at_ms = None
+                self._note_space(now_ms)
             case Wakeup():
                 self._mark(now_ms)
                 self._read_again(now_ms)
-                self._look_for_room(now_ms)
+                self._check_space(now_ms)
             case _:
                 assert_never(event)
         self._resume()
@@ -349,7 +349,7 @@ class StorageService:
         assert log.partition_id not in self._lanes
         self._lanes[log.partition_id] = Lane(log, log.slot.promise)
         self._scrub.opened(log.partition_id, now_ms)
-        self._notice_room(now_ms)
+        self._note_space(now_ms)
 
     def _dropped(self, partition_id: PartitionId) -> None:
         lane = self._lanes.pop(partition_id)
@@ -424,7 +424,7 @@ class StorageService:
         if lane.has_lost_files:
             return
         storage_id = self._identity.storage_id
-        lane.work = Work(lane.log, requests, storage_id, room=self._room, piece=piece)
+        lane.work = Work(lane.log, requests, storage_id, space=self._space, piece=piece)
         self._effects.append(RunWork(lane.work))
 
     def _work_done(self, work: Work, result: WorkResult, now_ms: int) -> None:
@@ -441,7 +441,7 @@ class StorageService:
         lane.work = None
         self._learn(lane, work, result)
         self._report_findings(lane, result)
-        self._notice_room(now_ms)
+        self._note_space(now_ms)
         scrubbed = result.scrubbed
         if scrubbed is not None and self._scrub.done(work.partition_id, scrubbed, now_ms):
             self._report("scrub_finished", partition=work.partition_id)
@@ -497,26 +497,30 @@ class StorageService:
             notice = DamageFound(lane.promise.session_id, 0, lane.log.partition_id, damaged)
             self._effects.append(StorageAnswer(lane.owner, notice))
 
-    def _notice_room(self, now_ms: int) -> None:
-        if self._room is None:
+    def _note_space(self, now_ms: int) -> None:
+        if self._space is None:
             return
-        if self._room.is_short != self._is_full:
-            self._is_full = self._room.is_short
-            name = "disk_full" if self._is_full else "disk_has_room"
-            self._report(name, reserved_bytes=self._room.reserved_bytes)
-        if self._is_full and self._room_at_ms is None:
-            self._room_at_ms = now_ms + ROOM_AGAIN_MS
+        if self._space.is_short != self._is_full:
+            self._is_full = self._space.is_short
+            name = "disk_full" if self._is_full else "disk_has_space"
+            self._report(name, reserved_bytes=self._space.reserved_bytes)
+        if self._is_full and self._space_check_at_ms is None:
+            self._space_check_at_ms = now_ms + SPACE_CHECK_INTERVAL_MS
 
-    def _look_for_room(self, now_ms: int) -> None:
-        if self._room is not None and self._room_at_ms is not None and self._room_at_ms <= now_ms:
+    def _check_space(self, now_ms: int) -> None:
+        if (
+            self._space is not None
+            and self._space_check_at_ms is not None
+            and self._space_check_at_ms <= now_ms
+        ):
             # None until the answer arrives.
-            self._room_at_ms = now_ms + 60 * ROOM_AGAIN_MS
-            self._effects.append(LookForRoom(self._room))
+            self._space_check_at_ms = now_ms + 60 * SPACE_CHECK_INTERVAL_MS
+            self._effects.append(CheckSpace(self._space))
 
     def _learn(self, lane: Lane, work: Work, result: WorkResult) -> None:
         """Update the lane with the changes of a piece of work."""
         if result.gone is not None:
-            self._give_up(lane, result.gone)
+            self._stop_serving(lane, result.gone)
             return
         if result.failure is not None:
             self._failed(lane, result)
@@ -539,7 +543,7 @@ class StorageService:
                     "replica_repaired", partition=partition_id, ends_at=message.mark, **fields
                 )
 
-    def _give_up(self, lane: Lane, why: WaltzError) -> None:
+    def _stop_serving(self, lane: Lane, why: WaltzError) -> None:
         """Stop serving a partition (rule 11)."""
         self._report("files_replaced", partition=lane.log.partition_id, error=why)
         lane.has_lost_files = True

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from waltz_core.errors import WaltzError
 from waltz_core.machine import Report
-from waltz_core.storage.files.room import Room
+from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.work import ConnectionId, Work
 from waltz_core.values import value
@@ -68,10 +68,10 @@ class DropPartition:
 
 
 @value(frozen=True, slots=True)
-class LookForRoom:
-    """Call `room.look_again()`, which blocks, then send `LookedForRoom` (rule 9)."""
+class CheckSpace:
+    """Call `space.recheck()`, which blocks, then send `SpaceChecked` (rule 9)."""
 
-    room: Room
+    space: DiskSpace
 
 
 @value(frozen=True, slots=True)
@@ -89,7 +89,7 @@ Effect: TypeAlias = (
     | RunWork
     | Idle
     | DropPartition
-    | LookForRoom
+    | CheckSpace
     | EndProcess
     | Report
 )

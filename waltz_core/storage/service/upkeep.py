@@ -1,4 +1,4 @@
-"""Carries out the errands of administration as calls of the engine.
+"""Carries out the tasks of administration as calls of the engine.
 
 The daemon runs them on threads and the simulator in virtual time, and both must do the same.
 """
@@ -11,20 +11,20 @@ from waltz_core.errors import WaltzError
 from waltz_core.records.record import BEFORE_FIRST, PartitionId
 from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE
 from waltz_core.storage.log.partition_log import PartitionLog
-from waltz_core.storage.service import errands
-from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.service.errands import (
-    DiskRoom,
+from waltz_core.storage.service import admin_tasks
+from waltz_core.storage.service.admin_tasks import (
+    DiskStatus,
     HeldPartition,
     LogFacts,
     ReplicaChange,
     ReplicaStatus,
 )
+from waltz_core.storage.service.engine import Engine
 
 
 def partition_of(change: ReplicaChange) -> PartitionId:
     """Return the partition of a change."""
-    if isinstance(change, errands.PutCopy):
+    if isinstance(change, admin_tasks.PutCopy):
         return PartitionId(change.batches.partition_id)
     return change.partition_id
 
@@ -35,34 +35,34 @@ def carry_out(engine: Engine, change: ReplicaChange) -> object:
     On a full disk the reserve has room for this, except for a copy. Raises the engine's errors;
     the change may then have been begun.
     """
-    if isinstance(change, errands.PutCopy):
+    if isinstance(change, admin_tasks.PutCopy):
         return engine.put_copy(change.batches)
-    engine.room.with_reserve(partial(_carry_out, engine, change))
+    engine.space.with_reserve(partial(_carry_out, engine, change))
     if change.partition_id in engine.assigned():
         # The change is durable; `failed` has the reason why the log does not open.
         with suppress(WaltzError):
-            engine.room.with_reserve(partial(engine.assign, change.partition_id))
+            engine.space.with_reserve(partial(engine.assign, change.partition_id))
     return None
 
 
 def _carry_out(
     engine: Engine,
-    change: errands.Assign
-    | errands.Unassign
-    | errands.SetAvailability
-    | errands.MarkReplicaSuspect
-    | errands.Reseed,
+    change: admin_tasks.Assign
+    | admin_tasks.Unassign
+    | admin_tasks.SetAvailability
+    | admin_tasks.MarkReplicaSuspect
+    | admin_tasks.Reseed,
 ) -> None:
     match change:
-        case errands.Assign():
+        case admin_tasks.Assign():
             engine.assign(change.partition_id)
-        case errands.Unassign():
+        case admin_tasks.Unassign():
             engine.unassign(change.partition_id, deletes_files=change.deletes_files)
-        case errands.SetAvailability():
+        case admin_tasks.SetAvailability():
             engine.set_available(change.partition_id, is_available=change.is_available)
-        case errands.MarkReplicaSuspect():
+        case admin_tasks.MarkReplicaSuspect():
             engine.mark_suspect(change.partition_id)
-        case errands.Reseed():
+        case admin_tasks.Reseed():
             engine.re_seed(change.partition_id)
         case _:
             assert_never(change)
@@ -81,12 +81,12 @@ def held_by(engine: Engine) -> tuple[HeldPartition, ...]:
     return tuple(found)
 
 
-def room_of(engine: Engine, clock_ms: int) -> DiskRoom:
+def disk_status_of(engine: Engine, clock_ms: int) -> DiskStatus:
     """Return the room on the disk, with the given time."""
-    room = engine.room
-    facts = DiskRoom(None, room.reserved_bytes, room.is_short, clock_ms)
+    space = engine.space
+    facts = DiskStatus(None, space.reserved_bytes, space.is_short, clock_ms)
     try:
-        return facts._replace(free_bytes=room.free_bytes(), size_bytes=room.size_bytes())
+        return facts._replace(free_bytes=space.free_bytes(), size_bytes=space.size_bytes())
     except WaltzError as error:
         return facts._replace(disk_error=str(error))
 

@@ -10,7 +10,7 @@ Rules:
        also serves for the records' own CRCs; records are never processed one by one.
     4. After a failed append of a group the later ones are rejected with it, as they follow it.
     5. Appends for which there is no room are rejected before the first is written. Other work that
-       finds no room is repeated with the reserve (`room.py`).
+       finds no room is repeated with the reserve (`space.py`).
     6. New damage is in the result, whatever the work was.
 """
 
@@ -41,7 +41,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.storage.files.format import IdRange
 from waltz_core.storage.files.id_ranges import without_damage
-from waltz_core.storage.files.room import Room, append_bytes
+from waltz_core.storage.files.space import DiskSpace, append_bytes
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.log.reading import PlacesRead
 from waltz_core.storage.log.scrub import Scrubbed, ScrubPiece
@@ -119,7 +119,7 @@ class Work:
     Without either, the marker is moved.
     """
 
-    __slots__ = ("_room", "_storage_id", "log", "piece", "requests")
+    __slots__ = ("_space", "_storage_id", "log", "piece", "requests")
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Work:
         requests: tuple[LaneRequest, ...],
         storage_id: bytes,
         *,
-        room: Room | None = None,
+        space: DiskSpace | None = None,
         piece: ScrubPiece | None = None,
     ) -> None:
         assert not (requests and piece is not None)
@@ -135,7 +135,7 @@ class Work:
         self.requests = requests
         self.piece = piece
         self._storage_id = storage_id
-        self._room = room
+        self._space = space
 
     @property
     def partition_id(self) -> PartitionId:
@@ -150,13 +150,13 @@ class Work:
     def run(self, clock_s: Callable[[], float] = _no_clock) -> WorkResult:
         """Do the work; blocks. The log's errors are in the result; others are bugs, and escape."""
         result = self._run(clock_s)
-        room = self._room
+        space = self._space
         wants_room = any(isinstance(each, NoSpace) for each in result.outcomes)
-        if wants_room and room is not None:
+        if wants_room and space is not None:
             if self.is_append:
-                room.lacked(self._append_bytes())
+                space.ran_short(self._append_bytes())
             else:
-                room.release()
+                space.release()
                 result = self._run(clock_s)
                 result.has_released = True
         return result
@@ -173,8 +173,8 @@ class Work:
             elif not self.requests:
                 self.log.mark_acked()
             elif self.is_append:
-                if self._room is not None:
-                    self._room.check(self._append_bytes())
+                if self._space is not None:
+                    self._space.check(self._append_bytes())
                 _append_group(self.log, self.requests, result, clock_s)
             else:
                 assert len(self.requests) == 1
