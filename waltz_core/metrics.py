@@ -165,7 +165,7 @@ class Metrics:
         assert TABLE[name].kind is MetricKind.GAUGE
         self._at(name, labels).set(value)
 
-    def ask(self, name: str, read: Callable[[], float], **labels: str | int) -> None:
+    def set_source(self, name: str, read: Callable[[], float], **labels: str | int) -> None:
         """Read a gauge at each page; `read` runs on the thread that builds the page."""
         assert TABLE[name].kind is MetricKind.GAUGE
         self._at(name, labels).set_function(read)

@@ -304,7 +304,7 @@ class Stage:
             if isinstance(answer, AdminRejected):
                 self.narrator.narrate(f"{name} does not do that: {answer.text}")
 
-        Operator(self.cluster, self._storage(name), on_answer).ask(message)
+        Operator(self.cluster, self._storage(name), on_answer).request(message)
 
     def mark_suspect(self, name: str) -> None:
         """`storage mark-suspect`."""
@@ -345,7 +345,7 @@ class Stage:
                 what = each.message if isinstance(each, Nack) else "as you say"
                 self.narrator.narrate(f"{name} to a stranger: {what}")
 
-        SimPeer(self.cluster, "stranger").ask(self._storage(name), [request], on_answer)
+        SimPeer(self.cluster, "stranger").request(self._storage(name), [request], on_answer)
 
     # ---- the application
 

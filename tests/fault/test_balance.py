@@ -24,7 +24,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
             "balance": "load",
             "balance_interval_ms": INTERVAL_MS,
             "balance_window_ms": WINDOW_MS,
-            "balance_rest_ms": COOLDOWN_MS,
+            "balance_cooldown_ms": COOLDOWN_MS,
         }
     }
     with running(tmp_path, settings=settings, partition_count=PARTITIONS) as found:

@@ -64,7 +64,7 @@ def test_the_replica_is_out_until_it_is_re_seeded_as_printed(
         (found,) = await_findings({"replica-unreadable"}, *elsewhere)
         assert found["about"] == f"1 {storage}"
         assert "deleted or replaced" in found["sentence"]
-        why_not = health(cluster, "storage-2")["why_not_served"]
+        why_not = health(cluster, "storage-2")["not_served_reasons"]
         assert isinstance(why_not, dict)
         assert "deleted or replaced" in why_not["1"]
         load.goes_on()

@@ -43,7 +43,7 @@ async def told(address, admin_port, partitions=CLUSTER.partitions):
         layout=StorageLayout(assigned, {replica: 0}, {replica: admin_port}),
         storage_ids={},
     )
-    return await _Storage(seen, replica, TIMEOUT_S, None).ask()
+    return await _Storage(seen, replica, TIMEOUT_S, None).probe()
 
 
 def test_a_log_that_does_not_answer_is_found_beside_one_that_does(tmp_path, monkeypatch, released):
@@ -67,7 +67,7 @@ def test_a_log_that_does_not_answer_is_found_beside_one_that_does(tmp_path, monk
             hanging.append(True)
             facts = await told(address, admin_port)
             assert [each.is_stuck for each in facts.replicas.values()] == [True, False]
-            assert (facts.trouble, facts.admin_trouble) == ("", "")
+            assert (facts.failure, facts.admin_failure) == ("", "")
             released.set()
 
     on_loop(main())
@@ -86,7 +86,7 @@ def test_threads_that_do_not_come_back_are_no_wrong_port(tmp_path, monkeypatch, 
         async with serving(config_for(tmp_path, admin_port=admin_port), CLUSTER) as address:
             facts = await told(address, admin_port)
             assert facts.is_hanging
-            assert facts.admin_trouble == "no answer within 4 s"
+            assert facts.admin_failure == "no answer within 4 s"
             released.set()
 
     on_loop(main())
@@ -111,14 +111,14 @@ def test_a_log_that_is_being_opened_has_not_failed_to_open(tmp_path, monkeypatch
             serving(config, CLUSTER) as address,
             admin_connection(admin_address) as admin,
         ):
-            await admin.ask(Done, SetAvailable, (0,), False)
+            await admin.request(Done, SetAvailable, (0,), False)
             opened.set()
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(admin.ask(Done, SetAvailable, (0,), True))
+                tasks.create_task(admin.request(Done, SetAvailable, (0,), True))
                 assert await asyncio.to_thread(is_opening.wait, 60)
                 facts = await told(address, admin_port)
                 replica = facts.replicas[0]
-                assert (replica.is_opening, replica.why_not) == (True, "")
+                assert (replica.is_opening, replica.reason) == (True, "")
                 released.set()
 
     on_loop(main())

@@ -145,7 +145,7 @@ async def until_served(address, session_id, partition_id=0):
 
 
 async def replica(admin, partition):
-    return await admin.ask(ReplicaResponse, ReplicaRequest, partition)
+    return await admin.request(ReplicaResponse, ReplicaRequest, partition)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -212,9 +212,9 @@ def test_the_port_takes_no_other_surface_and_the_others_take_no_administration(t
                     await owner.prepare()
             with pytest.raises(errors.WaltzError):
                 async with admin_connection(address) as admin:
-                    await admin.ask(StorageResponse, StorageRequest)
+                    await admin.request(StorageResponse, StorageRequest)
             async with admin_of(port) as admin:
-                told = await admin.ask(StorageResponse, StorageRequest)
+                told = await admin.request(StorageResponse, StorageRequest)
                 assert (told.address, told.held) == (address, (0, 2))
 
     on_loop(main())
@@ -230,7 +230,7 @@ def test_a_partition_that_is_offline_is_not_served_and_continues_when_it_is_back
             async with session(address, 5) as owner, session(address, 5, 2) as other:
                 await fill(owner)
                 await fill(other)
-                await admin.ask(Done, SetAvailable, (0,), False)
+                await admin.request(Done, SetAvailable, (0,), False)
                 await owner.link.wait_closed()  # its session has ended here
                 assert isinstance(await other.ask(other.owner.append(1)), Appended)
             async with session(address, 6) as owner:
@@ -240,11 +240,11 @@ def test_a_partition_that_is_offline_is_not_served_and_continues_when_it_is_back
                 assert "or offline" in refused.message
             found = await replica(admin, 0)
             assert (found.is_available, found.is_served, found.synced_max) == (False, False, 29)
-            read = await admin.ask(RecordListResponse, RecordListRequest, 0, 28, 9)
+            read = await admin.request(RecordListResponse, RecordListRequest, 0, 28, 9)
             assert len(read.records) == 2
         async with storage(tmp_path) as (address, port), admin_of(port) as admin:
             assert not (await replica(admin, 0)).is_served  # a restart does not forget it
-            await admin.ask(Done, SetAvailable, (0,), True)
+            await admin.request(Done, SetAvailable, (0,), True)
             prepared = await until_served(address, 6)
             assert (prepared.synced_max, prepared.last_session, prepared.suspect) == (29, 5, False)
 
@@ -257,8 +257,8 @@ def test_a_doubted_replica_says_so_to_the_next_session(tmp_path):
             async with session(address, 5) as owner:
                 await fill(owner)
                 with pytest.raises(errors.BadRequest, match="only this one engaged in session 5"):
-                    await admin.ask(Done, MarkSuspect, 0, False)
-                await admin.ask(Done, MarkSuspect, 0, True)
+                    await admin.request(Done, MarkSuspect, 0, False)
+                await admin.request(Done, MarkSuspect, 0, True)
                 await owner.link.wait_closed()
             prepared = await until_served(address, 6)
             assert (prepared.suspect, prepared.synced_max) == (True, 29)
@@ -271,9 +271,9 @@ def test_a_log_is_thrown_away_on_purpose_only_and_that_survives_a_kill(tmp_path)
         async with session(address, 5) as owner, admin_of(port) as admin:
             await fill(owner)
             with pytest.raises(errors.BadRequest, match="found it engaged in session 5"):
-                await admin.ask(Done, ReSeed, 0, False)
+                await admin.request(Done, ReSeed, 0, False)
             assert isinstance(await owner.ask(owner.owner.append(1)), Appended)
-            await admin.ask(Done, ReSeed, 0, True)
+            await admin.request(Done, ReSeed, 0, True)
 
     async def look(address):
         async with session(address, 4) as late:
@@ -300,12 +300,12 @@ def test_what_is_settled_is_copied_to_a_replica_that_is_offline(tmp_path):
                 await fill(owner)  # the mark is 29 now, and 59 the last id
                 with pytest.raises(errors.BadRequest, match="expected it to be offline"):
                     await copy_partition(source, target, 0, 0)
-                await target.ask(Done, SetAvailable, (0,), False)
+                await target.request(Done, SetAvailable, (0,), False)
                 assert await copy_partition(source, target, 0, 0, bytes_max=500) == 29
                 assert await copy_partition(source, target, 0, 30) == 29
                 chains = [(await replica(each, 0)).chain for each in (source, target)]
                 assert chains[0] != chains[1]
-            await target.ask(Done, SetAvailable, (0,), True)
+            await target.request(Done, SetAvailable, (0,), True)
             prepared = await until_served(other_address, 7)
             # It has the records, and can vouch for nothing that it could not vouch for before.
             assert (prepared.synced_max, prepared.last_session) == (29, -1)
@@ -320,7 +320,7 @@ def test_a_copy_that_does_not_continue_from_the_log_is_refused(tmp_path):
                 for number in (5 + count, 10 + count):  # another history on each
                     async with session(where, number) as owner:
                         await fill(owner, count)
-            await target.ask(Done, SetAvailable, (0,), False)
+            await target.request(Done, SetAvailable, (0,), False)
             before = await replica(target, 0)
             with pytest.raises(errors.BadRequest):
                 await copy_partition(source, target, 0, before.synced_max + 1)
@@ -342,15 +342,15 @@ def test_records_are_read_again_when_a_process_asks_for_it(tmp_path):
             path.write_bytes(content)
             assert await scrubbed(admin) == 199
             assert damaged_count(await replica(admin, 0)) == 1
-            await admin.ask(Done, SetAvailable, (0,), False)
+            await admin.request(Done, SetAvailable, (0,), False)
             with pytest.raises(errors.BadRequest, match="expected a served partition"):
                 await scrubbed(admin)
 
     async def scrubbed(admin):
-        state = await admin.ask(ScrubResponse, ScrubRequest, 0, True)
+        state = await admin.request(ScrubResponse, ScrubRequest, 0, True)
         count = state.passes_count
         while state.passes_count == count:
-            state = await admin.ask(ScrubResponse, ScrubRequest, 0, False)
+            state = await admin.request(ScrubResponse, ScrubRequest, 0, False)
         assert state.error is None
         return state.last_id
 
@@ -377,13 +377,13 @@ def test_a_partition_goes_only_after_zookeeper_and_the_last_session_have_let_go_
                 await assign(coordinator, address, other)
                 await write_states(coordinator, address, other)
                 with pytest.raises(errors.BadRequest, match="found it assigned"):
-                    await admin.ask(Done, RemovePartition, 0, True, True)
+                    await admin.request(Done, RemovePartition, 0, True, True)
                 await assign(coordinator, other)
                 with pytest.raises(errors.BadRequest, match="less than the quorum of 2"):
-                    await admin.ask(Done, RemovePartition, 0, True, False)
+                    await admin.request(Done, RemovePartition, 0, True, False)
                 assert (await replica(admin, 0)).is_held
                 await write_states(coordinator, other)
-                await admin.ask(Done, RemovePartition, 0, True, False)
+                await admin.request(Done, RemovePartition, 0, True, False)
                 assert list((tmp_path / "0").iterdir()) == []
                 found = await replica(admin, 0)
                 assert (found.is_held, found.is_served) == (False, False)

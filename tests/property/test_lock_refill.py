@@ -90,7 +90,7 @@ def test_no_lock_is_below_its_writer(seed: int, monkeypatch: pytest.MonkeyPatch)
     refill = Refill(PartitionId(0), PartitionLimits(lock_slot_count=SLOTS))
     refill.begin(table, mark)
     replicas = [ReplicaId(str(each)) for each in range(3)]
-    asked = refill.ask(SessionId(1), replicas, 0, holds=True)
+    asked = refill.query_locks(SessionId(1), replicas, 0, holds=True)
     next_id = mark.last + 1
     while asked or refill.turn_at_ms(0) == 0:
         for fetch in asked:
@@ -126,7 +126,9 @@ def test_most_of_it_is_learnt_where_little_is_lost() -> None:
         table = LockTable(SLOTS, history.end.last)
         refill = Refill(PartitionId(0), PartitionLimits(lock_slot_count=SLOTS))
         refill.begin(table, history.end)
-        asked = refill.ask(SessionId(1), [ReplicaId(str(each)) for each in range(3)], 0, holds=True)
+        asked = refill.query_locks(
+            SessionId(1), [ReplicaId(str(each)) for each in range(3)], 0, holds=True
+        )
         while asked or refill.turn_at_ms(0) == 0:
             for fetch in asked:
                 if isinstance(fetch, Fetch):

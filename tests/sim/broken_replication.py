@@ -209,15 +209,15 @@ def as_written(view):
 @switch
 def unknown_cas_taken_as_success() -> Patches:
     """A write with an unknown outcome counts as successful."""
-    original = PartitionStore._coordinator_away
+    original = PartitionStore._coordinator_unavailable
 
-    def _coordinator_away(self, waiting, reason):
+    def _coordinator_unavailable(self, waiting, reason):
         if waiting in (_Waiting.STATES, _Waiting.CLAIM):
             self._wrote(as_written(self._writing))
         else:
             original(self, waiting, reason)
 
-    yield instead(PartitionStore, "_coordinator_away", _coordinator_away)
+    yield instead(PartitionStore, "_coordinator_unavailable", _coordinator_unavailable)
 
 
 @switch

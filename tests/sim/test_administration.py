@@ -54,7 +54,7 @@ class DeclareOperations:
         idle = [each for each in storages if each.replica not in self.cluster.replicas]
         storage = self.rng.choice(storages + 2 * idle)
         if storage.is_up and storage.service is not None and storage._aside is None:
-            self.ask(storage, self.command())
+            self.request(storage, self.command())
         self.again()
 
     def command(self):
@@ -70,14 +70,14 @@ class DeclareOperations:
             )
         )
 
-    def ask(self, storage, command):
+    def request(self, storage, command):
         def outcome(answer):
             self.outcome.append((command, answer))
 
         if not isinstance(command, MarkSuspect) or self.cluster.budget.allows(storage):
             # To doubt a replica while others have lost something leaves nobody to be believed.
             self.asked_count += 1
-            Operator(self.cluster, storage, outcome).ask(command)
+            Operator(self.cluster, storage, outcome).request(command)
 
     def put_back(self):
         """Have everything online again: nobody heals what an operator has switched off."""
@@ -86,7 +86,7 @@ class DeclareOperations:
             if storage.engine is None:
                 continue
             if not storage.engine.is_available(0) and storage._aside is None:
-                self.ask(storage, SetAvailable(1, (0,), True))
+                self.request(storage, SetAvailable(1, (0,), True))
 
 
 def run(seed):

@@ -576,7 +576,7 @@ def test_at_most_once_by_the_operation(world):
 
 def fed(world, first, count, *, skip=0):
     headers = b"".join(one[8:28] for one in world.history.records[first + skip :][:count])
-    return client_events.Fed(first, count, headers)
+    return client_events.FeedAdvanced(first, count, headers)
 
 
 def test_dense(world):

@@ -77,7 +77,7 @@ def test_counting_down_or_under_a_wrong_label_fails_at_once():
 
 def test_an_asked_gauge_is_read_when_shown():
     metrics, held = Metrics("server"), [7.0]
-    metrics.ask("waltz_server_queued_bytes", lambda: held[0])
+    metrics.set_source("waltz_server_queued_bytes", lambda: held[0])
     assert metrics.value("waltz_server_queued_bytes") == 7
     held[0] = 9
     assert b"waltz_server_queued_bytes 9.0\n" in metrics.page()

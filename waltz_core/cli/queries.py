@@ -20,7 +20,7 @@ NO_CLIENT_ID = -1
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 
 
-async def ask(
+async def query(
     address: str, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
 ) -> AnswerT:
     """Send a request to a server; raises the error that it answers, or Unreachable."""
@@ -33,7 +33,7 @@ async def ask(
             answer, make, client_id=NO_CLIENT_ID, partition_id=0, timeout_s=ANSWER_S
         )
     finally:
-        await links.close("asked")
+        await links.close("answered")
 
 
 async def answers(surface: Surface, address: str) -> bool:
@@ -51,5 +51,5 @@ async def name_at(surface: Surface, address: str) -> str | None:
     except WaltzError:
         return None
     name = "" if link.peer is None else link.peer.text
-    link.abort("asked")
+    link.abort("answered")
     return name

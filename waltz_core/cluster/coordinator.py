@@ -132,7 +132,7 @@ class Coordinator:
         after two session timeouts an operator should look.
         """
         limit_ms = ABSENCE_TIMEOUTS_MAX * self._znodes.session_timeout_ms
-        return self._nodes.contact.away_ms < limit_ms
+        return self._nodes.contact.disconnected_ms < limit_ms
 
     def on_session_state(self, callback: StateCallback) -> None:
         """Call back, on the event loop, at each change of the session's state."""

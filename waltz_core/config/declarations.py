@@ -443,7 +443,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
         "slow response to a lasting change.",
         least=50,
     )
-    balance_rest_ms: int = _ms(
+    balance_cooldown_ms: int = _ms(
         600_000,
         "Minimum time for which a partition that was moved for its load stays. Too short: "
         "partitions with varying loads move to and fro.",

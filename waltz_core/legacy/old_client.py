@@ -148,10 +148,10 @@ class OldClientAdapter:
     # answers
 
     def translate_answer(
-        self, message: ClientMessage, question: ClientMessage | None, now_s: float
+        self, message: ClientMessage, request: ClientMessage | None, now_s: float
     ) -> OldAnswer | None:
         """Translate the answer to a request."""
-        answer = self._translated(message, question)
+        answer = self._translated(message, request)
         if isinstance(answer, MountResponse | MountOutcome):
             partition_id = answer.req_id.partition_id
             if partition_id not in self._mounts and not _is_of_no_partition(message):
@@ -159,7 +159,7 @@ class OldClientAdapter:
         return answer
 
     def _translated(
-        self, message: ClientMessage, question: ClientMessage | None
+        self, message: ClientMessage, request: ClientMessage | None
     ) -> OldAnswer | None:
         match message:
             case AppendResult():
@@ -171,7 +171,7 @@ class OldClientAdapter:
             case TransactionDataResponse(result=(None, _)):
                 return _data_not_found(message)
             case ErrorResponse():
-                return self._rejected(question, message)
+                return self._rejected(request, message)
             case _:
                 return message
 
@@ -220,11 +220,11 @@ class OldClientAdapter:
     # -----------------------------------------------------------------------------------------
     # rejections
 
-    def _rejected(self, question: ClientMessage | None, error: ErrorResponse) -> OldAnswer | None:
+    def _rejected(self, request: ClientMessage | None, error: ErrorResponse) -> OldAnswer | None:
         """Translate an error, depending on the request."""
         req_id = error.req_id
         answer: OldAnswer | None = None
-        match question:
+        match request:
             case MountRequest() | FeedRequest():
                 answer = self._mount_rejected(req_id, error)
             case AppendRequest():
@@ -237,7 +237,7 @@ class OldClientAdapter:
                 answer = self._mark_rejected(error)
             case TransactionDataRequest():
                 text = _NOT_HERE if error.error_code in _OTHER_OWNER_CODES else error.message
-                answer = TransactionDataResponse(req_id, question.transaction_id, (None, text))
+                answer = TransactionDataResponse(req_id, request.transaction_id, (None, text))
             case AddPreferredRequest():
                 answer = AddPreferredResponse(req_id, is_done=False)
             case RemovePreferredRequest():

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from waltz_core.transport import net
 
 # Rule 3.
-QUESTIONS_MAX = 64
+CONCURRENT_REQUESTS_MAX = 64
 # Headers in one chunk: for reads of data, and for reads of headers (one frame).
 WHOLE_COUNT_MAX = 4_096
 HEADERS_COUNT_MAX = 65_536
@@ -163,8 +163,8 @@ class OldServerReads:
     ) -> OldRecords:
         """Fetch data in order, until there is enough of it."""
         records, lengths = bytearray(), list[int]()
-        for start in range(0, len(heads), QUESTIONS_MAX):
-            part = heads[start : start + QUESTIONS_MAX]
+        for start in range(0, len(heads), CONCURRENT_REQUESTS_MAX):
+            part = heads[start : start + CONCURRENT_REQUESTS_MAX]
             datas = await self._data_of_all(reader, [each.transaction_id for each in part])
             for head, data in zip(part, datas, strict=True):
                 # The CRC of its data was checked when it arrived.
@@ -173,7 +173,7 @@ class OldServerReads:
                 )
                 records += record
                 lengths.append(len(record))
-            if len(records) >= query.bytes_max and start + QUESTIONS_MAX < len(heads):
+            if len(records) >= query.bytes_max and start + CONCURRENT_REQUESTS_MAX < len(heads):
                 last = part[-1].transaction_id
                 break
         return OldRecords(last, lengths, bytes(records))

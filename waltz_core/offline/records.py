@@ -85,7 +85,7 @@ def is_right(record: bytes | memoryview) -> bool:
 
 def begins_at(file: ReadableFile, transaction_id: int, offset: int) -> bool:
     """Return whether the record of an ID may begin at an offset."""
-    return offset >= FILE_HEADER_BYTES and not _why_not(file, transaction_id, offset, file.size())
+    return offset >= FILE_HEADER_BYTES and not _fault(file, transaction_id, offset, file.size())
 
 
 def walk(
@@ -140,14 +140,14 @@ def _bounds(data: bytes, due: int) -> list[int]:
 
 def _end_of(file: ReadableFile, due: int, offset: int, size: int) -> int:
     """Return where the record at an offset ends, or 0 if it cannot be the expected one."""
-    return 0 if _why_not(file, due, offset, size) else offset + _length(file, offset)
+    return 0 if _fault(file, due, offset, size) else offset + _length(file, offset)
 
 
 def _length(file: ReadableFile, offset: int) -> int:
     return RECORD_FRAME_BYTES + fields(file.pread(RECORD.size, offset)).data_bytes
 
 
-def _why_not(file: ReadableFile, due: int, offset: int, size: int) -> str:
+def _fault(file: ReadableFile, due: int, offset: int, size: int) -> str:
     """Return why the bytes at an offset cannot be the expected record; empty if they can."""
     space = size - offset - RECORD_FRAME_BYTES
     if space < 0:
@@ -162,7 +162,7 @@ def _why_not(file: ReadableFile, due: int, offset: int, size: int) -> str:
 
 
 def _gap(file: ReadableFile, due: int, offset: int, size: int) -> Gap:
-    why = _why_not(file, due, offset, size)
+    why = _fault(file, due, offset, size)
     if not why:
         record = file.pread(_length(file, offset), offset)
         found = int.from_bytes(record[-4:], "big")

@@ -80,9 +80,9 @@ def _of_assignment(
 
 def _of_server(server: ServerFacts, standings: Sequence[PartitionCondition]) -> Iterator[Failed]:
     address, its = server.address, [each for each in standings if each.owner is server]
-    if server.trouble:
+    if server.failure:
         owned = tuple(each.partition_id for each in its)
-        yield Failed("server", f"server {address} does not answer: {server.trouble}", owned)
+        yield Failed("server", f"server {address} does not answer: {server.failure}", owned)
         return
     for each in its:
         where, partitions = f"partition {each.partition_id}: server {address}", (each.partition_id,)
@@ -101,18 +101,18 @@ def _of_storage(storage: StorageFacts, standings: Sequence[PartitionCondition]) 
     address, its = storage.address, [each for each in standings if storage.address in each.assigned]
     wanted = tuple(each.partition_id for each in its)
     # A 0.13 storage registers nothing and does not state its identity.
-    if storage.registered_id is None and (storage.trouble or storage.storage_id is not None):
+    if storage.registered_id is None and (storage.failure or storage.storage_id is not None):
         text = (
             f"storage {address} has never started, or is a Waltz 0.13 storage: its identity is "
             "not registered"
         )
         yield Failed("storage", text, wanted)
-    if storage.trouble:
-        yield Failed("storage", f"storage {address} does not answer: {storage.trouble}", wanted)
+    if storage.failure:
+        yield Failed("storage", f"storage {address} does not answer: {storage.failure}", wanted)
     elif not storage.is_of_cluster:
         yield Failed("storage", f"the storage at {address} belongs to another cluster", wanted)
-    elif storage.admin_trouble:
-        text = f"storage {address} does not answer at its admin port: {storage.admin_trouble}"
+    elif storage.admin_failure:
+        text = f"storage {address} does not answer at its admin port: {storage.admin_failure}"
         yield Failed("storage", text, wanted)
     else:
         for each in its:
@@ -134,7 +134,7 @@ def _unavailable_text(now: PartitionCondition, storage: StorageFacts) -> str:
         UnavailableReason.OFFLINE: f"has it offline: `waltz-core storage availability --storage "
         f"{storage.address} --partition {now.partition_id} --online true`",
         UnavailableReason.OPENING: "is still opening its log",
-        UnavailableReason.UNREADABLE: f"cannot open its log: {held.why_not}",
+        UnavailableReason.UNREADABLE: f"cannot open its log: {held.reason}",
         UnavailableReason.STUCK: "does not complete requests for it",
     }
     return texts[reason]

@@ -40,7 +40,7 @@ def unavailable_reason(held: ReplicaFacts) -> UnavailableReason | None:
         return UnavailableReason.NOT_HELD
     if held.is_opening:
         return UnavailableReason.OPENING
-    if held.why_not:
+    if held.reason:
         return UnavailableReason.UNREADABLE
     return UnavailableReason.STUCK if held.is_stuck else None
 
@@ -119,7 +119,7 @@ class PartitionCondition:
 
     def answers(self, address: ReplicaId) -> bool:
         """Whether a session could be opened with a replica (rule 2)."""
-        if self._cluster.storages[address].trouble:
+        if self._cluster.storages[address].failure:
             return False
         held = self.held(address)
         return held is None or unavailable_reason(held) is None

@@ -155,8 +155,8 @@ class _Case:
     def check_zookeeper(self) -> None:
         facts = self.facts
         start = self.start("zookeeper")
-        if facts.zookeeper_trouble:
-            self.report("zookeeper-away", facts.connect, why=facts.zookeeper_trouble, start=start)
+        if facts.zookeeper_failure:
+            self.report("zookeeper-away", facts.connect, why=facts.zookeeper_failure, start=start)
         for node in facts.nodes:
             self._check_node(node)
         if facts.access_error:
@@ -170,15 +170,15 @@ class _Case:
 
     def _check_node(self, node: NodeFacts) -> None:
         start = self.start("zookeeper", node.address)
-        if node.trouble and not self.is_reported_down(node.address):
+        if node.failure and not self.is_reported_down(node.address):
             self.report(
                 "zookeeper-node-away",
                 node.address,
                 node=node.address,
-                why=node.trouble,
+                why=node.failure,
                 start=start,
             )
-        elif not node.trouble and not node.mode:
+        elif not node.failure and not node.mode:
             self.report("zookeeper-node-alone", node.address, node=node.address, start=start)
 
     def check_processes(self) -> None:
@@ -231,20 +231,20 @@ class _Cluster:
         if server.is_left_out:
             why = "; ".join(server.unreachable) or "none has connected to it yet"
             self._report("server-unreachable", address, server=address, why=why)
-        if server.trouble:
+        if server.failure:
             if not self._case.is_reported_down(address):
                 name = "server-silent" if server.is_silent else "server-away"
                 if server.is_tls_mismatch:
                     name = "server-shut"
                 start, scheme_free = self._case.start("server", address), self._case.scheme_free
-                why = server.trouble
+                why = server.failure
                 self._report(
                     name, address, server=address, why=why, start=start, scheme_free=scheme_free
                 )
             return
         for storage in server.out_of_reach:
             known = self._cluster.storages.get(storage)
-            if known is not None and not known.trouble and known.is_of_cluster:
+            if known is not None and not known.failure and known.is_of_cluster:
                 about = f"{address} {storage}"
                 self._report("storage-out-of-reach", about, server=address, storage=storage)
 
@@ -276,7 +276,7 @@ class _Cluster:
     def _check_storage(self, storage: StorageFacts) -> None:
         address = storage.address
         start = self._case.start("storage", address)
-        if storage.trouble:
+        if storage.failure:
             if self._case.is_reported_down(address):
                 return
             name = "storage-silent" if storage.is_silent else "storage-away"
@@ -286,7 +286,7 @@ class _Cluster:
                 name = "storage-starting"
             if storage.is_tls_mismatch:
                 name = "storage-shut"
-            why, scheme_free = storage.trouble, self._case.scheme_free
+            why, scheme_free = storage.failure, self._case.scheme_free
             self._report(
                 name, address, storage=address, why=why, start=start, scheme_free=scheme_free
             )
@@ -301,15 +301,15 @@ class _Cluster:
                 expected=storage.registered_id or "none",
             )
         elif storage.is_hanging:
-            why = storage.admin_trouble
+            why = storage.admin_failure
             self._report("storage-hangs", address, storage=address, why=why, start=start)
-        elif storage.admin_trouble:
+        elif storage.admin_failure:
             self._report(
                 "admin-port-wrong",
                 address,
                 storage=address,
                 admin=storage.admin,
-                why=storage.admin_trouble,
+                why=storage.admin_failure,
                 port=storage.other_admin or "ADMIN_PORT",
             )
         else:
@@ -319,7 +319,7 @@ class _Cluster:
         """Whether its process runs without a port yet: no command may end it."""
         member = self._case.member_at(storage.address)
         is_running = member is not None and member.state == "up"
-        return bool(storage.trouble) and is_running and not storage.is_silent
+        return bool(storage.failure) and is_running and not storage.is_silent
 
     def _check_machine(self, storage: StorageFacts) -> None:
         held = [each for each, names in self._cluster.assigned.items() if storage.address in names]
@@ -355,7 +355,7 @@ class _Cluster:
                 times_ms[address] = sum(count * us for count, us in of_servers) / seconds / 1000
         for address, time_ms in times_ms.items():
             others = [each for name, each in times_ms.items() if name != address]
-            if not others or time_ms < SLOW_MS_MIN or self._cluster.storages[address].trouble:
+            if not others or time_ms < SLOW_MS_MIN or self._cluster.storages[address].failure:
                 continue
             times = time_ms / max(1.0, median(others))
             if times >= SLOW_TIMES_MIN:
@@ -366,7 +366,7 @@ class _Cluster:
         """Whether it may get more replicas."""
         space = storage.space
         return not (
-            storage.trouble or storage.admin_trouble or space is None or _is_nearly_full(space)
+            storage.failure or storage.admin_failure or space is None or _is_nearly_full(space)
         )
 
     def _spread(self, partition_id: PartitionId) -> str:
@@ -403,7 +403,7 @@ class _Cluster:
         others = [
             each.address
             for each in self._cluster.servers.values()
-            if each is not owner and not each.trouble
+            if each is not owner and not each.failure
         ]
         if not others:
             return self._case.start("server", owner.address)
@@ -493,7 +493,7 @@ class _Partition:
 
     def _check_replica(self, storage: StorageFacts) -> None:
         held, address = storage.replicas.get(self._id), storage.address
-        if held is None or storage.trouble:
+        if held is None or storage.failure:
             return
         unavailable = unavailable_reason(held)
         if unavailable is None:
@@ -504,7 +504,7 @@ class _Partition:
                 FINDING_OF_REASON[unavailable],
                 address,
                 storage=address,
-                why=held.why_not,
+                why=held.reason,
                 start=start,
             )
 
@@ -534,7 +534,7 @@ class _Partition:
             away = [
                 each.address
                 for each in now.storages
-                if each.trouble and not self._whole.is_starting(each)
+                if each.failure and not self._whole.is_starting(each)
             ]
             again = f"waltz-core doctor --connect {self._case.connect}"
             self._report(
@@ -564,7 +564,7 @@ class _Partition:
                 start = self._case.start("server", other.address)
                 fields = {"server": other.address, "owner": owner.address, "start": start}
                 self._report("partition-served-by-another", other.address, **fields)
-        if owner.trouble or not self._cluster.is_settled:
+        if owner.failure or not self._cluster.is_settled:
             return
         fields = {"server": owner.address, "move": self._whole.move(self._id, owner)}
         if not now.is_served:
@@ -583,8 +583,8 @@ class _Partition:
             self._report(
                 "session-of-other-replicas", assigned=assigned, replicas=replicas, **fields
             )
-        if facts.mark_trouble:
-            self._report("no-mark", why=facts.mark_trouble, **fields)
+        if facts.mark_failure:
+            self._report("no-mark", why=facts.mark_failure, **fields)
         if facts.stamp_ahead_ms is not None and facts.stamp_ahead_ms > CLOCK_MS_MAX:
             seconds = f"{facts.stamp_ahead_ms / 1000:.1f}"
             self._report("clock-of-server", owner.address, seconds=seconds, **fields)

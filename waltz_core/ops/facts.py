@@ -4,7 +4,7 @@ The probes know sockets and timeouts, the diagnosis knows neither. Healthy thing
 doctor also prints a summary.
 
 Rules:
-    1. A process that could not be queried is included with the reason, in its `trouble`, which is
+    1. A process that could not be queried is included with the reason, in its `failure`, which is
        empty for those that have answered. Its other fields then have their defaults.
     2. `is_silent` distinguishes two kinds of trouble: a connection was accepted, but there was no
        answer. `is_tls_mismatch` is a third one: the process is there, and the TLS handshake failed.
@@ -30,7 +30,7 @@ class NodeFacts:
     """One node of ZooKeeper; `mode` is leader, follower, standalone, or empty (no service)."""
 
     address: str
-    trouble: str = ""
+    failure: str = ""
     is_silent: bool = False
     mode: str = ""
     latency_ms: float = 0.0
@@ -42,7 +42,7 @@ class ServerFacts:
 
     address: str
     preferred: tuple[PartitionId, ...] = ()
-    trouble: str = ""
+    failure: str = ""
     is_silent: bool = False
     is_tls_mismatch: bool = False
     latency_ms: float = 0.0
@@ -59,7 +59,7 @@ class ServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """One partition of one storage; `why_not` is the reason why its log does not open.
+    """One partition of one storage; `reason` is the reason why its log does not open.
 
     `is_opening`: no fault of its log is known; it is being opened, or about to be.
     `is_stuck`: reads from it get no answer, though its storage answers.
@@ -68,7 +68,7 @@ class ReplicaFacts:
     is_held: bool = True
     is_available: bool = True
     is_served: bool = True
-    why_not: str = ""
+    reason: str = ""
     is_suspect: bool = False
     last_session: SessionId = NO_SESSION
     last: TransactionId = BEFORE_FIRST
@@ -97,11 +97,11 @@ class StorageFacts:
 
     address: ReplicaId
     admin: str
-    trouble: str = ""
+    failure: str = ""
     is_silent: bool = False
     is_tls_mismatch: bool = False
     latency_ms: float = 0.0
-    admin_trouble: str = ""
+    admin_failure: str = ""
     is_hanging: bool = False
     other_admin: int | None = None
     registered_id: str | None = None
@@ -122,7 +122,7 @@ class PartitionFacts:
     metadata: PartitionMetadata | None = None
     marker: PartitionMarker | None = None
     mark: TransactionId | None = None
-    mark_trouble: str = ""
+    mark_failure: str = ""
     stamp_ahead_ms: float | None = None
 
 
@@ -167,7 +167,7 @@ class Facts:
 
     connect: str
     nodes: tuple[NodeFacts, ...] = ()
-    zookeeper_trouble: str = ""
+    zookeeper_failure: str = ""
     access_error: str = ""
     is_no_cluster: bool = False
     cluster: ClusterFacts | None = None

@@ -49,7 +49,6 @@ from waltz_core.replication.session_events import (
     MetadataRead,
     MetadataUnknown,
     MetadataWritten,
-    Own,
     ProveMark,
     ReadMetadata,
     Reassign,
@@ -60,6 +59,7 @@ from waltz_core.replication.session_events import (
     ReplicaOpened,
     SessionClosed,
     Submit,
+    TakeOwnership,
     WriteMetadata,
 )
 from waltz_core.replication.session_recovery import origin_of
@@ -122,7 +122,7 @@ class PartitionStore:
         self._high_water_mark = BEFORE_FIRST
         self._in_doubt: InDoubt | None = None
         self._failure_count = 0
-        self._away_count = 0
+        self._unavailable_count = 0
         self._lost_race_count = 0
         self._lost_to: tuple[SessionId, bytes] | None = None
         self._no_quorum_since_ms: int | None = None
@@ -216,7 +216,7 @@ class PartitionStore:
             case MetadataRead() | MetadataWritten() | MetadataConflict() | MetadataUnknown():
                 if event.attempt == self._attempt and self._waiting is not _Waiting.NOTHING:
                     self._coordinator_event(event)
-            case Own() | Reassign() | ReleaseOwnership() | Checkpoint():
+            case TakeOwnership() | Reassign() | ReleaseOwnership() | Checkpoint():
                 self._ordered(event)
             case Wakeup():
                 self._woken()
@@ -246,11 +246,11 @@ class PartitionStore:
         else:
             self._session.prove(token, self._now_ms)
 
-    def _ordered(self, event: Own | Reassign | ReleaseOwnership | Checkpoint) -> None:
+    def _ordered(self, event: TakeOwnership | Reassign | ReleaseOwnership | Checkpoint) -> None:
         match event:
             case ReleaseOwnership():
                 self._drop_ownership("disowned")
-            case Own():
+            case TakeOwnership():
                 self._own(event.generation, event.replicas)
             case Reassign():
                 if self._generation is not None and event.replicas != self._replicas:
@@ -437,7 +437,7 @@ class PartitionStore:
     ) -> None:
         waiting, self._waiting = self._waiting, _Waiting.NOTHING
         if not isinstance(event, MetadataUnknown):
-            self._away_count = 0
+            self._unavailable_count = 0
         match event:
             case MetadataRead():
                 metadata = EMPTY_METADATA if event.metadata is None else event.metadata
@@ -455,9 +455,9 @@ class PartitionStore:
                 check = waiting is _Waiting.STATES
                 self._read(_Waiting.STATES_CHECK if check else _Waiting.CLAIM_CHECK)
             case MetadataUnknown():
-                self._coordinator_away(waiting, event.reason)
+                self._coordinator_unavailable(waiting, event.reason)
 
-    def _coordinator_away(self, waiting: _Waiting, reason: str) -> None:
+    def _coordinator_unavailable(self, waiting: _Waiting, reason: str) -> None:
         """Repeat the request after a pause; an open session continues."""
         self._report("coordinator.unavailable", waiting=waiting.name, reason=reason)
         self._view = None
@@ -468,8 +468,8 @@ class PartitionStore:
         elif waiting is not _Waiting.READ:
             self._waiting = waiting
         self._attempt += 1  # a late answer is dropped
-        self._retry_at_ms = self._now_ms + self._growing_ms(self._away_count)
-        self._away_count += 1
+        self._retry_at_ms = self._now_ms + self._growing_ms(self._unavailable_count)
+        self._unavailable_count += 1
         if self._no_quorum_since_ms is not None:
             # Other servers probably do not reach ZooKeeper either: releasing would not help.
             self._no_quorum_since_ms = self._now_ms

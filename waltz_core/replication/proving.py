@@ -50,7 +50,7 @@ class Proving:
             if (
                 each.unanswered_count < self._limits.lag_count_max
             ):  # one that hangs confirms nothing
-                each.ask(messages.Heartbeat, now_ms=now_ms, ticket=token)
+                each.send_request(messages.Heartbeat, now_ms=now_ms, ticket=token)
 
     def vote(self, token: int, replica: ReplicaId) -> None:
         """A replica knows of no later session."""

@@ -170,11 +170,11 @@ class Repairs:
     def _take(self, each: ReplicaSession, step: RepairStep, now_ms: int) -> None:
         match step:
             case OwnLineage(first, last):
-                self._ask(each, each, step, messages.LineageRequest, (first, last), now_ms)
+                self._send_step(each, each, step, messages.LineageRequest, (first, last), now_ms)
             case Cut(last, base, chain):
-                self._ask(each, each, step, messages.Truncate, (last, base, chain), now_ms)
+                self._send_step(each, each, step, messages.Truncate, (last, base, chain), now_ms)
             case AppendCopy(answer, _):
-                self._ask(
+                self._send_step(
                     each,
                     each,
                     step,
@@ -183,13 +183,15 @@ class Repairs:
                     now_ms,
                 )
             case FillDamage(answer):
-                self._ask(each, each, step, messages.Repair, _records(answer), now_ms)
+                self._send_step(each, each, step, messages.Repair, _records(answer), now_ms)
             case SetMark(mark, chain):
-                self._ask(each, each, step, messages.SetLowWaterMark, (mark, chain), now_ms)
+                self._send_step(each, each, step, messages.SetLowWaterMark, (mark, chain), now_ms)
             case SourceLineage(first, last):
                 source = self._source(each, first, last, now_ms)
                 if source is not None:
-                    self._ask(each, source, step, messages.LineageRequest, (first, last), now_ms)
+                    self._send_step(
+                        each, source, step, messages.LineageRequest, (first, last), now_ms
+                    )
             case FetchCopy(first, last, _):
                 source = self._source(each, first, last, now_ms)
                 if source is not None:
@@ -212,9 +214,9 @@ class Repairs:
     ) -> None:
         bytes_max, is_reader = self._limits.range_bytes_max, False
         fields = (step.first, step.last, bytes_max, _WHOLE, step.whole_batches, is_reader)
-        self._ask(each, source, step, messages.RangeRaw, fields, now_ms)
+        self._send_step(each, source, step, messages.RangeRaw, fields, now_ms)
 
-    def _ask(
+    def _send_step(
         self,
         target: ReplicaSession,
         source: ReplicaSession,
@@ -227,7 +229,7 @@ class Repairs:
         self._ticket += 1
         target.ticket = self._ticket
         self._running[self._ticket] = RunningStep(target, source, step)
-        source.ask(kind, *fields, now_ms=now_ms, ticket=self._ticket)
+        source.send_request(kind, *fields, now_ms=now_ms, ticket=self._ticket)
 
     # -----------------------------------------------------------------------------------------
     # sources

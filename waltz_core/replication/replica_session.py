@@ -187,7 +187,7 @@ class ReplicaSession:
     # -----------------------------------------------------------------------------------------
     # requests and answers
 
-    def ask(
+    def send_request(
         self,
         kind: Callable[..., StorageMessage],
         *fields: object,
@@ -266,7 +266,7 @@ class ReplicaSession:
         self, records: tuple[object, ...], lineage: tuple[object, ...], now_ms: int
     ) -> None:
         assert self.is_marked
-        self.ask(messages.AppendRaw, *records, *lineage, now_ms=now_ms)
+        self.send_request(messages.AppendRaw, *records, *lineage, now_ms=now_ms)
 
     def appended(self, request: messages.AppendRaw, answer: messages.Appended) -> None:
         """The storage has synced (rule 4).

@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 
 
 @value(frozen=True, slots=True)
-class Own:
+class TakeOwnership:
     """The assignment gave this server the partition (A); sent again for each new generation."""
 
     generation: Generation
@@ -162,7 +162,7 @@ class ReplicaAnswered:
 
 
 Event: TypeAlias = (
-    Own
+    TakeOwnership
     | Reassign
     | ReleaseOwnership
     | Submit

@@ -42,7 +42,7 @@ class Settling:
     def begin(self, now_ms: int) -> None:
         """Query a replica, or set the outcome at once if no query is necessary."""
         if self._stamp_ms is None:
-            self._replicas[0].ask(
+            self._replicas[0].send_request(
                 LineageRequest, self._mark, self._mark, now_ms=now_ms, ticket=SETTLING
             )
             return
@@ -99,7 +99,7 @@ class Settling:
     def _request_unresolved(self, last: TransactionId, now_ms: int) -> None:
         assert self._claim.in_doubt is not None
         first = self._claim.in_doubt.committed + 1
-        self._replicas[0].ask(LineageRequest, first, last, now_ms=now_ms, ticket=SETTLING)
+        self._replicas[0].send_request(LineageRequest, first, last, now_ms=now_ms, ticket=SETTLING)
 
     def _settle(self, committed_last: TransactionId) -> None:
         assert self._stamp_ms is not None

@@ -225,7 +225,7 @@ class StoreSession:
         facts = self._facts
         storage_id = facts.storage_ids.get(replica, NO_STORAGE_ID)
         identity = (storage_id, facts.cluster_key, facts.partition_count)
-        each.ask(messages.Prepare, self.claim.nonce, *identity, now_ms=now_ms)
+        each.send_request(messages.Prepare, self.claim.nonce, *identity, now_ms=now_ms)
 
     def lost(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
         """A connection was lost, or could not be opened."""
@@ -292,7 +292,7 @@ class StoreSession:
                 continue
             assert each.stage is ReplicaStage.READY, "rule 6: it was not lost since"
             each.stage = ReplicaStage.ENGAGED
-            each.ask(messages.Engage, goal.mark, now_ms=now_ms)
+            each.send_request(messages.Engage, goal.mark, now_ms=now_ms)
         if self.window is None:
             self.window = SessionWindow(goal.mark, goal.chain)
             self.opened_ms = self._progress_ms = now_ms

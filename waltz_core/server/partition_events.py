@@ -178,7 +178,7 @@ Event: TypeAlias = (
     | Fetched
     | FetchFailed
     | Wakeup
-    | replication.Own
+    | replication.TakeOwnership
     | replication.Reassign
     | replication.ReleaseOwnership
     | replication.Checkpoint
@@ -199,13 +199,13 @@ Event: TypeAlias = (
 class Answer:
     """Send a message to a client; see rule 1.
 
-    `question` is the request that an error answers, for the adapter of 0.13 clients.
+    `request` is the request that an error answers, for the adapter of 0.13 clients.
     """
 
     connection: ConnectionId
     message: ClientMessage
     cost_bytes: int
-    question: ClientMessage | None = field(default=None, compare=False)
+    request: ClientMessage | None = field(default=None, compare=False)
 
 
 @value(frozen=True, slots=True)
@@ -243,8 +243,8 @@ def rejection(
     req_id: ReqId,
     cost_bytes: int,
     error: WaltzError,
-    question: ClientMessage | None = None,
+    request: ClientMessage | None = None,
 ) -> Answer:
     """Return the answer that reports an error."""
     message = ErrorResponse(req_id, error.code, error.retriable, str(error))
-    return Answer(connection, message, cost_bytes, question)
+    return Answer(connection, message, cost_bytes, request)

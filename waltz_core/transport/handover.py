@@ -55,7 +55,7 @@ async def offer(name: str, request_bytes: int, open_requested: Open) -> None:
                 listening.bind(_abstract(name))
                 listening.listen(2 * CALLERS_MAX)
             except OSError as error:  # the name is taken
-                _log.warning("handover.not_offered name=%s error=%s", name, error)
+                _log.warning("handover.unavailable name=%s error=%s", name, error)
                 return
             while True:
                 await permits.acquire()
@@ -87,7 +87,7 @@ def is_offered(name: str) -> bool:
             return False
 
 
-def take(name: str, question: bytes, *, timeout_s: float) -> int:
+def take(name: str, request: bytes, *, timeout_s: float) -> int:
     """Return the descriptor of a requested file; blocks, and the caller closes it.
 
     Raises:
@@ -102,7 +102,7 @@ def take(name: str, question: bytes, *, timeout_s: float) -> int:
             user = _user_of(made)  # of the listening process
             if user not in _trusted():
                 raise Unreachable(f"{name}: user {user} has bound that name and is not trusted")
-            made.sendall(question)
+            made.sendall(request)
             answer, descriptors, _, _ = socket.recv_fds(made, len(_DESCRIPTOR_MESSAGE), 1)
         except OSError as error:
             raise Unreachable(f"{name}: {error}") from error
@@ -124,14 +124,14 @@ async def _answer(caller: socket.socket, request_bytes: int, open_requested: Ope
             return
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                question = b""
-                while len(question) < request_bytes:
-                    part = await loop.sock_recv(caller, request_bytes - len(question))
+                request = b""
+                while len(request) < request_bytes:
+                    part = await loop.sock_recv(caller, request_bytes - len(request))
                     if not part:
                         return
-                    question += part
+                    request += part
             # NB: not under the timeout: a file that a thread opens after it would never be closed.
-            descriptor = await open_requested(question)
+            descriptor = await open_requested(request)
         except (WaltzError, OSError, TimeoutError) as error:
             _log.info("handover.denied error=%s", error)
             return

@@ -84,10 +84,10 @@ def renew(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None
         listening(config)  # a new one first: half of a pair of files must not be used
         chosen = _effective(config, place_in(config.connect))
     except BadConfig as error:
-        _log.error("tls.not_renewed error=%s", error)
+        _log.error("tls.renewal_failed error=%s", error)
         return
     if chosen is None:
-        _log.error("tls.not_renewed error=tls: expected it to be on, as it was at the start")
+        _log.error("tls.renewal_failed error=tls: expected it to be on, as it was at the start")
         return
     for context in filter(None, contexts):
         _load_certificate(context, chosen)
@@ -119,7 +119,7 @@ def listening(config: ServerConfig | StorageConfig) -> ssl.SSLContext | None:
             raise BadConfig('tls: expected "on" with tls_require_certificate = true')
         if not is_meant and not _is_loopback(config.listen_host):
             _log.warning(
-                "tls.off host=%s: every host that can connect may read and write, without "
+                "tls.disabled host=%s: every host that can connect may read and write, without "
                 'authentication; expected tls = "on" with tls_certificate, or tls = "off" in a '
                 "private network",
                 config.listen_host,
@@ -293,7 +293,7 @@ def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
         if isinstance(error, ssl.SSLCertVerificationError):
             reason = error.verify_message
         _log.error(
-            "tls.certificate_does_not_fit certificate=%s host=%s error=%r",
+            "tls.certificate_mismatch certificate=%s host=%s error=%r",
             chosen.tls_certificate,
             host,
             reason,

@@ -206,7 +206,7 @@ class ReplicaRequest(AdminMessage):
 class ReplicaResponse(AdminMessage):
     """The state of one partition.
 
-    `why_not` is the reason why its log cannot be used, and empty if it can; with a reason the
+    `reason` is the reason why its log cannot be used, and empty if it can; with a reason the
     fields after it are empty. `low_water_mark` is the confirmed one. `damaged` holds pairs first,
     last of ids.
     """
@@ -217,7 +217,7 @@ class ReplicaResponse(AdminMessage):
     is_held: Bool
     is_available: Bool
     is_served: Bool
-    why_not: Text
+    reason: Text
     is_suspect: Bool
     promised: Int64
     last_session: Int64

@@ -234,7 +234,7 @@ class Connection:
                 f"found a length of {header.payload_bytes}"
             )
 
-    def _why_not(self, peer: Hello) -> str:
+    def _transport_hint(self, peer: Hello) -> str:
         """Return why a peer is rejected that is older than all versions of this side."""
         is_older = bool(peer.versions) and max(peer.versions) < min(self._versions)
         return f"; {_TOO_OLD[self.surface]}" if is_older and self.surface in _TOO_OLD else ""
@@ -249,7 +249,7 @@ class Connection:
             raise RemoteProtocolError(
                 f"no common version of surface {chr(self.surface.magic)!r}: "
                 f"this side has {list(self._versions)}, "
-                f"{peer.text[:80]!r} has {list(peer.versions[:32])}{self._why_not(peer)}"
+                f"{peer.text[:80]!r} has {list(peer.versions[:32])}{self._transport_hint(peer)}"
             )
         self.peer = peer
         self.version = max(common)

@@ -72,7 +72,7 @@ def encode_segment(partition_id: PartitionId, segment: TransactionId) -> bytes:
     return _SEGMENT.pack(partition_id, segment)
 
 
-def decode_segment(question: bytes) -> tuple[PartitionId, TransactionId]:
+def decode_segment(request: bytes) -> tuple[PartitionId, TransactionId]:
     """Return the requested segment; the request has `SEGMENT_REQUEST_BYTES`."""
-    partition_id, segment = _SEGMENT.unpack(question)
+    partition_id, segment = _SEGMENT.unpack(request)
     return PartitionId(partition_id), TransactionId(segment)

@@ -45,7 +45,7 @@ class Operator:
         identity = StorageIdentity(cluster.key, 1, storage.storage_id)
         self._machine = AdminService(identity, address=storage.replica)
 
-    def ask(self, message: AdminMessage) -> None:
+    def request(self, message: AdminMessage) -> None:
         """Send the request."""
         self._take(AdminRequest(ConnectionId(1), VERSION, message))
 

@@ -222,7 +222,7 @@ class Checks(Evidence):
         """An application gets an error instead of an outcome."""
         self.outcomes.rejected(client, effect.token, effect.error)
 
-    def fed(self, client: "SimClient", effect: client_events.Fed) -> None:
+    def fed(self, client: "SimClient", effect: client_events.FeedAdvanced) -> None:
         """An application gets a transaction of the feed."""
         self.outcomes.fed(client, effect)
 

@@ -27,7 +27,7 @@ class SimPeer(Process):
         super().__init__(cluster.world, name)
         self._network = cluster.network
 
-    def ask(
+    def request(
         self,
         storage: "SimStorage",
         requests: Sequence[StorageMessage],

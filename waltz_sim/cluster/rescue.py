@@ -128,18 +128,18 @@ class Rescue:
         """Query every storage for its log, in the session."""
         identity = (NO_STORAGE_ID, self._cluster.key, 1)
         prepare = Prepare(self._session_id, 1, self._partition_id, self._nonce, *identity)
-        answering_links = {each: self._ask(each, [prepare]) for each in self._cluster.replicas}
+        answering_links = {each: self._send(each, [prepare]) for each in self._cluster.replicas}
         self._received = {}
         for replica, answering in answering_links.items():
             answers = await answering
             self._received[replica] = answers[0] if answers else None
 
-    def _ask(
+    def _send(
         self, replica: ReplicaId, requests: "Sequence[StorageMessage]"
     ) -> "asyncio.Future[PeerAnswers]":
         answers = self._loop.create_future()
         storage = self._cluster.storages[replica]
-        self._peer.ask(
+        self._peer.request(
             storage, requests, lambda its: self._loop.enter(lambda: answers.set_result(its))
         )
         return answers
@@ -198,7 +198,7 @@ class Rescue:
         identity = (self._nonce, NO_STORAGE_ID, self._cluster.key, 1)
         again = Prepare(self._session_id, 1, self._partition_id, *identity)
         mark = SetLowWaterMark(*prefix, source.synced_max, bytes(source.chain))
-        answers = await self._ask(verdict.source, [again, mark])
+        answers = await self._send(verdict.source, [again, mark])
         if not answers or not isinstance(answers[-1], ReplicaEnd):
             raise Died(f"{verdict.source} was not marked")
         self._cluster.checks.count("replica marked by a command")

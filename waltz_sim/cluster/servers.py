@@ -190,7 +190,7 @@ class SimServer(Process):
         has_changed = replicas != self._replicas
         self._replicas = replicas
         if is_new or not self.partition.is_owned:
-            self.step(session_events.Own(assignment.generation, replicas))
+            self.step(session_events.TakeOwnership(assignment.generation, replicas))
         elif has_changed:
             self.step(session_events.Reassign(replicas))
 
@@ -290,7 +290,7 @@ class SimServer(Process):
         partition = self.partition
         if partition is None or ownership != self._ownership or partition.is_owned:
             return
-        self.step(session_events.Own(partition.generation, self._replicas))
+        self.step(session_events.TakeOwnership(partition.generation, self._replicas))
 
     # ---- clients
 

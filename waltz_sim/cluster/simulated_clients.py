@@ -66,8 +66,8 @@ class SimClient(Process):
         self.fed = BEFORE_FIRST  # the last transaction that the application has applied
         self.apply_us_max = 3_000  # the longest time to apply a transaction
         self._links: dict[int, SimLink] = {}  # open ones to servers, by number
-        self._asked: dict[ReqId, tuple[SimLink, Answered]] = {}
-        self._ask_count = 0
+        self._requested: dict[ReqId, tuple[SimLink, Answered]] = {}
+        self._request_count = 0
         self._inbox: deque[stream_events.Event] = deque()
         self._is_stepping = False
         # The application's callback for outcomes.
@@ -93,7 +93,7 @@ class SimClient(Process):
         self.stream = None
         self._inbox.clear()
         self._links.clear()
-        self._asked.clear()
+        self._requested.clear()
 
     def kill(self, *, is_silent: bool = False) -> None:
         """End the process."""
@@ -122,20 +122,20 @@ class SimClient(Process):
         assert self.stream is not None
         return self.stream.high_water_mark
 
-    def ask(self, make: Callable[[ReqId], ClientMessage], answered: Answered = _ignore) -> None:
+    def request(self, make: Callable[[ReqId], ClientMessage], answered: Answered = _ignore) -> None:
         """Send a request outside the stream; the answer is None if the link breaks."""
         if not self._links:
             answered(None)
             return
         link = next(reversed(self._links.values()))
-        self._ask_count += 1
+        self._request_count += 1
         req_id = ReqId(
             ClientId(self.client_id),
             Generation(0),
             PartitionId(self.cluster.partition_id),
-            _SEQUENCE_BELOW - self._ask_count,
+            _SEQUENCE_BELOW - self._request_count,
         )
-        self._asked[req_id] = link, answered
+        self._requested[req_id] = link, answered
         self._send(link, make(req_id))
 
     def _send(self, link: SimLink, message: ClientMessage) -> None:
@@ -178,11 +178,11 @@ class SimClient(Process):
                 self.on_rejected(effect)
             case stream_events.OpenLink():
                 self._open_link(effect)
-            case stream_events.Fed():
+            case stream_events.FeedAdvanced():
                 checks.fed(self, effect)
                 self.fed = TransactionId(effect.first + effect.count - 1)
                 self._apply_later(self.fed)
-            case stream_events.MarkMoved():
+            case stream_events.MarkAdvanced():
                 checks.mark_moved(self, effect.high_water_mark)
             case stream_events.Ready():
                 self.on_ready()
@@ -202,7 +202,7 @@ class SimClient(Process):
 
     def _renew(self, client_id: int) -> None:
         self.client_id = client_id
-        self.step(stream_events.Renewed(client_id))
+        self.step(stream_events.ClientIdRenewed(client_id))
 
     def _apply_later(self, mark: TransactionId) -> None:
         delay_us = int(200 + self.chance() * self.apply_us_max)
@@ -252,7 +252,9 @@ class SimClient(Process):
         self._links[link.number] = link
         sequence = self.cluster.coordinator.next_connection_sequence()
         attempt, generation = effect.attempt, assignment.generation
-        self.step(stream_events.Linked(attempt, link.number, generation, sequence, may_follow=True))
+        self.step(
+            stream_events.LinkOpened(attempt, link.number, generation, sequence, may_follow=True)
+        )
 
     def _lost(self, link: SimLink, reason: str) -> None:
         self._links.pop(link.number, None)
@@ -260,9 +262,9 @@ class SimClient(Process):
         self.step(stream_events.LinkLost(link.number, reason))
 
     def _unasked(self, link: SimLink) -> None:
-        for req_id, (asked_on, answered) in list(self._asked.items()):
+        for req_id, (asked_on, answered) in list(self._requested.items()):
             if asked_on is link:
-                del self._asked[req_id]
+                del self._requested[req_id]
                 answered(None)
 
     def _received(self, link: SimLink, message: Message) -> None:
@@ -270,7 +272,7 @@ class SimClient(Process):
         if self.world.is_traced:
             self.world.note(f"{self.name} < {message_in_words(message)}")
         self.cluster.checks.client_received(self, link, message)
-        found = self._asked.pop(message.req_id, None)
+        found = self._requested.pop(message.req_id, None)
         if found is not None:
             found[1](None if isinstance(message, ErrorResponse) else message)
             return

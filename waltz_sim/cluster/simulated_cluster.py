@@ -329,7 +329,7 @@ class SimCluster:
             log is not None and not log.damaged and not log.suspect for log in logs
         )
 
-    def why_not(self) -> str:
+    def unrecovered_reasons(self) -> str:
         """Return the reasons why the cluster has not recovered."""
         owner = self.owner
         stages = []
@@ -368,7 +368,7 @@ class SimCluster:
         world.run(AFTERWARDS_MS * MS)
         self.workload.is_over = True
         if not world.run(EQUAL_MS_MAX * MS, until=self.is_equal):
-            checks.fail("Converged", f"not equal: {self.why_not()}")
+            checks.fail("Converged", f"not equal: {self.unrecovered_reasons()}")
         checks.at_end()
 
     def _run_until_whole(self) -> None:
@@ -377,7 +377,7 @@ class SimCluster:
             if self.world.run(OPERATOR_MS * MS, until=self.is_whole):
                 return
             self.operate(waits=again % 4 != 3)
-        self.checks.fail("Converged", f"not whole: {self.why_not()}")
+        self.checks.fail("Converged", f"not whole: {self.unrecovered_reasons()}")
 
     def _run_until_repaired(self) -> None:
         """Read all logs; damage is repaired in the session, or by a new one."""
@@ -390,7 +390,7 @@ class SimCluster:
             self._checkpoint()
             self.world.run(OPERATOR_MS * MS, until=self.is_repaired)
             self.operate(waits=again % 4 != 3)
-        self.checks.fail("Converged", f"not repaired: {self.why_not()}")
+        self.checks.fail("Converged", f"not repaired: {self.unrecovered_reasons()}")
 
     def _scrub_all(self) -> None:
         """Scrub every log by its own storage, and give the owner time for repairs."""

@@ -49,8 +49,8 @@ RETRIES_MAX: Final = 3
 WAIT_US: Final = 200_000
 SLOWING_US: Final = 20_000
 CHECKED_SHARE: Final = 0.4
-QUESTION_SHARE: Final = 0.06
-WAITING_QUESTION_SHARE: Final = 0.25  # of an application without answers to its appends
+REQUEST_SHARE: Final = 0.06
+WAITING_REQUEST_SHARE: Final = 0.25  # of an application without answers to its appends
 AHEAD_SHARE: Final = 0.004
 # Some records have whole sectors between their first and last one.
 LONG_EVERY: Final = 7
@@ -219,8 +219,8 @@ class _Application:
         if self._workload.is_over:
             return
         is_stuck = self._waiting >= PENDING_MAX
-        if self._chance() < (WAITING_QUESTION_SHARE if is_stuck else QUESTION_SHARE):
-            self._question()
+        if self._chance() < (WAITING_REQUEST_SHARE if is_stuck else REQUEST_SHARE):
+            self._random_request()
         if not is_stuck:
             roll = self._chance()
             if roll >= self._cluster.setup.batch_share:
@@ -230,26 +230,26 @@ class _Application:
                 self._append(rows, self._mark())
         self._later()
 
-    def _question(self) -> None:
+    def _random_request(self) -> None:
         """Query a mark, a range, or one transaction; the checkers check the answers."""
         client, roll = self._client, self._chance()
         last = max(0, client.mark)
         if roll < 0.3:
-            client.ask(lambda req_id: ReplicasRequest(req_id, linearizable=True))
+            client.request(lambda req_id: ReplicasRequest(req_id, linearizable=True))
         elif roll < 0.4:
-            client.ask(lambda req_id: ReplicasRequest(req_id, linearizable=False))
+            client.request(lambda req_id: ReplicasRequest(req_id, linearizable=False))
         elif roll < 0.55:
-            client.ask(HighWaterMarkRequest)
+            client.request(HighWaterMarkRequest)
         elif roll < 0.75:
-            client.ask(FlushRequest)
+            client.request(FlushRequest)
         elif roll < 0.85:
             place = TransactionId(int(self._chance() * (last + 1)))
-            client.ask(lambda req_id: TransactionDataRequest(req_id, place))
+            client.request(lambda req_id: TransactionDataRequest(req_id, place))
         else:
             form = RangeForm.WHOLE if self._chance() < 0.7 else RangeForm.HEADERS
             wanted = (7,) if self._chance() < 0.3 else ()
             first = int(self._chance() * (last + 1))
-            client.ask(lambda req_id: RangeRequest(req_id, first, last, 600, form, wanted))
+            client.request(lambda req_id: RangeRequest(req_id, first, last, 600, form, wanted))
 
     def _mark(self) -> int:
         """The mark that the application has seen: mostly the last one, sometimes an older one."""

@@ -36,7 +36,7 @@ Spoil = Callable[[SimStorage, Path, int], None]
 
 def _healthy_disk(cluster: SimCluster, rng: "Random") -> SimDisk | None:
     disk = any_storage(cluster, rng).disk
-    return disk if cluster.setup.is_unbounded or not disk.has_trouble else None
+    return disk if cluster.setup.is_unbounded or not disk.has_fault else None
 
 
 def failing_disk(cluster: SimCluster, rng: "Random") -> bool:
@@ -73,7 +73,7 @@ def full_disk(cluster: SimCluster, rng: "Random") -> bool:
     """Fill a disk temporarily, maybe with a restart in between."""
     storage = any_storage(cluster, rng)
     disk = storage.disk
-    if disk.has_trouble:
+    if disk.has_fault:
         return False
     used = sum(len(content) for content in disk.files().values())
     disk.capacity_bytes = used + rng.choice((0, 100, 2_000))
@@ -180,7 +180,7 @@ def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
     """Report false syncs, then cut the power; the settings may declare the disk untrusted."""
     storage = any_storage(cluster, rng)
     disk = storage.disk
-    if disk.has_trouble:
+    if disk.has_fault:
         return False
     disk.is_lying = True
     is_known = rng.random() < 0.5

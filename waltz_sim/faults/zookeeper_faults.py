@@ -319,7 +319,7 @@ def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
     rng.shuffle(replicas)
     accepted, behind, *others = (cluster.storages[each] for each in replicas)
     at_ms = rng.randrange(50, 300)
-    if others and rng.random() < 0.6 and accepted.is_up and not accepted.disk.has_trouble:
+    if others and rng.random() < 0.6 and accepted.is_up and not accepted.disk.has_fault:
         accepted.disk.is_lying = True
         behind.kill()
         keep_down(cluster, behind, at_ms)

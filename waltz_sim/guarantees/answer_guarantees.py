@@ -91,7 +91,7 @@ class AnswerGuarantees:
         # Ids acknowledged to applications, with the time (ms); the last one is the highest.
         self._acknowledged: deque[tuple[int, int]] = deque([(0, BEFORE_FIRST)])
         self._owed: dict[tuple[str, int], dict[object, None]] = {}  # by client and link
-        self._questions: dict[object, tuple[ClientMessage, int, list[object]]] = {}
+        self._requests: dict[object, tuple[ClientMessage, int, list[object]]] = {}
 
     # ---- when a server may answer (rule 1)
 
@@ -304,25 +304,25 @@ class AnswerGuarantees:
             owed[message.req_id] = None
         elif isinstance(message, FlushRequest | ReplicasRequest):
             known = self._acknowledged[-1][1]
-            self._questions[message.req_id] = message, known, list(owed)
+            self._requests[message.req_id] = message, known, list(owed)
 
     def received(self, client: "SimClient", link: "SimLink", message: ClientMessage) -> None:
         """Check a message that a client receives: flush order and age of proven marks."""
         owed = self._owed.get((client.name, link.number), {})
         if isinstance(message, AppendResult | ErrorResponse | Predecessors):
             owed.pop(message.req_id, None)
-        found = self._questions.pop(message.req_id, None)
+        found = self._requests.pop(message.req_id, None)
         if found is None:
             return
-        question, known, before = found
+        request, known, before = found
         if isinstance(message, FlushResponse):
             self._facts.count("flushed")
             left = [each for each in before if each in owed]
             if left:
                 self._facts.fail("Flush", f"{client.name} is answered before {left}")
         elif isinstance(message, ReplicasResponse):
-            assert isinstance(question, ReplicasRequest)
-            if question.linearizable:
+            assert isinstance(request, ReplicasRequest)
+            if request.linearizable:
                 self._facts.count("proven mark")
                 if message.high_water_mark < known:
                     self._facts.fail(

@@ -218,7 +218,7 @@ class Outcomes:
 
     # ---- the feed
 
-    def fed(self, client: "SimClient", effect: stream_events.Fed) -> None:
+    def fed(self, client: "SimClient", effect: stream_events.FeedAdvanced) -> None:
         """13. Dense and 14. ClientPrefix."""
         evidence, log = self._facts, self._facts.history.log
         if effect.first != client.fed + 1:

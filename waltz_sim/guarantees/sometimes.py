@@ -40,7 +40,7 @@ SOMETIMES: Final = (
     "session.abandoned",
     "coordinator.unavailable",
     "locks.refilled",
-    "locks.refilled_in_part",
+    "locks.partially_refilled",
     "released",
     "followed in flight",
     "follower of another session rejected",

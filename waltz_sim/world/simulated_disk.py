@@ -367,7 +367,7 @@ class SimDisk:
         self.read_plans[self.read_count + count] = struck
 
     @property
-    def has_trouble(self) -> bool:
+    def has_fault(self) -> bool:
         """Whether a fault is planned or present."""
         plans = (self._plans, self._call_plans, self.read_plans)
         return self.is_lying or self.capacity_bytes is not None or any(plans)

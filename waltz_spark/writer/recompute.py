@@ -149,7 +149,7 @@ class Recomputer:
     def _call(self, rejected: RejectedRows, since: pa.Table) -> tuple[list[int], pa.RecordBatch]:
         name = self._options.recompute or ""
         try:
-            answer = self._function(_question(rejected), since)
+            answer = self._function(_rejected_table(rejected), since)
         except Exception as error:
             error.add_note(f"raised by {name}, the function of option 'recompute'")
             raise
@@ -246,7 +246,7 @@ def _one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
     )
 
 
-def _question(rejected: RejectedRows) -> pa.Table:
+def _rejected_table(rejected: RejectedRows) -> pa.Table:
     """Return the rejected rows with number, partition, mark, and conflicting transaction."""
     source = rejected.source
     count = source.num_rows

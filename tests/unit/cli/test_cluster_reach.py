@@ -14,7 +14,7 @@ def test_a_server_that_has_not_known_a_storage_does_not_reach_it():
         ("server s:1", f"storage {B}", False),
         ("server s:1", f"storage {C}", False),
     ]
-    assert found[2].why_not == "the server does not know this storage (yet)"
+    assert found[2].reason == "the server does not know this storage (yet)"
 
 
 def test_numbers_are_reported_as_commands_take_them():

@@ -37,7 +37,7 @@ def told(monkeypatch, tmp_path):
 
 def without(facts, address):
     storages = dict(facts.cluster.storages)
-    storages[address] = replace(storages[address], trouble="refused", replicas={})
+    storages[address] = replace(storages[address], failure="refused", replicas={})
     return replace(facts, cluster=replace(facts.cluster, storages=storages))
 
 

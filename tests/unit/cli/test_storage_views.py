@@ -17,7 +17,7 @@ def replica(**changed):
         "is_held": True,
         "is_available": True,
         "is_served": True,
-        "why_not": "",
+        "reason": "",
         "is_suspect": False,
         "promised": LONG + 2,
         "last_session": LONG + 1,
@@ -43,7 +43,7 @@ def test_marks_of_any_length_are_shown_whole():
         ({"is_held": False}, "not held"),
         ({"is_served": False}, "not served"),
         ({"is_available": False, "is_suspect": True}, "offline, suspect"),
-        ({"why_not": "no slot"}, "online, unreadable: no slot"),
+        ({"reason": "no slot"}, "online, unreadable: no slot"),
     ],
 )
 def test_how_a_replica_stands_is_said_in_words(changed, state):

@@ -142,7 +142,7 @@ class MemoryServer:
                 self.partitions[number] = Hosted(partition, driver, store)
             partition, driver, _ = self.partitions[number]
             if partition.generation != generation:
-                driver.post(replication.Own(generation, (REPLICA,)))
+                driver.post(replication.TakeOwnership(generation, (REPLICA,)))
 
     def _accept(self, link: net.Link) -> None:
         self._connections += 1

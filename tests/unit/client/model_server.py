@@ -97,7 +97,7 @@ class ModelWorld:
                 case stream_events.ParcelSettled() | stream_events.ParcelRejected():
                     assert effect.token not in self.told, "told twice"
                     self.told[effect.token] = effect
-                case stream_events.Fed():
+                case stream_events.FeedAdvanced():
                     assert effect.first == len(self.fed), "the feed is not dense"
                     assert len(effect.headers) == 20 * len(effect.ids)
                     self.fed += [None] * effect.count
@@ -107,7 +107,7 @@ class ModelWorld:
                 case stream_events.FeedLagging():
                     assert self.lags is None, "asked to catch up twice"
                     self.lags = effect.fed
-                case stream_events.Ready() | stream_events.MarkMoved():
+                case stream_events.Ready() | stream_events.MarkAdvanced():
                     assert effect.high_water_mark < len(self.log)
                 case Report():
                     pass
@@ -162,7 +162,7 @@ class ModelWorld:
         self.connection_sequence += 1
         # Now and then the client's view of the assignment is old.
         generation = max(0, self.generation - (self.random.random() < 0.2))
-        self.step(stream_events.Linked(attempt, number, generation, self.connection_sequence))
+        self.step(stream_events.LinkOpened(attempt, number, generation, self.connection_sequence))
 
     def break_wire(self) -> None:
         alive = [wire for wire in self.wires if not wire.is_broken]
@@ -350,7 +350,7 @@ class ModelWorld:
         self.fence = None
         self.feed_link = -1
         if self.random.random() < 0.5:
-            self.step(stream_events.Moved(self.generation))
+            self.step(stream_events.GenerationChanged(self.generation))
 
     def pass_time(self) -> None:
         self.now_ms += self.random.choice((1, 20, 300, 2500))

@@ -135,7 +135,7 @@ class Story:
         assert number not in opening.spoiled
         self.connection_sequence += 1
         self.tell(
-            stream_events.Linked(
+            stream_events.LinkOpened(
                 opening.attempt, number, Generation(generation), self.connection_sequence
             )
         )

@@ -641,7 +641,7 @@ async def test_the_feed_from_the_end_shows_only_what_comes():
         callbacks = Applying(mark=LATEST)
         await client.subscribe(callbacks, [0])
         await until(lambda: client._partitions[0].is_ready)
-        await until(lambda: client._partitions[0].stream.is_fed)
+        await until(lambda: client._partitions[0].stream.has_feed)
         await (await client.append(b"new", partition=0))
         await until(lambda: callbacks.seen)
         assert callbacks.seen == [1]
@@ -848,7 +848,7 @@ async def test_a_feed_from_the_end_waits_for_a_server_that_knows_it():
             await client.subscribe(callbacks, [0])
             await until(lambda: logged)
             await cluster.add_server()
-            await until(lambda: client._partitions[0].stream.is_fed)
+            await until(lambda: client._partitions[0].stream.has_feed)
         await until(lambda: client._partitions[0].is_ready)
         await (await writer.append(b"new", partition=0))
         await until(lambda: callbacks.seen)

@@ -26,7 +26,7 @@ def fed(mark: int, ahead_max: int = 10) -> FeedCursor:
 def test_nothing_is_taken_before_it_is_wanted():
     cursor = FeedCursor(10)
     assert cursor.take(feed_batch(req(-1), 0, *ROWS)) is None
-    assert cursor.ask() is None
+    assert cursor.take_request_mark() is None
     cursor.want(None)
     assert cursor.take(feed_batch(req(-1), 0, *ROWS)) is None
     assert cursor.know(4) == 4
@@ -48,12 +48,12 @@ def test_what_lies_before_the_beginning_is_not_taken_for_the_applications_debt()
     cursor = FeedCursor(ahead_max=3)
     cursor.want(mark)
     cursor.mounted()
-    assert cursor.ask() == mark
+    assert cursor.take_request_mark() == mark
     latest = FeedCursor(ahead_max=3)
     latest.want(None)
     assert latest.know(mark) == mark
     latest.mounted()
-    assert latest.ask() == mark
+    assert latest.take_request_mark() == mark
 
 
 def test_a_batch_with_odd_headers_is_refused_in_words():
@@ -64,23 +64,23 @@ def test_a_batch_with_odd_headers_is_refused_in_words():
 
 def test_more_is_asked_for_once_for_each_grant_and_within_bounds():
     cursor = fed(BEFORE_FIRST, ahead_max=3)
-    assert cursor.ask() == BEFORE_FIRST
-    assert cursor.ask() is None
+    assert cursor.take_request_mark() == BEFORE_FIRST
+    assert cursor.take_request_mark() is None
     cursor.take(feed_batch(req(-1), 0, *ROWS[:3]))
     cursor.is_suspended = True
-    assert cursor.ask() is None
+    assert cursor.take_request_mark() is None
     assert not cursor.applied(0)  # not before it is half way
-    assert cursor.ask() is None
+    assert cursor.take_request_mark() is None
     assert cursor.applied(1)
     assert not cursor.applied(BEFORE_FIRST)  # told late, changes nothing
-    assert cursor.ask() == 2
+    assert cursor.take_request_mark() == 2
 
 
 def test_while_it_lags_nothing_is_taken_and_then_it_continues():
     cursor = fed(4)
     cursor.is_lagging = True
     assert cursor.take(feed_batch(req(-1), 5, *ROWS)) is None
-    assert cursor.ask() is None
+    assert cursor.take_request_mark() is None
     with pytest.raises(AssertionError):
         cursor.resume(3)
     cursor.resume(50)

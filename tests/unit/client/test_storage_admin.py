@@ -25,7 +25,7 @@ class Link:
 
 def ask(version, number):
     admin = StorageAdmin(Link(version, Done(number)), "s1:15281")
-    return asyncio.run(admin.ask(Done, CheckCluster, bytes(16), 4))
+    return asyncio.run(admin.request(Done, CheckCluster, bytes(16), 4))
 
 
 def test_a_storage_of_0_13_answers_open_with_the_number_minus_1():

@@ -41,7 +41,7 @@ def test_the_first_append_links_mounts_and_is_sent():
     mount = story.link(generation=4)
     assert mount == m.MountWriter(req(-1, 4), 1, m.LATEST_MARK, wants_feed=False)
     assert story.mounted(mount, 9) == [
-        stream_events.MarkMoved(9),
+        stream_events.MarkAdvanced(9),
         stream_events.Ready(9),
         stream_events.Send(1, m.AppendRequest(req(1, 4), -1, (1,), (2,), (3,), 5, b"data", 99)),
     ]
@@ -61,7 +61,7 @@ def test_an_answer_settles_its_parcel_and_moves_the_mark():
     effects = story.hear(
         result(req(1), (5, m.Reason.COMMITTED, -1), (-1, m.Reason.LOCK, 4), mark=5)
     )
-    assert effects[0] == stream_events.MarkMoved(5)
+    assert effects[0] == stream_events.MarkAdvanced(5)
     outcome = settled(effects)[1]
     assert outcome.transaction_ids.tolist() == [5, -1]
     assert outcome.reasons.tolist() == [m.Reason.COMMITTED, m.Reason.LOCK]
@@ -132,7 +132,7 @@ def test_rows_in_doubt_are_looked_for_between_the_two_marks():
     mount = story.link(number=2, generation=1)
     effects = story.mounted(mount, 12, link=2)
     asked = m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.RangeForm.HEADERS, ())
-    assert effects == [stream_events.MarkMoved(12), stream_events.Send(2, asked)]
+    assert effects == [stream_events.MarkAdvanced(12), stream_events.Send(2, asked)]
     effects = story.hear(range_data(asked, req(1, 1, 99), req(2), req(2, 1), mark=12), link=2)
     outcome = settled(effects)[1]
     assert outcome.reasons.tolist() == [m.Reason.LOST, m.Reason.COMMITTED]
@@ -222,7 +222,7 @@ def test_an_older_generation_is_not_mounted():
     story.tell(stream_events.SendAppends(parcel(1)))
     story.tell(stream_events.LinkLost(1, "cut"))
     opening = story.done[0]
-    assert story.tell(stream_events.Linked(opening.attempt, 2, 4, 9)) == []
+    assert story.tell(stream_events.LinkOpened(opening.attempt, 2, 4, 9)) == []
     assert story.stream.phase is Phase.WAITING
 
 
@@ -231,7 +231,7 @@ def test_a_mark_below_a_known_one_is_not_trusted():
     effects = story.mounted(story.link(number=2), 8, link=2)
     assert settled(effects) == {}
     assert story.stream.phase is Phase.WAITING
-    assert "is below the known mark 9" in story.stream.trouble
+    assert "is below the known mark 9" in story.stream.failure
 
 
 def test_a_link_with_unanswered_appends_is_never_mounted_again():
@@ -244,7 +244,7 @@ def test_a_link_with_unanswered_appends_is_never_mounted_again():
     opening = next(each for each in story.done if isinstance(each, stream_events.OpenLink))
     assert set(opening.spoiled) >= {2}
     with pytest.raises(AssertionError):
-        story.tell(stream_events.Linked(opening.attempt, 2, 0, 99))
+        story.tell(stream_events.LinkOpened(opening.attempt, 2, 0, 99))
 
 
 def test_a_link_with_an_append_that_was_given_up_is_not_mounted_again_either():
@@ -399,7 +399,7 @@ def test_news_of_the_assignment_end_a_pause():
     for _ in range(2):
         story.tell(stream_events.LinkFailed(story.done[-1].attempt, errors.NotOwned("nobody")))
     assert story.done == []
-    assert story.tell(stream_events.Moved(1)) == [stream_events.OpenLink(3, ())]
+    assert story.tell(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(3, ())]
     # What has failed was another server: this one is tried again as if it were the first time.
     story.tell(stream_events.LinkFailed(3, errors.NotOwned("not yet")))
     assert story.done == [stream_events.OpenLink(4, ())]
@@ -407,9 +407,9 @@ def test_news_of_the_assignment_end_a_pause():
 
 def test_a_newer_generation_is_followed_and_an_old_one_ignored():
     story = Story().ready()
-    assert story.tell(stream_events.Moved(0)) == []
+    assert story.tell(stream_events.GenerationChanged(0)) == []
     story.tell(stream_events.SendAppends(parcel(1)))
-    assert story.tell(stream_events.Moved(1)) == [stream_events.OpenLink(2, (1,))]
+    assert story.tell(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(2, (1,))]
 
 
 def test_a_mount_that_is_not_answered_is_given_up():
@@ -463,7 +463,7 @@ def test_a_client_id_is_replaced_before_its_numbers_run_out(monkeypatch):
     story.tell(stream_events.SendAppends(parcel(2, rows=5)))
     assert story.done == []  # not while something of the old id is in flight
     assert story.hear(committed(req(1), *range(8)))[-1] == stream_events.NeedClientId()
-    assert story.tell(stream_events.Renewed(8)) == [stream_events.OpenLink(2, ())]
+    assert story.tell(stream_events.ClientIdRenewed(8)) == [stream_events.OpenLink(2, ())]
     mount = story.link(number=1)
     assert mount.req_id.client_id == 8
     story.mounted(mount, 7)
@@ -483,7 +483,9 @@ def test_the_feed_is_mounted_after_its_distance_is_known():
     (second,) = story.sent(m.MountWriter)
     assert second == m.MountWriter(req(-2), 1, 4, wants_feed=True)
     effects = story.hear(feed_batch(second.req_id, 5, *(req(i, 0, 99) for i in range(5))))
-    assert [(e.first, e.count) for e in effects if isinstance(e, stream_events.Fed)] == [(5, 5)]
+    assert [(e.first, e.count) for e in effects if isinstance(e, stream_events.FeedAdvanced)] == [
+        (5, 5)
+    ]
     story.mounted(second, 9)
     assert story.sent(m.FeedRequest) == [m.FeedRequest(second.req_id, 9)]
     assert story.stream.phase is Phase.READY
@@ -504,8 +506,8 @@ def test_a_feed_that_was_ended_is_mounted_away_and_nothing_of_it_is_taken():
     request = story.fed(4)
     story.tell(stream_events.Unsubscribe())
     late = feed_batch(request.req_id, 5, req(1, 0, 99))
-    assert not [e for e in story.hear(late) if isinstance(e, stream_events.Fed)]
-    assert not story.stream.is_fed
+    assert not [e for e in story.hear(late) if isinstance(e, stream_events.FeedAdvanced)]
+    assert not story.stream.has_feed
     assert story.stream.phase is not Phase.READY
 
 
@@ -515,7 +517,7 @@ def test_a_feed_that_begins_again_takes_nothing_of_the_one_before():
     story.tell(stream_events.Unsubscribe())
     story.tell(stream_events.Subscribe(2))
     late = feed_batch(request.req_id, 3, req(1, 0, 99))
-    assert not [e for e in story.hear(late) if isinstance(e, stream_events.Fed)]
+    assert not [e for e in story.hear(late) if isinstance(e, stream_events.FeedAdvanced)]
     first = story.link()
     assert not first.wants_feed
     story.mounted(first, 4)
@@ -555,7 +557,7 @@ def test_what_the_feed_repeats_is_not_handed_on():
     rows = [req(i, 0, 99) for i in range(4)]
     story.hear(feed_batch(request.req_id, 0, *rows[:3]))
     effects = story.hear(feed_batch(request.req_id, 1, *rows[1:]))
-    (fed,) = [e for e in effects if isinstance(e, stream_events.Fed)]
+    (fed,) = [e for e in effects if isinstance(e, stream_events.FeedAdvanced)]
     assert (fed.first, fed.count, len(fed.headers)) == (3, 1, 20)
     assert story.hear(feed_batch(request.req_id, 1, *rows[1:])) == []
 
@@ -565,7 +567,7 @@ def test_a_gap_in_the_feed_is_never_handed_on():
     request = story.fed(-1)
     effects = story.hear(feed_batch(request.req_id, 1, req(1, 0, 99)))
     assert effects == [stream_events.OpenLink(2, ())]
-    assert "gap" in story.stream.trouble
+    assert "gap" in story.stream.failure
 
 
 def test_no_more_is_asked_for_while_the_application_is_far_behind():
@@ -599,7 +601,7 @@ def test_a_feed_that_is_far_behind_is_fetched_and_then_resumed():
     story.tell(stream_events.Subscribe(-1))
     effects = story.mounted(story.link(), 500)
     assert effects == [
-        stream_events.MarkMoved(500),
+        stream_events.MarkAdvanced(500),
         stream_events.FeedLagging(-1, 500),
         stream_events.Ready(500),
     ]
@@ -689,8 +691,8 @@ def test_news_of_the_assignment_also_end_a_dial_that_hangs():
     story = Story()
     story.tell(stream_events.SendAppends(parcel(1)))
     first = story.opening
-    assert story.tell(stream_events.Moved(1)) == [stream_events.OpenLink(2, ())]
-    assert story.tell(stream_events.Linked(first.attempt, 1, 0, 1)) == []
+    assert story.tell(stream_events.GenerationChanged(1)) == [stream_events.OpenLink(2, ())]
+    assert story.tell(stream_events.LinkOpened(first.attempt, 1, 0, 1)) == []
     assert story.tell(stream_events.LinkFailed(first.attempt, errors.Unreachable("gone"))) == []
     assert story.stream.phase is Phase.LINKING
     assert isinstance(story.link(number=2, generation=1), m.MountWriter)

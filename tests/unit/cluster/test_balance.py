@@ -120,7 +120,7 @@ def test_any_plan_keeps_the_rules(cluster):
 @given(clusters())
 def test_planning_on_and_on_comes_to_an_end(cluster):
     servers, owners, loads, preferred = cluster
-    balancer = Balancer(BalanceLimits(rest_ms=1, lasting_ms=0, motion_ms=2 * WINDOW_MS))
+    balancer = Balancer(BalanceLimits(cooldown_ms=1, sustained_ms=0, settling_ms=2 * WINDOW_MS))
     for number in range(30):
         now_ms = number * INTERVAL_MS  # Nothing rests any more, so anything might go back.
         moves = balancer.plan(owners, preferred, loads, servers, now_ms)

@@ -11,15 +11,15 @@ def test_an_absence_and_a_return_are_timed():
     session = zookeeper.session()
     contact = Contact(session)
     zookeeper.advance(1_000)
-    assert (contact.away_ms, contact.back_ms) == (0, None)  # rule 2
+    assert (contact.disconnected_ms, contact.reconnected_ms) == (0, None)  # rule 2
     session.suspend()
     zookeeper.advance(300)
     session.expire()  # it was away before already
     zookeeper.advance(ABSENCE_MS_MIN)
-    assert (contact.away_ms, contact.back_ms) == (300 + ABSENCE_MS_MIN, None)
+    assert (contact.disconnected_ms, contact.reconnected_ms) == (300 + ABSENCE_MS_MIN, None)
     session.resume()
     zookeeper.advance(70)
-    assert (contact.away_ms, contact.back_ms) == (0, 70)
+    assert (contact.disconnected_ms, contact.reconnected_ms) == (0, 70)
 
 
 def test_a_node_that_is_replaced_at_once_is_no_absence():
@@ -29,7 +29,7 @@ def test_a_node_that_is_replaced_at_once_is_no_absence():
     session.suspend()
     zookeeper.advance(ABSENCE_MS_MIN - 1)
     session.resume()
-    assert (contact.away_ms, contact.back_ms) == (0, None)
+    assert (contact.disconnected_ms, contact.reconnected_ms) == (0, None)
 
 
 def test_without_a_connection_from_the_beginning_it_is_away_since_then():
@@ -39,6 +39,6 @@ def test_without_a_connection_from_the_beginning_it_is_away_since_then():
     zookeeper.advance(50)
     contact = Contact(session)
     zookeeper.advance(600)
-    assert contact.away_ms == 600
+    assert contact.disconnected_ms == 600
     session.resume()
-    assert contact.back_ms == 0
+    assert contact.reconnected_ms == 0

@@ -36,7 +36,7 @@ def told(original: OldClientAdapter, message: ClientMessage, now_s: float = 0.0)
 
 def refused(original: OldClientAdapter, question: ClientMessage, error: errors.WaltzError) -> Any:
     answer = rejection(A, question.req_id, 9, error, question)
-    return original.translate_answer(answer.message, answer.question, 0.0)
+    return original.translate_answer(answer.message, answer.request, 0.0)
 
 
 def mounted(version: int = 4, sequence: int = 1) -> OldClientAdapter:

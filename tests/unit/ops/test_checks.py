@@ -38,7 +38,7 @@ def test_what_has_failed_belongs_to_a_check_and_to_its_partitions_only():
 
 
 def test_partitions_that_were_not_chosen_are_left_out(case):
-    case.storage(A, trouble="refused", replicas={})
+    case.storage(A, failure="refused", replicas={})
     assert failed(case, (1,)) == [("storage", (1,))]
     case.cluster(groups={A: 0, B: 0, C: 2})
     assert ("assignment", (0,)) not in failed(case, (1,))
@@ -53,10 +53,10 @@ def test_no_servers_or_a_partition_that_no_process_owns(case):
 
 
 def test_a_server_that_does_not_answer_or_serve(case):
-    case.server(1, trouble="refused", served={})
+    case.server(1, failure="refused", served={})
     assert failed(case) == [("server", (0,))]
     assert text(case) == f"server {ONE} does not answer: refused"
-    case.server(1, trouble="")
+    case.server(1, failure="")
     assert text(case) == (
         f"partition 0: server {ONE} does not serve it, though it is assigned to it"
     )
@@ -76,10 +76,10 @@ def test_a_storage_that_does_not_answer_for_itself(case):
     assert text(case) == never
     case.storage(A, storage_id=None)
     assert failed(case) == []  # an original, and a well one
-    case.storage(A, trouble="refused")
+    case.storage(A, failure="refused")
     both = [each.text for each in check(case.facts.cluster, (0, 1))]
     assert both == [never, f"storage {A} does not answer: refused"]
-    case.storage(A, trouble="", registered_id="aa", admin_trouble="refused", replicas={})
+    case.storage(A, failure="", registered_id="aa", admin_failure="refused", replicas={})
     assert text(case) == f"storage {A} does not answer at its admin port: refused"
     case.storage(A, is_of_cluster=False)
     assert failed(case) == [("storage", (0, 1))]
@@ -93,7 +93,7 @@ def test_a_storage_that_does_not_serve_what_it_should(case):
         f"partition 0: storage {A} has it offline: `waltz-core storage availability --storage {A} "
         "--partition 0 --online true`"
     )
-    for changed in ({"is_opening": True}, {"why_not": "rot"}, {"is_stuck": True}):
+    for changed in ({"is_opening": True}, {"reason": "rot"}, {"is_stuck": True}):
         case = Case()
         case.replica(A, **changed)
         assert failed(case) == [("storage", (0,))]
@@ -114,7 +114,7 @@ def test_replicas_that_are_behind_or_too_few(case):
 
 def test_what_follows_from_a_cause_fails_beside_it(case):
     """The doctor would tell of the storage only; a check is passed or is not."""
-    case.storage(C, trouble="refused", replicas={})
+    case.storage(C, failure="refused", replicas={})
     case.server(1, out_of_reach=(C,))
     case.states({A: ENGAGED, B: ENGAGED, C: BEHIND})
     assert failed(case) == [("connectivity", (0,)), ("storage", (0, 1)), ("recovery", (0,))]

@@ -48,7 +48,7 @@ def test_what_a_replica_lacks():
         UnavailableReason.OFFLINE: {"is_available": False},
         UnavailableReason.NOT_HELD: {"is_held": False},
         UnavailableReason.OPENING: {"is_opening": True},
-        UnavailableReason.UNREADABLE: {"why_not": "rot"},
+        UnavailableReason.UNREADABLE: {"reason": "rot"},
         UnavailableReason.STUCK: {"is_stuck": True},
     }
     assert set(lacks) == set(UnavailableReason)
@@ -57,7 +57,7 @@ def test_what_a_replica_lacks():
 
 
 def test_one_that_answers_is_who_a_session_could_be_opened_with(case):
-    case.storage(A, trouble="refused", replicas={})
+    case.storage(A, failure="refused", replicas={})
     case.replica(B, is_stuck=True)
     case.storage(C, replicas={})  # it has told nothing, and is held for well
     now = standing(case)
@@ -72,7 +72,7 @@ def test_one_that_can_confirm(case):
     case.replica(B, is_suspect=True)
     assert standing(case).suspects == [A, B]
     assert standing(case).has_no_trusted_quorum
-    case.storage(C, trouble="refused", replicas={})
+    case.storage(C, failure="refused", replicas={})
     assert not standing(case).has_no_trusted_quorum  # somebody who may know is only away
 
 

@@ -144,7 +144,7 @@ def test_nothing_is_wrong_with_a_healthy_cluster(case):
 
 
 def test_without_zookeeper_only_that_is_reported(case):
-    case.facts = Facts(CONNECT, zookeeper_trouble="no answer")
+    case.facts = Facts(CONNECT, zookeeper_failure="no answer")
     found = case.the_only("zookeeper-away")
     assert found.sentence.endswith("of the cluster is unknown: no answer")
     assert found.command == "waltz-core zookeeper run --config zoo.cfg"
@@ -155,17 +155,17 @@ def test_without_zookeeper_only_that_is_reported(case):
 
 
 def test_a_node_of_zookeeper(case):
-    case.node(trouble="refused", mode="")
+    case.node(failure="refused", mode="")
     assert case.the_only("zookeeper-node-away").sentence == (
         "node zk1:2181 of ZooKeeper does not answer: refused"
     )
-    case.node(trouble="", mode="")
+    case.node(failure="", mode="")
     assert "is not part of a quorum" in case.the_only("zookeeper-node-alone").sentence
 
 
 def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
     case.local(MemberFacts("storage-1", A, "down"), MemberFacts("server-2", TWO, "up", 77))
-    case.storage(A, trouble="refused", replicas={})
+    case.storage(A, failure="refused", replicas={})
     found = case.the_only("process-down")
     assert found.sentence == "storage-1 of the cluster in here/.waltz is not running"
     assert found.command == "waltz-core local up --directory here/.waltz"
@@ -182,7 +182,7 @@ def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
 
 def test_what_was_added_to_a_cluster_on_this_machine_is_not_started_by_local_up(case):
     case.local(MemberFacts("storage-1", A, "up", 77), MemberFacts("storage-2", B, "up", 78))
-    case.storage(C, trouble="refused", replicas={})
+    case.storage(C, failure="refused", replicas={})
     found = next(each for each in diagnose(case.facts) if each.name == "storage-away")
     assert found.command == "waltz-core storage run --config storage.toml"
 
@@ -191,7 +191,7 @@ def test_what_was_added_to_a_cluster_on_this_machine_is_not_started_by_local_up(
 
 
 def test_a_server_that_does_not_answer(case):
-    case.server(1, trouble="refused", served={})
+    case.server(1, failure="refused", served={})
     assert case.the_only("server-away").command == (
         f"waltz-core cluster remove-server {ONE} --connect {CONNECT}"
     )
@@ -206,9 +206,9 @@ def test_a_cluster_that_is_spoken_to_in_another_way(case):
     """Nobody is to be ended for it, and of partitions nothing is known."""
     said = "expected plain TCP, found TLS"
     for number in (1, 2):
-        case.server(number, trouble=said, is_tls_mismatch=True, served={})
+        case.server(number, failure=said, is_tls_mismatch=True, served={})
     for address in (A, B, C, SPARE):
-        case.storage(address, trouble=said, is_tls_mismatch=True, replicas={})
+        case.storage(address, failure=said, is_tls_mismatch=True, replicas={})
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/zk")
     found = diagnose(case.facts)
     assert [each.name for each in found] == ["server-shut"] * 2 + ["storage-shut"] * 4
@@ -218,8 +218,8 @@ def test_a_cluster_that_is_spoken_to_in_another_way(case):
 
 
 def test_a_storage_whose_certificate_has_run_out(case):
-    case.storage(A, trouble="certificate has expired", is_tls_mismatch=True, replicas={})
-    case.storage(B, trouble="certificate has expired", is_tls_mismatch=True, replicas={})
+    case.storage(A, failure="certificate has expired", is_tls_mismatch=True, replicas={})
+    case.storage(B, failure="certificate has expired", is_tls_mismatch=True, replicas={})
     assert case.found() == [
         ("storage-shut", A),
         ("storage-shut", B),
@@ -248,7 +248,7 @@ def test_a_preference_that_cannot_be_granted(case):
 def test_a_storage_that_a_server_cannot_reach_is_reported_unless_no_process_can(case):
     case.server(1, out_of_reach=(C,))
     assert case.found() == [("storage-out-of-reach", f"{ONE} {C}")]
-    case.storage(C, trouble="refused", replicas={})
+    case.storage(C, failure="refused", replicas={})
     assert case.found() == [("storage-away", C)]
 
 
@@ -256,7 +256,7 @@ def test_a_storage_that_a_server_cannot_reach_is_reported_unless_no_process_can(
 
 
 def test_a_storage_that_does_not_answer(case):
-    case.storage(A, trouble="refused", replicas={})
+    case.storage(A, failure="refused", replicas={})
     assert case.the_only("storage-away").command == "waltz-core storage run --config storage.toml"
     case.storage(A, is_silent=True)
     assert case.the_only("storage-silent").about == A
@@ -268,12 +268,12 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
     """After a crash it reads for minutes, and has no port: who ends it has it begin anew."""
     again = f"waltz-core doctor --connect {CONNECT}"
     case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
-    case.storage(A, trouble="refused", replicas={})
+    case.storage(A, failure="refused", replicas={})
     found = case.the_only("storage-starting")
     assert "wait, and do not stop it" in found.sentence
     assert found.command == again
     # Nor is it ended for the sake of a quorum.
-    case.storage(B, trouble="refused", replicas={})
+    case.storage(B, failure="refused", replicas={})
     case.server(1, served={0: False})
     case.server(2, served={1: False})
     assert {each.name for each in diagnose(case.facts)} == {"storage-starting", "no-quorum"}
@@ -286,11 +286,11 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
 
 def test_a_storage_that_hangs_is_ended_and_a_port_that_is_right_is_left(case):
     case.local(MemberFacts("storage-1", A, "up", 79))
-    case.storage(A, admin_trouble="no answer within 3 s", other_admin=5281, is_hanging=True)
+    case.storage(A, admin_failure="no answer within 3 s", other_admin=5281, is_hanging=True)
     found = case.the_only("storage-hangs")
     assert "(no answer within 3 s), as when a disk hangs" in found.sentence
     assert found.command == "kill -9 79; waltz-core local up --directory here/.waltz"
-    case.storage(A, admin_trouble="", is_hanging=False)
+    case.storage(A, admin_failure="", is_hanging=False)
     case.replica(A, is_stuck=True)
     case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
     found = case.the_only("replica-stuck")
@@ -317,7 +317,7 @@ def test_a_storage_that_is_another_one(case):
 
 
 def test_an_admin_port_that_is_not_where_zookeeper_has_it(case):
-    case.storage(A, admin_trouble="refused", replicas={})
+    case.storage(A, admin_failure="refused", replicas={})
     assert case.the_only("admin-port-wrong").command == (
         f"waltz-core cluster set-admin-port {A} ADMIN_PORT --connect {CONNECT}"
     )
@@ -341,7 +341,7 @@ def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
         case.storage(A, space=SpaceFacts(free_mib << 20, False, size_mib << 20))
         assert (case.found() != []) == is_found
     case.storage(A, space=SpaceFacts(900 << 20, False))
-    case.storage(SPARE, trouble="refused")
+    case.storage(SPARE, failure="refused")
     assert ("disk-nearly-full", A) in case.found()
     assert any("cluster add-storage HOST:PORT" in each.command for each in diagnose(case.facts))
     # Nobody minds the full disk of a storage that holds nothing.
@@ -369,7 +369,7 @@ def test_a_replica_that_is_not_served(case):
     for changed, name, command in (
         ({"is_available": False}, "replica-offline", f"availability {at} --online true"),
         ({"is_held": False}, "replica-not-held", f"add-partition {at}"),
-        ({"why_not": "no slot"}, "replica-unreadable", f"re-seed {at}"),
+        ({"reason": "no slot"}, "replica-unreadable", f"re-seed {at}"),
         ({"damaged_count": 3}, "replica-damaged", f"scrub {at}"),
     ):
         case.facts = healthy()
@@ -415,7 +415,7 @@ def test_a_replica_that_the_session_does_not_count_on(case):
     found = case.the_only("replica-not-engaged")
     assert found.sentence.endswith("it ends at 50")
     assert "--online false && waltz-core storage availability" in found.command
-    case.storage(C, trouble="refused")
+    case.storage(C, failure="refused")
     assert case.found() == [("storage-away", C)]
 
 
@@ -441,7 +441,7 @@ def test_one_suspect_is_repaired_and_a_quorum_of_them_has_to_be_decided(case):
 def test_nothing_is_to_be_decided_while_a_process_that_knows_is_only_away(case):
     case.server(1, served={0: False})
     case.replica(A, is_suspect=True)
-    case.storage(B, trouble="refused", replicas={})
+    case.storage(B, failure="refused", replicas={})
     names = [each.name for each in diagnose(case.facts)]
     assert names == ["storage-away", "replica-suspect"]
 
@@ -451,7 +451,7 @@ def test_nothing_is_to_be_decided_while_a_process_that_knows_is_only_away(case):
 
 def test_a_quorum_that_is_lost_is_reported_whatever_the_cause(case):
     for address in (A, B):
-        case.storage(address, trouble="refused", replicas={})
+        case.storage(address, failure="refused", replicas={})
     case.server(1, served={0: False})
     case.server(2, served={1: False})
     assert case.found() == [
@@ -479,7 +479,7 @@ def test_no_storage_that_is_well_is_ended_for_a_quorum(case):
         "no-quorum",
     ]
     assert not any("kill" in each.command for each in diagnose(case.facts))
-    case.storage(C, trouble="silent", is_silent=True, replicas={})
+    case.storage(C, failure="silent", is_silent=True, replicas={})
     (found,) = [each for each in diagnose(case.facts) if each.name == "no-quorum"][:1]
     assert found.command.startswith("kill -9 79; ")
 
@@ -489,7 +489,7 @@ def test_a_session_that_is_not_open_though_it_could_be(case):
     assert case.the_only("session-not-open").command == (
         f"waltz-core cluster prefer 0 {TWO} --connect {CONNECT}"
     )
-    case.server(2, trouble="refused", served={})
+    case.server(2, failure="refused", served={})
     opened = next(each for each in diagnose(case.facts) if each.name == "session-not-open")
     assert opened.command == "waltz-core server run --config server.toml"
 
@@ -511,7 +511,7 @@ def test_a_partition_in_the_wrong_hands(case):
 
 def test_a_session_with_other_replicas_and_a_mark_that_is_not_reported(case):
     case.states({A: ENGAGED, B: ENGAGED})
-    case.partition(mark=None, mark_trouble="no answer")
+    case.partition(mark=None, mark_failure="no answer")
     assert case.found() == [("session-of-other-replicas", "0"), ("no-mark", "0")]
 
 
@@ -598,8 +598,8 @@ def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_again(
 
 def test_findings_come_in_the_order_of_the_table(case):
     case.replica(A, is_available=False)
-    case.node(trouble="refused")
-    case.server(2, trouble="refused", served={})
+    case.node(failure="refused")
+    case.server(2, failure="refused", served={})
     names = [each.name for each in diagnose(case.facts)]
     assert names == sorted(names, key=list(KINDS).index)
     assert len(names) == 3
@@ -607,7 +607,7 @@ def test_findings_come_in_the_order_of_the_table(case):
 
 def test_a_connect_string_is_given_as_a_shell_takes_it(case):
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/my file")
-    case.server(1, trouble="refused", served={})
+    case.server(1, failure="refused", served={})
     assert case.the_only("server-away").command.endswith(f"'{CONNECT}?auth=/etc/my file'")
 
 

@@ -76,7 +76,7 @@ class Bench:
         return effects
 
     def own(self, generation=1, replicas=None):
-        self.step(session_events.Own(generation, tuple(replicas or self.names)))
+        self.step(session_events.TakeOwnership(generation, tuple(replicas or self.names)))
 
     def wait(self, ms):
         """Let time pass, in the steps that the machine asks for."""

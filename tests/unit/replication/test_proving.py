@@ -15,7 +15,7 @@ class Replica:
         self.requests = []
         self.unanswered_count = unanswered_count
 
-    def ask(self, kind, *, now_ms, ticket):
+    def send_request(self, kind, *, now_ms, ticket):
         self.requests.append((kind, now_ms, ticket))
 
 

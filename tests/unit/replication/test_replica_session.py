@@ -38,8 +38,8 @@ def marked(one, mark=-1, chain=GENESIS_CHAIN):
 
 def test_requests_carry_session_partition_and_a_sequence_of_their_own(one, outbox):
     connected(one)
-    one.ask(wire.Heartbeat, now_ms=7)
-    one.ask(wire.LineageRequest, 3, 4, now_ms=8, ticket=9)
+    one.send_request(wire.Heartbeat, now_ms=7)
+    one.send_request(wire.LineageRequest, 3, 4, now_ms=8, ticket=9)
     assert outbox == [
         OpenReplica(5, "storage0:1"),
         SendToReplica(5, "storage0:1", wire.Heartbeat(5, 1, 2)),
@@ -53,7 +53,7 @@ def test_requests_carry_session_partition_and_a_sequence_of_their_own(one, outbo
 
 def test_an_answer_of_the_wrong_kind_or_to_nothing(one):
     connected(one)
-    one.ask(wire.Heartbeat, now_ms=7)
+    one.send_request(wire.Heartbeat, now_ms=7)
     with pytest.raises(RemoteProtocolError, match="there is no such request"):
         one.take(wire.HeartbeatAnswer(5, 2, 2))
     with pytest.raises(RemoteProtocolError, match="expected HeartbeatAnswer, found Appended"):
@@ -87,7 +87,7 @@ def test_redials_wait_longer_and_longer_and_start_again_after_success(one):
 )
 def test_a_connection_with_a_change_in_flight_is_not_replaced(one, kind, fields, tainted):
     connected(one)
-    one.ask(kind, *fields, now_ms=1)
+    one.send_request(kind, *fields, now_ms=1)
     one.lost(2, Random(1))
     assert one.is_tainted is tainted
 

@@ -20,7 +20,7 @@ class Replica:
     def __init__(self):
         self.supplier = []
 
-    def ask(self, kind, first, last, *, now_ms, ticket):
+    def send_request(self, kind, first, last, *, now_ms, ticket):
         assert (kind, ticket) == (LineageRequest, SETTLING)
         self.supplier.append((first, last))
 

@@ -169,7 +169,7 @@ def test_zookeeper_that_knows_nothing_of_a_batchs_session_is_not_trusted():
     bench.metadata, bench.marker = replace(old[0], session_id=session_id), old[1]
     bench.metadata_version += 1
     restart(bench, down=[A])
-    bench.step(session_events.Own(2, bench.names))
+    bench.step(session_events.TakeOwnership(2, bench.names))
     bench.run()
     bench.wait(LIMITS.grace_ms)
     bench.run()
@@ -194,7 +194,7 @@ def test_a_replica_that_knows_a_later_session_is_in_none(monkeypatch, is_left_ou
         return replace(tell(prefix, message), engaged_session=9)
 
     monkeypatch.setattr(bench.storages[C], "_prepare", tell_of_later)
-    bench.step(session_events.Own(2, bench.names))
+    bench.step(session_events.TakeOwnership(2, bench.names))
     bench.run()
     bench.wait(LIMITS.grace_ms)
     bench.run()

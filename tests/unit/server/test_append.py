@@ -954,7 +954,7 @@ def test_nothing_is_judged_before_the_lock_table_is_filled() -> None:
     world = World(is_open=False)
     world.open(5, unbroken=False)
     refill = world.pipeline.refill
-    (fetch,) = refill.ask(SessionId(1), (ReplicaId("s1:1"),), world.now_ms, holds=True)
+    (fetch,) = refill.query_locks(SessionId(1), (ReplicaId("s1:1"),), world.now_ms, holds=True)
     assert isinstance(fetch, Fetch)
     world.single(write=[1], mark=3)
     world.single(write=[2], mark=4)
@@ -970,7 +970,7 @@ def test_nothing_is_judged_before_the_lock_table_is_filled() -> None:
 def test_one_that_waits_for_the_lock_table_waits_no_longer_than_so() -> None:
     world = World(is_open=False)
     world.open(5, unbroken=False)
-    world.pipeline.refill.ask(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)
+    world.pipeline.refill.query_locks(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)
     world.single(write=[1], mark=3)
     world.single(write=[1], mark=5)
     assert world.pipeline.turn_at_ms(0) == HELD_MS_MAX

@@ -15,7 +15,7 @@ from waltz_core.server.process.balancing import BalanceTimes, Balancing
 
 ROOT = "/w"
 RATES = {0: 10_000.0, 1: 1_000.0, 2: 1_000.0, 3: 1_000.0}
-PACE = BalanceTimes(interval_ms=5, window_ms=100, rest_ms=3_600_000)
+PACE = BalanceTimes(interval_ms=5, window_ms=100, cooldown_ms=3_600_000)
 
 
 async def balanced(zookeeper, *, servers, telling, sick=None):

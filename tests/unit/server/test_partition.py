@@ -92,7 +92,7 @@ class World:
         self.answers: list[Answer] = []
         self.fetches: list[Fetch] = []
         self.rest: list[object] = []
-        self.step(replication.Own(Generation(1), REPLICAS))
+        self.step(replication.TakeOwnership(Generation(1), REPLICAS))
 
     # --- driving
 
@@ -508,7 +508,7 @@ def test_a_new_generation_forgets_fences_and_all_that_was_remembered() -> None:
     world.mount(ALICE, A, sequence=9)
     world.fill(2)
     world.close()
-    world.step(replication.Own(Generation(2), REPLICAS))
+    world.step(replication.TakeOwnership(Generation(2), REPLICAS))
     world.open(1, settled=1, unbroken=True, generation=2)
     mount = world.mount(ALICE, B, sequence=1, generation=2)
     assert isinstance(world.answer(mount), messages.Mounted)
@@ -519,7 +519,7 @@ def test_a_new_generation_forgets_fences_and_all_that_was_remembered() -> None:
 def test_a_partition_that_comes_back_in_its_generation_has_no_mounts() -> None:
     world = ready()
     world.step(replication.ReleaseOwnership())
-    world.step(replication.Own(Generation(1), REPLICAS))
+    world.step(replication.TakeOwnership(Generation(1), REPLICAS))
     world.open(-1)
     append = world.append()
     world.run()
@@ -532,7 +532,7 @@ def test_fences_outlive_a_release_within_the_generation() -> None:
     world.mount(ALICE, B, sequence=5)
     world.step(Closed(B))
     world.step(replication.ReleaseOwnership())
-    world.step(replication.Own(Generation(1), REPLICAS))
+    world.step(replication.TakeOwnership(Generation(1), REPLICAS))
     world.open(-1)
     assert world.error(world.mount(ALICE, C, sequence=4)) == errors.ConnectionSuperseded.code
     assert isinstance(world.answer(world.mount(ALICE, C, sequence=6)), messages.Mounted)
@@ -665,7 +665,7 @@ def test_a_feed_mount_that_outlives_its_generation_is_refused() -> None:
     message = messages.MountWriter(world.req_id(BOB), 1, 1, wants_feed=True)
     mount = world.send(B, message)
     world.close()
-    world.step(replication.Own(Generation(2), REPLICAS))
+    world.step(replication.TakeOwnership(Generation(2), REPLICAS))
     world.open(4, generation=2)
     world.run()
     assert not world.is_answered(mount)

@@ -8,18 +8,18 @@ from waltz_core.wire import messages
 
 def test_questions_that_come_during_a_proof_share_the_next_one() -> None:
     proofs: Proofs[str] = Proofs(1000)
-    assert proofs.ask("a", 10) == [ProveMark(1)]
-    assert proofs.ask("b", 11) == []
-    assert proofs.ask("c", 12) == []
+    assert proofs.wait_for_proof("a", 10) == [ProveMark(1)]
+    assert proofs.wait_for_proof("b", 11) == []
+    assert proofs.wait_for_proof("c", 12) == []
     assert proofs.proved(1, 20) == (["a"], [ProveMark(2)])
     assert proofs.proved(2, 30) == (["b", "c"], [])
 
 
 def test_a_proof_whose_questions_are_gone_makes_room_for_the_next() -> None:
     proofs: Proofs[str] = Proofs(1000)
-    proofs.ask("a", 10)
-    proofs.ask("b", 11)
-    proofs.ask("c", 12)
+    proofs.wait_for_proof("a", 10)
+    proofs.wait_for_proof("b", 11)
+    proofs.wait_for_proof("c", 12)
     proofs.drop(lambda each: each in "ab")
     assert proofs.proved(1, 20) == ([], [ProveMark(2)])
     assert proofs.failed(2, 30) == (["c"], [])
@@ -29,16 +29,16 @@ def test_an_answer_to_no_proof_of_ours_answers_no_process() -> None:
     proofs: Proofs[str] = Proofs(1000)
     assert proofs.proved(7, 0) == ((), [])
     assert proofs.failed(0, 0) == ((), [])
-    assert proofs.ask("a", 10) == [ProveMark(1)]
+    assert proofs.wait_for_proof("a", 10) == [ProveMark(1)]
     assert proofs.failed(2, 20) == ((), [])
     assert proofs.failed(1, 20) == (["a"], [])
 
 
 def test_the_answer_to_a_proof_of_a_session_before_answers_no_process() -> None:
     proofs: Proofs[str] = Proofs(1000)
-    proofs.ask("a", 10)
+    proofs.wait_for_proof("a", 10)
     proofs.reset()
-    assert proofs.ask("b", 20) == [ProveMark(2)]
+    assert proofs.wait_for_proof("b", 20) == [ProveMark(2)]
     assert proofs.proved(1, 30) == ((), [])
     assert proofs.failed(1, 30) == ((), [])
     assert not proofs.is_fresh(30)
@@ -48,7 +48,7 @@ def test_the_answer_to_a_proof_of_a_session_before_answers_no_process() -> None:
 def test_freshness_counts_from_when_the_proof_was_asked_for() -> None:
     proofs: Proofs[str] = Proofs(1000)
     assert not proofs.is_fresh(0)
-    proofs.ask("a", 10)
+    proofs.wait_for_proof("a", 10)
     proofs.proved(1, 900)
     assert proofs.is_fresh(1010)
     assert not proofs.is_fresh(1011)
@@ -61,8 +61,8 @@ def test_freshness_counts_from_when_the_proof_was_asked_for() -> None:
 def test_the_end_of_a_session_returns_all_questions_and_ends_freshness() -> None:
     proofs: Proofs[str] = Proofs(1000)
     proofs.confirm(0)
-    proofs.ask("a", 10)
-    proofs.ask("b", 10)
+    proofs.wait_for_proof("a", 10)
+    proofs.wait_for_proof("b", 10)
     assert proofs.reset() == ["a", "b"]
     assert not proofs.is_fresh(10)
     assert proofs.proved(1, 20) == ((), [])

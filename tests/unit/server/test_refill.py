@@ -47,8 +47,8 @@ class World:
         for each in said:
             (self.fetches if isinstance(each, Fetch) else self.reports).append(each)  # type: ignore[arg-type]
 
-    def ask(self, session: int = SESSION, *, holds: bool = True) -> None:
-        self.take(self.refill.ask(SessionId(session), REPLICAS, self.now_ms, holds=holds))
+    def query_locks(self, session: int = SESSION, *, holds: bool = True) -> None:
+        self.take(self.refill.query_locks(SessionId(session), REPLICAS, self.now_ms, holds=holds))
 
     def answer(self, data: bytes, fetch: Fetch | None = None) -> None:
         asked = (fetch or self.fetches[-1]).message
@@ -70,7 +70,7 @@ class World:
 
 def test_a_replica_that_has_all_is_enough() -> None:
     world = World()
-    world.ask()
+    world.query_locks()
     (fetch,) = world.fetches
     assert fetch.replica == REPLICAS[0]
     assert fetch.message == LockBlocksRequest(SESSION, fetch.token, 2, 8 << 20)
@@ -90,7 +90,7 @@ def test_a_replica_that_has_all_is_enough() -> None:
 
 def test_a_lock_is_as_young_as_its_last_transaction_and_no_younger_than_its_batch() -> None:
     world = World()
-    world.ask()
+    world.query_locks()
     world.answer(blocks(0, 3) + block(6, 5, first=4) + block(7, 5) + block(8) + block(9, 1_002))
     world.run()
     assert world.table.estimate(5) == 7
@@ -99,7 +99,7 @@ def test_a_lock_is_as_young_as_its_last_transaction_and_no_younger_than_its_batc
 
 def test_of_a_batch_that_reports_its_writers_apart_a_lock_is_no_younger_than_its_writer() -> None:
     world = World()
-    world.ask()
+    world.query_locks()
     packed = struct.pack(">4i", 21, 22, 23, 21)
     apart = encode(TransactionId(4), end(MARK), end(3).chain, packed, bytes([5, 4, 0, 2]))
     world.answer(blocks(0, 3) + apart)
@@ -110,7 +110,7 @@ def test_of_a_batch_that_reports_its_writers_apart_a_lock_is_no_younger_than_its
 
 def test_it_goes_down_as_far_as_is_wanted() -> None:
     world = World(lock_refill_count_max=3)
-    world.ask()
+    world.query_locks()
     world.answer(blocks(0, MARK))
     world.run()
     assert world.refill.floor == 6
@@ -125,7 +125,7 @@ def test_it_goes_down_as_far_as_is_wanted() -> None:
 )
 def test_what_the_log_does_not_prove_is_not_learnt(data: bytes) -> None:
     world = World()
-    world.ask()
+    world.query_locks()
     for replica in REPLICAS:
         assert world.fetches[-1].replica == replica
         world.answer(data)
@@ -134,13 +134,13 @@ def test_what_the_log_does_not_prove_is_not_learnt(data: bytes) -> None:
     assert world.table.estimate(77) == MARK
     assert not world.refill.holds(world.now_ms)
     assert world.reports == [
-        Report("locks.refilled_in_part", (("known_from", MARK + 1), ("mark", MARK)))
+        Report("locks.partially_refilled", (("known_from", MARK + 1), ("mark", MARK)))
     ]
 
 
 def test_what_one_replica_lacks_the_next_one_has() -> None:
     world = World()
-    world.ask()
+    world.query_locks()
     world.answer(blocks(0, 3) + blocks(6, 9))
     world.run()
     assert world.refill.floor == 5
@@ -154,7 +154,7 @@ def test_what_one_replica_lacks_the_next_one_has() -> None:
 
 def test_what_was_entered_meanwhile_stays() -> None:
     world = World()
-    world.ask(holds=False)
+    world.query_locks(holds=False)
     assert not world.refill.holds(world.now_ms)
     world.table.judge_one(
         ([1_005], [], []),
@@ -169,7 +169,7 @@ def test_what_was_entered_meanwhile_stays() -> None:
 
 def test_no_process_is_held_for_long_and_what_comes_later_is_used() -> None:
     world = World()
-    world.ask()
+    world.query_locks()
     assert world.refill.turn_at_ms(world.now_ms) == world.now_ms + HELD_MS_MAX
     world.now_ms += HELD_MS_MAX
     assert not world.refill.holds(world.now_ms)
@@ -181,7 +181,7 @@ def test_no_process_is_held_for_long_and_what_comes_later_is_used() -> None:
 
 def test_one_that_fails_is_asked_again_a_while_later() -> None:
     world = World()
-    world.ask()
+    world.query_locks()
     for _ in REPLICAS:
         world.fail()
     assert [each.replica for each in world.fetches] == list(REPLICAS)
@@ -196,64 +196,64 @@ def test_one_that_fails_is_asked_again_a_while_later() -> None:
 
 def test_one_that_fails_until_no_process_is_held_any_more_is_left_alone() -> None:
     world = World()
-    world.ask()
+    world.query_locks()
     world.now_ms += HELD_MS_MAX
     for _ in REPLICAS:
         world.fail()
     assert len(world.fetches) == len(REPLICAS)
-    assert world.reports[0].name == "locks.refilled_in_part"
+    assert world.reports[0].name == "locks.partially_refilled"
     assert world.refill.turn_at_ms(world.now_ms) is None
 
 
 def test_a_session_that_no_other_process_has_come_between_continues() -> None:
     world = World()
-    world.ask()
+    world.query_locks()
     world.answer(blocks(6, MARK))
     world.run()
     late = world.fetches[-1]
     world.refill.stop()
-    world.ask(SESSION + 1, holds=False)
+    world.query_locks(SESSION + 1, holds=False)
     world.answer(blocks(0, MARK), late)
     assert world.run() == 0
     assert world.refill.floor == 5
     world.answer(blocks(0, MARK + 3))
     world.run()
     assert world.refill.floor == -1
-    world.ask(SESSION + 2)
+    world.query_locks(SESSION + 2)
     assert world.fetches[-1].message.session_id == SESSION + 1
     assert not world.refill.holds(world.now_ms)
 
 
 def test_what_is_known_to_be_missing_is_not_asked_for_again() -> None:
     world = World()
-    world.ask()
+    world.query_locks()
     for data in (blocks(8, MARK), blocks(6, MARK), blocks(0, 3) + blocks(6, MARK)):
         world.answer(data)
         world.run()
     assert world.refill.floor == 5
     # The first one was asked at another floor, the other two have nothing at this one.
     world.refill.stop()
-    world.ask(SESSION + 1, holds=False)
+    world.query_locks(SESSION + 1, holds=False)
     assert [each.replica for each in world.fetches[3:]] == [REPLICAS[0]]
     world.answer(blocks(8, MARK + 2))
     world.run()
     reports = len(world.reports)
     for session in range(SESSION + 2, SESSION + 9):
         world.refill.stop()
-        world.ask(session, holds=False)
+        world.query_locks(session, holds=False)
         assert world.refill.turn_at_ms(world.now_ms) is None
     assert len(world.fetches) == 4
     assert len(world.reports) == reports
     # After somebody else has had the log all of it is unknown again.
     world.refill.begin(world.table, end(MARK))
-    world.ask(SESSION + 9)
+    world.query_locks(SESSION + 9)
     assert world.fetches[4].replica == REPLICAS[0]
     assert world.refill.holds(world.now_ms)
 
 
 def test_one_that_had_nothing_at_all_or_did_not_answer_is_asked_again() -> None:
     world = World()
-    world.ask()
+    world.query_locks()
     world.answer(b"")
     world.run()
     world.now_ms += HELD_MS_MAX
@@ -262,7 +262,7 @@ def test_one_that_had_nothing_at_all_or_did_not_answer_is_asked_again() -> None:
     world.run()
     assert world.refill.floor == 7
     world.refill.stop()
-    world.ask(SESSION + 1, holds=False)
+    world.query_locks(SESSION + 1, holds=False)
     world.answer(b"")
     world.run()
     assert [each.replica for each in world.fetches[3:]] == list(REPLICAS[:2])
@@ -271,11 +271,11 @@ def test_one_that_had_nothing_at_all_or_did_not_answer_is_asked_again() -> None:
 def test_what_never_answers_is_not_asked_permanently() -> None:
     world = World()
     for session in range(IN_FLIGHT_MAX + 3):
-        world.ask(session)
+        world.query_locks(session)
     assert len(world.fetches) == IN_FLIGHT_MAX
     assert not world.refill.holds(world.now_ms)
     world.take(world.refill.failed(world.fetches[0].token, world.now_ms))
-    world.ask(99)
+    world.query_locks(99)
     assert len(world.fetches) == IN_FLIGHT_MAX + 1
 
 
@@ -283,7 +283,7 @@ def test_what_never_answers_is_not_asked_permanently() -> None:
 def test_a_turn_takes_a_slice(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     monkeypatch.setattr(module, limit, 2)
     world = World()
-    world.ask()
+    world.query_locks()
     world.answer(blocks(0, MARK))
     assert world.run() == 5
     assert world.written(*range(10)) == list(range(10))
@@ -294,7 +294,7 @@ def test_what_lies_above_the_floor_is_passed_over_in_slices(
 ) -> None:
     monkeypatch.setattr(module, "SLICE_BLOCKS_MAX", 2)
     world = World()
-    world.ask()
+    world.query_locks()
     world.answer(blocks(0, MARK + 4))
     assert world.run() > 5
     assert world.refill.floor == -1
@@ -303,9 +303,9 @@ def test_what_lies_above_the_floor_is_passed_over_in_slices(
 def test_nothing_is_asked_of_an_empty_log_or_when_nothing_is_wanted() -> None:
     world = World()
     world.refill.begin(world.table, LogEnd(TransactionId(-1), bytes(16)))
-    world.ask()
+    world.query_locks()
     assert world.fetches == []
     world = World(lock_refill_count_max=0)
-    world.ask()
+    world.query_locks()
     assert world.fetches == []
     assert not world.refill.holds(world.now_ms)

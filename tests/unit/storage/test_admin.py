@@ -302,13 +302,13 @@ def test_a_storage_and_a_replica_are_reported():
     answer = desk.ask(wire.StorageRequest(1))
     assert answer == wire.StorageResponse(1, b"the storage's id", KEY, 4, "a:1", (3,))
     told = desk.ask(wire.ReplicaRequest(2, 2))
-    assert (told.is_held, told.is_available, told.is_served, told.why_not) == (True, True, True, "")
+    assert (told.is_held, told.is_available, told.is_served, told.reason) == (True, True, True, "")
     assert (told.promised, told.last_session, told.low_water_mark) == (7, 6, 40)
     assert (told.synced_max, told.chain, told.is_suspect) == (52, b"c" * 16, False)
     assert told.damaged == bytes(7) + b"\3" + bytes(7) + b"\4"
     broken = ReplicaStatus(True, True, False, INFO, None, "no control slot is valid")
     told = Terminal(InspectReplica=broken).ask(wire.ReplicaRequest(2, 2))
-    assert (told.why_not, told.synced_max, told.damaged) == ("no control slot is valid", -1, b"")
+    assert (told.reason, told.synced_max, told.damaged) == ("no control slot is valid", -1, b"")
     refusal = Terminal(InspectReplica=broken).ask(wire.RecordListRequest(2, 2, 0, 1))
     assert "no control slot is valid" in refused(refusal, errors.BadRequest)
 

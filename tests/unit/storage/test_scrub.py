@@ -92,7 +92,7 @@ def test_a_log_that_was_cut_is_not_read_beyond_its_end():
 def test_nothing_goes_by_itself_at_rate_zero_but_what_is_asked_for():
     scrub = made(1, 2, bytes_per_s=0)
     assert scrub.wake_at_ms is None
-    scrub.ask([2], 70)
+    scrub.request([2], 70)
     assert scrub.wake_at_ms == 70
     assert read(scrub, 70, next_id=9, size=REQUESTED_BYTES_PER_S // 10)[0] == 2
     assert scrub.wake_at_ms == 170
@@ -104,7 +104,7 @@ def test_nothing_goes_by_itself_at_rate_zero_but_what_is_asked_for():
 def test_what_is_asked_for_goes_first_and_from_the_beginning():
     scrub = made(1, 2)
     read(scrub, 0, next_id=50)
-    scrub.ask([2], 100)
+    scrub.request([2], 100)
     assert scrub.wake_at_ms == 100
     assert read(scrub, 100)[:2] == (2, ScrubPiece(0, PIECE_BYTES_MAX))
     assert read(scrub, 5_000)[:2] == (1, ScrubPiece(50, 100_000))
@@ -113,7 +113,7 @@ def test_what_is_asked_for_goes_first_and_from_the_beginning():
 def test_asked_in_the_middle_of_a_piece_it_restarts():
     scrub = made(1)
     scrub.begin(1, 99, 0)
-    scrub.ask([1], 3)
+    scrub.request([1], 3)
     assert not scrub.done(1, Scrubbed(60, 10), 5)
     assert read(scrub, 6)[1].first == 0
 

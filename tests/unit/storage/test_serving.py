@@ -309,7 +309,7 @@ def test_a_partition_whose_files_are_gone_is_dropped_and_not_opened_again():
             await follower.until(lambda: follower.dropped == [0])
             assert await follower.looked() == [1]
             assert follower.serving.not_served == [0]
-            assert follower.serving.why_not_served == {"0": "gone"}
+            assert follower.serving.not_served_reasons == {"0": "gone"}
             assert engine.opened == [0, 1]
             engine.gone.clear()
             assert await follower.looked() == [0, 1]

@@ -50,14 +50,14 @@ def test_what_is_held_and_how_it_stands_is_reported(engine):
     assert held_by(engine) == ()
     absent = facts_of(engine, 1, is_served=False)
     assert (absent.is_held, absent.is_available, absent.log) == (False, True, None)
-    assert absent.why_not == "its log is not open"
+    assert absent.reason == "its log is not open"
     with pytest.raises(UnknownPartition):
         facts_of(engine, 3, is_served=False)
     assert carry_out(engine, admin_tasks.Assign(1)) is None
     ((partition, info, synced_max, is_available),) = held_by(engine)
     assert (partition, info.flags, synced_max, is_available) == (1, 5, BEFORE_FIRST, True)
     found = facts_of(engine, 1, is_served=True)
-    assert (found.is_held, found.is_served, found.why_not) == (True, True, "")
+    assert (found.is_held, found.is_served, found.reason) == (True, True, "")
     assert (found.log.promised, found.log.chain) == (NO_SESSION, GENESIS_CHAIN)
 
 
@@ -119,7 +119,7 @@ def test_a_log_that_does_not_open_after_a_change_says_why(engine, monkeypatch):
 
     monkeypatch.setattr("waltz_core.storage.service.engine.PartitionLog.open", broken)
     carry_out(engine, admin_tasks.MarkReplicaSuspect(1))  # is done all the same
-    assert facts_of(engine, 1, is_served=False).why_not == "rotten"
+    assert facts_of(engine, 1, is_served=False).reason == "rotten"
 
 
 def test_copies_go_behind_the_log_and_set_no_mark(engine):

@@ -163,7 +163,7 @@ def test_what_is_switched_off_meanwhile_is_not_renewed(tmp_path, caplog):
     listening = tls.listening(config)
     file.write_text('tls = "off"\n')
     tls.renew(config, listening)
-    assert "tls.not_renewed error=" in caplog.text
+    assert "tls.renewal_failed error=" in caplog.text
 
 
 def test_a_server_lets_anybody_in_and_a_storage_those_with_a_certificate(files):
@@ -193,7 +193,7 @@ def test_a_file_that_has_tls_off_is_reported_to_one_that_speaks_it(files, tmp_pa
     context = tls.listening(config)
     file.write_text('tls = "off"\n')
     tls.renew(config, context)
-    assert "tls.not_renewed error=tls: expected it to be on" in caplog.text
+    assert "tls.renewal_failed error=tls: expected it to be on" in caplog.text
 
 
 def test_the_key_may_be_in_the_file_of_the_certificate(files, tmp_path):
@@ -307,7 +307,7 @@ def test_one_that_listens_beyond_this_machine_in_the_clear_is_notified(caplog, h
     lines = [each.getMessage() for each in caplog.records]
     assert len(lines) == is_told
     if is_told:
-        assert f"tls.off host={host}" in lines[0]
+        assert f"tls.disabled host={host}" in lines[0]
         assert 'tls = "on"' in lines[0]
         assert 'tls = "off"' in lines[0]
 
@@ -361,7 +361,7 @@ def test_a_certificate_for_another_host_is_reported_at_the_start(
     for make_config in (server, storage):
         caplog.clear()
         assert tls.listening(make_config(**shown.settings, **settings)) is not None
-        assert ("tls.certificate_does_not_fit" in caplog.text) == bool(complaint)
+        assert ("tls.certificate_mismatch" in caplog.text) == bool(complaint)
         assert complaint in caplog.text
 
 
@@ -382,4 +382,4 @@ def test_a_key_that_peers_do_not_take_is_reported_at_the_start(tmp_path, caplog)
     )
     settings = {"tls": "on", "tls_certificate": str(file), "tls_authorities": str(file)}
     assert tls.listening(server(**settings)) is not None
-    assert "tls.certificate_does_not_fit" in caplog.text
+    assert "tls.certificate_mismatch" in caplog.text

@@ -374,7 +374,7 @@ async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_
     async with open_port(ports) as (_, _, address), linked(address, dials) as kept:
         shutil.copyfile(new.certificate, used.certificate)
         tls.renew(config, ports, dials)  # of two files that belong together one is there
-        assert "tls.not_renewed error=tls_certificate: " in said()
+        assert "tls.renewal_failed error=tls_certificate: " in said()
         async with linked(address, before):
             pass
         shutil.copyfile(new.key, used.key)

@@ -285,7 +285,7 @@ async def _delete_files(command: Command, layout: StorageLayout, moved: Placemen
         try:
             async with admin_connection(admin, ssl=own_transport.ssl()) as storage:
                 for partition_id in partitions:
-                    await storage.ask(Done, RemovePartition, partition_id, True, False)  # noqa: FBT003 - the wire's
+                    await storage.request(Done, RemovePartition, partition_id, True, False)  # noqa: FBT003 - the wire's
         except WaltzError as error:
             names = ", ".join(map(str, partitions))
             command.note(f"{address} may still have files of partitions {names}: {error}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import Command, Result, changes, connected
 from waltz_core.cli.output import print_json, print_table
-from waltz_core.cli.queries import ask
+from waltz_core.cli.queries import query
 from waltz_core.cli.verbs import verb
 from waltz_core.cluster.change.changes import parse_partitions
 from waltz_core.cluster.membership.registration import ServersView
@@ -68,7 +68,7 @@ async def _change_preference(
         names = ", ".join(each.address for each in view.servers.values()) or "none"
         raise BadConfig(f"no server is registered at {address}; registered are {names}")
     command.wait_for(f"the server at {address}")
-    answer = await ask(address, response, lambda req_id: request(req_id, partitions))
+    answer = await query(address, response, lambda req_id: request(req_id, partitions))
     if not answer.is_done:
         raise Unavailable(f"the server at {address} has rejected the partitions {partitions}")
     view = await _all_open(command, partitions)
@@ -89,8 +89,8 @@ async def _all_open(command: Command, partitions: Sequence[PartitionId]) -> Serv
     while True:
         view = await command.coordinator.read_servers()
         owners = {each: view.owners[each].server_id for each in partitions if each in view.owners}
-        asked = {key: await _open_at(view.servers[key].address) for key in set(owners.values())}
-        is_open = [each for each, key in owners.items() if each in asked[key]]
+        queried = {key: await _open_at(view.servers[key].address) for key in set(owners.values())}
+        is_open = [each for each, key in owners.items() if each in queried[key]]
         if view.is_settled and len(is_open) == len(partitions):
             return view
         waits = ", ".join(str(each) for each in partitions if each not in is_open) or "all"
@@ -101,7 +101,7 @@ async def _all_open(command: Command, partitions: Sequence[PartitionId]) -> Serv
 
 async def _open_at(address: str) -> set[int]:
     try:
-        response = await ask(address, PartitionsHealthResponse, PartitionsHealthRequest)
+        response = await query(address, PartitionsHealthResponse, PartitionsHealthRequest)
     except WaltzError:  # It has just ended; the next check queries its successor.
         return set()
     return {partition for partition, is_healthy in response.healthy if is_healthy}

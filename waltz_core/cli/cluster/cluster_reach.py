@@ -12,7 +12,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import connected
 from waltz_core.cli.output import print_json, print_table
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.queries import ask
+from waltz_core.cli.queries import query
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import WaltzError
 from waltz_core.wire.messages import CheckConnectivityRequest, CheckConnectivityResponse
@@ -21,12 +21,12 @@ THIS_COMMAND: Final = "this command"
 
 
 class Reach(NamedTuple):
-    """Whether one process reaches another; `why_not` if known."""
+    """Whether one process reaches another; `reason` if known."""
 
     origin: str
     target: str
     is_reached: bool
-    why_not: str | None = None
+    reason: str | None = None
 
 
 @verb
@@ -43,7 +43,7 @@ async def check_connectivity(*, connect: str, as_json: bool) -> int:
         print_json({"is_healthy": is_healthy, "connections": [each._asdict() for each in found]})
         return 0 if is_healthy else 1
     rows = [
-        (each.origin, each.target, "reached" if each.is_reached else each.why_not or "NOT REACHED")
+        (each.origin, each.target, "reached" if each.is_reached else each.reason or "NOT REACHED")
         for each in found
     ]
     print_table(("from", "to", "found"), rows or [("-", "-", "no server is registered")])
@@ -53,11 +53,11 @@ async def check_connectivity(*, connect: str, as_json: bool) -> int:
 async def _query_all(servers: list[str], storages: list[str], line: ProgressLine) -> list[Reach]:
     done: list[str] = []
 
-    async def query(address: str) -> list[Reach]:
+    async def reached_from(address: str) -> list[Reach]:
         try:
-            answer = await ask(address, CheckConnectivityResponse, CheckConnectivityRequest)
+            answer = await query(address, CheckConnectivityResponse, CheckConnectivityRequest)
         except WaltzError as error:
-            found = [Reach(THIS_COMMAND, f"server {address}", is_reached=False, why_not=str(error))]
+            found = [Reach(THIS_COMMAND, f"server {address}", is_reached=False, reason=str(error))]
         else:
             found = reached_by(address, storages, dict(answer.reachable))
         done.append(address)
@@ -66,7 +66,7 @@ async def _query_all(servers: list[str], storages: list[str], line: ProgressLine
         return found
 
     async with asyncio.TaskGroup() as tasks:
-        started = [tasks.create_task(query(each), name=each) for each in servers]
+        started = [tasks.create_task(reached_from(each), name=each) for each in servers]
     return [reach for task in started for reach in task.result()]
 
 
@@ -77,5 +77,5 @@ def reached_by(server: str, storages: list[str], reported: Mapping[str, bool]) -
     for storage in dict.fromkeys([*storages, *reported]):
         unknown = None if storage in reported else "the server does not know this storage (yet)"
         is_reached = reported.get(storage, False)
-        found.append(Reach(name, f"storage {storage}", is_reached=is_reached, why_not=unknown))
+        found.append(Reach(name, f"storage {storage}", is_reached=is_reached, reason=unknown))
     return found

@@ -245,7 +245,7 @@ def _show_replicas(logs: Mapping[ReplicaId, Log], unanswered: Mapping[ReplicaId,
         for each, log in logs.items()
     ]
     rows += [(each, "-", "-", "no answer") for each in unanswered]
-    print_table(("replica", "last session", "last id", "trouble"), rows)
+    print_table(("replica", "last session", "last id", "problem"), rows)
 
 
 async def _declare(

@@ -132,11 +132,11 @@ async def _expect_no_process(command: Command) -> None:
     storages = list((await coordinator.storages.read()).assignment.partitions)
     command.wait_for("a check that the storages are stopped")
     async with asyncio.TaskGroup() as tasks:
-        asked = {
-            each: tasks.create_task(answers(Surface.STORAGE, each), name=f"ask {each}")
+        queried = {
+            each: tasks.create_task(answers(Surface.STORAGE, each), name=f"query {each}")
             for each in storages
         }
-    found += [f"storage {each}" for each, task in asked.items() if task.result()]
+    found += [f"storage {each}" for each, task in queried.items() if task.result()]
     if found:
         raise BadRequest(
             f"expected all servers and storages to be stopped, found {', '.join(found)}. "

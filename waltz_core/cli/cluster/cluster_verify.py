@@ -30,13 +30,13 @@ ANSWER_S: Final = 10.0
 @options.connect
 @options.as_json
 async def verify(*, partitions: str, by_partition: bool, connect: str, as_json: bool) -> int:
-    from waltz_core.cli.doctor.doctor_probes import ask_cluster  # noqa: PLC0415 - loads Arrow
+    from waltz_core.cli.doctor.doctor_probes import query_cluster  # noqa: PLC0415 - loads Arrow
 
     async with connected(connect) as coordinator:
         count = (await coordinator.read_cluster()).params.partition_count
         chosen = changes.parse_partitions(partitions, count)
         with ProgressLine() as line:
-            facts = await ask_cluster(coordinator, timeout_s=ANSWER_S, on_progress=line.show)
+            facts = await query_cluster(coordinator, timeout_s=ANSWER_S, on_progress=line.show)
     found = check(facts, chosen)
     failed = {each: failed_checks(found, each) for each in chosen}
     if as_json:

@@ -126,14 +126,14 @@ def _members_of(local: LocalCluster) -> LocalFacts:
 
 
 async def _concurrently(
-    items: Iterable[ItemT], ask: Callable[[ItemT], Awaitable[ResultT]]
+    items: Iterable[ItemT], query: Callable[[ItemT], Awaitable[ResultT]]
 ) -> list[ResultT]:
     """Query all items, a limited number concurrently; return the answers in order."""
     permits = asyncio.Semaphore(CONCURRENT_PROBES_MAX)
 
     async def one(item: ItemT) -> ResultT:
         async with permits:
-            return await ask(item)
+            return await query(item)
 
     async with asyncio.TaskGroup() as tasks:
         tasks_of_items = [tasks.create_task(one(item)) for item in items]
@@ -159,17 +159,17 @@ async def _accepts_connections(address: str, timeout_s: float) -> bool:
     return False
 
 
-class _Trouble(TypedDict):
-    trouble: str
+class _ProbeFailure(TypedDict):
+    failure: str
     is_silent: bool
     is_tls_mismatch: bool
 
 
-async def _trouble(error: WaltzError, address: str, timeout_s: float) -> _Trouble:
+async def _probe_failure(error: WaltzError, address: str, timeout_s: float) -> _ProbeFailure:
     """Return the facts about a process that could not be queried."""
     is_tls_mismatch = isinstance(error, TlsMismatch)
     is_silent = not is_tls_mismatch and await _accepts_connections(address, timeout_s)
-    return {"trouble": str(error), "is_silent": is_silent, "is_tls_mismatch": is_tls_mismatch}
+    return {"failure": str(error), "is_silent": is_silent, "is_tls_mismatch": is_tls_mismatch}
 
 
 # --- ZooKeeper
@@ -216,17 +216,17 @@ async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Fact
     except NoCluster:
         return replace(found, is_no_cluster=True)
     except Unavailable as error:
-        return replace(found, zookeeper_trouble=str(error))
+        return replace(found, zookeeper_failure=str(error))
     except WaltzError as error:
         return replace(found, access_error=str(error))
-    return replace(found, cluster=await seen.ask(timeout_s, found.local))
+    return replace(found, cluster=await seen.probe(timeout_s, found.local))
 
 
-async def ask_cluster(
+async def query_cluster(
     coordinator: Coordinator, *, timeout_s: float, on_progress: ProbeProgress
 ) -> ClusterFacts:
     """Query the processes of one cluster; `on_progress` receives the progress."""
-    return await (await _Seen.read(coordinator)).ask(timeout_s, None, on_progress)
+    return await (await _Seen.read(coordinator)).probe(timeout_s, None, on_progress)
 
 
 class _ProbeCounter:
@@ -281,7 +281,7 @@ class _Seen:
             await coordinator.reach.read(servers.servers),
         )
 
-    async def ask(
+    async def probe(
         self,
         timeout_s: float,
         local: LocalFacts | None,
@@ -293,13 +293,13 @@ class _Seen:
         async with asyncio.TaskGroup() as tasks:
             response = {
                 key: tasks.create_task(
-                    counter.one(f"server {each.address}", _Server(self, key, timeout_s).ask())
+                    counter.one(f"server {each.address}", _Server(self, key, timeout_s).probe())
                 )
                 for key, each in servers.items()
             }
             storages = [
                 tasks.create_task(
-                    counter.one(f"storage {each}", _Storage(self, each, timeout_s, local).ask())
+                    counter.one(f"storage {each}", _Storage(self, each, timeout_s, local).probe())
                 )
                 for each in self.layout.assignment.partitions
             ]
@@ -308,11 +308,11 @@ class _Seen:
             for number, each in enumerate(self.partitions)
         }
         for task in response.values():
-            for partition_id, (mark, trouble, ahead_ms) in (await task)[1].items():
+            for partition_id, (mark, failure, ahead_ms) in (await task)[1].items():
                 partitions[partition_id] = replace(
                     partitions[partition_id],
                     mark=mark,
-                    mark_trouble=trouble,
+                    mark_failure=failure,
                     stamp_ahead_ms=ahead_ms,
                 )
         return ClusterFacts(
@@ -358,7 +358,7 @@ class _Server:
         ]
         self._timeout_s = timeout_s
 
-    async def ask(self) -> tuple[ServerFacts, dict[PartitionId, _Mark]]:
+    async def probe(self) -> tuple[ServerFacts, dict[PartitionId, _Mark]]:
         links = ServerLinks(
             dial_timeout_s=self._timeout_s, late_answers_s=0.0, silent=None, ssl=own_transport.ssl()
         )
@@ -366,13 +366,13 @@ class _Server:
         try:
             link = await links.get(address)
             facts = replace(self._facts, latency_ms=_ms_since(began_s))
-            return await self._ask(link, facts)
+            return await self._query(link, facts)
         except WaltzError as error:
-            return replace(self._facts, **await _trouble(error, address, self._timeout_s)), {}
+            return replace(self._facts, **await _probe_failure(error, address, self._timeout_s)), {}
         finally:
-            await links.close("asked")
+            await links.close("answered")
 
-    async def _ask(
+    async def _query(
         self, link: ServerLink, facts: ServerFacts
     ) -> tuple[ServerFacts, dict[PartitionId, _Mark]]:
         health = await link.request(
@@ -488,36 +488,38 @@ class _Storage:
         registered = seen.storage_ids.get(address)
         self._facts = StorageFacts(address, admin, registered_id=registered)
 
-    async def ask(self) -> StorageFacts:
+    async def probe(self) -> StorageFacts:
         began_s = time.monotonic()
         try:
             link = await own_transport.dial(
                 Surface.STORAGE, self._address, timeout_s=self._timeout_s
             )
         except WaltzError as error:
-            return replace(self._facts, **await _trouble(error, self._address, self._timeout_s))
-        link.abort("asked")
+            return replace(
+                self._facts, **await _probe_failure(error, self._address, self._timeout_s)
+            )
+        link.abort("answered")
         facts = replace(self._facts, latency_ms=_ms_since(began_s))
         try:
             async with admin_connection(facts.admin, ssl=own_transport.ssl()) as admin:
-                return await self._ask(admin, facts)
+                return await self._query(admin, facts)
         except ClusterKeyMismatch:
             return replace(facts, is_of_cluster=False)
         except (WaltzError, TimeoutError) as error:
             why = str(error) or f"no answer within {self._timeout_s:g} s"
             port = await self._admin_port()
             is_hanging = isinstance(error, TimeoutError) and port == split_address(facts.admin)[1]
-            return replace(facts, admin_trouble=why, is_hanging=is_hanging, other_admin=port)
+            return replace(facts, admin_failure=why, is_hanging=is_hanging, other_admin=port)
 
-    async def _ask(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
+    async def _query(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
         store = self._seen.view.store
         async with asyncio.timeout(self._timeout_s):
-            await admin.ask(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
-            held = dict((await admin.ask(HeldResponse, HeldRequest)).available)
+            await admin.request(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
+            held = dict((await admin.request(HeldResponse, HeldRequest)).available)
         assigned = self._seen.layout.assignment.partitions[self._address]
         every = sorted({*held, *assigned})
         async with asyncio.timeout(self._timeout_s):
-            response = await admin.ask(StorageResponse, StorageRequest)
+            response = await admin.request(StorageResponse, StorageRequest)
         facts = await self._with_gauges(admin, facts)
         facts = replace(facts, storage_id=bytes(response.storage_id).hex())
         replicas = {PartitionId(each): await self._replica(admin, each) for each in every}
@@ -549,7 +551,7 @@ class _Storage:
                         # An error is an answer; other findings report its cause.
                         with suppress(WaltzError):
                             async with asyncio.timeout(self._timeout_s):
-                                await admin.ask(
+                                await admin.request(
                                     RecordListResponse, RecordListRequest, partition, last, 1
                                 )
                     except TimeoutError:
@@ -560,7 +562,7 @@ class _Storage:
         """Read disk and clock, which an older storage does not report."""
         async with asyncio.timeout(self._timeout_s):
             before_ms = _now_ms()
-            answer = await admin.ask(MetricsResponse, MetricsRequest)
+            answer = await admin.request(MetricsResponse, MetricsRequest)
             after_ms = _now_ms()
         gauges = json.loads(bytes(answer.json))["gauges"]
 
@@ -577,9 +579,9 @@ class _Storage:
 
     async def _replica(self, admin: StorageAdmin, partition: int) -> ReplicaFacts:
         async with asyncio.timeout(self._timeout_s):
-            response = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
-            if response.is_held and response.why_not == OPENING:
-                marks = await admin.ask(SessionInfoResponse, SessionInfoRequest, partition)
+            response = await admin.request(ReplicaResponse, ReplicaRequest, partition)
+            if response.is_held and response.reason == OPENING:
+                marks = await admin.request(SessionInfoResponse, SessionInfoRequest, partition)
                 return ReplicaFacts(
                     is_available=response.is_available,
                     is_served=response.is_served,
@@ -591,7 +593,7 @@ class _Storage:
             response.is_held,
             response.is_available,
             response.is_served,
-            response.why_not,
+            response.reason,
             response.is_suspect,
             SessionId(response.last_session),
             TransactionId(response.synced_max),
@@ -611,6 +613,6 @@ class _Storage:
                 asyncio.timeout(self._timeout_s),
                 admin_connection(f"{self._host}:{port}", ssl=own_transport.ssl()) as admin,
             ):
-                response = await admin.ask(StorageResponse, StorageRequest)
+                response = await admin.request(StorageResponse, StorageRequest)
                 return response.address == self._address
         return False

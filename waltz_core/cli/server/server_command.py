@@ -7,7 +7,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.changing import connected
 from waltz_core.cli.output import print_json, print_table, ranges_of
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.queries import ask
+from waltz_core.cli.queries import query
 from waltz_core.cli.verbs import verb
 from waltz_core.errors import WaltzError
 from waltz_core.wire.messages import PartitionsHealthRequest, PartitionsHealthResponse
@@ -72,7 +72,7 @@ async def list_command(*, connect: str, as_json: bool) -> int:
 
 async def _state_of(address: str) -> str:
     try:
-        response = await ask(address, PartitionsHealthResponse, PartitionsHealthRequest)
+        response = await query(address, PartitionsHealthResponse, PartitionsHealthRequest)
     except WaltzError as error:
         return f"does not answer: {error}"
     ill = [partition for partition, is_healthy in response.healthy if not is_healthy]

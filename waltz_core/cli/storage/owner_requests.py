@@ -149,7 +149,7 @@ class OwnerConnection:
 
     def close(self) -> None:
         """End the link."""
-        self._link.abort("asked")
+        self._link.abort("done")
 
     async def _request(self, requests: Sequence[StorageMessage]) -> list[StorageMessage]:
         """Send requests, return as many answers."""

@@ -93,7 +93,7 @@ def _ranges(numbers: list[int]) -> str:
 @with_storages()
 async def add_partition(where: StorageChoice, *, partitions: str) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
-        await admin.ask(Done, SetAssigned, (partition,), True, False)  # noqa: FBT003 - the wire's
+        await admin.request(Done, SetAssigned, (partition,), True, False)  # noqa: FBT003 - the wire's
 
     return await _each(where, partitions, "add-partition", one)
 
@@ -108,9 +108,9 @@ async def remove_partition(
 ) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
         if admin.is_current:
-            await admin.ask(Done, RemovePartition, partition, delete_files, force)
+            await admin.request(Done, RemovePartition, partition, delete_files, force)
         else:
-            await admin.ask(Done, SetAssigned, (partition,), False, delete_files)  # noqa: FBT003 - the wire's
+            await admin.request(Done, SetAssigned, (partition,), False, delete_files)  # noqa: FBT003 - the wire's
 
     return await _each(where, partitions, "remove-partition", one)
 
@@ -126,7 +126,7 @@ async def remove_partition(
 @with_storages()
 async def availability(where: StorageChoice, *, partitions: str, online: str) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
-        await admin.ask(Done, SetAvailable, (partition,), online == "true")
+        await admin.request(Done, SetAvailable, (partition,), online == "true")
 
     return await _each(where, partitions, f"availability {online}", one)
 
@@ -137,7 +137,7 @@ async def availability(where: StorageChoice, *, partitions: str, online: str) ->
 @with_storages()
 async def mark_suspect(where: StorageChoice, *, partitions: str, force: bool) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
-        await admin.ask(Done, MarkSuspect, partition, force)
+        await admin.request(Done, MarkSuspect, partition, force)
 
     return await _each(where, partitions, "mark-suspect", one)
 
@@ -148,7 +148,7 @@ async def mark_suspect(where: StorageChoice, *, partitions: str, force: bool) ->
 @with_storages()
 async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
     async def one(admin: StorageAdmin, partition: int) -> None:
-        await admin.ask(Done, ReSeed, partition, force)
+        await admin.request(Done, ReSeed, partition, force)
 
     return await _each(where, partitions, "re-seed", one)
 
@@ -226,7 +226,7 @@ async def _source_of(where: StorageChoice, source: str | None, from_admin: str |
 
 
 async def _last_of(admin: StorageAdmin, target: Target, partition: int) -> int:
-    replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
+    replica = await admin.request(ReplicaResponse, ReplicaRequest, partition)
     if not replica.is_held:
         raise BadRequest(f"{target}: partition {partition} is not assigned to it")
     if replica.is_available:
@@ -234,8 +234,8 @@ async def _last_of(admin: StorageAdmin, target: Target, partition: int) -> int:
             f"{target}: expected partition {partition} to be offline, found it online. Hint: run "
             "`waltz-core storage availability` first."
         )
-    if replica.why_not:
-        raise BadRequest(f"{target}: partition {partition} cannot be used: {replica.why_not}")
+    if replica.reason:
+        raise BadRequest(f"{target}: partition {partition} cannot be used: {replica.reason}")
     return replica.synced_max
 
 
@@ -282,14 +282,16 @@ async def _synced(
     admin: StorageAdmin, target: Target, wanted: list[int]
 ) -> list[tuple[str, str, object, str]]:
     """Make a storage match its assignment; this never deletes files."""
-    held = [partition for partition, _ in (await admin.ask(HeldResponse, HeldRequest)).available]
+    held = [
+        partition for partition, _ in (await admin.request(HeldResponse, HeldRequest)).available
+    ]
     steps = [(partition, True) for partition in wanted if partition not in held]
     steps += [(partition, False) for partition in held if partition not in wanted]
     rows: list[tuple[str, str, object, str]] = []
     for partition, is_assigned in steps:
         outcome = "done"
         try:
-            await admin.ask(Done, SetAssigned, (partition,), is_assigned, False)  # noqa: FBT003 - the wire's
+            await admin.request(Done, SetAssigned, (partition,), is_assigned, False)  # noqa: FBT003 - the wire's
         except WaltzError as error:
             outcome = str(error)
         rows.append((str(target), "add" if is_assigned else "release", partition, outcome))

@@ -77,15 +77,15 @@ async def _scrub_state(
 ) -> dict[str, object]:
     """Start a pass and wait for its end, if requested; return the partition's state."""
     line.show(0, 1, f"waiting for {admin.address} to answer about partition {partition}")
-    state = await admin.ask(ScrubResponse, ScrubRequest, partition, is_requested)
+    state = await admin.request(ScrubResponse, ScrubRequest, partition, is_requested)
     passes_count = state.passes_count
     while is_requested and state.passes_count == passes_count:
         at, count = state.next_id, state.last_id + 1
         line.show(at, count, f"records of partition {partition}, {at} of {count}")
         await asyncio.sleep(POLL_INTERVAL_S)
-        state = await admin.ask(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
+        state = await admin.request(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
     line.show(1, 1, f"waiting for {admin.address} to report damage of partition {partition}")
-    replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
+    replica = await admin.request(ReplicaResponse, ReplicaRequest, partition)
     return _row(state, damaged_count(replica))
 
 

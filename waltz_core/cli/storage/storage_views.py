@@ -77,11 +77,11 @@ async def list_command(where: StorageChoice) -> int:
 
 async def _rows(admin: StorageAdmin, name: str) -> list[ReplicaRow]:
     rows = []
-    for partition, is_available in (await admin.ask(HeldResponse, HeldRequest)).available:
+    for partition, is_available in (await admin.request(HeldResponse, HeldRequest)).available:
         if admin.is_current:
-            rows.append(_row(name, await admin.ask(ReplicaResponse, ReplicaRequest, partition)))
+            rows.append(_row(name, await admin.request(ReplicaResponse, ReplicaRequest, partition)))
         else:
-            marks = await admin.ask(SessionInfoResponse, SessionInfoRequest, partition)
+            marks = await admin.request(SessionInfoResponse, SessionInfoRequest, partition)
             state = "online" if is_available else "offline"
             rows.append(
                 ReplicaRow(name, partition, state, marks.last_session, marks.low_water_mark)
@@ -111,8 +111,8 @@ def state_of(replica: ReplicaResponse) -> str:
         words = ["offline"]
     if replica.is_suspect:
         words.append("suspect")
-    if replica.why_not:
-        words.append(f"unreadable: {replica.why_not}")
+    if replica.reason:
+        words.append(f"unreadable: {replica.reason}")
     return ", ".join(words)
 
 
@@ -166,9 +166,9 @@ async def _wrong_with_admin_port(facts: ClusterStorages, target: Target) -> str 
     store = facts.view.store
     try:
         async with admin_connection(target.admin, ssl=own_transport.ssl()) as admin:
-            await admin.ask(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
+            await admin.request(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
             if admin.is_current:
-                response = await admin.ask(StorageResponse, StorageRequest)
+                response = await admin.request(StorageResponse, StorageRequest)
                 registered = facts.storage_ids.get(ReplicaId(str(target)))
                 if registered != bytes(response.storage_id):
                     known = "none" if registered is None else registered.hex()
@@ -194,9 +194,9 @@ async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:
     found: dict[int, int] = {}
     async with admin_connection(target.admin, ssl=own_transport.ssl()) as admin:
         for partition in chosen:
-            replica = await admin.ask(ReplicaResponse, ReplicaRequest, partition)
-            if not replica.is_held or replica.why_not:
-                why = replica.why_not if replica.is_held else "it is not assigned to the storage"
+            replica = await admin.request(ReplicaResponse, ReplicaRequest, partition)
+            if not replica.is_held or replica.reason:
+                why = replica.reason if replica.is_held else "it is not assigned to the storage"
                 raise WaltzError(f"{target}: partition {partition} cannot be queried: {why}")
             found[partition] = replica.synced_max
     if where.as_json:

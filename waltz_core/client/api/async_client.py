@@ -402,7 +402,7 @@ class AsyncWaltzClient(OpenedByConnect):
         if (write or read) and given is None and not chosen.is_ready:
             await chosen.mounted()  # the mark is unknown until then
         if (write or read) and given is None and chosen.is_starting:
-            await chosen.fed()
+            await chosen.wait_for_feed()
         mark = chosen.mark if given is None else given
         row = PendingRow(check_data(data), check_header(header), mark)
         row.write_locks, row.read_locks, row.append_locks = write, read, added

@@ -177,7 +177,9 @@ class ContextRun:
         partition = self._partition
         await self._in_time(partition.mounted(), "the partition was not mounted")
         if partition.reads_by_feed:
-            await self._in_time(partition.fed(), "the application has paused the partition")
+            await self._in_time(
+                partition.wait_for_feed(), "the application has paused the partition"
+            )
         builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
         builder.following = self._following
         if self._following is not None:
@@ -214,10 +216,10 @@ class ContextRun:
             if not limit.expired():
                 raise  # execute's own
             partition = self._partition
-            trouble = "" if partition.is_ready else f": {partition.stream.trouble}"
+            failure = "" if partition.is_ready else f": {partition.stream.failure}"
             raise _DeadlinePassed(
                 f"context in partition {partition.partition_id}: {what} after "
-                f"{self._context.timeout_ms} ms (timeout_ms){trouble}"
+                f"{self._context.timeout_ms} ms (timeout_ms){failure}"
             ) from None
 
     async def _step(self) -> bool:
@@ -292,7 +294,7 @@ class ContextRun:
     async def _consumed(self, mark: TransactionId) -> None:
         """Rule 2."""
         while self._partition.reads_by_feed:
-            applier = await self._partition.fed()
+            applier = await self._partition.wait_for_feed()
             if applier is None:
                 break
             try:

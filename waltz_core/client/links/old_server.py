@@ -63,5 +63,5 @@ class OldServer:
             case old_server_stream.CloseLink():
                 self._link.abort(effect.reason)
 
-    def _proven(self, question: old_server_stream.Prove, is_owner: bool) -> None:  # noqa: FBT001 - as `Prove` has it
-        self._driver.post(OwnershipProven(question.partition_id, question.number, is_owner))
+    def _proven(self, request: old_server_stream.Prove, is_owner: bool) -> None:  # noqa: FBT001 - as `Prove` has it
+        self._driver.post(OwnershipProven(request.partition_id, request.number, is_owner))

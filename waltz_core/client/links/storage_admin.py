@@ -55,7 +55,7 @@ class StorageAdmin:
         """Whether it speaks version 1; else it is a 0.13 storage, or answers like one."""
         return self._link.version != 0
 
-    async def ask(
+    async def request(
         self, expected: type[AnswerT], kind: Callable[..., AdminMessage], *fields: object
     ) -> AnswerT:
         """Send a request of a kind, with the fields after its sequence; return the answer.
@@ -126,11 +126,11 @@ async def copy_partition(
     """
     last = first - 1
     while True:
-        copy = await source.ask(Copy, CopyRequest, partition_id, last + 1, bytes_max)
+        copy = await source.request(Copy, CopyRequest, partition_id, last + 1, bytes_max)
         if not copy.lineage:
             return last
         fields = (copy.first, copy.lengths, copy.records, copy.records_crc)
-        answer = await target.ask(
+        answer = await target.request(
             Copied, Copy, partition_id, *fields, copy.chain_before, copy.lineage
         )
         last = answer.synced_max

@@ -68,7 +68,7 @@ class CatchUp:
         """Feed the application after `mark`, its start; None for the end of the log."""
         if mark is None:
             try:
-                mark = await self._until_answered(self._request_mark)
+                mark = await self._query_until_answered(self._request_mark)
             except errors.WaltzError as error:
                 await self._applier.stop(error)
                 return
@@ -89,9 +89,9 @@ class CatchUp:
         lag_max = self._partition.settings.feed_lag_max
         try:
             while last - fed > lag_max // 2 and self._applier.stopped is None:
-                fed = await self._until_answered(partial(self._fetch, fed, last))
+                fed = await self._query_until_answered(partial(self._fetch, fed, last))
                 if fed >= last:
-                    last = await self._until_answered(self._request_mark)
+                    last = await self._query_until_answered(self._request_mark)
         except errors.WaltzError as error:
             await self._applier.stop(error)
             return
@@ -101,12 +101,12 @@ class CatchUp:
         if self._applier.stopped is None:
             self._partition.caught_up(fed)
 
-    async def _until_answered(self, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _query_until_answered(self, query: Callable[[], Awaitable[T]]) -> T:
         """Apply rule 1; raises other errors than `Unavailable`, and any error of an ended feed."""
         pause_s = self._config.retry_interval_ms_min / 1000
         while True:
             try:
-                answer = await ask()
+                answer = await query()
             except errors.Unavailable as error:
                 if self._applier.stopped is not None:
                     raise

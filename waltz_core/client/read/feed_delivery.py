@@ -331,7 +331,7 @@ class Applier:
             self._outage.failed(error)
         else:
             _log.warning(
-                "feed.not_applied partition=%d transaction=%d",
+                "feed.apply_failed partition=%d transaction=%d",
                 self._partition_id,
                 transaction_id,
                 exc_info=error,

@@ -106,7 +106,7 @@ class Nearby:
             file.close()
 
     async def read(
-        self, first: TransactionId, last: TransactionId, bytes_max: int, ask: RequestGrant
+        self, first: TransactionId, last: TransactionId, bytes_max: int, query: RequestGrant
     ) -> NearbyRecords:
         """Read first..last up to `bytes_max`, at least one record.
 
@@ -118,7 +118,7 @@ class Nearby:
             raise errors.Unreachable(f"{self._door}: a read is not done yet")
         grant = self._grant
         if grant is None or not grant.first <= first < grant.next:
-            grant = self._grant = await ask()
+            grant = self._grant = await query()
             self._close_all_but({place.segment for place in grant.places})
         low = first - grant.first
         high = min(last + 1, grant.next) - grant.first
@@ -192,8 +192,8 @@ class Nearby:
         file = self._files.get(segment)
         try:
             if file is None:
-                question = encode_segment(self._partition_id, segment)
-                taken = handover.take(self._door, question, timeout_s=self._timeout_s)
+                request = encode_segment(self._partition_id, segment)
+                taken = handover.take(self._door, request, timeout_s=self._timeout_s)
                 file = self._files[segment] = FileIO(taken)
             while part:
                 count = os.preadv(file.fileno(), [part[:_PIECE_BYTES]], offset, flags)

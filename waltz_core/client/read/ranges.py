@@ -253,7 +253,7 @@ class ReaderConnection:
             NO_SESSION, -1, -1, replicas.cluster_key, replicas.partition_count
         )
         try:
-            await made._ask(request, timeout_s)
+            await made._query(request, timeout_s)
         except BaseException:  # also when the caller is cancelled
             made.close()
             raise
@@ -339,7 +339,7 @@ class ReaderConnection:
             whole_batches=False,
             reader=True,
         )
-        answer = await self._ask(request, timeout_s)
+        answer = await self._query(request, timeout_s)
         where = f"partition {partition_id}, transactions {query.first}.. from {self._link.address}"
         if not isinstance(answer, messages.RangeBytes):
             raise errors.RemoteProtocolError(
@@ -354,7 +354,7 @@ class ReaderConnection:
         _check_end(answer.first + answer.count - 1, query, where)
         return answer, where
 
-    async def _ask(
+    async def _query(
         self, request: messages.StorageMessage, timeout_s: float
     ) -> messages.StorageMessage:
         async with self._turn:
@@ -464,7 +464,7 @@ class ReplicaReader:
                 if self._is_closed:
                     raise
                 _log.warning(
-                    "ranges.not_nearby partition=%d replica=%s error=%s",
+                    "ranges.nearby_unavailable partition=%d replica=%s error=%s",
                     self._partition_id,
                     address,
                     error,
@@ -508,12 +508,12 @@ class ReplicaReader:
     ) -> RangeChunk:
         session_id = SessionId(self._replicas.session_id)
 
-        async def ask() -> ReadGrant:
+        async def query_grant() -> ReadGrant:
             return await link.places(
                 self._partition_id, query, session_id=session_id, timeout_s=self._timeout_s
             )
 
-        found = await nearby.read(query.first, query.last, query.bytes_max, ask)
+        found = await nearby.read(query.first, query.last, query.bytes_max, query_grant)
         count = int(found.lengths.size)
         self.from_nearby_count += 1
         return RangeChunk(

@@ -106,7 +106,7 @@ class OwnerRequests:
         """Close what it holds open."""
         self._old_reads.close()
 
-    async def ask(
+    async def query(
         self,
         partition_id: PartitionId,
         answer: type[AnswerT],
@@ -117,12 +117,14 @@ class OwnerRequests:
         async def request_owner(reader: OwnerLink) -> AnswerT:
             return await _answer_of(reader, answer, make)
 
-        return await self._until_answered(partition_id, request_owner, is_bulk=answer in _LARGE)
+        return await self._query_until_answered(
+            partition_id, request_owner, is_bulk=answer in _LARGE
+        )
 
-    async def _until_answered(
-        self, partition_id: PartitionId, ask: OwnerRequest[ResponseT], *, is_bulk: bool
+    async def _query_until_answered(
+        self, partition_id: PartitionId, query: OwnerRequest[ResponseT], *, is_bulk: bool
     ) -> ResponseT:
-        """Query the owner until it answers; raises like `ask`."""
+        """Query the owner until it answers; raises like `query`."""
         loop = asyncio.get_running_loop()
         whole_s = self._config.request_timeout_ms / 1000
         deadline_s = loop.time() + whole_s
@@ -132,7 +134,7 @@ class OwnerRequests:
             timeout_s = max(deadline_s - loop.time(), 0.001)
             try:
                 return await self._attempt(
-                    partition_id, ask, is_bulk=is_bulk, timeout_s=timeout_s, before=before
+                    partition_id, query, is_bulk=is_bulk, timeout_s=timeout_s, before=before
                 )
             except errors.Unavailable as error:
                 now_s = loop.time()
@@ -151,7 +153,7 @@ class OwnerRequests:
     async def _attempt(
         self,
         partition_id: PartitionId,
-        ask: OwnerRequest[ResponseT],
+        query: OwnerRequest[ResponseT],
         *,
         is_bulk: bool,
         timeout_s: float,
@@ -166,7 +168,7 @@ class OwnerRequests:
             async with asyncio.timeout(None) as timeout:
                 self._waiting[number] = _OpenQuery(partition_id, owner.address, timeout)
                 link = await self._link(owner, is_bulk=is_bulk)
-                return await ask(OwnerLink(link, owner, partition_id, timeout_s))
+                return await query(OwnerLink(link, owner, partition_id, timeout_s))
         except TimeoutError as error:  # rule 5
             raise errors.Unreachable(f"{owner.address}: the partition has moved") from error
         finally:
@@ -197,7 +199,7 @@ class OwnerRequests:
             return TransactionId(
                 (await self.replicas(partition_id, linearizable=True)).high_water_mark
             )
-        return await self._until_answered(partition_id, _mark_of, is_bulk=False)
+        return await self._query_until_answered(partition_id, _mark_of, is_bulk=False)
 
     async def flush(self, partition_id: PartitionId) -> TransactionId:
         """Return the mark when every append received before this request is final."""
@@ -206,7 +208,7 @@ class OwnerRequests:
             answer = await _answer_of(reader, messages.FlushResponse, messages.FlushRequest)
             return _mark_in(reader, answer.high_water_mark)
 
-        return await self._until_answered(partition_id, flush, is_bulk=False)
+        return await self._query_until_answered(partition_id, flush, is_bulk=False)
 
     async def replicas(self, partition_id: PartitionId, *, linearizable: bool) -> ReplicaSet:
         """Return the session, its mark, and the replicas that may be read.
@@ -214,7 +216,7 @@ class OwnerRequests:
         A 0.13 server has none: its storages answer no readers.
         """
 
-        async def ask(reader: OwnerLink) -> ReplicaSet:
+        async def query(reader: OwnerLink) -> ReplicaSet:
             if reader.link.is_old_server:
                 mark = await _mark_of(reader)
                 if linearizable:
@@ -234,7 +236,7 @@ class OwnerRequests:
                 answer.replicas,
             )
 
-        return await self._until_answered(partition_id, ask, is_bulk=False)
+        return await self._query_until_answered(partition_id, query, is_bulk=False)
 
     async def _prove(self, reader: OwnerLink) -> None:
         """Check that the owner has not changed (rule 4); raises NotOwned."""
@@ -245,11 +247,11 @@ class OwnerRequests:
     async def has_old_server(self, partition_ids: Iterable[PartitionId]) -> bool:
         """Return whether a 0.13 server owns any of these partitions now."""
 
-        async def ask(reader: OwnerLink) -> bool:
+        async def query(reader: OwnerLink) -> bool:
             return reader.link.is_old_server
 
         found = await by_partition(
-            partition_ids, lambda each: self._until_answered(each, ask, is_bulk=False)
+            partition_ids, lambda each: self._query_until_answered(each, query, is_bulk=False)
         )
         return any(found.values())
 
@@ -257,8 +259,8 @@ class OwnerRequests:
         self, partition_ids: Iterable[PartitionId], *, linearizable: bool, group: int
     ) -> dict[int, ReplicaSet]:
         """Return `replicas` of each partition, with those of a group as nearby (rule 3)."""
-        ask = partial(self.replicas, linearizable=linearizable)
-        found = await by_partition(partition_ids, ask)
+        query = partial(self.replicas, linearizable=linearizable)
+        found = await by_partition(partition_ids, query)
         if group == NO_GROUP:
             return found
         try:
@@ -280,7 +282,7 @@ class OwnerRequests:
         A quorum has confirmed an answer that the log ends before the stretch.
         """
         while True:
-            chunk = await self._until_answered(
+            chunk = await self._query_until_answered(
                 partition_id, partial(self._range_of, query), is_bulk=True
             )
             if chunk.next > query.first:
@@ -301,16 +303,16 @@ class OwnerRequests:
     async def data_range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
         """Return the same of known committed records; only IDs and data of it are valid."""
 
-        async def ask(reader: OwnerLink) -> RangeChunk:
+        async def query_owner(reader: OwnerLink) -> RangeChunk:
             if reader.link.is_old_server:
                 return chunk_of_records(query, await self._old_reads.data_range(reader, query))
             return await self._range_of(query, reader)
 
-        return await self._until_answered(partition_id, ask, is_bulk=True)
+        return await self._query_until_answered(partition_id, query_owner, is_bulk=True)
 
     async def data(self, partition_id: PartitionId, transaction_id: TransactionId) -> bytes:
         """Return one transaction's data."""
-        answer = await self.ask(
+        answer = await self.query(
             partition_id,
             messages.TransactionDataResponse,
             lambda req_id: messages.TransactionDataRequest(req_id, transaction_id),
@@ -352,12 +354,12 @@ def _mark_in(reader: OwnerLink, mark: int) -> TransactionId:
 
 async def by_partition(
     partition_ids: Iterable[PartitionId],
-    ask: Callable[[PartitionId], Coroutine[Any, Any, ResponseT]],
+    query: Callable[[PartitionId], Coroutine[Any, Any, ResponseT]],
 ) -> dict[int, ResponseT]:
     """Query all of them at once; raise the first error alone, not in a group."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = {int(each): group.create_task(ask(each)) for each in sorted(partition_ids)}
+            tasks = {int(each): group.create_task(query(each)) for each in sorted(partition_ids)}
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return {partition: task.result() for partition, task in tasks.items()}

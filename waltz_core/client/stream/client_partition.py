@@ -139,11 +139,11 @@ class ClientPartition:
         return self.is_starting or self._consumed is not None or self._applier is not None
 
     @property
-    def is_fed(self) -> bool:
+    def has_feed(self) -> bool:
         """Whether there is a feed that the application has not paused."""
         return self._applier is not None and not self._applier.is_paused_by_application
 
-    async def fed(self) -> "Applier | None":
+    async def wait_for_feed(self) -> "Applier | None":
         """Wait for a feed that the application has not paused; return its applier.
 
         None if the first feed of the partition could not be started: the application has no view of
@@ -189,7 +189,7 @@ class ClientPartition:
         except TimeoutError as error:
             raise errors.Unreachable(
                 f"partition {self.partition_id} could not be mounted within {timeout_ms} ms: "
-                f"{self.stream.trouble}"
+                f"{self.stream.failure}"
             ) from error
         finally:
             self._mount_waiters.pop(future, None)
@@ -224,12 +224,12 @@ class ClientPartition:
     def applied(self, mark: TransactionId) -> None:
         """The application has applied everything up to `mark`."""
         self._consumed = mark
-        if self.stream.is_fed:
+        if self.stream.has_feed:
             self._driver.post(stream_events.Applied(mark))
 
     def moved(self, generation: Generation) -> None:
         """The assignment has changed for this partition."""
-        self._driver.post(stream_events.Moved(generation))
+        self._driver.post(stream_events.GenerationChanged(generation))
 
     def begin_sequences(self, sequence: int) -> None:
         """Number requests from `sequence` on, unless their numbers are higher already."""
@@ -265,17 +265,17 @@ class ClientPartition:
                 self.appends.settled(effect.token, effect.outcome)
             case stream_events.ParcelRejected():
                 self.appends.rejected(effect.token, effect.error)
-            case stream_events.MarkMoved():
+            case stream_events.MarkAdvanced():
                 self._mark_moved(effect.high_water_mark)
-            case stream_events.Fed():
+            case stream_events.FeedAdvanced():
                 if self.applier is not None:
                     self.applier.feed(effect.ids, effect.headers, effect.last)
             case stream_events.FeedLagging():
                 if self.fetch is not None:
                     self._spawn(self.fetch(effect.fed, effect.high_water_mark), "catch-up")
             case stream_events.OpenLink():
-                if self.stream.is_fed:
-                    self._outage.failed(self.stream.trouble)
+                if self.stream.has_feed:
+                    self._outage.failed(self.stream.failure)
                 self._spawn(self._open_link(effect), "link")
             case stream_events.Ready():
                 self._outage.succeeded()
@@ -315,7 +315,9 @@ class ClientPartition:
         self._link = link
         sequence = around.next_connection_sequence()
         self._driver.post(
-            stream_events.Linked(attempt, link.number, owner.generation, sequence, link.may_follow)
+            stream_events.LinkOpened(
+                attempt, link.number, owner.generation, sequence, link.may_follow
+            )
         )
 
     def _check_claim(self, link: ServerLink) -> None:
@@ -342,10 +344,12 @@ class ClientPartition:
             try:
                 client_id = await self._services.directory.next_client_id()
             except errors.Unavailable as error:
-                _log.warning("client.no_id partition=%d error=%s", self.partition_id, error)
+                _log.warning(
+                    "client.id_unavailable partition=%d error=%s", self.partition_id, error
+                )
                 await asyncio.sleep(pause_s)
                 continue
-            self._driver.post(stream_events.Renewed(client_id))
+            self._driver.post(stream_events.ClientIdRenewed(client_id))
             return
 
     def _is_waiting(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from waltz_core.client.stream.stream_events import Fed
+from waltz_core.client.stream.stream_events import FeedAdvanced
 from waltz_core.records.raw_records import FEED_HEADER_BYTES, FEED_HEADER_DTYPE
 from waltz_core.records.record import BEFORE_FIRST, Chain, TransactionId
 from waltz_core.wire.messages import FeedBatch
@@ -79,7 +79,7 @@ class FeedCursor:
         self.is_held = self._fed - self._applied > self._ahead_max // 2
         return not self.is_held
 
-    def ask(self) -> TransactionId | None:
+    def take_request_mark(self) -> TransactionId | None:
         """Return the mark for the next request, None while there is nothing to request."""
         if not self.is_suspended or self._fed is None or self.is_lagging or self.is_held:
             return None
@@ -89,7 +89,7 @@ class FeedCursor:
         self.is_suspended = False
         return self._fed
 
-    def take(self, message: FeedBatch) -> Fed | str | None:
+    def take(self, message: FeedBatch) -> FeedAdvanced | str | None:
         """Return what is new in a batch, None for nothing, or a text: what is wrong with it."""
         fed = self._fed
         if fed is None or self.is_lagging:
@@ -103,7 +103,7 @@ class FeedCursor:
         if known >= message.count:
             return None
         over = known if picked is None else bisect_left(picked, fed + 1)
-        stretch = Fed(
+        stretch = FeedAdvanced(
             TransactionId(fed + 1),
             message.count - known,
             memoryview(message.headers)[over * FEED_HEADER_BYTES :],

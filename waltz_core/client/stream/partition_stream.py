@@ -37,7 +37,7 @@ from waltz_core.client.stream.stream_events import (
     Effect,
     Event,
     FeedLagging,
-    MarkMoved,
+    MarkAdvanced,
     NeedClientId,
     OpenLink,
     ParcelRejected,
@@ -111,7 +111,7 @@ class PartitionStream:
         self._renewing = False
         self._stopped: errors.WaltzError | None = None
         # Why it was last not mounted.
-        self.trouble = "not connected yet"
+        self.failure = "not connected yet"
         # The highest mark of the log that this client has received.
         self.high_water_mark = BEFORE_FIRST
 
@@ -123,7 +123,7 @@ class PartitionStream:
         return self._client_id
 
     @property
-    def is_fed(self) -> bool:
+    def has_feed(self) -> bool:
         """Whether a feed is requested."""
         return self._cursor.is_wanted
 
@@ -164,15 +164,15 @@ class PartitionStream:
             case stream_events.Resume():
                 self._cursor.resume(event.mark)
                 self._mount_again("the feed has caught up", now_ms, out)
-            case stream_events.Linked():
+            case stream_events.LinkOpened():
                 self._linked(event, now_ms, out)
             case stream_events.LinkFailed():
                 self._link_failed(event, now_ms, out)
             case stream_events.LinkLost():
                 self._link_lost(event, now_ms, out)
-            case stream_events.Moved():
+            case stream_events.GenerationChanged():
                 self._moved(event.generation, now_ms, out)
-            case stream_events.Renewed():
+            case stream_events.ClientIdRenewed():
                 self._renew(event.client_id, now_ms, out)
             case stream_events.Close():
                 self._stop(errors.Unreachable("the client was closed before it was sent"), out)
@@ -217,7 +217,7 @@ class PartitionStream:
         self._spoiled.update((pending.link, None) for pending in self._monitor)
         out.append(OpenLink(self.attempt, tuple(self._spoiled)))
 
-    def _linked(self, event: stream_events.Linked, now_ms: int, out: list[Effect]) -> None:
+    def _linked(self, event: stream_events.LinkOpened, now_ms: int, out: list[Effect]) -> None:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.generation < self._generation:  # invariant 2
@@ -305,7 +305,7 @@ class PartitionStream:
         self._wait(reason, now_ms, out)
 
     def _wait(self, reason: str, now_ms: int, out: list[Effect]) -> None:
-        self.trouble = reason
+        self.failure = reason
         out.append(self._report("stream_interrupted", reason=reason))
         self._phase_deadline_ms = None
         if not (self.has_pending or self._cursor.is_wanted or self._wants_mount):
@@ -529,7 +529,7 @@ class PartitionStream:
         for pending in late:
             self._end_pending(pending, f"within {timeout_ms} ms", out)
         for waiting in self._outbox.take_expired(now_ms):
-            error = verdicts.not_sent(self._partition_id, timeout_ms, self.trouble)
+            error = verdicts.not_sent(self._partition_id, timeout_ms, self.failure)
             out.append(ParcelRejected(waiting.parcel.token, error))
 
     def _end_pending(self, pending: Pending, when: str, out: list[Effect]) -> None:
@@ -540,7 +540,7 @@ class PartitionStream:
         if outcome is not None:
             out.append(ParcelSettled(pending.parcel.token, outcome))
         else:
-            error = verdicts.unknown(pending, when, self.trouble)
+            error = verdicts.unknown(pending, when, self.failure)
             out.append(ParcelRejected(pending.parcel.token, error))
 
     # --- client ids
@@ -596,7 +596,7 @@ class PartitionStream:
         """Request the next stretch, unless the application is too far behind."""
         if self._mount_id is None or not self._mount_has_feed:
             return
-        mark = self._cursor.ask()
+        mark = self._cursor.take_request_mark()
         if mark is not None:
             out.append(Send(self._link, messages.FeedRequest(self._mount_id, mark)))
 
@@ -605,7 +605,7 @@ class PartitionStream:
     def _learn(self, mark: TransactionId, out: list[Effect]) -> None:
         if mark > self.high_water_mark:
             self.high_water_mark = mark
-            out.append(MarkMoved(mark))
+            out.append(MarkAdvanced(mark))
 
     def _control_id(self) -> ReqId:
         sequence = self._next_control
@@ -621,7 +621,7 @@ class PartitionStream:
         self.phase = Phase.STOPPED
         self._phase_deadline_ms = None
         self._stopped = error
-        self.trouble = str(error)
+        self.failure = str(error)
         self._link = -1
         for pending in list(self._monitor):
             self._end_pending(pending, "before the stream ended", out)

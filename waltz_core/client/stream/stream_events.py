@@ -3,9 +3,9 @@
 The client's driver and the simulator use a stream only through these.
 
 Rules:
-    1. `OpenLink` has one outcome with the same attempt number: `Linked` or `LinkFailed`.
-    2. A link that `Linked` has passed is lost once, by `LinkLost`; other events from a link that is
-       not the current one have no effect.
+    1. `OpenLink` has one outcome with the same attempt number: `LinkOpened` or `LinkFailed`.
+    2. A link that `LinkOpened` has passed is lost once, by `LinkLost`; other events from a link
+       that is not the current one have no effect.
     3. A parcel that was passed by `SendAppends` has one outcome: `ParcelSettled` or
        `ParcelRejected`.
     4. `ParcelRejected` with `OutcomeUnknown` leaves the parcel in doubt; with any other error, none
@@ -97,7 +97,7 @@ class Applied:
 
 
 @value(frozen=True, slots=True)
-class Linked:
+class LinkOpened:
     """A connection to the partition's owner is open.
 
     `link` numbers the connection; `connection_sequence` is higher than in every earlier mount.
@@ -128,7 +128,7 @@ class LinkLost:
 
 
 @value(frozen=True, slots=True)
-class Moved:
+class GenerationChanged:
     """The assignment now has this generation for the partition."""
 
     generation: Generation
@@ -143,7 +143,7 @@ class MessageReceived:
 
 
 @value(frozen=True, slots=True)
-class Renewed:
+class ClientIdRenewed:
     """A client id that was never used before: the answer to `NeedClientId`."""
 
     client_id: int
@@ -161,12 +161,12 @@ Event: TypeAlias = (
     | Unsubscribe
     | Resume
     | Applied
-    | Linked
+    | LinkOpened
     | LinkFailed
     | LinkLost
-    | Moved
+    | GenerationChanged
     | MessageReceived
-    | Renewed
+    | ClientIdRenewed
     | Close
     | Wakeup
 )
@@ -193,7 +193,7 @@ class Send:
 
 @value(frozen=True, slots=True)
 class NeedClientId:
-    """The sequence numbers of this client id are used up; answer with `Renewed`."""
+    """The sequence numbers of this client id are used up; answer with `ClientIdRenewed`."""
 
 
 @value(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class ParcelRejected:
 
 
 @value(frozen=True, slots=True)
-class Fed:
+class FeedAdvanced:
     """Committed transactions, dense and in order: 20 bytes each, request id and header.
 
     In a filtered feed, `picked` are the ids that have headers here; None: all of them.
@@ -255,7 +255,7 @@ class FeedLagging:
 
 
 @value(frozen=True, slots=True)
-class MarkMoved:
+class MarkAdvanced:
     """The known high-water mark has advanced."""
 
     high_water_mark: TransactionId
@@ -275,9 +275,9 @@ Effect: TypeAlias = (
     | Ready
     | ParcelSettled
     | ParcelRejected
-    | Fed
+    | FeedAdvanced
     | FeedLagging
-    | MarkMoved
+    | MarkAdvanced
     | Stopped
     | Report
 )

@@ -63,18 +63,18 @@ def is_mount_retriable(error: errors.WaltzError) -> bool:
     return error.retriable or isinstance(error, errors.GenerationMismatch)
 
 
-def not_sent(partition_id: PartitionId, timeout_ms: int, trouble: str) -> errors.Unreachable:
+def not_sent(partition_id: PartitionId, timeout_ms: int, failure: str) -> errors.Unreachable:
     """Return the error of a parcel that was never sent, so it is not in the log."""
     return errors.Unreachable(
-        f"partition {partition_id}: not sent within {timeout_ms} ms ({trouble}); "
+        f"partition {partition_id}: not sent within {timeout_ms} ms ({failure}); "
         "it is not in the log"
     )
 
 
-def unknown(pending: Pending, when: str, trouble: str) -> errors.OutcomeUnknown:
+def unknown(pending: Pending, when: str, failure: str) -> errors.OutcomeUnknown:
     """Return the error of a parcel whose outcome cannot be settled any more."""
     return errors.OutcomeUnknown(
         f"partition {pending.req_id.partition_id}: the outcome of {pending.parcel.row_count} rows "
-        f"from request {tuple(pending.req_id)} on could not be settled {when} ({trouble}); "
+        f"from request {tuple(pending.req_id)} on could not be settled {when} ({failure}); "
         f"if they are in the log, then after transaction {pending.mark_before}"
     )

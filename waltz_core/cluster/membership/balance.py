@@ -7,13 +7,13 @@ Rules:
     2. Partitions move from one server to the least loaded one, and only for a gain, which is the
        decrease of the greater of the two loads. To begin, the source must have a load of a quarter
        above the servers' average, and the gain must be an eighth of that average, for
-       `lasting_ms`: neither noise nor a load that has just begun reaches that. For `motion_ms`
+       `sustained_ms`: neither noise nor a load that has just begun reaches that. For `settling_ms`
        after that, a twentieth is enough, so that a rebalancing that has begun is completed. Each
        move makes two servers more even, so with constant loads the moves end.
-    3. A partition that was moved stays for `rest_ms`; at most `moves_max` move at one time.
+    3. A partition that was moved stays for `cooldown_ms`; at most `moves_max` move at one time.
     4. A nearly idle partition counts as `IDLE_LOAD`: idle partitions are spread by count.
     5. No partition is left without an owner: a plan names the target, for partitions with an owner.
-    6. A server is a source only after it was overloaded for `lasting_ms`, also during a
+    6. A server is a source only after it was overloaded for `sustained_ms`, also during a
        rebalancing. Servers publish one after the other: when all were paused and continue, one of
        them seems busy before the others do.
 """
@@ -33,16 +33,16 @@ IDLE_LOAD: Final = 10.0
 class BalanceLimits:
     """The thresholds for a move; see the module's rules."""
 
-    rest_ms: int
-    lasting_ms: int
-    motion_ms: int
+    cooldown_ms: int
+    sustained_ms: int
+    settling_ms: int
     excess_to_begin: float = 0.25
     gain_to_begin: float = 0.125
     gain_to_continue: float = 0.05
     moves_max: int = 16
 
 
-class _Shift(NamedTuple):
+class _BalanceMove(NamedTuple):
     """Some partitions that could move from one server to another, and the gain."""
 
     gain: float
@@ -56,7 +56,7 @@ class Balancer:
     def __init__(self, limits: BalanceLimits) -> None:
         self._limits = limits
         self._moved_ms: dict[PartitionId, int] = {}
-        self._in_motion_until_ms: int | None = None
+        self._settling_until_ms: int | None = None
         self._uneven_since_ms: int | None = None
         self._giving_since_ms: dict[ServerId, int] = {}
 
@@ -92,13 +92,13 @@ class Balancer:
             self.reset_history()
             return {}
         movable = {each for each in loads if each not in pinned}
-        is_in_motion = self._is_in_motion(held, movable, now_ms)
+        is_in_motion = self._is_settling(held, movable, now_ms)
         found = self._moves({each: dict(its) for each, its in held.items()}, movable)
         givers = {owners[each] for each in found}
         self._giving_since_ms = {each: self._giving_since_ms.get(each, now_ms) for each in givers}
         if not is_in_motion:
             return {}
-        before_ms = now_ms - self._limits.lasting_ms
+        before_ms = now_ms - self._limits.sustained_ms
         ready = {each for each, at_ms in self._giving_since_ms.items() if at_ms <= before_ms}
         # Planned again: no move may depend on another one that is not ready.
         return self._moves(held, {each for each in movable if owners[each] in ready})
@@ -110,7 +110,7 @@ class Balancer:
         moves: dict[PartitionId, ServerId] = {}
         movable = set(movable)
         while len(moves) < self._limits.moves_max:
-            found = _best_shift(held, movable, self._limits.gain_to_continue)
+            found = _best_move(held, movable, self._limits.gain_to_continue)
             if found is None:
                 break
             source, shift = found
@@ -121,12 +121,12 @@ class Balancer:
         return moves
 
     def _forget(self, now_ms: int) -> None:
-        oldest_ms = now_ms - self._limits.rest_ms
+        oldest_ms = now_ms - self._limits.cooldown_ms
         self._moved_ms = {
             each: at_ms for each, at_ms in self._moved_ms.items() if at_ms > oldest_ms
         }
 
-    def _is_in_motion(
+    def _is_settling(
         self,
         held: Mapping[ServerId, Mapping[PartitionId, float]],
         movable: Collection[PartitionId],
@@ -134,24 +134,24 @@ class Balancer:
     ) -> bool:
         """Whether a rebalancing is in progress; a lasting imbalance begins one (rule 2)."""
         limits = self._limits
-        found = _best_shift(held, movable, limits.gain_to_begin, limits.excess_to_begin)
+        found = _best_move(held, movable, limits.gain_to_begin, limits.excess_to_begin)
         if found is None:
             self._uneven_since_ms = None
         elif self._uneven_since_ms is None:
             self._uneven_since_ms = now_ms
         since_ms = self._uneven_since_ms
-        if since_ms is not None and now_ms - since_ms >= limits.lasting_ms:
-            self._in_motion_until_ms = now_ms + limits.motion_ms
-        until_ms = self._in_motion_until_ms
+        if since_ms is not None and now_ms - since_ms >= limits.sustained_ms:
+            self._settling_until_ms = now_ms + limits.settling_ms
+        until_ms = self._settling_until_ms
         return until_ms is not None and now_ms < until_ms
 
 
-def _best_shift(
+def _best_move(
     held: Mapping[ServerId, Mapping[PartitionId, float]],
     movable: Collection[PartitionId],
     gain_min: float,
     excess_min: float = 0.0,
-) -> tuple[ServerId, _Shift] | None:
+) -> tuple[ServerId, _BalanceMove] | None:
     """Return the best shift from the most loaded server, if it is worth it (rule 2).
 
     Gain and excess are shares of the servers' average load.
@@ -163,27 +163,27 @@ def _best_shift(
         if source == target or totals[source] <= (1 + excess_min) * mean:
             continue
         its = {each: load for each, load in held[source].items() if each in movable}
-        shift = _shift(its, totals[source], totals[target], target)
+        shift = _move_between(its, totals[source], totals[target], target)
         if shift.gain > gain_min * mean:
             return source, shift
     return None
 
 
-def _shift(
+def _move_between(
     its: Mapping[PartitionId, float], source: float, target_load: float, target: ServerId
-) -> _Shift:
+) -> _BalanceMove:
     """Return the shift that makes two servers most even: partitions within half the gap, or one."""
     capacity = (source - target_load) / 2
     taken: list[PartitionId] = []
     moved = 0.0
-    best = _Shift(0.0, (), target)
+    best = _BalanceMove(0.0, (), target)
     for partition_id in sorted(its, key=lambda each: (-its[each], each)):
         load = its[partition_id]
         alone = source - max(source - load, target_load + load)
         if alone > best.gain:
-            best = _Shift(alone, (partition_id,), target)
+            best = _BalanceMove(alone, (partition_id,), target)
         if moved + load <= capacity:
             taken.append(partition_id)
             moved += load
     # Within half the gap the source keeps the greater load, so everything moved is gain.
-    return best if best.gain >= moved else _Shift(moved, tuple(taken), target)
+    return best if best.gain >= moved else _BalanceMove(moved, tuple(taken), target)

@@ -183,7 +183,7 @@ class Membership:
         """Wait while owners may register again (rule 5); raises when this process leaves."""
         signal = self._nodes.znodes.new_signal()
         try:
-            while self._waits(await self._read_membership(signal), signal):
+            while self._is_waiting_for_owners(await self._read_membership(signal), signal):
                 await signal.wait()
                 signal.clear()
         finally:
@@ -371,7 +371,7 @@ class Membership:
         """As the lead, write a new assignment if one is needed (rules 1, 2, 5, 6)."""
         may_own = await self._eligible(membership, signal)
         is_due = not view.is_settled or may_own != membership.assignment.servers.keys()
-        if is_due and not self._waits(membership, signal):
+        if is_due and not self._is_waiting_for_owners(membership, signal):
             await self._write_assignment(membership, may_own)
 
     async def _eligible(
@@ -399,7 +399,7 @@ class Membership:
         for signal in list(self._waiting):
             signal.set()
 
-    def _waits(self, membership: _Membership, signal: Signal) -> bool:
+    def _is_waiting_for_owners(self, membership: _Membership, signal: Signal) -> bool:
         """Whether owners may still register again; then a signal follows."""
         left_ms = self._grace_left_ms(membership)
         if left_ms <= 0:
@@ -411,13 +411,17 @@ class Membership:
 
     def _grace_left_ms(self, membership: _Membership) -> int:
         """Return for how long owners may still register again; 0 if none is awaited."""
-        back_ms = self._nodes.contact.back_ms
+        reconnected_ms = self._nodes.contact.reconnected_ms
         grace_ms = max(self._nodes.znodes.session_timeout_ms, RETURN_MS_MIN)
-        if back_ms is None or back_ms >= grace_ms or not self._awaited(membership):
+        if (
+            reconnected_ms is None
+            or reconnected_ms >= grace_ms
+            or not self._awaited_owners(membership)
+        ):
             return 0
-        return grace_ms - back_ms
+        return grace_ms - reconnected_ms
 
-    def _awaited(self, membership: _Membership) -> list[ServerId]:
+    def _awaited_owners(self, membership: _Membership) -> list[ServerId]:
         """Return the owners that are neither registered nor known to be dead (rule 5)."""
         registered = membership.servers
         taken = {each.address for each in registered.values()}

@@ -19,25 +19,33 @@ class Contact:
     def __init__(self, znodes: Znodes) -> None:
         self._znodes = znodes
         is_connected = znodes.state is SessionState.CONNECTED
-        self._away_since_ms = None if is_connected else znodes.now_ms
-        self._back_since_ms: int | None = None
+        self._disconnected_since_ms = None if is_connected else znodes.now_ms
+        self._reconnected_since_ms: int | None = None
         znodes.on_state(self._changed)
 
     @property
-    def away_ms(self) -> int:
+    def disconnected_ms(self) -> int:
         """How long there has been no connection; 0 while there is one."""
-        return 0 if self._away_since_ms is None else self._znodes.now_ms - self._away_since_ms
+        return (
+            0
+            if self._disconnected_since_ms is None
+            else self._znodes.now_ms - self._disconnected_since_ms
+        )
 
     @property
-    def back_ms(self) -> int | None:
+    def reconnected_ms(self) -> int | None:
         """How long ago the last outage ended; None if there was none."""
-        return None if self._back_since_ms is None else self._znodes.now_ms - self._back_since_ms
+        return (
+            None
+            if self._reconnected_since_ms is None
+            else self._znodes.now_ms - self._reconnected_since_ms
+        )
 
     def _changed(self, state: SessionState) -> None:
         if state is not SessionState.CONNECTED:
-            if self._away_since_ms is None:
-                self._away_since_ms = self._znodes.now_ms
-        elif self._away_since_ms is not None:
-            if self.away_ms >= ABSENCE_MS_MIN:  # rule 1
-                self._back_since_ms = self._znodes.now_ms
-            self._away_since_ms = None
+            if self._disconnected_since_ms is None:
+                self._disconnected_since_ms = self._znodes.now_ms
+        elif self._disconnected_since_ms is not None:
+            if self.disconnected_ms >= ABSENCE_MS_MIN:  # rule 1
+                self._reconnected_since_ms = self._znodes.now_ms
+            self._disconnected_since_ms = None

@@ -16,8 +16,8 @@ class Shared:
         ask: sends the request; its exception is raised to all callers that share it.
     """
 
-    def __init__(self, ask: Callable[[], Awaitable[None]]) -> None:
-        self._ask = ask
+    def __init__(self, query: Callable[[], Awaitable[None]]) -> None:
+        self._query = query
         self._running: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
 
@@ -32,7 +32,7 @@ class Shared:
         if before is not None:
             await asyncio.wait((before,))
         self._running, self._next = self._next, None
-        await self._ask()
+        await self._query()
 
 
 def _take(answered: asyncio.Task[None]) -> None:

@@ -117,10 +117,12 @@ class Hooks:
         if self._is_withholding == may_keep:
             self._is_withholding = not may_keep
             if may_keep:
-                _log.warning("zookeeper.loop_runs_again")
+                _log.warning("zookeeper.loop_responsive")
             else:
                 silent_ms = self.watchdog.silent_ms(now_ms)
-                _log.error("zookeeper.loop_hangs silent_ms=%d session=left_to_expire", silent_ms)
+                _log.error(
+                    "zookeeper.loop_unresponsive silent_ms=%d session=left_to_expire", silent_ms
+                )
         return may_keep
 
 
@@ -130,7 +132,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no
     def __init__(self, connect_timeout_s: float) -> None:
         super().__init__()
         self._connect_timeout_s = connect_timeout_s
-        self.trouble = "the name is not known, or the host is silent"
+        self.failure = "the name is not known, or the host is silent"
 
     def create_connection(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - kazoo's
         """Connect within `connect_timeout_s`."""
@@ -138,7 +140,7 @@ class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no
         try:
             made = super().create_connection(*args, **kwargs)
         except OSError as error:
-            self.trouble = error.strerror or str(error)
+            self.failure = error.strerror or str(error)
             raise
-        self.trouble = "connections are accepted, but ZooKeeper sends no session response"
+        self.failure = "connections are accepted, but ZooKeeper sends no session response"
         return made

@@ -232,7 +232,7 @@ class ZooKeeperSession:
                 raise
             raise errors.CoordinatorUnavailable(
                 f"no ZooKeeper answered at {self._hosts} within {self._connect_timeout_ms} ms: "
-                f"{self._client.handler.trouble}"
+                f"{self._client.handler.failure}"
             ) from error
 
     # --- Znodes
@@ -402,12 +402,12 @@ class ZooKeeperSession:
     def _log_change(self, state: SessionState, *, is_same: bool) -> None:
         """Log one line when the connection is lost, and one when it is back."""
         if state is SessionState.CONNECTED and self._disconnected_ms is not None:
-            away_ms, self._disconnected_ms = clock_ms() - self._disconnected_ms, None
+            disconnected_ms, self._disconnected_ms = clock_ms() - self._disconnected_ms, None
             session = "same" if is_same else "new"
             _log.info(
-                "zookeeper.connected hosts=%s away_ms=%d session=%s at=%s",
+                "zookeeper.connected hosts=%s disconnected_ms=%d session=%s at=%s",
                 self._hosts,
-                away_ms,
+                disconnected_ms,
                 session,
                 _utc_now(),
             )

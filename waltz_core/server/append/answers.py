@@ -31,10 +31,10 @@ from waltz_core.wire.messages import (
 )
 
 
-def reject(question: Received, error: errors.WaltzError) -> Answer:
+def reject(request: Received, error: errors.WaltzError) -> Answer:
     """Report an error."""
-    message = question.message
-    return rejection(question.connection, message.req_id, question.cost_bytes, error, message)
+    message = request.message
+    return rejection(request.connection, message.req_id, request.cost_bytes, error, message)
 
 
 def reject_ticket(ticket: Ticket, error: errors.WaltzError) -> Answer:
@@ -42,56 +42,56 @@ def reject_ticket(ticket: Ticket, error: errors.WaltzError) -> Answer:
     return rejection(ticket.connection, ticket.req_id, ticket.cost_bytes, error, ticket.message)
 
 
-def superseded(question: Received) -> Answer:
+def superseded(request: Received) -> Answer:
     """Report that a later request of the same client replaces this one."""
     error = errors.ConnectionSuperseded("a later mount of the client has taken its place")
-    return reject(question, error)
+    return reject(request, error)
 
 
-def not_owned(question: Received, place: PartitionPlace) -> Answer:
+def not_owned(request: Received, place: PartitionPlace) -> Answer:
     """Report that another server owns the partition."""
-    if isinstance(question.message, MountRequest):
-        return _state(question, MountState.NOT_READY)
-    return reject(question, errors.NotOwned(f"this server does not own {place}"))
+    if isinstance(request.message, MountRequest):
+        return _state(request, MountState.NOT_READY)
+    return reject(request, errors.NotOwned(f"this server does not own {place}"))
 
 
-def reject_mount(question: Received, error: errors.WaltzError) -> Answer:
+def reject_mount(request: Received, error: errors.WaltzError) -> Answer:
     """Report why a connection may not mount."""
-    if isinstance(question.message, MountRequest) and isinstance(error, errors.ClientAhead):
-        return _state(question, MountState.CLIENT_AHEAD)
-    return reject(question, error)
+    if isinstance(request.message, MountRequest) and isinstance(error, errors.ClientAhead):
+        return _state(request, MountState.CLIENT_AHEAD)
+    return reject(request, error)
 
 
 def mounted(
-    question: Received, mark: TransactionId, session_id: SessionId, limits: PartitionLimits
+    request: Received, mark: TransactionId, session_id: SessionId, limits: PartitionLimits
 ) -> Answer:
     """Report that a connection is mounted, and to a `MountWriter` the limits of its appends."""
-    if not isinstance(question.message, MountWriter):
-        return _state(question, MountState.READY)
+    if not isinstance(request.message, MountWriter):
+        return _state(request, MountState.READY)
     answer = Mounted(
-        question.message.req_id,
+        request.message.req_id,
         session_id,
         mark,
         limits.batch_rows_max,
         limits.batch_bytes_max,
         limits.connection_bytes_max,
     )
-    return Answer(question.connection, answer, question.cost_bytes)
+    return Answer(request.connection, answer, request.cost_bytes)
 
 
 def with_mark(
-    question: Received,
+    request: Received,
     mark: TransactionId,
     session_id: SessionId,
     replicas: Sequence[ReplicaId],
     identity: PartitionIdentity,
 ) -> Answer:
     """Answer a flush, or a request for the mark or for the replicas."""
-    req_id = question.message.req_id
+    req_id = request.message.req_id
     answer: ClientMessage
-    if isinstance(question.message, FlushRequest):
+    if isinstance(request.message, FlushRequest):
         answer = FlushResponse(req_id, mark)
-    elif isinstance(question.message, ReplicasRequest):
+    elif isinstance(request.message, ReplicasRequest):
         answer = ReplicasResponse(
             req_id,
             session_id,
@@ -102,9 +102,9 @@ def with_mark(
         )
     else:
         answer = HighWaterMarkResponse(req_id, mark)
-    return Answer(question.connection, answer, question.cost_bytes)
+    return Answer(request.connection, answer, request.cost_bytes)
 
 
-def _state(question: Received, state: MountState) -> Answer:
-    message = MountResponse(question.message.req_id, state)
-    return Answer(question.connection, message, question.cost_bytes)
+def _state(request: Received, state: MountState) -> Answer:
+    message = MountResponse(request.message.req_id, state)
+    return Answer(request.connection, message, request.cost_bytes)

@@ -90,7 +90,7 @@ class Refill:
             max(BEFORE_FIRST, mark.last - self._limits.lock_refill_count_max)
         )
 
-    def ask(
+    def query_locks(
         self, session_id: SessionId, replicas: Sequence[ReplicaId], now_ms: int, *, holds: bool
     ) -> list[Fetch | Report]:
         """A session has opened: query its replicas for missing locks (rules 3 and 4)."""
@@ -169,9 +169,9 @@ class Refill:
                 self._left, self._failed = self._failed, []
                 self._retry_at_ms = now_ms + RETRY_MS
                 return []
-            return self._finish("locks.refilled_in_part")
+            return self._finish("locks.partially_refilled")
         if len(self._under_way) >= IN_FLIGHT_MAX:
-            return self._finish("locks.refilled_in_part")
+            return self._finish("locks.partially_refilled")
         self._fetch_count += 1
         token = -(self._session_id * _TOKENS + self._fetch_count)
         prefix = self._session_id, token, self._partition_id

@@ -28,16 +28,16 @@ from waltz_core.wire.messages import (
     TransactionDataRequest,
 )
 
-QuestionT = TypeVar("QuestionT")
+RequestT = TypeVar("RequestT")
 
 
-class Proofs(Generic[QuestionT]):
+class Proofs(Generic[RequestT]):
     """The requests that wait for each proof."""
 
     __slots__ = (
         "_is_under_way",
-        "_questions",
         "_requested_ms",
+        "_requests",
         "_session_timer_ms",
         "_token",
         "_waiting",
@@ -46,8 +46,8 @@ class Proofs(Generic[QuestionT]):
 
     def __init__(self, session_timer_ms: int) -> None:
         self._session_timer_ms = session_timer_ms
-        self._waiting: list[QuestionT] = []
-        self._questions: list[QuestionT] = []
+        self._waiting: list[RequestT] = []
+        self._requests: list[RequestT] = []
         self._requested_ms = 0
         self._is_under_way = False
         self._token = 0
@@ -63,42 +63,42 @@ class Proofs(Generic[QuestionT]):
         if self.proved_ms is None or at_ms > self.proved_ms:
             self.proved_ms = at_ms
 
-    def ask(self, question: QuestionT, now_ms: int) -> list[ProveMark]:
+    def wait_for_proof(self, request: RequestT, now_ms: int) -> list[ProveMark]:
         """Let a request wait for a proof that begins now or later."""
-        self._waiting.append(question)
+        self._waiting.append(request)
         return self._begin(now_ms)
 
-    def proved(self, token: int, now_ms: int) -> tuple[Sequence[QuestionT], list[ProveMark]]:
+    def proved(self, token: int, now_ms: int) -> tuple[Sequence[RequestT], list[ProveMark]]:
         """Return the requests that this proof answers, and the next proof to request."""
         if token != self._token or not self._is_under_way:
             return (), []
-        answered, self._questions, self._is_under_way = self._questions, [], False
+        answered, self._requests, self._is_under_way = self._requests, [], False
         self.confirm(self._requested_ms)
         return answered, self._begin(now_ms)
 
-    def failed(self, token: int, now_ms: int) -> tuple[Sequence[QuestionT], list[ProveMark]]:
+    def failed(self, token: int, now_ms: int) -> tuple[Sequence[RequestT], list[ProveMark]]:
         """Return the requests that do not get this proof, and the next proof to request."""
         if token != self._token or not self._is_under_way:
             return (), []
-        unanswered, self._questions, self._is_under_way = self._questions, [], False
+        unanswered, self._requests, self._is_under_way = self._requests, [], False
         return unanswered, self._begin(now_ms)
 
-    def drop(self, is_dropped: Callable[[QuestionT], bool]) -> None:
+    def drop(self, is_dropped: Callable[[RequestT], bool]) -> None:
         """Forget requests whose connection was closed."""
-        self._questions = [each for each in self._questions if not is_dropped(each)]
+        self._requests = [each for each in self._requests if not is_dropped(each)]
         self._waiting = [each for each in self._waiting if not is_dropped(each)]
 
-    def reset(self) -> Sequence[QuestionT]:
+    def reset(self) -> Sequence[RequestT]:
         """The session has ended: return every request, and discard all proofs."""
-        questions = [*self._questions, *self._waiting]
-        self._questions, self._waiting, self._is_under_way = [], [], False
+        requests = [*self._requests, *self._waiting]
+        self._requests, self._waiting, self._is_under_way = [], [], False
         self.proved_ms = None
-        return questions
+        return requests
 
     def _begin(self, now_ms: int) -> list[ProveMark]:
         if self._is_under_way or not self._waiting:
             return []
-        self._questions, self._waiting, self._is_under_way = self._waiting, [], True
+        self._requests, self._waiting, self._is_under_way = self._waiting, [], True
         self._requested_ms = now_ms
         self._token += 1
         return [ProveMark(self._token)]

@@ -162,7 +162,7 @@ class Partition:
                 self._fetched(event)
             case Wakeup():
                 self._wake()
-            case replication.Own():
+            case replication.TakeOwnership():
                 self._own(event)
             case replication.ReleaseOwnership():
                 self._drive(event)
@@ -176,11 +176,11 @@ class Partition:
         store_at_ms = self._store.wake_at_ms
         if store_at_ms is not None and store_at_ms <= self._now_ms:
             self._drive(Wakeup())
-        for question in self._waiting.overdue(self._now_ms):
+        for request in self._waiting.overdue(self._now_ms):
             error = errors.Unavailable(
                 f"{self._place} has had no store session for {self._limits.open_wait_ms} ms"
             )
-            self._out.append(answers.reject(question, error))
+            self._out.append(answers.reject(request, error))
         self._route_reads(self.reads.wake(self._now_ms))
         self._route(self.pipeline.turn(now_ms=self._now_ms, wall_ms=self._wall_ms))
         self._feed_turn()
@@ -264,14 +264,14 @@ class Partition:
         if older:
             self.reads.feeds_ended(self.feed.fetching)
         older += self._waiting.supersede(req_id.client_id)
-        self._out.extend(answers.superseded(question) for question in older)
+        self._out.extend(answers.superseded(request) for request in older)
         self._mounts.begin(req_id.client_id, connection, message.connection_sequence)
         wants_feed = not isinstance(message, messages.MountWriter) or message.wants_feed
         self._route(self.pipeline.barrier(self._waiting.begin_mount(event, wants_feed=wants_feed)))
 
     def _drained(self, mount: WaitingMount) -> None:
         """Everything older is final (rule 3 b)."""
-        event = mount.question
+        event = mount.request
         message = event.message
         assert isinstance(message, messages.MountRequest | messages.MountWriter)
         if self._is_outdated(event):
@@ -328,22 +328,22 @@ class Partition:
         else:
             self._prove(event)
 
-    def _prove(self, question: Received | Ticket) -> None:
-        for effect in self._proofs.ask(question, self._now_ms):
+    def _prove(self, request: Received | Ticket) -> None:
+        for effect in self._proofs.wait_for_proof(request, self._now_ms):
             self._drive(effect)
 
-    def _proved(self, question: Received | Ticket) -> None:
-        if not isinstance(question, Received):
-            self._route(self.pipeline.answer_ahead(question, is_proved=self._is_open))
+    def _proved(self, request: Received | Ticket) -> None:
+        if not isinstance(request, Received):
+            self._route(self.pipeline.answer_ahead(request, is_proved=self._is_open))
         elif not self._is_open:
-            self._wait_for_session(question)
+            self._wait_for_session(request)
         elif isinstance(
-            question.message,
+            request.message,
             messages.FlushRequest | messages.HighWaterMarkRequest | messages.ReplicasRequest,
         ):
-            self._out.append(self._with_mark(question))
+            self._out.append(self._with_mark(request))
         else:
-            self._answer(question, is_proved=True)
+            self._answer(request, is_proved=True)
 
     def _with_mark(self, event: Received) -> Answer:
         # The present mark, not that of the proof: the client may know the present one already.
@@ -377,7 +377,7 @@ class Partition:
                     self._out.append(effect)
         self.reads.replicas = self._store.readable_replicas
 
-    def _own(self, event: replication.Own) -> None:
+    def _own(self, event: replication.TakeOwnership) -> None:
         if event.generation != self._generation:
             self._mounts.clear()
             self._generation = event.generation
@@ -410,15 +410,17 @@ class Partition:
             opened, event.committed_last, unbroken=unbroken, stamp_ms=event.stamp_ms
         )
         replicas, refill = self.reads.replicas, self.pipeline.refill
-        self._out += refill.ask(opened.session_id, replicas, self._now_ms, holds=not unbroken)
+        self._out += refill.wait_for_proof(
+            opened.session_id, replicas, self._now_ms, holds=not unbroken
+        )
         self.feed.advanced(opened.session_id, mark)
         self._route_reads(self.reads.opened(opened.session_id, mark))
         self._route(settled)
         self._out.append(
             Report("session_opened", (("session", opened.session_id), ("high_water_mark", mark)))
         )
-        for question in self._waiting.session_opened():
-            self._receive(question)
+        for request in self._waiting.session_opened():
+            self._receive(request)
 
     def _committed(self, event: replication.Committed) -> None:
         assert self._is_open
@@ -456,31 +458,31 @@ class Partition:
         self._route(self.pipeline.closed(loss))
         self.reads.closed()
         # The requests arrived in the session that ended; the next one may answer them as well.
-        for question in self._unproved(self._proofs.reset()):
-            self._wait_for_session(question)
+        for request in self._unproved(self._proofs.reset()):
+            self._wait_for_session(request)
         self._out.append(
             Report("session_closed", (("session", event.session_id), ("reason", event.reason)))
         )
 
     def _proof_ended(self, event: replication.MarkProved | replication.MarkUnproved) -> None:
         if isinstance(event, replication.MarkProved):
-            questions, proofs = self._proofs.proved(event.token, self._now_ms)
+            requests, proofs = self._proofs.proved(event.token, self._now_ms)
             assert event.high_water_mark <= self._high_water_mark
-            for each in questions:
+            for each in requests:
                 self._proved(each)
         else:
-            questions, proofs = self._proofs.failed(event.token, self._now_ms)
+            requests, proofs = self._proofs.failed(event.token, self._now_ms)
             unproved = errors.SessionLost(
                 f"{self._place}: no quorum of storages confirmed the session"
             )
-            self._out.extend(answers.reject(each, unproved) for each in self._unproved(questions))
+            self._out.extend(answers.reject(each, unproved) for each in self._unproved(requests))
         for proof in proofs:
             self._drive(proof)
 
-    def _unproved(self, questions: Sequence[Received | Ticket]) -> list[Received]:
+    def _unproved(self, requests: Sequence[Received | Ticket]) -> list[Received]:
         """Answer appends that are ahead with NOT_MOUNTED; return the other requests (rule 6)."""
         rest: list[Received] = []
-        for each in questions:
+        for each in requests:
             if isinstance(each, Received):
                 rest.append(each)
             else:
@@ -512,7 +514,7 @@ class Partition:
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
         self._mounts.end()
-        self._out.extend(answers.reject(question, gone) for question in waiting)
+        self._out.extend(answers.reject(request, gone) for request in waiting)
         assert all(isinstance(outcome, outcomes.Reached) for outcome in reached)
 
     # -----------------------------------------------------------------------------------------
@@ -543,7 +545,7 @@ class Partition:
                     fetches = self.reads.headers(outcome.first, outcome.last)
                     self._route_reads(fetches)
                 case feeds.MountReached():
-                    self._mount_reached(outcome.question)
+                    self._mount_reached(outcome.request)
                 case _:
                     assert_never(outcome)
 
@@ -558,11 +560,11 @@ class Partition:
         found = self._waiting.end(token)
         if found is None:
             return  # A later mount has replaced it, or no request waits any more.
-        question = found.question if isinstance(found, WaitingMount) else found
+        request = found.request if isinstance(found, WaitingMount) else found
         if not self._is_open:
             # The session has ended since; the mount starts again with the next one.
-            self._wait_for_session(question)
+            self._wait_for_session(request)
         elif isinstance(found, WaitingMount):
             self._drained(found)
         else:
-            self._answer_mark(question)
+            self._answer_mark(request)

@@ -17,7 +17,7 @@ from waltz_core.server.partition_events import ConnectionId, Received
 class WaitingMount(NamedTuple):
     """A mount that waits for older appends of its client, and then for its feed."""
 
-    question: Received
+    request: Received
     wants_feed: bool
 
 
@@ -38,9 +38,9 @@ class WaitingRequests:
         """When the next request times out."""
         return self._until_open[0][0] if self._until_open else None
 
-    def wait_for_session(self, question: Received, now_ms: int) -> None:
+    def wait_for_session(self, request: Received, now_ms: int) -> None:
         """Keep a request until there is a session (rule 1)."""
-        self._until_open.append((now_ms + self._open_wait_ms, question))
+        self._until_open.append((now_ms + self._open_wait_ms, request))
 
     def overdue(self, now_ms: int) -> list[Received]:
         """Remove and return the requests that have timed out."""
@@ -52,7 +52,7 @@ class WaitingRequests:
     def session_opened(self) -> list[Received]:
         """Remove and return the requests that waited for a session."""
         waiting, self._until_open = self._until_open, deque()
-        return [question for _, question in waiting]
+        return [request for _, request in waiting]
 
     def drop(self, connection: ConnectionId) -> None:
         """Forget the requests of a closed connection: they could wait for days."""
@@ -60,7 +60,7 @@ class WaitingRequests:
             each for each in self._until_open if each[1].connection != connection
         )
         for token, mount in list(self._mounts.items()):
-            if mount.question.connection == connection:
+            if mount.request.connection == connection:
                 del self._mounts[token]
         for token, flush in list(self._flushes.items()):
             if flush.connection == connection:
@@ -68,10 +68,10 @@ class WaitingRequests:
 
     # ---- for a token (rule 2)
 
-    def begin_mount(self, question: Received, *, wants_feed: bool) -> int:
+    def begin_mount(self, request: Received, *, wants_feed: bool) -> int:
         """Keep a mount; return its token."""
         token = next(self._tokens)
-        self._mounts[token] = WaitingMount(question, wants_feed)
+        self._mounts[token] = WaitingMount(request, wants_feed)
         return token
 
     def supersede(self, client_id: ClientId) -> list[Received]:
@@ -79,14 +79,14 @@ class WaitingRequests:
         older = [
             token
             for token, mount in self._mounts.items()
-            if mount.question.message.req_id.client_id == client_id
+            if mount.request.message.req_id.client_id == client_id
         ]
-        return [self._mounts.pop(token).question for token in older]
+        return [self._mounts.pop(token).request for token in older]
 
-    def begin_flush(self, question: Received) -> int:
+    def begin_flush(self, request: Received) -> int:
         """Keep a flush; return its token."""
         token = next(self._tokens)
-        self._flushes[token] = question
+        self._flushes[token] = request
         return token
 
     def end(self, token: int) -> WaitingMount | Received | None:
@@ -97,7 +97,7 @@ class WaitingRequests:
         """Remove and return everything."""
         waiting = self.session_opened()
         waiting += self._flushes.values()
-        waiting += (mount.question for mount in self._mounts.values())
+        waiting += (mount.request for mount in self._mounts.values())
         self._flushes.clear()
         self._mounts.clear()
         return waiting

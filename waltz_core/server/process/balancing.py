@@ -34,7 +34,7 @@ class BalanceTimes:
 
     interval_ms: int
     window_ms: int
-    rest_ms: int
+    cooldown_ms: int
 
 
 class Balancing:
@@ -64,7 +64,9 @@ class Balancing:
         self._meter = LoadMeter(pace.window_ms)
         self._book = LoadBook(pace.window_ms)
         window_ms = pace.window_ms
-        limits = BalanceLimits(pace.rest_ms, lasting_ms=window_ms // 2, motion_ms=2 * window_ms)
+        limits = BalanceLimits(
+            pace.cooldown_ms, sustained_ms=window_ms // 2, settling_ms=2 * window_ms
+        )
         self._balancer = Balancer(limits)
         self._servers: frozenset[ServerId] = frozenset()
         self._quiet_until_ms = 0

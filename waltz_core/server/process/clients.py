@@ -248,7 +248,7 @@ class Clients:
             self._send(connection, client, effect.message)
         else:
             translated = client.old_client.translate_answer(
-                effect.message, effect.question, self._loop.time()
+                effect.message, effect.request, self._loop.time()
             )
             if translated is not None:
                 self._send_to_old_client(connection, client, translated)

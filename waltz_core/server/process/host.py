@@ -145,7 +145,7 @@ class Host:
         if not replicas:
             return  # No storages are assigned yet.
         if is_new or not self.partition.is_owned:
-            self.post(replication.Own(generation, replicas))
+            self.post(replication.TakeOwnership(generation, replicas))
         elif changed:
             self.post(replication.Reassign(replicas))
 
@@ -196,7 +196,9 @@ class Host:
         try:
             is_handed_over = await self._services.hand_over(self.partition_id, generation)
         except WaltzError as error:
-            _log.warning("partition.kept partition=%s error=%r", self.partition_id, error)
+            _log.warning(
+                "partition.hand_over_failed partition=%s error=%r", self.partition_id, error
+            )
             return
         if is_handed_over:
             _log.warning("partition.handed_over partition=%s", self.partition_id)
@@ -204,7 +206,7 @@ class Host:
     def _own_again(self) -> None:
         if self._driver.is_stopped or self.partition.is_owned or not self._replicas:
             return
-        self.post(replication.Own(self.partition.generation, self._replicas))
+        self.post(replication.TakeOwnership(self.partition.generation, self._replicas))
 
     async def _read_metadata(self, effect: replication.ReadMetadata) -> None:
         coordinator = self._services.coordinator

@@ -23,7 +23,7 @@ from waltz_core.config.declarations import MIB
 from waltz_core.driver import Driver
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import BEFORE_FIRST, Generation, PartitionId, ReqId
-from waltz_core.replication.session_events import Own
+from waltz_core.replication.session_events import TakeOwnership
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import (
@@ -151,7 +151,7 @@ class MemoryServer:
     async def start(self) -> None:
         """Own everything, and listen."""
         for host in self.hosts.values():
-            host.post(Own(GENERATION, (REPLICA,)))
+            host.post(TakeOwnership(GENERATION, (REPLICA,)))
         self._listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, self.clients.accept)
         self.address = f"127.0.0.1:{self._listener.port}"
 

@@ -124,7 +124,7 @@ class MemoryStore:
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
         """Process one event; those for several replicas have no effect."""
         match event:
-            case replication.Own():
+            case replication.TakeOwnership():
                 self.generation = event.generation
                 return self.open()
             case replication.Submit():

@@ -101,7 +101,7 @@ class Neighbours:
             try:
                 await board.publish(self._server_id, report)
             except WaltzError as error:
-                _log.info("neighbours.not_published error=%s", error)
+                _log.info("neighbours.publish_failed error=%s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await self._seen.is_changed.wait()

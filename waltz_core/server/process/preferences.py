@@ -5,7 +5,7 @@ ones; the requested ones must not be lost.
 
 Rules:
     1. After a partition was handed over because there was no quorum, its preference is suspended
-       ("rests"). Otherwise the next assignment would give it back to this server.
+       ("suspended"). Otherwise the next assignment would give it back to this server.
     2. It rests for a minimum time, and then until a quorum of its storages answers this server.
     3. A new request for the preference, or its removal, ends the rest.
 """
@@ -19,28 +19,28 @@ from waltz_core.replication.quorum import quorum_size
 class Preferences:
     """See the module's rules. Times are seconds of any monotonic clock."""
 
-    def __init__(self, rest_s: float) -> None:
+    def __init__(self, suspension_s: float) -> None:
         self.wanted: tuple[PartitionId, ...] = ()
-        self._rest_s = rest_s
-        self._resting: dict[PartitionId, float] = {}
+        self._suspension_s = suspension_s
+        self._suspended: dict[PartitionId, float] = {}
 
     @property
-    def resting(self) -> list[PartitionId]:
+    def suspended(self) -> list[PartitionId]:
         """The suspended preferences."""
-        return sorted(self._resting)
+        return sorted(self._suspended)
 
     def active_after(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> tuple[PartitionId, ...]:
         """Return the preferences to write to ZooKeeper for this change; change nothing yet."""
-        rests = self._resting.keys() - {*added, *removed}
-        return tuple(each for each in self._wanted_after(added, removed) if each not in rests)
+        suspended = self._suspended.keys() - {*added, *removed}
+        return tuple(each for each in self._wanted_after(added, removed) if each not in suspended)
 
     def change(self, added: Collection[PartitionId], removed: Collection[PartitionId]) -> None:
         """Apply a change that was written to ZooKeeper (rule 3)."""
         self.wanted = self._wanted_after(added, removed)
         for each in {*added, *removed}:
-            self._resting.pop(each, None)
+            self._suspended.pop(each, None)
 
     def _wanted_after(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
@@ -52,12 +52,12 @@ class Preferences:
         """A partition was handed over; return whether its preference rests now (rule 1)."""
         if partition_id not in self.wanted:
             return False
-        self._resting[partition_id] = now_s + self._rest_s
+        self._suspended[partition_id] = now_s + self._suspension_s
         return True
 
-    def rested(self, now_s: float) -> list[PartitionId]:
+    def resumable(self, now_s: float) -> list[PartitionId]:
         """Return the partitions that have rested for the minimum time (rule 2)."""
-        return sorted(each for each, until_s in self._resting.items() if until_s <= now_s)
+        return sorted(each for each, until_s in self._suspended.items() if until_s <= now_s)
 
 
 def within_reach(

@@ -235,14 +235,14 @@ class Server:
         config = self._config
         self._coordinator.keep_assignment()
         pace = BalanceTimes(
-            config.balance_interval_ms, config.balance_window_ms, config.balance_rest_ms
+            config.balance_interval_ms, config.balance_window_ms, config.balance_cooldown_ms
         )
         return Balancing(
             self._server_id,
             self._coordinator,
             lambda: {partition_id: host.cost for partition_id, host in self.hosts.items()},
             pace,
-            lambda: time.monotonic() >= self._without_quorum_s + pace.rest_ms / 1000,
+            lambda: time.monotonic() >= self._without_quorum_s + pace.cooldown_ms / 1000,
         )
 
     async def _until(self, stop: asyncio.Event) -> None:
@@ -289,7 +289,7 @@ class Server:
             await self._storage_id_reads.answered()
             await self._refresh_nearby()
         except errors.WaltzError as error:
-            _log.warning("server.storages_unread error=%r", error)
+            _log.warning("server.storages_unreadable error=%r", error)
         if assignments is self._newest_assignments:
             self._assignments = assignments
             self._own_assigned()
@@ -402,28 +402,28 @@ class Server:
         """Restore preferences of partitions once a quorum of their storages answers this server."""
         while True:
             await asyncio.sleep(PREFERENCE_CHECK_S)
-            rested = self._preferences.rested(time.monotonic())
-            if not rested:
+            resumable = self._preferences.resumable(time.monotonic())
+            if not resumable:
                 continue
             reached = {ReplicaId(name): is_it for name, is_it in await self.check_connectivity()}
-            back = within_reach(rested, self._assignments.replicas_of, reached)
+            back = within_reach(resumable, self._assignments.replicas_of, reached)
             if back:
                 await self._restore_preferences(back)
 
     async def _restore_preferences(self, partitions: Collection[PartitionId]) -> None:
         async with self._preferring:
             # A preference may have been removed while the storages were queried.
-            resting = [each for each in partitions if each in self._preferences.resting]
-            if not resting:
+            suspended = [each for each in partitions if each in self._preferences.suspended]
+            if not suspended:
                 return
             try:
-                await self._change_preferences(resting, ())
+                await self._change_preferences(suspended, ())
             except errors.WaltzError as error:
                 _log.warning(
                     "server.preference_restore_failed error=%r", error
                 )  # until the next check
             else:
-                _log.warning("server.preference_restored partitions=%s", resting)
+                _log.warning("server.preference_restored partitions=%s", suspended)
 
     # -----------------------------------------------------------------------------------------
     # health and metrics
@@ -459,7 +459,7 @@ class Server:
             "zookeeper": zookeeper,
             "zookeeper_session": self._coordinator.session_state.name,
             "partitions": partitions,
-            "resting_preferences": self._preferences.resting,
+            "suspended_preferences": self._preferences.suspended,
             "silent_replicas": {
                 str(partition_id): host.silent_replicas
                 for partition_id, host in sorted(self.hosts.items())

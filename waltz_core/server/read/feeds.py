@@ -66,7 +66,7 @@ class FetchHeaders:
 class MountReached:
     """The feed of a mounting client has reached the mark for which the mount waits."""
 
-    question: Received
+    request: Received
 
 
 FeedOutcome: TypeAlias = Answer | FetchHeaders | MountReached
@@ -74,7 +74,7 @@ FeedOutcome: TypeAlias = Answer | FetchHeaders | MountReached
 
 @dataclass(slots=True)
 class _Context:
-    question: Received  # the mount, until it is answered; then the feed request granted last
+    request: Received  # the mount, until it is answered; then the feed request granted last
     mount_id: ReqId
     next: TransactionId
     until: TransactionId
@@ -86,7 +86,7 @@ class _Context:
     @property
     def connection(self) -> ConnectionId:
         """The connection that receives the feed."""
-        return self.question.connection
+        return self.request.connection
 
 
 class Feed:
@@ -128,48 +128,48 @@ class Feed:
     # -----------------------------------------------------------------------------------------
     # requests
 
-    def mount(self, question: Received, *, mark: TransactionId, until: TransactionId) -> None:
+    def mount(self, request: Received, *, mark: TransactionId, until: TransactionId) -> None:
         """Start a mounting client's feed, from its mark up to the log's; `MountReached` follows."""
         assert BEFORE_FIRST <= mark <= until <= self._high_water_mark
-        mount_id = question.message.req_id
-        key = (question.connection, mount_id.client_id)
+        mount_id = request.message.req_id
+        key = (request.connection, mount_id.client_id)
         assert key not in self._contexts
         first = TransactionId(mark + 1)
-        message = question.message
+        message = request.message
         values = message.header_values if isinstance(message, MountWriter) else ()
         self._contexts[key] = _Context(
-            question, mount_id, first, until, is_mounting=True, header_values=values
+            request, mount_id, first, until, is_mounting=True, header_values=values
         )
         self._has_more = True
 
-    def is_mounted(self, question: Received) -> bool:
+    def is_mounted(self, request: Received) -> bool:
         """Whether a feed request belongs to a mount of its connection."""
-        mount_id = question.message.req_id
-        context = self._contexts.get((question.connection, mount_id.client_id))
+        mount_id = request.message.req_id
+        context = self._contexts.get((request.connection, mount_id.client_id))
         return context is not None and context.mount_id == mount_id
 
-    def take(self, question: Received, mark: int, place: PartitionPlace) -> WaltzError | None:
+    def take(self, request: Received, mark: int, place: PartitionPlace) -> WaltzError | None:
         """Grant a feed request; return the error, None when it is granted."""
         where = f"feed after {mark} of {place}"
-        if not self.is_mounted(question):
+        if not self.is_mounted(request):
             return NotMounted(f"{where}: there is no mount, or it is of an earlier generation")
         if mark > place.high_water_mark:
             return ClientAhead(f"{where}: its high-water mark is {place.high_water_mark}")
-        if mark < BEFORE_FIRST or not self.grant(question, mark=TransactionId(mark)):
+        if mark < BEFORE_FIRST or not self.grant(request, mark=TransactionId(mark)):
             return BadRequest(f"{where}: expected a mark of -1 or more, and no open grant")
         return None
 
-    def grant(self, question: Received, *, mark: TransactionId) -> bool:
+    def grant(self, request: Received, *, mark: TransactionId) -> bool:
         """Continue after the client's mark; False if there is no such mount, or a grant is open.
 
         The request is answered by `FeedSuspended` at the end of the stretch.
         """
-        mount_id = question.message.req_id
-        context = self._contexts.get((question.connection, mount_id.client_id))
-        if context is None or not self.is_mounted(question) or context.is_granted:
+        mount_id = request.message.req_id
+        context = self._contexts.get((request.connection, mount_id.client_id))
+        if context is None or not self.is_mounted(request) or context.is_granted:
             return False
         assert mark <= self._high_water_mark
-        context.question = question
+        context.request = request
         context.next = TransactionId(mark + 1)
         context.until = max(
             self._high_water_mark, TransactionId(mark + self._limits.feed_grant_count_min)
@@ -182,7 +182,7 @@ class Feed:
         """End all feeds of one client; return its mounts and feed requests not yet answered."""
         keys = [key for key in self._contexts if key[1] == client_id]
         dropped = [self._contexts.pop(key) for key in keys]
-        return [context.question for context in dropped if context.is_granted]
+        return [context.request for context in dropped if context.is_granted]
 
     def close(self, connection: ConnectionId) -> None:
         """The connection was closed."""
@@ -207,7 +207,7 @@ class Feed:
 
     def abandon(self) -> list[Received]:
         """End all feeds; return the mounts and feed requests not yet answered."""
-        waiting = [each.question for each in self._contexts.values() if each.is_granted]
+        waiting = [each.request for each in self._contexts.values() if each.is_granted]
         self._contexts.clear()
         self._has_more = False
         return waiting
@@ -300,10 +300,10 @@ class Feed:
         context.is_granted = False
         if context.is_mounting:
             context.is_mounting = False
-            out.append(MountReached(context.question))
+            out.append(MountReached(context.request))
             return
         message = FeedSuspended(context.mount_id)
-        out.append(Answer(context.connection, message, context.question.cost_bytes))
+        out.append(Answer(context.connection, message, context.request.cost_bytes))
 
 
 def pick(headers: Buffer, header_values: tuple[int, ...]) -> tuple[Buffer, bytes]:

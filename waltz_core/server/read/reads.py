@@ -202,7 +202,7 @@ class Reads:
 
     def abandon(self) -> list[Received]:
         """The partition is released: return all waiting requests."""
-        waiting = [question for job in self._jobs.values() for question in job.waiting]
+        waiting = [request for job in self._jobs.values() for request in job.waiting]
         self._jobs.clear()
         self._ready.clear()
         # Fetches under way count until they are answered, also after the release.
@@ -215,22 +215,22 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # requests
 
-    def range(self, question: Received, message: RangeRequest) -> list[ReadOutcome]:
+    def range(self, request: Received, message: RangeRequest) -> list[ReadOutcome]:
         """Answer a range request, now or after a fetch."""
         if fault := _range_fault(message):
-            return [reject(question, BadRequest(fault))]
+            return [reject(request, BadRequest(fault))]
         first = TransactionId(message.first)
         last = TransactionId(min(message.last, self._high_water_mark, first + ROWS_MAX - 1))
         if first > last:
             run = _Run(first, TransactionId(first - 1), message.form, _EMPTY, b"", ())
-            return [self._range_answer(question, message, run)]
+            return [self._range_answer(request, message, run)]
         bytes_max = min(max(message.bytes_max, 1), self._limits.range_bytes_max)
         run_or_none = self._recall_run(first, last, bytes_max, message.form)
         if run_or_none is not None:
-            return [self._range_answer(question, message, run_or_none)]
-        return self._fetch(_Key(first, last, bytes_max, message.form), question)
+            return [self._range_answer(request, message, run_or_none)]
+        return self._fetch(_Key(first, last, bytes_max, message.form), request)
 
-    def data(self, question: Received, message: TransactionDataRequest) -> list[ReadOutcome]:
+    def data(self, request: Received, message: TransactionDataRequest) -> list[ReadOutcome]:
         """Answer a request for one transaction's data, now or after a fetch."""
         wanted = TransactionId(message.transaction_id)
         if not 0 <= wanted <= self._high_water_mark:
@@ -239,14 +239,14 @@ class Reads:
                 f"its high-water mark is {self._high_water_mark}"
             )
             answer = TransactionDataResponse(message.req_id, wanted, (None, fault))
-            return [Answer(question.connection, answer, question.cost_bytes)]
+            return [Answer(request.connection, answer, request.cost_bytes)]
         record = self._ahead.find(wanted)
         if record is not None:
-            return [_data_answer(question, message, record)]
+            return [_data_answer(request, message, record)]
         run = self._recall_run(wanted, wanted, 1, RangeForm.WHOLE)
         if run is not None:
-            return [_data_answer(question, message, run.records)]
-        return self._fetch(self._key_of_one(wanted), question)
+            return [_data_answer(request, message, run.records)]
+        return self._fetch(self._key_of_one(wanted), request)
 
     def _key_of_one(self, wanted: TransactionId) -> _Key:
         """Return the fetch for a request of one transaction (rule 8)."""
@@ -370,8 +370,8 @@ class Reads:
         out: list[ReadOutcome] = []
         if job.for_feed:
             out.append(_feed_stretch(run))
-        for question in job.waiting:
-            out += self._answers(question, run)
+        for request in job.waiting:
+            out += self._answers(request, run)
         return out + self._start()
 
     def failed(self, token: int, reason: str, now_ms: int) -> list[ReadOutcome]:
@@ -393,7 +393,7 @@ class Reads:
                 f"no replica of partition {self._partition_id} returned transactions "
                 f"{job.key.first}..{job.key.last}: {reason}"
             )
-            out.extend(reject(question, error) for question in job.waiting)
+            out.extend(reject(request, error) for request in job.waiting)
             job.waiting.clear()
             job.rounds = 0
         if not job.waiting and not job.for_feed:
@@ -410,10 +410,10 @@ class Reads:
         del self._jobs[job.key]
         self._reading_ahead.pop(job.key, None)
         out: list[ReadOutcome] = []
-        for question in job.waiting:
-            assert isinstance(question.message, TransactionDataRequest)
-            wanted = TransactionId(question.message.transaction_id)
-            out += self._fetch(_key_alone(wanted), question)
+        for request in job.waiting:
+            assert isinstance(request.message, TransactionDataRequest)
+            wanted = TransactionId(request.message.transaction_id)
+            out += self._fetch(_key_alone(wanted), request)
         return out
 
     def _dropped(self, token: int) -> list[ReadOutcome]:
@@ -421,15 +421,15 @@ class Reads:
         self._running.pop(token, None)
         return self._start()
 
-    def _fetch(self, key: _Key, question: Received | None) -> list[ReadOutcome]:
+    def _fetch(self, key: _Key, request: Received | None) -> list[ReadOutcome]:
         job = self._jobs.get(key)
         if job is None:
             job = self._jobs[key] = _Job(key)
             self._ready.append(job)
-        if question is None:
+        if request is None:
             job.for_feed = True
         else:
-            job.waiting.append(question)
+            job.waiting.append(request)
         return self._start()
 
     def _start(self) -> list[ReadOutcome]:
@@ -441,10 +441,10 @@ class Reads:
             and len(self._running) < self._limits.fetches_max
         ):
             job = self._ready.popleft()
-            out.append(self._ask(job))
+            out.append(self._fetch_from(job))
         return out
 
-    def _ask(self, job: _Job) -> Fetch:
+    def _fetch_from(self, job: _Job) -> Fetch:
         untried = [replica for replica in self.replicas if replica not in job.tried]
         untried = untried or list(self.replicas)
         trusted = [each for each in untried if self._avoided.get(each, 0) <= self.fetches]
@@ -474,18 +474,18 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def _answers(self, question: Received, run: _Run) -> list[ReadOutcome]:
-        message = question.message
+    def _answers(self, request: Received, run: _Run) -> list[ReadOutcome]:
+        message = request.message
         if isinstance(message, RangeRequest):
-            return [self._range_answer(question, message, run)]
+            return [self._range_answer(request, message, run)]
         assert isinstance(message, TransactionDataRequest)
         skip = message.transaction_id - run.first
         if skip >= run.lengths.size:
-            return self.data(question, message)  # the read-ahead ended before it
+            return self.data(request, message)  # the read-ahead ended before it
         record, _ = raw_records.cut(run.records, run.lengths, skip=skip, count=1)
-        return [_data_answer(question, message, record)]
+        return [_data_answer(request, message, record)]
 
-    def _range_answer(self, question: Received, message: RangeRequest, run: _Run) -> Answer:
+    def _range_answer(self, request: Received, message: RangeRequest, run: _Run) -> Answer:
         lengths, records = run.lengths, run.records
         count = run.last - run.first + 1
         if message.header_values and count:
@@ -502,7 +502,7 @@ class Reads:
             self._high_water_mark,
             run.lineage,
         )
-        return Answer(question.connection, answer, question.cost_bytes)
+        return Answer(request.connection, answer, request.cost_bytes)
 
 
 _EMPTY: Final = np.empty(0, dtype=np.int64)
@@ -523,10 +523,10 @@ def _key_alone(wanted: TransactionId) -> _Key:
     return _Key(wanted, wanted, 1, RangeForm.WHOLE)
 
 
-def _data_answer(question: Received, message: TransactionDataRequest, record: Buffer) -> Answer:
+def _data_answer(request: Received, message: TransactionDataRequest, record: Buffer) -> Answer:
     data = memoryview(record)[RECORD_PREFIX.size : -4]
     answer = TransactionDataResponse(message.req_id, message.transaction_id, (data, None))
-    return Answer(question.connection, answer, question.cost_bytes)
+    return Answer(request.connection, answer, request.cost_bytes)
 
 
 def _feed_stretch(run: _Run) -> FeedHeaders:

@@ -115,7 +115,7 @@ class Scrub:
             self._reading = None
         self._set_wake()
 
-    def ask(self, partition_ids: Iterable[PartitionId], now_ms: int) -> None:
+    def request(self, partition_ids: Iterable[PartitionId], now_ms: int) -> None:
         """Request a pass over these partitions now, from their beginning (rule 3)."""
         for partition_id in partition_ids:
             turn = self._turns[partition_id]

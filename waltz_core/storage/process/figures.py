@@ -38,13 +38,13 @@ class StorageFigures:
         logs: Mapping[PartitionId, PartitionLog],
     ) -> None:
         """Register gauges that read the current state."""
-        ask = self._metrics.ask
-        ask("waltz_storage_connections", links_count)
-        ask("waltz_storage_queued_bytes", lambda: machine.queued_bytes)
-        ask("waltz_storage_free_bytes", lambda: _free_bytes(space))
-        ask("waltz_storage_full_disks", lambda: space.is_short)
-        ask("waltz_storage_reserve_bytes", lambda: space.reserved_bytes)
-        ask(
+        set_source = self._metrics.set_source
+        set_source("waltz_storage_connections", links_count)
+        set_source("waltz_storage_queued_bytes", lambda: machine.queued_bytes)
+        set_source("waltz_storage_free_bytes", lambda: _free_bytes(space))
+        set_source("waltz_storage_full_disks", lambda: space.is_short)
+        set_source("waltz_storage_reserve_bytes", lambda: space.reserved_bytes)
+        set_source(
             "waltz_storage_suspect_replicas",
             lambda: sum(log.suspect for log in list(logs.values())),
         )
@@ -52,10 +52,10 @@ class StorageFigures:
     def show_log(self, log: PartitionLog) -> None:
         """Register gauges that read the current state of a partition's log."""
         where = {"partition": log.partition_id}
-        ask = self._metrics.ask
-        ask("waltz_storage_last_transaction", lambda: log.synced_max, **where)
-        ask("waltz_storage_low_water_mark", lambda: log.low_water_mark, **where)
-        ask("waltz_storage_damaged_transactions", lambda: count_of(log.damaged), **where)
+        set_source = self._metrics.set_source
+        set_source("waltz_storage_last_transaction", lambda: log.synced_max, **where)
+        set_source("waltz_storage_low_water_mark", lambda: log.low_water_mark, **where)
+        set_source("waltz_storage_damaged_transactions", lambda: count_of(log.damaged), **where)
 
     def count(self, work: Work, result: WorkResult) -> None:
         """Count the results of a piece of work."""

@@ -111,7 +111,7 @@ class Serving:
         return sorted(set(self._wanted()) - self.logs.keys())
 
     @property
-    def why_not_served(self) -> dict[str, str]:
+    def not_served_reasons(self) -> dict[str, str]:
         """Return the error of each partition that should be served and is not."""
         failed = self._engine.failed
         return {str(each): str(failed[each]) for each in self.not_served if each in failed}
@@ -208,7 +208,9 @@ class Serving:
                 metadata = (await self._coordinator.read_partition(partition_id)).metadata
                 is_named = metadata is not None and self.address in metadata.states
             except errors.WaltzError as error:
-                _log.warning("storage.metadata_unread partition=%s error=%s", partition_id, error)
+                _log.warning(
+                    "storage.metadata_unreadable partition=%s error=%s", partition_id, error
+                )
                 is_named = partition_id in self.logs
             if is_named:
                 leaving.append(partition_id)

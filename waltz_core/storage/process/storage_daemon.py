@@ -310,7 +310,7 @@ class StorageDaemon:
         try:
             write_places(RealDisk(), Path(self._config.directory), places)
         except errors.WaltzError as error:
-            _log.warning("storage.scrub_progress_not_saved error=%s", error)
+            _log.warning("storage.scrub_progress_save_failed error=%s", error)
 
     async def _keep_places(self, machine: StorageService) -> None:
         """Write the scrub's progress now and then, so that a restart continues it."""
@@ -390,11 +390,11 @@ class StorageDaemon:
 
         await follow_readable(coordinator.follow_replica_assignment, take)
 
-    async def _open_segment(self, question: bytes) -> int:
+    async def _open_segment(self, request: bytes) -> int:
         """Open a segment for a reader of this machine."""
         assert self._engine is not None
         assert self._serving is not None
-        partition_id, first = decode_segment(question)
+        partition_id, first = decode_segment(request)
         if partition_id not in self._serving.logs or first < 0:
             raise errors.UnknownPartition(f"partition {partition_id} from {first}: not here")
         path = self._engine.segment_path(partition_id, first)
@@ -586,7 +586,7 @@ class StorageDaemon:
             "address": self.address,
             "partitions": sorted(serving.logs),
             "not_served": serving.not_served,
-            "why_not_served": serving.why_not_served,
+            "not_served_reasons": serving.not_served_reasons,
             "offline": sorted(serving.offline),
             "suspect": sorted(suspect),
             "damaged": sorted(each for each, log in serving.logs.items() if log.damaged),
@@ -638,7 +638,7 @@ class StorageDaemon:
             async with asyncio.timeout(limit_s):
                 await self._in_thread(call)
         except TimeoutError:
-            _log.warning("storage.not_written what=%r limit_s=%.0f", what, limit_s)
+            _log.warning("storage.shutdown_timed_out what=%r limit_s=%.0f", what, limit_s)
 
     async def _in_thread(self, call: Callable[[], ResultT]) -> ResultT:
         return await self._loop.run_in_executor(self._pool, call)

@@ -343,7 +343,7 @@ class AdminService:
             is_held=facts.is_held,
             is_available=facts.is_available,
             is_served=facts.is_served,
-            why_not=facts.why_not,
+            reason=facts.reason,
             is_suspect=log.is_suspect,
             promised=log.promised,
             last_session=log.last_session,
@@ -487,7 +487,7 @@ def _inspect(
 def _log_of(partition_id: PartitionId) -> Generator[AdminTask, object, LogFacts]:
     facts = yield from _inspect(partition_id)
     if facts.log is None:
-        raise BadRequest(f"partition {partition_id} cannot be read: {facts.why_not}")
+        raise BadRequest(f"partition {partition_id} cannot be read: {facts.reason}")
     return facts.log
 
 

@@ -170,14 +170,14 @@ NO_LOG: Final = LogFacts(
 
 
 class ReplicaStatus(NamedTuple):
-    """The state of a replica; without `log`, `why_not` is the reason."""
+    """The state of a replica; without `log`, `reason` is the reason."""
 
     is_held: bool
     is_available: bool
     is_served: bool
     info: PartitionInfo
     log: LogFacts | None
-    why_not: str = ""
+    reason: str = ""
 
 
 class ZooKeeperView(NamedTuple):

@@ -223,7 +223,7 @@ class StorageService:
                 self._dropped(event.partition_id)
             case ScrubNow(partition_id):
                 wanted = self._lanes if partition_id is None else {partition_id} & {*self._lanes}
-                self._scrub.ask(sorted(wanted), now_ms)
+                self._scrub.request(sorted(wanted), now_ms)
                 self._read_again(now_ms)
             case SpaceChecked():
                 self._space_check_at_ms = None

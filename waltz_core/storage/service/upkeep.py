@@ -95,14 +95,14 @@ def facts_of(engine: Engine, partition_id: PartitionId, *, is_served: bool) -> R
     """Return the state of a replica; raises UnknownPartition if the cluster has none such."""
     info = engine.info(partition_id)
     log, error = engine.logs.get(partition_id), engine.failed.get(partition_id)
-    why_not = "its log is not open" if error is None else str(error)
+    reason = "its log is not open" if error is None else str(error)
     return ReplicaStatus(
         is_held=bool(info.flags & FLAG_ASSIGNED),
         is_available=bool(info.flags & FLAG_AVAILABLE),
         is_served=is_served,
         info=info,
         log=None if log is None else _facts_of(log),
-        why_not=why_not if log is None else "",
+        reason=reason if log is None else "",
     )
 
 
