@@ -311,7 +311,7 @@ FAULTS = {
         ("process-stopped",), all_of(freeze("storage-2"), freeze("server-2"))
     ),
     "a node of ZooKeeper finds no quorum": Fault(
-        ("process-down", "zookeeper-away", "zookeeper-node-alone"),
+        ("process-down", "zookeeper-unavailable", "zookeeper-node-without-quorum"),
         kill("zookeeper-1", "zookeeper-2"),
     ),
     "three people have each changed something": Fault(
@@ -322,10 +322,10 @@ FAULTS = {
     "a record has rotted": Fault(("process-down", "replica-damaged"), damage),
     "a log does not open": Fault(("replica-unreadable",), spoil_log),
     "a replica is missing": Fault(("replica-left-over", "too-few-replicas"), remove_replica),
-    "groups are crowded": Fault(("groups-crowded",), crowd),
+    "groups are crowded": Fault(("replicas-share-group",), crowd),
     "a start takes long": Fault(("storage-starting",), hold_up_a_start, hold_up_no_more),
-    "a disk hangs": Fault(("storage-hangs",), hang),
-    "a clock is wrong": Fault(("clock-of-storage",), shift_clock),
+    "a disk hangs": Fault(("storage-unresponsive",), hang),
+    "a clock is wrong": Fault(("storage-clock-skew",), shift_clock),
     "a disk is nearly full": Fault(("disk-nearly-full",), leave_free(200)),
     "a disk is full": Fault(("disk-full",), fill),
     "ZooKeeper has lost a node": Fault(("metadata-lost",), lose_metadata),

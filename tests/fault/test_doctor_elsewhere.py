@@ -56,8 +56,8 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
-    Fault("zookeeper-node-away", ("zookeeper-2",), signal.SIGKILL),
-    Fault("storage-away", ("storage-1",), signal.SIGKILL),
+    Fault("zookeeper-node-unavailable", ("zookeeper-2",), signal.SIGKILL),
+    Fault("storage-unavailable", ("storage-1",), signal.SIGKILL),
     Fault("storage-silent", ("storage-2",), signal.SIGSTOP, ends=True),
     Fault("no-server", ("server-1", "server-2"), signal.SIGTERM),
     Fault("server-silent", ("server-2",), signal.SIGSTOP, ends=True),
@@ -128,7 +128,9 @@ def test_servers_that_have_all_died_are_taken_out(patient: Patient):
     for name in servers:
         cluster.kill(name)
     found = doctor(*look)
-    assert {each["name"] for each in found} == {"server-away"}  # of one, where ZooKeeper was quick
+    assert {each["name"] for each in found} == {
+        "server-unavailable"
+    }  # of one, where ZooKeeper was quick
     for each in found:
         run_as_printed(each["command"])
     (alone,) = await_findings(["no-server"], *look)
@@ -175,7 +177,7 @@ def test_a_storage_of_another_cluster_answers(patient: Patient):
     shutil.copytree(where, wrong)
     flags = f"--connect {other} --directory {wrong / 'data'}"
     patient.run_daemon(f"waltz-core storage run --config storage.toml {flags}", wrong)
-    (found,) = await_findings(["storage-of-another-cluster"], *look)
+    (found,) = await_findings(["storage-cluster-mismatch"], *look)
     assert (
         f"the storage at {address(cluster, member.name)} belongs to another cluster"
         in found["sentence"]
@@ -203,10 +205,10 @@ def mistaken(cluster: LocalCluster) -> dict[str, Callable[[Path], tuple[str, dic
         storage = f"127.0.0.1:{free_port()}:{free_port()}"
         return f"{hosts}/new", {"COUNT": "1", "HOST:PORT:ADMIN_PORT": storage}
 
-    return {"zookeeper-refuses": refused, "no-cluster": absent}
+    return {"zookeeper-access-denied": refused, "no-cluster": absent}
 
 
-@pytest.mark.parametrize("name", ["zookeeper-refuses", "no-cluster"])
+@pytest.mark.parametrize("name", ["zookeeper-access-denied", "no-cluster"])
 def test_a_connect_string_that_leads_to_no_cluster(patient: Patient, tmp_path: Path, name: str):
     """The command is followed by what is next: a cluster without any process."""
     connect, words = mistaken(patient.cluster())[name](tmp_path)

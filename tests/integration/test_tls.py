@@ -127,7 +127,9 @@ def test_a_command_that_does_not_know_of_tls_is_notified(cluster: LocalCluster):
 def test_the_doctor_ends_no_process_that_it_does_not_understand(cluster: LocalCluster):
     done = waltz("doctor", "--json", "--connect", place_of(cluster))
     findings = json.loads(done.stdout)["findings"]
-    assert [each["name"] for each in findings] == ["server-shut"] * 2 + ["storage-shut"] * 3
+    assert [each["name"] for each in findings] == ["server-tls-failed"] * 2 + [
+        "storage-tls-failed"
+    ] * 3
     _, *words = shlex.split(findings[0]["command"])
     file = cluster.connect.partition("?tls=")[2]
     done = waltz(*(each.replace("FILE", file) for each in words))

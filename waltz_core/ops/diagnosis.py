@@ -156,12 +156,16 @@ class _Case:
         facts = self.facts
         start = self.start("zookeeper")
         if facts.zookeeper_failure:
-            self.report("zookeeper-away", facts.connect, why=facts.zookeeper_failure, start=start)
+            self.report(
+                "zookeeper-unavailable", facts.connect, why=facts.zookeeper_failure, start=start
+            )
         for node in facts.nodes:
             self._check_node(node)
         if facts.access_error:
             hosts = facts.connect.partition("?")[0]
-            self.report("zookeeper-refuses", facts.connect, why=facts.access_error, hosts=hosts)
+            self.report(
+                "zookeeper-access-denied", facts.connect, why=facts.access_error, hosts=hosts
+            )
         if facts.is_no_cluster:
             if facts.local is None:
                 self.report("no-cluster", facts.connect)
@@ -172,14 +176,16 @@ class _Case:
         start = self.start("zookeeper", node.address)
         if node.failure and not self.is_reported_down(node.address):
             self.report(
-                "zookeeper-node-away",
+                "zookeeper-node-unavailable",
                 node.address,
                 node=node.address,
                 why=node.failure,
                 start=start,
             )
         elif not node.failure and not node.mode:
-            self.report("zookeeper-node-alone", node.address, node=node.address, start=start)
+            self.report(
+                "zookeeper-node-without-quorum", node.address, node=node.address, start=start
+            )
 
     def check_processes(self) -> None:
         local = self.facts.local
@@ -219,7 +225,9 @@ class _Cluster:
             _Partition(self._case, self._cluster, self, partition_id).check()
             if partition_id in sharing_groups:
                 spread = self._spread(partition_id)
-                self._report("groups-crowded", partition_id, partition=partition_id, spread=spread)
+                self._report(
+                    "replicas-share-group", partition_id, partition=partition_id, spread=spread
+                )
         for address, partitions in self.left_over.items():
             names = _ranges(partitions)
             self._report("replica-left-over", address, storage=address, partitions=names)
@@ -233,9 +241,9 @@ class _Cluster:
             self._report("server-unreachable", address, server=address, why=why)
         if server.failure:
             if not self._case.is_reported_down(address):
-                name = "server-silent" if server.is_silent else "server-away"
+                name = "server-silent" if server.is_silent else "server-unavailable"
                 if server.is_tls_mismatch:
-                    name = "server-shut"
+                    name = "server-tls-failed"
                 start, scheme_free = self._case.start("server", address), self._case.scheme_free
                 why = server.failure
                 self._report(
@@ -279,22 +287,22 @@ class _Cluster:
         if storage.failure:
             if self._case.is_reported_down(address):
                 return
-            name = "storage-silent" if storage.is_silent else "storage-away"
+            name = "storage-silent" if storage.is_silent else "storage-unavailable"
             if storage.registered_id is None:
                 name = "storage-never-started"
             if self.is_starting(storage):
                 name = "storage-starting"
             if storage.is_tls_mismatch:
-                name = "storage-shut"
+                name = "storage-tls-failed"
             why, scheme_free = storage.failure, self._case.scheme_free
             self._report(
                 name, address, storage=address, why=why, start=start, scheme_free=scheme_free
             )
         elif not storage.is_of_cluster:
-            self._report("storage-of-another-cluster", address, storage=address, start=start)
+            self._report("storage-cluster-mismatch", address, storage=address, start=start)
         elif storage.storage_id is not None and storage.storage_id != storage.registered_id:
             self._report(
-                "another-storage",
+                "storage-id-mismatch",
                 address,
                 storage=address,
                 found=storage.storage_id,
@@ -302,7 +310,7 @@ class _Cluster:
             )
         elif storage.is_hanging:
             why = storage.admin_failure
-            self._report("storage-hangs", address, storage=address, why=why, start=start)
+            self._report("storage-unresponsive", address, storage=address, why=why, start=start)
         elif storage.admin_failure:
             self._report(
                 "admin-port-wrong",
@@ -335,7 +343,7 @@ class _Cluster:
         ahead = storage.clock_ahead_ms
         if ahead is not None and abs(ahead) > CLOCK_MS_MAX:
             self._report(
-                "clock-of-storage",
+                "storage-clock-skew",
                 storage.address,
                 storage=storage.address,
                 seconds=f"{abs(ahead) / 1000:.1f}",
@@ -581,13 +589,13 @@ class _Partition:
         if self._now.is_of_other_replicas:
             assigned, replicas = ", ".join(self._now.assigned), ", ".join(self._now.states)
             self._report(
-                "session-of-other-replicas", assigned=assigned, replicas=replicas, **fields
+                "session-replicas-outdated", assigned=assigned, replicas=replicas, **fields
             )
         if facts.mark_failure:
-            self._report("no-mark", why=facts.mark_failure, **fields)
+            self._report("high-water-mark-unknown", why=facts.mark_failure, **fields)
         if facts.stamp_ahead_ms is not None and facts.stamp_ahead_ms > CLOCK_MS_MAX:
             seconds = f"{facts.stamp_ahead_ms / 1000:.1f}"
-            self._report("clock-of-server", owner.address, seconds=seconds, **fields)
+            self._report("server-clock-skew", owner.address, seconds=seconds, **fields)
 
 
 def _is_nearly_full(space: SpaceFacts) -> bool:

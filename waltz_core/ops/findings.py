@@ -69,22 +69,22 @@ _DROP_AND_TAKE = (
 _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
     Area.ZOOKEEPER: (
         _row(
-            "zookeeper-away",
+            "zookeeper-unavailable",
             "ZooKeeper does not answer, so the state of the cluster is unknown: {why}",
             _START,
         ),
         _row(
-            "zookeeper-node-away",
+            "zookeeper-node-unavailable",
             "node {node} of ZooKeeper does not answer: {why}",
             _START,
         ),
         _row(
-            "zookeeper-node-alone",
+            "zookeeper-node-without-quorum",
             "node {node} of ZooKeeper answers, but is not part of a quorum and serves no client",
             _START,
         ),
         _row(
-            "zookeeper-refuses",
+            "zookeeper-access-denied",
             "ZooKeeper denies access to the cluster's nodes: {why}",
             "waltz-core doctor --connect '{hosts}?auth=FILE'",
         ),
@@ -121,7 +121,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _START,
         ),
         _row(
-            "server-away",
+            "server-unavailable",
             "server {server} is registered, but nothing listens at its address: {why}",
             "waltz-core cluster remove-server {server} --connect {connect}",
         ),
@@ -132,7 +132,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _START,
         ),
         _row(
-            "server-shut",
+            "server-tls-failed",
             "the TLS handshake with server {server} fails ({why}): name the cluster's TLS settings "
             "in the connect string (?tls=), or check the server's certificate",
             _DOCTOR,
@@ -166,7 +166,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
     ),
     Area.STORAGES: (
         _row(
-            "storage-away",
+            "storage-unavailable",
             "storage {storage} does not answer: {why}; if its process runs, it may be reading its "
             "files after a crash: wait for it",
             _START,
@@ -178,13 +178,13 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _START,
         ),
         _row(
-            "storage-shut",
+            "storage-tls-failed",
             "the TLS handshake with storage {storage} fails ({why}): name the cluster's TLS "
             "settings in the connect string (?tls=), or check the storage's certificate",
             _DOCTOR,
         ),
         _row(
-            "storage-hangs",
+            "storage-unresponsive",
             "storage {storage} accepts requests, but its threads do not complete them ({why}), as "
             "when a disk hangs: check the disk, stop the process and start it again",
             _START,
@@ -208,13 +208,13 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "waltz-core cluster set-admin-port {storage} {port} --connect {connect}",
         ),
         _row(
-            "storage-of-another-cluster",
+            "storage-cluster-mismatch",
             "the storage at {storage} belongs to another cluster: stop it, and start the one whose "
             "directory belongs to this cluster",
             _START,
         ),
         _row(
-            "another-storage",
+            "storage-id-mismatch",
             "storage {found} answers at {storage}, but {expected} is registered there: stop it and "
             "start the registered one, or let an empty one take its place",
             "waltz-core cluster replace-storage {storage} {storage} --connect {connect}",
@@ -236,7 +236,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _REPEAT_DOCTOR,
         ),
         _row(
-            "clock-of-storage",
+            "storage-clock-skew",
             "the clock of storage {storage} is {seconds} s {way} the clock of this machine: set "
             "the one that is wrong",
             _SYNC_CLOCK,
@@ -325,7 +325,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             "waltz-core cluster auto-assign --replicas {usual} --connect {connect}",
         ),
         _row(
-            "groups-crowded",
+            "replicas-share-group",
             "partition {partition}: its replicas are in fewer groups than possible, so the loss of "
             "one place could take too many of them",
             "{spread}",
@@ -353,19 +353,19 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
             _MOVE,
         ),
         _row(
-            "session-of-other-replicas",
+            "session-replicas-outdated",
             "partition {partition}: its replicas are {assigned}, but the session of server "
             "{server} uses {replicas}",
             _MOVE,
         ),
         _row(
-            "no-mark",
+            "high-water-mark-unknown",
             "partition {partition}: server {server} has an open session, but returns no high-water "
             "mark: {why}",
             _MOVE,
         ),
         _row(
-            "clock-of-server",
+            "server-clock-skew",
             "partition {partition}: its last commit time is {seconds} s in the future: the clock "
             "of server {server}, or of this machine, is wrong",
             _SYNC_CLOCK,

@@ -69,7 +69,7 @@ def test_scripts_get_one_value(told, capsys):
     value = json.loads(capsys.readouterr().out)
     assert value["connect"] == healthy().connect
     (found,) = value["findings"]
-    assert (found["name"], found["area"], found["about"]) == ("storage-away", "storages", A)
+    assert (found["name"], found["area"], found["about"]) == ("storage-unavailable", "storages", A)
     server = value["seen"]["servers"][ONE]
     assert (server["open"], server["not_open"], server["out_of_reach"]) == ([0], [], [])
     assert value["seen"]["storages"][B]["clock_ahead_ms"] == 3.0
@@ -121,9 +121,9 @@ def test_it_ends_though_no_process_says_anything():
     assert first.is_silent
     assert not second.is_silent
     assert [each.name for each in diagnose(found)] == [
-        "zookeeper-away",
-        "zookeeper-node-away",
-        "zookeeper-node-away",
+        "zookeeper-unavailable",
+        "zookeeper-node-unavailable",
+        "zookeeper-node-unavailable",
     ]
 
 

@@ -145,22 +145,24 @@ def test_nothing_is_wrong_with_a_healthy_cluster(case):
 
 def test_without_zookeeper_only_that_is_reported(case):
     case.facts = Facts(CONNECT, zookeeper_failure="no answer")
-    found = case.the_only("zookeeper-away")
+    found = case.the_only("zookeeper-unavailable")
     assert found.sentence.endswith("of the cluster is unknown: no answer")
     assert found.command == "waltz-core zookeeper run --config zoo.cfg"
     case.facts = Facts(CONNECT, access_error="who are you")
-    assert case.the_only("zookeeper-refuses").command.endswith(f"--connect '{CONNECT}?auth=FILE'")
+    assert case.the_only("zookeeper-access-denied").command.endswith(
+        f"--connect '{CONNECT}?auth=FILE'"
+    )
     case.facts = Facts(CONNECT, is_no_cluster=True)
     assert case.the_only("no-cluster").sentence.startswith(f"there is no cluster at {CONNECT}; ")
 
 
 def test_a_node_of_zookeeper(case):
     case.node(failure="refused", mode="")
-    assert case.the_only("zookeeper-node-away").sentence == (
+    assert case.the_only("zookeeper-node-unavailable").sentence == (
         "node zk1:2181 of ZooKeeper does not answer: refused"
     )
     case.node(failure="", mode="")
-    assert "is not part of a quorum" in case.the_only("zookeeper-node-alone").sentence
+    assert "is not part of a quorum" in case.the_only("zookeeper-node-without-quorum").sentence
 
 
 def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
@@ -183,7 +185,7 @@ def test_a_process_that_does_not_run_is_reported_once_and_by_name(case):
 def test_what_was_added_to_a_cluster_on_this_machine_is_not_started_by_local_up(case):
     case.local(MemberFacts("storage-1", A, "up", 77), MemberFacts("storage-2", B, "up", 78))
     case.storage(C, failure="refused", replicas={})
-    found = next(each for each in diagnose(case.facts) if each.name == "storage-away")
+    found = next(each for each in diagnose(case.facts) if each.name == "storage-unavailable")
     assert found.command == "waltz-core storage run --config storage.toml"
 
 
@@ -192,7 +194,7 @@ def test_what_was_added_to_a_cluster_on_this_machine_is_not_started_by_local_up(
 
 def test_a_server_that_does_not_answer(case):
     case.server(1, failure="refused", served={})
-    assert case.the_only("server-away").command == (
+    assert case.the_only("server-unavailable").command == (
         f"waltz-core cluster remove-server {ONE} --connect {CONNECT}"
     )
     case.server(1, is_silent=True)
@@ -211,7 +213,7 @@ def test_a_cluster_that_is_spoken_to_in_another_way(case):
         case.storage(address, failure=said, is_tls_mismatch=True, replicas={})
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/zk")
     found = diagnose(case.facts)
-    assert [each.name for each in found] == ["server-shut"] * 2 + ["storage-shut"] * 4
+    assert [each.name for each in found] == ["server-tls-failed"] * 2 + ["storage-tls-failed"] * 4
     assert all(said in each.sentence for each in found)
     command = f"waltz-core doctor --connect '{CONNECT}?auth=/etc/zk&tls=FILE'"
     assert {each.command for each in found} == {command}
@@ -221,8 +223,8 @@ def test_a_storage_whose_certificate_has_run_out(case):
     case.storage(A, failure="certificate has expired", is_tls_mismatch=True, replicas={})
     case.storage(B, failure="certificate has expired", is_tls_mismatch=True, replicas={})
     assert case.found() == [
-        ("storage-shut", A),
-        ("storage-shut", B),
+        ("storage-tls-failed", A),
+        ("storage-tls-failed", B),
         ("no-quorum", "0"),
         ("no-quorum", "1"),
     ]
@@ -249,7 +251,7 @@ def test_a_storage_that_a_server_cannot_reach_is_reported_unless_no_process_can(
     case.server(1, out_of_reach=(C,))
     assert case.found() == [("storage-out-of-reach", f"{ONE} {C}")]
     case.storage(C, failure="refused", replicas={})
-    assert case.found() == [("storage-away", C)]
+    assert case.found() == [("storage-unavailable", C)]
 
 
 # --- storages
@@ -257,7 +259,10 @@ def test_a_storage_that_a_server_cannot_reach_is_reported_unless_no_process_can(
 
 def test_a_storage_that_does_not_answer(case):
     case.storage(A, failure="refused", replicas={})
-    assert case.the_only("storage-away").command == "waltz-core storage run --config storage.toml"
+    assert (
+        case.the_only("storage-unavailable").command
+        == "waltz-core storage run --config storage.toml"
+    )
     case.storage(A, is_silent=True)
     assert case.the_only("storage-silent").about == A
     case.storage(A, registered_id=None)
@@ -280,14 +285,14 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
     assert {each.command for each in diagnose(case.facts)} == {again}
     # From elsewhere nobody knows: to start it a second time does no harm.
     case.facts = replace(case.facts, local=None)
-    assert {each.name for each in diagnose(case.facts)} == {"storage-away", "no-quorum"}
+    assert {each.name for each in diagnose(case.facts)} == {"storage-unavailable", "no-quorum"}
     assert "wait for it" in diagnose(case.facts)[0].sentence
 
 
 def test_a_storage_that_hangs_is_ended_and_a_port_that_is_right_is_left(case):
     case.local(MemberFacts("storage-1", A, "up", 79))
     case.storage(A, admin_failure="no answer within 3 s", other_admin=5281, is_hanging=True)
-    found = case.the_only("storage-hangs")
+    found = case.the_only("storage-unresponsive")
     assert "(no answer within 3 s), as when a disk hangs" in found.sentence
     assert found.command == "kill -9 79; waltz-core local up --directory here/.waltz"
     case.storage(A, admin_failure="", is_hanging=False)
@@ -306,14 +311,14 @@ def test_a_log_that_is_being_opened_is_not_thrown_away(case):
 
 def test_a_storage_that_is_another_one(case):
     case.storage(A, storage_id="bb")
-    found = case.the_only("another-storage")
+    found = case.the_only("storage-id-mismatch")
     assert "but aa is registered there" in found.sentence
     assert found.command == f"waltz-core cluster replace-storage {A} {A} --connect {CONNECT}"
     case.storage(A, is_of_cluster=False)
-    assert case.the_only("storage-of-another-cluster").about == A
+    assert case.the_only("storage-cluster-mismatch").about == A
     # It lets no server of this cluster in, which is not the network's fault.
     case.server(1, out_of_reach=(A,))
-    assert case.the_only("storage-of-another-cluster").about == A
+    assert case.the_only("storage-cluster-mismatch").about == A
 
 
 def test_an_admin_port_that_is_not_where_zookeeper_has_it(case):
@@ -352,11 +357,11 @@ def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
 
 def test_clocks_that_differ(case):
     case.storage(A, clock_ahead_ms=-4_200.0)
-    found = case.the_only("clock-of-storage")
+    found = case.the_only("storage-clock-skew")
     assert f"storage {A} is 4.2 s behind the clock of this machine" in found.sentence
     case.storage(A, clock_ahead_ms=None)
     case.partition(stamp_ahead_ms=61_000.0)
-    found = case.the_only("clock-of-server")
+    found = case.the_only("server-clock-skew")
     assert "61.0 s in the future" in found.sentence
     assert ONE in found.sentence
 
@@ -389,7 +394,7 @@ def test_a_partition_that_is_left_over(case):
     case.storage(SPARE, replicas={0: ReplicaFacts(last=90, last_session=6)})
     # Until its owner has left it out, it is on its way.
     case.states({A: ENGAGED, B: ENGAGED, C: ENGAGED, SPARE: ENGAGED})
-    assert case.found() == [("session-of-other-replicas", "0")]
+    assert case.found() == [("session-replicas-outdated", "0")]
 
 
 @pytest.mark.parametrize(
@@ -416,7 +421,7 @@ def test_a_replica_that_the_session_does_not_count_on(case):
     assert found.sentence.endswith("it ends at 50")
     assert "--online false && waltz-core storage availability" in found.command
     case.storage(C, failure="refused")
-    assert case.found() == [("storage-away", C)]
+    assert case.found() == [("storage-unavailable", C)]
 
 
 def test_a_replica_that_lags(case):
@@ -443,7 +448,7 @@ def test_nothing_is_to_be_decided_while_a_process_that_knows_is_only_away(case):
     case.replica(A, is_suspect=True)
     case.storage(B, failure="refused", replicas={})
     names = [each.name for each in diagnose(case.facts)]
-    assert names == ["storage-away", "replica-suspect"]
+    assert names == ["storage-unavailable", "replica-suspect"]
 
 
 # --- partitions
@@ -455,8 +460,8 @@ def test_a_quorum_that_is_lost_is_reported_whatever_the_cause(case):
     case.server(1, served={0: False})
     case.server(2, served={1: False})
     assert case.found() == [
-        ("storage-away", A),
-        ("storage-away", B),
+        ("storage-unavailable", A),
+        ("storage-unavailable", B),
         ("no-quorum", "0"),
         ("no-quorum", "1"),
     ]
@@ -512,7 +517,7 @@ def test_a_partition_in_the_wrong_hands(case):
 def test_a_session_with_other_replicas_and_a_mark_that_is_not_reported(case):
     case.states({A: ENGAGED, B: ENGAGED})
     case.partition(mark=None, mark_failure="no answer")
-    assert case.found() == [("session-of-other-replicas", "0"), ("no-mark", "0")]
+    assert case.found() == [("session-replicas-outdated", "0"), ("high-water-mark-unknown", "0")]
 
 
 def test_replicas_that_are_too_few_or_in_the_wrong_places(case):
@@ -524,7 +529,7 @@ def test_replicas_that_are_too_few_or_in_the_wrong_places(case):
     )
     case.facts = healthy()
     case.cluster(groups={A: 0, B: 0, C: 2, SPARE: 3})
-    assert case.found() == [("groups-crowded", "0"), ("groups-crowded", "1")]
+    assert case.found() == [("replicas-share-group", "0"), ("replicas-share-group", "1")]
     assert {each.command for each in diagnose(case.facts)} == {
         f"waltz-core cluster auto-assign --connect {CONNECT}"
     }
@@ -608,7 +613,7 @@ def test_findings_come_in_the_order_of_the_table(case):
 def test_a_connect_string_is_given_as_a_shell_takes_it(case):
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/my file")
     case.server(1, failure="refused", served={})
-    assert case.the_only("server-away").command.endswith(f"'{CONNECT}?auth=/etc/my file'")
+    assert case.the_only("server-unavailable").command.endswith(f"'{CONNECT}?auth=/etc/my file'")
 
 
 def test_a_server_that_others_cannot_connect_to():

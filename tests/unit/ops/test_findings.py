@@ -70,7 +70,7 @@ def test_a_command_that_cannot_be_given_is_noticed(line):
 
 def test_a_field_that_is_missing_is_our_bug():
     with pytest.raises(KeyError):
-        finding("storage-away", "a:1", storage="a:1", start="x")
+        finding("storage-unavailable", "a:1", storage="a:1", start="x")
 
 
 def test_a_finding_of_a_partition_says_of_which():

@@ -4,10 +4,11 @@ While a server cannot serve a partition, the preferences in ZooKeeper differ fro
 ones; the requested ones must not be lost.
 
 Rules:
-    1. After a partition was handed over because there was no quorum, its preference is suspended
-       ("suspended"). Otherwise the next assignment would give it back to this server.
-    2. It rests for a minimum time, and then until a quorum of its storages answers this server.
-    3. A new request for the preference, or its removal, ends the rest.
+    1. After a partition was handed over because there was no quorum, its preference is suspended.
+       Otherwise the next assignment would give it back to this server.
+    2. It is suspended for a minimum time, and then until a quorum of its storages answers this
+       server.
+    3. A new request for the preference, or its removal, ends the suspension.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -56,7 +57,7 @@ class Preferences:
         return True
 
     def resumable(self, now_s: float) -> list[PartitionId]:
-        """Return the partitions that have rested for the minimum time (rule 2)."""
+        """Return the partitions that were suspended for the minimum time (rule 2)."""
         return sorted(each for each, until_s in self._suspended.items() if until_s <= now_s)
 
 
