@@ -54,7 +54,7 @@ def found(path: Path) -> tuple[list[str], list[str]]:
     for one in findings.kept:
         where = one.path if one.offset is None else f"{one.path} at {one.offset}"
         texts[one.is_wrong].append(f"{where}: {one.what}")
-    assert not findings.unkept
+    assert not findings.omitted_count
     return texts[True], texts[False]
 
 

@@ -66,8 +66,8 @@ async def _many_partitions(load: BenchLoad) -> Measured:
     try:
         await run.create()
         took_s = await run.starts("start")
-        await run.rests(load.seconds)
-        await run.loses_a_server()
+        await run.measure_idle(load.seconds)
+        await run.kill_server()
         await run.starts("restart")
         lost, doubled = await run.check()
     finally:
@@ -117,17 +117,17 @@ class _Run:
         self.figures |= {
             f"{what}_s": _rounded(took_s),
             f"{what}_half_s": _rounded(sorted(firsts_s)[len(firsts_s) // 2]),
-            f"{what}_cpu_s": _less(self._spent(), before),
+            f"{what}_cpu_s": _difference(self._spent(), before),
         }
         return took_s
 
-    async def rests(self, seconds: float) -> None:
+    async def measure_idle(self, seconds: float) -> None:
         """Measure the processes while there is no load."""
         await asyncio.sleep(SETTLE_S)
         before, began = self._spent(), time.perf_counter()
         await asyncio.sleep(seconds)
         took_s = time.perf_counter() - began
-        share = {name: cpu_s / took_s for name, cpu_s in _less(self._spent(), before).items()}
+        share = {name: cpu_s / took_s for name, cpu_s in _difference(self._spent(), before).items()}
         self.figures["idle_cpu_share"] = {name: _rounded(each) for name, each in share.items()}
         processes = self.cluster.processes()
         self.figures["memory_mib"] = {
@@ -137,7 +137,7 @@ class _Run:
             name: process.num_threads() for name, process in processes.items()
         }
 
-    async def loses_a_server(self) -> None:
+    async def kill_server(self) -> None:
         """Kill a server; wait until all of its partitions have continued elsewhere."""
         async with await self._connected() as client:
             await self._append_to_all(client, time.perf_counter())
@@ -148,7 +148,7 @@ class _Run:
         self.gap_s = max(after_s)
         self.figures |= {
             "server_killed_s": _rounded(self.gap_s),
-            "server_killed_cpu_s": _less(self._spent(), before),
+            "server_killed_cpu_s": _difference(self._spent(), before),
         }
 
     async def check(self) -> tuple[int, int]:
@@ -222,7 +222,7 @@ class _Run:
         return {name: each.user + each.system for name, each in times.items()}
 
 
-def _less(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+def _difference(now: dict[str, float], before: dict[str, float]) -> dict[str, float]:
     return {name: _rounded(now[name] - before.get(name, 0.0)) for name in now}
 
 

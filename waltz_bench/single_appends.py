@@ -168,7 +168,7 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
     return measured(load, ids, latencies, took=took, wrong=(lost, doubled), extra=extra)
 
 
-class _Counting(AsyncCallbacks):
+class _CountCallbacks(AsyncCallbacks):
     """Counts the transactions of the feed, without data."""
 
     def __init__(self, wanted: int) -> None:
@@ -196,7 +196,7 @@ async def _feed(load: BenchLoad, meter: Meter) -> Measured:
             await fill(client, load)
             marks = await client.high_water_marks()
         rows = sum(marks.values()) + len(marks)
-        callbacks = _Counting(rows)
+        callbacks = _CountCallbacks(rows)
         meter.start()
         began = time.perf_counter()
         await client.subscribe(callbacks)

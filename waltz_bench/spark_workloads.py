@@ -50,7 +50,7 @@ def write(load: BenchLoad, meter: Meter) -> Measured:
         _drain(table)
         before = snapshot(spark, load.connect)
         meter.start()
-        rounds = _by_turns(lambda: _write(table, load), lambda: _drain(table))
+        rounds = _alternately(lambda: _write(table, load), lambda: _drain(table))
         meter.stop()
         after = snapshot(spark, load.connect)
         grown = _total(after.high_water_marks) - _total(before.high_water_marks)
@@ -77,7 +77,7 @@ def read(load: BenchLoad, meter: Meter) -> Measured:
         for frame in (memory, log):
             _take(frame)  # workers are connected, and the JVM has compiled the code
         meter.start()
-        rounds = _by_turns(lambda: _take(log), lambda: _take(memory))
+        rounds = _alternately(lambda: _take(log), lambda: _take(memory))
         meter.stop()
         found = log.select("transaction_id").distinct().count()
     finally:
@@ -86,7 +86,7 @@ def read(load: BenchLoad, meter: Meter) -> Measured:
     return _measurement(load, rounds, found)
 
 
-def _by_turns(
+def _alternately(
     through_log: Callable[[], None], through_memory: Callable[[], None]
 ) -> list[tuple[float, float]]:
     """Return the seconds of both, run alternately, as a machine's speed changes over time."""
@@ -178,9 +178,9 @@ class Ceiling(DataSource):
         """Return the source."""
         return _Memory(int(self.options["rows"]), int(self.options["payload"]), schema)
 
-    def writer(self, schema: StructType, overwrite: bool) -> "_Nowhere":  # noqa: FBT001 - Spark's
+    def writer(self, schema: StructType, overwrite: bool) -> "_DiscardWriter":  # noqa: FBT001 - Spark's
         """Return the sink."""
-        return _Nowhere()
+        return _DiscardWriter()
 
 
 class _Memory(DataSourceReader):
@@ -228,7 +228,7 @@ def _batches(schema: StructType, count: int, payload_bytes: int) -> list[pa.Reco
     ]
 
 
-class _Nowhere(DataSourceArrowWriter):
+class _DiscardWriter(DataSourceArrowWriter):
     """Discards all rows."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:

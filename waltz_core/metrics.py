@@ -136,7 +136,7 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._live: dict[str, Any] = {}
         # The growth of counters since the last page (rule 4).
-        self._grown: dict[tuple[object, ...], float] = {}
+        self._counted: dict[tuple[object, ...], float] = {}
         # By name and labels as they were passed: looking them up costs more than counting.
         self._labelled: dict[tuple[object, ...], Any] = {}
         # The same, by one label and its text, to find the metrics of one partition.
@@ -144,7 +144,7 @@ class Metrics:
         prefix = f"waltz_{area}_"
         for metric in TABLE.values():
             if metric.name.startswith(prefix):
-                self._live[metric.name] = _made(metric, self._registry)
+                self._live[metric.name] = _collector_of(metric, self._registry)
         assert self._live, f"no metric of the area {area!r}"
         if with_process:
             ProcessCollector(registry=self._registry)
@@ -154,11 +154,11 @@ class Metrics:
         assert amount >= 0
         key = (name, *labels.items())
         try:
-            self._grown[key] += amount
+            self._counted[key] += amount
         except KeyError:
             assert TABLE[name].kind is MetricKind.COUNTER
             self._at(name, labels)  # Shown from now on, also as 0.
-            self._grown[key] = amount
+            self._counted[key] = amount
 
     def set(self, name: str, value: float, **labels: str | int) -> None:
         """Set a gauge."""
@@ -189,7 +189,7 @@ class Metrics:
             if not wanted <= texts.items():
                 continue
             self._labelled.pop(key, None)
-            self._grown.pop(key, None)
+            self._counted.pop(key, None)
             for pair in texts.items():
                 self._of_label[pair].pop(key)
             # Absent if the same labels were passed in another order, and dropped with that.
@@ -210,11 +210,11 @@ class Metrics:
 
     def _settle(self) -> None:
         """Add the growth to the counters."""
-        for (name, *labels), amount in self._grown.items():
+        for (name, *labels), amount in self._counted.items():
             if amount:
                 pairs = cast("list[tuple[str, str | int]]", labels)
                 self._at(cast("str", name), dict(pairs)).inc(amount)
-        self._grown = dict.fromkeys(self._grown, 0.0)
+        self._counted = dict.fromkeys(self._counted, 0.0)
 
     def _at(self, name: str, labels: Mapping[str, str | int]) -> Any:  # noqa: ANN401 - three types
         if not labels and not TABLE[name].labels:
@@ -228,7 +228,7 @@ class Metrics:
         return found
 
 
-def _made(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+def _collector_of(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
     match metric.kind:
         case MetricKind.COUNTER:
             return Counter(metric.name, metric.help, metric.labels, registry=registry)

@@ -170,7 +170,7 @@ def _sentence(text: str) -> str:
 
 def _shorten(verdict: RunVerdict) -> Path:
     """Write a shortened schedule into the working directory, and print the replay command."""
-    shrunk = shrink(verdict, is_late=_later(SHRINK_S))
+    shrunk = shrink(verdict, is_late=_deadline(SHRINK_S))
     path = Path(f"waltz-seed-{verdict.schedule.seed}.json")
     try:
         path.write_text(shrunk.schedule.to_json() + "\n", encoding="utf-8")
@@ -185,7 +185,7 @@ def _shorten(verdict: RunVerdict) -> Path:
     return path
 
 
-def _later(seconds: float) -> Callable[[], bool]:
+def _deadline(seconds: float) -> Callable[[], bool]:
     end_s = time.monotonic() + seconds
     return lambda: time.monotonic() >= end_s
 
@@ -221,7 +221,7 @@ def _many(arguments: argparse.Namespace) -> int:
         took_s = time.monotonic() - began_s
         files = _print_failures(sums, drawing)
     except KeyboardInterrupt:
-        print_error(_so_far(sums, first, time.monotonic() - began_s))
+        print_error(_progress_text(sums, first, time.monotonic() - began_s))
         raise
     missing = sums.missing()
     for name in missing:
@@ -245,7 +245,7 @@ def _many(arguments: argparse.Namespace) -> int:
     return 0 if sums.is_good else 1
 
 
-def _so_far(sums: Coverage, first: int, seconds: float) -> str:
+def _progress_text(sums: Coverage, first: int, seconds: float) -> str:
     """Rule 3."""
     broken = ", ".join(f"seed {failure.seed}: {failure.rule}" for failure in sums.failures)
     return (

@@ -91,7 +91,7 @@ def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False)
         cluster.start_clients()
         setup = schedule.setup
         cluster.world.run(setup.duration_ms * MS, steps_max=setup.steps_max)
-        cluster.run_healed()
+        cluster.run_until_recovered()
     except Violation as violation:
         rule, text = violation.rule, str(violation)
     except Exception:  # noqa: BLE001 - any error of a machine is a finding

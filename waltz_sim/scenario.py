@@ -90,5 +90,5 @@ def replayed(story: Story) -> Story:
     for step in story.steps:
         again.steps.append(ScenarioStep(step.commands, stage.play(step.commands)))
     if not stage.is_left_broken:
-        stage.cluster.run_healed()
+        stage.cluster.run_until_recovered()
     return again

@@ -93,11 +93,11 @@ def _run_all(
         return
     # Spawned, not forked: a fork of a process with threads may hang.
     with (
-        _interrupts_kept() as pass_on,
+        _deferred_interrupts() as pass_on,
         ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_prepare) as pool,
         _ended_early(),
     ):
-        with _deaf_children():
+        with _children_ignore_interrupts():
             pending: set[Future[Coverage]] = {
                 pool.submit(run_one, chunk) for chunk in islice(chunks, 2 * jobs)
             }
@@ -110,7 +110,7 @@ def _run_all(
 
 
 @contextmanager
-def _interrupts_kept() -> Iterator[Callable[[], None]]:
+def _deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Return a function that raises a deferred interrupt; the end of the block does so, too.
 
     Raised during a start, an interrupt would leave a child without its input; raised during a wait,
@@ -144,7 +144,7 @@ def _ended_early() -> Iterator[None]:
 
 
 @contextmanager
-def _deaf_children() -> Iterator[None]:
+def _children_ignore_interrupts() -> Iterator[None]:
     """Start children that ignore interrupts (rule 3)."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
@@ -155,7 +155,7 @@ def _deaf_children() -> Iterator[None]:
 
 def _prepare() -> None:
     """Prepare a process of the pool."""
-    _collect_little()
+    _reduce_collections()
     if sys.platform.startswith("linux"):
         _end_with_parent()
 
@@ -169,7 +169,7 @@ def _end_with_parent() -> None:
         sys.exit(1)
 
 
-def _collect_little() -> None:
+def _reduce_collections() -> None:
     """Collect garbage rarely, and not among imported modules, which stay."""
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY)
@@ -179,7 +179,7 @@ def _collect_little() -> None:
 def _few_collections() -> Iterator[None]:
     """Do the same in a process that continues afterwards."""
     before = gc.get_threshold()
-    _collect_little()
+    _reduce_collections()
     try:
         yield
     finally:

@@ -28,13 +28,13 @@ _HIDE = "SPARK_HIDE_TRACEBACK"
 _SHOWN_WITHOUT_STACK = (errors.UsageError, errors.Unavailable, errors.Superseded, errors.Damaged)
 # The positions of an error in a text (rule 3): after Spark's prefix of a Python error, or below the
 # last frame of a stack.
-_PUT_BEFORE = (
+_MESSAGE_PREFIX = (
     r"(?:^|: |\) )(?:\[\w*PYTHON\w*\] |An exception was thrown from the Python worker)"
     r"[^:'\"\n]*:[ \n]"
 )
 _LAST_FRAME = r'^  File ".*\n(?:    .*\n)*(?:  \[Previous line .*\n)?'
 _SENTENCE = re.compile(
-    rf"(?:{_PUT_BEFORE}|{_LAST_FRAME})waltz_core\.errors\.(\w+): (.*)", re.MULTILINE
+    rf"(?:{_MESSAGE_PREFIX}|{_LAST_FRAME})waltz_core\.errors\.(\w+): (.*)", re.MULTILINE
 )
 # Python's text between an error and one that was raised while it was handled.
 _ANSWERED = re.compile(r"^(During handling of|The above exception was the)", re.MULTILINE)

@@ -112,7 +112,7 @@ class WriteOptions:
 # Milliseconds of fewer digits are before 1973: seconds, rather.
 _MILLISECONDS_DIGITS = 12
 # Options of Spark's Kafka source.
-_OF_KAFKA = {
+_KAFKA_OPTIONS = {
     "kafka.bootstrap.servers": "connect",
     "assign": "partitions",
     "startingoffsets": "startingHighWaterMarks",
@@ -135,10 +135,10 @@ def check_names(options: Mapping[str, str]) -> None:
             raise BadConfig(
                 "load(): expected one connect string, found several; a read is of one cluster"
             )
-        if key.lower() in _OF_KAFKA:
+        if key.lower() in _KAFKA_OPTIONS:
             raise BadConfig(
-                f"format 'waltz' has no option {key!r}; did you mean {_OF_KAFKA[key.lower()]!r}? "
-                "(docs/kafka.md compares the options)"
+                f"format 'waltz' has no option {key!r}; did you mean "
+                f"{_KAFKA_OPTIONS[key.lower()]!r}? (docs/kafka.md compares the options)"
             )
         near = difflib.get_close_matches(key.lower(), list(BY_KEY), n=1, cutoff=0.5)
         if near:
@@ -240,7 +240,7 @@ _ALLOWED = {
 }
 
 
-def columns_meant(name: str, columns: Sequence[str]) -> list[str]:
+def columns_named(name: str, columns: Sequence[str]) -> list[str]:
     """Return the columns for a name: the equal one, otherwise those in another case."""
     if name in columns:
         return [name]

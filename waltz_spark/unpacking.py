@@ -33,7 +33,7 @@ from pyspark import TaskContext
 
 from waltz_core.errors import BadFormat
 from waltz_core.records.strict_json import exact_from_json, from_json
-from waltz_spark.options import columns_meant
+from waltz_spark.options import columns_named
 from waltz_spark.rows import is_binary, plain_type
 
 # The digits of Arrow's widest decimal; Spark's has 38.
@@ -46,7 +46,7 @@ class Unpacker:
     Args:
         fields: the wanted columns, with Spark's Arrow types.
         data_format: `msgpack` or `json`.
-        required: columns that each payload must have, in any case (`columns_meant`).
+        required: columns that each payload must have, in any case (`columns_named`).
         is_case_sensitive: whether a key in another case is another column (rule 4).
     """
 
@@ -60,7 +60,7 @@ class Unpacker:
     ) -> None:
         self._fields = list(fields)
         names = [part.name for part in fields]
-        meant = {name for each in required for name in columns_meant(each, names)}
+        meant = {name for each in required for name in columns_named(each, names)}
         self._required = [name for name in names if name in meant]
         self._find = dict.get if is_case_sensitive else _case_insensitive
         self._builders = [_builder(part.type, data_format, self._find) for part in fields]

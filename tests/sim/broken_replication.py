@@ -447,10 +447,10 @@ def doubt_is_forgotten() -> Patches:
 def former_quorum_not_needed() -> Patches:
     """A session opens although less than a quorum of the last assignment has its mark."""
 
-    def _is_enough(self, ready):
+    def _has_quorum(self, ready):
         return sum(replica in self.claim.assigned for replica in ready) >= self.quorum
 
-    yield instead(StoreSession, "_is_enough", _is_enough)
+    yield instead(StoreSession, "_has_quorum", _has_quorum)
 
 
 @switch

@@ -258,7 +258,7 @@ def mount_fences_when_answered() -> Patches:
 @switch
 def lost_row_keeps_its_mount() -> Patches:
     """After a lost row, later appends that the client had sent are accepted."""
-    yield instead(Mounts, "lapse", nothing)
+    yield instead(Mounts, "invalidate", nothing)
 
 
 @switch

@@ -113,7 +113,7 @@ def admin_connection(cluster, schedule):
         are_up = all(engine is not None and engine.is_available(0) for engine in up)
         if are_up and len(hands.outcome) == hands.asked_count:
             break  # Else what was asked may still wait for a disk that hung.
-    cluster.run_healed()
+    cluster.run_until_recovered()
     return hands
 
 

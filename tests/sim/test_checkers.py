@@ -37,7 +37,7 @@ class World:
         self.cluster.start_clients()
         self.cluster.world.run(BUSY_MS * MS)
         if is_over:
-            self.cluster.run_healed()
+            self.cluster.run_until_recovered()
         self.checks = self.cluster.checks
         self.history = self.checks.history
         self.sessions = self.checks.sessions

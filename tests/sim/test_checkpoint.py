@@ -76,7 +76,7 @@ def test_a_checkpoint_under_load_costs_less_than_50_ms(replicas: int):
     cluster.world.run(DURATION_MS * MS)
     assert cluster.coordinator.metadata.session_id >= 4
     assert cluster.checks.counts["session closed"] >= 4
-    cluster.run_healed()
+    cluster.run_until_recovered()
     # Nothing is lost, refused or doubled, and the log holds nothing else.
     assert writer.others == []
     assert writer.ids == list(range(writer.sent_count))

@@ -58,7 +58,7 @@ def new_session(cluster):
 def healed(cluster):
     """Let all become whole; what was told meanwhile is checked by that."""
     cluster.workload.is_over = False
-    cluster.run_healed()
+    cluster.run_until_recovered()
     return cluster.checks.counts
 
 

@@ -70,7 +70,7 @@ def test_a_lost_sector_under_older_records_does_not_keep_a_log_closed(monkeypatc
     schedule = Schedule.from_json((KEPT / "560002262.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(
-        record_search.Salvaged, "pread", lambda self, *where: self._file.pread(*where)
+        record_search.PartlyReadableFile, "pread", lambda self, *where: self._file.pread(*where)
     )
     assert run(schedule).rule == "Converged"
 

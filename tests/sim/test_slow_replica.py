@@ -92,7 +92,7 @@ def written(seed: int, slow: str | None = None, *, from_the_start: bool = False)
         behind, last = cluster.storages[slow].log.synced_max, len(writer.sent_us) - 1
         assert behind < last - 50, "it is not slow"
         assert cluster.checks.counts["copied from a log"], "it was always fed from memory"
-    cluster.run_healed()
+    cluster.run_until_recovered()
     return writer
 
 

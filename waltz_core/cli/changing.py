@@ -33,8 +33,8 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 
-BROKEN_OFF = "failed: broken off"
-TO_CONTINUE = "Completed steps are kept; run the same command again to continue"
+OUTCOME_INTERRUPTED = "failed: interrupted"
+CONTINUE_HINT = "Completed steps are kept; run the same command again to continue"
 
 Result: TypeAlias = Mapping[str, object] | None
 
@@ -134,7 +134,7 @@ async def audited(coordinator: Coordinator, *, creates: bool = False) -> AsyncIt
     `creates`: the block creates or deletes the cluster's nodes, so they may exist only before or
     only after it. Then the entry is written at the end, if there is a cluster.
     """
-    audit, entry, outcome = coordinator.audit, _entry(), BROKEN_OFF
+    audit, entry, outcome = coordinator.audit, _entry(), OUTCOME_INTERRUPTED
     path = None if creates else await audit.begin(entry)
     try:
         yield
@@ -159,7 +159,7 @@ async def _has_cluster(coordinator: Coordinator) -> bool:
 
 @asynccontextmanager
 async def time_limit(
-    timeout_s: float, waits_for: Callable[[], str], *, afterwards: str = TO_CONTINUE
+    timeout_s: float, waits_for: Callable[[], str], *, afterwards: str = CONTINUE_HINT
 ) -> AsyncIterator[None]:
     """Limit the time of a block (rule 2); raises Unavailable with what it was waiting for."""
     try:

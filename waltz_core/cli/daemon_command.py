@@ -30,7 +30,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # New objects before a collection of the young generation; Python's 700 suits scripts.
 _COLLECTION_THRESHOLD = 10_000
 # Open files besides connections: the log, listening sockets, ZooKeeper's, a few segments.
-_OTHER_FILES = 100
+_RESERVED_FILES = 100
 
 
 def daemon(kind: type[C]) -> Callable[[Callable[[], Callable[[C], None]]], VerbFunction]:
@@ -124,12 +124,12 @@ def allow_open_files(connections_max: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and limit < connections_max + _OTHER_FILES:
+    if limit != resource.RLIM_INFINITY and limit < connections_max + _RESERVED_FILES:
         _log.warning(
             "process.open_files_limit_low limit=%d connections_max=%d expected_at_least=%d hint=%r",
             limit,
             connections_max,
-            connections_max + _OTHER_FILES,
+            connections_max + _RESERVED_FILES,
             "raise the limit (ulimit -n, LimitNOFILE=) or lower connections_max",
         )
 

@@ -18,7 +18,7 @@ import click
 
 from waltz_core import __version__
 from waltz_core.cli.output import print_error, print_result
-from waltz_core.cli.verbs import NOT_UNDERSTOOD, LazyVerb, Noun, explained, sentence
+from waltz_core.cli.verbs import USAGE_ERROR, LazyVerb, Noun, explained, sentence
 from waltz_core.errors import BadConfig, WaltzError
 
 
@@ -265,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return shell_complete(program, {}, NAME, COMPLETE_VARIABLE, os.environ[COMPLETE_VARIABLE])
     if not words:
         print_result(OVERVIEW)
-        return NOT_UNDERSTOOD
+        return USAGE_ERROR
     try:
         # Loading a verb takes most of a second: ctrl-C is handled from here on.
         return run(words)
@@ -291,7 +291,7 @@ def run(words: list[str]) -> int:
         return ended.exit_code
     except click.UsageError as error:
         print_error(explained(error))
-        return NOT_UNDERSTOOD
+        return USAGE_ERROR
 
 
 @click.group(cls=Noun, context_settings={"max_content_width": HELP_WIDTH_MAX})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-FIRST_SHOWN_S = 1.0
+SHOW_AFTER_S = 1.0
 BAR_CHARACTERS = 20
 
 
@@ -30,7 +30,7 @@ class ProgressLine:
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(FIRST_SHOWN_S, self._begin)
+            self._timer = loop.call_later(SHOW_AFTER_S, self._begin)
         return self
 
     def __exit__(

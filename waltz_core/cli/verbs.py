@@ -18,7 +18,7 @@ import click
 
 from waltz_core.config.settings import nearest
 
-NOT_UNDERSTOOD = 2
+USAGE_ERROR = 2
 WHICH_CLUSTER = (
     "no cluster is specified. Hint: use --connect zk1:2181,zk2:2181/waltz/payments or set "
     "$WALTZ_CONNECT (`waltz-core local up` starts a cluster on this machine and prints its value)"

@@ -491,7 +491,7 @@ class LocalCluster:
             port: int = getattr(member, name)
             if not port or ports.is_free_soon(port, state.host):
                 continue
-            if reason := self._why_fixed(member, name):
+            if reason := self._fixed_port_reason(member, name):
                 raise BadConfig(
                     f"port {port} of {member.name} is taken by another program; {reason}, "
                     "so free that port and start again"
@@ -499,7 +499,7 @@ class LocalCluster:
             setattr(member, name, self._choose_port(state.ports))
             self._save()
 
-    def _why_fixed(self, member: Member, name: str) -> str:
+    def _fixed_port_reason(self, member: Member, name: str) -> str:
         """Return why a port of a member cannot be replaced; empty if it can."""
         if base := self._loaded().port_base:
             return f"the cluster was made with --port-base {base}"

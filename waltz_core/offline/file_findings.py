@@ -35,7 +35,7 @@ class Findings:
         self._limit = limit
 
     @property
-    def unkept(self) -> int:
+    def omitted_count(self) -> int:
         """Return how many were counted and not kept (rule 2)."""
         return self.wrong + self.notes - len(self.kept)
 

@@ -572,7 +572,7 @@ class PartitionStore:
             unbroken=self._is_unbroken,
             known_last=self._high_water_mark,
             in_doubt=self._in_doubt,
-            held=dict(self._held_until_ms),
+            excluded=dict(self._held_until_ms),
             bound_later=bound_later,
         )
         self._report("session.claimed", session=session_id, origin=claim.origin.name)

@@ -60,7 +60,7 @@ class InDoubt(NamedTuple):
 class Claim:
     """A successful claim: the values of the first compare-and-set, and the state of the owner.
 
-    `known_last` is the highest ID that this owner ever saw committed. `held` are replicas that
+    `known_last` is the highest ID that this owner ever saw committed. `excluded` are replicas that
     rejected appends recently, and until when they are left out. `bound_later` are replicas
     bound to a session that is unknown to ZooKeeper.
     """
@@ -74,7 +74,7 @@ class Claim:
     unbroken: bool
     known_last: TransactionId
     in_doubt: InDoubt | None
-    held: Mapping[ReplicaId, int]
+    excluded: Mapping[ReplicaId, int]
     bound_later: Mapping[ReplicaId, SessionId]
 
 

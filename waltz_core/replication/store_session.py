@@ -137,7 +137,7 @@ class StoreSession:
         self._rng = rng
         self._limits = limits
         self._engaged_state = ReplicaState(claim.session_id, UNRESOLVED)
-        self._enough_since_ms: int | None = None
+        self._quorum_since_ms: int | None = None
         self._progress_ms = 0
         self._is_waiting_reported = False
         self._proving = Proving(claim.assigned, outbox=outbox, limits=limits)
@@ -195,9 +195,9 @@ class StoreSession:
                 times.append(oldest_ms + self._limits.answer_ms_max)
         times += self._proving.deadlines()
         # These times only affect `wanted_states`, which every step evaluates: skip past ones.
-        gates = [*self.claim.held.values()]
-        if self._enough_since_ms is not None and self.window is None:
-            gates.append(self._enough_since_ms + self._limits.grace_ms)
+        gates = [*self.claim.excluded.values()]
+        if self._quorum_since_ms is not None and self.window is None:
+            gates.append(self._quorum_since_ms + self._limits.grace_ms)
         times += [at_ms for at_ms in gates if at_ms > now_ms]
         stalled_at_ms = self._stalled_at_ms()
         if stalled_at_ms is not None:
@@ -318,14 +318,14 @@ class StoreSession:
         if self.window is not None:
             return self._joined_states(self.window, now_ms)
         ready = self._marked(now_ms)
-        if not self._is_enough(ready):
+        if not self._has_quorum(ready):
             ready = self._marked(None)
-        if not self._is_enough(ready):
-            self._enough_since_ms = None
+        if not self._has_quorum(ready):
+            self._quorum_since_ms = None
             return None
-        if self._enough_since_ms is None:
-            self._enough_since_ms = now_ms
-        is_hurried = now_ms >= self._enough_since_ms + self._limits.grace_ms
+        if self._quorum_since_ms is None:
+            self._quorum_since_ms = now_ms
+        is_hurried = now_ms >= self._quorum_since_ms + self._limits.grace_ms
         if not is_hurried and any(each.stage in _CATCHING_UP for each in self.replicas.values()):
             return None
         claim = self.claim
@@ -333,14 +333,14 @@ class StoreSession:
 
     def _marked(self, now_ms: int | None) -> list[ReplicaId]:
         """Return the marked replicas; with a time, without those that are left out then."""
-        held = self.claim.held
+        held = self.claim.excluded
         return [
             each.replica
             for each in self.replicas.values()
             if each.stage in MARKED and (now_ms is None or held.get(each.replica, now_ms) <= now_ms)
         ]
 
-    def _is_enough(self, ready: Sequence[ReplicaId]) -> bool:
+    def _has_quorum(self, ready: Sequence[ReplicaId]) -> bool:
         new_count = sum(replica in self.claim.assigned for replica in ready)
         old_count = sum(replica in self.recovery.states for replica in ready)
         return new_count >= self.quorum and old_count >= self.recovery.old_quorum

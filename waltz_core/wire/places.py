@@ -58,7 +58,7 @@ def decode_places(packed: Buffer, records_bytes: int) -> tuple[FilePlace, ...]:
     return places
 
 
-def door_of(cluster_key: bytes, address: str) -> str:
+def socket_name_of(cluster_key: bytes, address: str) -> str:
     """Return the socket name under which the storage of an address passes its open segments.
 
     A cluster has one storage for each address, so the name is unique on a machine.

@@ -50,7 +50,7 @@ AFTERWARDS_MS: Final = 20
 OPERATOR_MS: Final = 3_000
 HALTED_MS: Final = 8_000
 # Errors that do not disappear by retrying.
-BEYOND_READING: Final = (
+UNREADABLE_ERRORS: Final = (
     BadFormat,
     ChecksumMismatch,
     ClusterKeyMismatch,
@@ -86,7 +86,7 @@ class SimCluster:
         self.budget = Budget(self)
         self.swapped: dict[str, SimStorage] = {}  # by name: storages with a foreign disk
         self.held_down: dict[str, None] = {}  # machines that must stay down for a while
-        self.is_healing = False
+        self.is_recovering = False
         # The replica whose log an unfinished command has accepted (rescue.py).
         self.unfinished_rescue: ReplicaId | None = None
         self.rescue_count = 0
@@ -172,7 +172,7 @@ class SimCluster:
 
     def kill(self, process: "SimStorage | SimServer") -> None:
         """`kill -9`; its supervisor starts it again."""
-        if process.is_up and not self.is_healing:
+        if process.is_up and not self.is_recovering:
             process.kill()
             self.restart_later(process)
 
@@ -200,7 +200,7 @@ class SimCluster:
         for storage in self.storages.values():
             if storage.name in self.held_down:
                 continue
-            if isinstance(storage.rejected, BEYOND_READING):
+            if isinstance(storage.rejected, UNREADABLE_ERRORS):
                 if not self.budget.has_lost(storage):
                     self.checks.fail("Converged", f"{storage.name} rejects: {storage.rejected}")
                 self.replace(storage)
@@ -272,7 +272,7 @@ class SimCluster:
 
         A hanging server continues to hang until the other servers have recovered the partition.
         """
-        self.is_healing = True
+        self.is_recovering = True
         self.world.note("heal")
         self.network.repair()
         self.held_down.clear()
@@ -353,7 +353,7 @@ class SimCluster:
             f"{self.workload.pending_count} parcels wait"
         )
 
-    def run_healed(self) -> None:
+    def run_until_recovered(self) -> None:
         """Run until the cluster has recovered, or fail with the reasons (rule 2)."""
         self.repair()
         if self.setup.is_unbounded:

@@ -94,7 +94,7 @@ class ContextClient(Process):
 
     def _restart(self) -> None:
         """End, and restart after a while, with the view or without."""
-        if self.cluster.is_healing:
+        if self.cluster.is_recovering:
             return
         self.end()
         if self.chance() < 0.5:
@@ -129,7 +129,7 @@ class ContextClient(Process):
         """Pause and resume the partition repeatedly; sometimes restart the client."""
         while True:
             await self._sleep_us(self.rng.randrange(2_000, 200_000))
-            if self.cluster.is_healing:
+            if self.cluster.is_recovering:
                 return
             roll = self.chance()
             if roll < 0.1:

@@ -67,13 +67,13 @@ class Workload:
         self._tokens = 0
         self._parcels: dict[int, list[Operation]] = {}
         self.is_over = False
-        self._healing_since_us: int | None = None
+        self._recovering_since_us: int | None = None
 
-    def healing_us(self) -> int:
+    def recovering_us(self) -> int:
         """Return the time since healing began."""
-        if self._healing_since_us is None:
-            self._healing_since_us = self._world.now_us
-        return self._world.now_us - self._healing_since_us
+        if self._recovering_since_us is None:
+            self._recovering_since_us = self._world.now_us
+        return self._world.now_us - self._recovering_since_us
 
     @property
     def pending_count(self) -> int:
@@ -160,9 +160,9 @@ class Workload:
     def think_us(self, process: "Process") -> int:
         """Return the pause of an application."""
         think_us = self._cluster.setup.think_ms * 1_000
-        if self._cluster.is_healing:
+        if self._cluster.is_recovering:
             # Only the recovery of the cluster is still to be seen, and that may take long.
-            late_us = max(0, self.healing_us() - WAIT_US)
+            late_us = max(0, self.recovering_us() - WAIT_US)
             think_us += think_us * late_us // SLOWING_US
         return int(process.chance() * 2 * think_us) + 100
 
@@ -210,9 +210,9 @@ class _Application:
         client.on_rejected = self._rejected
         if self._chance() < 0.6:
             client.subscribe(TransactionId(BEFORE_FIRST))
-        self._later()
+        self._act_later()
 
-    def _later(self) -> None:
+    def _act_later(self) -> None:
         self._client.after(self._workload.think_us(self._client), self._go)
 
     def _go(self) -> None:
@@ -228,7 +228,7 @@ class _Application:
             else:
                 rows = [self._row() for _ in range(2 + int(self._chance() * 5))]
                 self._append(rows, self._mark())
-        self._later()
+        self._act_later()
 
     def _random_request(self) -> None:
         """Query a mark, a range, or one transaction; the checkers check the answers."""

@@ -32,7 +32,7 @@ def plan(cluster: SimCluster, schedule: Schedule) -> None:
 
 def _action(cluster: SimCluster, fault: Fault) -> Callable[[], None]:
     def inject() -> None:
-        if cluster.is_healing:
+        if cluster.is_recovering:
             return
         rng = chance_of(fault.chance)
         cluster.world.note(f"fault {fault.kind}")

@@ -231,7 +231,7 @@ def two_attempts(cluster: SimCluster, rng: "Random") -> bool:
 
     def written() -> None:
         struck()
-        if is_away and not cluster.is_healing:
+        if is_away and not cluster.is_recovering:
             quorum_away(cluster, rng, away_ms)
         cluster.world.after(later_ms * MS, task.continue_attempts)
 

@@ -133,7 +133,7 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
     heir = rng.choice(heirs) if rng.random() < 0.4 else None
 
     def take_over() -> None:
-        if cluster.is_healing or owner.name not in coordinator.cut_off:
+        if cluster.is_recovering or owner.name not in coordinator.cut_off:
             return
         if heir is not None:
             coordinator.give(heir)
@@ -147,7 +147,7 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
         cluster.network.unblock(ways)
 
     def reach_zookeeper() -> None:
-        if heir is not None and not cluster.is_healing and coordinator.alive.get(owner.name):
+        if heir is not None and not cluster.is_recovering and coordinator.alive.get(owner.name):
             coordinator.give(owner.name)
         coordinator.cut_off.pop(owner.name, None)
         coordinator.stale_reads = 0.0
@@ -192,7 +192,7 @@ def _cut_replicas_off(
 
 def _leave_again_and_again(cluster: SimCluster, client: "SimClient", wait_ms: int) -> None:
     """Break a client's links repeatedly, while any server is cut off from ZooKeeper."""
-    if cluster.is_healing or not cluster.coordinator.cut_off:
+    if cluster.is_recovering or not cluster.coordinator.cut_off:
         return
     for link in list(client.links.values()):
         cluster.network.break_link(link, "cut")
@@ -337,18 +337,18 @@ def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", aft
 
     def on_verdict(verdict: RebuildDecision | None) -> None:
         cluster.checks.count("fault accept_replicas")
-        cluster.checks.count("rescue broken off" if verdict is None else "rescue done")
+        cluster.checks.count("rescue interrupted" if verdict is None else "rescue done")
         if verdict is None and again_ms is not None:
             cluster.world.after(again_ms * MS, run_again)
 
     def run_again() -> None:
-        if not cluster.is_healing:
+        if not cluster.is_recovering:
             Rescue(cluster, lambda _: None, accepted=accepted)
 
     def run(left: int = 20) -> None:
         if left and accepted != BEST and cluster.storages[accepted].log is None:
             cluster.world.after(50 * MS, lambda: run(left - 1))
-        elif not cluster.is_healing:
+        elif not cluster.is_recovering:
             Rescue(cluster, on_verdict, accepted=accepted, dies_after=dies_after)
 
     cluster.world.after(after_ms * MS, run)
@@ -358,7 +358,7 @@ def _lose_the_end(cluster: SimCluster, victim: "SimStorage", others: "list[SimSt
     """Lose the unsynced data of a lying disk, and stop the replicas that have this data."""
     if not victim.disk.is_lying:
         return
-    if victim.is_up and not cluster.is_healing and cluster.budget.allows(victim):
+    if victim.is_up and not cluster.is_recovering and cluster.budget.allows(victim):
         cluster.budget.spend(victim)
         for each in others:
             each.kill()

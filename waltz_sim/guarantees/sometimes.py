@@ -46,7 +46,7 @@ SOMETIMES: Final = (
     "follower of another session rejected",
     "append on an older connection",
     "session of a hanging server expired",
-    "rescue broken off",
+    "rescue interrupted",
     "replica marked by a command",
     "feed unsubscribed",
     "context client restarted",

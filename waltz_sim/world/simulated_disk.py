@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 FREE_BYTES: Final = 1 << 40  # of an unlimited disk
 _FOLIO_BYTES: Final = 4 * SECTOR_BYTES  # dropped together from the cache; `page_cache.py`, rule 4
-Struck = Callable[[], None]
+OnInjected = Callable[[], None]
 
 
 class PowerLoss(BaseException):
@@ -69,7 +69,7 @@ class Contents(NamedTuple):
 
 class _Plan(NamedTuple):
     fault: DiskFault
-    struck: Struck | None
+    injected: OnInjected | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class SimFile:
             inode.touch(offset, end)
         if fault is None and len(data) < len(whole):
             fault = DiskFault.FAILS  # rule 7
-        disk.strike(fault, "write", self._path)
+        disk.inject(fault, "write", self._path)
 
     def drop_cached(self, offset: int, size: int) -> None:
         """Drop clean sectors of the range's blocks from the cache (rule 8)."""
@@ -163,7 +163,7 @@ class SimFile:
         inode = self._inode
         ends = {offset // SECTOR_BYTES, (offset + size - 1) // SECTOR_BYTES} & inode.unreadable
         for start in sorted(sector * SECTOR_BYTES for sector in ends):
-            self._disk.strike(self._disk.step("punch", self._path), "punch", self._path)
+            self._disk.inject(self._disk.step("punch", self._path), "punch", self._path)
             lost = slice(start, start + SECTOR_BYTES)
             inode.seen[lost] = bytes(len(inode.seen[lost]))
             inode.touch(lost.start, lost.stop)
@@ -184,7 +184,7 @@ class SimFile:
             inode.dirty.clear()
         if fault is DiskFault.DISK_FULL:
             fault = DiskFault.FAILS  # the cause of a failed sync does not matter to the storage
-        self._disk.strike(fault, "sync", self._path)
+        self._disk.inject(fault, "sync", self._path)
 
     def truncate(self, size: int) -> None:
         """Cut the file to `size` bytes."""
@@ -192,7 +192,7 @@ class SimFile:
         fault = self._disk.step("truncate", self._path)
         if fault is None:
             self._inode.resize(size)
-        self._disk.strike(fault, "truncate", self._path)
+        self._disk.inject(fault, "truncate", self._path)
 
     def size(self) -> int:
         """Return the size in bytes."""
@@ -222,7 +222,7 @@ class SimFile:
             fault = DiskFault.DISK_FULL
         if fault is None and size > len(self._inode.seen):
             self._inode.resize(size)
-        self._disk.strike(fault, "allocate", self._path)
+        self._disk.inject(fault, "allocate", self._path)
 
     def close(self) -> None:
         """Close the file, and release its lock."""
@@ -244,11 +244,11 @@ class SimDisk:
         self.open_count = 0  # number of open files
         self.trace: list[str] = []
         self.is_lying = False
-        self.on_full: Struck | None = None  # called whenever there is no space
+        self.on_full: OnInjected | None = None  # called whenever there is no space
         self._is_traced = is_traced
         self._plans: dict[int, _Plan] = {}  # by step
         self._call_plans: list[tuple[Collection[str], _Plan]] = []
-        self.read_plans: dict[int, Struck | None] = {}  # by read
+        self.read_plans: dict[int, OnInjected | None] = {}  # by read
         self.is_off = False
         self._names: dict[Path, Inode] = {}
         self._kept_names: dict[Path, Inode] = {}
@@ -264,7 +264,7 @@ class SimDisk:
         if inode is None:
             if not create:
                 raise DiskFailed(f"opening {path}: no such file")
-            self.strike(self.step("create", path), "create", path)
+            self.inject(self.step("create", path), "create", path)
             inode = Inode()
             self._change(_NameChange(path, inode))
         return SimFile(self, path, inode, is_dispensable=is_dispensable)
@@ -298,7 +298,7 @@ class SimDisk:
         self.check_power()
         if directory in self._directories:
             return
-        self.strike(self.step("mkdir", directory), "mkdir", directory)
+        self.inject(self.step("mkdir", directory), "mkdir", directory)
         self._directories.update((directory, *directory.parents))
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
@@ -309,7 +309,7 @@ class SimDisk:
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file, and replace an existing target."""
         self.check_power()
-        self.strike(self.step("rename", target), "rename", target)
+        self.inject(self.step("rename", target), "rename", target)
         self._change(_NameChange(target, self._names[source], source))
 
     def unlink(self, path: Path) -> None:
@@ -317,7 +317,7 @@ class SimDisk:
         self.check_power()
         if path not in self._names:
             return
-        self.strike(self.step("unlink", path), "unlink", path)
+        self.inject(self.step("unlink", path), "unlink", path)
         self._change(_NameChange(path))
 
     def sync_directory(self, directory: Path) -> None:
@@ -332,7 +332,7 @@ class SimDisk:
                 else:
                     left.append(change)
             self._journal = left
-        self.strike(fault, "syncdir", directory)
+        self.inject(fault, "syncdir", directory)
 
     def free_bytes(self, directory: Path) -> int:
         """Return the free space in bytes."""
@@ -350,21 +350,21 @@ class SimDisk:
 
     # ---- faults
 
-    def plan(self, step: int, fault: DiskFault, struck: Struck | None = None) -> None:
+    def plan(self, step: int, fault: DiskFault, injected: OnInjected | None = None) -> None:
         """Plan a fault at a step (rule 5); steps count from 1 since the disk was created."""
         assert step > self.step_count
-        self._plans[step] = _Plan(fault, struck)
+        self._plans[step] = _Plan(fault, injected)
 
     def plan_call(
-        self, names: Collection[str], fault: DiskFault, struck: Struck | None = None
+        self, names: Collection[str], fault: DiskFault, injected: OnInjected | None = None
     ) -> None:
         """Plan a fault at the next step of one of these kinds, as named in the trace."""
-        self._call_plans.append((names, _Plan(fault, struck)))
+        self._call_plans.append((names, _Plan(fault, injected)))
 
-    def plan_read(self, count: int, struck: Struck | None = None) -> None:
+    def plan_read(self, count: int, injected: OnInjected | None = None) -> None:
         """Plan the failure of the `count`th read from now on, once."""
         assert count > 0
-        self.read_plans[self.read_count + count] = struck
+        self.read_plans[self.read_count + count] = injected
 
     @property
     def has_fault(self) -> bool:
@@ -494,8 +494,8 @@ class SimDisk:
             plan = self._next_call_plan(what)
         if plan is None:
             return None
-        if plan.struck is not None:
-            plan.struck()
+        if plan.injected is not None:
+            plan.injected()
         return plan.fault
 
     def _next_call_plan(self, what: str) -> _Plan | None:
@@ -508,12 +508,12 @@ class SimDisk:
     def reading(self, path: Path) -> None:
         """Raise the error that is planned for this read."""
         if self.read_count in self.read_plans:
-            struck = self.read_plans.pop(self.read_count)
-            if struck is not None:
-                struck()
+            injected = self.read_plans.pop(self.read_count)
+            if injected is not None:
+                injected()
             raise ReadFailed(f"reading {path}: input/output error")
 
-    def strike(self, fault: DiskFault | None, what: str, path: Path) -> None:
+    def inject(self, fault: DiskFault | None, what: str, path: Path) -> None:
         """Raise the error of a fault."""
         if fault is None:
             return

@@ -28,7 +28,7 @@ from waltz_spark.options import (
     ReadOptions,
     WriteOptions,
     check_names,
-    columns_meant,
+    columns_named,
     parse_read,
     parse_write,
 )
@@ -110,7 +110,7 @@ class WaltzDataSource(DataSource):
             )
         payload = [field.name for field in foreign]
         for name in options.required_columns:
-            if not columns_meant(name, payload):
+            if not columns_named(name, payload):
                 raise BadRequest(
                     f"option 'requiredColumns': expected some of the payload's columns in the "
                     f"schema ({', '.join(payload)}), found {name!r}"

@@ -45,7 +45,7 @@ _RETRIED = (
     Reason.OVERLOADED,
     Reason.NO_SPACE,
 )
-_NEVER: dict[Reason, tuple[type[WaltzError], str]] = {
+_FATAL: dict[Reason, tuple[type[WaltzError], str]] = {
     Reason.AHEAD: (
         ClientAhead,
         (
@@ -84,7 +84,7 @@ class Recompute(Protocol):
         """Return the recomputed rows, possibly fewer."""
 
 
-class Answered(NamedTuple):
+class AnsweredRows(NamedTuple):
     """Rows with a final outcome in `reasons`: committed, or rejected by a lock."""
 
     partition: int
@@ -168,7 +168,7 @@ class Appender:
         self._lanes: dict[int, _Lane] = {}
         self._in_flight = 0
 
-    def send(self, batches: Iterable[Shaped]) -> Iterator[Answered]:
+    def send(self, batches: Iterable[Shaped]) -> Iterator[AnsweredRows]:
         """Send everything; yield outcomes as they become known.
 
         Raises:
@@ -202,7 +202,7 @@ class Appender:
 
     # -- out ----------------------------------------------------------------------------------
 
-    def _pump(self, *, last: bool) -> Iterator[Answered]:
+    def _pump(self, *, last: bool) -> Iterator[AnsweredRows]:
         """Send what can be sent; return when the input may continue (or all is answered)."""
         while True:
             for partition in sorted(self._lanes):
@@ -211,13 +211,13 @@ class Appender:
                     yield from self._recompute(lane)
                 self._fill(lane, last=last)
             yield from self._collect(block=False)
-            if self._has_room() and not self._has_work(last=last):
+            if self._has_capacity() and not self._has_work(last=last):
                 return
             if not self._in_flight:
                 self._await_rejected()
             yield from self._collect(block=True)
 
-    def _has_room(self) -> bool:
+    def _has_capacity(self) -> bool:
         return self._in_flight < self._in_flight_max
 
     def _has_work(self, *, last: bool) -> bool:
@@ -247,9 +247,9 @@ class Appender:
             for chunk in chunks:
                 self._submit(lane, chunk)
             return
-        while lane.recomputed and self._has_room():
+        while lane.recomputed and self._has_capacity():
             self._submit(lane, lane.recomputed.popleft())
-        while self._has_room() and (self._is_full(lane) or (last and lane.waiting_rows)):
+        while self._has_capacity() and (self._is_full(lane) or (last and lane.waiting_rows)):
             self._submit(lane, self._next_chunk(lane))
 
     def _next_chunk(self, lane: _Lane) -> _Chunk:
@@ -287,7 +287,7 @@ class Appender:
         lane.sent.append((chunk, future))
         self._in_flight += 1
 
-    def _collect(self, *, block: bool) -> Iterator[Answered]:
+    def _collect(self, *, block: bool) -> Iterator[AnsweredRows]:
         """Take the available answers, in order; with `block`, wait for one lane's oldest."""
         for partition in sorted(self._lanes):
             lane = self._lanes[partition]
@@ -298,9 +298,9 @@ class Appender:
                 block = False
                 yield from self._judge(lane, chunk, outcome)
 
-    def _judge(self, lane: _Lane, chunk: _Chunk, outcome: BatchOutcome) -> Iterator[Answered]:
+    def _judge(self, lane: _Lane, chunk: _Chunk, outcome: BatchOutcome) -> Iterator[AnsweredRows]:
         reasons = outcome.reasons
-        for reason, (kind, text) in _NEVER.items():
+        for reason, (kind, text) in _FATAL.items():
             if (reasons == reason).any():
                 mark = pc.max(chunk.append.column(MARK_COLUMN)).as_py()
                 text_of_outcome = text.format(end=outcome.high_water_mark, mark=mark)
@@ -324,7 +324,7 @@ class Appender:
             identity = chunk.identity
             if identity is not None and len(kept) < len(reasons):
                 identity = identity.take(pa.array(kept))
-            yield Answered(
+            yield AnsweredRows(
                 chunk.partition,
                 identity,
                 outcome.transaction_ids[kept],
@@ -337,7 +337,7 @@ class Appender:
 
     # -- again --------------------------------------------------------------------------------
 
-    def _recompute(self, lane: _Lane) -> Iterator[Answered]:
+    def _recompute(self, lane: _Lane) -> Iterator[AnsweredRows]:
         """Recompute the rows whose delay has passed; yield those that are final."""
         assert self._recomputer is not None
         now = time.monotonic()
@@ -360,7 +360,7 @@ class Appender:
             lane.recomputed.extend(_pieces(made, self._batch_rows))
             given_up = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
             if len(given_up):
-                yield _given_up(waiting, given_up)
+                yield _omitted_rows(waiting, given_up)
 
     def _await_rejected(self) -> None:
         due = [each.due for lane in self._lanes.values() for each in lane.rejected]
@@ -404,11 +404,11 @@ def _pieces(chunk: _Chunk, rows_max: int) -> Iterator[_Chunk]:
         start += count
 
 
-def _given_up(waiting: _Waiting, rows: npt.NDArray[np.int64]) -> Answered:
+def _omitted_rows(waiting: _Waiting, rows: npt.NDArray[np.int64]) -> AnsweredRows:
     """Return rejected rows that are final because the function omitted them."""
     chunk = waiting.chunk
     assert chunk.identity is None or len(chunk.identity) == len(waiting.conflicting)
-    return Answered(
+    return AnsweredRows(
         chunk.partition,
         None if chunk.identity is None else chunk.identity.take(pa.array(rows)),
         np.full(len(rows), -1, dtype=np.int64),

@@ -46,13 +46,13 @@ from waltz_spark.writer.columns import check_schema
 from waltz_spark.writer.recompute import load_function
 from waltz_spark.writer.results import check_carried, keep, rewrite
 from waltz_spark.writer.row_sum import RowSum
-from waltz_spark.writer.task import Job, TaskResult, place_of_task
+from waltz_spark.writer.task import Job, TaskResult, task_attempt
 
 _log = logging.getLogger("waltz")
 
 DAY_MS = 24 * 3_600 * 1_000
 # For writes that are not done, and for the last micro-batch of a stream.
-UNDONE_DAYS = 365
+UNFINISHED_DAYS = 365
 _HINT = (
     "Use another writeId for other rows; a repeated run must compute the same rows. This run has "
     "appended nothing."
@@ -122,7 +122,7 @@ class WaltzBatchWriter(DataSourceArrowWriter):
         job = new_job(options, schema, write if options.exactly_once else None)
         self._job = job
         if options.exactly_once:
-            keep_ms = UNDONE_DAYS * DAY_MS
+            keep_ms = UNFINISHED_DAYS * DAY_MS
             asyncio.run(begin_write(options.connect, write, job.marks, keep_ms=keep_ms))
 
     # -- in a task ----------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class WaltzBatchWriter(DataSourceArrowWriter):
     @without_stack
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Send a task's rows; return their outcomes."""
-        return self._job.write_task(iterator, *place_of_task())
+        return self._job.write_task(iterator, *task_attempt())
 
     # -- on the driver ------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ import pyarrow as pa
 from waltz_core.client import RangeForm, Reason, WaltzClient
 from waltz_core.errors import BadRequest
 from waltz_core.records import raw_records
-from waltz_spark.writer.appender import Answered
+from waltz_spark.writer.appender import AnsweredRows
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, Shaped
 from waltz_spark.writer.row_keys import RowKeys
 
@@ -77,7 +77,7 @@ class EarlierRows:
         """The number of records without a matching row so far."""
         return len(self._left)
 
-    def split(self, shaped: Shaped) -> tuple[Shaped | None, list[Answered]]:
+    def split(self, shaped: Shaped) -> tuple[Shaped | None, list[AnsweredRows]]:
         """Return the rows to append, and the outcomes of those in the log.
 
         Raises:
@@ -94,7 +94,7 @@ class EarlierRows:
             if found is not None:
                 there[found.partition].append((row, found.transaction_id))
             elif key in self._others:
-                raise _recut(int(shaped.partitions[row]))
+                raise _cut_differently(int(shaped.partitions[row]))
             else:
                 missing.append(row)
         answers = [_answered(shaped, partition, rows) for partition, rows in sorted(there.items())]
@@ -116,7 +116,7 @@ class EarlierRows:
         """Whether no later row can make the write fail, except by its locks (rule 5)."""
         return not self._others and self.count == 0
 
-    def missing(self, batches: Iterable[Shaped], there: list[Answered]) -> Iterator[Shaped]:
+    def missing(self, batches: Iterable[Shaped], there: list[AnsweredRows]) -> Iterator[Shaped]:
         """Yield the rows to append; add the outcomes of the others to `there` (rule 5).
 
         Raises:
@@ -151,7 +151,7 @@ class EarlierRows:
             )
 
     def _check_locks(self, key: bytes, shaped: Shaped, row: int) -> None:
-        names = (*LOCK_COLUMNS, MARK_COLUMN, *self._keys.besides)
+        names = (*LOCK_COLUMNS, MARK_COLUMN, *self._keys.check_columns_of_key)
         columns = [shaped.append.column(name) for name in names]
         locks = tuple(str(column[row].as_py()) for column in columns)
         if self._locks.setdefault(key, locks) != locks:
@@ -296,10 +296,10 @@ def _taken(shaped: Shaped, rows: list[int]) -> Shaped:
     )
 
 
-def _answered(shaped: Shaped, partition: int, rows: list[tuple[int, int]]) -> Answered:
+def _answered(shaped: Shaped, partition: int, rows: list[tuple[int, int]]) -> AnsweredRows:
     ids = np.array([found for _, found in rows], dtype=np.int64)
     index = pa.array([row for row, _ in rows], pa.int64())
-    return Answered(
+    return AnsweredRows(
         partition=partition,
         identity=None if shaped.identity is None else shaped.identity.take(index),
         transaction_ids=ids,
@@ -310,7 +310,7 @@ def _answered(shaped: Shaped, partition: int, rows: list[tuple[int, int]]) -> An
     )
 
 
-def _recut(partition: int) -> BadRequest:
+def _cut_differently(partition: int) -> BadRequest:
     return BadRequest(
         f"partition {partition}: in an earlier run of this write, another task has appended a row "
         "of this task. Hint: if the input is split into other tasks than before, run it with the "

@@ -34,7 +34,7 @@ class RowKeys:
         self._recomputes = options is not None and options.recompute is not None
 
     @property
-    def besides(self) -> tuple[str, ...]:
+    def check_columns_of_key(self) -> tuple[str, ...]:
         """Append columns, in addition to locks and mark, that rows of one key must share."""
         return ("header", "data") if self._names else ()
 

@@ -27,8 +27,8 @@ from waltz_core.errors import BadConfig
 from waltz_spark.failures import without_stack
 from waltz_spark.options import WriteOptions
 from waltz_spark.spark_version import DataSourceStreamArrowWriter
-from waltz_spark.writer.batch_write import DAY_MS, UNDONE_DAYS, Named, finish, forget, new_job
-from waltz_spark.writer.task import Job, TaskResult, place_of_task
+from waltz_spark.writer.batch_write import DAY_MS, UNFINISHED_DAYS, Named, finish, forget, new_job
+from waltz_spark.writer.task import Job, TaskResult, task_attempt
 
 _log = logging.getLogger("waltz")
 
@@ -67,7 +67,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
     @without_stack
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Send a task's rows; return their outcomes."""
-        return _job_of_batch(self._job).write_task(iterator, *place_of_task())
+        return _job_of_batch(self._job).write_task(iterator, *task_attempt())
 
     # -- on the driver ------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         if write is not None and batchId > 0:
             before = [f"{write.removesuffix(str(batchId))}{batchId - 1}"]
         _log.info("waltz: micro-batch %d", batchId)
-        keep_days = max(UNDONE_DAYS, self._job.options.retention_days)
+        keep_days = max(UNFINISHED_DAYS, self._job.options.retention_days)
         named = None if write is None else Named(write, keep_days, _HINT)
         finish(self._job, messages, named)
         forget(self._job, before)
@@ -109,4 +109,4 @@ def _job_of_batch(job: Job) -> Job:
         path = f"{options.results_path.rstrip('/')}/batch={batch}"
         options = dataclasses.replace(options, results_path=path)
     write = f"{options.write_name or 'stream'}-{query}-{batch}" if options.exactly_once else None
-    return dataclasses.replace(job, options=options, write=write, keep_ms=UNDONE_DAYS * DAY_MS)
+    return dataclasses.replace(job, options=options, write=write, keep_ms=UNFINISHED_DAYS * DAY_MS)

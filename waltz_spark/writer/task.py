@@ -24,7 +24,7 @@ from waltz_core.client import ClusterLayout, Reason, TaskClaim, WaltzClient
 from waltz_core.errors import LockFailed
 from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.shared_clients import client_at, settle
-from waltz_spark.writer.appender import Answered, Appender
+from waltz_spark.writer.appender import AnsweredRows, Appender
 from waltz_spark.writer.columns import Shaped, Shaper
 from waltz_spark.writer.once import EarlierRows, read_back
 from waltz_spark.writer.recompute import Recomputer
@@ -58,7 +58,7 @@ class TaskResult(WriterCommitMessage):
     conflicts: list[tuple[int, int]] = field(default_factory=list)  # partition, conflicting id
     file: str | None = None
 
-    def count(self, answered: Answered) -> None:
+    def count(self, answered: AnsweredRows) -> None:
         """Add the outcomes of some rows to the counts."""
         committed = answered.reasons == Reason.COMMITTED
         self.committed += int(committed.sum())
@@ -186,9 +186,9 @@ class Job:
         shaper = self._shaper(marks, place[0], wants_identity=results is not None)
         shaped = self._shaped(batches, shaper, written)
         began = time.monotonic()
-        there: list[Answered] = []
+        there: list[AnsweredRows] = []
         sent = self._appender(client, shaper).send(already.missing(shaped, there))
-        for answered in _with_those_there(sent, there, written):
+        for answered in _with_existing(sent, there, written):
             written.count(answered)
             if results is not None:
                 results.add(answered)
@@ -231,7 +231,9 @@ class Job:
             recomputer = Recomputer(client, self.options, shaper, random.SystemRandom())
         return Appender(client, self.options, recomputer)
 
-    def _fail(self, written: TaskResult, answered: Answered, results: ResultFile | None) -> None:
+    def _fail(
+        self, written: TaskResult, answered: AnsweredRows, results: ResultFile | None
+    ) -> None:
         if results is not None:
             results.close_of_failed()
         rejected = np.flatnonzero(answered.reasons != Reason.COMMITTED)
@@ -248,15 +250,15 @@ class Job:
         )
 
 
-def place_of_task() -> tuple[int, int]:
+def task_attempt() -> tuple[int, int]:
     """Return the numbers of this process's Spark task and attempt."""
     context = TaskContext.get()
     return (0, 0) if context is None else (context.partitionId(), context.taskAttemptId())
 
 
-def _with_those_there(
-    sent: Iterable[Answered], there: list[Answered], written: TaskResult
-) -> Iterator[Answered]:
+def _with_existing(
+    sent: Iterable[AnsweredRows], there: list[AnsweredRows], written: TaskResult
+) -> Iterator[AnsweredRows]:
     """Yield the outcomes of sent rows, and of rows that were in the log already."""
     for answered in sent:
         yield from _drained(there, written)
@@ -264,7 +266,7 @@ def _with_those_there(
     yield from _drained(there, written)
 
 
-def _drained(there: list[Answered], written: TaskResult) -> Iterator[Answered]:
+def _drained(there: list[AnsweredRows], written: TaskResult) -> Iterator[AnsweredRows]:
     while there:
         answered = there.pop(0)
         written.found += len(answered.transaction_ids)

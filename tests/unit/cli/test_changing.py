@@ -6,7 +6,7 @@ import pytest
 
 from tests.cluster_contract import KEY
 from waltz_core import errors
-from waltz_core.cli.changing import BROKEN_OFF, in_time, recorded
+from waltz_core.cli.changing import OUTCOME_INTERRUPTED, in_time, recorded
 from waltz_core.cluster.change.audit import BEGUN, DONE
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
@@ -48,7 +48,7 @@ async def test_what_was_interrupted_is_not_done(coordinator):
     with pytest.raises(asyncio.CancelledError):
         async with recorded(coordinator):
             raise asyncio.CancelledError
-    assert await outcomes(coordinator) == [BROKEN_OFF]
+    assert await outcomes(coordinator) == [OUTCOME_INTERRUPTED]
 
 
 @story

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.cli.client import client_check
-from waltz_core.cli.client.client_check import Numbered, faults_of, text_of
+from waltz_core.cli.client.client_check import NumberedContext, faults_of, text_of
 from waltz_core.cli.main import main
 from waltz_core.memory import MemoryWaltz
 
@@ -60,7 +60,7 @@ def test_a_log_that_does_not_refuse_is_found(capsys, connected, monkeypatch):
         builder.data = text_of(builder.client_high_water_mark + 1)
         return True
 
-    monkeypatch.setattr(Numbered, "execute", unlocked)
+    monkeypatch.setattr(NumberedContext, "execute", unlocked)
     with connected():
         code, found = told(capsys, "validate", "--clients", "3", "--transactions", "20")
     assert code == 1

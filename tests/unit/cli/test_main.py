@@ -9,12 +9,12 @@ import pytest
 from tests.commands import is_verb, verbs_of
 from waltz_core import __version__
 from waltz_core.cli.main import NOUNS, main
-from waltz_core.cli.verbs import NOT_UNDERSTOOD
+from waltz_core.cli.verbs import USAGE_ERROR
 from waltz_core.config import KINDS
 
 
 def test_without_a_word_five_commands_are_shown(capsys):
-    assert main([]) == NOT_UNDERSTOOD
+    assert main([]) == USAGE_ERROR
     told = capsys.readouterr().out
     assert told.count("waltz-core ") >= 5
     assert "local up" in told
@@ -29,7 +29,7 @@ def test_a_noun_alone_shows_its_verbs_and_examples(capsys, noun):
 
 
 def test_a_noun_that_is_a_verb_itself_is_run_and_not_explained(capsys):
-    assert main(["bench"]) == NOT_UNDERSTOOD
+    assert main(["bench"]) == USAGE_ERROR
     assert "the following arguments are required: WORKLOAD" in capsys.readouterr().err
 
 

@@ -68,7 +68,7 @@ def test_progress_is_shown_on_a_terminal_after_a_while_and_then_gone(
     terminal, monkeypatch, first_shown_s
 ):
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "FIRST_SHOWN_S", first_shown_s)
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", first_shown_s)
 
     async def work():
         with ProgressLine() as line:

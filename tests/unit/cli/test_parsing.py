@@ -4,7 +4,7 @@ import pytest
 
 from waltz_core.cli import verbs
 from waltz_core.cli.main import INTERRUPTED, main
-from waltz_core.cli.verbs import NOT_UNDERSTOOD
+from waltz_core.cli.verbs import USAGE_ERROR
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def _no_cluster(monkeypatch):
     ],
 )
 def test_what_was_not_understood_is_said_in_a_line_and_where_to_read_on(capsys, words, sentence):
-    assert main(words.split()) == NOT_UNDERSTOOD
+    assert main(words.split()) == USAGE_ERROR
     told = capsys.readouterr()
     assert sentence in told.err
     assert told.err.count("\n") == 2

@@ -91,7 +91,7 @@ def test_ids_that_do_not_follow_the_mark_are_not_trusted(told):
 
 
 def test_what_has_become_too_much_is_dropped(monkeypatch):
-    monkeypatch.setattr(predecessors, "CARRIED_MAX", 3)
+    monkeypatch.setattr(predecessors, "PREDECESSORS_MAX", 3)
     told = FOLLOW.with_predecessors(message(6, 7, last=7), 5, MOUNT, LOCKS)
     assert ids(told.predecessors) == [6, 7]
     assert told.with_predecessors(message(8, 9, last=9), 7, MOUNT, LOCKS) is FOLLOW

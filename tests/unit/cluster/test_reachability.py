@@ -183,14 +183,14 @@ def test_a_report_whose_write_had_no_known_outcome_is_published_again(monkeypatc
         nodes = ClusterNodes(session, "/w")
         board = ReachBoard(nodes)
         await board.publish(1, says([2]))
-        put_own = nodes.put_own
+        put_ephemeral = nodes.put_ephemeral
 
         async def put_own_without_an_answer(path, data, parent):
-            await put_own(path, data, parent)
+            await put_ephemeral(path, data, parent)
             raise errors.CoordinatorOutcomeUnknown("no answer")
 
         with monkeypatch.context() as patched:
-            patched.setattr(nodes, "put_own", put_own_without_an_answer)
+            patched.setattr(nodes, "put_ephemeral", put_own_without_an_answer)
             with pytest.raises(errors.CoordinatorOutcomeUnknown):
                 await board.publish(1, says([], [2]))
         await board.publish(1, says([2]))

@@ -356,7 +356,7 @@ def test_findings_above_the_limit_are_counted(storage):
     for path in segments(storage):
         flip(path, 200)
     findings = verified(storage, limit=1).findings
-    assert (len(findings.kept), findings.wrong, findings.unkept) == (1, 3, 2)
+    assert (len(findings.kept), findings.wrong, findings.omitted_count) == (1, 3, 2)
 
 
 @pytest.mark.parametrize("name", ["nothing", "2/waltz-x.ctl", "empty"])

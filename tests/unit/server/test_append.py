@@ -314,7 +314,7 @@ def test_how_long_appends_took_is_noted() -> None:
     world.turn()
     world.now_ms = 75
     world.commit()
-    assert list(world.pipeline.figures.took_ms) == [75]
+    assert list(world.pipeline.counters.took_ms) == [75]
 
 
 # --- locks
@@ -363,7 +363,7 @@ def test_a_mark_above_the_log_is_refused_row_by_row() -> None:
     assert results(proved(world, out)) == {ahead: [(-1, Reason.AHEAD, -1)]}
     out = proved(world, world.commit())
     assert results(out) == {rows: [(0, COMMITTED, -1), (-1, Reason.AHEAD, -1)]}
-    assert world.pipeline.figures.rejected[Reason.AHEAD] == 2
+    assert world.pipeline.counters.rejected[Reason.AHEAD] == 2
 
 
 def test_a_request_that_waits_when_its_client_mounts_again_is_refused() -> None:

@@ -98,7 +98,7 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
         inbox, looks, works = await balanced(zookeeper, servers=(1, 2), telling=(1,))
         nodes = zookeeper.coordinator(ROOT).loads._nodes
         damaged = b'{"format":1,"loads":{"2":[%d,1]}}' % 10**400
-        await nodes.put_own(nodes.paths.load(2), damaged, nodes.paths.loads)
+        await nodes.put_ephemeral(nodes.paths.load(2), damaged, nodes.paths.loads)
         async with asyncio.timeout(HANG_S), running(*works):
             await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await some_rounds(looks)

@@ -35,13 +35,13 @@ from waltz_core.wire.messages import (
 CHAIN = Chain(b"c" * 16)
 
 
-class Memory:
+class HeaderCache:
     """Remembers ids from `first` on, each as its own number in 20 bytes."""
 
     def __init__(self, first: int = 0) -> None:
         self.first = first
 
-    def recall(self, first: TransactionId, last: TransactionId) -> FeedHeaders | None:
+    def read_cached(self, first: TransactionId, last: TransactionId) -> FeedHeaders | None:
         if first < self.first:
             return None
         return FeedHeaders(first, headers(first, last), last, CHAIN)
@@ -54,7 +54,7 @@ def headers(first: int, last: int) -> bytes:
 def feed(mark: int, *, remembered_from: int = 0, frame: int = 10, grant: int = 100) -> Feed:
     made = Feed(
         PartitionLimits(lock_slot_count=11, feed_frame_count_max=frame, feed_grant_count_min=grant),
-        Memory(remembered_from),
+        HeaderCache(remembered_from),
     )
     made.advanced(SessionId(1), TransactionId(mark))
     return made
@@ -272,7 +272,7 @@ def test_a_feed_request_that_is_not_granted_gets_the_reason() -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# filters: the header of each id is the id (see `Memory`)
+# filters: the header of each id is the id (see `HeaderCache`)
 
 
 def filtered(each: Feed, client: int, mark: int, until: int, *values: int) -> None:

@@ -12,17 +12,17 @@ from waltz_core.replication.partition_store import PartitionStore
 from waltz_core.server.append.pace import Pace
 from waltz_core.server.partition.served_partition import Partition
 from waltz_core.server.partition_events import Congested, PartitionIdentity, PartitionLimits
-from waltz_core.server.process.host import Host, Waits, _ShownFigures
+from waltz_core.server.process.host import Host, Waits, _PublishedCounters
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 
 A_REPLICA = ReplicaId("10.0.0.1:5280")
 
 
 def test_the_feed_that_is_furthest_behind_is_reported() -> None:
-    world, metrics, told = World(), Metrics("server"), _ShownFigures()
+    world, metrics, told = World(), Metrics("server"), _PublishedCounters()
 
     def lag() -> float:
-        told.show(PartitionId(0), world.partition, metrics)
+        told.publish(PartitionId(0), world.partition, metrics)
         return metrics.value("waltz_server_feed_lag_transactions", partition=0)
 
     world.open()
@@ -48,16 +48,16 @@ class Counted(Metrics):
 
 
 def test_what_is_as_it_was_is_not_reported_again() -> None:
-    world, metrics, told = World(), Counted("server"), _ShownFigures()
+    world, metrics, told = World(), Counted("server"), _PublishedCounters()
     world.open()
     world.mount(ALICE, A, feed=True)
-    told.show(PartitionId(0), world.partition, metrics)
+    told.publish(PartitionId(0), world.partition, metrics)
     before = metrics.told_count
     assert metrics.value("waltz_server_store_session", partition=0) > 0
-    told.show(PartitionId(0), world.partition, metrics)
+    told.publish(PartitionId(0), world.partition, metrics)
     assert metrics.told_count == before
     world.fill(7)
-    told.show(PartitionId(0), world.partition, metrics)
+    told.publish(PartitionId(0), world.partition, metrics)
     mark = world.partition.high_water_mark
     assert metrics.value("waltz_server_high_water_mark", partition=0) == mark
     assert metrics.value("waltz_server_appended_transactions_total", partition=0) > 0
@@ -75,16 +75,16 @@ def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> Non
         return metrics.value("waltz_server_replica_wait_ms", partition=3, replica=A_REPLICA)
 
     owed_since[A_REPLICA] = 1_000
-    waits.show(1_500)
+    waits.publish(1_500)
     assert (wait_ms(), waits.silent) == (0, set())
-    waits.show(4_000)
+    waits.publish(4_000)
     assert (wait_ms(), waits.silent) == (3_000, set())
     for now_ms in (11_000, 12_000):
-        waits.show(now_ms)
+        waits.publish(now_ms)
     assert (wait_ms(), waits.silent) == (11_000, {A_REPLICA})
     assert metrics.value("waltz_server_events_total", event="replica.silent") == 1
     owed_since[A_REPLICA] = 12_900
-    waits.show(13_000)
+    waits.publish(13_000)
     assert (wait_ms(), waits.silent) == (0, set())
     assert [each.message for each in caplog.records] == [
         f"replica.silent partition=3 replica={A_REPLICA}",

@@ -1,11 +1,11 @@
 """What counts how much."""
 
-from waltz_core.server.locking.tickets import AppendFigures
+from waltz_core.server.locking.tickets import AppendCounters
 from waltz_core.server.process.load import cost_of
 
 
 def figures(*, rows=0, size=0):
-    made = AppendFigures()
+    made = AppendCounters()
     made.committed, made.committed_bytes = rows, size
     return made
 

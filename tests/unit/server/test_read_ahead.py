@@ -5,7 +5,7 @@ import pytest
 from tests.unit.storage.logs import make_run
 from waltz_core.records.record import TransactionId
 from waltz_core.server.read.cache import CacheBudget
-from waltz_core.server.read.read_ahead import NEAR_COUNT, STRETCHES_MAX, ReadAhead
+from waltz_core.server.read.read_ahead import NEAR_COUNT, PREFETCHED_RANGES_MAX, ReadAhead
 
 
 def keep(ahead: ReadAhead, first: int, count: int, *, size: int = 100) -> None:
@@ -33,7 +33,7 @@ def test_each_record_of_a_stretch_is_found_and_none_beside_it() -> None:
 def test_the_oldest_stretch_makes_room_for_the_next() -> None:
     budget = CacheBudget(1 << 20)
     ahead = ReadAhead(budget)
-    for place in range(STRETCHES_MAX):
+    for place in range(PREFETCHED_RANGES_MAX):
         keep(ahead, 10 * place, 5)
     full_bytes = budget.used_bytes
     keep(ahead, 1_000, 5)

@@ -349,10 +349,10 @@ def test_the_chain_that_goes_with_feed_headers() -> None:
         )
     assert each.cache_reads()["feed", "hit"] == 0
     for first, last, chain_at in ((0, 9, 9), (0, 5, 2), (1, 1, 1), (3, 5, -1), (4, 9, 9)):
-        stretch = each.recall(TransactionId(first), TransactionId(last))
+        stretch = each.read_cached(TransactionId(first), TransactionId(last))
         assert stretch is not None
         assert stretch.chain_at == chain_at, (first, last)
-    assert each.recall(TransactionId(10), TransactionId(12)) is None
+    assert each.read_cached(TransactionId(10), TransactionId(12)) is None
     assert each.cache_reads()["feed", "miss"] == 1
 
 

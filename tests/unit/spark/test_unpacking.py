@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core.errors import BadFormat
-from waltz_spark.options import columns_meant
+from waltz_spark.options import columns_named
 from waltz_spark.unpacking import Unpacker
 
 UTC = dt.UTC
@@ -170,7 +170,7 @@ def test_a_key_matches_a_column_in_any_case_unless_spark_is_case_sensitive() -> 
     ],
 )
 def test_a_required_column_is_found_in_any_case(name, columns, meant):
-    assert columns_meant(name, columns) == meant
+    assert columns_named(name, columns) == meant
     fields = [pa.field(each, pa.int64()) for each in columns]
     unpacker = Unpacker(fields, "json", required=[name])
     _, good = unpacker.readable_columns(pa.array([b"{}"]))

@@ -14,7 +14,7 @@ from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES, segment_name
 from waltz_core.storage.files.index import OffsetIndex
 from waltz_core.storage.files.record_search import (
     HoleSearch,
-    Salvaged,
+    PartlyReadableFile,
     _candidates,
     find_record,
     record_end,
@@ -102,7 +102,7 @@ def test_where_records_are_lost_an_index_that_has_lost_offsets_ends_no_hole():
     disk = new_disk()
     fill_segment(new_segment(disk), [200])
     disk.make_unreadable(SEG, offset_of(3) + 40, offset_of(3) + 40)
-    file = Salvaged(disk.open(SEG))
+    file = PartlyReadableFile(disk.open(SEG))
     file.pread(60, offset_of(3))
     size = len(disk.content(SEG))
     behind = HoleSearch(file, OffsetIndex(disk.open(IDX), BLANK), 0, last=199).record_after
@@ -233,7 +233,7 @@ def test_what_the_disk_does_not_give_is_zeros_and_is_asked_for_once():
     content = Random(3).randbytes(20_000)
     disk.put(SEG, content)
     disk.make_unreadable(SEG, 5_000, 5_000)
-    file = Salvaged(disk.open(SEG))
+    file = PartlyReadableFile(disk.open(SEG))
     assert file.pread(4_096, 0) == content[:4_096]
     assert not file.has_lost
     expected = content[:4_096] + bytes(4_096) + content[8_192:]

@@ -71,7 +71,7 @@ class Directory:
         self.space = DiskSpace(SimDisk(), None, 0)
         self.opened = []
         self.failed = {}
-        self.gone = set()
+        self.files_error = set()
 
     def check_exists(self, partition_id):
         if not 0 <= partition_id < self.partition_count:
@@ -81,10 +81,10 @@ class Directory:
         return partition_id in self.stored_here
 
     def is_gone(self, partition_id):
-        return partition_id in self.gone
+        return partition_id in self.files_error
 
     def stop_serving(self, partition_id, why):
-        self.gone.add(partition_id)
+        self.files_error.add(partition_id)
         self.failed[partition_id] = why
 
     def assigned(self):
@@ -311,7 +311,7 @@ def test_a_partition_whose_files_are_gone_is_dropped_and_not_opened_again():
             assert follower.serving.not_served == [0]
             assert follower.serving.not_served_reasons == {"0": "gone"}
             assert engine.opened == [0, 1]
-            engine.gone.clear()
+            engine.files_error.clear()
             assert await follower.looked() == [0, 1]
 
     asyncio.run(main())

@@ -11,7 +11,7 @@ import pytest
 
 from tests.loops import on_loop, until
 from waltz_core.storage.service.work import Work, WorkResult
-from waltz_core.storage.service.writers import Helpers, WriteOutcome, Writers
+from waltz_core.storage.service.writers import CallThreads, WriteOutcome, Writers
 from waltz_core.transport import net
 
 WAIT_S = 30
@@ -164,7 +164,7 @@ def test_an_outcome_that_comes_after_the_loop_is_reported_to_no_process():
 
 
 def test_each_call_of_a_helper_has_its_outcome_and_leaves_nothing_behind() -> None:
-    with Helpers(2, "helper") as helpers:
+    with CallThreads(2, "helper") as helpers:
         assert not helpers.is_busy
         may_end = threading.Event()
         waits = [helpers.submit(may_end.wait, WAIT_S) for _ in range(2)]
@@ -182,7 +182,7 @@ def test_each_call_of_a_helper_has_its_outcome_and_leaves_nothing_behind() -> No
 
 
 def test_the_end_of_helpers_waits_for_none_of_them() -> None:
-    helpers = Helpers(1, "helper")
+    helpers = CallThreads(1, "helper")
     may_end = threading.Event()
     waits = helpers.submit(may_end.wait, WAIT_S)
     helpers.shutdown()

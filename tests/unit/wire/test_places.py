@@ -10,9 +10,9 @@ from waltz_core.wire.places import (
     FilePlace,
     decode_places,
     decode_segment,
-    door_of,
     encode_places,
     encode_segment,
+    socket_name_of,
 )
 
 KEY = bytes(range(16))
@@ -64,6 +64,6 @@ def test_the_question_for_a_segment_comes_back(partition_id, first):
 
 def test_each_storage_of_each_cluster_has_a_door_of_its_own_that_fits_a_socket_s_name():
     host = "a-host-with-a-very-long-name." * 8
-    doors = {door_of(key, f"{host}:{port}") for key in (KEY, bytes(16)) for port in (1, 2)}
+    doors = {socket_name_of(key, f"{host}:{port}") for key in (KEY, bytes(16)) for port in (1, 2)}
     assert len(doors) == 4
     assert max(map(len, doors)) < 100

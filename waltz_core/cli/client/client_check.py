@@ -35,7 +35,7 @@ from waltz_core.client.model.callbacks import policy_of
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 
 LOCK_NAME = "client validate"
-WRONG_SHOWN_MAX = 10
+FAULTS_SHOWN_MAX = 10
 
 
 class CheckLoad(NamedTuple):
@@ -104,7 +104,7 @@ def _partitions_of(chosen: CheckLoad, client: AsyncWaltzClient) -> list[int]:
 # --- writing
 
 
-class Numbered(TransactionContext):
+class NumberedContext(TransactionContext):
     """One transaction whose data is the id that it will have."""
 
     def __init__(self, partition: int, timeout_s: float) -> None:
@@ -160,7 +160,7 @@ async def _write(
     """Write one client's transactions, one after the other, to the partitions round-robin."""
     for turn in range(chosen.transactions):
         partition = (first + turn) % chosen.partitions
-        context = Numbered(partition, chosen.timeout_s)
+        context = NumberedContext(partition, chosen.timeout_s)
         result = await (await client.submit(context))
         assert result is not None, "it never aborts"
         written.add(partition, result, context.attempts)
@@ -172,7 +172,7 @@ async def _write(
 # --- reading
 
 
-class Checking(AsyncCallbacks):
+class CheckCallbacks(AsyncCallbacks):
     """Checks the transactions of a feed after some marks, at most `limit` of them."""
 
     def __init__(self, marks: Mapping[int, int], limit: int | None = None) -> None:
@@ -249,7 +249,7 @@ async def validate(chosen: CheckLoad) -> int:
             other = AsyncWaltzClient.connect(chosen.connect)
             clients.append(await stack.enter_async_context(other))
         starts = {each: await first.high_water_mark(each) for each in partitions}
-        checks = [Checking(starts) for _ in clients]
+        checks = [CheckCallbacks(starts) for _ in clients]
         written = CheckResult(chosen.clients * chosen.transactions)
 
         async def work() -> None:
@@ -259,7 +259,7 @@ async def validate(chosen: CheckLoad) -> int:
             for check in checks:
                 await check.has_reached(written.ends)
 
-        await _in_time(chosen, work(), lambda: f"{written}, and {_unread(checks, written)}")
+        await _with_timeout(chosen, work(), lambda: f"{written}, and {_unread(checks, written)}")
     wrong = list(dict.fromkeys(fault for check in checks for fault in check.wrong))
     strange = sum(end - starts[each] for each, end in written.ends.items()) - written.count
     if strange:
@@ -284,7 +284,7 @@ async def produce(chosen: CheckLoad) -> int:
         partitions = _partitions_of(chosen, client)
         starts = {each: await client.high_water_mark(each) for each in partitions}
         written = CheckResult(chosen.transactions)
-        await _in_time(chosen, _write_all([client], chosen, written), lambda: str(written))
+        await _with_timeout(chosen, _write_all([client], chosen, written), lambda: str(written))
     result = {
         "written": written.count,
         "attempts": written.attempts,
@@ -305,7 +305,7 @@ async def consume(chosen: CheckLoad) -> int:
             for each in partitions
         }
         wanted: int = chosen.transactions
-        check = Checking(starts, wanted)
+        check = CheckCallbacks(starts, wanted)
         if not chosen.as_json:
             begins = ", ".join(f"{each} from id {mark + 1}" for each, mark in starts.items())
             print_error(f"checking {wanted} transactions of partitions {begins}")
@@ -315,7 +315,7 @@ async def consume(chosen: CheckLoad) -> int:
             with ProgressLine() as line:
                 await check.has_seen(wanted, lambda: line.show(check.seen_count, wanted, "checked"))
 
-        await _in_time(chosen, work(), lambda: f"{check.seen_count} of {wanted} were checked")
+        await _with_timeout(chosen, work(), lambda: f"{check.seen_count} of {wanted} were checked")
     result = {"checked": check.seen_count, "ids": _spans(starts, check.marks)}
     return _print_result(chosen, check.wrong, result)
 
@@ -347,7 +347,7 @@ async def _write_all(
         raise failures[0]
 
 
-async def _in_time(
+async def _with_timeout(
     chosen: CheckLoad, work: Coroutine[Any, Any, None], how_far: Callable[[], str]
 ) -> None:
     try:
@@ -357,7 +357,7 @@ async def _in_time(
         raise Unavailable(f"not done within {chosen.timeout_s:.0f} s: {how_far()}") from None
 
 
-def _unread(checks: list[Checking], written: CheckResult) -> str:
+def _unread(checks: list[CheckCallbacks], written: CheckResult) -> str:
     reached = [
         all(check.marks[each] >= end for each, end in written.ends.items()) for check in checks
     ]
@@ -373,7 +373,9 @@ def _print_result(
     chosen: CheckLoad, wrong: Sequence[str] | None, result: Mapping[str, object]
 ) -> int:
     if chosen.as_json:
-        verdict = {} if wrong is None else {"is_valid": not wrong, "wrong": wrong[:WRONG_SHOWN_MAX]}
+        verdict = (
+            {} if wrong is None else {"is_valid": not wrong, "wrong": wrong[:FAULTS_SHOWN_MAX]}
+        )
         print_json({**verdict, **result})
         return 1 if wrong else 0
     for name, value in result.items():
@@ -385,9 +387,9 @@ def _print_result(
         print_result(f"{name}: {text}")
     if wrong is None:
         return 0
-    for fault in wrong[:WRONG_SHOWN_MAX]:
+    for fault in wrong[:FAULTS_SHOWN_MAX]:
         print_result(fault)
-    if len(wrong) > WRONG_SHOWN_MAX:
-        print_result(f"and {len(wrong) - WRONG_SHOWN_MAX} more errors")
+    if len(wrong) > FAULTS_SHOWN_MAX:
+        print_result(f"and {len(wrong) - FAULTS_SHOWN_MAX} more errors")
     print_result("failed" if wrong else "passed")
     return 1 if wrong else 0

@@ -129,7 +129,7 @@ async def watch(
         raise BadConfig(f"--transactions: expected 1 or more, found {transactions}")
     async with AsyncWaltzClient.connect(connect) as client:
         mark = LATEST if first is None else client_check.mark_before(first)
-        printing = _Printing(mark, transactions, as_json=as_json)
+        printing = _PrintCallbacks(mark, transactions, as_json=as_json)
         await client.subscribe(printing, [partition])
         await printing.is_over.wait()
     if printing.error is not None:
@@ -137,7 +137,7 @@ async def watch(
     return 0
 
 
-class _Printing(AsyncCallbacks):
+class _PrintCallbacks(AsyncCallbacks):
     """Prints a feed, in the format of `read`."""
 
     def __init__(self, mark: int, wanted: int | None, *, as_json: bool) -> None:

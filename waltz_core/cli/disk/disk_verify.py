@@ -79,8 +79,8 @@ def _print_verified(found: Verified) -> None:
     for one in findings.kept:
         where = one.path if one.offset is None else f"{one.path} at {one.offset}"
         print_result(f"{_kind(one)}: {where}: {one.what}")
-    if findings.unkept:
-        print_result(f"and {findings.unkept} more, see --limit")
+    if findings.omitted_count:
+        print_result(f"and {findings.omitted_count} more, see --limit")
     if found.logs and next(iter(found.logs)) >= 0:
         print_table(
             (

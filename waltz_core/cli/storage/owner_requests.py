@@ -143,7 +143,7 @@ class OwnerConnection:
                 raise self._unexpected(answer)
             for _, packed, _ in RECORD_HEADER.iter_unpack(answer.records):
                 client_id, generation, *_ = REQ_ID.unpack(packed)
-                newest = newest.at_least(Ids(client_id, generation))
+                newest = newest.maximum_with(Ids(client_id, generation))
             first += answer.count
         return newest
 

@@ -250,11 +250,11 @@ class AsyncWaltzClient(OpenedByConnect):
         if self._group is None or self._closing.is_set():
             task.close()
             return
-        running = self._group.create_task(self._guarded(task, name), name=name)
+        running = self._group.create_task(self._run_guarded(task, name), name=name)
         self._tasks[running] = None
         running.add_done_callback(lambda done: self._tasks.pop(done, None))
 
-    async def _guarded(self, task: Coroutine[Any, Any, None], name: str) -> None:
+    async def _run_guarded(self, task: Coroutine[Any, Any, None], name: str) -> None:
         try:
             await task
         except Exception:  # noqa: BLE001 - the top of a task
@@ -310,7 +310,7 @@ class AsyncWaltzClient(OpenedByConnect):
 
     async def high_water_marks(self, *, linearizable: bool = False) -> dict[int, TransactionId]:
         """Return the marks of all partitions, requested in parallel."""
-        wanted = self._all_or(None)
+        wanted = self._or_all(None)
         return await by_partition(wanted, partial(self._request_mark, linearizable=linearizable))
 
     async def replicas(
@@ -328,12 +328,12 @@ class AsyncWaltzClient(OpenedByConnect):
         group: int | None = None,
     ) -> dict[int, ReplicaSet]:
         """Return the `replicas` of many partitions (default: all), requested in parallel."""
-        wanted, near = self._all_or(partitions), self.config.group if group is None else group
+        wanted, near = self._or_all(partitions), self.config.group if group is None else group
         return await self.requests.replica_sets(wanted, linearizable=linearizable, group=near)
 
     async def has_old_server(self, partitions: Iterable[int] | None = None) -> bool:
         """Return whether a 0.13 server owns any of these partitions (default: all) now."""
-        return await self.requests.has_old_server(self._all_or(partitions))
+        return await self.requests.has_old_server(self._or_all(partitions))
 
     async def flush(self, partition: int) -> TransactionId:
         """Wait until all earlier appends are final; return the partition's mark.
@@ -359,7 +359,7 @@ class AsyncWaltzClient(OpenedByConnect):
             await partition.mounted()
             return partition.stream.high_water_mark
 
-        return await by_partition(self._all_or(partitions), mount)
+        return await by_partition(self._or_all(partitions), mount)
 
     async def begin_sequences(self, sequences: Mapping[int, int]) -> None:
         """Set the first sequence number by partition: an earlier client used the lower ones.
@@ -487,7 +487,7 @@ class AsyncWaltzClient(OpenedByConnect):
     ) -> None:
         """Apply the feed to any consumer; the generic form of `subscribe`."""
         recipient = Recipient(consumer, header_values)
-        await self.subscriptions.subscribe(recipient, self._all_or(partitions))
+        await self.subscriptions.subscribe(recipient, self._or_all(partitions))
 
     @property
     def partitions(self) -> tuple[int, ...]:
@@ -504,7 +504,7 @@ class AsyncWaltzClient(OpenedByConnect):
         Raises UsageError before the first `subscribe`, and any exception of
         `client_high_water_mark`.
         """
-        await self.subscriptions.set_partitions(self._all_or(partitions))
+        await self.subscriptions.set_partitions(self._or_all(partitions))
 
     # --- reading
 
@@ -596,7 +596,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self._check_usable()
         return check_partition(partition, self.cluster().name, self.partition_count)
 
-    def _all_or(self, partitions: Iterable[int] | None) -> list[PartitionId]:
+    def _or_all(self, partitions: Iterable[int] | None) -> list[PartitionId]:
         self._check_usable()
         wanted = range(self.partition_count) if partitions is None else partitions
         return [self._checked(each) for each in items_of("partitions", wanted)]

@@ -175,9 +175,9 @@ class ContextRun:
     async def _attempt(self) -> bool:
         """Execute and append; False when `execute` has abandoned the transaction."""
         partition = self._partition
-        await self._in_time(partition.mounted(), "the partition was not mounted")
+        await self._before_deadline(partition.mounted(), "the partition was not mounted")
         if partition.reads_by_feed:
-            await self._in_time(
+            await self._before_deadline(
                 partition.wait_for_feed(), "the application has paused the partition"
             )
         builder = TransactionBuilder(partition.partition_id, partition.mark)  # rule 1
@@ -185,9 +185,9 @@ class ContextRun:
         if self._following is not None:
             self._following = FOLLOW  # the server's answer is valid for one attempt
         executing = self._context.execute(builder)
-        is_wanted = await self._in_time(executing, "execute was still running")
+        is_wanted = await self._before_deadline(executing, "execute was still running")
         if not is_wanted:
-            self._end_with(None)
+            self._finish(None)
             await self._hook("on_completion", False)  # noqa: FBT003
             return False
         if builder.data is None:
@@ -201,12 +201,12 @@ class ContextRun:
         row.read_locks = builder.read_locks
         row.append_locks = builder.append_locks
         row.is_attempt = True
-        await self._in_time(partition.window.take(1, row.size_bytes), "its window was full")
+        await self._before_deadline(partition.window.take(1, row.size_bytes), "its window was full")
         partition.appends.add(row)
         self._row = row
         return True
 
-    async def _in_time(self, answer: "Awaitable[ResultT]", what: str) -> ResultT:
+    async def _before_deadline(self, answer: "Awaitable[ResultT]", what: str) -> ResultT:
         """Return the awaited result; at the deadline raises _DeadlinePassed, which names `what`."""
         limit = asyncio.timeout_at(self._deadline_s)
         try:
@@ -324,23 +324,23 @@ class ContextRun:
         # NB: the end of the loop cancels this task, and with it the future that it waits for.
         if row is None or not row.future.done() or row.future.cancelled():
             error = errors.OutcomeUnknown("the client was closed before the outcome was settled")
-            self._end_with(error)
+            self._finish(error)
         elif (failure := row.future.exception()) is not None:
-            self._end_with(failure)
+            self._finish(failure)
         elif isinstance(outcome := row.future.result(), RowOutcome) and not outcome.reason:
             if not self.future.done():
                 self.future.set_result(outcome.transaction_id)
         else:
             text = "the client was closed before another attempt; it is not in the log"
-            self._end_with(errors.Unreachable(text))
+            self._finish(errors.Unreachable(text))
 
     async def _expire(self, error: errors.WaltzError) -> bool:
-        self._end_with(error)
+        self._finish(error)
         await self._hook("on_expiration")
         return False
 
     async def _fail(self, error: Exception) -> None:
-        self._end_with(error)
+        self._finish(error)
         await self._hook("on_exception", error)
 
     async def _hook(self, name: str, *args: object) -> None:
@@ -352,7 +352,7 @@ class ContextRun:
                 "client.hook_failed partition=%d hook=%s", self._partition.partition_id, name
             )
 
-    def _end_with(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None) -> None:
         if self.future.done():
             return
         if error is None:

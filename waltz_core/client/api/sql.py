@@ -315,7 +315,7 @@ class SqlCallbacks(BatchCallbacks):
                 found = self._row(connection, partition)
             elif batch:
                 began_s = time.monotonic()
-                with _guarded(connection):
+                with _commit_guarded(connection):
                     self.apply_batch(connection, batch)
                 if _guard.error is not None:
                     self._check_moved(connection, partition, end, _guard.error)
@@ -487,7 +487,7 @@ assert hasattr(sa.Connection, "_commit_impl")
 
 
 @contextmanager
-def _guarded(connection: sa.Connection) -> Iterator[None]:
+def _commit_guarded(connection: sa.Connection) -> Iterator[None]:
     """Reject calls that would end the transaction (rule 2), also if `apply` catches the error."""
     _guard.connection, _guard.broken, _guard.error = connection, None, None
     vars(connection)["_commit_impl"] = partial(_reject, "commit()")

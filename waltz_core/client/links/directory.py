@@ -177,8 +177,8 @@ class ZooKeeperDirectory:
                 session_timeout_ms=self._session_timeout_ms,
             )
         try:
-            view = await self._in_time(self._coordinator.read_cluster())
-            servers = await self._in_time(self._coordinator.read_servers())
+            view = await self._with_timeout(self._coordinator.read_cluster())
+            servers = await self._with_timeout(self._coordinator.read_servers())
         except BaseException:
             await self.close()
             raise
@@ -210,7 +210,7 @@ class ZooKeeperDirectory:
 
     async def owner_now(self, partition_id: PartitionId) -> Owner:
         """Return the owner in ZooKeeper, read after this call began."""
-        servers = await self._in_time(self.coordinator.read_servers_now())
+        servers = await self._with_timeout(self.coordinator.read_servers_now())
         found = _owners_in(servers).get(partition_id) if servers.is_settled else None
         if found is None:
             raise errors.NotOwned(
@@ -224,13 +224,13 @@ class ZooKeeperDirectory:
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """Return the groups of storages (rule 5)."""
         if not all(each in self._groups for each in storages):
-            found = await self._in_time(self.coordinator.read_groups())
+            found = await self._with_timeout(self.coordinator.read_groups())
             self._groups = {str(each): group for each, group in found.groups.items()}
         return self._groups
 
     async def next_client_id(self) -> int:
         """Allocate a client id that was never used before."""
-        return await self._in_time(self.coordinator.next_client_id())
+        return await self._with_timeout(self.coordinator.next_client_id())
 
     async def close(self) -> None:
         """End the session with ZooKeeper; `open` may begin another one."""
@@ -249,7 +249,7 @@ class ZooKeeperDirectory:
         self._refreshing = outcome
         try:
             await self._check_same()
-            servers = await self._in_time(self.coordinator.read_servers())
+            servers = await self._with_timeout(self.coordinator.read_servers())
             if servers.is_settled:
                 self._take(servers)
             outcome.set_result(None)
@@ -261,7 +261,7 @@ class ZooKeeperDirectory:
             self._refreshing = None
             outcome.cancel()  # unless it is done: the query was cancelled
 
-    async def _in_time(self, answer: Awaitable[T]) -> T:
+    async def _with_timeout(self, answer: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(self._connect_timeout_ms / 1000):
                 return await answer
@@ -288,7 +288,7 @@ class ZooKeeperDirectory:
         """Check the key of a cluster that was missing; raises ClusterKeyMismatch (rule 8)."""
         if not self._was_missing:
             return
-        key = (await self._in_time(self.coordinator.read_cluster())).store.cluster_key.bytes
+        key = (await self._with_timeout(self.coordinator.read_cluster())).store.cluster_key.bytes
         if key != self.cluster.key:
             raise _other_cluster(self.cluster.key, key, self.coordinator.where)
         self._was_missing = False

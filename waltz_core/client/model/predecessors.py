@@ -38,7 +38,7 @@ from waltz_core.values import value
 from waltz_core.wire.messages import Predecessors
 
 # Limit for predecessors carried from attempt to attempt; above it the author waits for the log.
-CARRIED_MAX = 1_024
+PREDECESSORS_MAX = 1_024
 CRC_BYTES: Final = 4
 _LENGTH: Final = struct.Struct(">i")
 
@@ -124,7 +124,7 @@ class FollowedState:
                 f"predecessors {tuple(message.req_id)}: expected ascending IDs from {mark} to "
                 f"{message.last}, found {ids[1:]}"
             )
-        if len(known) + len(received) > CARRIED_MAX:
+        if len(known) + len(received) > PREDECESSORS_MAX:
             return FOLLOW
         found = (*known, *received)
         return FollowedState(

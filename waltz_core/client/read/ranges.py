@@ -53,7 +53,7 @@ from waltz_core.records.record import (
 from waltz_core.transport import handover, net
 from waltz_core.wire import messages
 from waltz_core.wire.messages import Buffer, RangeForm, Surface
-from waltz_core.wire.places import PLACES, decode_places, door_of
+from waltz_core.wire.places import PLACES, decode_places, socket_name_of
 
 I64 = npt.NDArray[np.int64]
 
@@ -492,7 +492,7 @@ class ReplicaReader:
             ) from error
 
     def _nearby_at(self, address: str) -> Nearby | None:
-        door = door_of(self._replicas.cluster_key, address)
+        door = socket_name_of(self._replicas.cluster_key, address)
         if not handover.is_offered(door):
             return None
         return Nearby(door, self._partition_id, timeout_s=self._timeout_s)

@@ -109,7 +109,7 @@ def next_step(
     if not now.was_opened:
         # Without a history no replica must be in sync: overlapping quorums are enough.
         return _one_by_one(partition_id, now, lacking, leaving)
-    reason = _unsettled(now) or _not_in_sync(now, plan.joining[partition_id])
+    reason = _awaited_session(now) or _not_in_sync(now, plan.joining[partition_id])
     if reason is not None:
         return Wait(partition_id, reason)
     if lacking:
@@ -156,7 +156,7 @@ def _one_by_one(
     return None
 
 
-def _unsettled(now: PartitionReplicas) -> str | None:
+def _awaited_session(now: PartitionReplicas) -> str | None:
     """Return what rule 1 waits for."""
     assert now.metadata is not None
     if set(now.metadata.states) != set(now.assigned):
@@ -366,7 +366,7 @@ def spread(
     places = _filled(now, groups, replica_count)
     for partition_id in places.held:
         _spread_over_groups(places, partition_id)
-    while _has_evened_out(places):
+    while _move_one(places):
         pass
     return {each: tuple(replicas) for each, replicas in places.held.items()}
 
@@ -413,7 +413,7 @@ def _spread_over_groups(places: _Places, partition_id: PartitionId) -> None:
         places.move(partition_id, given_up, found)
 
 
-def _has_evened_out(places: _Places) -> bool:
+def _move_one(places: _Places) -> bool:
     """Move one replica to a storage with at least two fewer; return False if none can move."""
     by_load = sorted(places.groups, key=lambda each: places.load[each])
     for full in reversed(by_load):

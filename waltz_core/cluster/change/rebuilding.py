@@ -85,7 +85,7 @@ class Ids(NamedTuple):
     client_id: int
     generation: int
 
-    def at_least(self, other: "Ids") -> "Ids":
+    def maximum_with(self, other: "Ids") -> "Ids":
         """Return the greater of each."""
         return Ids(*map(max, self, other))
 

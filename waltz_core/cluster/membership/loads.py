@@ -152,7 +152,7 @@ class LoadBoard:
         Raises CoordinatorConflict and CoordinatorOutcomeUnknown; the next call tries again.
         """
         paths = self._nodes.paths
-        await self._nodes.put_own(paths.load(server_id), encode_loads(loads), paths.loads)
+        await self._nodes.put_ephemeral(paths.load(server_id), encode_loads(loads), paths.loads)
 
     async def withdraw(self, server_id: ServerId) -> None:
         """Remove this server's loads; raises like `publish`."""

@@ -172,7 +172,7 @@ class ReachBoard:
             return
         self._published = None  # a write that fails may still arrive
         path = self._nodes.paths.reach(server_id)
-        await self._nodes.put_own(path, report.to_bytes(), self._nodes.paths.reaches)
+        await self._nodes.put_ephemeral(path, report.to_bytes(), self._nodes.paths.reaches)
         self._published = wanted
 
     async def read(

@@ -52,7 +52,7 @@ class ClusterNodes:
                 with suppress(errors.CoordinatorConflict):
                     await self.znodes.write([CreateNode(path)])
 
-    async def put_own(self, path: str, data: bytes, parent: str) -> None:
+    async def put_ephemeral(self, path: str, data: bytes, parent: str) -> None:
         """Write a node that lives as long as this session.
 
         Raises CoordinatorConflict and CoordinatorOutcomeUnknown: then the caller must repeat it.
@@ -69,7 +69,7 @@ class ClusterNodes:
         await self.znodes.write(steps)
 
     async def remove(self, path: str) -> None:
-        """Delete a node if it exists; raises like `put_own`."""
+        """Delete a node if it exists; raises like `put_ephemeral`."""
         node = await self.znodes.get(path)
         if node is not None:
             await self.znodes.write([Delete(path, node.stat.version)])

@@ -2,6 +2,6 @@
 
 `pipeline.py` is the pipeline. `mounts.py` tracks which connections may append, and `admission.py`
 checks each append against it. `lanes.py` and `pace.py` schedule appends fairly. `flights.py` keeps
-the batches in flight, `endings.py` and `answers.py` end requests, and `outcomes.py` are the effects
-of the pipeline.
+the batches in flight, `completions.py` and `answers.py` end requests, and `outcomes.py` are the
+effects of the pipeline.
 """

@@ -6,7 +6,7 @@ older mount are rejected as soon as a newer one exists.
 
 from waltz_core.errors import WaltzError
 from waltz_core.records.record import TRANSACTION_BYTES_MAX, Generation
-from waltz_core.server.append.endings import Endings
+from waltz_core.server.append.completions import Completions
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AppendOutcome
 from waltz_core.server.locking.judging import decode, verify
@@ -18,10 +18,10 @@ from waltz_core.wire.messages import Reason
 class Admission:
     """Admits appends, or answers them with the reason for the rejection."""
 
-    def __init__(self, limits: PartitionLimits, mounts: Mounts, endings: Endings) -> None:
+    def __init__(self, limits: PartitionLimits, mounts: Mounts, completions: Completions) -> None:
         self._limits = limits
         self._mounts = mounts
-        self._endings = endings
+        self._completions = completions
         self.generation = Generation(-1)  # of the open session
 
     def stale(self, ticket: Ticket) -> Reason | None:
@@ -47,7 +47,7 @@ class Admission:
         try:
             verify(message)
         except WaltzError as error:
-            self._endings.fail(ticket, error, out)
+            self._completions.fail(ticket, error, out)
             return False
         return True
 
@@ -58,7 +58,7 @@ class Admission:
                 ticket.open(decode(ticket.message, self._limits))
             except WaltzError as error:
                 ticket.message = None
-                self._endings.fail(ticket, error, out)
+                self._completions.fail(ticket, error, out)
                 return False
         return True
 
@@ -67,4 +67,4 @@ class Admission:
         if isinstance(ticket, BatchTicket) and not self.opens(ticket, out):
             return
         ticket.reject(reason)
-        self._endings.finish(ticket, out)
+        self._completions.finish(ticket, out)

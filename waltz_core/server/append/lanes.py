@@ -22,7 +22,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 from waltz_core.server.partition_events import ConnectionId
 
 
-class Queueable(Protocol):
+class LaneItem(Protocol):
     """A request that can wait in a lane."""
 
     @property
@@ -38,7 +38,7 @@ class Queueable(Protocol):
         """Whether small requests may pass it (rule 4)."""
 
 
-WaitingT = TypeVar("WaitingT", bound=Queueable)
+WaitingT = TypeVar("WaitingT", bound=LaneItem)
 _Entry: TypeAlias = tuple[int, int, ConnectionId]  # clock, serial number, connection of the lane
 
 

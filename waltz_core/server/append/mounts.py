@@ -178,7 +178,7 @@ class Mounts:
         mount = self._mounts.get(client_id)
         return mount is not None and mount.is_ready and mount.connection == connection
 
-    def lapse(self, client_id: ClientId) -> None:
+    def invalidate(self, client_id: ClientId) -> None:
         """The client has lost a row: it must mount again before its next append (rule 4)."""
         mount = self._mounts.get(client_id)
         if mount is not None:

@@ -23,7 +23,8 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
        request is rejected, and the judged rows keep their outcome. A piece lost with its session
        ends the mount (rule 4), so no later row of the same request can enter.
     8. After a move nothing is judged before the lock table has been filled (`refill.py`).
-    9. AHEAD (the client's mark is above the log's) is reported only with a proof (`endings.py`).
+    9. AHEAD (the client's mark is above the log's) is reported only with a proof
+       (`completions.py`).
    10. Dependent appends (`following.py`) are judged as if their predecessors were in the log,
        provided that those are in flight in this same session; otherwise they are rejected.
        Admitted dependent appends are gathered while a batch is in flight, and go to the store when
@@ -38,7 +39,7 @@ from waltz_core.records.lock_blocks import LogEnd
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, PartitionId, TransactionId
 from waltz_core.replication.session_events import SessionOpened
 from waltz_core.server.append.admission import Admission
-from waltz_core.server.append.endings import Endings
+from waltz_core.server.append.completions import Completions
 from waltz_core.server.append.flights import Draft, Flight, Flights
 from waltz_core.server.append.lanes import Lanes
 from waltz_core.server.append.mounts import Mounts
@@ -49,7 +50,7 @@ from waltz_core.server.locking.judging import JudgedPiece, LogPlace, judge_rows,
 from waltz_core.server.locking.lock_queues import LockQueues, is_contending
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.refill import Refill
-from waltz_core.server.locking.tickets import AppendFigures, BatchTicket, SingleTicket, Ticket
+from waltz_core.server.locking.tickets import AppendCounters, BatchTicket, SingleTicket, Ticket
 from waltz_core.server.partition_events import ConnectionId, PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendFollowing, AppendRequest, Reason
 
@@ -66,9 +67,9 @@ class AppendPipeline:
         self._lanes: Lanes[Ticket] = Lanes()
         self._lock_queues = LockQueues(expects_return=False)
         self._following = Followers()
-        self.figures = AppendFigures()
-        self._endings = Endings(mounts, self.figures)
-        self._admission = Admission(limits, mounts, self._endings)
+        self.counters = AppendCounters()
+        self._completions = Completions(mounts, self.counters)
+        self._admission = Admission(limits, mounts, self._completions)
         self._flights = Flights(pace)
         self._table: LockTable | None = None
         self._is_open = False
@@ -139,15 +140,15 @@ class AppendPipeline:
         out: list[AppendOutcome] = []
         self._high_water_mark = opened.high_water_mark
         self._session_id, self._admission.generation = opened.session_id, opened.generation
-        self._endings.session_id = opened.session_id
-        self._endings.high_water_mark = opened.high_water_mark
+        self._completions.session_id = opened.session_id
+        self._completions.high_water_mark = opened.high_water_mark
         for flight in self._flights.pop_settled(last):
             self._land(flight, out, now_ms=None, is_ours=unbroken)
         lost, submitted = self._flights.pop_lost()
         for each in lost:
             for ticket in each.tickets:
                 if ticket.settle(min(last, submitted), self._loss):
-                    self._mounts.lapse(ticket.req_id.client_id)
+                    self._mounts.invalidate(ticket.req_id.client_id)
                 self._landed(ticket, out)
             out.extend(Reached(token) for token in each.waiting)
         self._flights.begin(opened.high_water_mark, opened.chain, stamp_ms)
@@ -168,14 +169,14 @@ class AppendPipeline:
         """The high-water mark has moved to `last`, where the log's chain is `chain`."""
         assert self._is_open
         assert self._high_water_mark <= last < self._flights.next_id
-        self._high_water_mark = self._endings.high_water_mark = last
+        self._high_water_mark = self._completions.high_water_mark = last
         assert self._table is not None
         self._table.landed(last)
         out: list[AppendOutcome] = []
         for flight in self._flights.pop_landed(last, chain, now_ms):
             self.proved_ms = flight.submitted_ms
             if flight.tickets:
-                self.figures.took_ms.append(now_ms - flight.tickets[0].received_ms)
+                self.counters.took_ms.append(now_ms - flight.tickets[0].received_ms)
             self._land(flight, out, now_ms=now_ms)
         return out
 
@@ -194,7 +195,7 @@ class AppendPipeline:
         self._flights.stop()
         self._following.closed()
         # Final rejections are reported now: the next session may take long to open.
-        return self._endings.answer_rejected(self._lock_queues.all()) + self._notify_followers(
+        return self._completions.answer_rejected(self._lock_queues.all()) + self._notify_followers(
             self._following.waiting.all()
         )
 
@@ -221,7 +222,7 @@ class AppendPipeline:
                 queued.append(ticket)
         # Rejected, so they are not in the log either.
         queued += [*self._lock_queues.all(), *self._following.waiting.all()]
-        out += self._endings.abandon()
+        out += self._completions.abandon()
         return queued, list(doubtful.values()), out
 
     # -----------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ class AppendPipeline:
         now_ms: int,
     ) -> list[AppendOutcome]:
         """Queue a request; reject it when the queue is over the limit."""
-        epoch = self._endings.enter()
+        epoch = self._completions.enter()
         ticket: Ticket
         req_id = message.req_id
         mount = self._mounts.number_on_arrival(req_id.client_id, connection)
@@ -259,12 +260,12 @@ class AppendPipeline:
             if isinstance(ticket, BatchTicket) and ticket.flight_count:
                 ticket.reject(Reason.NOT_MOUNTED)  # It leaves with its last flight.
             else:
-                self._endings.leave(ticket, out)
+                self._completions.leave(ticket, out)
         for rejected in (
             *self._lock_queues.drop(connection),
             *self._following.waiting.drop(connection),
         ):
-            self._endings.leave(rejected, out)
+            self._completions.leave(rejected, out)
         return out
 
     def barrier(self, token: int) -> list[AppendOutcome]:
@@ -277,11 +278,11 @@ class AppendPipeline:
 
     def answer_ahead(self, ticket: Ticket, *, is_proved: bool) -> list[AppendOutcome]:
         """Answer a request with rows that were ahead of the log (rule 9)."""
-        return self._endings.answer_ahead(ticket, is_proved=is_proved)
+        return self._completions.answer_ahead(ticket, is_proved=is_proved)
 
     def flush(self, token: int) -> list[AppendOutcome]:
         """Return `Reached` when everything received up to now is final."""
-        return self._endings.flush(token)
+        return self._completions.flush(token)
 
     # -----------------------------------------------------------------------------------------
     # a turn
@@ -291,7 +292,7 @@ class AppendPipeline:
         flights = self._flights
         draft, flights.gathered = flights.gathered or Draft(), None
         draft.out = [*self.refill.turn(now_ms)]
-        draft.out += self._endings.answer_rejected(self._lock_queues.due(now_ms))
+        draft.out += self._completions.answer_rejected(self._lock_queues.due(now_ms))
         draft.out += self._notify_followers(self._following.waiting.due(now_ms))
         self._take_slice(draft, now_ms)
         if draft.parts and self._may_gather(draft, now_ms):
@@ -300,8 +301,8 @@ class AppendPipeline:
             return out
         batch = flights.submit(draft, self._session_id, now_ms=now_ms, wall_ms=wall_ms)
         if batch is not None:
-            self.figures.batches += 1
-            self.figures.accepted += batch.last - batch.first + 1
+            self.counters.batches += 1
+            self.counters.accepted += batch.last - batch.first + 1
             draft.out.append(SubmitBatch(batch))
         return draft.out
 
@@ -391,7 +392,7 @@ class AppendPipeline:
         if reason := self._admission.stale(ticket):
             self._lanes.take(with_large=ticket.is_large)
             ticket.reject(reason)
-            self._endings.finish_if_final(ticket, draft.out)
+            self._completions.finish_if_final(ticket, draft.out)
             return 0
         if stop < ticket.ids.size:
             self._lanes.take_part(ticket.cost_up_to(stop) - ticket.cost_up_to(start))
@@ -420,7 +421,7 @@ class AppendPipeline:
         has_seen = message.session_id != NO_SESSION
         if has_seen and not self._following.holds(message, last):
             ticket.reject_for(self._high_water_mark)
-            self._endings.finish(ticket, draft.out)
+            self._completions.finish(ticket, draft.out)
             return
         mark = last if has_seen else self._high_water_mark
         piece = judge_singles([ticket], self._table, LogPlace(mark, self._flights.next_id))
@@ -436,7 +437,7 @@ class AppendPipeline:
             draft.out += self._notify_followers(notified)
 
     def _notify_followers(self, rejected: Iterable[SingleTicket]) -> list[AppendOutcome]:
-        return self._endings.answer_followers(rejected, self._following, self._flights.next_id)
+        return self._completions.answer_followers(rejected, self._following, self._flights.next_id)
 
     @property
     def _place(self) -> LogPlace:
@@ -452,7 +453,7 @@ class AppendPipeline:
                 ticket.flight_count += 1
             draft.tickets.append(ticket)
         for ticket in piece.rejected:
-            self._endings.finish_if_final(ticket, draft.out)
+            self._completions.finish_if_final(ticket, draft.out)
 
     # -----------------------------------------------------------------------------------------
     # endings
@@ -461,8 +462,8 @@ class AppendPipeline:
         self, flight: Flight, out: list[AppendOutcome], *, now_ms: int | None, is_ours: bool = True
     ) -> None:
         batch = flight.batch
-        self.figures.committed += batch.last - batch.first + 1
-        self.figures.committed_bytes += len(batch.records)
+        self.counters.committed += batch.last - batch.first + 1
+        self.counters.committed_bytes += len(batch.records)
         if is_ours:  # Otherwise another owner may have cut and extended the log since.
             out.append(BatchCommitted(flight.entry, batch))
         held: list[SingleTicket] = []
@@ -473,7 +474,7 @@ class AppendPipeline:
                 self._landed(ticket, out)
         if now_ms is not None:
             took_ms = now_ms - flight.submitted_ms
-            out += self._endings.answer_rejected(
+            out += self._completions.answer_rejected(
                 self._lock_queues.landed(flight.tickets, held, took_ms=took_ms, now_ms=now_ms)
             )
         out.extend(Reached(token) for token in flight.waiting)
@@ -488,4 +489,4 @@ class AppendPipeline:
         """A flight with rows of this request is final."""
         if isinstance(ticket, BatchTicket):
             ticket.flight_count -= 1
-        self._endings.finish_if_final(ticket, out)
+        self._completions.finish_if_final(ticket, out)

@@ -123,7 +123,7 @@ class LockQueues:
         for queue in touched.values():
             queue.notify_after_ms = max(NOTIFY_MS_MIN, NOTIFY_FACTOR * took_ms)
             notified.append(self._first_of(queue, now_ms))
-        self._sweep(now_ms)
+        self._remove_unused(now_ms)
         return notified
 
     def due(self, now_ms: int) -> list[SingleTicket]:
@@ -134,13 +134,13 @@ class LockQueues:
         for queue in self._queues.values():
             while queue.waiting and queue.next_ms <= now_ms:
                 notified.append(self._first_of(queue, now_ms))
-        self._sweep(now_ms)
+        self._remove_unused(now_ms)
         return notified
 
     def drop(self, connection: ConnectionId) -> list[SingleTicket]:
         """Forget the writers of a closed connection; return them."""
         dropped = self._take(lambda ticket: ticket.connection == connection)
-        self._sweep(0)
+        self._remove_unused(0)
         return dropped
 
     def all(self) -> list[SingleTicket]:
@@ -169,7 +169,7 @@ class LockQueues:
         if self._not_before_ms is None or at_ms < self._not_before_ms:
             self._not_before_ms = at_ms
 
-    def _sweep(self, now_ms: int) -> None:
+    def _remove_unused(self, now_ms: int) -> None:
         """Remove unused queues, and compute when the others have something to do."""
         for key, queue in list(self._queues.items()):
             if not queue.waiting and not (self._expects_return and queue.due_ms > now_ms):

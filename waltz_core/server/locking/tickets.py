@@ -245,7 +245,7 @@ Ticket: TypeAlias = SingleTicket | BatchTicket
 
 
 @dataclass(slots=True)
-class AppendFigures:
+class AppendCounters:
     """Counts of requests and outcomes since the start, for metrics; `rejected` is by `Reason`."""
 
     requests: int = 0

@@ -110,7 +110,7 @@ class Flow:
         """Return the requests that may be processed now, in order."""
         account = self._accounts.get(connection)
         admitted: list[AdmittedRequest] = []
-        while account and account.waiting and self._has_room(account):
+        while account and account.waiting and self._has_capacity(account):
             message = account.waiting.popleft()
             request_bytes, answer_bytes = _request_bytes(message), self._answer_bytes(message)
             account.waiting_bytes -= request_bytes
@@ -145,7 +145,7 @@ class Flow:
     def balance(self) -> list[ConnectionId]:
         """Return the connections whose `may_read` may have changed by rule 3."""
         if self.bytes > self._limits.memory_bytes_max:
-            return self._restrain()
+            return self._pause_largest()
         if self.bytes <= self._limits.memory_bytes_max // 8 * 7:
             freed = [each for each, account in self._accounts.items() if account.is_greedy]
             for connection in freed:
@@ -153,7 +153,7 @@ class Flow:
             return freed
         return []
 
-    def _restrain(self) -> list[ConnectionId]:
+    def _pause_largest(self) -> list[ConnectionId]:
         """Stop reading the connections that use most, as many as hold the excess bytes."""
         over_bytes = self.bytes - self._limits.memory_bytes_max
         stopped: list[ConnectionId] = []
@@ -170,7 +170,7 @@ class Flow:
     # -----------------------------------------------------------------------------------------
     # inside
 
-    def _has_room(self, account: _Account) -> bool:
+    def _has_capacity(self, account: _Account) -> bool:
         limits = self._limits
         if account.is_congested or account.count >= limits.connection_in_flight_max:
             return False

@@ -109,7 +109,7 @@ class Host:
             write_backlog_bytes_max=services.write_backlog_bytes_max,
             ssl=services.ssl,
         )
-        self._shown = _ShownFigures()
+        self._published = _PublishedCounters()
         self._turn: Turn | None = None
         self._answers = self._answer_bytes = 0
         self._driver: Driver[Event, Effect] = Driver(
@@ -287,14 +287,14 @@ class Host:
     @property
     def cost(self) -> float:
         """The total cost of this partition (`load.py`)."""
-        figures = self.partition.pipeline.figures
-        return cost_of(figures, answers=self._answers, answer_bytes=self._answer_bytes)
+        counters = self.partition.pipeline.counters
+        return cost_of(counters, answers=self._answers, answer_bytes=self._answer_bytes)
 
-    def show(self) -> None:
+    def publish(self) -> None:
         """Update this partition's metrics."""
-        self._shown.show(self.partition_id, self.partition, self._services.metrics)
+        self._published.publish(self.partition_id, self.partition, self._services.metrics)
         now_ms = loop_clock_ms()
-        self._waits.show(now_ms)
+        self._waits.publish(now_ms)
         for replica, took_ms in self._take_append_times().items():
             self._services.append_times.add(replica, took_ms, now_ms)
             name = "waltz_server_replica_append_seconds"
@@ -326,7 +326,7 @@ class Waits:
         self._metrics = metrics
         self._slow: set[ReplicaId] = set()
 
-    def show(self, now_ms: int) -> None:
+    def publish(self, now_ms: int) -> None:
         """Update the metrics, and log when a replica falls silent or answers again."""
         waits_ms = self._waits_ms(now_ms)
         slow = {each for each, wait_ms in waits_ms.items() if wait_ms >= SLOW_REPLICA_MS}
@@ -346,7 +346,7 @@ class Waits:
         self._slow, self.silent = slow, silent
 
 
-class _ShownFigures:
+class _PublishedCounters:
     """The figures of a partition that the metrics have; only changed ones are updated.
 
     The update runs every second for up to a thousand partitions, most of which are idle.
@@ -357,19 +357,19 @@ class _ShownFigures:
         self._rejected_before = [0] * len(Reason)
         self._gauges: tuple[int, ...] = ()
 
-    def show(self, partition_id: PartitionId, partition: Partition, metrics: Metrics) -> None:
-        figures = partition.pipeline.figures
+    def publish(self, partition_id: PartitionId, partition: Partition, metrics: Metrics) -> None:
+        counters = partition.pipeline.counters
         for name, total in (
-            ("waltz_server_appended_transactions_total", figures.committed),
-            ("waltz_server_appended_bytes_total", figures.committed_bytes),
-            ("waltz_server_appended_batches_total", figures.batches),
+            ("waltz_server_appended_transactions_total", counters.committed),
+            ("waltz_server_appended_bytes_total", counters.committed_bytes),
+            ("waltz_server_appended_batches_total", counters.batches),
         ):
             if total != self._before.get(name):
                 metrics.add(name, total - self._before.get(name, 0), partition=partition_id)
                 self._before[name] = total
         for reason in Reason:
-            more = figures.rejected[reason] - self._rejected_before[reason]
-            self._rejected_before[reason] = figures.rejected[reason]
+            more = counters.rejected[reason] - self._rejected_before[reason]
+            self._rejected_before[reason] = counters.rejected[reason]
             if more:
                 metrics.add(
                     "waltz_server_rejected_transactions_total",
@@ -377,17 +377,17 @@ class _ShownFigures:
                     partition=partition_id,
                     reason=reason.name.lower(),
                 )
-        while figures.took_ms:
-            metrics.observe("waltz_server_append_seconds", figures.took_ms.popleft() / 1000)
+        while counters.took_ms:
+            metrics.observe("waltz_server_append_seconds", counters.took_ms.popleft() / 1000)
         for (cache, outcome), total in partition.reads.cache_reads().items():
             name = f"{cache} {outcome}"
             if total != self._before.get(name):
                 more = total - self._before.get(name, 0)
                 self._before[name] = total
                 metrics.add("waltz_server_cache_reads_total", more, cache=cache, outcome=outcome)
-        self._show_gauges(partition_id, partition, metrics)
+        self._publish_gauges(partition_id, partition, metrics)
 
-    def _show_gauges(
+    def _publish_gauges(
         self, partition_id: PartitionId, partition: Partition, metrics: Metrics
     ) -> None:
         mark, lag = partition.high_water_mark, partition.feed.lag_max()

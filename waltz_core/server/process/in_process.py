@@ -112,7 +112,7 @@ class Faults:
         failures.count -= 1
         return failures
 
-    def coin(self) -> bool:
+    def random_bool(self) -> bool:
         """Draw True or False."""
         return self._random.random() < 0.5
 
@@ -222,7 +222,7 @@ class MemoryHost:
         )
         # Requests whose answers will be lost; until when each client may not mount.
         self._muted: set[ReqId] = set()
-        self._shut_out_until_s: dict[int, float] = {}
+        self._disconnected_until_s: dict[int, float] = {}
         self._driver: Driver[Event, Effect] = Driver(
             self._partition,
             self._perform,
@@ -243,7 +243,7 @@ class MemoryHost:
             if self._fails(connection, message, cost_bytes):
                 return
         elif isinstance(message, MountRequest | MountWriter):
-            until_s = self._shut_out_until_s.get(message.req_id.client_id, 0.0)
+            until_s = self._disconnected_until_s.get(message.req_id.client_id, 0.0)
             if self._server.loop.time() < until_s:
                 error = errors.Overloaded("the fault keeps the outcome of an append unknown")
                 self._server.answer(rejection(connection, message.req_id, cost_bytes, error))
@@ -263,7 +263,7 @@ class MemoryHost:
                 return True
             outcome_timeout_s = self._server.outcome_timeout_s[req_id.client_id]
             now_s = self._server.loop.time()
-            self._shut_out_until_s[req_id.client_id] = now_s + outcome_timeout_s
+            self._disconnected_until_s[req_id.client_id] = now_s + outcome_timeout_s
             return self._lose(connection, req_id, enters_log=failure.enters_log)
         if faults.rejects(message):
             mark = self._partition.high_water_mark
@@ -275,7 +275,7 @@ class MemoryHost:
 
     def _lose(self, connection: ConnectionId, req_id: ReqId, *, enters_log: bool | None) -> bool:
         """Lose an append, or its answer (False), with the connection."""
-        if self._server.faults.coin() if enters_log is None else enters_log:
+        if self._server.faults.random_bool() if enters_log is None else enters_log:
             self._muted.add(req_id)
             return False
         self._server.clients.cut(connection, "an append was lost")

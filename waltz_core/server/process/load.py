@@ -8,7 +8,7 @@ Rules:
 
 from typing import Final
 
-from waltz_core.server.locking.tickets import AppendFigures
+from waltz_core.server.locking.tickets import AppendCounters
 
 # In addition to bytes: a row is judged, numbered and hashed; an answer takes a turn of the loop and
 # a frame on both sides (docs/performance.md: a row of a single append costs about a hundred times
@@ -18,7 +18,7 @@ _ANSWER_KIB: Final = 16.0
 _KIB: Final = 1024
 
 
-def cost_of(figures: AppendFigures, *, answers: int, answer_bytes: int) -> float:
+def cost_of(counters: AppendCounters, *, answers: int, answer_bytes: int) -> float:
     """Return the total cost of a partition from its counters."""
-    bytes_kib = (figures.committed_bytes + answer_bytes) / _KIB
-    return bytes_kib + figures.committed * _ROW_KIB + answers * _ANSWER_KIB
+    bytes_kib = (counters.committed_bytes + answer_bytes) / _KIB
+    return bytes_kib + counters.committed * _ROW_KIB + answers * _ANSWER_KIB

@@ -56,7 +56,7 @@ from waltz_core.wire.messages import Surface
 _log = logging.getLogger(__name__)
 
 
-SHOW_INTERVAL_S: Final = 1.0
+METRICS_INTERVAL_S: Final = 1.0
 LAST_APPENDS_POLLS: Final = 100
 LAST_APPENDS_POLL_S: Final = 0.01
 UNREGISTER_S_MAX: Final = 2.0
@@ -216,7 +216,7 @@ class Server:
                     timeout_ms=self._config.zookeeper_connect_timeout_ms,
                 )
                 tasks.create_task(follow_readable(coordinator.follow_servers, self._owned))
-                tasks.create_task(self._show())
+                tasks.create_task(self._publish())
                 tasks.create_task(self._prefer_again())
                 tasks.create_task(self._neighbours.report(coordinator.reach, self._is_open))
                 if self._config.balance == "load":
@@ -468,12 +468,12 @@ class Server:
         }
         return Health(all(partitions.values()), details)
 
-    async def _show(self) -> None:
+    async def _publish(self) -> None:
         """Update the metrics periodically."""
         metrics = self.metrics
         while True:
             for host in self.hosts.values():
-                host.show()
+                host.publish()
             metrics.set("waltz_server_partitions", len(self.hosts))
             metrics.set("waltz_server_connections", self._clients.count)
             metrics.set("waltz_server_old_client_connections", self._clients.old_client_count)
@@ -484,7 +484,7 @@ class Server:
             metrics.set(
                 "waltz_server_lock_table_bytes", sum(table.size_bytes for table in tables if table)
             )
-            await asyncio.sleep(SHOW_INTERVAL_S)
+            await asyncio.sleep(METRICS_INTERVAL_S)
 
 
 async def _close(listener: net.Listener) -> None:

@@ -47,10 +47,10 @@ FRAMES_PER_TURN_MAX = 64
 FeedKey: TypeAlias = tuple[ConnectionId, ClientId]
 
 
-class Memory(Protocol):
+class HeaderCache(Protocol):
     """The cache of feed headers."""
 
-    def recall(self, first: TransactionId, last: TransactionId) -> FeedHeaders | None:
+    def read_cached(self, first: TransactionId, last: TransactionId) -> FeedHeaders | None:
         """Return headers from `first` up to `last` or fewer; None when they must be fetched."""
 
 
@@ -92,7 +92,7 @@ class _Context:
 class Feed:
     """The feed contexts of one partition."""
 
-    def __init__(self, limits: PartitionLimits, memory: Memory) -> None:
+    def __init__(self, limits: PartitionLimits, memory: HeaderCache) -> None:
         self._limits = limits
         self._memory = memory
         # In order of turns.
@@ -252,7 +252,7 @@ class Feed:
             self._end_grant(context, out)
             return False
         last = min(last, TransactionId(context.next + self._limits.feed_frame_count_max - 1))
-        stretch = self._memory.recall(context.next, last)
+        stretch = self._memory.read_cached(context.next, last)
         if stretch is None:
             context.is_fetching = True
             fetch = FetchHeaders(

@@ -6,7 +6,7 @@ catches up beyond the transaction cache, each would be a round trip to a storage
 Rules:
     1. A stretch is fetched if a request closely follows an earlier one of the partition. A stretch
        has at most `AHEAD_COUNT` records and `AHEAD_BYTES`, or one larger record.
-    2. The last `STRETCHES_MAX` stretches of a partition are kept, within the budget of the
+    2. The last `PREFETCHED_RANGES_MAX` stretches of a partition are kept, within the budget of the
        transaction caches, which covers all partitions.
     3. Only checked records of committed transactions are kept, and only within a session whose
        owner is sure of the log (`clear`).
@@ -26,14 +26,14 @@ I64 = npt.NDArray[np.int64]
 
 AHEAD_COUNT: Final = 1_024
 AHEAD_BYTES: Final = 64 * 1024
-STRETCHES_MAX: Final = 4
+PREFETCHED_RANGES_MAX: Final = 4
 # Maximum distance of a request that follows another one: clients skip transactions whose header
 # they do not need.
 NEAR_COUNT: Final = 32
 _ENDS_MAX: Final = 16
 
 
-class _Stretch(NamedTuple):
+class _PrefetchedRange(NamedTuple):
     receipt: int
     cost_bytes: int
     offsets: I64
@@ -45,13 +45,13 @@ class ReadAhead:
 
     def __init__(self, budget: CacheBudget) -> None:
         self._budget = budget
-        self._stretches: OrderedDict[TransactionId, _Stretch] = OrderedDict()  # by first id
+        self._ranges: OrderedDict[TransactionId, _PrefetchedRange] = OrderedDict()  # by first id
         self._ends: deque[TransactionId] = deque(maxlen=_ENDS_MAX)
         self.hits = 0
 
     def find(self, transaction_id: TransactionId) -> memoryview | None:
         """Return the record of a transaction, if it is cached."""
-        for first, stretch in self._stretches.items():
+        for first, stretch in self._ranges.items():
             index = transaction_id - first
             if 0 <= index < stretch.offsets.size - 1:
                 self.hits += 1
@@ -69,29 +69,29 @@ class ReadAhead:
     def keep(self, first: TransactionId, lengths: I64, records: Buffer) -> None:
         """Keep a stretch, in place of the oldest one (rule 2)."""
         self.ended_at(TransactionId(first + lengths.size - 1))
-        if first in self._stretches:
+        if first in self._ranges:
             self._drop(first)
         offsets = offsets_of(lengths)
         cost_bytes = len(records) + offsets.nbytes + BATCH_OVERHEAD_BYTES
         if cost_bytes > self._budget.limit_bytes:
             return
-        if len(self._stretches) == STRETCHES_MAX:
+        if len(self._ranges) == PREFETCHED_RANGES_MAX:
             self.drop_oldest()
         receipt = self._budget.take(cost_bytes, self)
         # A copy, because a view would also keep the rest of the storage's answer in memory.
         copy = memoryview(bytes(records))
-        self._stretches[first] = _Stretch(receipt, cost_bytes, offsets, copy)
+        self._ranges[first] = _PrefetchedRange(receipt, cost_bytes, offsets, copy)
 
     def drop_oldest(self) -> None:
         """Release the oldest stretch; the budget calls this to make room."""
-        self._drop(next(iter(self._stretches)))
+        self._drop(next(iter(self._ranges)))
 
     def clear(self) -> None:
         """Release everything."""
-        for first in list(self._stretches):
+        for first in list(self._ranges):
             self._drop(first)
         self._ends.clear()
 
     def _drop(self, first: TransactionId) -> None:
-        stretch = self._stretches.pop(first)
+        stretch = self._ranges.pop(first)
         self._budget.release(stretch.receipt, stretch.cost_bytes)

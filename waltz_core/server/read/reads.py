@@ -140,7 +140,7 @@ class Reads:
         self._jobs: dict[_Key, _Job] = {}
         self._ready: deque[_Job] = deque()
         self._running: dict[int, _Job | None] = {}  # None: no request waits for it any more
-        self._parked: list[tuple[int, _Job]] = []
+        self._delayed: list[tuple[int, _Job]] = []
         self._token = 0
         self._turn = 0
         self._avoided: dict[ReplicaId, int] = {}  # until how many fetches were made (rule 7)
@@ -169,8 +169,8 @@ class Reads:
         """A session has opened: start all waiting fetches in it (rule 5)."""
         self._session_id, self._high_water_mark = session_id, high_water_mark
         self._is_open = True
-        self._ready.extend(job for _, job in self._parked)
-        self._parked.clear()
+        self._ready.extend(job for _, job in self._delayed)
+        self._delayed.clear()
         return self._start()
 
     def closed(self) -> None:
@@ -207,7 +207,7 @@ class Reads:
         self._ready.clear()
         # Fetches under way count until they are answered, also after the release.
         self._running = dict.fromkeys(self._running)
-        self._parked.clear()
+        self._delayed.clear()
         self._is_open = False
         self.forget_all()
         return waiting
@@ -225,7 +225,7 @@ class Reads:
             run = _Run(first, TransactionId(first - 1), message.form, _EMPTY, b"", ())
             return [self._range_answer(request, message, run)]
         bytes_max = min(max(message.bytes_max, 1), self._limits.range_bytes_max)
-        run_or_none = self._recall_run(first, last, bytes_max, message.form)
+        run_or_none = self._read_cached_run(first, last, bytes_max, message.form)
         if run_or_none is not None:
             return [self._range_answer(request, message, run_or_none)]
         return self._fetch(_Key(first, last, bytes_max, message.form), request)
@@ -243,7 +243,7 @@ class Reads:
         record = self._ahead.find(wanted)
         if record is not None:
             return [_data_answer(request, message, record)]
-        run = self._recall_run(wanted, wanted, 1, RangeForm.WHOLE)
+        run = self._read_cached_run(wanted, wanted, 1, RangeForm.WHOLE)
         if run is not None:
             return [_data_answer(request, message, run.records)]
         return self._fetch(self._key_of_one(wanted), request)
@@ -283,7 +283,7 @@ class Reads:
                 dropped.add(key)
         if dropped:
             self._ready = deque(job for job in self._ready if job.key not in dropped)
-            self._parked = [each for each in self._parked if each[1].key not in dropped]
+            self._delayed = [each for each in self._delayed if each[1].key not in dropped]
         for key in dropped:
             del self._jobs[key]
             self._reading_ahead.pop(key, None)
@@ -291,8 +291,8 @@ class Reads:
     # -----------------------------------------------------------------------------------------
     # memory
 
-    def recall(self, first: TransactionId, last: TransactionId) -> FeedHeaders | None:
-        """Return cached feed headers (`feeds.Memory`)."""
+    def read_cached(self, first: TransactionId, last: TransactionId) -> FeedHeaders | None:
+        """Return cached feed headers (`feeds.HeaderCache`)."""
         headers = self._feed.read(first, last)
         if not headers:
             return None
@@ -314,7 +314,7 @@ class Reads:
             return None
         return self._entries[low - 1]
 
-    def _recall_run(
+    def _read_cached_run(
         self, first: TransactionId, last: TransactionId, bytes_max: int, form: int
     ) -> _Run | None:
         if form == RangeForm.HEADERS:
@@ -339,16 +339,16 @@ class Reads:
     @property
     def wake_at_ms(self) -> int | None:
         """When the next parked fetch is due."""
-        if not self._is_open or not self._parked:
+        if not self._is_open or not self._delayed:
             return None
-        return min(at_ms for at_ms, _ in self._parked)
+        return min(at_ms for at_ms, _ in self._delayed)
 
     def wake(self, now_ms: int) -> list[ReadOutcome]:
         """Retry the parked fetches that are due."""
-        if not self._parked:
+        if not self._delayed:
             return []
-        due = [job for at_ms, job in self._parked if at_ms <= now_ms]
-        self._parked = [(at_ms, job) for at_ms, job in self._parked if at_ms > now_ms]
+        due = [job for at_ms, job in self._delayed if at_ms <= now_ms]
+        self._delayed = [(at_ms, job) for at_ms, job in self._delayed if at_ms > now_ms]
         self._ready.extend(due)
         return self._start()
 
@@ -401,7 +401,7 @@ class Reads:
         elif job.tried:
             self._ready.append(job)
         else:
-            self._parked.append((now_ms + job.retry_ms, job))
+            self._delayed.append((now_ms + job.retry_ms, job))
             job.retry_ms = min(2 * job.retry_ms, RETRY_MAX_MS)
         return out + self._start()
 

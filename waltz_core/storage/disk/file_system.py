@@ -199,7 +199,7 @@ def remove_temporary(disk: Disk, directory: Path) -> None:
 # the real file system
 
 
-def open_for_another(path: Path) -> int:
+def descriptor_for_reader(path: Path) -> int:
     """Return a descriptor of a real file, for reading only, for another process."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -332,7 +332,7 @@ class RealFile:
         found = False
         try:
             for block in {offset // _BLOCK_BYTES, (offset + size - 1) // _BLOCK_BYTES}:
-                if not _gives(fd, block * _BLOCK_BYTES):
+                if not _is_readable(fd, block * _BLOCK_BYTES):
                     self._is_unsynced = found = True
                     _punch(fd, block * _BLOCK_BYTES)
         finally:
@@ -464,7 +464,7 @@ def _after(parts: list[memoryview], written: int) -> list[memoryview]:
     return []
 
 
-def _gives(fd: int, offset: int) -> bool:
+def _is_readable(fd: int, offset: int) -> bool:
     """Return whether a block can be read, at once or on a retry; other errors do not count."""
     for is_last in (False, True):
         try:

@@ -99,7 +99,7 @@ def check_repaired(
         if RECONSTRUCTED in {entry.session_id, NO_SESSION if before is None else before.session_id}:
             continue  # Its chain is not computed from these records, nor is that of the next.
         crcs = _crcs(segments, entry.first, entry.last)
-        beside = () if crcs is not None else _wrong_beside(segments, entry, repaired)
+        beside = () if crcs is not None else _wrong_ids(segments, entry, repaired)
         found += beside
         if beside:
             continue
@@ -127,9 +127,7 @@ def _crcs(segments: Segments, first: TransactionId, last: TransactionId) -> byte
     return None
 
 
-def _wrong_beside(
-    segments: Segments, entry: LineageEntry, repaired: IdRange
-) -> tuple[IdRange, ...]:
+def _wrong_ids(segments: Segments, entry: LineageEntry, repaired: IdRange) -> tuple[IdRange, ...]:
     """Return the IDs of a batch that are wrong, except the repaired ones."""
     every = map(TransactionId, range(entry.first, entry.last + 1))
     beside = [each for each in every if not repaired.first <= each <= repaired.last]

@@ -130,7 +130,7 @@ class LineageFile:
         self.chain_before = header.chain_before
         entries_bytes = file.size() - LINEAGE_HEADER_BYTES
         self.count = max(0, entries_bytes // LINEAGE_ENTRY_BYTES)
-        self._is_ragged = entries_bytes != LINEAGE_ENTRY_BYTES * self.count
+        self._has_partial_entry = entries_bytes != LINEAGE_ENTRY_BYTES * self.count
 
     @classmethod
     def open(cls, disk: Disk, path: Path) -> "LineageFile":
@@ -212,7 +212,7 @@ class LineageFile:
         place, end = self.count - 1, None
         while place >= 0 and (end := self._readable(place)) is None:
             place -= 1
-        if place + 1 < self.count or self._is_ragged:
+        if place + 1 < self.count or self._has_partial_entry:
             self.cut(place + 1)
         return end
 
@@ -287,7 +287,7 @@ class LineageFile:
         """Keep the first `count` entries."""
         self._file.truncate(_entry_place(count))
         self.count = count
-        self._is_ragged = False
+        self._has_partial_entry = False
 
     def sync(self) -> None:
         """Make it durable."""

@@ -7,9 +7,9 @@ Rules:
     2. After a hole, the first record at the position that the index states is preferred to earlier
        candidates, unless such a candidate leads to it, record by record. A misdirected write leaves
        valid records in wrong places, and the data of a record may contain others.
-    3. Where nothing is cut, bytes that the disk cannot read are a hole like any other (`Salvaged`),
-       provided that the index can be read: a candidate after the hole may be inside a record's
-       data.
+    3. Where nothing is cut, bytes that the disk cannot read are a hole like any other
+       (`PartlyReadableFile`), provided that the index can be read: a candidate after the hole may
+       be inside a record's data.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class SearchedFile(Protocol):
         """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
 
 
-class Salvaged:
+class PartlyReadableFile:
     """A file with zeros for unreadable bytes (rule 3), which are not read twice."""
 
     def __init__(self, file: File) -> None:
@@ -178,7 +178,7 @@ class HoleSearch:
         if self._starts is None:
             # The old state: records found after a hole are written into the index.
             self._from = TransactionId(hole + 1)
-            is_hurt = isinstance(self._file, Salvaged) and self._file.has_lost
+            is_hurt = isinstance(self._file, PartlyReadableFile) and self._file.has_lost
             read = self._index.read if is_hurt else self._index.known  # rule 3
             self._starts = read(self._from - self._first, self._last - hole)
             if is_hurt and (self._starts < SEGMENT_HEADER_BYTES).any():

@@ -38,7 +38,7 @@ from waltz_core.storage.files.index import LineageFile, OffsetIndex
 from waltz_core.storage.files.record_search import (
     SCAN_BYTES,
     HoleSearch,
-    Salvaged,
+    PartlyReadableFile,
     SearchedFile,
     record_end,
     scan,
@@ -234,9 +234,9 @@ class Segment:
         count = self.next_id - self.first
         known = index.read(0, count)
         offsets = np.pad(known, (0, count - known.size))
-        start_id, offset = self._where_from(synced, Salvaged(file))
+        start_id, offset = self._start_of(synced, PartlyReadableFile(file))
         starts, _ = scan(
-            Salvaged(file), offset, start_id, size=self.size_bytes, stop_id=self.next_id
+            PartlyReadableFile(file), offset, start_id, size=self.size_bytes, stop_id=self.next_id
         )
         place = start_id - self.first
         offsets[place : place + starts.size] = starts
@@ -424,10 +424,10 @@ class Segment:
         start = index.known(self.last - self.first, 1)
         if not start.size:
             return False
-        end = record_end(Salvaged(file), int(start[0]), self.last, self.size_bytes)
+        end = record_end(PartlyReadableFile(file), int(start[0]), self.last, self.size_bytes)
         return end == self.size_bytes
 
-    def _where_from(
+    def _start_of(
         self, transaction_id: TransactionId, reader: SearchedFile
     ) -> tuple[TransactionId, int]:
         """Return an ID, and where its record begins: the first one if the index is wrong there."""
@@ -437,7 +437,7 @@ class Segment:
                 return transaction_id, int(start[0])
         return self.first, SEGMENT_HEADER_BYTES
 
-    def has_place_for(self, transaction_id: TransactionId) -> bool:
+    def is_indexed_right(self, transaction_id: TransactionId) -> bool:
         """Return whether the index and the record of an ID agree on where it begins and ends."""
         start, end = self.bounds(transaction_id, transaction_id).tolist()
         file = self._opened()[0]
@@ -454,8 +454,8 @@ class Segment:
         file, index, _ = self._opened()
         file_size = file.size()
         # The last segment's tail may be cut: a failed read does not prove it torn, so it raises.
-        reader = file if is_last else Salvaged(file)
-        start_id, offset = self._where_from(start_id, reader)
+        reader = file if is_last else PartlyReadableFile(file)
+        start_id, offset = self._start_of(start_id, reader)
         stop_id = None if is_last else TransactionId(must_reach + 1)
         damaged: list[IdRange] = []
         lost = False

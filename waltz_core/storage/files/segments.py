@@ -202,7 +202,7 @@ class Segments:
     def diagnose(self, wrong: TransactionId) -> tuple[IdRange, ...]:
         """Return the damage around a record that was read wrong; repair its index if needed."""
         segment = self._holding(wrong)
-        if segment.has_place_for(wrong):
+        if segment.is_indexed_right(wrong):
             return (IdRange(wrong, wrong),)
         return segment.recover(segment.first, segment.last, is_last=False).damaged
 

@@ -62,7 +62,7 @@ class LogFiles:
         self.has_failed = False  # rule 3
         self.is_broken = False  # rule 3: until the log is opened again
         self.is_half_cut = False  # rule 4: there was no room
-        self.gone: MissingSegment | None = None  # rule 5
+        self.files_error: MissingSegment | None = None  # rule 5
         self._settings = settings
         self._unmarked_ms = 0  # since when something synced is beyond the marker; 0: nothing is
         self.use(segments, slots)
@@ -297,14 +297,14 @@ class LogFiles:
             MissingSegment: they are not; the log rejects all further calls.
             DiskFailed: the disk could not be read.
         """
-        if self.gone is None and not self.slots.is_in_place():
+        if self.files_error is None and not self.slots.is_in_place():
             self.has_failed = self.is_broken = True
-            self.gone = MissingSegment(
+            self.files_error = MissingSegment(
                 f"{self.segments.directory}: expected the directory and the {SLOTS_NAME} that this "
                 "process has opened, found them deleted or replaced"
             )
-        if self.gone is not None:
-            raise self.gone
+        if self.files_error is not None:
+            raise self.files_error
 
     # ---- the end
 

@@ -270,7 +270,7 @@ class _Opening:
         for place, first in enumerate(firsts):
             segment, end = self._open_segment(first, chain)
             if place + 1 < len(firsts):
-                chain = self._pass_by(segment, end, firsts[place + 1])
+                chain = self._verify_and_close(segment, end, firsts[place + 1])
         if not opened:
             made = Segment.create(self._disk, self._directory, self._blank, GENESIS_CHAIN)
             opened.append(made)
@@ -321,7 +321,7 @@ class _Opening:
         lineage.close()
         return None
 
-    def _pass_by(
+    def _verify_and_close(
         self, segment: Segment, end: LineageEntry | None, next_first: TransactionId
     ) -> Chain:
         """Check an older segment and close it; return the chain at its end."""
@@ -412,7 +412,7 @@ class _Opening:
         if not self._adopting and end < self._durable:
             self._suspect()
         if self._adopting:
-            end = self._before_uneven(segments, end)
+            end = self._end_before_gap(segments, end)
         if self._adopting or end < self._durable:
             drop_batches(segments, end)
             # An unreadable entry below that end is cut, too, with all after it.
@@ -442,7 +442,7 @@ class _Opening:
             return end
         return end
 
-    def _before_uneven(self, segments: Segments, end: TransactionId) -> TransactionId:
+    def _end_before_gap(self, segments: Segments, end: TransactionId) -> TransactionId:
         """Return the end of the batches that stay.
 
         Dropped are those at the log's end that an earlier adoption has bounded differently from

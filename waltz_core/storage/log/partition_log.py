@@ -168,9 +168,9 @@ class PartitionLog:
         return self._files.is_broken
 
     @property
-    def gone(self) -> MissingSegment | None:
+    def files_error(self) -> MissingSegment | None:
         """Why the files are not used any more (`log_files.py`, rule 5)."""
-        return self._files.gone
+        return self._files.files_error
 
     @property
     def promised(self) -> SessionId:

@@ -171,21 +171,21 @@ class LogReader:
     def _unreadable(self, first: TransactionId, last: TransactionId) -> IdRange | None:
         """Return the first records of a range that the disk cannot read; None if it reads all."""
         low, high = int(first), int(last)
-        if self._gives(low, high):
+        if self._is_readable(low, high):
             return None
         while low < high:
             middle = (low + high) // 2
-            if self._gives(low, middle):
+            if self._is_readable(low, middle):
                 low = middle + 1
             else:
                 high = middle
         end = low
         run_end = min(int(last), low + _UNREADABLE_RUN_MAX - 1)
-        while end < run_end and not self._gives(end + 1, end + 1):
+        while end < run_end and not self._is_readable(end + 1, end + 1):
             end += 1
         return IdRange(TransactionId(low), TransactionId(end))
 
-    def _gives(self, first: int, last: int) -> bool:
+    def _is_readable(self, first: int, last: int) -> bool:
         try:
             self._segments.read(TransactionId(first), TransactionId(last))
         except ReadFailed:

@@ -38,7 +38,7 @@ from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import service
 from waltz_core.storage.service.admin_tasks import ZooKeeperView
 from waltz_core.storage.service.engine import Engine
-from waltz_core.storage.service.writers import Helpers
+from waltz_core.storage.service.writers import CallThreads
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def concurrently(call: Callable[[PartitionId], None], partition_ids: Sequence[Pa
     """
     if not partition_ids:
         return
-    with Helpers(min(OPENERS_COUNT, len(partition_ids)), "storage-opener") as openers:
+    with CallThreads(min(OPENERS_COUNT, len(partition_ids)), "storage-opener") as openers:
         opened = [openers.submit(call, each) for each in partition_ids]
         wait(opened)
         for each in opened:

@@ -41,23 +41,23 @@ from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.machine import Report
 from waltz_core.metrics import Health, Metrics, serve_pages
 from waltz_core.records.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
-from waltz_core.storage.disk.file_system import RealDisk, open_for_another
+from waltz_core.storage.disk.file_system import RealDisk, descriptor_for_reader
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub, ScrubState, read_places, write_places
 from waltz_core.storage.process.admin_port import AdminPort
-from waltz_core.storage.process.figures import StorageFigures
 from waltz_core.storage.process.serving import Serving, concurrently
+from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import service, service_effects, upkeep
 from waltz_core.storage.service.admin_tasks import DiskStatus
 from waltz_core.storage.service.engine import Engine
 from waltz_core.storage.service.service import Event, StorageIdentity, StorageService
 from waltz_core.storage.service.service_effects import Effect
 from waltz_core.storage.service.work import ConnectionId, LaneRequest, Work
-from waltz_core.storage.service.writers import Helpers, WriteOutcome, Writers
+from waltz_core.storage.service.writers import CallThreads, WriteOutcome, Writers
 from waltz_core.transport import handover, net, tls
 from waltz_core.transport.net import Link
 from waltz_core.wire.messages import Message, Nack, StorageMessage, Surface
-from waltz_core.wire.places import SEGMENT_REQUEST_BYTES, decode_segment, door_of
+from waltz_core.wire.places import SEGMENT_REQUEST_BYTES, decode_segment, socket_name_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -145,14 +145,14 @@ class StorageDaemon:
     ) -> None:
         self.metrics = Metrics("storage", with_process=True)
         self.address = ""
-        self._figures = StorageFigures(self.metrics)
+        self._storage_metrics = StorageMetrics(self.metrics)
         self._config = config
         self._ssl = tls.listening(config)
         self._cluster = cluster
         self._coordinator = coordinator
         self._writers = Writers(config.writer_threads_count, self._work_done)
         # For rare calls: opening, closing, files other than the logs.
-        self._pool = Helpers(config.writer_threads_count, "storage-helper")
+        self._pool = CallThreads(config.writer_threads_count, "storage-helper")
         self._loop = asyncio.get_running_loop()
         self._links: dict[ConnectionId, Link] = {}
         self._numbers = count(1)
@@ -201,7 +201,7 @@ class StorageDaemon:
                 await self._let_work_end()  # begun before the driver stopped
             if not self._is_left and (is_clean or not self._pool.is_busy):
                 close = engine.close if is_clean else engine.abandon
-                await self._in_time("the logs", close, CLOSE_LOGS_S_MAX)
+                await self._with_timeout("the logs", close, CLOSE_LOGS_S_MAX)
 
     def _open_engine(self) -> Engine:
         config = self._config
@@ -232,7 +232,9 @@ class StorageDaemon:
         self._engine, self._machine = engine, machine
         serving = self._serving = self._make_serving(engine)
         links = self._links
-        self._figures.show(machine, engine.space, links_count=lambda: len(links), logs=serving.logs)
+        self._storage_metrics.register(
+            machine, engine.space, links_count=lambda: len(links), logs=serving.logs
+        )
         self._driver = Driver(
             machine, self._perform, on_report=self._report, on_failure=self._failed, name="storage"
         )
@@ -272,17 +274,17 @@ class StorageDaemon:
                         follow = self._follow_assignment(self._coordinator, engine, serving, tasks)
                         tasks.create_task(follow)
                     await self._until_one_of((self._is_assigned, stop), tasks)
-                    await self._be_ready_until(stop, on_ready, tasks)
+                    await self._serve_until(stop, on_ready, tasks)
                     await self._end(serving)
             except* _End:
                 if not self._is_left:  # otherwise no thread may be free
                     write = partial(self._write_places, machine.scrub_places)
-                    await self._in_time("the scrub's progress", write, CLOSE_S_MAX)
+                    await self._with_timeout("the scrub's progress", write, CLOSE_S_MAX)
                 _log.info("storage.ended address=%s", self.address)
 
     async def _offer_segments(self) -> None:
         """Hand segments over to readers of this machine."""
-        door = door_of(self._cluster.cluster_key.bytes, self.address)
+        door = socket_name_of(self._cluster.cluster_key.bytes, self.address)
         await handover.offer(door, SEGMENT_REQUEST_BYTES, self._open_segment)
 
     async def _make_machine(self, engine: Engine, identity: StorageIdentity) -> StorageService:
@@ -330,7 +332,7 @@ class StorageDaemon:
             post=self._post,
             report=self._report,
             in_thread=self._in_thread,
-            on_opened=self._figures.show_log,
+            on_opened=self._storage_metrics.register_log,
             on_dropped=lambda partition_id: self.metrics.forget(partition=partition_id),
         )
 
@@ -398,7 +400,7 @@ class StorageDaemon:
         if partition_id not in self._serving.logs or first < 0:
             raise errors.UnknownPartition(f"partition {partition_id} from {first}: not here")
         path = self._engine.segment_path(partition_id, first)
-        return await self._in_thread(partial(open_for_another, path))
+        return await self._in_thread(partial(descriptor_for_reader, path))
 
     async def _until_one_of(
         self, events: Sequence[asyncio.Event], tasks: asyncio.TaskGroup
@@ -410,7 +412,7 @@ class StorageDaemon:
         if self._failure.done():
             self._failure.result()
 
-    async def _be_ready_until(
+    async def _serve_until(
         self, stop: asyncio.Event, on_ready: Callable[[str], None], tasks: asyncio.TaskGroup
     ) -> None:
         if not stop.is_set():
@@ -489,7 +491,7 @@ class StorageDaemon:
                 | service_effects.PauseReading()
                 | service_effects.ResumeReading()
             ):
-                self._steer(effect)
+                self._apply_flow_control(effect)
             case service_effects.Idle():
                 assert self._serving is not None
                 self._serving.idle(effect.log.partition_id)
@@ -505,7 +507,7 @@ class StorageDaemon:
             case _:
                 assert_never(effect)
 
-    def _steer(
+    def _apply_flow_control(
         self,
         effect: service_effects.CloseConnection
         | service_effects.PauseReading
@@ -566,7 +568,7 @@ class StorageDaemon:
         if self._works_count == 0:  # and no more work has followed
             self._is_idle.set()
         if not isinstance(outcome, BaseException):
-            self._figures.count(work, outcome)  # after the answers are sent
+            self._storage_metrics.count(work, outcome)  # after the answers are sent
 
     # ---------------------------------------------------------------------------------------------
     # health and status
@@ -626,13 +628,13 @@ class StorageDaemon:
         return [] if self._machine is None else self._machine.scrub_states(loop_clock_ms())
 
     def _report(self, report: Report) -> None:
-        self._figures.report(report)
+        self._storage_metrics.report(report)
         level = _LEVELS.get(report.name, logging.DEBUG)
         if _log.isEnabledFor(level):
             fields = " ".join(f"{name}={value}" for name, value in report.fields)
             _log.log(level, "storage.%s %s", report.name, fields)
 
-    async def _in_time(self, what: str, call: Callable[[], None], limit_s: float) -> None:
+    async def _with_timeout(self, what: str, call: Callable[[], None], limit_s: float) -> None:
         """Call on a thread at the end of the process; a disk that hangs must not prevent it."""
         try:
             async with asyncio.timeout(limit_s):

@@ -100,7 +100,7 @@ class Engine:
         self._control = control
         self._settings = settings
         self._id_file = id_file
-        self._gone: dict[PartitionId, PartitionLog] = {}  # rule 8
+        self._lost_logs: dict[PartitionId, PartitionLog] = {}  # rule 8
         self._named: set[PartitionId] = set()  # their directories have durable names (rule 7)
         self._control_identity = disk.identity(directory / CONTROL_NAME)
 
@@ -246,12 +246,12 @@ class Engine:
 
     def stop_serving(self, partition_id: PartitionId, why: WaltzError) -> None:
         """Do not open a partition again; its files were deleted or replaced (rule 8)."""
-        self._gone[partition_id] = self.logs.pop(partition_id)
+        self._lost_logs[partition_id] = self.logs.pop(partition_id)
         self.failed[partition_id] = why
 
     def has_lost_files_of(self, partition_id: PartitionId) -> bool:
         """Whether a partition's files were deleted or replaced (rule 8)."""
-        return partition_id in self._gone
+        return partition_id in self._lost_logs
 
     def check_place(self) -> None:
         """Check that the control file is still the one that was opened (rule 9).
@@ -272,10 +272,10 @@ class Engine:
     @property
     def has_lost_files(self) -> bool:
         """Whether the files of any partition were deleted or replaced (rule 8)."""
-        return bool(self._gone)
+        return bool(self._lost_logs)
 
     def _open_log(self, partition_id: PartitionId) -> PartitionLog:
-        if partition_id in self._gone:
+        if partition_id in self._lost_logs:
             raise self.failed[partition_id]
         directory = self._directory_of(partition_id)
         try:
@@ -451,7 +451,7 @@ class Engine:
     def _promise(self, partition_id: PartitionId) -> Promise:
         """Return a replica's promise, as far as its files have it (`log_recovery.py`, rule 5)."""
         seen = self._control.info(partition_id).session_id
-        log = self.logs.get(partition_id) or self._gone.get(partition_id)
+        log = self.logs.get(partition_id) or self._lost_logs.get(partition_id)
         if log is not None:
             return log.slot.promise
         slot, fell_back = Slot(partition_id), True
@@ -465,13 +465,13 @@ class Engine:
         return slot.promise.at_least(seen)
 
     def _wipe(self, intent: Wipe) -> None:
-        log = self.logs.pop(intent.partition_id, None) or self._gone.get(intent.partition_id)
+        log = self.logs.pop(intent.partition_id, None) or self._lost_logs.get(intent.partition_id)
         if log is not None:
             log.abandon()
         directory = self._directory_of(intent.partition_id)
         self._disk.make_directory(directory)  # it may have been deleted
         removal.wipe(self._disk, directory, self._control, intent)
-        self._gone.pop(intent.partition_id, None)
+        self._lost_logs.pop(intent.partition_id, None)
 
     def _finish_removal(self, partition_id: PartitionId) -> None:
         """Finish a removal that was begun; skip directories of unknown partitions."""
@@ -526,7 +526,7 @@ class Engine:
         self._release()
 
     def _release(self) -> None:
-        for log in self._gone.values():
+        for log in self._lost_logs.values():
             log.abandon()
         self.logs.clear()
         self._control.close()

@@ -519,8 +519,8 @@ class StorageService:
 
     def _learn(self, lane: Lane, work: Work, result: WorkResult) -> None:
         """Update the lane with the changes of a piece of work."""
-        if result.gone is not None:
-            self._stop_serving(lane, result.gone)
+        if result.files_error is not None:
+            self._stop_serving(lane, result.files_error)
             return
         if result.failure is not None:
             self._failed(lane, result)

@@ -96,7 +96,7 @@ class WorkResult:
 
     outcomes: list[WorkOutcome] = field(default_factory=list)
     failure: DiskFailed | None = None
-    gone: WaltzError | None = None  # the files were deleted or replaced
+    files_error: WaltzError | None = None  # the files were deleted or replaced
     appended_count: int = 0
     appended_bytes: int = 0
     read_count: int = 0
@@ -189,7 +189,7 @@ class Work:
             missing = len(self.requests) - len(result.outcomes)
             result.outcomes += [error] * missing
         assert len(result.outcomes) == len(self.requests)
-        result.gone = self.log.gone
+        result.files_error = self.log.files_error
         if self.log.damaged is not known:
             result.found = _without(self.log.damaged, known)
         result.failed_reads += self.log.reader.take_errors()

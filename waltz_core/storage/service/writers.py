@@ -79,7 +79,7 @@ def _outcome_of(work: Work) -> WriteOutcome:
         return error
 
 
-class Helpers(Executor):
+class CallThreads(Executor):
     """Threads for rare calls of any kind (rule 3); each call has a future."""
 
     def __init__(self, count: int, name: str) -> None:

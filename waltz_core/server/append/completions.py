@@ -20,17 +20,17 @@ from waltz_core.server.append.answers import reject_ticket
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import Ahead, AppendOutcome, Reached
 from waltz_core.server.locking.following import Followers
-from waltz_core.server.locking.tickets import AppendFigures, Epoch, SingleTicket, Ticket
+from waltz_core.server.locking.tickets import AppendCounters, Epoch, SingleTicket, Ticket
 from waltz_core.server.partition_events import Answer
 from waltz_core.wire.messages import Reason
 
 
-class Endings:
+class Completions:
     """See the module's rules; the pipeline decides when a request is final."""
 
-    def __init__(self, mounts: Mounts, figures: AppendFigures) -> None:
+    def __init__(self, mounts: Mounts, counters: AppendCounters) -> None:
         self._mounts = mounts
-        self._figures = figures
+        self._counters = counters
         self._epochs: deque[Epoch] = deque((Epoch(),))
         # Of the session that was opened last.
         self.session_id = NO_SESSION
@@ -40,7 +40,7 @@ class Endings:
 
     def enter(self) -> Epoch:
         """A request has arrived; return the epoch that it belongs to."""
-        self._figures.requests += 1
+        self._counters.requests += 1
         epoch = self._epochs[-1]
         epoch.unfinished += 1
         return epoch
@@ -91,7 +91,7 @@ class Endings:
                 ticket.reject_for(min(ticket.conflict, self.high_water_mark))
                 self.finish(ticket, out)
             else:
-                self._figures.rejected[Reason.LOCK] += 1
+                self._counters.rejected[Reason.LOCK] += 1
                 out.append(answer)
                 self.leave(ticket, out)
         return out
@@ -117,7 +117,7 @@ class Endings:
             client_id = ticket.req_id.client_id
             ticket.end_unproved()
             if ticket.mount == self._mounts.number(client_id, ticket.connection):
-                self._mounts.lapse(client_id)
+                self._mounts.invalidate(client_id)
         out: list[AppendOutcome] = [self._answer(ticket)]
         self.leave(ticket, out)
         return out
@@ -125,12 +125,12 @@ class Endings:
     def fail(self, ticket: Ticket, error: WaltzError, out: list[AppendOutcome]) -> None:
         """Answer a request with an error: none of its rows is in the log."""
         if isinstance(error, TooLarge):
-            self._figures.rejected[Reason.TOO_LARGE] += 1
+            self._counters.rejected[Reason.TOO_LARGE] += 1
         out.append(reject_ticket(ticket, error))
         self.leave(ticket, out)
 
     def _answer(self, ticket: Ticket) -> Answer:
-        rejected = self._figures.rejected
+        rejected = self._counters.rejected
         if isinstance(ticket, SingleTicket):
             if ticket.reason:
                 rejected[ticket.reason] += 1

@@ -8,17 +8,17 @@ from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.storage.files.format import IdRange
 from waltz_core.storage.log.scrub import Scrubbed
-from waltz_core.storage.process.figures import StorageFigures
+from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service.work import WorkResult
 
 
 def made():
     metrics = Metrics("storage")
-    return metrics, StorageFigures(metrics)
+    return metrics, StorageMetrics(metrics)
 
 
 def test_work_is_counted_for_its_partition():
-    metrics, figures = made()
+    metrics, storage_metrics = made()
     work = SimpleNamespace(partition_id=3)
     result = WorkResult(
         appended_count=5,
@@ -29,8 +29,8 @@ def test_work_is_counted_for_its_partition():
         failed_reads=["reading x.seg"],
         scrubbed=Scrubbed(20, 900),
     )
-    figures.count(work, result)
-    figures.count(work, WorkResult(read_count=2, read_bytes=88))
+    storage_metrics.count(work, result)
+    storage_metrics.count(work, WorkResult(read_count=2, read_bytes=88))
     shown = {
         "appended_transactions_total": 5,
         "appended_bytes_total": 220,
@@ -48,14 +48,14 @@ def test_work_is_counted_for_its_partition():
 
 
 def test_gauges_read_what_is_so():
-    metrics, figures = made()
+    metrics, storage_metrics = made()
     log = SimpleNamespace(
         partition_id=1, synced_max=9, low_water_mark=4, damaged=(IdRange(2, 4),), suspect=True
     )
     room = SimpleNamespace(free_bytes=lambda: 70, is_short=True, reserved_bytes=30)
     machine = SimpleNamespace(queued_bytes=11)
-    figures.show(machine, room, links_count=lambda: 2, logs={1: log})
-    figures.show_log(log)
+    storage_metrics.register(machine, room, links_count=lambda: 2, logs={1: log})
+    storage_metrics.register_log(log)
     assert metrics.value("waltz_storage_damaged_transactions", partition=1) == 3
     assert metrics.value("waltz_storage_last_transaction", partition=1) == 9
     for name, value in {
@@ -73,13 +73,13 @@ def test_gauges_read_what_is_so():
 
 
 def test_a_disk_that_does_not_say_what_is_free_leaves_the_other_gauges():
-    metrics, figures = made()
+    metrics, storage_metrics = made()
 
     def fail():
         raise DiskFailed("getting the free space of /waltz: input/output error")
 
     room = SimpleNamespace(free_bytes=fail, is_short=False, reserved_bytes=30)
-    figures.show(SimpleNamespace(queued_bytes=11), room, links_count=lambda: 2, logs={})
+    storage_metrics.register(SimpleNamespace(queued_bytes=11), room, links_count=lambda: 2, logs={})
     assert isnan(metrics.value("waltz_storage_free_bytes"))
     page = metrics.page().decode()
     assert "waltz_storage_free_bytes NaN" in page
@@ -87,9 +87,9 @@ def test_a_disk_that_does_not_say_what_is_free_leaves_the_other_gauges():
 
 
 def test_a_pass_of_the_scrub_is_counted_for_its_partition():
-    metrics, figures = made()
-    figures.report(Report("scrub_finished", (("partition", 4),)))
-    figures.report(Report("rejected", (("request", "Prepare"), ("error", "SessionFenced"))))
+    metrics, storage_metrics = made()
+    storage_metrics.report(Report("scrub_finished", (("partition", 4),)))
+    storage_metrics.report(Report("rejected", (("request", "Prepare"), ("error", "SessionFenced"))))
     assert metrics.value("waltz_storage_scrub_passes_total", partition=4) == 1
     assert metrics.value("waltz_storage_events_total", event="scrub_finished") == 1
     assert metrics.value("waltz_storage_events_total", event="rejected") == 1

@@ -4,47 +4,47 @@ from types import SimpleNamespace
 
 from tests.unit.server.test_append import ALICE, A, World, results
 from waltz_core.errors import BadRequest, TooLarge
-from waltz_core.server.append.endings import Endings
+from waltz_core.server.append.completions import Completions
 from waltz_core.server.append.outcomes import Ahead, Reached
-from waltz_core.server.locking.tickets import AppendFigures
+from waltz_core.server.locking.tickets import AppendCounters
 from waltz_core.wire.messages import ErrorResponse, Reason
 
 
-def ticket_of(endings: Endings) -> SimpleNamespace:
+def ticket_of(completions: Completions) -> SimpleNamespace:
     return SimpleNamespace(
-        epoch=endings.enter(), connection=A, req_id=None, cost_bytes=7, message=None
+        epoch=completions.enter(), connection=A, req_id=None, cost_bytes=7, message=None
     )
 
 
 def test_a_flush_waits_for_what_came_before_it_and_for_nothing_else():
-    endings = Endings(World().mounts, AppendFigures())
-    assert endings.flush(1) == [Reached(1)]
-    before = ticket_of(endings)
-    assert endings.flush(2) == []
-    after = ticket_of(endings)
-    assert endings.flush(3) == []
+    completions = Completions(World().mounts, AppendCounters())
+    assert completions.flush(1) == [Reached(1)]
+    before = ticket_of(completions)
+    assert completions.flush(2) == []
+    after = ticket_of(completions)
+    assert completions.flush(3) == []
     out: list = []
-    endings.leave(after, out)
+    completions.leave(after, out)
     assert out == []  # an earlier one has not ended
-    endings.leave(before, out)
+    completions.leave(before, out)
     assert out == [Reached(2), Reached(3)]
-    assert endings.flush(4) == [Reached(4)]
+    assert completions.flush(4) == [Reached(4)]
 
 
 def test_what_is_abandoned_lets_all_flushes_go():
-    endings = Endings(World().mounts, AppendFigures())
-    ticket_of(endings)
-    endings.flush(1)
-    assert endings.abandon() == [Reached(1)]
-    assert endings.flush(2) == [Reached(2)]
+    completions = Completions(World().mounts, AppendCounters())
+    ticket_of(completions)
+    completions.flush(1)
+    assert completions.abandon() == [Reached(1)]
+    assert completions.flush(2) == [Reached(2)]
 
 
 def test_an_error_ends_a_request_and_what_is_too_large_is_counted():
-    figures = AppendFigures()
-    endings = Endings(World().mounts, figures)
+    figures = AppendCounters()
+    completions = Completions(World().mounts, figures)
     out: list = []
     for error in (BadRequest("no"), TooLarge("no")):
-        endings.fail(ticket_of(endings), error, out)
+        completions.fail(ticket_of(completions), error, out)
     assert [type(each.message) for each in out] == [ErrorResponse, ErrorResponse]
     assert [each.cost_bytes for each in out] == [7, 7]
     assert (figures.requests, figures.rejected[Reason.TOO_LARGE]) == (2, 1)
@@ -56,12 +56,12 @@ def test_refusals_are_counted_by_their_reason():
     world.turn()
     world.single(write=[5])
     world.turn()
-    world.mounts.lapse(ALICE)
+    world.mounts.invalidate(ALICE)
     world.single()
     world.batch([b"a", b"b"])
     out = [*world.turn(), *world.commit()]
     assert len(results(out)) == 4
-    refused = world.pipeline.figures.rejected
+    refused = world.pipeline.counters.rejected
     assert (refused[Reason.LOCK], refused[Reason.NOT_MOUNTED]) == (1, 3)
 
 

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from waltz_core.metrics import Metrics
 
 
-class StorageFigures:
+class StorageMetrics:
     """The metrics of one storage."""
 
     def __init__(self, metrics: "Metrics") -> None:
         self._metrics = metrics
 
-    def show(
+    def register(
         self,
         machine: StorageService,
         space: DiskSpace,
@@ -49,7 +49,7 @@ class StorageFigures:
             lambda: sum(log.suspect for log in list(logs.values())),
         )
 
-    def show_log(self, log: PartitionLog) -> None:
+    def register_log(self, log: PartitionLog) -> None:
         """Register gauges that read the current state of a partition's log."""
         where = {"partition": log.partition_id}
         set_source = self._metrics.set_source
