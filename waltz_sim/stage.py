@@ -361,7 +361,7 @@ class Stage:
         client, mark = self._client, self._client.mark
         client.append(self.cluster.workload.parcel(client, [_NO_LOCKS] * count, mark))
 
-    def writes_go_on(self) -> None:
+    def writes_continue(self) -> None:
         """Append a row now and then; lost appends are retried."""
         self._is_writing = self.narrator.names_ids = True
         self._write()
@@ -476,7 +476,7 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"let a stranger ask ([A-E]) for session (\d+)": Stage.stranger_requests,
     r"let a stranger append to ([A-E]) in session (\d+)": Stage.stranger_appends,
     r"append (\d+)( at once)?": Stage.append,
-    r"writes go on": Stage.writes_go_on,
+    r"writes go on": Stage.writes_continue,
     r"writes end": Stage.writes_end,
     r"replicas ([A-E ]+)": Stage.replicas,
     r"give the partition to ([STU])": Stage.give,

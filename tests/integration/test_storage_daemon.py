@@ -782,7 +782,7 @@ def test_a_partition_that_can_be_opened_again_is_served_without_a_restart(tmp_pa
     async def main():
         async with serving(config_for(tmp_path)):
             pass
-        monkeypatch.setattr(serving_module, "OPEN_AGAIN_S_MIN", 0.02)
+        monkeypatch.setattr(serving_module, "REOPEN_S_MIN", 0.02)
         (slots,) = (tmp_path / "0").glob("waltz-x.ctl")
         content = slots.read_bytes()
         slots.write_bytes(bytes(8192))

@@ -143,13 +143,13 @@ class OldServerPartition:
     @property
     def wake_at_ms(self) -> int | None:
         """When to call `wake` next."""
-        request_at_ms, flush_at_ms = self._request_again_at_ms, self._flush_at_ms
+        request_at_ms, flush_at_ms = self._repeat_at_ms, self._flush_at_ms
         if request_at_ms is None or flush_at_ms is None:
             return flush_at_ms if request_at_ms is None else request_at_ms
         return min(request_at_ms, flush_at_ms)
 
     @property
-    def _request_again_at_ms(self) -> int | None:
+    def _repeat_at_ms(self) -> int | None:
         is_requested = self._phase is _Phase.REQUESTING or self._expected_req_id is not None
         return self._requested_ms + RETRY_MS if is_requested else None
 
@@ -218,7 +218,7 @@ class OldServerPartition:
 
     def wake(self, now_ms: int) -> list[Effect]:
         """Request the mark again, or a flush if a row was in flight for too long."""
-        again_at_ms, flush_at_ms = self._request_again_at_ms, self._flush_at_ms
+        again_at_ms, flush_at_ms = self._repeat_at_ms, self._flush_at_ms
         if again_at_ms is not None and again_at_ms <= now_ms:
             self._request_mark(now_ms)
         if flush_at_ms is not None and flush_at_ms <= now_ms:

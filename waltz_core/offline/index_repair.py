@@ -111,7 +111,7 @@ class _OldIndex:
     def __init__(self, file: File | None = None) -> None:
         self._file = file
         size = 0 if file is None else file.size()
-        self.is_there = file is not None
+        self.exists = file is not None
         self.header = b"" if file is None else file.pread(FILE_HEADER_BYTES, 0)
         self.count, self.spare_bytes = divmod(max(0, size - FILE_HEADER_BYTES), OFFSET_BYTES)
 
@@ -179,7 +179,7 @@ def _compare(path: Path, header: bytes, parts: Iterator[_Part], old: _OldIndex) 
         kept += size if part.is_kept else 0
         there = old.read(part.place, size)
         wrong += int((there != part.offsets[: there.size]).sum()) + size - int(there.size)
-    if not old.is_there:
+    if not old.exists:
         return Repaired(path, count, None, max(1, wrong), kept)
     wrong += max(0, old.count - count) + (1 if old.spare_bytes else 0)
     # Except for the creation time, which differs in the two files of Waltz 0.13.

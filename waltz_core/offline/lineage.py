@@ -95,7 +95,7 @@ class ChainCheck:
         self._findings = findings
         self._is_wrong = is_wrong
         self._ends = ends
-        self._chain_is_sure = True
+        self._is_chain_known = True
         self._segment = 0
         self._entries = self._all_entries()
         self._current: tuple[PlacedEntry, int] | None = None  # with the first ID of its segment
@@ -168,7 +168,7 @@ class ChainCheck:
         )
         self._due = entry.first
         # If batches are missing before this one, its chain continues one that is not known.
-        self._is_whole = self._chain_is_sure and entry.session != RECONSTRUCTED
+        self._is_whole = self._is_chain_known and entry.session != RECONSTRUCTED
         return True
 
     def _finish(self) -> None:
@@ -187,7 +187,7 @@ class ChainCheck:
             )
         self.count += 1
         self.end = BatchesEnd(entry.last, entry.chain)
-        self._chain_is_sure = entry.session != RECONSTRUCTED
+        self._is_chain_known = entry.session != RECONSTRUCTED
         if entry.last in self._ends:
             self.chains[entry.last] = entry.chain
         self._current = None
@@ -201,14 +201,14 @@ class ChainCheck:
             if not path.exists():
                 lost = "is missing: its batches are lost"
                 self._add(first, None, lost, is_wrong=self._is_wrong(-1))
-                self._chain_is_sure = False
+                self._is_chain_known = False
                 continue
             next_first = self._firsts[place + 1] if place + 1 < len(self._firsts) else None
             with OpenFile(path) as file:
                 header = header_of(file)
-                self._check_header(first, header, is_sure=self._chain_is_sure and not unreadable)
+                self._check_header(first, header, is_sure=self._is_chain_known and not unreadable)
                 if header.wrong:
-                    self._chain_is_sure = False
+                    self._is_chain_known = False
                     continue
                 for placed in batches_of(file, header.segment_crc):
                     entry = placed.batch
@@ -248,7 +248,7 @@ class ChainCheck:
                 f"entry {placed.place}, after batch {before}: {'; '.join(placed.batch.wrong)}",
                 is_wrong=self._is_wrong(lost),
             )
-            self._chain_is_sure = self._chain_is_sure and lost == _SPARE
+            self._is_chain_known = self._is_chain_known and lost == _SPARE
         unreadable.clear()
 
     def _is_in_place(self, placed: PlacedEntry, first: int, next_first: int | None) -> bool:
@@ -270,14 +270,14 @@ class ChainCheck:
         entry = placed.batch
         if entry.first != before + 1:
             # This follows from an unreadable entry, which was reported.
-            if self._chain_is_sure:
+            if self._is_chain_known:
                 self._add(
                     first,
                     placed.offset,
                     f"batch {entry.first}..{entry.last}: expected it to begin at {before + 1}",
                     is_wrong=self._is_wrong(entry.last),
                 )
-            self._chain_is_sure = False
+            self._is_chain_known = False
 
     def _add(self, segment: int, offset: int | None, what: str, *, is_wrong: bool) -> None:
         path = segment_path(Path(self._directory.name), segment, ".chn")

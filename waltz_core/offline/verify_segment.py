@@ -277,13 +277,13 @@ class _IndexCheck:
         self._first = first
         self._report = report
         self._is_wrong = is_wrong
-        self._is_there = path.exists()
-        if not self._is_there:
+        self._exists = path.exists()
+        if not self._exists:
             report.wrong(None, "is missing; waltz-core disk repair-index rebuilds it")
 
     def compare(self, run: RecordRun) -> None:
         """Compare the entries of a run."""
-        if not self._is_there or not run.length:
+        if not self._exists or not run.length:
             return
         place = run.first - self._first
         with OpenFile(self._path) as file:
@@ -303,7 +303,7 @@ class _IndexCheck:
 
     def finish(self, due: int, next_first: int | None) -> None:
         """Compare the number of entries with that of the records that exist, or should."""
-        if not self._is_there:
+        if not self._exists:
             return
         with OpenFile(self._path) as file:
             size = file.size()

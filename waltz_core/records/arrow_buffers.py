@@ -30,15 +30,15 @@ def as_binary(run: Buffer, lengths: I64) -> pa.BinaryArray:
 
 
 def numbers(
-    values: npt.NDArray[Any], kind: pa.DataType, *, are_there: npt.NDArray[np.bool_] | None = None
+    values: npt.NDArray[Any], kind: pa.DataType, *, is_present: npt.NDArray[np.bool_] | None = None
 ) -> pa.Array:
     """Return numbers as an array of a type of their width over the same memory.
 
-    Values for which `are_there` is false are null.
+    Values for which `is_present` is false are null.
     """
     assert values.flags.c_contiguous
     assert values.itemsize * 8 == kind.bit_width
-    nulls = None if are_there is None else pa.py_buffer(np.packbits(are_there, bitorder="little"))
+    nulls = None if is_present is None else pa.py_buffer(np.packbits(is_present, bitorder="little"))
     return pa.Array.from_buffers(kind, values.size, [nulls, pa.py_buffer(values)])
 
 

@@ -612,6 +612,8 @@ def _commit_times(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> pa.Array:
     stamps_us = raw_records.stamps_of(
         ids, [(first, last, 1000 * min(max(ms, 0), most)) for first, last, ms in stamps]
     )
-    are_there = stamps_us > 0
+    is_present = stamps_us > 0
     kind = READ_SCHEMA.field("commit_time").type
-    return arrow_buffers.numbers(stamps_us, kind, are_there=None if are_there.all() else are_there)
+    return arrow_buffers.numbers(
+        stamps_us, kind, is_present=None if is_present.all() else is_present
+    )

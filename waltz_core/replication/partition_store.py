@@ -296,7 +296,7 @@ class PartitionStore:
             self._session.woken(now_ms)
         if self._retry_at_ms is not None and self._retry_at_ms <= now_ms:
             self._retry_at_ms = None
-            self._request_again()
+            self._repeat_request()
 
     def _release_at_ms(self) -> int | None:
         """Return when to release: another server may reach a quorum (row 18)."""
@@ -392,7 +392,7 @@ class PartitionStore:
         assert self._session is None
         self._forget_request()
         if wait_ms == 0:
-            self._request_again()
+            self._repeat_request()
         else:
             self._retry_at_ms = self._now_ms + wait_ms
 
@@ -401,7 +401,7 @@ class PartitionStore:
         self._writing = None
         self._retry_at_ms = None
 
-    def _request_again(self) -> None:
+    def _repeat_request(self) -> None:
         """Send the next request: the pause is over."""
         if self._generation is None:
             return

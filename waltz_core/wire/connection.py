@@ -163,7 +163,7 @@ class Connection:
                 self._scratch_end += count
                 self._read_scratch(events)
                 if not self._scratch_end:
-                    self._give_scratch_back()
+                    self._return_scratch()
             else:
                 self._frame_end += count
                 if self._frame_end == len(self._frame):
@@ -181,7 +181,7 @@ class Connection:
         except IndexError:
             return memoryview(bytearray(_SCRATCH_BYTES))
 
-    def _give_scratch_back(self) -> None:
+    def _return_scratch(self) -> None:
         scratch, self._scratch = self._scratch, None
         if scratch is not None and len(self._scratches) < _SCRATCHES_KEPT_MAX:
             self._scratches.append(scratch)

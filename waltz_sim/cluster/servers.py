@@ -278,7 +278,7 @@ class SimServer(Process):
                 self.cluster.checks.count("released")
                 self.world.note(f"{self.name} releases the partition: {effect.reason}")
                 ownership = self._ownership
-                self.after(RELEASED_PAUSE_US, lambda: self._own_again(ownership))
+                self.after(RELEASED_PAUSE_US, lambda: self._retake_ownership(ownership))
             case Report():
                 self.cluster.checks.reported(self.name, effect)
                 if effect.name == "replica.rejected":
@@ -286,7 +286,7 @@ class SimServer(Process):
             case _:
                 raise AssertionError(f"an unknown effect: {effect!r}")
 
-    def _own_again(self, ownership: int) -> None:
+    def _retake_ownership(self, ownership: int) -> None:
         partition = self.partition
         if partition is None or ownership != self._ownership or partition.is_owned:
             return

@@ -44,7 +44,7 @@ HOME: Final = Path("/waltz")
 QUEUE_BYTES_MAX: Final = 64 * 1024
 SCRUB_BYTES_PER_S: Final = 4 * 1024  # a simulated log has some kilobytes
 RESTART_MS: Final = (1, 400)
-OPEN_AGAIN_US: Final = 200_000
+REOPEN_US: Final = 200_000
 LEAVING_AGAIN_US: Final = 1_000_000
 NO_CONTENTS: Final = Contents({}, frozenset())
 LOCK_FILE_BYTES_MAX: Final = 2 * 1024
@@ -222,7 +222,7 @@ class SimStorage(Process):
             if self.engine.has_failed:
                 self._end(str(error))
             else:
-                self.after(OPEN_AGAIN_US, self.follow)
+                self.after(REOPEN_US, self.follow)
             return
         self.rejected = None
         log.lock_file.file_bytes_max = LOCK_FILE_BYTES_MAX

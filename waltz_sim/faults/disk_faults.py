@@ -17,7 +17,7 @@ from waltz_core.storage.files.lock_file import LOCKS_NAME
 from waltz_core.storage.service.engine import STORAGE_ID_NAME
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
 from waltz_sim.cluster.simulated_storages import HOME, NO_CONTENTS, DiskBackup, SimStorage
-from waltz_sim.faults.striking import any_storage, counted, keep_down, trust_again_later
+from waltz_sim.faults.striking import any_storage, counted, keep_down, restore_trust_later
 from waltz_sim.world.inode import SECTOR_BYTES
 from waltz_sim.world.simulated_disk import Contents, DiskFault, SimDisk, Survival
 
@@ -197,7 +197,7 @@ def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
 
     lies_ms = rng.randrange(5, 800)
     cluster.world.after(lies_ms * MS, lose_power)
-    trust_again_later(cluster, storage, after_ms=lies_ms + 1_000)
+    restore_trust_later(cluster, storage, after_ms=lies_ms + 1_000)
     return False
 
 

@@ -60,7 +60,7 @@ def keep_down(cluster: SimCluster, process: Process, away_ms: int) -> None:
     cluster.world.after(away_ms * MS, back)
 
 
-def trust_again_later(cluster: SimCluster, storage: SimStorage, *, after_ms: int) -> None:
+def restore_trust_later(cluster: SimCluster, storage: SimStorage, *, after_ms: int) -> None:
     """Let an operator trust a lying disk again, after its storage has started with the setting."""
 
     def trust_again() -> None:

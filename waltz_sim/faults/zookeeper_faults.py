@@ -10,7 +10,7 @@ from waltz_core.cluster.change.rebuilding import RebuildDecision
 from waltz_core.replication import session_events
 from waltz_sim.cluster.rescue import BEST, STEPS, Rescue
 from waltz_sim.cluster.simulated_cluster import MS, SimCluster
-from waltz_sim.faults.striking import keep_down, pause_ms, trust_again_later
+from waltz_sim.faults.striking import keep_down, pause_ms, restore_trust_later
 from waltz_sim.world.simulated_disk import Survival
 
 if TYPE_CHECKING:
@@ -365,5 +365,5 @@ def _lose_the_end(cluster: SimCluster, victim: "SimStorage", others: "list[SimSt
             keep_down(cluster, each, 2_000)
         victim.trusts_fsync = False
         victim.lose_power(Survival.NOTHING, with_lies=True)
-        trust_again_later(cluster, victim, after_ms=1_000)
+        restore_trust_later(cluster, victim, after_ms=1_000)
     victim.disk.stop_lying()

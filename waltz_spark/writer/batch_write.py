@@ -271,7 +271,10 @@ def summarise(tasks: list[TaskResult], *, returns_rejected_rows: bool = False) -
     for found in runs.values():
         found.sort()
     rejected = sum(task.rejected for task in tasks)
-    own = sum(_is_own(runs.get(partition, []), conflict) for partition, conflict in _all(tasks))
+    own = sum(
+        _is_conflict_within_write(runs.get(partition, []), conflict)
+        for partition, conflict in _all(tasks)
+    )
     return {
         "committed": sum(task.committed for task in tasks),
         "recomputed": sum(task.recomputed for task in tasks),
@@ -288,6 +291,6 @@ def _all(tasks: list[TaskResult]) -> Iterator[tuple[int, int]]:
         yield from task.conflicts
 
 
-def _is_own(sorted_runs: list[tuple[int, int]], conflict: int) -> bool:
+def _is_conflict_within_write(sorted_runs: list[tuple[int, int]], conflict: int) -> bool:
     place = bisect_right(sorted_runs, (conflict, 1 << 63)) - 1
     return place >= 0 and sorted_runs[place][1] >= conflict

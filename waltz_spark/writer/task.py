@@ -133,7 +133,7 @@ class Job:
                 for _ in self._shaped(batches, shaper, written):
                     pass  # it is counted (rule 2), and Spark expects the whole input to be read
                 return written
-            already = self._look_back(client, claim)
+            already = self._find_earlier_rows(client, claim)
             written = self._send(
                 client, batches, already or EarlierRows(), (task, attempt), claim.marks
             )
@@ -148,7 +148,7 @@ class Job:
     def _file_name(self, task: int, attempt: int) -> str:
         return file_name(task, attempt, self.results_name)
 
-    def _look_back(self, client: WaltzClient, claim: TaskClaim) -> EarlierRows | None:
+    def _find_earlier_rows(self, client: WaltzClient, claim: TaskClaim) -> EarlierRows | None:
         """Return the rows in the log of an earlier attempt or run; None if there was none."""
         state, others = claim.state, client.other_clients()
         if state.attempt == 1 and not others:

@@ -70,10 +70,10 @@ def test_scripts_get_one_value(told, capsys):
     assert value["connect"] == healthy().connect
     (found,) = value["findings"]
     assert (found["name"], found["area"], found["about"]) == ("storage-unavailable", "storages", A)
-    server = value["seen"]["servers"][ONE]
+    server = value["facts"]["servers"][ONE]
     assert (server["open"], server["not_open"], server["out_of_reach"]) == ([0], [], [])
-    assert value["seen"]["storages"][B]["clock_ahead_ms"] == 3.0
-    assert value["seen"]["marks"] == {"0": 90, "1": 90}
+    assert value["facts"]["storages"][B]["clock_ahead_ms"] == 3.0
+    assert value["facts"]["marks"] == {"0": 90, "1": 90}
     assert value["not_measured"]
 
 
@@ -92,7 +92,7 @@ def test_tls_files_that_do_not_fit_are_reported_in_a_sentence(told, tmp_path, ca
 
 def test_a_cluster_that_could_not_be_asked_is_not_called_healthy():
     assert "could not be queried" in doctor_command.as_text(Facts(CONNECT), [])[0]
-    assert "zookeeper" in doctor_command.value_of(Facts(CONNECT), [])["seen"]
+    assert "zookeeper" in doctor_command.value_of(Facts(CONNECT), [])["facts"]
 
 
 def test_without_a_cluster_to_look_at_it_says_what_it_expects(told, capsys):

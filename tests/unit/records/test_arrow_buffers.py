@@ -26,13 +26,13 @@ def test_rows_of_one_width_are_values_of_that_width():
 @given(rows=st.lists(st.none() | st.integers(-(2**63), 2**63 - 1)))
 def test_numbers_are_what_they_were_and_where_they_are_not_is_null(rows: list[int | None]):
     values = np.array([row or 0 for row in rows], dtype=np.int64)
-    are_there = np.array([row is not None for row in rows], dtype=np.bool_)
-    made = arrow_buffers.numbers(values, pa.int64(), are_there=are_there)
+    is_present = np.array([row is not None for row in rows], dtype=np.bool_)
+    made = arrow_buffers.numbers(values, pa.int64(), is_present=is_present)
     made.validate(full=True)
     assert made.to_pylist() == rows
     assert made.null_count == rows.count(None)
-    stamps = arrow_buffers.numbers(values[are_there], pa.timestamp("us"))
-    assert stamps.cast(pa.int64()).to_pylist() == values[are_there].tolist()
+    stamps = arrow_buffers.numbers(values[is_present], pa.timestamp("us"))
+    assert stamps.cast(pa.int64()).to_pylist() == values[is_present].tolist()
 
 
 @given(mask=st.lists(st.booleans()))

@@ -148,7 +148,7 @@ def test_what_was_handed_over_is_preferred_again_when_its_storages_answer(
         assert await server._hand_over(PartitionId(0), Generation(1))
         # Somebody asks for another one meanwhile: the sick one is not preferred by that.
         await server.prefer([PartitionId(3)], [])
-        looking = asyncio.get_running_loop().create_task(server._prefer_again())
+        looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
         for _ in range(3):
             await looks.acquire()
         assert coordinator.preferred == [(1, 0), (1, 3)]
@@ -178,7 +178,7 @@ def test_what_no_process_wants_any_more_is_not_preferred_again(
         server.check_connectivity = check  # type: ignore[method-assign]
         await server.prefer([PartitionId(1), PartitionId(0)], [])
         assert await server._hand_over(PartitionId(0), Generation(1))
-        looking = asyncio.get_running_loop().create_task(server._prefer_again())
+        looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
         await looked.wait()
         await turns()
         assert coordinator.preferred == [(1, 0), (1,)]

@@ -114,6 +114,6 @@ async def test_a_released_partition_without_storages_is_not_owned_again() -> Non
     )
     host = Host(PartitionId(0), partition, store, services)
     host.own(Generation(1), ())
-    host._own_again()
+    host._retake_ownership()
     assert failures == []
     assert not partition.is_owned

@@ -12,9 +12,9 @@ from waltz_core.cluster.nodes.model import ReplicaAssignments
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed, UnknownPartition
 from waltz_core.storage.files.space import DiskSpace
 from waltz_core.storage.process.serving import (
-    OPEN_AGAIN_S_MAX,
-    OPEN_AGAIN_S_MIN,
     OPENERS_COUNT,
+    REOPEN_S_MAX,
+    REOPEN_S_MIN,
     Serving,
     concurrently,
     recheck_interval_s,
@@ -24,9 +24,7 @@ from waltz_sim.world.simulated_disk import SimDisk
 
 
 def after(*, served, wanted, stored_here):
-    return recheck_interval_s(
-        OPEN_AGAIN_S_MIN, served=served, wanted=wanted, stored_here=stored_here
-    )
+    return recheck_interval_s(REOPEN_S_MIN, served=served, wanted=wanted, stored_here=stored_here)
 
 
 @pytest.mark.parametrize("partitions", [(), (0,), (0, 2)])
@@ -43,13 +41,13 @@ def test_one_that_serves_what_it_should_and_has_nothing_else_waits_for_a_change(
     ],
 )
 def test_what_is_not_as_it_should_be_is_looked_at_after_a_pause_that_grows(served, wanted):
-    assert after(served=served, wanted=wanted, stored_here=(0, 1, 2)) == OPEN_AGAIN_S_MIN
+    assert after(served=served, wanted=wanted, stored_here=(0, 1, 2)) == REOPEN_S_MIN
 
 
 def test_what_lies_here_unserved_is_looked_at_seldom_but_permanently():
-    assert OPEN_AGAIN_S_MIN < OPEN_AGAIN_S_MAX
-    assert after(served=(0,), wanted=(0,), stored_here=(0, 1)) == OPEN_AGAIN_S_MAX
-    assert after(served=(), wanted=(), stored_here=(1,)) == OPEN_AGAIN_S_MAX
+    assert REOPEN_S_MIN < REOPEN_S_MAX
+    assert after(served=(0,), wanted=(0,), stored_here=(0, 1)) == REOPEN_S_MAX
+    assert after(served=(), wanted=(), stored_here=(1,)) == REOPEN_S_MAX
 
 
 # ---------------------------------------------------------------------------------------------

@@ -348,13 +348,13 @@ async def _write_all(
 
 
 async def _with_timeout(
-    chosen: CheckLoad, work: Coroutine[Any, Any, None], how_far: Callable[[], str]
+    chosen: CheckLoad, work: Coroutine[Any, Any, None], progress: Callable[[], str]
 ) -> None:
     try:
         async with asyncio.timeout(chosen.timeout_s):
             await work
     except TimeoutError:
-        raise Unavailable(f"not done within {chosen.timeout_s:.0f} s: {how_far()}") from None
+        raise Unavailable(f"not done within {chosen.timeout_s:.0f} s: {progress()}") from None
 
 
 def _unread(checks: list[CheckCallbacks], written: CheckResult) -> str:

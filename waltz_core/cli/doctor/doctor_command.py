@@ -149,7 +149,7 @@ def value_of(facts: Facts, found: list[Finding]) -> dict[str, object]:
             }
             for each in found
         ],
-        "seen": _facts_json(facts),
+        "facts": _facts_json(facts),
         "not_measured": list(NOT_MEASURED),
     }
 

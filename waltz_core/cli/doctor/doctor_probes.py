@@ -131,12 +131,12 @@ async def _concurrently(
     """Query all items, a limited number concurrently; return the answers in order."""
     permits = asyncio.Semaphore(CONCURRENT_PROBES_MAX)
 
-    async def one(item: ItemT) -> ResultT:
+    async def limited(item: ItemT) -> ResultT:
         async with permits:
             return await query(item)
 
     async with asyncio.TaskGroup() as tasks:
-        tasks_of_items = [tasks.create_task(one(item)) for item in items]
+        tasks_of_items = [tasks.create_task(limited(item)) for item in items]
     return [await each for each in tasks_of_items]
 
 
@@ -212,21 +212,21 @@ async def _cluster(place: ConnectString, found: Facts, timeout_s: float) -> Fact
         async with zookeeper_session.connected(
             place, connect_timeout_ms=timeout_ms, request_timeout_ms=timeout_ms
         ) as coordinator:
-            seen = await _Seen.read(coordinator)
+            registry = await _Registry.read(coordinator)
     except NoCluster:
         return replace(found, is_no_cluster=True)
     except Unavailable as error:
         return replace(found, zookeeper_failure=str(error))
     except WaltzError as error:
         return replace(found, access_error=str(error))
-    return replace(found, cluster=await seen.probe(timeout_s, found.local))
+    return replace(found, cluster=await registry.probe(timeout_s, found.local))
 
 
 async def query_cluster(
     coordinator: Coordinator, *, timeout_s: float, on_progress: ProbeProgress
 ) -> ClusterFacts:
     """Query the processes of one cluster; `on_progress` receives the progress."""
-    return await (await _Seen.read(coordinator)).probe(timeout_s, None, on_progress)
+    return await (await _Registry.read(coordinator)).probe(timeout_s, None, on_progress)
 
 
 class _ProbeCounter:
@@ -237,7 +237,7 @@ class _ProbeCounter:
         self._waiting: dict[str, None] = {}
         self._done_count = 0
 
-    async def one(self, name: str, probing: Awaitable[ResultT]) -> ResultT:
+    async def track(self, name: str, probing: Awaitable[ResultT]) -> ResultT:
         self._waiting[name] = None
         answer = await probing
         del self._waiting[name]
@@ -248,7 +248,7 @@ class _ProbeCounter:
         return answer
 
 
-class _Seen:
+class _Registry:
     """The state of a cluster in ZooKeeper."""
 
     def __init__(
@@ -267,16 +267,16 @@ class _Seen:
         self.assigned = changes.placement_of(layout.assignment, self.count)
 
     @staticmethod
-    async def read(coordinator: Coordinator) -> "_Seen":
+    async def read(coordinator: Coordinator) -> "_Registry":
         view = await coordinator.read_cluster()
         ids = await coordinator.read_storage_ids()
         numbers = map(PartitionId, range(view.params.partition_count))
         servers = await coordinator.read_servers()
-        return _Seen(
+        return _Registry(
             view,
             servers,
             await coordinator.storages.read(),
-            {address: one.hex for address, one in ids.items()},
+            {address: limited.hex for address, limited in ids.items()},
             await _concurrently(numbers, coordinator.read_partition),
             await coordinator.reach.read(servers.servers),
         )
@@ -293,13 +293,13 @@ class _Seen:
         async with asyncio.TaskGroup() as tasks:
             response = {
                 key: tasks.create_task(
-                    counter.one(f"server {each.address}", _Server(self, key, timeout_s).probe())
+                    counter.track(f"server {each.address}", _Server(self, key, timeout_s).probe())
                 )
                 for key, each in servers.items()
             }
             storages = [
                 tasks.create_task(
-                    counter.one(f"storage {each}", _Storage(self, each, timeout_s, local).probe())
+                    counter.track(f"storage {each}", _Storage(self, each, timeout_s, local).probe())
                 )
                 for each in self.layout.assignment.partitions
             ]
@@ -337,23 +337,23 @@ _Mark = tuple[TransactionId | None, str, float | None]
 class _Server:
     """The queries to one server."""
 
-    def __init__(self, seen: _Seen, server_id: int, timeout_s: float) -> None:
-        servers = seen.servers.servers
+    def __init__(self, registry: _Registry, server_id: int, timeout_s: float) -> None:
+        servers = registry.servers.servers
         number, descriptor = next(each for each in servers.items() if each[0] == server_id)
         blames = {
             servers[witness].address: report.unreachable[number]
-            for witness, report in seen.reports.items()
+            for witness, report in registry.reports.items()
             if number in report.unreachable
         }
         self._facts = ServerFacts(
             descriptor.address,
             tuple(descriptor.preferred),
-            is_left_out=number in seen.servers.left_out,
+            is_left_out=number in registry.servers.left_out,
             unreachable=tuple(f"{address}: {why}" for address, why in blames.items()),
         )
         self._owned = [
             partition_id
-            for partition_id, owner in seen.servers.owners.items()
+            for partition_id, owner in registry.servers.owners.items()
             if owner.server_id == server_id
         ]
         self._timeout_s = timeout_s
@@ -475,17 +475,17 @@ class _Storage:
     """The queries to one storage."""
 
     def __init__(
-        self, seen: _Seen, address: ReplicaId, timeout_s: float, local: LocalFacts | None
+        self, registry: _Registry, address: ReplicaId, timeout_s: float, local: LocalFacts | None
     ) -> None:
-        self._seen, self._address, self._timeout_s = seen, address, timeout_s
+        self._registry, self._address, self._timeout_s = registry, address, timeout_s
         self._host, port = split_address(address)
         members = () if local is None else local.members
         noted = [each.admin_port for each in members if each.address == address]
-        registered_port = seen.layout.admin_ports.get(address, port + 1)
+        registered_port = registry.layout.admin_ports.get(address, port + 1)
         # Possible admin ports: the registered one, noted ones, the next port.
         self._admin_ports = list(dict.fromkeys([registered_port, *filter(None, noted), port + 1]))
         admin = f"{self._host}:{registered_port}"
-        registered = seen.storage_ids.get(address)
+        registered = registry.storage_ids.get(address)
         self._facts = StorageFacts(address, admin, registered_id=registered)
 
     async def probe(self) -> StorageFacts:
@@ -512,11 +512,11 @@ class _Storage:
             return replace(facts, admin_failure=why, is_hanging=is_hanging, other_admin=port)
 
     async def _query(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
-        store = self._seen.view.store
+        store = self._registry.view.store
         async with asyncio.timeout(self._timeout_s):
             await admin.request(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
             held = dict((await admin.request(HeldResponse, HeldRequest)).available)
-        assigned = self._seen.layout.assignment.partitions[self._address]
+        assigned = self._registry.layout.assignment.partitions[self._address]
         every = sorted({*held, *assigned})
         async with asyncio.timeout(self._timeout_s):
             response = await admin.request(StorageResponse, StorageRequest)

@@ -158,12 +158,12 @@ class PartitionStream:
                 self._start(out)
             case stream_events.Subscribe():
                 self._cursor.want(event.mark, event.header_values)
-                self._mount_again("a feed was requested", now_ms, out)
+                self._remount("a feed was requested", now_ms, out)
             case stream_events.Unsubscribe():
                 self._unsubscribe(now_ms, out)
             case stream_events.Resume():
                 self._cursor.resume(event.mark)
-                self._mount_again("the feed has caught up", now_ms, out)
+                self._remount("the feed has caught up", now_ms, out)
             case stream_events.LinkOpened():
                 self._linked(event, now_ms, out)
             case stream_events.LinkFailed():
@@ -273,7 +273,7 @@ class PartitionStream:
         elif self.phase in _LINKED and generation > self._generation:
             self._leave("the partition has moved", now_ms, out)
 
-    def _mount_again(self, reason: str, now_ms: int, out: list[Effect]) -> None:
+    def _remount(self, reason: str, now_ms: int, out: list[Effect]) -> None:
         """Mount again, on the same link if everything that was sent on it is answered soon."""
         if self.phase is not Phase.READY:
             # In IDLE nothing is mounted yet; in LINKING and WAITING the next mount suffices.
@@ -501,7 +501,7 @@ class PartitionStream:
             return
         reason = verdicts.remount_reason(outcome) if pending.mount == self._mount else None
         if reason is not None:
-            self._mount_again(f"an append was rejected: {reason.name}", now_ms, out)
+            self._remount(f"an append was rejected: {reason.name}", now_ms, out)
         elif not self._leave_if_drained(now_ms, out):
             self._send_waiting(out)
 
@@ -566,7 +566,7 @@ class PartitionStream:
     def _unsubscribe(self, now_ms: int, out: list[Effect]) -> None:
         self._cursor = FeedCursor(self._settings.feed_ahead_max)
         if self._mount_has_feed and self.phase in _LINKED:
-            self._mount_again("the feed was ended", now_ms, out)
+            self._remount("the feed was ended", now_ms, out)
         # NB: what the server still sends of this feed must not be taken for the next one's.
         self._mount_has_feed = False
 
@@ -588,7 +588,7 @@ class PartitionStream:
     def _take_applied(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> None:
         if self._cursor.applied(mark) and self.phase is Phase.READY:
             # The log has grown by an unknown amount: the next mount's answer says how far (7).
-            self._mount_again("the application has caught up", now_ms, out)
+            self._remount("the application has caught up", now_ms, out)
         else:
             self._request_feed(out)
 

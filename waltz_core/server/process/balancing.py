@@ -69,7 +69,7 @@ class Balancing:
         )
         self._balancer = Balancer(limits)
         self._servers: frozenset[ServerId] = frozenset()
-        self._quiet_until_ms = 0
+        self._paused_until_ms = 0
 
     async def run(self) -> None:
         """Measure and balance periodically, until cancelled."""
@@ -98,14 +98,14 @@ class Balancing:
         now_ms = loop_clock_ms()
         if view.servers.keys() != self._servers:
             self._servers = frozenset(view.servers)
-            self._quiet_until_ms = now_ms + self._pace.window_ms
+            self._paused_until_ms = now_ms + self._pace.window_ms
         published = await self._coordinator.loads.read(
             view.servers.keys() - view.left_out,
             lambda error: _log.info("balance.load_ignored error=%s", error),
         )
         owners = {partition_id: owner.server_id for partition_id, owner in view.owners.items()}
         loads = self._book.take(published, owners)
-        if now_ms < self._quiet_until_ms:
+        if now_ms < self._paused_until_ms:
             self._balancer.reset_history()
             return  # rule 3
         preferred = {each for its in view.servers.values() for each in its.preferred}

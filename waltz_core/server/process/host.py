@@ -190,7 +190,7 @@ class Host:
         if effect.for_others:
             self._services.tasks.create_task(self._hand_over(self.partition.generation))
         loop = asyncio.get_running_loop()
-        loop.call_later(REOPEN_PAUSE_S, self._own_again)
+        loop.call_later(REOPEN_PAUSE_S, self._retake_ownership)
 
     async def _hand_over(self, generation: Generation) -> None:
         try:
@@ -203,7 +203,7 @@ class Host:
         if is_handed_over:
             _log.warning("partition.handed_over partition=%s", self.partition_id)
 
-    def _own_again(self) -> None:
+    def _retake_ownership(self) -> None:
         if self._driver.is_stopped or self.partition.is_owned or not self._replicas:
             return
         self.post(replication.TakeOwnership(self.partition.generation, self._replicas))

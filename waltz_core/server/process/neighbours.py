@@ -70,7 +70,7 @@ class Neighbours:
         self._remove_dead = remove_dead
         self._ssl = ssl
         self._watches: dict[tuple[ServerId, str], _Watch] = {}
-        self._seen = _Seen()
+        self._results = _DialResults()
 
     def follow(self, view: ServersView) -> None:
         """Watch exactly the other servers of this view."""
@@ -86,16 +86,16 @@ class Neighbours:
                 self._watches[key].descriptor = descriptor  # rule 4
                 continue
             watch = self._watches[key] = _Watch(
-                descriptor, self._remove_dead, self._ssl, self._seen
+                descriptor, self._remove_dead, self._ssl, self._results
             )
             self._tasks.create_task(watch.run())
-        self._seen.reachability.keep({server_id for server_id, _ in others})
+        self._results.reachability.keep({server_id for server_id, _ in others})
 
     async def report(self, board: ReachBoard, is_witness: Callable[[], bool]) -> None:
         """Publish the results of the dials periodically, until cancelled (rule 6)."""
         while True:
-            self._seen.is_changed.clear()
-            report = self._seen.reachability.report(loop_clock_ms())
+            self._results.is_changed.clear()
+            report = self._results.reachability.report(loop_clock_ms())
             if not is_witness():
                 report = report.without_open_partition()
             try:
@@ -104,7 +104,7 @@ class Neighbours:
                 _log.info("neighbours.publish_failed error=%s", error)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
-                    await self._seen.is_changed.wait()
+                    await self._results.is_changed.wait()
 
     def stop(self) -> None:
         """Stop all watches."""
@@ -113,7 +113,7 @@ class Neighbours:
         self._watches.clear()
 
 
-class _Seen:
+class _DialResults:
     """The results of all watches; `is_changed` is set by each dial."""
 
     def __init__(self) -> None:
@@ -139,10 +139,10 @@ class _Watch:
         descriptor: ServerDescriptor,
         remove_dead: Callable[[ServerDescriptor], Awaitable[None]],
         ssl: SSLContext | None,
-        seen: _Seen,
+        seen: _DialResults,
     ) -> None:
         self.descriptor = descriptor
-        self._seen = seen
+        self._results = seen
         self._remove_dead = remove_dead
         self._ssl = ssl
         self._stopped = asyncio.Event()
@@ -191,7 +191,7 @@ class _Watch:
 
     def _note(self, error: WaltzError | None) -> None:
         if not self._stopped.is_set():
-            self._seen.dialled(self.descriptor.server_id, error)
+            self._results.dialled(self.descriptor.server_id, error)
 
     async def _is_removed(self) -> bool:
         dead = self.descriptor

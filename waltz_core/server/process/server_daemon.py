@@ -217,7 +217,7 @@ class Server:
                 )
                 tasks.create_task(follow_readable(coordinator.follow_servers, self._owned))
                 tasks.create_task(self._publish())
-                tasks.create_task(self._prefer_again())
+                tasks.create_task(self._run_preference_restore())
                 tasks.create_task(self._neighbours.report(coordinator.reach, self._is_open))
                 if self._config.balance == "load":
                     tasks.create_task(self._balancing().run())
@@ -398,7 +398,7 @@ class Server:
         await self._coordinator.prefer(replace(self._descriptor, preferred=in_force))
         self._preferences.change(added, removed)
 
-    async def _prefer_again(self) -> None:
+    async def _run_preference_restore(self) -> None:
         """Restore preferences of partitions once a quorum of their storages answers this server."""
         while True:
             await asyncio.sleep(PREFERENCE_CHECK_S)

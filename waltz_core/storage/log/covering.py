@@ -47,14 +47,12 @@ I64 = npt.NDArray[np.int64]
 class Cover:
     """Covers records of one log, whose `covered_end` is the reported end meanwhile.
 
-    `open_again` opens the log's files as at a start, which makes batches.
+    `reopen` opens the log's files as at a start, which makes batches.
     """
 
-    def __init__(
-        self, files: LogFiles, open_again: Callable[[], tuple[Segments, SlotFile]]
-    ) -> None:
+    def __init__(self, files: LogFiles, reopen: Callable[[], tuple[Segments, SlotFile]]) -> None:
         self._files = files
-        self._open_again = open_again
+        self._reopen = reopen
 
     def ends_adopted(self) -> bool:
         """Return whether the newest batch was made from records of 0.13 (rule 1)."""
@@ -80,7 +78,7 @@ class Cover:
         files.abandon()
         files.has_failed = files.is_broken = True  # until they are open
         try:
-            files.use(*self._open_again())
+            files.use(*self._reopen())
         except WaltzError as error:
             raise DiskFailed(f"partition {files.partition_id}: making batches: {error}") from error
 

@@ -355,7 +355,7 @@ class _Opening:
         if self._is_overtaken:
             # 0.13 may have cut what was synced then. It has no marker: records up to the last whole
             # one may have been acknowledged, and it was stopped cleanly before a migration.
-            durable = max(min(durable, segments.last), self._last_whole(segments))
+            durable = max(min(durable, segments.last), self._last_complete(segments))
         # The marker moves at a roll, but not when a failure makes the log begin a new file.
         self._durable = max(self._marker, self._passed, durable)
         if self.slot.truncate is not None:
@@ -377,7 +377,7 @@ class _Opening:
         if self.slot.truncate is not None:
             segments.cut(*self.slot.truncate)  # Durable before the intent goes (`write_again`).
 
-    def _last_whole(self, segments: Segments) -> TransactionId:
+    def _last_complete(self, segments: Segments) -> TransactionId:
         """Return the last ID above the marker whose record is where the index has it."""
         current = segments.current
         lowest = max(current.first, self._marker + 1, current.last - _TORN_RECORDS_MAX)

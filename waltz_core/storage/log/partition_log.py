@@ -105,7 +105,7 @@ class PartitionLog:
         )
         files = LogFiles(*opened, settings)
 
-        def open_again() -> tuple[Segments, SlotFile]:
+        def reopen() -> tuple[Segments, SlotFile]:
             blank = SegmentHeader(settings.now_ms(), key, partition_id, TransactionId(0))
             # This process has not stopped, so an unclean stop need not be assumed.
             info = control.info(partition_id)
@@ -113,7 +113,7 @@ class PartitionLog:
                 disk, directory, blank, info, trust_fsync=True, is_named=True
             )
 
-        return cls(files, Cover(files, open_again), control)
+        return cls(files, Cover(files, reopen), control)
 
     # ---- state
 

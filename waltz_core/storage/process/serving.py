@@ -42,8 +42,8 @@ from waltz_core.storage.service.writers import CallThreads
 
 _log = logging.getLogger(__name__)
 
-OPEN_AGAIN_S_MIN: Final = 1.0
-OPEN_AGAIN_S_MAX: Final = 60.0
+REOPEN_S_MIN: Final = 1.0
+REOPEN_S_MAX: Final = 60.0
 # Partitions opened at once. Each opening makes three syncs, or six if it is new; a file system
 # joins concurrent ones. More threads would only contend for it.
 OPENERS_COUNT: Final = 8
@@ -136,16 +136,16 @@ class Serving:
 
     async def follow(self, on_checked: Callable[[], None]) -> None:
         """Open and drop partitions as wanted; call `on_checked` after each round."""
-        again_s = OPEN_AGAIN_S_MIN
+        retry_s = REOPEN_S_MIN
         await self._changed.wait()  # the assignment is unknown before
         async with asyncio.TaskGroup() as drops:
             while True:
                 try:
-                    async with asyncio.timeout(self._wait_s(again_s)):
+                    async with asyncio.timeout(self._wait_s(retry_s)):
                         await self._changed.wait()
-                    again_s = OPEN_AGAIN_S_MIN
+                    retry_s = REOPEN_S_MIN
                 except TimeoutError:
-                    again_s = min(2 * again_s, OPEN_AGAIN_S_MAX)
+                    retry_s = min(2 * retry_s, REOPEN_S_MAX)
                 self._changed.clear()
                 if self._engine.has_lost_files:
                     await self._in_thread(self._engine.check_place)
@@ -190,10 +190,10 @@ class Serving:
                 ]
             )
 
-    def _wait_s(self, again_s: float) -> float | None:
+    def _wait_s(self, retry_s: float) -> float | None:
         stored_here = [each for each in self._engine.assigned() if self._engine.is_available(each)]
         return recheck_interval_s(
-            again_s, served=self.logs, wanted=self._wanted(), stored_here=stored_here
+            retry_s, served=self.logs, wanted=self._wanted(), stored_here=stored_here
         )
 
     async def _leaving(self) -> list[PartitionId]:
@@ -329,7 +329,7 @@ class Serving:
 
 
 def recheck_interval_s(
-    again_s: float,
+    retry_s: float,
     *,
     served: Collection[PartitionId],
     wanted: Collection[PartitionId],
@@ -337,10 +337,10 @@ def recheck_interval_s(
 ) -> float | None:
     """Return the time until the partitions are checked again without a change.
 
-    None if only a change can matter. `again_s` is the current pause (it grows) for partitions
+    None if only a change can matter. `retry_s` is the current pause (it grows) for partitions
     that could not be opened, or not be dropped yet.
     """
     if set(served) != set(wanted):
-        return again_s
+        return retry_s
     # A session may still need the vote of a partition that is here but not served.
-    return None if set(served) >= set(stored_here) else OPEN_AGAIN_S_MAX
+    return None if set(served) >= set(stored_here) else REOPEN_S_MAX

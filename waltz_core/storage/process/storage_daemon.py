@@ -198,7 +198,7 @@ class StorageDaemon:
             raise _first_error(known) from group
         finally:
             if not self._is_left:
-                await self._let_work_end()  # begun before the driver stopped
+                await self._drain()  # begun before the driver stopped
             if not self._is_left and (is_clean or not self._pool.is_busy):
                 close = engine.close if is_clean else engine.abandon
                 await self._with_timeout("the logs", close, CLOSE_LOGS_S_MAX)
@@ -423,10 +423,10 @@ class StorageDaemon:
         """Shut down (rule 5); raise `_End`, which ends all tasks."""
         for link in self._links.values():
             link.pause_reading()
-        await self._let_work_end(serving)
+        await self._drain(serving)
         raise _End
 
-    async def _let_work_end(self, serving: Serving | None = None) -> None:
+    async def _drain(self, serving: Serving | None = None) -> None:
         """Wait, with a limit, until no work and no change of served partitions is running."""
         try:
             async with asyncio.timeout(CLOSE_S_MAX):

@@ -224,13 +224,13 @@ class StorageService:
             case ScrubNow(partition_id):
                 wanted = self._lanes if partition_id is None else {partition_id} & {*self._lanes}
                 self._scrub.request(sorted(wanted), now_ms)
-                self._read_again(now_ms)
+                self._reread(now_ms)
             case SpaceChecked():
                 self._space_check_at_ms = None
                 self._note_space(now_ms)
             case Wakeup():
                 self._mark(now_ms)
-                self._read_again(now_ms)
+                self._reread(now_ms)
                 self._check_space(now_ms)
             case _:
                 assert_never(event)
@@ -462,7 +462,7 @@ class StorageService:
                 # A busy log moves its marker with a sync, and comes here again.
                 self._run(lane, ())
 
-    def _read_again(self, now_ms: int) -> None:
+    def _reread(self, now_ms: int) -> None:
         """Queue the scrub's next piece; it runs after the current work of its partition."""
         while (partition_id := self._scrub.next_turn(now_ms)) is not None:
             lane = self._lanes[partition_id]
