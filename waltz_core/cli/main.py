@@ -18,7 +18,7 @@ import click
 
 from waltz_core import __version__
 from waltz_core.cli.output import print_error, print_result
-from waltz_core.cli.verbs import USAGE_ERROR, LazyVerb, Noun, explained, sentence
+from waltz_core.cli.verbs import USAGE_ERROR, LazyVerb, Noun, explanation, sentence
 from waltz_core.errors import BadConfig, WaltzError
 
 
@@ -290,7 +290,7 @@ def run(words: list[str]) -> int:
     except click.exceptions.Exit as ended:
         return ended.exit_code
     except click.UsageError as error:
-        print_error(explained(error))
+        print_error(explanation(error))
         return USAGE_ERROR
 
 

@@ -153,7 +153,7 @@ def _of_replicas(now: PartitionCondition) -> Iterator[Failed]:
     if now.is_of_other_replicas:
         text = f"{name}: no session yet with its replicas {', '.join(now.assigned)}"
         yield Failed("recovery", text, its)
-    if len(now.replicas.level) < now.quorum:
+    if len(now.replicas.in_sync) < now.quorum:
         yield Failed("quorum", f"{name} has no quorum of engaged replicas", its)
     elif now.not_engaged:
         are = "is" if len(now.not_engaged) == 1 else "are"

@@ -80,7 +80,7 @@ class PartitionCondition:
     @property
     def not_engaged(self) -> list[ReplicaId]:
         """The assigned replicas that the newest session does not count on."""
-        return [each for each in self.assigned if each not in self.replicas.level]
+        return [each for each in self.assigned if each not in self.replicas.in_sync]
 
     @property
     def is_of_other_replicas(self) -> bool:

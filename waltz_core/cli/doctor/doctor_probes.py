@@ -276,7 +276,7 @@ class _Registry:
             view,
             servers,
             await coordinator.storages.read(),
-            {address: limited.hex for address, limited in ids.items()},
+            {address: storage_id.hex for address, storage_id in ids.items()},
             await _concurrently(numbers, coordinator.read_partition),
             await coordinator.reach.read(servers.servers),
         )

@@ -98,7 +98,7 @@ _log = logging.getLogger(__name__)
 # A session logs the beginning and the end of that. This logger's level enables kazoo's lines.
 logger = logging.getLogger("waltz_core.kazoo")
 logger.addHandler(logging.NullHandler())
-if logger.in_sync == logging.NOTSET:
+if logger.level == logging.NOTSET:
     logger.setLevel(logging.ERROR)
 
 T = TypeVar("T")

@@ -410,7 +410,7 @@ class Partition:
             opened, event.committed_last, unbroken=unbroken, stamp_ms=event.stamp_ms
         )
         replicas, refill = self.reads.replicas, self.pipeline.refill
-        self._out += refill.wait_for_proof(
+        self._out += refill.query_locks(
             opened.session_id, replicas, self._now_ms, holds=not unbroken
         )
         self.feed.advanced(opened.session_id, mark)
