@@ -19,7 +19,7 @@ from typing import Any, Self
 from zlib import crc32
 
 from tests.patience import HANG_S
-from waltz_core.client.links.directory import Changed, ClusterInfo, Owner
+from waltz_core.client.links.directory import ClusterInfo, Owner, OwnersChanged
 from waltz_core.records.record import Generation, PartitionId
 
 HELLO = struct.Struct(">Bhi")
@@ -545,7 +545,7 @@ class OriginalDirectory:
     def __init__(self, cluster: OriginalCluster) -> None:
         self._cluster = cluster
         self.cluster = ClusterInfo("original", bytes(16), cluster.partition_count)
-        self.changed: Changed | None = None
+        self.changed: OwnersChanged | None = None
         self.told: dict[int, Owner] | None = None  # what is believed, where that is not so any more
 
     @property
@@ -555,7 +555,7 @@ class OriginalDirectory:
             for number, (server, generation) in self._cluster.owners.items()
         }
 
-    async def open(self, changed: Changed) -> None:
+    async def open(self, changed: OwnersChanged) -> None:
         self.changed = changed
 
     async def run(self) -> None:

@@ -177,7 +177,7 @@ def loss_answered_before_settled() -> Patches:
         for flight in pipeline._flights.pop_lost()[0]:
             for ticket in flight.tickets:
                 if ticket.settle(pipeline.high_water_mark):
-                    pipeline._mounts.lapse(ticket.req_id.client_id)
+                    pipeline._mounts.invalidate(ticket.req_id.client_id)
                 pipeline._landed(ticket, outcomes)
             outcomes.extend(Reached(token) for token in flight.waiting)
         self._route(outcomes)

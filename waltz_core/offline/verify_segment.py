@@ -1,7 +1,7 @@
 """Verifying one segment: its headers, every record of `.seg`, every entry of `.idx`.
 
-It checks one file after the other against the `Belief` about the log. Batches, which cross from
-file to file, are checked in `lineage`.
+It checks one file after the other against what is known of the log (`ExpectedLog`). Batches, which
+cross from file to file, are checked in `lineage`.
 
 Rules:
     1. Both CRCs of every record are computed: that of its data, and that of the whole record.

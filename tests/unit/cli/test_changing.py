@@ -6,7 +6,7 @@ import pytest
 
 from tests.cluster_contract import KEY
 from waltz_core import errors
-from waltz_core.cli.changing import OUTCOME_INTERRUPTED, in_time, recorded
+from waltz_core.cli.changing import OUTCOME_INTERRUPTED, audited, time_limit
 from waltz_core.cluster.change.audit import BEGUN, DONE
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
@@ -28,7 +28,7 @@ async def outcomes(coordinator):
 @story
 async def test_a_change_is_on_record_while_it_continues_and_afterwards(coordinator):
     await coordinator.create_cluster(CLUSTER)
-    async with recorded(coordinator):
+    async with audited(coordinator):
         assert await outcomes(coordinator) == [BEGUN]
     assert await outcomes(coordinator) == [DONE]
 
@@ -37,7 +37,7 @@ async def test_a_change_is_on_record_while_it_continues_and_afterwards(coordinat
 async def test_what_has_failed_says_why(coordinator):
     await coordinator.create_cluster(CLUSTER)
     with pytest.raises(errors.BadRequest):
-        async with recorded(coordinator):
+        async with audited(coordinator):
             raise errors.BadRequest("expected more")
     assert await outcomes(coordinator) == ["failed: expected more"]
 
@@ -46,14 +46,14 @@ async def test_what_has_failed_says_why(coordinator):
 async def test_what_was_interrupted_is_not_done(coordinator):
     await coordinator.create_cluster(CLUSTER)
     with pytest.raises(asyncio.CancelledError):
-        async with recorded(coordinator):
+        async with audited(coordinator):
             raise asyncio.CancelledError
     assert await outcomes(coordinator) == [OUTCOME_INTERRUPTED]
 
 
 @story
 async def test_a_cluster_that_is_made_holds_the_record_of_its_making(coordinator):
-    async with recorded(coordinator, creates=True):
+    async with audited(coordinator, creates=True):
         await coordinator.create_cluster(CLUSTER)
     assert await outcomes(coordinator) == [DONE]
 
@@ -62,7 +62,7 @@ async def test_a_cluster_that_is_made_holds_the_record_of_its_making(coordinator
 async def test_a_cluster_that_is_deleted_comes_not_back_for_its_record(coordinator):
     for creates in (False, True):
         await coordinator.create_cluster(CLUSTER)
-        async with recorded(coordinator, creates=creates):
+        async with audited(coordinator, creates=creates):
             await coordinator.delete_cluster(lambda _done, _count: None)
         with pytest.raises(errors.BadConfig, match="no cluster at root"):
             await coordinator.read_cluster()
@@ -83,7 +83,7 @@ def test_one_that_gives_a_command_as_another_process_is_on_record(monkeypatch, u
     @story
     async def run(coordinator):
         await coordinator.create_cluster(CLUSTER)
-        async with recorded(coordinator):
+        async with audited(coordinator):
             (entry,) = await coordinator.audit.read()
         assert entry.user.rpartition("@")[0] == who
 
@@ -92,7 +92,7 @@ def test_one_that_gives_a_command_as_another_process_is_on_record(monkeypatch, u
 
 def test_what_is_out_of_time_says_what_it_has_waited_for():
     async def wait():
-        async with in_time(0.01, lambda: "a storage"):
+        async with time_limit(0.01, lambda: "a storage"):
             await asyncio.Event().wait()
 
     with pytest.raises(errors.Unavailable, match="still waiting: a storage"):

@@ -255,7 +255,7 @@ def look(link):
     """Let the time of a look have come; there is one before it whenever somebody waits."""
     assert link._watch._timer is not None
     link._watch._timer.cancel()
-    link._watch._look()
+    link._watch._check()
 
 
 def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monkeypatch, caplog):

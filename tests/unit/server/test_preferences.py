@@ -22,12 +22,12 @@ def test_what_was_handed_over_rests_for_a_while():
     found = preferring(0, 1)
     assert found.handed_over(1, 100.0)
     assert not found.handed_over(7, 100.0)  # nobody has asked for that one
-    assert (found.wanted, found.resting) == ((0, 1), [1])
+    assert (found.wanted, found.suspended) == ((0, 1), [1])
     assert found.active_after((3,), ()) == (0, 3)
-    assert found.rested(159.0) == []
-    assert found.rested(160.0) == [1]
+    assert found.resumable(159.0) == []
+    assert found.resumable(160.0) == [1]
     found.change((1,), ())
-    assert (found.resting, found.active_after((), ())) == ([], (0, 1))
+    assert (found.suspended, found.active_after((), ())) == ([], (0, 1))
 
 
 def test_a_process_that_asks_again_or_no_longer_wants_it_ends_the_rest():
@@ -35,9 +35,9 @@ def test_a_process_that_asks_again_or_no_longer_wants_it_ends_the_rest():
     found.handed_over(0, 5.0)
     found.handed_over(1, 5.0)
     assert found.active_after((0,), (1,)) == (0,)
-    assert found.resting == [0, 1]
+    assert found.suspended == [0, 1]
     found.change((0,), (1,))
-    assert (found.wanted, found.resting) == ((0,), [])
+    assert (found.wanted, found.suspended) == ((0,), [])
 
 
 def test_a_quorum_has_to_answer():

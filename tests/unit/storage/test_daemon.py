@@ -37,7 +37,7 @@ def test_early_connections_are_admitted_in_order_and_closed_ones_never():
     for link in (first, dead, second):
         daemon._accept(link)
     assert admitted == []
-    daemon._looked()
+    daemon._checked_assignment()
     assert admitted == ["first", "second"]
     assert list(daemon._links.values()) == [first, second]
 

@@ -78,7 +78,7 @@ class Directory:
     def is_held(self, partition_id):
         return partition_id in self.stored_here
 
-    def is_gone(self, partition_id):
+    def has_lost_files_of(self, partition_id):
         return partition_id in self.files_error
 
     def stop_serving(self, partition_id, why):
