@@ -140,8 +140,8 @@ def test_one_that_is_still_waited_for_is_reported_as_the_others_answer():
     async def ask():
         asked = _ProbeCounter(lambda *each: told.append(each))
         async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(asked.one("server a:1", slow()))
-            await tasks.create_task(asked.one("storage b:1", quick()))
+            first = tasks.create_task(asked.track("server a:1", slow()))
+            await tasks.create_task(asked.track("storage b:1", quick()))
             release.set()
         return first.result()
 

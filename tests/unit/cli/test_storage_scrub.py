@@ -13,7 +13,7 @@ from waltz_core.wire.admin_messages import ScrubResponse
 class Storage:
     """Its administration: the pass that was begun stays at record 7 of 40."""
 
-    is_ours, address = True, "127.0.0.1:1"
+    is_current, address = True, "127.0.0.1:1"
 
     async def ask(self, expected, _kind, partition, *_):
         assert expected is ScrubResponse

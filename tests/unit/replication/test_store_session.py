@@ -593,7 +593,7 @@ def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one():
     bench.wait(100)
     bench.reopen()
     session_id = bench.store.session.claim.session_id
-    assert bench.store.session.claim.distances == {A: 99}
+    assert bench.store.session.claim.bound_later == {A: 99}
     for promised in (99, 100):
         while not bench.requests.get(A):
             bench.wait(100)

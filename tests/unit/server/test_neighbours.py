@@ -160,7 +160,7 @@ async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
         async with world() as here:
             here.neighbours.follow(view_of(ServerDescriptor(OTHER, host, 1)))
             await some_dials()
-            report = here.neighbours._seen.reachability.report(0)
+            report = here.neighbours._results.reachability.report(0)
     assert report.unreachable.keys() == {OTHER}
     assert ReachReport.from_bytes(report.to_bytes()) == report
 
