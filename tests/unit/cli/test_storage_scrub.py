@@ -15,7 +15,7 @@ class Storage:
 
     is_current, address = True, "127.0.0.1:1"
 
-    async def ask(self, expected, _kind, partition, *_):
+    async def request(self, expected, _kind, partition, *_):
         assert expected is ScrubResponse
         return ScrubResponse(0, partition, True, 7, 39, 700, 3, 0, None)
 
