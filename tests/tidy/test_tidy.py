@@ -43,10 +43,10 @@ ORDINARY_WORDS = frozenset(
     re.findall(
         r"\w+",
         """
-        admin check client cluster config connection consumer copy data directory end entry error
-        failed file info keeper limits link log mark memory message mismatch node open protocol read
-        reader request response result run server session set state storage store task view waiting
-        waltz write zoo
+        admin cache callbacks check client cluster config connection consumer copy data directory
+        disk end entry error failed file info keeper limits link log mark memory message mismatch
+        node open opened protocol read reader request response result run server session set state
+        storage store task view waiting waltz write zoo
         """,
     )
 )
