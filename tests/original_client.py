@@ -1,4 +1,4 @@
-"""A model of the client of Waltz 0.13: its bytes and its behaviour (docs/design/wire-format.md 2).
+"""A model of the client of Waltz 0.13: its bytes and its behavior (docs/design/wire-format.md 2).
 
 It shares no code with ours, so that no mistake can be on both sides of a wire: frames are packed
 and taken apart here. What it does is what the original is known to do, faults included:

@@ -49,5 +49,5 @@ def test_what_a_killed_server_owned_continues_elsewhere_at_once(story: Story):
         wait_until("one owns all", lambda: len(owners(story)) == 1)
         load.goes_on(1_000)
     log = story.cluster.log_path("server-3").read_text(encoding="utf-8")
-    assert re.search(r"neighbours\.removed server=\d+ address=127\.0\.0\.1:\d+", log)
+    assert re.search(r"neighbors\.removed server=\d+ address=127\.0\.0\.1:\d+", log)
     story.check_agrees()

@@ -1,4 +1,4 @@
-"""Originals at our server: what a captured or modelled client of Waltz 0.13 sends, and is told."""
+"""Originals at our server: what a captured or modeled client of Waltz 0.13 sends, and is told."""
 
 import asyncio
 import contextlib
@@ -88,7 +88,7 @@ def send_append(wire: Wire, at: Req, data: bytes, mark: int = -1, **rest: object
 
 
 @contextlib.asynccontextmanager
-async def dialling(server: Server) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
+async def dialing(server: Server) -> AsyncIterator[Callable[..., Awaitable[Wire]]]:
     """Give what makes connections, of these versions; they end with the story."""
     made: list[Wire] = []
 
@@ -114,7 +114,7 @@ def watching(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
 
 def test_captured_frames_are_answered_by_captured_frames() -> None:
     async def main() -> None:
-        async with cluster(4, feed_grant_count_min=100) as (_, server), dialling(server) as dial:
+        async with cluster(4, feed_grant_count_min=100) as (_, server), dialing(server) as dial:
             wire = await dial()
             assert wire.version == 4
 
@@ -171,7 +171,7 @@ def test_each_version_mounts_appends_and_reads(
     version: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with cluster() as (_, server), dialling(server) as dial:
+        async with cluster() as (_, server), dialing(server) as dial:
             wire = await dial(tuple(range(version + 1)))
             assert wire.version == version
             assert await state_of(wire, req(1)) == original.READY
@@ -210,7 +210,7 @@ def test_each_version_mounts_appends_and_reads(
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_mount_is_fed_what_it_lacks_and_then_answered(version: int) -> None:
     async def main() -> None:
-        async with cluster() as (_, server), dialling(server) as dial:
+        async with cluster() as (_, server), dialing(server) as dial:
             writer = await connect(server)
             await writer.mount()
             await writer.append(10)
@@ -237,7 +237,7 @@ def test_a_mount_is_fed_what_it_lacks_and_then_answered(version: int) -> None:
 
 def test_what_waltz_0_13_ends_a_connection_for_so_do_we() -> None:
     async def main() -> None:
-        async with cluster() as (_, server), dialling(server) as dial:
+        async with cluster() as (_, server), dialing(server) as dial:
 
             async def mounted(client: int) -> Wire:
                 wire = await dial()
@@ -280,7 +280,7 @@ def test_what_waltz_0_13_ends_a_connection_for_so_do_we() -> None:
 
 def test_a_later_connection_of_a_client_ends_the_earlier_one() -> None:
     async def main() -> None:
-        async with cluster() as (_, server), dialling(server) as dial:
+        async with cluster() as (_, server), dialing(server) as dial:
             early, late = [await dial() for _ in range(2)]
             assert await state_of(early, req(1), sequence=3) == original.READY
             early.send(original.FEED_REQUEST, req(1), LONG.pack(-1))
@@ -304,7 +304,7 @@ def test_what_is_asked_without_a_mount_is_answered_or_left_open(
     monkeypatch.setattr(old_client, "MARK_WAIT_S", 0.2)
 
     async def main() -> None:
-        async with cluster() as (_, server), dialling(server) as dial:
+        async with cluster() as (_, server), dialing(server) as dial:
             writer = await connect(server)
             await writer.mount()
             await writer.append(3, size=2)
@@ -334,7 +334,7 @@ def test_what_is_asked_without_a_mount_is_answered_or_left_open(
 
 def test_a_0_13_program_that_does_not_read_costs_bounded_memory() -> None:
     async def main() -> None:
-        async with cluster() as (_, server), dialling(server) as dial:
+        async with cluster() as (_, server), dialing(server) as dial:
             writer = await connect(server, BOB)
             await writer.mount()
             deaf = await dial()

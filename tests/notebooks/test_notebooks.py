@@ -103,7 +103,7 @@ def expect_time_travel(notebook: Notebook) -> None:
         "before and since are the whole: True",
         "24 states were read by time travel, all lie on the replay: True",
     ]
-    assert len(notebook.table("travelled.head")) == 3
+    assert len(notebook.table("traveled.head")) == 3
 
 
 def expect_measurements(notebook: Notebook) -> None:

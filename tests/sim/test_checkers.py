@@ -954,13 +954,13 @@ def test_converged_a_stream_that_has_ended(world):
 
 def test_bounded_tries(world):
     for _ in range(DIALS_MAX - 1):
-        world.checks.dialled("somebody", "another")
+        world.checks.dialed("somebody", "another")
     world.cluster.world.now_us += 500 * MS
-    world.checks.dialled("somebody", "another")
+    world.checks.dialed("somebody", "another")
     with fails("Bounded"):
-        world.checks.dialled("somebody", "another")
+        world.checks.dialed("somebody", "another")
     world.cluster.world.now_us += 600 * MS
-    world.checks.dialled("somebody", "another")
+    world.checks.dialed("somebody", "another")
     with fails("Bounded"):
         for _ in range(CLAIMS_MAX + 1):
             world.says(session_events.ReadMetadata(1))

@@ -29,7 +29,7 @@ FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 800
 # path -> why it may be longer
 FILES_LONGER_ON_PURPOSE = {
-    "waltz_core/wire/messages.py": "the table of all messages, one dataclass each, no behaviour",
+    "waltz_core/wire/messages.py": "the table of all messages, one dataclass each, no behavior",
 }
 FOLDER_FILES_MAX = 15
 # Packages whose files are pure, but for shells: those name one of SHELL_MODULES.

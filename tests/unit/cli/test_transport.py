@@ -14,7 +14,7 @@ PLACE = "zk1:2181/waltz/payments"
 
 @pytest.fixture
 def told(monkeypatch):
-    """Gives what is dialled in after some words of a command, and of the environment."""
+    """Gives what is dialed in after some words of a command, and of the environment."""
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
 
     def ssl_of(**words):

@@ -644,7 +644,7 @@ async def test_the_feed_from_the_end_shows_only_what_comes():
 
 
 @on_virtual_loop
-async def test_data_comes_with_its_neighbours():
+async def test_data_comes_with_its_neighbors():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         payload = batch_of(*(b"%d" % i for i in range(300)))
         await (await client.append_batch(0, payload, 300, client_high_water_mark=-1))

@@ -199,11 +199,11 @@ def test_no_request_has_a_number_that_streams_use():
 def test_one_that_is_closed_while_it_dials_keeps_no_connection(door):
     async def story():
         async with a_server() as (links, address, _), asyncio.TaskGroup() as group:
-            dialling = group.create_task(get_and_tell(links, address))
+            dialing = group.create_task(get_and_tell(links, address))
             await until(lambda: door.count)
             await links.close("the client ends")
             door.may_pass.set()
-            assert isinstance(await dialling, errors.Unreachable)
+            assert isinstance(await dialing, errors.Unreachable)
             assert not links._open
 
     asyncio.run(story())

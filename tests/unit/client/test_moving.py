@@ -287,7 +287,7 @@ async def told_client(cluster: MemoryCluster, config: ClientConfig) -> AsyncIter
 
 
 @pytest.mark.parametrize("is_told", [False, True], ids=["watches", "was told"])
-@pytest.mark.parametrize("what", ["dialled", "asked", "appended"])
+@pytest.mark.parametrize("what", ["dialed", "asked", "appended"])
 def test_one_that_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
     what: str, is_told: bool
 ) -> None:
@@ -309,7 +309,7 @@ def test_one_that_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
             way.is_frozen = True
             asks: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
                 # Data come over a connection of their own, which is not made yet.
-                "dialled": lambda: client.requests.data(PartitionId(0), TransactionId(0)),
+                "dialed": lambda: client.requests.data(PartitionId(0), TransactionId(0)),
                 "asked": lambda: client.high_water_mark(0),
                 "appended": lambda: appended(client, b"b"),
             }
@@ -317,7 +317,7 @@ def test_one_that_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
                 asked = tasks.create_task(asks[what]())
                 await until(lambda: any(each.held["down"] for each in way.passages))
                 await make_moves(cluster, there, 1)
-            assert asked.result() == {"dialled": b"a", "asked": 0, "appended": 1}[what]
+            assert asked.result() == {"dialed": b"a", "asked": 0, "appended": 1}[what]
 
     story()
 

@@ -493,7 +493,7 @@ async def test_one_that_is_known_to_be_dead_is_not_waited_for(cluster):
         first.expire()
         await looked(cluster)
         assert not (await two.read()).is_settled
-        # The lead's own neighbours tell, though the node has gone already.
+        # The lead's own neighbors tell, though the node has gone already.
         await two.remove_dead(descriptor(1))
         await at_two.until(lambda view: list(view.servers) == [2, 3])
         # And right after the return a death is acted on at once as ever.
@@ -621,7 +621,7 @@ async def test_a_preference_waits_no_longer_than_the_lead_does(cluster):
         wished = tasks.create_task(two.prefer(descriptor(2, preferred=[3])))
         await looked(cluster)
         assert not wished.done()
-        # Both who wait are woken when its own neighbours tell that the owner is dead.
+        # Both who wait are woken when its own neighbors tell that the owner is dead.
         await two.remove_dead(descriptor(1))
         await wished
         view = await at_two.until(lambda view: list(view.servers) == [2])

@@ -67,7 +67,7 @@ def test_too_many_other_nodes_are_refused(monkeypatch):
 
 
 @story
-async def test_a_deleted_cluster_leaves_nothing_and_its_neighbours_alone(it):
+async def test_a_deleted_cluster_leaves_nothing_and_its_neighbors_alone(it):
     await it.cluster("/a/one")
     await it.cluster("/a/two")
     kept = {path for path in it.zookeeper.dump() if not path.startswith("/a/two")}

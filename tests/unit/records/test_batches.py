@@ -167,7 +167,7 @@ def test_the_crc_of_each_row_of_a_slice(rows: list[bytes], data: st.DataObject) 
     [
         ({"header": [1]}, "expected data"),
         ({"data": [b""], "crc": ["x"]}, "column crc: expected uint32, found string"),
-        ({"data": [b""], "colour": [1]}, "found .*colour"),
+        ({"data": [b""], "color": [1]}, "found .*color"),
         ({"data": [None, b""]}, "column data: 1 nulls"),
         ({"data": [b""], "header": [None]}, "column header"),
         ({"data": [b""], "header": ["seven"]}, "column header: expected int32, found string"),

@@ -270,7 +270,7 @@ def test_nothing_is_done_while_the_goals_chain_is_unknown():
     assert repair_of(one).next_step(Goal(5, None), can_fill=somebody) is None
 
 
-def test_a_new_goal_forgets_what_was_learnt_for_the_old_one():
+def test_a_new_goal_forgets_what_was_learned_for_the_old_one():
     one, source = storage(*OLD[:1]), storage(*OLD)
     repair = repair_of(one)
     step = repair.next_step(Goal(5, source.chain), can_fill=somebody)

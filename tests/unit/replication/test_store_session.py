@@ -299,7 +299,7 @@ def test_damage_in_a_running_log_is_repaired_at_the_next_session():
     assert bench.store.readable_replicas == [A, B, C]
 
 
-def test_a_silent_storage_is_given_up_after_a_while_and_dialled_again():
+def test_a_silent_storage_is_given_up_after_a_while_and_dialed_again():
     bench = Bench()
     bench.open()
     bench.silent = {C}
@@ -525,9 +525,9 @@ def test_what_comes_of_an_older_session_is_dropped(late):
     restart(bench)
     bench.step(late)
     bench.ask_zookeeper()  # the claim
-    dialling = len(bench.told), len(bench.sent)
+    dialing = len(bench.told), len(bench.sent)
     bench.step(late)
-    assert (len(bench.told), len(bench.sent)) == dialling
+    assert (len(bench.told), len(bench.sent)) == dialing
     bench.reopen()
     bench.submit()
     bench.run()

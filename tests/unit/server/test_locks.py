@@ -10,7 +10,7 @@ from waltz_core.server.locking.lock_table import (
     NO_CONFLICT,
     REFUSED,
     SLOT_COUNT,
-    Judgement,
+    Judgment,
     LockRequests,
     LockTable,
     indices,
@@ -30,7 +30,7 @@ def judge(
     high: int = 0,
     next_id: int | None = None,
     eligible: list[bool] | None = None,
-) -> Judgement:
+) -> Judgment:
     """Judge rows given as {"w": [...], "r": [...], "a": [...]}; marks and log at 0 if not told."""
     write, read, append = (column([row.get(key, []) for row in rows]) for key in "wra")
     marks = mark if isinstance(mark, int) else np.array(mark, dtype=np.int64)
@@ -269,7 +269,7 @@ def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
     assert counts[1] <= 2 * counts[0]
 
 
-def test_what_is_learnt_lets_slots_go_down_and_no_lock_below_its_writer() -> None:
+def test_what_is_learned_lets_slots_go_down_and_no_lock_below_its_writer() -> None:
     table = table_at(9)
     judge(table, {"w": [3]}, mark=9, high=9)
     ids = np.array([9, 7, 7], dtype=np.int64)

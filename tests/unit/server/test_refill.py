@@ -123,7 +123,7 @@ def test_it_goes_down_as_far_as_is_wanted() -> None:
     [b"", b"junk" * 40, blocks(0, 8), blocks(0, 8) + block(9, history=1), blocks(0, 9)[:-1]],
     ids=["nothing", "junk", "too short", "another log", "torn"],
 )
-def test_what_the_log_does_not_prove_is_not_learnt(data: bytes) -> None:
+def test_what_the_log_does_not_prove_is_not_learned(data: bytes) -> None:
     world = World()
     world.ask()
     for replica in REPLICAS:

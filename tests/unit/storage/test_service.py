@@ -264,7 +264,7 @@ def test_the_same_session_of_another_owner_is_refused(bench):
     assert bench.only(service_effects.CloseConnection) == []
 
 
-def test_a_session_that_was_promised_to_no_process_knows_which_is_not_anothers(tmp_path):
+def test_after_a_lost_control_slot_only_a_newer_session_is_accepted(tmp_path):
     bench = Bench(tmp_path)
     bench.owned(5)
     bench.engine.abandon()

@@ -48,7 +48,7 @@ def contexts(request, certificates):
     if request.param == "plain":
         return None, None
     settings = StorageConfig(connect="zk:1/w", directory="d", **certificates.settings)
-    return tls.listening(settings), tls.dialling(settings, "")
+    return tls.listening(settings), tls.dialing(settings, "")
 
 
 @pytest.fixture

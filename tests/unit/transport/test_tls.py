@@ -36,9 +36,9 @@ def server(**settings: object) -> ServerConfig:
 
 
 def test_no_process_speaks_tls_who_is_not_reported_to():
-    assert tls.dialling(PLAIN, "") is None
-    assert tls.dialling(PLAIN, CONNECT) is None
-    assert tls.dialling(PLAIN, f"{CONNECT}?auth=/etc/tls=on") is None
+    assert tls.dialing(PLAIN, "") is None
+    assert tls.dialing(PLAIN, CONNECT) is None
+    assert tls.dialing(PLAIN, f"{CONNECT}?auth=/etc/tls=on") is None
     assert tls.listening(server()) is None
     assert tls.listening(storage()) is None
     assert tls.listening(storage(connect="none at all")) is None
@@ -54,7 +54,7 @@ def test_no_process_speaks_tls_who_is_not_reported_to():
 )
 def test_one_that_dials_checks_what_it_is_reported_to(files, verify, mode, is_name_checked):
     config = ClientConfig(tls="on", tls_authorities=files.authorities, tls_verify=verify)
-    context = tls.dialling(config, "")
+    context = tls.dialing(config, "")
     assert context is not None
     assert context.verify_mode is mode
     assert context.check_hostname is is_name_checked
@@ -64,7 +64,7 @@ def test_one_that_dials_checks_what_it_is_reported_to(files, verify, mode, is_na
 
 def test_without_authorities_those_of_the_system_are_trusted(files, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", files.authorities)
-    context = tls.dialling(ClientConfig(tls="on"), "")
+    context = tls.dialing(ClientConfig(tls="on"), "")
     assert context is not None
     assert len(context.get_ca_certs()) >= 1
 
@@ -75,7 +75,7 @@ def test_the_connect_string_names_the_authorities_or_says_a_word(files):
         ("unverified", 0, ssl.CERT_NONE),
         ("on", None, ssl.CERT_REQUIRED),
     ):
-        for context in (tls.dialling(PLAIN, f"{CONNECT}?tls={place}"), tls.named(place)):
+        for context in (tls.dialing(PLAIN, f"{CONNECT}?tls={place}"), tls.named(place)):
             assert context is not None
             assert context.verify_mode is mode
             assert count in (None, len(context.get_ca_certs()))
@@ -99,7 +99,7 @@ def test_a_file_of_settings_names_others_that_lie_beside_it(tmp_path: Path):
     listening = tls.listening(storage(connect=connect))
     assert listening is not None
     assert listening.verify_mode is ssl.CERT_REQUIRED
-    assert tls.dialling(server(connect=connect), connect) is not None
+    assert tls.dialing(server(connect=connect), connect) is not None
     file.write_text('tls = "off"\n')
     assert tls.named(str(file)) is None
     file.write_text('tls_authority = "ca.pem"\n')
@@ -109,9 +109,9 @@ def test_a_file_of_settings_names_others_that_lie_beside_it(tmp_path: Path):
 
 def test_settings_win_over_the_connect_string(files, tmp_path):
     connect = f"{CONNECT}?tls={tmp_path / 'absent.pem'}"
-    assert tls.dialling(ClientConfig(tls="off"), connect) is None
+    assert tls.dialing(ClientConfig(tls="off"), connect) is None
     config = ClientConfig(tls_authorities=files.authorities, tls_verify="chain")
-    context = tls.dialling(config, connect)
+    context = tls.dialing(config, connect)
     assert context is not None
     assert not context.check_hostname
     # What a daemon's settings lack, its connect string says.
@@ -141,7 +141,7 @@ def test_a_connect_string_that_trusts_anybody_weakens_no_setting(
     files, settings, mode, is_name_checked
 ):
     given = {name: each.format(authorities=files.authorities) for name, each in settings.items()}
-    context = tls.dialling(ClientConfig(**given), f"{CONNECT}?tls=unverified")
+    context = tls.dialing(ClientConfig(**given), f"{CONNECT}?tls=unverified")
     assert context is not None
     assert context.verify_mode is mode
     assert context.check_hostname is is_name_checked
@@ -150,7 +150,7 @@ def test_a_connect_string_that_trusts_anybody_weakens_no_setting(
 def test_a_file_of_settings_that_checks_less_weakens_no_setting(tmp_path):
     file = tmp_path / "tls.toml"
     file.write_text('tls_verify = "nothing"\n')
-    context = tls.dialling(ClientConfig(tls_verify="name"), f"{CONNECT}?tls={file}")
+    context = tls.dialing(ClientConfig(tls_verify="name"), f"{CONNECT}?tls={file}")
     assert context is not None
     assert context.check_hostname
 
@@ -211,25 +211,25 @@ def test_a_daemon_without_a_certificate_is_notified(files):
 
 def test_settings_without_the_word_are_a_mistake(files):
     with pytest.raises(BadConfig, match='tls: expected "on" or "off" with tls_authorities'):
-        tls.dialling(ClientConfig(tls_authorities=files.authorities), CONNECT)
-    assert tls.dialling(ClientConfig(tls="off", tls_authorities=files.authorities), CONNECT) is None
+        tls.dialing(ClientConfig(tls_authorities=files.authorities), CONNECT)
+    assert tls.dialing(ClientConfig(tls="off", tls_authorities=files.authorities), CONNECT) is None
 
 
 def test_files_that_cannot_be_used_are_named(files, tmp_path):
     for name in ("tls_certificate", "tls_key", "tls_authorities"):
         settings = files.settings | {name: str(tmp_path / "absent.pem")}
         with pytest.raises(BadConfig, match=rf"{name}: '.*absent.pem' cannot be read: No such"):
-            tls.dialling(ClientConfig(**settings), "")
+            tls.dialing(ClientConfig(**settings), "")
     nothing = tmp_path / "nothing.pem"
     nothing.write_text("nothing\n")
     for name in ("tls_certificate", "tls_authorities"):
         settings = files.settings | {name: str(nothing)}
         with pytest.raises(BadConfig, match=rf"{name}: .*nothing.pem.*: expected a PEM file with"):
-            tls.dialling(ClientConfig(**settings), "")
+            tls.dialing(ClientConfig(**settings), "")
     other = make(tmp_path, name="other")
     settings = files.settings | {"tls_key": other.key}
     with pytest.raises(BadConfig, match="its private key: key values mismatch"):
-        tls.dialling(ClientConfig(**settings), "")
+        tls.dialing(ClientConfig(**settings), "")
 
 
 def test_a_key_with_a_password_asks_no_process(files, tmp_path):
@@ -244,7 +244,7 @@ def test_a_key_with_a_password_asks_no_process(files, tmp_path):
     )
     settings = files.settings | {"tls_key": str(locked)}
     with pytest.raises(BadConfig, match="expected a key without a password"):
-        tls.dialling(ClientConfig(**settings), "")
+        tls.dialing(ClientConfig(**settings), "")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
@@ -257,7 +257,7 @@ def test_the_commands_of_the_page_make_files_that_fit(tmp_path):
     )
     files = Certificates(*(str(tmp_path / f"{name}.pem") for name in ("ca", "certificate", "key")))
     listens = tls.listening(storage(**files.settings))
-    dials = tls.dialling(ClientConfig(**files.settings), "")
+    dials = tls.dialing(ClientConfig(**files.settings), "")
     assert listens is not None
     assert dials is not None
     ends = [(ssl.MemoryBIO(), ssl.MemoryBIO()) for _ in range(2)]

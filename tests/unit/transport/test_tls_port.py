@@ -47,7 +47,7 @@ def listening(files, **settings):
 def believing(files, **settings):
     """What a client dials in who has no certificate."""
     asked = {"tls": "on", "tls_authorities": files.authorities} | settings
-    return tls.dialling(ClientConfig(**asked), "")
+    return tls.dialing(ClientConfig(**asked), "")
 
 
 class Peer:
@@ -318,7 +318,7 @@ def test_a_certificate_that_is_missing_is_reported_to_both(files, version, said)
                 await net.dial(Surface.STORAGE, address, ssl=context)
             await until(lambda: "expected a certificate of the peer, found none" in said())
             assert peer.links == []
-            async with linked(address, tls.dialling(ClientConfig(**files.settings), "")):
+            async with linked(address, tls.dialing(ClientConfig(**files.settings), "")):
                 pass
 
     story()
@@ -330,7 +330,7 @@ async def test_a_certificate_that_no_process_has_signed_is_reported_to_both(file
     settings = stranger.settings | {"tls_authorities": files.authorities}
     async with open_port(listening(files, tls_require_certificate=True)) as (_, _, address):
         with pytest.raises(TlsMismatch, match="the peer does not accept this side's certificate"):
-            await net.dial(Surface.STORAGE, address, ssl=tls.dialling(ClientConfig(**settings), ""))
+            await net.dial(Surface.STORAGE, address, ssl=tls.dialing(ClientConfig(**settings), ""))
         await until(lambda: "the peer's certificate is not accepted" in said())
 
 
@@ -369,8 +369,8 @@ async def test_a_port_of_tls_1_1_is_refused(files):
 async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_path, said):
     used, new = make(tmp_path), make(tmp_path, name="new")
     config = StorageConfig(connect="zk:1/w", directory="d", **used.settings)
-    ports, dials = tls.listening(config), tls.dialling(config, "")
-    before = tls.dialling(ClientConfig(**used.settings), "")
+    ports, dials = tls.listening(config), tls.dialing(config, "")
+    before = tls.dialing(ClientConfig(**used.settings), "")
     async with open_port(ports) as (_, _, address), linked(address, dials) as kept:
         shutil.copyfile(new.certificate, used.certificate)
         tls.renew(config, ports, dials)  # of two files that belong together one is there
@@ -381,7 +381,7 @@ async def test_files_that_were_replaced_hold_from_then_on_if_they_are_right(tmp_
         shutil.copyfile(new.authorities, used.authorities)
         tls.renew(config, ports, dials)
         assert f"tls.renewed certificate={used.certificate}" in said()
-        async with linked(address, tls.dialling(ClientConfig(**new.settings), "")):
+        async with linked(address, tls.dialing(ClientConfig(**new.settings), "")):
             pass
         async with linked(address, dials):
             assert not kept.is_closed
