@@ -397,7 +397,7 @@ class OriginalClient:
     def __init__(self, client_id, partitions, apply, *, versions=(0, 1, 2, 3, 4)):
         self.client_id, self.numbers, self.apply = client_id, tuple(partitions), apply
         self.versions = versions
-        self.told: dict[Req, bool] = {}
+        self.outcomes: dict[Req, bool] = {}
         self.counts: dict[object, int] = dict.fromkeys(
             (FLUSH_RESPONSE, LOCK_FAILURE, "not ready", "ignored"), 0
         )
@@ -462,8 +462,8 @@ class OriginalClient:
             side.abort(req)
         else:
             wire.send(APPEND_REQUEST, req, append_body(wire.version, mark, **wanted))
-        self.told[req] = await future
-        return self.told[req]
+        self.outcomes[req] = await future
+        return self.outcomes[req]
 
     async def submit(self, partition, execute) -> None:
         """Append until it is in the log, each time computed anew."""

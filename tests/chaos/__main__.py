@@ -62,7 +62,7 @@ def main() -> int:
         say(f"seed {schedule.seed}: {schedule.world}")
         outcome = play(schedule, where, say, apart=not arguments.processes_only)
         outcomes.append(outcome)
-        _tell(outcome, _again(outcome, arguments), where)
+        _report(outcome, _again(outcome, arguments), where)
         if not outcome.wrong and not arguments.keep:
             shutil.rmtree(where, ignore_errors=True)
         arguments.report.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def _again(outcome: Outcome, arguments: argparse.Namespace) -> str:
     return f"{words} ARGS='{' '.join(more)}'" if more else words
 
 
-def _tell(outcome: Outcome, again: str, where: Path) -> None:
+def _report(outcome: Outcome, again: str, where: Path) -> None:
     for what, count in outcome.skipped.items():
         say(f"  left out: {count} x {what}")
     counts = outcome.counts

@@ -214,9 +214,9 @@ class ChaosCluster:
             if member.is_wanted and not member.runs:
                 member.is_wanted = False
                 assert member.child is not None
-                told = self.log_path(member.name).read_bytes()[member.log_start :].decode()
-                *_, last = ["", *told.splitlines()]
-                if last.startswith(NOT_CONNECTED) and f"{member.kind} ready" not in told:
+                log_text = self.log_path(member.name).read_bytes()[member.log_start :].decode()
+                *_, last = ["", *log_text.splitlines()]
+                if last.startswith(NOT_CONNECTED) and f"{member.kind} ready" not in log_text:
                     self.start(member.name)
                 else:
                     code = member.child.returncode

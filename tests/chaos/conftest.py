@@ -35,7 +35,7 @@ class Tale:
         """Start an application, and wait until it has written everywhere and all is whole."""
         began_s = time.monotonic()
         self.applications.start(CLIENT)
-        self.goes_on(range(WORLD.partitions), since_s=began_s)
+        self.await_commits(range(WORLD.partitions), since_s=began_s)
         if len(set(self.cluster.owners().values())) < WORLD.servers:
             # What was handed over stays there until a server comes or goes.
             self.cluster.kill("server-1")
@@ -53,17 +53,17 @@ class Tale:
         assert callable(condition)
         return self.cluster.wait_until(what, condition, seconds=seconds)
 
-    def goes_on(
+    def await_commits(
         self, partitions: Iterable[int], *, since_s: float, seconds: float = RECOVERY_S
     ) -> float:
         """Wait until something sent since is committed in some partitions; return how long."""
         wanted = list(partitions)
 
-        def has_gone_on() -> bool:
+        def has_commits() -> bool:
             self.applications.poll()
             return all(self.life.progress_s(each, since_s) is not None for each in wanted)
 
-        return self.wait(f"commits in partitions {wanted}", has_gone_on, seconds=seconds)
+        return self.wait(f"commits in partitions {wanted}", has_commits, seconds=seconds)
 
     def gap_s(self, partitions: Iterable[int], *, since_s: float) -> float:
         """Return the longest time without a commit in any of some partitions."""
@@ -77,9 +77,9 @@ class Tale:
         """Return how long each commit took that was sent since, in order of length."""
         self.applications.poll()
         return sorted(
-            each.told.reported_s - each.told.sent_s
+            each.recorded.reported_s - each.recorded.sent_s
             for each in self.life.sent.values()
-            if each.told.sent_s >= since_s and each.told.outcome == four_writers.OK
+            if each.recorded.sent_s >= since_s and each.recorded.outcome == four_writers.OK
         )
 
     def check(self) -> None:

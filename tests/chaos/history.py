@@ -34,7 +34,7 @@ WRONG_MAX = 40
 class Sent(NamedTuple):
     """One transaction that a client has sent: what it was told, and what it was refused for."""
 
-    told: Any  # four_writers.Told
+    recorded: Any  # four_writers.Told
     mark: int
     locks: list[int]
 
@@ -76,13 +76,13 @@ class Life:
             self.asked.append(Asked(*words))
         elif kind == "sent":
             key, partition, digest, sent_s, mark, locks = words
-            told = four_writers.RecordedOutcome(key, partition, digest, sent_s)
-            self.sent[key] = Sent(told, mark, locks)
+            recorded = four_writers.RecordedOutcome(key, partition, digest, sent_s)
+            self.sent[key] = Sent(recorded, mark, locks)
         else:
             key, outcome, transaction_id, reported_s, why = words
-            told = self.sent[key].told
-            told.outcome, told.transaction_id = outcome, transaction_id
-            told.reported_s, told.why = reported_s, why
+            recorded = self.sent[key].recorded
+            recorded.outcome, recorded.transaction_id = outcome, transaction_id
+            recorded.reported_s, recorded.why = reported_s, why
 
     def fed(self) -> list[tuple[int, int, bytes]]:
         """Return partition, id and request id of what it was fed, in order."""
@@ -99,11 +99,11 @@ class Life:
         """Return when the first row sent after a moment was told committed; None: not yet."""
         return min(
             (
-                each.told.reported_s
+                each.recorded.reported_s
                 for each in self.sent.values()
-                if each.told.partition == partition
-                and each.told.sent_s >= since_s
-                and each.told.outcome == four_writers.OK
+                if each.recorded.partition == partition
+                and each.recorded.sent_s >= since_s
+                and each.recorded.outcome == four_writers.OK
             ),
             default=None,
         )
@@ -140,7 +140,7 @@ def check(lives: Iterable[Life], log: Log) -> Any:
     """Return the verdict on a whole history: what is wrong, and the counts."""
     lives = list(lives)
     sent = {key: each for life in lives for key, each in life.sent.items()}
-    verdict = four_writers.compare([each.told for each in sent.values()], log.entries)
+    verdict = four_writers.compare([each.recorded for each in sent.values()], log.entries)
     _check_refusals(sent, log, verdict, lives=len(lives))
     _check_feeds(lives, log, verdict)
     _check_marks(lives, sent, log, verdict)
@@ -155,25 +155,25 @@ def _check_refusals(sent: dict[str, Sent], log: Log, verdict: Any, *, lives: int
     for entry in log.entries:
         content = four_writers.Content.from_bytes(entry.data)
         known = sent.get(content.key)
-        sent_s = known.told.sent_s if known else 0.0
+        sent_s = known.recorded.sent_s if known else 0.0
         for hashed in (*content.writes, *content.appends):
             writers[entry.partition, hashed].append((entry.transaction_id, sent_s))
     behind: Counter[int] = Counter()
     for each in sent.values():
-        told = each.told
-        if told.outcome != four_writers.REFUSED:
+        recorded = each.recorded
+        if recorded.outcome != four_writers.REFUSED:
             continue
         if any(
-            transaction_id > each.mark and sent_s <= told.reported_s
+            transaction_id > each.mark and sent_s <= recorded.reported_s
             for hashed in each.locks
-            for transaction_id, sent_s in writers.get((told.partition, hashed), ())
+            for transaction_id, sent_s in writers.get((recorded.partition, hashed), ())
         ):
             continue
-        if any(first - 1 > each.mark for first in log.sessions.get(told.partition, ())):
-            behind[told.partition] += 1
+        if any(first - 1 > each.mark for first in log.sessions.get(recorded.partition, ())):
+            behind[recorded.partition] += 1
         else:
             verdict.wrong.append(
-                f"{told.key} at mark {each.mark} of partition {told.partition} was refused, and "
+                f"{recorded.key} at mark {each.mark} of partition {recorded.partition} was refused, and "
                 "nobody had written its locks"
             )
     for partition, count in behind.items():
@@ -216,16 +216,18 @@ def _check_feeds(lives: list[Life], log: Log, verdict: Any) -> None:
 
 def _check_marks(lives: list[Life], sent: dict[str, Sent], log: Log, verdict: Any) -> None:
     """Rule 3."""
-    told: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    recorded: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for each in sent.values():
-        if each.told.outcome == four_writers.OK:
-            told[each.told.partition].append((each.told.reported_s, each.told.transaction_id))
+        if each.recorded.outcome == four_writers.OK:
+            recorded[each.recorded.partition].append(
+                (each.recorded.reported_s, each.recorded.transaction_id)
+            )
     times, highest = {}, {}
-    for partition, each_told in told.items():
-        each_told.sort()
-        times[partition] = [reported_s for reported_s, _ in each_told]
+    for partition, commits in recorded.items():
+        commits.sort()
+        times[partition] = [reported_s for reported_s, _ in commits]
         top, tops = -1, []
-        for _, transaction_id in each_told:
+        for _, transaction_id in commits:
             top = max(top, transaction_id)
             tops.append(top)
         highest[partition] = tops
@@ -245,13 +247,13 @@ def longest_gap_s(
     lives: Iterable[Life], partition: int, *, since_s: float, until_s: float
 ) -> float:
     """Return the longest time in which nobody was told a commit in a partition."""
-    told = sorted(
-        each.told.reported_s
+    recorded = sorted(
+        each.recorded.reported_s
         for life in lives
         for each in life.sent.values()
-        if each.told.outcome == four_writers.OK
-        and each.told.partition == partition
-        and since_s <= each.told.reported_s <= until_s
+        if each.recorded.outcome == four_writers.OK
+        and each.recorded.partition == partition
+        and since_s <= each.recorded.reported_s <= until_s
     )
-    moments = [since_s, *told, until_s]
+    moments = [since_s, *recorded, until_s]
     return max(later - earlier for earlier, later in pairwise(moments))

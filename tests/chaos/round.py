@@ -189,12 +189,12 @@ class Round:
             self._await_progress(time.monotonic())
             began_s = time.monotonic()
             self._strike(began_s)
-            self._mend()
+            self._repair()
             self._await_zookeeper(time.monotonic())
-            mended_s = time.monotonic()
-            self._await_progress(mended_s)
-            self.outcome.recovered_s = time.monotonic() - mended_s
-            self._await_engaged(mended_s)
+            repaired_s = time.monotonic()
+            self._await_progress(repaired_s)
+            self.outcome.recovered_s = time.monotonic() - repaired_s
+            self._await_engaged(repaired_s)
             self._calm()
             self._judge(began_s, time.monotonic())
         finally:
@@ -271,7 +271,7 @@ class Round:
         else:
             self._applications.start(name)
 
-    def _mend(self) -> None:
+    def _repair(self) -> None:
         """Undo every fault (rule 2); whoever was asked to stop is ended if he has not yet."""
         cluster = self._cluster
         cluster.network.repair()
@@ -320,7 +320,7 @@ class Round:
                 f"no progress within {time.monotonic() - began_s:.0f} s: {'; '.join(stuck)}"
             )
 
-    def _await_engaged(self, mended_s: float) -> None:
+    def _await_engaged(self, repaired_s: float) -> None:
         """Wait until ZooKeeper says of every replica that it takes part (rule 2)."""
         began_s = time.monotonic()
         while not (is_engaged := self._is_engaged()):
@@ -331,7 +331,7 @@ class Round:
             self.outcome.wrong.append(
                 f"not every replica engaged within {time.monotonic() - began_s:.0f} s"
             )
-        self.outcome.whole_s = time.monotonic() - mended_s
+        self.outcome.whole_s = time.monotonic() - repaired_s
 
     def _is_engaged(self) -> bool:
         try:
@@ -350,17 +350,19 @@ class Round:
         ended_s = time.monotonic()
         self._applications.stop()
         self._applications.poll()
-        told = [
-            each.told
+        recorded = [
+            each.recorded
             for life in self._applications.living
             for each in life.sent.values()
-            if began_s <= each.told.sent_s <= ended_s
+            if began_s <= each.recorded.sent_s <= ended_s
         ]
-        ill = [each for each in told if each.outcome not in (four_writers.OK, four_writers.REFUSED)]
-        self.outcome.counts["told in the calm"] = len(told)
+        ill = [
+            each for each in recorded if each.outcome not in (four_writers.OK, four_writers.REFUSED)
+        ]
+        self.outcome.counts["told in the calm"] = len(recorded)
         if ill:
             self.outcome.wrong.append(
-                f"in the calm {len(ill)} of {len(told)} were not told committed or refused: "
+                f"in the calm {len(ill)} of {len(recorded)} were not told committed or refused: "
                 f"{ill[0].outcome} {ill[0].why}"
             )
 

@@ -27,9 +27,9 @@ def test_a_server_without_a_majority_of_storages_gives_its_partitions_up(tale: T
     lost = tale.owned_by("server-1")
     with tale.network.without(both_ways(["server-1"], STORAGES[:2])):
         cut_s = time.monotonic()
-        tale.goes_on(lost, since_s=cut_s, seconds=QUORUM_TIMEOUT_MS / 1000 + 3 * MARGIN_S)
+        tale.await_commits(lost, since_s=cut_s, seconds=QUORUM_TIMEOUT_MS / 1000 + 3 * MARGIN_S)
         assert set(tale.cluster.owners().values()) == {"server-2"}
-    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.await_commits(ALL, since_s=time.monotonic())
     tale.check()
 
 
@@ -42,9 +42,9 @@ def test_one_way_is_no_way(tale: Tale, way: str):
     lost = tale.owned_by("server-1")
     with tale.network.without(links):
         cut_s = time.monotonic()
-        tale.goes_on(lost, since_s=cut_s)
+        tale.await_commits(lost, since_s=cut_s)
         assert set(tale.cluster.owners().values()) == {"server-2"}
-    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.await_commits(ALL, since_s=time.monotonic())
     tale.check()
 
 
@@ -54,9 +54,9 @@ def test_a_server_without_zookeeper_is_succeeded(tale: Tale):
     with tale.network.without(both_ways(["server-1"], ZOOKEEPERS)):
         cut_s = time.monotonic()
         tale.wait("server-2 owns all", lambda: set(tale.cluster.owners().values()) == {"server-2"})
-        tale.goes_on(lost, since_s=time.monotonic())
+        tale.await_commits(lost, since_s=time.monotonic())
         assert tale.gap_s(lost, since_s=cut_s) < (SESSION_S + MARGIN_S) * slowness()
-    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.await_commits(ALL, since_s=time.monotonic())
     tale.check()
 
 
@@ -87,7 +87,7 @@ def test_a_host_that_goes_is_succeeded_and_gets_nothing_in_when_it_is_back(tale:
     else:
         tale.cluster.freeze("server-1")
     tale.wait("server-2 owns all", lambda: set(tale.cluster.owners().values()) == {"server-2"})
-    tale.goes_on(lost, since_s=gone_s)
+    tale.await_commits(lost, since_s=gone_s)
     assert tale.gap_s(lost, since_s=gone_s) < (SESSION_S + 0.5 + MARGIN_S) * slowness()
     with tale.cluster.client() as client:
         seen = {each: client.replicas(each, linearizable=True) for each in lost}
@@ -96,7 +96,7 @@ def test_a_host_that_goes_is_succeeded_and_gets_nothing_in_when_it_is_back(tale:
     else:
         tale.cluster.thaw("server-1")
     tale.wait("it owns some again", lambda: len(set(tale.cluster.owners().values())) == 2)
-    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.await_commits(ALL, since_s=time.monotonic())
     with tale.cluster.client() as client:
         for each in lost:
             first = seen[each].high_water_mark + 1
@@ -112,8 +112,8 @@ def test_a_client_that_cannot_reach_one_server_continues_with_the_other(tale: Ta
     with tale.network.without(both_ways([CLIENT], ["server-1"])):
         # What was on its way when the link broke may still be told.
         cut_s = time.monotonic()
-        tale.goes_on(others, since_s=cut_s)
-        tale.goes_on(others, since_s=time.monotonic())
+        tale.await_commits(others, since_s=cut_s)
+        tale.await_commits(others, since_s=time.monotonic())
         assert all(tale.life.progress_s(each, cut_s) is None for each in cut_off)
-    tale.goes_on(ALL, since_s=time.monotonic())
+    tale.await_commits(ALL, since_s=time.monotonic())
     tale.check()

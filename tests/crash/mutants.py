@@ -24,18 +24,20 @@ def runs(matrix):
         changes = story.disk.changes
         yield make.__name__, changes, story.begin
         rng = Random(make.__name__)
-        every = [(place, told) for place, _, told in points(changes, story.begin)]
+        every = [(place, acknowledged) for place, _, acknowledged in points(changes, story.begin)]
         kills = every if make is first_start else rng.sample(every, KILLS_OF_A_STORY)
-        for place, told in kills:
-            after = started_again(matrix, changes[:place], told, f"killed after change {place}")
+        for place, acknowledged in kills:
+            after = started_again(
+                matrix, changes[:place], acknowledged, f"killed after change {place}"
+            )
             yield f"{make.__name__} killed after {place}", after.disk.changes, place + 1
         lost = rng.sample(range(len(every)), LOSSES_OF_A_STORY)
-        for number, (place, platter, told) in enumerate(points(changes, story.begin)):
+        for number, (place, platter, acknowledged) in enumerate(points(changes, story.begin)):
             if number in lost:
                 disk = RecordingDisk.after_power_loss(platter.image(AnyOf(rng)), site)
                 begin = len(disk.changes) + 1
                 where = f"{make.__name__} without power after {place}"
-                yield where, used(matrix, disk, told, where).disk.changes, begin
+                yield where, used(matrix, disk, acknowledged, where).disk.changes, begin
 
 
 def occurrences(matrix):
@@ -62,7 +64,9 @@ def shown(matrix, mutation, places, *, is_thorough=True):
                 continue
             try:
                 matrix.name = name
-                power_losses(matrix, mutated, place, keeps=keeps, only_told=keeps is not None)
+                power_losses(
+                    matrix, mutated, place, keeps=keeps, only_acknowledged=keeps is not None
+                )
             except Violation as error:
                 return str(error)
     return None
@@ -116,20 +120,20 @@ ANY_ORDER = {
     "log_recovery.open_log#1": "names, and a slot in a file that had its name before",
     "segment.create > file_system.create_durably#2": "what is in the files; each before its own "
     "rename",
-    "segment.create > file_system.create_durably#4": "names, and records that were not told yet",
+    "segment.create > file_system.create_durably#4": "names, and records that were not acknowledged yet",
     "log_recovery._begin > file_system.create_durably#2": "what is in the files; each before its "
     "own rename",
-    "log_recovery._begin > file_system.create_durably#4": "names, and a promise that was not told "
+    "log_recovery._begin > file_system.create_durably#4": "names, and a promise that was not acknowledged "
     "yet",
     "segment.write_again#4": "records, index and batches: nothing is told until all are synced",
     "segment.write_again#5": "as the line before",
-    "segment.write_again#6": "batches, and a slot that vouches for no more than was told",
+    "segment.write_again#6": "batches, and a slot that vouches for no more than was acknowledged",
     "log_files.sync > segment.sync#1": "records and batches count together only",
     "log_files.sync > segment.sync#2": "batches and the slot that marks them, at a clean end",
     "log_files._roll > segment.sync#1": "records and batches count together only",
     "log_files._roll > segment.sync#2": "batches, and an index that can be mended",
     "log_files._roll#3": "the marker moves on; names of the new segment",
-    "partition_log._confirm#1": "a mark that was told as set, and records that were not told yet",
+    "partition_log._confirm#1": "a mark that was acknowledged as set, and records that were not acknowledged yet",
     "segments.cut > segment.remove#1": "names of one directory, the newest segment first; one sync "
     "after two removals finds them in any order, and the intent removes the rest",
     "log_recovery.open_segments > segment.remove#1": "as at the cut",

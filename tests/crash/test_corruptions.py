@@ -85,7 +85,7 @@ def changed(rng, content, kind):
     return bytes(content)
 
 
-def told_well(message, touched):
+def is_reported(message, touched):
     """One sentence that names a file of those in which something is wrong, or its directory."""
     named = any(path.name in message and str(path.parent) in message for path in touched)
     directory = any(f"{path.parent}:" in message for path in touched)
@@ -148,10 +148,10 @@ def judge(seed):
     except WaltzError as error:
         refusal = str(error)
     if engine is None:
-        assert told_well(refusal, touched), f"{sorted(touched)}: {refusal}"
+        assert is_reported(refusal, touched), f"{sorted(touched)}: {refusal}"
         return ["refused"]
     for error in engine.failed.values():
-        assert told_well(str(error), touched), f"{sorted(touched)}: {error}"
+        assert is_reported(str(error), touched), f"{sorted(touched)}: {error}"
         ended.append("partition refused")
     for partition, log in engine.logs.items():
         history = HISTORIES[partition]

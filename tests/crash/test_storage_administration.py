@@ -92,7 +92,7 @@ class Directory:
         assert log.suspect == suspect
         assert log.read_range(0, LAST, 1 << 20, whole_batches=False).lengths.size == LAST + 1
 
-    def check_anew(self):
+    def check_reopened(self):
         """The log is empty, says that it has lost something, and keeps its promise."""
         log = self.log()
         assert (log.max_id, log.chain, log.suspect) == (BEFORE_FIRST, GENESIS_CHAIN, True)
@@ -119,7 +119,7 @@ def given_up(directory):
 
 def emptied(directory):
     assert directory.is_held()
-    directory.check_anew()
+    directory.check_reopened()
 
 
 def doubted(directory):

@@ -111,8 +111,8 @@ def main() -> None:
         teller.is_over.set()
 
     threading.Thread(target=watch, daemon=True).start()
-    told = {line["key"] for line in begun if "outcome" in line}
-    for command in [line for line in begun if "kind" in line and line["key"] not in told]:
+    answered = {line["key"] for line in begun if "outcome" in line}
+    for command in [line for line in begun if "kind" in line and line["key"] not in answered]:
         teller.note({"key": command["key"], "repeated": True})
         teller.do(command)
     while not teller.is_over.is_set():

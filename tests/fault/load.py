@@ -124,7 +124,7 @@ class Load:
         assert client_id is not None
         return client_id
 
-    def goes_on(self, rows: int = 400) -> None:
+    def await_commits(self, rows: int = 400) -> None:
         """Wait until so many more rows are told committed."""
         wanted = self.committed + rows
         wait_until(
@@ -164,14 +164,14 @@ class Load:
             append_locks=nothing,
         )
         now_s = time.monotonic()
-        told = [
+        row_outcome = [
             four_writers.RecordedOutcome(row.key, partition, four_writers.digest_of(each), now_s)
             for row, each in zip(rows, data, strict=True)
         ]
         mark = self._marks[partition]
         future = self._client.append_batch(partition, payload, ROWS, client_high_water_mark=mark)
-        future.add_done_callback(lambda _: four_writers._stamp(told))
-        self._pending.append(four_writers.Pending(future, told))
+        future.add_done_callback(lambda _: four_writers._stamp(row_outcome))
+        self._pending.append(four_writers.Pending(future, row_outcome))
 
     def _settle(self) -> None:
         while self._pending:
@@ -208,10 +208,10 @@ class Story:
             f"row.{len(self.ledger)}", partition, -1, [], [], [], padding="x" * padding
         )
         data: bytes = content.to_bytes()
-        told = four_writers.RecordedOutcome(
+        row_outcome = four_writers.RecordedOutcome(
             content.key, partition, four_writers.digest_of(data), 0.0
         )
-        self.ledger.append(told)
+        self.ledger.append(row_outcome)
         return data
 
     def check_agrees(self) -> None:

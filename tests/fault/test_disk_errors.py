@@ -107,7 +107,7 @@ def injected(story: Story, storage: str, *options: str) -> Iterator[None]:
 
 def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session(story: Story):
     with story.load() as load:
-        load.goes_on(3_000)
+        load.await_commits(3_000)
     story.check_whole()
     path = cold_segment(story, "storage-2")
     before = path.read_bytes()
@@ -139,7 +139,7 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session
 
 def test_a_read_that_fails_is_reported_and_its_records_are_repaired(story: Story):
     with story.load() as load:
-        load.goes_on(3_000)
+        load.await_commits(3_000)
     story.check_whole()
     path = cold_segment(story, "storage-3")
     repaired = "waltz_storage_damage_repaired_transactions_total"
@@ -154,14 +154,14 @@ def test_a_read_that_fails_is_reported_and_its_records_are_repaired(story: Story
     assert f"reading {path}: Input/output error" in said
     assert story.cluster.member("storage-3").process() is not None
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
     story.check_whole()
     story.check_agrees()
 
 
 def test_the_second_sync_that_fails_ends_the_process_with_a_line_that_names_the_file(story: Story):
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         # Not that of the slots or of the scrub's place: files of records and of batches only.
         with injected(
             story, "storage-1", "-e", "trace=fdatasync", "-e", "inject=fdatasync:error=EIO"
@@ -169,13 +169,13 @@ def test_the_second_sync_that_fails_ends_the_process_with_a_line_that_names_the_
             wait_until(
                 "the process ended", lambda: story.cluster.member("storage-1").process() is None
             )
-        load.goes_on(1_000)
+        load.await_commits(1_000)
         last = log_of(story, "storage-1").strip().splitlines()[-1]
         top = story.cluster.directory / "storage-1"
         assert re.search(rf"(syncing|sync) {top}/\S+: Input/output error", last), last
         assert "Traceback" not in log_of(story, "storage-1")
         story.cluster.start("storage-1")
-        load.goes_on()
+        load.await_commits()
     story.check_whole()
     story.check_agrees()
 
@@ -198,32 +198,32 @@ def put_back(story: Story, storage: str, where: Path) -> None:
 
 def test_an_old_copy_of_a_directory_is_filled_up_and_has_no_say(story: Story, tmp_path: Path):
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         copy_running(story, "storage-2", tmp_path / "old")
-        load.goes_on(1_500)
+        load.await_commits(1_500)
         story.cluster.kill("storage-2")
         put_back(story, "storage-2", tmp_path / "old")
-        load.goes_on()
+        load.await_commits()
         # One of the two that have everything goes as the old one comes.
         story.cluster.kill("storage-3")
         story.cluster.start("storage-2")
-        load.goes_on()
+        load.await_commits()
         story.cluster.start("storage-3")
-        load.goes_on()
+        load.await_commits()
     story.check_whole()
     story.check_agrees()
 
 
 def test_two_are_no_quorum_while_one_of_them_is_an_old_copy(story: Story, tmp_path: Path):
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         copy_running(story, "storage-2", tmp_path / "old")
         # It is away for a moment, so that later sessions know of it than the copy does.
         story.cluster.kill("storage-2")
-        load.goes_on()
+        load.await_commits()
         story.cluster.start("storage-2")
         wait_until("all engaged", lambda: all_engaged(story.cluster))
-        load.goes_on(1_000)
+        load.await_commits(1_000)
     story.check_whole()
     # Servers first: the third storage must not answer a session that begins while all are killed.
     for name in (*SERVERS, "storage-1", "storage-2", "storage-3"):

@@ -293,8 +293,8 @@ def test_a_second_up_at_the_same_time_is_refused(directory: Path):
             second = local(directory, "up", *SMALL)
         finally:
             first.send_signal(signal.SIGCONT)
-        out, told = first.communicate(timeout=HANG_S)
-    assert first.returncode == 0, told
+        out, error_text = first.communicate(timeout=HANG_S)
+    assert first.returncode == 0, error_text
     assert out
     assert "another command is starting or ending the cluster" in refused(second)
 

@@ -109,8 +109,8 @@ def away(cluster: LocalCluster) -> list[str]:
 
 def gap_s(load: Load, began: float, ended: float) -> float:
     """Return the longest time without any acknowledgement, over all partitions, in a stretch."""
-    told = sorted(each.reported_s for each in load.ledger if began <= each.reported_s <= ended)
-    return max(b - a for a, b in pairwise([began, *told, ended]))
+    reported = sorted(each.reported_s for each in load.ledger if began <= each.reported_s <= ended)
+    return max(b - a for a, b in pairwise([began, *reported, ended]))
 
 
 def test_the_connect_string_names_all_nodes(story: Story):
@@ -138,11 +138,11 @@ def test_the_loss_of_one_node_is_not_noticed(story: Story, kind: str):
     cluster = story.cluster
     before = await_spread(cluster)
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         refused, began = len(load.refusals), time.monotonic()
         lost = next(member.name for member in cluster.zookeepers if role(member) == kind)
         cluster.kill(lost)
-        load.goes_on(2_000)
+        load.await_commits(2_000)
         wait_until("two sessions long", lambda: time.monotonic() > began + 2 * SESSION_MS / 1000)
         assert away(cluster) == []
         assert owners(cluster) == before
@@ -158,19 +158,19 @@ def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
     cluster = story.cluster
     before, moved = await_spread(cluster), moves(cluster)
     with story.load() as load, WaltzClient(cluster.connect) as reader:
-        load.goes_on()
+        load.await_commits()
         refused, began = len(load.refusals), time.monotonic()
         for member in cluster.zookeepers:
             cluster.kill(member.name)
         assert away(cluster) == [], "a short absence is no illness"
-        load.goes_on(1_000)
+        load.await_commits(1_000)
         daemons = {member.name for member in cluster.members if member.http_port}
         wait_until("health tells it", lambda: set(away(cluster)) == daemons)
         for member in cluster.members:
             if member.http_port:
                 assert page(member, "/ping") == (200, "pong\n")
         while time.monotonic() < began + OUTAGE_S:
-            load.goes_on(500)
+            load.await_commits(500)
             # A mark that is proven by a quorum's answers, and not by anything in ZooKeeper.
             marks = reader.high_water_marks()
             assert min(marks.values()) >= 0
@@ -182,7 +182,7 @@ def test_the_loss_of_all_costs_no_append_and_moves_nothing(story: Story):
         wait_until("as before", lambda: owners(cluster) == before)
         took = time.monotonic() - back
         assert len(servers_view(cluster).servers) == 3
-        load.goes_on(2_000)
+        load.await_commits(2_000)
         ended = time.monotonic()
         assert load.refusals[refused:] == []
         # Nor does anything move once those sessions that nobody has taken up again are over.
@@ -210,16 +210,16 @@ def test_all_sessions_end_and_nothing_moves(tmp_path: Path):
             before, moved = await_spread(cluster), moves(cluster)
             story = Story(cluster)
             with story.load() as load:
-                load.goes_on()
+                load.await_commits()
                 refused, began = len(load.refusals), time.monotonic()
                 gate.shut()
                 wait_until("sessions over", lambda: not servers_view(cluster).servers)
-                load.goes_on()
+                load.await_commits()
                 gate.open()
                 back = time.monotonic()
                 wait_until("as before", lambda: is_as_before(cluster, before))
                 took = time.monotonic() - back
-                load.goes_on(2_000)
+                load.await_commits(2_000)
                 ended = time.monotonic()
                 assert load.refusals[refused:] == []
             gap = gap_s(load, began, ended)
@@ -252,7 +252,7 @@ def test_a_server_that_dies_while_zookeeper_is_away_is_replaced_after_its_return
     cluster = story.cluster
     await_spread(cluster)
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         for member in cluster.zookeepers:
             cluster.kill(member.name)
         cluster.kill("server-2")
@@ -264,10 +264,10 @@ def test_a_server_that_dies_while_zookeeper_is_away_is_replaced_after_its_return
             "the others own all",
             lambda: dead not in {each[0] for each in owners(cluster).values()},
         )
-        load.goes_on(2_000)
+        load.await_commits(2_000)
         cluster.start("server-2")
         await_spread(cluster)
-        load.goes_on()
+        load.await_commits()
     story.check_agrees()
 
 
@@ -275,7 +275,7 @@ def test_a_session_that_ends_with_appends_pending_loses_and_doubles_nothing(stor
     cluster = story.cluster
     before = await_spread(cluster)
     with story.load() as load:
-        load.goes_on()
+        load.await_commits()
         address = before[0][0]
         name = next(
             member.name for member in cluster.members if address.endswith(f":{member.port}")
@@ -286,11 +286,11 @@ def test_a_session_that_ends_with_appends_pending_loses_and_doubles_nothing(stor
                 "others own its partitions",
                 lambda: address not in {each[0] for each in owners(cluster).values()},
             )
-            load.goes_on()
+            load.await_commits()
         finally:
             cluster.kill(name, signal.SIGCONT)
         await_spread(cluster)
-        load.goes_on(2_000)
+        load.await_commits(2_000)
     assert owners(cluster) != before
     story.check_agrees()
     story.check_whole()
@@ -332,9 +332,9 @@ def test_a_cluster_of_its_own_user(tmp_path: Path, auth_file: Path, cluster_of: 
         assert process is not None
         assert "a long password" not in " ".join(process.cmdline())
     # Nobody, and somebody else.
-    nobody = said("cluster", "show", place)
-    assert "requires authentication at /waltz/local" in nobody
-    assert "?auth=FILE" in nobody
+    unreachable = said("cluster", "show", place)
+    assert "requires authentication at /waltz/local" in unreachable
+    assert "?auth=FILE" in unreachable
     wrong = tmp_path / "wrong.auth"
     wrong.write_text("digest:waltz:another password\n")
     other = said("cluster", "show", f"{place}?auth={wrong}")

@@ -124,8 +124,10 @@ def test_when_ours_has_taken_it_over_nothing_is_wrong(storage):
     lost = "suspect: the log is not trusted until it is repaired"
     notes = []
     for one in (1, 2, 3):
-        anew = f"waltz-storage.ctl: partition {one}: expected session -1, as in the slot, found 0"
-        notes += [anew, f"{one}/waltz-x.ctl: {lost}"]
+        new_session = (
+            f"waltz-storage.ctl: partition {one}: expected session -1, as in the slot, found 0"
+        )
+        notes += [new_session, f"{one}/waltz-x.ctl: {lost}"]
     assert found(storage) == ([], notes)
     log = verified(storage).logs[0]
     assert (log.last, log.chains, log.unchecked_chains) == (8, 1, 0)

@@ -138,10 +138,10 @@ def test_a_layout_travels_and_opens_a_client_elsewhere(client: WaltzClient):
     client.mount()
     # As Spark takes what its tasks are told to another process.
     layout = CPickleSerializer().loads(CPickleSerializer().dumps(client.layout()))
-    with WaltzClient.at(layout, client_id=client.client_id, connection_sequence=1 << 32) as told:
-        assert told.cluster() == client.cluster()
-        first = told.append(b"told", partition=2).result()
-        assert log_of(told, 2)[1][first] == b"told"
+    with WaltzClient.at(layout, client_id=client.client_id, connection_sequence=1 << 32) as counts:
+        assert counts.cluster() == client.cluster()
+        first = counts.append(b"told", partition=2).result()
+        assert log_of(counts, 2)[1][first] == b"told"
 
 
 def test_a_fork_gets_a_sentence_and_may_open_its_own(client: WaltzClient, cluster: LocalCluster):
@@ -261,7 +261,9 @@ def test_two_clients_count_together_without_losing_one(cluster: LocalCluster):
 # kills
 
 
-def load(client: WaltzClient, stop: threading.Event, name: bytes, told: Counter, lie: list) -> None:
+def load(
+    client: WaltzClient, stop: threading.Event, name: bytes, counts: Counter, lie: list
+) -> None:
     """Append batches and single rows until told to stop; write down what was told."""
     ours: list[tuple[int, int, list[bytes], object]] = []
     number = 0
@@ -279,29 +281,29 @@ def load(client: WaltzClient, stop: threading.Event, name: bytes, told: Counter,
         try:
             outcome = future.result(HANG_S)
         except errors.OutcomeUnknown:
-            told["unknown"] += count
+            counts["unknown"] += count
         except errors.WaltzError:
-            told["failed"] += count
+            counts["failed"] += count
             lie.extend((partition, None, row) for row in rows)
         else:
             ids = [outcome] if count == 1 else outcome.transaction_ids.tolist()
             reasons = [0] if count == 1 else outcome.reasons.tolist()
             for row, transaction_id, reason in zip(rows, ids, reasons, strict=True):
-                told[Reason(reason).name] += 1
+                counts[Reason(reason).name] += 1
                 lie.append((partition, transaction_id if reason == 0 else None, row))
 
 
 @pytest.mark.parametrize("victim", ["storage-1", "server-1", "server-2"])
 def test_what_is_reported_under_kills_is_what_the_log_says(cluster: LocalCluster, victim: str):
     stop = threading.Event()
-    told: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     claims: list[tuple[int, int | None, bytes]] = []
     with ThreadPoolExecutor(2) as pool, WaltzClient(cluster.connect) as client:
         client.mount()
         # One of the two was told where everything is, and asks ZooKeeper when that is wrong.
         with WaltzClient.at(client.layout()) as other:
             runs = [
-                pool.submit(load, each, stop, f"{victim}-{i}".encode(), told, claims)
+                pool.submit(load, each, stop, f"{victim}-{i}".encode(), counts, claims)
                 for i, each in enumerate((client, other))
             ]
             until(lambda: client.high_water_mark(0) > 20)
@@ -313,9 +315,9 @@ def test_what_is_reported_under_kills_is_what_the_log_says(cluster: LocalCluster
             for run in runs:
                 run.result(HANG_S)
         check_claims(client, claims)
-    assert told["COMMITTED"] > 0
-    assert told["unknown"] == 0
-    assert told["failed"] == 0
+    assert counts["COMMITTED"] > 0
+    assert counts["unknown"] == 0
+    assert counts["failed"] == 0
 
 
 def check_claims(client: WaltzClient, claims: list[tuple[int, int | None, bytes]]) -> None:

@@ -107,9 +107,9 @@ async def dialing(server: Server) -> AsyncIterator[Callable[..., Awaitable[Wire]
 def watching(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     """Give what is logged at info or above, as it comes."""
     caplog.set_level(logging.INFO)
-    told: list[str] = []
-    yield told
-    told += caplog.messages
+    logged: list[str] = []
+    yield logged
+    logged += caplog.messages
 
 
 def test_captured_frames_are_answered_by_captured_frames() -> None:
@@ -118,15 +118,15 @@ def test_captured_frames_are_answered_by_captured_frames() -> None:
             wire = await dial()
             assert wire.version == 4
 
-            async def told(question: str, expected: str) -> None:
+            async def logged(question: str, expected: str) -> None:
                 wire.send_bytes(captured(question))
                 assert await frame(wire) == captured(expected), expected
 
-            await told("MOUNT_REQUEST", "MOUNT_RESPONSE")
+            await logged("MOUNT_REQUEST", "MOUNT_RESPONSE")
             wire.send_bytes(captured("FEED_REQUEST"))
-            await told("APPEND_REQUEST", "FEED_DATA")
-            await told("FLUSH_REQUEST", "FLUSH_RESPONSE")
-            await told("TRANSACTION_DATA_REQUEST", "TRANSACTION_DATA_RESPONSE")
+            await logged("APPEND_REQUEST", "FEED_DATA")
+            await logged("FLUSH_REQUEST", "FLUSH_RESPONSE")
+            await logged("TRANSACTION_DATA_REQUEST", "TRANSACTION_DATA_RESPONSE")
             # As it was when they were captured: the second of two that write one lock.
             for sequence in (3, 4):
                 send_append(wire, Req(1, 1, 0, sequence), b"x", mark=0, write=[5])
@@ -135,14 +135,14 @@ def test_captured_frames_are_answered_by_captured_frames() -> None:
             for sequence in range(11, 18):
                 send_append(wire, Req(1, 1, 0, sequence), b"y")
                 await fed(wire)
-            await told("HIGH_WATER_MARK_REQUEST", "HIGH_WATER_MARK_RESPONSE")
+            await logged("HIGH_WATER_MARK_REQUEST", "HIGH_WATER_MARK_RESPONSE")
             for name in (
                 "SERVER_PARTITIONS_ASSIGNMENT",
                 "SERVER_PARTITIONS_HEALTH_STAT",
                 "ADD_PREFERRED_PARTITION",
                 "REMOVE_PREFERRED_PARTITION",
             ):
-                await told(f"{name}_REQUEST", f"{name}_RESPONSE")
+                await logged(f"{name}_REQUEST", f"{name}_RESPONSE")
             wire.send_bytes(captured("CHECK_STORAGE_CONNECTIVITY_REQUEST"))
             _, body = await answer(wire, original.CHECK_RESPONSE)
             assert struct.unpack_from(">i", body) == (3,)
@@ -202,9 +202,11 @@ def test_each_version_mounts_appends_and_reads(
                 lambda: server._clients.old_client_count == 1
             )  # the superseded one has gone
 
-    with watching(caplog) as told:
+    with watching(caplog) as logged:
         run(main())
-    assert sum("client.old_version" in each and f"version={version}" in each for each in told) == 3
+    assert (
+        sum("client.old_version" in each and f"version={version}" in each for each in logged) == 3
+    )
 
 
 @pytest.mark.parametrize("version", VERSIONS)

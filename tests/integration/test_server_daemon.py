@@ -315,11 +315,11 @@ def test_a_server_reports_how_long_its_storages_take_and_which_append_was_slow(
             await client.mount()
             names = {each.address for each in world.storages}
 
-            def is_told() -> bool:
+            def is_logged() -> bool:
                 lines = [each for each in caplog.messages if each.startswith("append.slow ")]
                 return all(any(f"replica={name} " in line for line in lines) for name in names)
 
-            while not is_told():
+            while not is_logged():
                 await client.append(1)
             times = messages.AppendTimesResponse(client.req_id(), (), (), ())
             while set(times.storages) != names:

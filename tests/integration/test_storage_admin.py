@@ -214,8 +214,8 @@ def test_the_port_takes_no_other_surface_and_the_others_take_no_administration(t
                 async with administered(address) as admin:
                     await admin.ask(StorageResponse, StorageRequest)
             async with admin_of(port) as admin:
-                told = await admin.ask(StorageResponse, StorageRequest)
-                assert (told.address, told.held) == (address, (0, 2))
+                response = await admin.ask(StorageResponse, StorageRequest)
+                assert (response.address, response.held) == (address, (0, 2))
 
     on_loop(main())
 

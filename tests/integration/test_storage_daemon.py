@@ -195,17 +195,17 @@ def test_what_was_answered_is_there_after_a_kill(tmp_path):
 
 
 def test_an_older_server_gets_fewer_fields(tmp_path, monkeypatch):
-    async def told(address, session_id):
+    async def prepared_by(address, session_id):
         async with session(address, session_id) as owner:
             found = await owner.prepare()
             await owner.engage()
             return owner.link.version, found.last_session, found.engaged_session
 
     with running(tmp_path) as storage:
-        assert on_loop(told(storage.address, 5)) == (2, -1, -1)
-        assert on_loop(told(storage.address, 6)) == (2, 5, 5)
+        assert on_loop(prepared_by(storage.address, 5)) == (2, -1, -1)
+        assert on_loop(prepared_by(storage.address, 6)) == (2, 5, 5)
         monkeypatch.setattr(Surface.STORAGE, "versions_offered", (0, 1))
-        assert on_loop(told(storage.address, 7)) == (1, 6, -1)
+        assert on_loop(prepared_by(storage.address, 7)) == (1, 6, -1)
 
 
 def test_another_cluster_another_process_and_a_broken_file_are_refused(tmp_path):
@@ -480,7 +480,7 @@ def test_work_of_others_is_waited_for_after_a_failure(tmp_path, monkeypatch):
             assert begun.wait(HANG_S)
             raise AssertionError("a bug")
         begun.set()
-        early.append(given_up.wait(0.3))
+        early.append(abandoned.wait(0.3))
         raise AssertionError("another bug")
 
     async def main():
@@ -499,7 +499,7 @@ def test_work_of_others_is_waited_for_after_a_failure(tmp_path, monkeypatch):
                 await one.link.receive()
 
     with (
-        noticed(monkeypatch, "abandon") as given_up,
+        noticed(monkeypatch, "abandon") as abandoned,
         pytest.raises(BaseExceptionGroup) as caught,
     ):
         on_loop(main())
@@ -556,8 +556,8 @@ def test_the_assignment_in_zookeeper_says_what_is_served(tmp_path, zookeeper):
             with pytest.raises(errors.BadConfig):
                 await serve(config, stop=asyncio.Event())  # there is no cluster yet
             await coordinator.create_cluster(new_cluster(address))
-            async with serving(config, None) as told:
-                assert told == address
+            async with serving(config, None) as prepared_by:
+                assert prepared_by == address
                 assert await is_served(address, 5)
                 assert not await is_served(address, 5, 1)
                 (registered,) = (await coordinator.read_storage_ids()).items()

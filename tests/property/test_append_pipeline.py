@@ -302,21 +302,21 @@ class World:
     def check(self) -> None:
         assert self.due(self.requests) <= set(self.answers)
         assert len(set(self.log)) == len(self.log), "AtMostOnce"
-        told = set()
+        reported = set()
         for first, rows in self.answers.items():
             for number, (transaction_id, _, conflict) in enumerate(rows):
                 req_id = first._replace(sequence=first.sequence + number)
                 if transaction_id >= 0:
                     assert self.log[transaction_id] == req_id, "OutcomeTruth: committed"
-                    told.add(req_id)
+                    reported.add(req_id)
                 else:
                     assert req_id not in self.log, "OutcomeTruth: refused"
                     assert conflict == -1 or conflict > self.rows[req_id].mark
-        untold = {
+        unreported = {
             row for each in self.requests if each not in self.answers for row in self.rows_of(each)
         }
         committed = {req_id for req_id in self.log if req_id.client_id != FOREIGN}
-        assert told == committed - untold
+        assert reported == committed - unreported
         self.check_order()
         for place, req_id in enumerate(self.log):
             if req_id.client_id == FOREIGN:
@@ -376,9 +376,9 @@ def test_the_schedules_reach_what_they_are_for() -> None:
         sessions += world.session
         cut += len(world.cut)
         for rows in world.answers.values():
-            told = {reason for _, reason, _ in rows}
-            cut_short += {Reason.COMMITTED, Reason.NOT_MOUNTED} <= told
-            cut_lost += {Reason.LOST, Reason.NOT_MOUNTED} <= told
+            reported = {reason for _, reason, _ in rows}
+            cut_short += {Reason.COMMITTED, Reason.NOT_MOUNTED} <= reported
+            cut_lost += {Reason.LOST, Reason.NOT_MOUNTED} <= reported
         for rows in world.answers.values():
             for _, reason, _ in rows:
                 reasons[reason] += 1

@@ -19,10 +19,10 @@ def test_what_is_reported_is_what_the_log_says(block):
         world.run(300)
         world.heal()
         world.check()
-        for told in world.told.values():
-            if isinstance(told, stream_events.ParcelSettled):
-                reasons.update(told.outcome.reasons.tolist())
-            elif isinstance(told.error, errors.OutcomeUnknown):
+        for settled in world.settled.values():
+            if isinstance(settled, stream_events.ParcelSettled):
+                reasons.update(settled.outcome.reasons.tolist())
+            elif isinstance(settled.error, errors.OutcomeUnknown):
                 unknown += 1
     # The schedules reach what they are meant to reach.
     assert reasons >= {Reason.COMMITTED, Reason.LOCK, Reason.LOST, Reason.OVERLOADED}

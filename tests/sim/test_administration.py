@@ -139,10 +139,10 @@ def test_what_a_storage_agrees_to_loses_nothing():
 def test_without_asking_zookeeper_something_is_lost(monkeypatch):
     """The tests of the test: an operator whose every wish is granted empties too much."""
 
-    def nobody_counts(self):
+    def without_standing(self):
         return ZooKeeperView(False, False, SessionId(0), (), 3)
 
-    monkeypatch.setattr(Operator, "_standing", nobody_counts)
+    monkeypatch.setattr(Operator, "_standing", without_standing)
     for seed in range(SEEDS):
         try:
             run(seed)

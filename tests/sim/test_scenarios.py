@@ -14,7 +14,7 @@ from waltz_sim.guarantees.history import Violation
 from waltz_sim.scenario import replayed, stories_in
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
-TOLD = [
+STORIES = [
     pytest.param(story, id=f"{path.stem}: {story.title}")
     for path in FILES
     for story in stories_in(path.read_text(encoding="utf-8"))[1]
@@ -23,7 +23,7 @@ IS_REWRITTEN = "WALTZ_REWRITE_STORIES" in os.environ
 
 
 @pytest.mark.skipif(IS_REWRITTEN, reason="the stories are rewritten")
-@pytest.mark.parametrize("story", TOLD)
+@pytest.mark.parametrize("story", STORIES)
 def test_story(story):
     assert replayed(story).text == story.text
 

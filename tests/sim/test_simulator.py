@@ -81,7 +81,7 @@ def test_without_faults_nothing_is_ever_lost_or_closed(replicas):
 # --- the network
 
 
-class Heard(NamedTuple):
+class Arrived(NamedTuple):
     end: str
     what: str
     at_us: int
@@ -110,12 +110,12 @@ class Two:
         self.world.run(5_000_000)
 
     def handlers(self, end):
-        def hear(what):
-            self.answered.append(Heard(end, what, self.world.now_us))
+        def arrive(what):
+            self.answered.append(Arrived(end, what, self.world.now_us))
 
         return Handlers(
-            lambda link, message: hear(message.req_id.sequence),
-            lambda link, reason: hear(reason),
+            lambda link, message: arrive(message.req_id.sequence),
+            lambda link, reason: arrive(reason),
         )
 
     def send(self, end, *numbers):
@@ -301,7 +301,7 @@ def test_what_stands_still_loses_nothing(two):
 
 def test_the_next_life_receives_nothing_of_the_last_one(two):
     two.send(NEAR, 1)
-    two.far.after(10, lambda: two.answered.append(Heard("far", "planned", 0)))
+    two.far.after(10, lambda: two.answered.append(Arrived("far", "planned", 0)))
     two.far.die()
     two.far.start()
     two.world.run(1_000_000)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.sim
 
 
 @pytest.fixture(autouse=True)
-def interrupts_are_heard():
+def interrupts_are_handled():
     """Let children take interrupts, though whoever runs the tests in the background may not."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

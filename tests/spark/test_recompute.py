@@ -228,7 +228,7 @@ def test_results_of_several_writes_lie_side_by_side(
 def test_a_write_that_was_done_reports_its_first_results(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
-    told = [
+    written = [
         waltz_spark.append(
             counters(spark, 9011, 1, 0),
             connect,
@@ -238,8 +238,8 @@ def test_a_write_that_was_done_reports_its_first_results(
         )
         for number in range(2)
     ]
-    assert [each.counts["committed"] for each in told] == [1, 1]
-    assert [each.committed.count() for each in told] == [1, 1]
+    assert [each.counts["committed"] for each in written] == [1, 1]
+    assert [each.committed.count() for each in written] == [1, 1]
     assert values_of(spark, connect, 9011) == [(1, 1)]
 
 
@@ -287,8 +287,8 @@ def test_rows_computed_again_are_found_again(spark: SparkSession, connect: str) 
     job = job_of(connect, "anew-1", identityColumns="row")
     first = job.write_task(iter([batch_of(9101, [0, 1, 2])]), 0, 0)  # and its answer is lost
     assert (first.committed, first.recomputed) == (3, 2)
-    told = job.write_task(iter([batch_of(9101, [0, 1, 2, 3, 4])]), 0, 1)
-    assert (told.committed, told.found) == (5, 3)
+    written = job.write_task(iter([batch_of(9101, [0, 1, 2, 3, 4])]), 0, 1)
+    assert (written.committed, written.found) == (5, 3)
     assert values_of(spark, connect, 9101) == [(1, value) for value in range(1, 6)]
 
 

@@ -80,7 +80,7 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(both: Both, tmp_path
     ports = both.ports("server") + both.ports("storage")
     arguments = (both.waltz.connect, str(tmp_path), str(COUNT))
     job = both.spark.submit("cluster_job.py", *arguments, ports=ports)
-    assert job.told == {
+    assert job.report == {
         "committed": COUNT,
         "results": COUNT,
         "read": COUNT,
@@ -125,14 +125,14 @@ def test_executors_that_reach_servers_only_read_and_do_not_write(
             ports=ports,
             **{"spark.task.maxFailures": "1"},
         )
-    assert job.told["read"] == count
+    assert job.report["read"] == count
     assert both.total("waltz_server_cache_reads_total") > before
     assert job.connections != {}
     assert all(seen[port] == 0 for seen in job.connections.values() for port in ports)
     zookeeper = both.waltz.connect.partition("/")[0]
     why = f"CoordinatorUnavailable: no ZooKeeper answered at {zookeeper} within 10000 ms"
-    told, colon, reason = job.told["error"].partition(f"{why}: ")
-    assert (told, colon) == ("", f"{why}: "), job.told["error"]
+    report, colon, reason = job.report["error"].partition(f"{why}: ")
+    assert (report, colon) == ("", f"{why}: "), job.report["error"]
     assert "\n" not in reason
     assert reason
 

@@ -20,7 +20,7 @@ from waltz_spark.functions import lock
 
 pytestmark = pytest.mark.spark
 
-NOBODY = "127.0.0.1:1/waltz/none"
+UNREACHABLE = "127.0.0.1:1/waltz/none"
 
 
 def read(spark: SparkSession, connect: str, **options: str) -> DataFrame:
@@ -78,7 +78,7 @@ def test_a_refused_row(spark: SparkSession, connect: str) -> None:
 
 def test_no_zookeeper(spark: SparkSession) -> None:
     with pytest.raises(errors.Unavailable, match=r"^no ZooKeeper answered") as caught:
-        write(locked(spark, 2), NOBODY)
+        write(locked(spark, 2), UNREACHABLE)
     assert is_one_sentence(caught.value)
 
 
@@ -114,9 +114,9 @@ def test_a_stream(spark: SparkSession, connect: str, tmp_path: Path) -> None:
         query.awaitTermination(120)
     assert isinstance(caught.value, StreamingQueryException)
     assert is_one_sentence(caught.value)
-    told = query.exception()
-    assert str(caught.value) in shown_first(told)
-    assert type(waltz_spark.error_of(told)) is errors.BadRequest
+    query_error = query.exception()
+    assert str(caught.value) in shown_first(query_error)
+    assert type(waltz_spark.error_of(query_error)) is errors.BadRequest
 
 
 def test_what_a_users_function_raises_over_it_stays(

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from tests.client_contract import Ledger, Told
+from tests.client_contract import Ledger, RecordingContext
 from tests.patience import HANG_S
 from waltz_core import errors
 from waltz_core.client import AsyncCallbacks, Callbacks, PoisonPolicy, lock, transactional
@@ -49,9 +49,9 @@ class Plain(Callbacks):
         self.act, self.answer, self.applied, self.errors = act, answer, 0, []
 
     def apply_transaction(self, transaction):
-        told = self.act()
+        returned = self.act()
         self.applied += 1
-        return told
+        return returned
 
     def uncaught_exception(self, partition, transaction_id, error):
         self.errors.append(error)
@@ -200,7 +200,7 @@ def test_a_refused_context_is_executed_again(waltz_memory):
         ledger = Ledger(-1)
         client.subscribe(ledger, [2])
         waltz_memory.refuse_next(3)
-        context = Told(2)
+        context = RecordingContext(2)
         assert client.submit(context).result() == 0
         assert context.is_applied.wait(HANG_S)
         assert context.hooks == ["lock failure"] * 3 + [("completion", True), "application"]
@@ -209,7 +209,7 @@ def test_a_refused_context_is_executed_again(waltz_memory):
 def test_a_context_that_is_always_refused_expires(waltz_memory):
     with waltz_memory.client() as client:
         waltz_memory.refuse_next(1_000_000)
-        context = Told(0)
+        context = RecordingContext(0)
         context.retries_max = 5
         with pytest.raises(errors.LockFailed):
             client.submit(context).result()
@@ -259,7 +259,7 @@ def test_a_whole_batch_fails(waltz_memory):
 def test_a_context_outlives_a_failure(waltz_memory):
     with waltz_memory.client() as client:
         waltz_memory.fail_next_append(2, errors.Overloaded("as told"))
-        context = Told(0)
+        context = RecordingContext(0)
         assert client.submit(context).result() == 0
         assert len(context.marks) == 3
 
@@ -270,7 +270,7 @@ def test_an_outcome_is_unknown_and_the_client_continues(waltz_memory, enters_log
     patient = replace(SHORT, request_timeout_ms=3_000)
     with waltz_memory.client(patient) as client, waltz_memory.client() as other:
         waltz_memory.fail_next_append(1, errors.OutcomeUnknown("nobody"), enters_log=enters_log)
-        context = Told(0)
+        context = RecordingContext(0)
         with pytest.raises(errors.OutcomeUnknown):
             client.submit(context).result()
         assert context.has_ended.wait(HANG_S)
@@ -342,14 +342,14 @@ def test_a_suspended_feed_holds_back_what_is_committed(waltz_memory):
         waltz_memory.suspend_feed()
         # Whoever has not applied it is late, and stays so.
         won = client.append(b"b", partition=0, append_locks=[lock("told")]).result()
-        context = Told(0)
+        context = RecordingContext(0)
         context.timeout_ms = 100
         with pytest.raises(errors.ViewBehind):
             client.submit(context).result()
         assert (ledger.ids, context.marks) == ([0], [0])
         waltz_memory.resume_feed()
         ledger.until(lambda: ledger.ids == [0, won])
-        assert client.submit(Told(0)).result() == won + 1
+        assert client.submit(RecordingContext(0)).result() == won + 1
 
 
 def test_one_that_subscribes_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory):

@@ -70,10 +70,12 @@ async def test_a_cluster_that_is_deleted_comes_not_back_for_its_record(coordinat
 
 
 @pytest.mark.parametrize(
-    ("user", "sudoer", "who"),
+    ("user", "sudoer", "user_name"),
     [("root", "alice", "alice as root"), ("alice", None, "alice"), ("alice", "alice", "alice")],
 )
-def test_one_that_gives_a_command_as_another_process_is_on_record(monkeypatch, user, sudoer, who):
+def test_one_that_gives_a_command_as_another_process_is_on_record(
+    monkeypatch, user, sudoer, user_name
+):
     """On a machine that several people administer all of them are root."""
     monkeypatch.setenv("LOGNAME", user)
     monkeypatch.delenv("SUDO_USER", raising=False)
@@ -85,7 +87,7 @@ def test_one_that_gives_a_command_as_another_process_is_on_record(monkeypatch, u
         await coordinator.create_cluster(CLUSTER)
         async with recorded(coordinator):
             (entry,) = await coordinator.audit.read()
-        assert entry.user.rpartition("@")[0] == who
+        assert entry.user.rpartition("@")[0] == user_name
 
     run()
 

@@ -78,8 +78,8 @@ def test_another_page_is_reported(capsys, body, status, sentence):
 )
 def test_one_that_is_not_there_is_reported(capsys, address, sentence):
     assert main(["server", "metrics", address]) == 1
-    (told,) = capsys.readouterr().err.splitlines()
-    assert sentence in told
+    (logged,) = capsys.readouterr().err.splitlines()
+    assert sentence in logged
 
 
 @given(st.integers(0, 2**53) | st.floats(allow_nan=False))

@@ -52,7 +52,7 @@ async def until(condition):
             await asyncio.sleep(0)
 
 
-def told(futures):
+def errors_of(futures):
     return [type(each.exception()) for each in futures]
 
 
@@ -85,7 +85,7 @@ def test_what_is_held_back_ends_when_nothing_more_is_received():
         behind = author.append()
         assert len(author.sent) == 1
         author.appends.abandon(GONE)
-        assert told([held, behind]) == [errors.Unreachable] * 2
+        assert errors_of([held, behind]) == [errors.Unreachable] * 2
         assert author.window.is_empty
         assert not author.appends.has_pending
 
@@ -102,7 +102,7 @@ def test_what_waits_for_a_parcel_is_not_sent_when_that_is_given_up(monkeypatch):
         await until(lambda: author.appends._pause is None)  # now it waits for the second alone
         author.appends.abandon(GONE)
         assert len(author.sent) == 2
-        assert told(futures) == [errors.Unreachable] * 2
+        assert errors_of(futures) == [errors.Unreachable] * 2
         assert not author.appends.has_pending
 
     in_virtual_time(story())
@@ -211,7 +211,7 @@ def test_a_batch_that_waits_ends_when_nothing_more_is_received_or_its_order_is_l
         author.lose(2)
         refused = author.append_batch()
         author.appends.abandon(GONE)
-        assert told([refused]) == [errors.Unreachable]
+        assert errors_of([refused]) == [errors.Unreachable]
         assert author.window.is_empty
 
     in_virtual_time(story())

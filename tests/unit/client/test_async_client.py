@@ -237,12 +237,12 @@ async def test_a_mark_above_the_log_is_the_callers_error():
 @on_virtual_loop
 async def test_a_mark_that_is_none_is_reported_at_the_call():
     async with memory_cluster() as cluster, cluster.client().opened() as client:
-        told = r"expected a transaction ID, or -1 for none, found \[0\] \(list\)"
-        with pytest.raises(errors.BadRequest, match=told):
+        sentence = r"expected a transaction ID, or -1 for none, found \[0\] \(list\)"
+        with pytest.raises(errors.BadRequest, match=sentence):
             await client.append(b"a", partition=0, client_high_water_mark=[0])
-        with pytest.raises(errors.BadRequest, match=told):
+        with pytest.raises(errors.BadRequest, match=sentence):
             await client.append_batch(0, batch_of(b"a"), 1, client_high_water_mark=[0])
-        with pytest.raises(errors.BadRequest, match=told):
+        with pytest.raises(errors.BadRequest, match=sentence):
             await client.subscribe(Applying(mark=[0]), [0])
         context = Counting({"value": 0})
 
@@ -251,7 +251,7 @@ async def test_a_mark_that_is_none_is_reported_at_the_call():
             return Counting.execute(context, builder)
 
         context.execute = execute
-        with pytest.raises(errors.BadRequest, match=told):
+        with pytest.raises(errors.BadRequest, match=sentence):
             await (await client.submit(context))
 
 
@@ -773,20 +773,20 @@ class Plain(AsyncCallbacks):
 
 
 @contextlib.contextmanager
-def told_of_outages():
+def logged_outages():
     """Gather what is logged of them."""
-    told: list[str] = []
+    sentence: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record):
-            told.append(record.getMessage())
+            sentence.append(record.getMessage())
 
     handler, log = Handler(), logging.getLogger(outage.__name__)
     level = log.level
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     try:
-        yield told
+        yield sentence
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
@@ -799,7 +799,7 @@ async def test_data_that_cannot_be_had_is_waited_for_however_long_it_takes():
         callbacks = Plain()
         await client.subscribe(callbacks, [0])
         await until(lambda: callbacks.tries)
-        with told_of_outages() as logged:
+        with logged_outages() as logged:
             await cluster.stop_server(cluster.servers[0])
             callbacks.may_go_on.set()
             await until(lambda: callbacks.tries >= 4)
@@ -822,7 +822,7 @@ async def test_catching_up_continues_after_an_outage():
         callbacks = Plain()
         await client.subscribe(callbacks, [0])
         await until(lambda: callbacks.tries)
-        with told_of_outages() as logged:
+        with logged_outages() as logged:
             await cluster.stop_server(cluster.servers[0])
             callbacks.may_go_on.set()
             await until(lambda: any("for=range" in line for line in logged))
@@ -837,7 +837,7 @@ async def test_a_feed_from_the_end_waits_for_a_server_that_knows_it():
         await (await writer.append(b"old", partition=0))
         callbacks = Plain(mark=LATEST)
         callbacks.may_go_on.set()
-        with told_of_outages() as logged:
+        with logged_outages() as logged:
             await cluster.stop_server(cluster.servers[0])
             await client.subscribe(callbacks, [0])
             await until(lambda: logged)
@@ -965,9 +965,9 @@ async def test_a_client_that_was_reported_asks_no_zookeeper():
         layout = client.layout()
         assert layout.connect == CONNECT
         opening = AsyncWaltzClient.at(layout, QUICK, client_id=5, connection_sequence=1 << 32)
-        async with opening as told_client:
+        async with opening as placed_client:
             outcome = await (
-                await told_client.append_batch(1, batch_of(b"x"), 1, client_high_water_mark=-1)
+                await placed_client.append_batch(1, batch_of(b"x"), 1, client_high_water_mark=-1)
             )
             assert outcome.transaction_ids.tolist() == [0]
             assert np.array_equal(outcome.reasons, [0])

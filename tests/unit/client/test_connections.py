@@ -161,17 +161,17 @@ def test_one_that_waits_is_reported_when_the_connection_breaks():
     async def story():
         async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
             link = await links.get(address)
-            waiting = group.create_task(ask_and_tell(link))
+            waiting = group.create_task(ask_or_error(link))
             await until(lambda: got)
             got[0][0].abort("the server has died")
             assert isinstance(await waiting, errors.Unreachable)
             # Who asks later still waits for nobody.
-            assert isinstance(await ask_and_tell(link), errors.Unreachable)
+            assert isinstance(await ask_or_error(link), errors.Unreachable)
 
     asyncio.run(story())
 
 
-async def ask_and_tell(link):
+async def ask_or_error(link):
     try:
         return await ask(link)
     except errors.WaltzError as error:
@@ -199,7 +199,7 @@ def test_no_request_has_a_number_that_streams_use():
 def test_one_that_is_closed_while_it_dials_keeps_no_connection(door):
     async def story():
         async with a_server() as (links, address, _), asyncio.TaskGroup() as group:
-            dialing = group.create_task(get_and_tell(links, address))
+            dialing = group.create_task(get_or_error(links, address))
             await until(lambda: door.count)
             await links.close("the client ends")
             door.may_pass.set()
@@ -209,7 +209,7 @@ def test_one_that_is_closed_while_it_dials_keeps_no_connection(door):
     asyncio.run(story())
 
 
-async def get_and_tell(links, address):
+async def get_or_error(links, address):
     try:
         return await links.get(address)
     except errors.WaltzError as error:
@@ -275,11 +275,11 @@ def test_a_silent_server_is_named_in_the_log_once_and_again_when_it_is_over(monk
             return address
 
     address = asyncio.run(story())
-    told = [
+    logged = [
         (each.levelname, *each.getMessage().split()[:2], *each.getMessage().split()[3:])
         for each in caplog.records
     ]
-    assert told == [
+    assert logged == [
         ("WARNING", "server.silent", f"server={address}", "looks_at=zookeeper"),
         ("INFO", "server.responsive", f"server={address}"),
     ]
@@ -303,6 +303,6 @@ def test_a_server_that_does_not_greet_is_reported_as_silent_and_then_as_left(
         return address
 
     address = asyncio.run(story())
-    told = [each.getMessage().split(" server=")[0] for each in caplog.records]
-    assert told == (["server.silent", "server.silent_until_closed"] if is_logged else [])
+    logged = [each.getMessage().split(" server=")[0] for each in caplog.records]
+    assert logged == (["server.silent", "server.silent_until_closed"] if is_logged else [])
     assert all(address in each.getMessage() for each in caplog.records)

@@ -156,17 +156,17 @@ def test_whatever_a_filtered_batch_says_it_is_whole_or_refused_in_words(
 ):
     picked = struct.pack(f">{len(offsets)}i", *offsets) + bytes(surplus)
     message = FeedBatch(req(-1), 0, count, heads(values), 1, -1, bytes(16), picked)
-    told = cursor_of(7, 8).take(message)
+    taken = cursor_of(7, 8).take(message)
     rises = offsets == sorted(set(offsets)) and all(0 <= each < count for each in offsets)
     of_some = rises and len(offsets) == len(values) and not surplus
     of_all = not picked and len(values) == count
     if count > 0 and (of_some or of_all) and set(values) <= {7, 8}:
-        assert (told.first, told.last) == (0, count - 1)
-        assert list(told.ids) == (list(range(count)) if of_all else offsets)
+        assert (taken.first, taken.last) == (0, count - 1)
+        assert list(taken.ids) == (list(range(count)) if of_all else offsets)
     else:
-        assert "feed" in told
+        assert "feed" in taken
 
 
 def test_a_filter_that_no_process_asked_for_is_refused():
-    told = cursor_of().take(filtered(0, [7, 0, 7], (7,)))
-    assert "3 has 40 bytes" in told
+    taken = cursor_of().take(filtered(0, [7, 0, 7], (7,)))
+    assert "3 has 40 bytes" in taken

@@ -46,11 +46,11 @@ def test_what_is_known_is_not_unlearned():
 
 def test_what_is_newer_is_learned_and_passed_on():
     directory = FixedDirectory(LAYOUT, connect_timeout_ms=1)
-    told = []
-    in_virtual_time(directory.open(lambda owners: told.append(dict(owners))))
+    reported = []
+    in_virtual_time(directory.open(lambda owners: reported.append(dict(owners))))
     directory.learn(ClusterLayout("zk:2181/shop", CLUSTER, {0: ("new:9", 2), 2: ("b:2", 4)}))
     assert directory.owners == {0: Owner("new:9", 2), 2: Owner("b:2", 4)}
-    assert told == [{0: Owner("new:9", 2)}]
+    assert reported == [{0: Owner("new:9", 2)}]
 
 
 class Asked:
@@ -114,7 +114,7 @@ def test_no_answer_is_reported_to_all_who_share_the_question():
     assert zookeeper.count == 1
 
 
-class Told(Asked):
+class WithViews(Asked):
     """A ZooKeeper that answers at once, with views that are given one after the other."""
 
     def __init__(self, *views):
@@ -132,7 +132,7 @@ def view(server_id=7, *, host="a", is_settled=True):
 
 
 def test_one_that_is_an_owner_only_in_a_view_that_is_not_settled_is_none():
-    zookeeper = Told(view(is_settled=False), view())
+    zookeeper = WithViews(view(is_settled=False), view())
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
     with pytest.raises(errors.NotOwned):
         in_virtual_time(directory.owner(0, after_failure=True))
@@ -164,7 +164,7 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
 
 
 def test_zookeeper_is_asked_again_when_what_was_reported_has_failed_and_only_then():
-    zookeeper = Told(view(), view(8, host="b"))
+    zookeeper = WithViews(view(), view(8, host="b"))
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
     for after_failure, owner, count in (
         (False, OWNER, 1),
@@ -207,7 +207,7 @@ def test_another_cluster_at_the_same_place_answers_no_process(monkeypatch):
 
     async def ask_twice():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
-        await directory.open(told.append)
+        await directory.open(reported.append)
         for _ in range(2):
             with pytest.raises(errors.ClusterKeyMismatch, match="expected the cluster with key 00"):
                 await directory.owner(0, after_failure=True)
@@ -215,11 +215,11 @@ def test_another_cluster_at_the_same_place_answers_no_process(monkeypatch):
         assert await directory.owner(0, after_failure=False) == Owner("a:1", 1)
         await directory.close()
 
-    told = []
+    reported = []
     monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
     in_virtual_time(ask_twice())
     assert Elsewhere.open_count == 0
-    assert told == []
+    assert reported == []
 
 
 class Behind(Elsewhere):
@@ -235,17 +235,17 @@ def test_what_zookeeper_reports_late_replaces_nothing_newer(monkeypatch):
 
     async def ask():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=1_000)
-        await directory.open(lambda owners: told.append(dict(owners)))
+        await directory.open(lambda owners: reported.append(dict(owners)))
         await directory.owner(1, after_failure=False)
         assert directory.owners == {0: Owner("z:1", 3), 1: Owner("z:1", 3), 2: Owner("b:2", 4)}
         await directory.owner(2, after_failure=True)
         await directory.close()
         return await directory.owner(2, after_failure=False)
 
-    told = []
+    reported = []
     monkeypatch.setattr("waltz_core.client.links.directory.zookeeper_session.connect", connect)
     assert in_virtual_time(ask()) == Owner("b:2", 4)
-    assert told == [{0: Owner("z:1", 3), 1: Owner("z:1", 3)}]
+    assert reported == [{0: Owner("z:1", 3), 1: Owner("z:1", 3)}]
 
 
 def test_one_that_asks_while_the_directory_is_closed_leaves_no_session_behind(monkeypatch):
@@ -448,7 +448,7 @@ def test_a_client_that_is_reported_where_everything_is_opens_zookeeper_by_its_se
     assert Elsewhere.open_count == 0
 
 
-class Rebuilt(Told):
+class Rebuilt(WithViews):
     """A ZooKeeper whose cluster is missing after the directory was opened, and comes back."""
 
     def __init__(self):

@@ -139,8 +139,8 @@ def test_what_is_sent_after_a_proof_is_not_proven():
     monitor.prove(TransactionId(12))
     late = sent(monitor, 2, 2, mark=12)
     assert monitor.unread() == (10, 12)
-    told = monitor.settle(TransactionId(12))
-    assert [pending.parcel.token for pending, _ in told] == [1]
+    settled = monitor.settle(TransactionId(12))
+    assert [pending.parcel.token for pending, _ in settled] == [1]
     assert list(monitor) == [late]
     assert monitor.unread() is None
 
@@ -183,9 +183,9 @@ def test_every_row_of_every_parcel_is_found_where_it_stands(sizes, order):
         part = log[at : at + count]
         assert monitor.saw_headers(TransactionId(at), len(part), headers(at, *part))
         at += len(part)
-    told = monitor.settle(TransactionId(len(log) - 1))
-    assert [pending.parcel.token for pending, _ in told] == list(range(len(sizes)))
-    ids = np.concatenate([outcome.transaction_ids for _, outcome in told]).tolist()
+    settled = monitor.settle(TransactionId(len(log) - 1))
+    assert [pending.parcel.token for pending, _ in settled] == list(range(len(sizes)))
+    ids = np.concatenate([outcome.transaction_ids for _, outcome in settled]).tolist()
     assert ids == [log.index(row) if row in log else -1 for row in rows]
 
 

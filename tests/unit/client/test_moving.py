@@ -234,10 +234,10 @@ async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
         assert [data[each] for each in ids] == sent
         assert ids == sorted(ids)
         # Batches are not sent again: those that are in the log are in their order.
-        told_of_batches = [(await each).reasons.tolist() for each in outcomes]
+        reasons_of_batches = [(await each).reasons.tolist() for each in outcomes]
         batches = [b"b%d-%d" % (turn, i) for turn in range(6) for i in range(0, 40, 10)]
         expected = [
-            row for row, (reason,) in zip(batches, told_of_batches, strict=True) if reason == 0
+            row for row, (reason,) in zip(batches, reasons_of_batches, strict=True) if reason == 0
         ]
         assert [row for row in data if row.startswith(b"b")] == expected
         assert len(data) == len(sent) + len(expected)
@@ -263,7 +263,9 @@ async def test_what_is_sent_again_keeps_its_place() -> None:
         # What was queued is known to be lost before what was in flight is settled.
         with mock.patch.object(appends, "RESEND_DELAY_S", 0.0):
             left = asyncio.Event()
-            with mock.patch.object(stream, "_wait", lambda *told: (left.set(), wait(*told))):
+            with mock.patch.object(
+                stream, "_wait", lambda *arguments: (left.set(), wait(*arguments))
+            ):
                 async with asyncio.TaskGroup() as group:
                     group.create_task(make_moves(cluster, there, 1))
                     await left.wait()
@@ -273,7 +275,9 @@ async def test_what_is_sent_again_keeps_its_place() -> None:
 
 
 @contextlib.asynccontextmanager
-async def told_client(cluster: MemoryCluster, config: ClientConfig) -> AsyncIterator[OpenedClient]:
+async def placed_client(
+    cluster: MemoryCluster, config: ClientConfig
+) -> AsyncIterator[OpenedClient]:
     """A client as a task of Spark's has it: told where everything is, it watches nothing."""
 
     async def connect(*_place: object, **_options: object) -> Coordinator:
@@ -286,10 +290,10 @@ async def told_client(cluster: MemoryCluster, config: ClientConfig) -> AsyncIter
             yield client
 
 
-@pytest.mark.parametrize("is_told", [False, True], ids=["watches", "was told"])
+@pytest.mark.parametrize("is_placed", [False, True], ids=["watches", "was told"])
 @pytest.mark.parametrize("what", ["dialed", "asked", "appended"])
 def test_one_that_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
-    what: str, is_told: bool
+    what: str, is_placed: bool
 ) -> None:
     config = replace(QUICK, request_timeout_ms=60_000, dial_timeout_ms=60_000)
 
@@ -300,7 +304,9 @@ def test_one_that_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
         async with (
             memory_cluster(server_count=2) as cluster,
             ways(cluster) as there,
-            told_client(cluster, config) if is_told else cluster.client(config).opened() as client,
+            placed_client(cluster, config)
+            if is_placed
+            else cluster.client(config).opened() as client,
         ):
             await (await client.append(b"a", partition=0))
             way = there[cluster.servers.index(cluster.owner(0))]

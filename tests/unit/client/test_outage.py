@@ -11,11 +11,11 @@ from waltz_core.client.model.callbacks import AsyncCallbacks, Callbacks, PoisonP
 from waltz_core.records.record import PartitionId
 
 
-def times_told(
+def logged_at(
     caplog: pytest.LogCaptureFixture, *, quiet_s: float, failures_s: list[float | None]
 ) -> list[float]:
     """Return when it was told of; None in place of a time: it works again."""
-    told: list[float] = []
+    logged: list[float] = []
 
     async def story() -> None:
         now = [0.0]
@@ -29,24 +29,24 @@ def times_told(
             now[0] = at_s
             each.failed("no answer")
             if "feed.waiting partition=3 for=server" in caplog.text:
-                told.append(at_s)
+                logged.append(at_s)
 
     with caplog.at_level(logging.INFO):
         asyncio.run(story())
-    return told
+    return logged
 
 
 def test_a_short_outage_is_not_reported_and_a_long_one_now_and_then(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tries: list[float | None] = [float(at_s) for at_s in range(5, 5 + int(2 * AGAIN_S) + 20, 2)]
-    assert times_told(caplog, quiet_s=10, failures_s=tries) == [15, 75, 135]
-    assert times_told(caplog, quiet_s=0, failures_s=tries) == [5, 65, 125]
+    assert logged_at(caplog, quiet_s=10, failures_s=tries) == [15, 75, 135]
+    assert logged_at(caplog, quiet_s=0, failures_s=tries) == [5, 65, 125]
 
 
 def test_an_outage_that_is_over_restarts(caplog: pytest.LogCaptureFixture) -> None:
-    assert times_told(caplog, quiet_s=10, failures_s=[0, 9, None, 11, 20, None, 21]) == []
-    assert times_told(caplog, quiet_s=0, failures_s=[0, 1, None, 2, 3]) == [0, 2]
+    assert logged_at(caplog, quiet_s=10, failures_s=[0, 9, None, 11, 20, None, 21]) == []
+    assert logged_at(caplog, quiet_s=0, failures_s=[0, 1, None, 2, 3]) == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -161,15 +161,15 @@ def test_when_time_is_up_at_zookeeper_what_had_failed_before_is_reported():
 
     cluster = Away()
     cluster.requests._config = ClientConfig(retry_interval_ms_min=1, request_timeout_ms=500)
-    told = r"names no owner; before that: no ZooKeeper answered at zk1: refused$"
-    with pytest.raises(errors.CoordinatorUnavailable, match=told):
+    expected = r"names no owner; before that: no ZooKeeper answered at zk1: refused$"
+    with pytest.raises(errors.CoordinatorUnavailable, match=expected):
         in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False))
 
 
 @pytest.mark.parametrize(
-    ("silent_after_s", "told"), [(0.96, errors.NotOwned), (0.0, errors.Unreachable)]
+    ("silent_after_s", "expected"), [(0.96, errors.NotOwned), (0.0, errors.Unreachable)]
 )
-def test_a_last_try_that_had_no_time_does_not_hide_why_the_others_failed(silent_after_s, told):
+def test_a_last_try_that_had_no_time_does_not_hide_why_the_others_failed(silent_after_s, expected):
     async def story():
         silent_at_s = asyncio.get_running_loop().time() + silent_after_s
 
@@ -185,4 +185,4 @@ def test_a_last_try_that_had_no_time_does_not_hide_why_the_others_failed(silent_
             await cluster.requests.high_water_mark(0, linearizable=False)
         return type(raised.value)
 
-    assert in_virtual_time(story()) is told
+    assert in_virtual_time(story()) is expected

@@ -82,9 +82,9 @@ def test_a_servers_connections_are_silent_as_one(story):
 
 
 def test_one_that_is_tried_again_and_again_is_reported_now_and_then(story):
-    told = []
+    reported = []
     for now_s in range(100, 100 + 2 * int(AGAIN_S) + 1, 5):
         if story.at(now_s, story.silences.detected, SERVER, 0, since_s=now_s - 1):
-            told.append(now_s)
+            reported.append(now_s)
         story.at(now_s + 1, story.silences.left, SERVER, 0, "no hello")
-    assert told == [100, 100 + AGAIN_S, 100 + 2 * AGAIN_S]
+    assert reported == [100, 100 + AGAIN_S, 100 + 2 * AGAIN_S]

@@ -287,18 +287,18 @@ async def test_a_callback_cannot_wait_for_itself():
                 await client.set_partitions([1])
 
         callbacks = Impatient()
-        told_of = []
+        failures = []
 
         async def uncaught(partition, transaction_id, error):
-            told_of.append(error)
+            failures.append(error)
             return PoisonPolicy.STOP
 
         callbacks.uncaught_exception = uncaught
         await client.subscribe(callbacks, [0])
         await write(client, 0, 1)
-        await until(lambda: told_of)
-        assert isinstance(told_of[0], errors.UsageError)
-        assert "call it outside callbacks" in str(told_of[0])
+        await until(lambda: failures)
+        assert isinstance(failures[0], errors.UsageError)
+        assert "call it outside callbacks" in str(failures[0])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -292,24 +292,24 @@ def test_one_that_uses_a_client_that_another_thread_closes_just_now_is_notified(
 def test_one_that_uses_a_client_whose_loop_has_stopped_does_not_wait_permanently(monkeypatch):
     """Between the end of the loop's thread and its closing it would take a call and not make it."""
     client = WaltzClient.at(LAYOUT)
-    join, told = client._thread.join, []
+    join, finished = client._thread.join, []
 
     def join_and_use(*_):
         join()
         with pytest.raises(errors.UsageError, match="the client is closed"):
             client._wait(client._client.high_water_mark(0))
-        told.append(True)
+        finished.append(True)
 
     monkeypatch.setattr(client._thread, "join", join_and_use)
     client.close()
-    assert told
+    assert finished
 
 
 @pytest.mark.parametrize("is_closed_first", [True, False])
 def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatch, is_closed_first):
     """Its handler runs on the thread that it has interrupted, wherever that was."""
     client = WaltzClient.at(LAYOUT)
-    give, told = asyncio.run_coroutine_threadsafe, []
+    give, finished = asyncio.run_coroutine_threadsafe, []
 
     def give_and_be_interrupted(call, loop):
         monkeypatch.undo()
@@ -322,7 +322,7 @@ def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatc
     def ask():
         with pytest.raises(errors.UsageError, match="the client is closed"):
             client.high_water_mark(0)
-        told.append(True)
+        finished.append(True)
 
     async def never(*_, **__):
         await asyncio.Event().wait()
@@ -332,7 +332,7 @@ def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatc
     asker = threading.Thread(target=ask, daemon=True)
     asker.start()
     asker.join(HANG_S)
-    assert told
+    assert finished
 
 
 def test_a_signal_may_close_the_client_that_is_being_closed(monkeypatch):
@@ -353,7 +353,7 @@ def test_a_signal_may_close_the_client_that_is_being_closed(monkeypatch):
 
 def test_one_that_waits_when_another_thread_closes_the_client_is_notified(monkeypatch):
     client = WaltzClient.at(LAYOUT)
-    begun, told = threading.Event(), []
+    begun, finished = threading.Event(), []
 
     async def never(*_, **__):
         begun.set()
@@ -362,7 +362,7 @@ def test_one_that_waits_when_another_thread_closes_the_client_is_notified(monkey
     def ask():
         with pytest.raises(errors.UsageError, match="the client is closed"):
             client.high_water_mark(0)
-        told.append(True)
+        finished.append(True)
 
     monkeypatch.setattr(client._client, "high_water_mark", never)
     asker = threading.Thread(target=ask)
@@ -370,7 +370,7 @@ def test_one_that_waits_when_another_thread_closes_the_client_is_notified(monkey
     assert begun.wait(HANG_S)
     client.close()
     asker.join(HANG_S)
-    assert told
+    assert finished
 
 
 class Changing:

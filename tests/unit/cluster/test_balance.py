@@ -210,13 +210,13 @@ class Cluster:
             factor = self._random.uniform(1 - self._noise, 1 + self._noise)
             self._totals[partition] += rate * factor * INTERVAL_MS / 1000
         # A new owner counts from when it has taken over.
-        told = {
+        reports = {
             server: self._meters[server].take(
                 {p: self._totals[p] for p in self.assignment.servers[server]}, self.now_ms
             )
             for server in self.servers
         }
-        loads = self._book.take(told, self.owners)
+        loads = self._book.take(reports, self.owners)
         moves = self._balancer.plan(self.owners, (), loads, self.servers, self.now_ms)
         if moves:
             generations = {p: g for its in self.assignment.servers.values() for p, g in its.items()}

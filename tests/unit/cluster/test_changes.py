@@ -142,7 +142,7 @@ class Owner:
             opened=self.opened,
         )
 
-    def goes_on(self, alive):
+    def restarts(self, alive):
         """Lose the session or have one more replica in it; then open the next one if it can be."""
         if self.session == self.opened:
             if self.engaged <= alive and self.states == set(self.assigned):
@@ -180,7 +180,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
     owner, steps = Owner(before), 0
     for gone in [*away, *[""] * 60]:
         alive = set(NAMES) - {gone}
-        owner.goes_on(alive)
+        owner.restarts(alive)
         found = changes.next_step(0, owner.now(), made)
         if found is None and not gone:
             break
@@ -200,7 +200,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
         assigned, owner.assigned = after, found.after
     assert set(owner.assigned) == set(wanted)
     for _ in NAMES:  # One that was there before may have been away to the end.
-        owner.goes_on(set(NAMES))
+        owner.restarts(set(NAMES))
     assert owner.states == set(wanted) == owner.level
     assert steps <= len(set(before) ^ set(wanted))
 

@@ -552,10 +552,10 @@ async def test_preferences_are_in_force_with_the_write_that_makes_them_known(clu
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "at the write"])
 def test_a_preference_that_could_not_be_written_is_not_kept(is_late):
-    in_cluster(lambda cluster: prefers_in_vain(cluster, is_late=is_late))()
+    in_cluster(lambda cluster: prefers_a_removed_server(cluster, is_late=is_late))()
 
 
-async def prefers_in_vain(cluster, *, is_late):
+async def prefers_a_removed_server(cluster, *, is_late):
     member, session = cluster.member()
     await member.register(descriptor(1))
     real = session.write

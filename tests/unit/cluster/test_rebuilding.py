@@ -92,9 +92,9 @@ def test_nothing_is_chosen_that_lacks_what_a_quorum_had(count, data):
     logs = {f"r{n}": log(each, data.draw(st.integers(-1, 9))) for n, each in enumerate(sessions)}
     in_last = {name: its.synced_max for name, its in logs.items() if its.last_session == 4}
     acknowledged = sorted(in_last.values(), reverse=True)[quorum - 1]
-    heard_of_last = data.draw(st.sets(st.sampled_from(sorted(in_last)), min_size=1))
-    hidden = data.draw(st.sets(st.sampled_from(sorted(logs)))) | set(in_last) - heard_of_last
-    answered = {name: its for name, its in logs.items() if name not in hidden - heard_of_last}
+    answered_of_last = data.draw(st.sets(st.sampled_from(sorted(in_last)), min_size=1))
+    hidden = data.draw(st.sets(st.sampled_from(sorted(logs)))) | set(in_last) - answered_of_last
+    answered = {name: its for name, its in logs.items() if name not in hidden - answered_of_last}
     for number, session in enumerate(data.draw(st.lists(st.integers(0, 3), max_size=4))):
         answered[f"left{number}"] = log(session, 20)
     try:

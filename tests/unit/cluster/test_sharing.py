@@ -61,7 +61,7 @@ def test_one_that_comes_while_a_question_is_under_way_has_it_put_again():
 def test_a_failure_is_reported_to_all_who_share_it_and_to_no_other_process():
     async def story() -> None:
         answers = [CoordinatorUnavailable("away"), None]
-        told: list[str] = []
+        messages: list[str] = []
 
         async def ask() -> None:
             answer = answers.pop(0)
@@ -70,17 +70,17 @@ def test_a_failure_is_reported_to_all_who_share_it_and_to_no_other_process():
 
         shared = Shared(ask)
 
-        async def hear() -> None:
+        async def note_error() -> None:
             try:
                 await shared.answered()
             except CoordinatorUnavailable as error:
-                told.append(str(error))
+                messages.append(str(error))
 
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(hear())
-            tasks.create_task(hear())
-        await hear()
-        assert told == ["away", "away"]
+            tasks.create_task(note_error())
+            tasks.create_task(note_error())
+        await note_error()
+        assert messages == ["away", "away"]
         assert not answers
 
     asyncio.run(story())

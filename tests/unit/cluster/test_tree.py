@@ -72,11 +72,11 @@ async def test_a_deleted_cluster_leaves_nothing_and_its_neighbors_alone(it):
     await it.cluster("/a/two")
     kept = {path for path in it.zookeeper.dump() if not path.startswith("/a/two")}
     before = len(it.zookeeper.dump())
-    told = []
-    count = await tree.delete_tree(it.session, "/a/two", lambda *each: told.append(each))
+    progress = []
+    count = await tree.delete_tree(it.session, "/a/two", lambda *each: progress.append(each))
     assert set(it.zookeeper.dump()) == kept
     assert count == before - len(kept)
-    assert told[0] == (0, count)
+    assert progress[0] == (0, count)
     assert await tree.delete_tree(it.session, "/a/two") == 0
     await it.cluster("/a/two")
 

@@ -241,12 +241,12 @@ def test_a_task_round_trips(client_id, attempt, runs):
 )
 def test_any_bytes_are_a_value_or_a_bad_format(data):
     for kind in (WriteState, TaskState):
-        told = None
+        message = None
         try:
             value = kind.from_bytes(data)
         except errors.BadFormat as error:
-            told = str(error)
-        assert isinstance(value, kind) if told is None else kind.__name__ in told
+            message = str(error)
+        assert isinstance(value, kind) if message is None else kind.__name__ in message
 
 
 def test_numbers_that_no_writer_writes():

@@ -24,12 +24,12 @@ def run(story):
         cluster.fill(0, COUNT)
         log.records = [(req_id, i % 5, b"%d" % i) for i, (req_id, _, _) in enumerate(log.records)]
 
-        async def told():
+        async def check():
             opening = Opening(AsyncWaltzClient(cluster.directory(), "x", QUICK, client_id=None))
             async with asyncio.timeout(HANG_S), opening as client:
                 await story(cluster, client)
 
-        asyncio.run(told())
+        asyncio.run(check())
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ def block(first, last, *values, before=None, history=0):
     return encode(first, end(last, history), before.chain, locks_of(*values))
 
 
-def believed(data, at, steps_max=1_000):
+def trusted(data, at, steps_max=1_000):
     """Return first, last and locks of all blocks that are believed below an end of the log."""
     blocks, found = Blocks(data), []
     while (one := blocks.below(at, steps_max)) is not None:
@@ -65,7 +65,7 @@ def test_the_bytes_of_a_block_that_reports_its_writers_apart():
 
 def test_blocks_are_followed_down_to_the_first():
     data = block(0, 0, 7) + block(1, 3, 1, 2, 3) + block(4, 4)
-    assert believed(data, end(4)) == [
+    assert trusted(data, end(4)) == [
         (4, 4, b""),
         (1, 3, locks_of(1, 2, 3)),
         (0, 0, locks_of(7)),
@@ -75,17 +75,17 @@ def test_blocks_are_followed_down_to_the_first():
 def test_what_was_lost_or_comes_twice_is_passed_over():
     lost = block(1, 2, 9, history=1, before=end(0))
     data = block(0, 0, 7) + lost + block(1, 1, 8) + block(1, 1, 8) + block(2, 2) + lost
-    assert believed(data, end(2)) == [(2, 2, b""), (1, 1, locks_of(8)), (0, 0, locks_of(7))]
+    assert trusted(data, end(2)) == [(2, 2, b""), (1, 1, locks_of(8)), (0, 0, locks_of(7))]
 
 
 def test_another_history_of_the_same_ids_is_not_trusted():
     data = block(0, 0, 7) + block(1, 1, 8, history=1)
-    assert believed(data, end(1)) == []
+    assert trusted(data, end(1)) == []
 
 
 def test_nothing_is_trusted_below_a_gap():
     data = block(0, 0, 7) + block(2, 2, 9)
-    assert believed(data, end(2)) == [(2, 2, locks_of(9))]
+    assert trusted(data, end(2)) == [(2, 2, locks_of(9))]
     blocks = Blocks(data)
     blocks.below(end(2), 9)
     assert not blocks.is_spent
@@ -110,7 +110,7 @@ def test_too_many_locks_are_not_reported():
 def test_what_is_no_block_ends_it(count):
     data = block(0, 0, 7) + bytes(count) + block(1, 1, 8)
     expected = [(1, 1, locks_of(8))] + [(0, 0, locks_of(7))] * (count == 0)
-    assert believed(data, end(1)) == expected
+    assert trusted(data, end(1)) == expected
 
 
 @pytest.mark.parametrize(("mark", "first", "last"), [(b"WLB3", 1, 1), (b"WLB1", 2, 1)])
@@ -119,12 +119,12 @@ def test_what_has_a_right_crc_and_is_no_block_ends_it(mark, first, last):
     body = mark + struct.pack(">qq16s16si", *fields)
     made = body + crc32(body).to_bytes(4, "big")
     assert len(made) == TRAILER_BYTES
-    assert believed(block(0, 0, 7) + made, end(last)) == []
+    assert trusted(block(0, 0, 7) + made, end(last)) == []
 
 
 @given(data=st.binary(max_size=300), last=st.integers(-1, 5))
 def test_noise_is_not_trusted(data, last):
-    assert believed(data, end(last)) == []
+    assert trusted(data, end(last)) == []
 
 
 @given(
@@ -147,7 +147,7 @@ def test_whatever_is_spoiled_the_rest_is_right_and_without_a_gap(sizes, damage):
         del data[place:]
     else:
         del data[place : place + damage.draw(st.integers(1, 80))]
-    found = believed(bytes(data), end(first - 1))
+    found = trusted(bytes(data), end(first - 1))
     truth = [(low, high, locks_of(*range(low, high + 1))) for low, high, _ in reversed(parts)]
     assert found == truth[: len(found)]
     assert len(found) < len(truth)

@@ -47,15 +47,15 @@ def repair_of(one):
     return ReplicaRepair(prepared(one))
 
 
-def somebody(_first, _last):
+def available(_first, _last):
     return True
 
 
-def nobody(_first, _last):
+def unavailable(_first, _last):
     return False
 
 
-def walk(repair, one, source, goal, *, can_fill=somebody):
+def walk(repair, one, source, goal, *, can_fill=available):
     """Carry the steps out until nothing is left to do; return them."""
     steps = []
     while (step := repair.next_step(goal, can_fill=can_fill)) is not None:
@@ -142,7 +142,7 @@ def test_the_newest_batch_is_known_before_anything_is_cut():
     one, source = storage(*OLD, (2, [7]), (8, [9])), storage(*OLD)
     repair = repair_of(one)
     goal = Goal(5, source.chain)
-    while not isinstance(step := repair.next_step(goal, can_fill=somebody), Cut):
+    while not isinstance(step := repair.next_step(goal, can_fill=available), Cut):
         assert step.last in (5, 7)
         take(repair, one, source, step)
     assert repair.newest == 8
@@ -238,7 +238,7 @@ def test_a_log_that_a_later_source_has_is_not_cut():
     repair, goal = repair_of(one), Goal(4, usher.chain)
     steps = []
     for source in (first, one, usher, usher, usher, usher):
-        steps.append(repair.next_step(goal, can_fill=somebody))
+        steps.append(repair.next_step(goal, can_fill=available))
         take(repair, one, source, steps[-1])
     assert kinds(steps) == ["SourceLineage", "OwnLineage", "SourceLineage", *kinds(steps)[3:]]
     assert "Cut" not in kinds(steps)
@@ -267,15 +267,15 @@ def test_a_mark_that_is_not_confirmed_protects_nothing():
 
 def test_nothing_is_done_while_the_goals_chain_is_unknown():
     one = storage(*OLD[:2])
-    assert repair_of(one).next_step(Goal(5, None), can_fill=somebody) is None
+    assert repair_of(one).next_step(Goal(5, None), can_fill=available) is None
 
 
 def test_a_new_goal_forgets_what_was_learned_for_the_old_one():
     one, source = storage(*OLD[:1]), storage(*OLD)
     repair = repair_of(one)
-    step = repair.next_step(Goal(5, source.chain), can_fill=somebody)
+    step = repair.next_step(Goal(5, source.chain), can_fill=available)
     take(repair, one, source, step)
-    assert isinstance(repair.next_step(Goal(5, source.chain), can_fill=somebody), FetchCopy)
+    assert isinstance(repair.next_step(Goal(5, source.chain), can_fill=available), FetchCopy)
     other = storage((4, [1, 2]), (4, [60, 61, 62, 63]))
     walk(repair, one, other, Goal(5, other.chain))
     assert one.payloads() == other.payloads()
@@ -297,7 +297,9 @@ def test_old_damage_does_not_hold_up_a_session_when_no_process_can_repair_it():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {1}
     repair = repair_of(one)
-    assert kinds(walk(repair, one, source, Goal(5, source.chain), can_fill=nobody)) == ["SetMark"]
+    assert kinds(walk(repair, one, source, Goal(5, source.chain), can_fill=unavailable)) == [
+        "SetMark"
+    ]
     assert repair.fill_step((1, 1)) == FetchCopy(1, 1, whole_batches=False)
 
 
@@ -305,8 +307,8 @@ def test_damage_above_the_old_mark_waits_for_a_process_that_can_repair_it():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {4}
     repair = repair_of(one)
-    assert repair.next_step(Goal(5, source.chain), can_fill=nobody) is None
-    step = repair.next_step(Goal(5, source.chain), can_fill=somebody)
+    assert repair.next_step(Goal(5, source.chain), can_fill=unavailable) is None
+    step = repair.next_step(Goal(5, source.chain), can_fill=available)
     assert step == FetchCopy(4, 4, whole_batches=False)
 
 
@@ -323,10 +325,10 @@ def test_records_for_a_repair_that_has_become_needless_are_not_appended():
     one, source = storage(*OLD[:2], mark=2), storage(*OLD)
     one.disk.damaged = {1}
     repair, goal = repair_of(one), Goal(5, source.chain)
-    while not isinstance(step := repair.next_step(goal, can_fill=somebody), FetchCopy):
+    while not isinstance(step := repair.next_step(goal, can_fill=available), FetchCopy):
         take(repair, one, source, step)
     take(repair, one, source, step)
-    assert repair.next_step(goal, can_fill=nobody) == FetchCopy(3, 5, whole_batches=True)
+    assert repair.next_step(goal, can_fill=unavailable) == FetchCopy(3, 5, whole_batches=True)
 
 
 def test_a_repair_takes_from_the_damage_that_is_known_when_it_is_done():
@@ -457,7 +459,7 @@ def test_a_batch_of_another_session_has_another_chain():
 def test_a_lineage_that_does_not_cover_the_question_is_refused():
     one, source = storage(*OLD[:2]), storage(*OLD)
     repair = repair_of(one)
-    step = repair.next_step(Goal(5, source.chain), can_fill=somebody)
+    step = repair.next_step(Goal(5, source.chain), can_fill=available)
     for lineage in ((), (LineageEntry(0, 1, 1, 0, bytes(16)),)):
         answer = wire.LineageResponse(9, 1, 0, bytes(16), lineage)
         with pytest.raises(RemoteProtocolError):
@@ -506,7 +508,7 @@ def test_a_mark_within_a_batch_of_another_history_is_not_cut_through():
 def test_a_cut_that_cut_elsewhere_is_refused():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     repair = repair_of(one)
-    while not isinstance(step := repair.next_step(Goal(5, source.chain), can_fill=somebody), Cut):
+    while not isinstance(step := repair.next_step(Goal(5, source.chain), can_fill=available), Cut):
         take(repair, one, source, step)
     with pytest.raises(RemoteProtocolError, match="expected the log to end at 5"):
         repair.cut(4, bytes(16), step)

@@ -285,7 +285,7 @@ def test_a_marked_replica_that_cannot_be_repaired_stays():
     assert B not in bench.store.readable_replicas or bench.reports("replica.repair_rejected")
 
 
-def refuses_mends(bench, replica):
+def rejects_repairs(bench, replica):
     """Let a replica refuse to be mended, until what is returned is set back."""
     storage = bench.storages[replica]
     real = storage.handle
@@ -322,7 +322,7 @@ def with_marks(*, above=3):
 def test_what_lies_below_the_old_mark_and_cannot_be_repaired_holds_up_no_mark():
     bench = with_marks()
     bench.storages[B].disk.damaged = {1}
-    real = refuses_mends(bench, B)
+    real = rejects_repairs(bench, B)
     bench.step(session_events.Checkpoint())
     bench.reopen()
     assert bench.store.readable_replicas == [A, B, C]
@@ -330,7 +330,7 @@ def test_what_lies_below_the_old_mark_and_cannot_be_repaired_holds_up_no_mark():
     assert not bench.reports("replica.refused")
     # It is tried again when the replica tells of it again.
     bench.storages[B].handle = real
-    tells_of_damage(bench, B)
+    reports_damage(bench, B)
     bench.run()
     assert not bench.storages[B].disk.damaged
 
@@ -338,7 +338,7 @@ def test_what_lies_below_the_old_mark_and_cannot_be_repaired_holds_up_no_mark():
 def test_what_lies_above_the_old_mark_is_repaired_from_another_source_before_the_mark():
     bench = with_marks()
     bench.storages[B].disk.damaged = {7}
-    real = refuses_mends(bench, B)
+    real = rejects_repairs(bench, B)
     bench.step(session_events.Checkpoint())
     bench.reopen()
     bench.wait(LIMITS.answer_ms_max // 2)
@@ -367,8 +367,8 @@ def test_damage_that_grew_while_a_repair_was_under_way_is_repaired_from_its_new_
     bench.step(session_events.Checkpoint())
     while run_until(bench, wire.Repair) != B:
         bench.deliver(B)
-    real = refuses_mends(bench, B)
-    tells_of_damage(bench, B, 6)
+    real = rejects_repairs(bench, B)
+    reports_damage(bench, B, 6)
     bench.deliver(B)
     storage.handle = real
     bench.run()
@@ -383,7 +383,7 @@ def test_damage_that_grew_while_a_repair_was_under_way_is_repaired_from_its_new_
 # damage that is found in a running session
 
 
-def tells_of_damage(bench, replica, *damaged):
+def reports_damage(bench, replica, *damaged):
     """Let a replica find damage, and tell the owner of all that it knows."""
     storage = bench.storages[replica]
     storage.disk.damaged |= set(damaged)
@@ -407,7 +407,7 @@ def running(*, batches=4):
 def test_damage_in_a_running_session_is_repaired_in_it():
     bench = running()
     session = bench.store.open_session
-    tells_of_damage(bench, B, 0, 5)
+    reports_damage(bench, B, 0, 5)
     bench.run()
     assert not bench.storages[B].disk.damaged
     assert bench.store.open_session == session
@@ -419,7 +419,7 @@ def test_damage_in_a_running_session_is_repaired_in_it():
 
 def test_appends_continue_while_damage_is_repaired():
     bench = running()
-    tells_of_damage(bench, B, 1)
+    reports_damage(bench, B, 1)
     last = bench.submit(2)
     assert [type(message) for message in bench.requests[B]] == [wire.AppendRaw]
     bench.run()
@@ -432,7 +432,7 @@ def test_what_a_peer_has_not_synced_is_not_asked_of_it():
     bench.silent = {A, C}
     last = bench.submit(2)
     bench.deliver(B)
-    tells_of_damage(bench, B, last)
+    reports_damage(bench, B, last)
     assert not bench.all_sent(wire.RangeRaw)
     bench.silent = set()
     bench.run()
@@ -442,9 +442,9 @@ def test_what_a_peer_has_not_synced_is_not_asked_of_it():
 
 def test_a_peer_with_the_same_damage_is_not_asked():
     bench = running()
-    tells_of_damage(bench, A, 3)
-    tells_of_damage(bench, B, 3)
-    tells_of_damage(bench, B, 3, 6)
+    reports_damage(bench, A, 3)
+    reports_damage(bench, B, 3)
+    reports_damage(bench, B, 3, 6)
     bench.run()
     assert {message.first for message in bench.all_sent(wire.RangeRaw, A)} == {6}
     assert not bench.storages[A].disk.damaged
@@ -454,8 +454,8 @@ def test_a_peer_with_the_same_damage_is_not_asked():
 def test_damage_that_all_replicas_have_hides_no_other():
     bench = running()
     for name in (A, B, C):
-        tells_of_damage(bench, name, 1)
-    tells_of_damage(bench, C, 1, 4)
+        reports_damage(bench, name, 1)
+    reports_damage(bench, C, 1, 4)
     bench.run()
     assert bench.storages[C].disk.damaged == {1}
     assert bench.store.open_session is not None

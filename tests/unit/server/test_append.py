@@ -196,8 +196,8 @@ def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Re
 def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
     """Return what is told of the rows that are ahead, once the session is proven."""
     found = [each.ticket for each in outcomes if isinstance(each, Ahead)]
-    told = [world.pipeline.answer_ahead(ticket, is_proved=True) for ticket in found]
-    return [each for outcomes in told for each in outcomes if isinstance(each, Answer)]
+    answers_ahead = [world.pipeline.answer_ahead(ticket, is_proved=True) for ticket in found]
+    return [each for outcomes in answers_ahead for each in outcomes if isinstance(each, Answer)]
 
 
 def faults(outcomes: Sequence[AppendOutcome]) -> list[int]:
@@ -697,9 +697,9 @@ def test_a_mount_on_the_same_connection_takes_the_rest_with_it_too() -> None:
     world.mounts.begin(ALICE, A, 1)
     world.mounts.finish(ALICE, A)
     world.now_ms += PAUSE_MS_MAX
-    told = results(world.turn())[flood]
-    assert [reason for _, reason, _ in told[:done]] == [COMMITTED] * done
-    assert [reason for _, reason, _ in told[done:]] == [Reason.NOT_MOUNTED] * (4 - done)
+    answers_ahead = results(world.turn())[flood]
+    assert [reason for _, reason, _ in answers_ahead[:done]] == [COMMITTED] * done
+    assert [reason for _, reason, _ in answers_ahead[done:]] == [Reason.NOT_MOUNTED] * (4 - done)
 
 
 def test_rows_that_no_session_has_seen_go_into_the_next_one() -> None:

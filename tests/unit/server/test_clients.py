@@ -106,5 +106,5 @@ async def test_checks_of_the_storages_do_not_multiply():
         await until(lambda: backend.check_count)
         backend.may_end.set()
     assert backend.check_count == 1
-    told = [CheckConnectivityResponse(each, (("s:1", True),)) for each in ids]
-    assert [link.sent for link in links] == [told, told]
+    answers = [CheckConnectivityResponse(each, (("s:1", True),)) for each in ids]
+    assert [link.sent for link in links] == [answers, answers]

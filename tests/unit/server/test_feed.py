@@ -223,9 +223,9 @@ def test_a_fetched_stretch_is_cut_to_what_was_promised(chain_at: int) -> None:
     (frame, reached) = each.fetched(stretch)
     assert isinstance(frame, Answer)
     assert isinstance(frame.message, FeedBatch)
-    told = (6, CHAIN) if chain_at == 6 else (BEFORE_FIRST, GENESIS_CHAIN)
+    expected = (6, CHAIN) if chain_at == 6 else (BEFORE_FIRST, GENESIS_CHAIN)
     assert frame.message.count == 2
-    assert (frame.message.chain_at, frame.message.chain) == told
+    assert (frame.message.chain_at, frame.message.chain) == expected
     assert isinstance(reached, MountReached)
 
 

@@ -56,7 +56,7 @@ class Authors(World):
         return self.follow(mark=mark, session=self.session, **more)
 
 
-def told(outcomes) -> dict[ReqId, list[int]]:
+def predecessor_ids(outcomes) -> dict[ReqId, list[int]]:
     """Return the ids that each author was told."""
     return {
         each.message.req_id: [
@@ -98,7 +98,7 @@ def test_what_is_gathered_goes_in_one_batch_when_what_is_in_flight_has_landed():
     world, _ = in_flight()
     for number in range(3):
         world.follow(BOB)
-        assert told(world.turn())
+        assert predecessor_ids(world.turn())
         world.after(number, client=BOB)
         world.turn()
     assert len(world.submitted) == 1
@@ -116,7 +116,7 @@ def test_no_more_is_gathered_than_a_slice():
     world.turn()
     for number in range(3):
         world.follow(BOB)
-        assert told(world.turn())
+        assert predecessor_ids(world.turn())
         assert len(world.submitted) == 1
         world.after(number, client=BOB, data=bytes(2_000))
         world.turn()
@@ -137,10 +137,10 @@ def test_a_barrier_waits_for_what_is_gathered_as_for_what_is_in_flight():
 def test_while_authors_wait_what_was_gathered_goes_some_time_after_the_batch_before_it():
     world, _ = in_flight()
     world.follow(BOB)
-    assert told(world.turn())
+    assert predecessor_ids(world.turn())
     world.follow(BOB)  # waits until the one who was told has come, or does not come
     world.after(0)
-    assert told(world.turn())
+    assert predecessor_ids(world.turn())
     world.follow(BOB)
     world.turn()
     assert len(world.submitted) == 1
@@ -176,24 +176,24 @@ def test_all_of_its_locks_above_its_mark_and_nothing_else_is_reported():
     world.commit()
     world.single(append=[8])
     world.turn()
-    assert told_of(world, write=[HOT]) == [1, 3]
-    assert told_of(world, write=[9], read=[8, 7]) == [2, 4]
-    assert told_of(world, write=[HOT], mark=1) == [3]
-    assert told_of(world, write=[HOT, COLD], mark=3) is None  # it is let in
+    assert predecessor_ids_for(world, write=[HOT]) == [1, 3]
+    assert predecessor_ids_for(world, write=[9], read=[8, 7]) == [2, 4]
+    assert predecessor_ids_for(world, write=[HOT], mark=1) == [3]
+    assert predecessor_ids_for(world, write=[HOT, COLD], mark=3) is None  # it is let in
 
 
-def told_of(world: Authors, **asked) -> list[int] | None:
+def predecessor_ids_for(world: Authors, **asked) -> list[int] | None:
     req_id = world.follow(BOB, **asked)
     out = world.turn()
     world.now_ms += HELD_MS_MAX  # nobody is expected back any more
-    return told([*out, *world.turn()]).get(req_id)
+    return predecessor_ids([*out, *world.turn()]).get(req_id)
 
 
 def test_rows_of_batches_are_no_predecessors():
     world, winner = in_flight()
     world.batch([b"a", b"b"], write=[[COLD], [9]])
     world.turn()
-    assert told_of(world, write=[HOT]) == [0]
+    assert predecessor_ids_for(world, write=[HOT]) == [0]
     waiting = world.follow(BOB, write=[COLD])
     assert world.turn() == []
     out = world.commit()
@@ -215,7 +215,7 @@ def test_too_much_is_not_reported(name, monkeypatch):
 def test_one_that_asks_for_many_locks_is_not_reported():
     world, _ = in_flight()
     most = following.PREDECESSORS_LOCKS_MAX
-    assert told_of(world, write=range(HOT, HOT + most)) == [0]
+    assert predecessor_ids_for(world, write=range(HOT, HOT + most)) == [0]
     waiting = world.follow(BOB, write=range(HOT, HOT + most), read=[100])
     assert world.turn() == []
     assert results(world.commit())[waiting] == [(-1, LOCK, 0)]
@@ -230,7 +230,7 @@ def test_many_locks_are_not_remembered_for_long(monkeypatch):
     world.turn()
     for _ in range(3):
         world.commit()
-    assert told_of(world, write=[500], mark=1) == [2]
+    assert predecessor_ids_for(world, write=[500], mark=1) == [2]
     late = world.follow(BOB)
     assert results(world.turn())[late] == [(-1, LOCK, 0)]
 
@@ -244,26 +244,26 @@ def test_what_is_not_remembered_any_more_is_not_reported(monkeypatch):
     world.commit()
     late = world.follow(BOB, mark=-1)
     assert results(world.turn())[late] == [(-1, LOCK, 2)]
-    assert told_of(world, mark=0) == [1, 2]
+    assert predecessor_ids_for(world, mark=0) == [1, 2]
 
 
 def test_one_is_reported_at_each_admission_and_the_others_wait():
     world, _ = in_flight()
     losers = [world.follow(BOB if i % 2 else ALICE) for i in range(3)]
-    assert list(told(world.turn())) == losers[:1]
+    assert list(predecessor_ids(world.turn())) == losers[:1]
     for number, loser in enumerate(losers[1:]):
         world.after(number)
-        assert told(world.turn()) == {loser: list(range(number + 2))}
+        assert predecessor_ids(world.turn()) == {loser: list(range(number + 2))}
 
 
 def test_when_no_process_comes_the_next_is_reported_after_a_while():
     world, _ = in_flight()
     losers = [world.follow(), world.follow()]
-    assert list(told(world.turn())) == losers[:1]
+    assert list(predecessor_ids(world.turn())) == losers[:1]
     at_ms = world.pipeline.turn_at_ms(world.now_ms)
     assert at_ms == world.now_ms + NOTIFY_MS_MIN
     world.now_ms = at_ms
-    assert list(told(world.turn())) == losers[1:]
+    assert list(predecessor_ids(world.turn())) == losers[1:]
     world.now_ms += HELD_MS_MAX
     world.turn()
     assert world.pipeline.turn_at_ms(world.now_ms) is None
@@ -272,7 +272,7 @@ def test_when_no_process_comes_the_next_is_reported_after_a_while():
 def test_what_was_reported_in_another_session_is_not_followed():
     world, winner = in_flight()
     world.follow(BOB)
-    assert told(world.turn())
+    assert predecessor_ids(world.turn())
     session = world.session
     world.pipeline.closed()
     assert results(world.open(-1, settled=-1)) == {winner: [(-1, LOST, -1)]}
@@ -313,7 +313,7 @@ def test_what_follows_is_refused_for_what_has_come_since():
     world, _ = in_flight()
     world.after(0, client=BOB)
     late = world.after(0, client=BOB)
-    assert told(world.turn()) == {late: [1]}
+    assert predecessor_ids(world.turn()) == {late: [1]}
 
 
 def test_a_conflict_in_flight_without_predecessors_is_answered_when_it_is_final():
@@ -361,7 +361,7 @@ def test_what_was_gathered_was_never_submitted_when_the_partition_goes():
     world, winner = in_flight()
     behind = world.after(0, client=BOB)
     waiting = [world.follow(BOB), world.follow(BOB)]
-    assert list(told(world.turn())) == waiting[:1]
+    assert list(predecessor_ids(world.turn())) == waiting[:1]
     queued, doubtful, _ = world.pipeline.abandon()
     assert {each.req_id for each in queued} == {behind, waiting[1]}
     assert [each.req_id for each in doubtful] == [winner]
@@ -370,7 +370,7 @@ def test_what_was_gathered_was_never_submitted_when_the_partition_goes():
 def test_one_that_waits_notices_the_end_of_the_session_and_no_process_of_a_closed_connection():
     world, _ = in_flight()
     waiting = [world.follow(), world.follow(BOB), world.follow()]
-    assert list(told(world.turn())) == waiting[:1]
+    assert list(predecessor_ids(world.turn())) == waiting[:1]
     world.pipeline.close(B)
     assert results(world.pipeline.closed()) == {waiting[2]: [(-1, LOCK, -1)]}
 

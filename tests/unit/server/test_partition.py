@@ -654,9 +654,9 @@ def test_a_feed_mount_that_outlives_its_session_is_answered_by_the_next_one() ->
     assert not world.is_answered(mount)
     world.open(4)
     world.run()
-    told = world.answer(mount)
-    assert isinstance(told, messages.Mounted)
-    assert told.session_id == world.session
+    mount_answer = world.answer(mount)
+    assert isinstance(mount_answer, messages.Mounted)
+    assert mount_answer.session_id == world.session
 
 
 def test_a_feed_mount_that_outlives_its_generation_is_refused() -> None:

@@ -122,17 +122,17 @@ async def test_one_that_waits_for_another_ones_dial_is_reported_in_time():
         patched.setattr(storage_links, "READ_TIMEOUT_S", 0.05)
         replica = ReplicaId(f"127.0.0.1:{silent.getsockname()[1]}")
         links = ReadLinks(KEY, 4)
-        told = []
+        failures = []
 
         async def fetch(sequence):
             with pytest.raises(Unreachable) as failure:
                 await links.fetch(replica, request(sequence, 10))
-            told.append(str(failure.value))
+            failures.append(str(failure.value))
 
         async with asyncio.TaskGroup() as tasks:
             for sequence in (1, 2, 3):
                 tasks.create_task(fetch(sequence))
-        assert told == [f"{replica}: no answer within 0.05 s"] * 3
+        assert failures == [f"{replica}: no answer within 0.05 s"] * 3
 
 
 @on_loop

@@ -68,7 +68,7 @@ class Terminal:
         self.machine = AdminService(StorageIdentity(KEY, 4, b"the storage's id"), address="a:1")
         self.answers = {"InspectReplica": FACTS, "FindZooKeeperView": LEFT} | answers
         self.errands = []
-        self.told = []
+        self.answered = []
         self.reports = []
         self.open = []  # effects `RunErrand` that nobody has carried out yet
 
@@ -81,7 +81,7 @@ class Terminal:
                 case RunErrand():
                     self.open.append(effect)
                 case AdminAnswer():
-                    self.told.append((effect.connection, effect.message))
+                    self.answered.append((effect.connection, effect.message))
                 case Report():
                     self.reports.append(effect)
 
@@ -99,8 +99,8 @@ class Terminal:
         self.post(message, **options)
         while self.open:
             self.carry_out()
-        ((_, answer),) = self.told
-        self.told.clear()
+        ((_, answer),) = self.answered
+        self.answered.clear()
         assert answer.sequence == message.sequence
         return answer
 
@@ -170,9 +170,17 @@ def test_the_gauges_have_waltz_0_13s_names_and_form():
     desk = Terminal(FindHeld=held, FindRoom=room)
     answer = desk.ask(wire.MetricsRequest(1), version=0)
     assert answer.json == gauges_json(held, room)
-    told = json.loads(answer.json)
-    assert set(told) == {"metrics", "ids", "gauges", "counters", "histograms", "meters", "timers"}
-    values = {name: gauge["value"] for name, gauge in told["gauges"].items()}
+    answered = json.loads(answer.json)
+    assert set(answered) == {
+        "metrics",
+        "ids",
+        "gauges",
+        "counters",
+        "histograms",
+        "meters",
+        "timers",
+    }
+    values = {name: gauge["value"] for name, gauge in answered["gauges"].items()}
     assert values == {
         "waltz-storage.waltz-storage-num-partitions": 1,
         "waltz-storage.waltz-storage-partition-ids": [3],
@@ -298,14 +306,23 @@ def test_a_storage_and_a_replica_are_reported():
     desk = Terminal(FindHeld=(HeldPartition(3, INFO, 52, True),))
     answer = desk.ask(wire.StorageRequest(1))
     assert answer == wire.StorageResponse(1, b"the storage's id", KEY, 4, "a:1", (3,))
-    told = desk.ask(wire.ReplicaRequest(2, 2))
-    assert (told.is_held, told.is_available, told.is_served, told.why_not) == (True, True, True, "")
-    assert (told.promised, told.last_session, told.low_water_mark) == (7, 6, 40)
-    assert (told.synced_max, told.chain, told.is_suspect) == (52, b"c" * 16, False)
-    assert told.damaged == bytes(7) + b"\3" + bytes(7) + b"\4"
+    answered = desk.ask(wire.ReplicaRequest(2, 2))
+    assert (answered.is_held, answered.is_available, answered.is_served, answered.why_not) == (
+        True,
+        True,
+        True,
+        "",
+    )
+    assert (answered.promised, answered.last_session, answered.low_water_mark) == (7, 6, 40)
+    assert (answered.synced_max, answered.chain, answered.is_suspect) == (52, b"c" * 16, False)
+    assert answered.damaged == bytes(7) + b"\3" + bytes(7) + b"\4"
     broken = ReplicaStatus(True, True, False, INFO, None, "no control slot is valid")
-    told = Terminal(InspectReplica=broken).ask(wire.ReplicaRequest(2, 2))
-    assert (told.why_not, told.synced_max, told.damaged) == ("no control slot is valid", -1, b"")
+    answered = Terminal(InspectReplica=broken).ask(wire.ReplicaRequest(2, 2))
+    assert (answered.why_not, answered.synced_max, answered.damaged) == (
+        "no control slot is valid",
+        -1,
+        b"",
+    )
     refusal = Terminal(InspectReplica=broken).ask(wire.RecordListRequest(2, 2, 0, 1))
     assert "no control slot is valid" in refused(refusal, errors.BadRequest)
 
@@ -344,11 +361,15 @@ def test_changes_take_turns_and_questions_do_not_wait_for_them():
     assert [type(run.errand) for run in desk.open] == [SetAvailability, InspectReplica]
     desk.open.reverse()
     desk.carry_out()
-    assert desk.told == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
+    assert desk.answered == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
     desk.carry_out(DiskFailed("no"))  # whoever waits goes on all the same
     assert desk.carry_out() == SetAvailability(1, False)
     assert desk.carry_out() == MarkReplicaSuspect(2)
-    assert [(who, answer.sequence) for who, answer in desk.told[1:]] == [(1, 1), (2, 2), (1, 3)]
+    assert [(sender, answer.sequence) for sender, answer in desk.answered[1:]] == [
+        (1, 1),
+        (2, 2),
+        (1, 3),
+    ]
     assert desk.open == []
 
 
@@ -356,12 +377,14 @@ def test_what_waits_is_bounded():
     desk = Terminal()
     for sequence in range(WAITING_MAX + 3):
         desk.post(wire.MarkSuspect(sequence, 2, True))
-    assert [answer.sequence for _, answer in desk.told] == [WAITING_MAX + each for each in range(3)]
-    refused(desk.told[0][1], errors.Overloaded)
+    assert [answer.sequence for _, answer in desk.answered] == [
+        WAITING_MAX + each for each in range(3)
+    ]
+    refused(desk.answered[0][1], errors.Overloaded)
     for _ in range(WAITING_MAX):
         desk.carry_out()
     assert desk.open == []
-    assert len(desk.told) == WAITING_MAX + 3
+    assert len(desk.answered) == WAITING_MAX + 3
 
 
 def test_a_message_that_is_no_request_is_refused_and_ends_nothing():

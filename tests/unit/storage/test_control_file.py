@@ -114,10 +114,10 @@ def test_what_a_failed_sync_has_left_is_durable_once_the_next_opening_trusts_it(
     control.close()
     again = open_control(disk)
     assert not again.has_failed
-    believed = again.info(1)
+    trusted = again.info(1)
     again.close()
     disk.power_loss(Survival.NOTHING, Random(1))
-    assert open_control(disk).info(1) == believed
+    assert open_control(disk).info(1) == trusted
 
 
 def test_one_sync_is_for_all_that_had_written_before_it_began(tmp_path):
@@ -334,16 +334,16 @@ def test_slots_that_cannot_be_read_leave_no_file_open():
 def test_a_slot_takes_what_is_lost_of_its_own_block_and_no_other(monkeypatch):
     disk = new_disk()
     slots = SlotFile.create(disk, ROOT, Slot(2))
-    given_up = []
-    monkeypatch.setattr(SimFile, "give_up_lost", lambda _, *place: not given_up.append(place))
+    abandoned = []
+    monkeypatch.setattr(SimFile, "give_up_lost", lambda _, *place: not abandoned.append(place))
     for _ in range(2):
         disk.plan_call({"write"}, DiskFault.FAILS)
         slots.write(Slot(2))
         place = SLOT_BLOCK_BYTES * (slots.slot.sequence % 2 == 0)
         assert disk.content(SLOTS)[place : place + SLOT_BYTES] == slots.slot.encode()
-        assert given_up.pop() == (place, SLOT_BYTES)
+        assert abandoned.pop() == (place, SLOT_BYTES)
     slots.write(Slot(2))
-    assert given_up == [], "the write went through"
+    assert abandoned == [], "the write went through"
     monkeypatch.setattr(SimFile, "give_up_lost", lambda *_: False)
     disk.plan_call({"write"}, DiskFault.FAILS)
     with pytest.raises(DiskFailed, match="write"):

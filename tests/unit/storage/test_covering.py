@@ -296,9 +296,9 @@ def test_batches_that_do_not_follow_on_are_refused_and_cover_nothing(world):
     other = b"\1" * len(chain)  # the same records, behind some that are not here
     crcs = b"".join(data[end - 4 : end] for end in lengths.cumsum())
     behind = entry._replace(chain=next_chain(other, 0, 2, 2, crcs))
-    for start, before, told in ((1, chain, entry), (first, other, entry), (first, other, behind)):
+    for start, before, placed in ((1, chain, entry), (first, other, entry), (first, other, behind)):
         with pytest.raises(BadRequest):
-            world.log.append(2, start, lengths, data, before, (told,))
+            world.log.append(2, start, lengths, data, before, (placed,))
         assert world.log.max_id == BEFORE_FIRST
     for each in batches:
         append(world, each)

@@ -532,10 +532,10 @@ MIB = 1024 * 1024
 def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
     tmp_path, monkeypatch, can_do_it
 ):
-    told = []
+    hints = []
 
     def advise(_, start, size, advice):
-        told.append((start + size, advice))
+        hints.append((start + size, advice))
         if not can_do_it:
             raise OSError(errno.EINVAL, "not here")
 
@@ -544,9 +544,9 @@ def test_a_real_file_keeps_its_newest_part_in_memory_and_all_of_it_on_the_disk(
     piece = os.urandom(MIB)
     for number in range(8):
         file.pwrite([piece[:10], piece[10:]] if number % 2 else [piece], number * MIB)
-        assert len(told) == max(0, number - 4)  # nothing before it is synced
+        assert len(hints) == max(0, number - 4)  # nothing before it is synced
         file.sync()
-    assert told == [(number * MIB, os.POSIX_FADV_DONTNEED) for number in range(1, 5)]
+    assert hints == [(number * MIB, os.POSIX_FADV_DONTNEED) for number in range(1, 5)]
     assert file.pread(8 * MIB, 0) == 8 * piece
     file.close()
 

@@ -24,10 +24,10 @@ def test_the_newest_part_stays():
 
 
 def test_older_parts_are_given_back_step_by_step():
-    told = given_back(Tail(KEPT), KEPT + 5 * STEP_BYTES)
-    assert [start + size for start, size in told] == [n * STEP_BYTES for n in range(1, 6)]
+    dropped = given_back(Tail(KEPT), KEPT + 5 * STEP_BYTES)
+    assert [start + size for start, size in dropped] == [n * STEP_BYTES for n in range(1, 6)]
     # Each begins earlier than the last one ended: that may have ended within a folio.
-    assert [start for start, _ in told] == [max(0, n * STEP_BYTES - FOLIO) for n in range(5)]
+    assert [start for start, _ in dropped] == [max(0, n * STEP_BYTES - FOLIO) for n in range(5)]
 
 
 def test_many_small_appends_are_given_back_together():
@@ -42,8 +42,8 @@ def test_a_large_append_is_given_back_at_once_and_only_once():
 
 
 def test_what_was_there_before_is_left_alone():
-    told = given_back(Tail(0), 4 * MIB, start=100 * MIB)
-    assert min(start for start, _ in told) == 100 * MIB
+    dropped = given_back(Tail(0), 4 * MIB, start=100 * MIB)
+    assert min(start for start, _ in dropped) == 100 * MIB
 
 
 def test_what_was_not_written_here_is_not_touched():

@@ -564,13 +564,13 @@ def test_a_log_that_is_gone_is_suspect_however_its_opening_ends():
 
 
 def test_all_files_are_said_to_be_read_soon_before_the_first_of_them_is():
-    class Told(SimDisk):
-        told = None
+    class ReadAheadDisk(SimDisk):
+        announced = None
 
         def will_read(self, directory, names):
-            self.told = (self.read_count, directory, set(names))
+            self.announced = (self.read_count, directory, set(names))
 
-    disk = Told()
+    disk = ReadAheadDisk()
     disk.make_directory(ROOT)
     written(disk, [3], [2], [4])
     disk.put(ROOT / "left.tmp", b"")
@@ -578,7 +578,7 @@ def test_all_files_are_said_to_be_read_soon_before_the_first_of_them_is():
     opened(disk)
     suffixes = (".seg", ".idx", ".chn")
     names = {segment_name(first, suffix) for first in (0, 3, 5) for suffix in suffixes}
-    assert disk.told == (before, ROOT, names | {SLOTS_NAME})
+    assert disk.announced == (before, ROOT, names | {SLOTS_NAME})
 
 
 # ---- what is synced (rule 9)

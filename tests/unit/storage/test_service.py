@@ -310,8 +310,8 @@ def test_an_owner_that_returns_gets_no_answer_about_a_rival(bench):
     bench.send(1, prepare(owner))  # the first one is under way, this one waits
     bench.send(2, prepare(owner))
     bench.finish()
-    told = [(each, type(answer)) for each, answer in bench.answers()]
-    assert (2, Prepared) in told
+    answered = [(each, type(answer)) for each, answer in bench.answers()]
+    assert (2, Prepared) in answered
     codes = {answer.error_code for _, answer in bench.answers() if isinstance(answer, Nack)}
     assert codes == {errors.ConnectionSuperseded.code}
 
@@ -655,8 +655,8 @@ def test_a_prepare_that_waits_is_notified_of_the_later_session_that_ends_it(benc
     bench.send(1, owner.append())
     bench.send(2, prepare(Owner(6)))
     bench.send(3, prepare(Owner(7)))
-    told = bench.answers(2)[-1]
-    assert (told.error_code, told.promised) == (errors.SessionFenced.code, 7)
+    answered = bench.answers(2)[-1]
+    assert (answered.error_code, answered.promised) == (errors.SessionFenced.code, 7)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -782,7 +782,7 @@ def test_a_damaged_range_is_reported_and_repaired(bench):
 # damage that comes to light
 
 
-def damage_told(bench, connection=1):
+def reported_damage(bench, connection=1):
     return [
         np.frombuffer(each.damaged, dtype=">i8").tolist()
         for each in bench.answers(connection)
@@ -802,14 +802,14 @@ def test_the_owner_is_notified_of_damage_whichever_read_found_it(bench):
     with flipped(bench.engine.directory / "0", 3):
         answer = bench.ask(2, range_of(reader, 0, 5, reader=True))
     assert answer.count == 3
-    assert damage_told(bench) == [[3, 3]]
-    assert damage_told(bench, 2) == []
+    assert reported_damage(bench) == [[3, 3]]
+    assert reported_damage(bench, 2) == []
     (notice,) = [each for each in bench.answers(1) if isinstance(each, DamageFound)]
     assert (notice.session_id, notice.sequence, notice.partition_id) == (5, 0, 0)
     with flipped(bench.engine.directory / "0", 5):
         bench.ask(2, range_of(reader, 4, 5, reader=True))
         bench.ask(2, range_of(reader, 4, 5, reader=True))
-    assert damage_told(bench) == [[3, 3], [3, 3, 5, 5]], "all that is known, once it is more"
+    assert reported_damage(bench) == [[3, 3], [3, 3, 5, 5]], "all that is known, once it is more"
     assert [each["ids"] for each in reports(bench, "damage_found")] == ["3..3", "5..5"]
 
 
@@ -820,7 +820,7 @@ def test_damage_that_no_process_owns_is_noted_and_reported_with_the_next_session
     with flipped(bench.engine.directory / "0", 2):
         bench.step(service.ScrubNow())
         bench.finish()
-    assert damage_told(bench) == []
+    assert reported_damage(bench) == []
     assert reports(bench, "damage_found") == [{"partition": 0, "ids": "2..2"}]
     prepared = bench.ask(2, prepare(Owner(6)))
     assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [2, 2]
@@ -836,7 +836,7 @@ def test_the_owner_is_reported_again_after_each_pass_of_what_is_not_repaired(ben
             while bench.service.scrub_states(bench.now_ms)[0].passes_count < passes_count:
                 tick(bench)
                 bench.finish()
-    assert damage_told(bench) == [[3, 3]] * 4, "as it is found, and after each pass"
+    assert reported_damage(bench) == [[3, 3]] * 4, "as it is found, and after each pass"
 
 
 def test_what_is_repaired_in_the_session_is_reported(bench):
@@ -900,7 +900,7 @@ def test_of_a_whole_log_the_owner_is_reported_nothing_after_a_pass(bench):
     while not reports(bench, "scrub_finished"):
         tick(bench)
         bench.finish()
-    assert damage_told(bench) == []
+    assert reported_damage(bench) == []
 
 
 def test_a_piece_waits_for_work_under_way_and_goes_before_what_waits(make):

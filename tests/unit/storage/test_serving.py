@@ -219,9 +219,9 @@ def test_where_only_a_new_start_can_help_it_ends():
             engine.has_failed = True
             await follower.looked()
 
-    with pytest.raises(ExceptionGroup) as told:
+    with pytest.raises(ExceptionGroup) as failure:
         asyncio.run(main())
-    assert told.group_contains(DiskFailed, match="partition 0")
+    assert failure.group_contains(DiskFailed, match="partition 0")
 
 
 @pytest.mark.parametrize("what", ["offline", "given up"])

@@ -186,11 +186,11 @@ def test_reads_are_bounded_whatever_is_asked_for(log, monkeypatch):
 def test_where_records_lie_is_reported_to_readers_and_counted_as_read(log):
     owner = Owner(5)
     run(log, owner.append(3))
-    (told,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, PLACES, False, True)).outcomes
-    assert (told.first, told.count, told.form) == (1, 2, PLACES)
-    assert decode_places(told.records, 2 * 44) == (FilePlace(0, SEGMENT_HEADER_BYTES + 44, 88),)
-    assert told.records_crc == zlib.crc32(told.records)
-    assert told.lineage[0].last == 2
+    (located,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, PLACES, False, True)).outcomes
+    assert (located.first, located.count, located.form) == (1, 2, PLACES)
+    assert decode_places(located.records, 2 * 44) == (FilePlace(0, SEGMENT_HEADER_BYTES + 44, 88),)
+    assert located.records_crc == zlib.crc32(located.records)
+    assert located.lineage[0].last == 2
     result = run(log, owner.make(RangeRaw, 0, 9, -5, PLACES, False, True))
     assert (result.read_count, result.read_bytes) == (1, 44)
     (refused,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, PLACES, False, False)).outcomes

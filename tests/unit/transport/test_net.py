@@ -252,15 +252,15 @@ async def test_a_dial_to_a_name_that_no_lookup_accepts_is_unreachable(host: str)
 
 def test_a_dial_that_is_given_up_when_it_is_ready_leaves_no_connection(monkeypatch):
     """Given up at the moment of the peer's hello, when whoever dials has not been told yet."""
-    is_told = net.Link._hello_received
+    hello_received = net.Link._hello_received
     dials, links = [], []
 
-    def is_told_and_given_up(link):
-        is_told(link)
+    def receive_hello_and_close(link):
+        hello_received(link)
         links.append(link)
         dials[0].cancel()
 
-    async def dial_and_give_up():
+    async def dial_and_close():
         has_ended = asyncio.Event()
 
         async def say_hello_late(reader, writer):
@@ -284,8 +284,8 @@ def test_a_dial_that_is_given_up_when_it_is_ready_leaves_no_connection(monkeypat
             finally:
                 links[0].abort("test is over")
 
-    monkeypatch.setattr(net.Link, "_hello_received", is_told_and_given_up)
-    net.run(dial_and_give_up())
+    monkeypatch.setattr(net.Link, "_hello_received", receive_hello_and_close)
+    net.run(dial_and_close())
 
 
 async def answer_with(data):
@@ -297,7 +297,7 @@ async def answer_with(data):
     return await asyncio.start_server(serve, ANY, 0)
 
 
-async def dial_somebody_who_says(data):
+async def dial_peer_that_sends(data):
     server = await answer_with(data)
     try:
         await net.dial(Surface.STORAGE, f"{ANY}:{server.sockets[0].getsockname()[1]}")
@@ -308,15 +308,15 @@ async def dial_somebody_who_says(data):
 @on_loop
 async def test_a_dial_to_a_process_of_another_language_is_a_protocol_error():
     with pytest.raises(RemoteProtocolError, match="expected a frame of surface 'H'"):
-        await dial_somebody_who_says(b"SSH-2.0-OpenSSH_9.2\r\n")
+        await dial_peer_that_sends(b"SSH-2.0-OpenSSH_9.2\r\n")
     with pytest.raises(RemoteProtocolError, match="no common version"):
-        await dial_somebody_who_says(codec.encode_hello(Hello((9,), "Waltz Storage Server")))
+        await dial_peer_that_sends(codec.encode_hello(Hello((9,), "Waltz Storage Server")))
 
 
 @on_loop
 async def test_a_dial_that_is_closed_before_the_hello_is_unreachable():
     with pytest.raises(Unreachable, match="before its hello"):
-        await dial_somebody_who_says(b"")
+        await dial_peer_that_sends(b"")
 
 
 @on_loop

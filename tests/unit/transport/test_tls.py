@@ -289,7 +289,7 @@ def test_bad_words(settings, said):
 
 
 @pytest.mark.parametrize(
-    ("host", "word", "is_told"),
+    ("host", "word", "is_logged"),
     [
         ("127.0.0.1", "", False),
         ("127.3.2.1", "", False),
@@ -301,12 +301,14 @@ def test_bad_words(settings, said):
         ("storage1", "off", False),
     ],
 )
-def test_one_that_listens_beyond_this_machine_in_the_clear_is_notified(caplog, host, word, is_told):
+def test_one_that_listens_beyond_this_machine_in_the_clear_is_notified(
+    caplog, host, word, is_logged
+):
     settings = server(listen_host=host, advertised_host="here", tls=word)
     assert tls.listening(settings) is None
     lines = [each.getMessage() for each in caplog.records]
-    assert len(lines) == is_told
-    if is_told:
+    assert len(lines) == is_logged
+    if is_logged:
         assert f"tls.off host={host}" in lines[0]
         assert 'tls = "on"' in lines[0]
         assert 'tls = "off"' in lines[0]

@@ -127,13 +127,13 @@ def test_fields_of_a_later_version_are_empty_when_they_were_not_sent():
 
 
 def test_an_extra_field_is_not_reported_to_one_that_does_not_know_it():
-    told = Prepared(
+    prepared = Prepared(
         *(9, 1, 0, bytes(16), 8, 99, True, 120, bytes(16), False, b""), engaged_session=7
     )
-    assert codec.decode(Surface.STORAGE, 2, payload(told, 2)) == told
-    assert len(payload(told, 1)) == len(payload(told, 2)) - 8
-    untold = codec.decode(Surface.STORAGE, 1, payload(told, 1))
-    assert untold == dataclasses.replace(told, engaged_session=-1)
+    assert codec.decode(Surface.STORAGE, 2, payload(prepared, 2)) == prepared
+    assert len(payload(prepared, 1)) == len(payload(prepared, 2)) - 8
+    prepared_v1 = codec.decode(Surface.STORAGE, 1, payload(prepared, 1))
+    assert prepared_v1 == dataclasses.replace(prepared, engaged_session=-1)
 
 
 @pytest.mark.parametrize(
