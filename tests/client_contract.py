@@ -1,4 +1,4 @@
-"""What every Waltz must do for a client: told once, run over memory and over a real cluster.
+"""What every Waltz must do for a client, checked over memory and over a real cluster.
 
 `test_conformance_memory.py` runs the stories over `MemoryWaltz`, calm and with faults,
 `test_conformance.py` over real processes. The log of a story's partition may hold anything before.
@@ -35,7 +35,7 @@ MIB = 1024 * 1024
 
 @dataclass
 class World:
-    """A Waltz that stories are told in, and the partition that is this story's."""
+    """A Waltz in which a story runs, and the partition that belongs to this story."""
 
     open: Callable[[], WaltzClient]
     partition: int
@@ -87,7 +87,7 @@ class RecordingContext(TransactionContext):
     """Writes down its attempts and hooks; others may write while it computes."""
 
     def __init__(
-        self, partition: int, rival: Callable[[int], object] | None = None, name: str = "told"
+        self, partition: int, rival: Callable[[int], object] | None = None, name: str = "recorded"
     ) -> None:
         super().__init__()
         self._partition = partition
@@ -286,7 +286,7 @@ def write_and_append_locks_stop_write_and_read_locks_and_nothing_else(world: Wor
                 mark = won
             else:
                 assert late.result(HANG_S) == won + 1
-            # Whoever has seen it all passes.
+            # A client that has applied all of it passes.
             seen = two.high_water_mark(world.partition)
             passed = appended(two, world.partition, **{later: hashed}, client_high_water_mark=seen)
             assert passed == seen + 1

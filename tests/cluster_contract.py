@@ -1,4 +1,4 @@
-"""What every ZooKeeper must do for a cluster: told once, run over memory and over a real one.
+"""What every ZooKeeper must do for a cluster, checked over memory and over a real one.
 
 A world opens sessions. `test_coordinator.py` runs the stories over memory, `test_zookeeper.py` over
 a real ZooKeeper; each story has a root of its own.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class World(Protocol):
-    """A ZooKeeper that stories are told in."""
+    """A ZooKeeper in which stories run."""
 
     async def znodes(self) -> Znodes: ...
 

@@ -4,7 +4,7 @@ It shares no code with ours, so that no mistake can be on both sides of a wire: 
 and taken apart here. What it does is what the original is known to do, faults included:
 
 - Two connections for each server, of which only the stream mounts. ReqIds repeat across the two.
-- A connection that breaks is made anew with the next sequence number, and all partitions with it.
+- A broken connection is opened again with the next sequence number, and all partitions with it.
 - NOT_READY, whenever it comes under the ReqId of the last mount: 500 ms, and a new mount.
 - No append is acknowledged. One's own ReqId in the feed is success, and fails whatever is older;
   LOCK_FAILURE and FLUSH_RESPONSE act when the own mark has reached the id in them.
@@ -354,7 +354,7 @@ class Stream(Side):
         if number == partition.mark + 1:
             if req in partition.registered:
                 partition.complete(req, True)
-            # Data before the state is changed: nobody may see the one without the mark.
+            # Data before the state is changed: no reader may see the one without the mark.
             data = await self.client.get_data(partition.number, number)
             if partition.mark + 1 == number:
                 self.client.apply(partition.number, number, header, req, data)
@@ -466,7 +466,7 @@ class OriginalClient:
         return self.outcomes[req]
 
     async def submit(self, partition, execute) -> None:
-        """Append until it is in the log, each time computed anew."""
+        """Append until it is in the log, each time computed again."""
         while not await self.append(partition, execute):
             pass
 

@@ -144,7 +144,7 @@ class Partition:
     async def run_appends(self) -> None:
         while True:
             item = await self.queue.get()
-            if callable(item):  # a flush: whoever asked is answered when all before is final
+            if callable(item):  # a flush: the client is answered when all before is final
                 await self.settled()
                 item()
             else:
@@ -204,7 +204,7 @@ class Partition:
 
 
 class OriginalServer:
-    """One server: listens, and owns what it is told to own."""
+    """One server: listens, and owns what it is assigned."""
 
     def __init__(self, versions: tuple[int, ...]) -> None:
         self.versions = versions
@@ -255,7 +255,7 @@ class OriginalServer:
         except (Dropped, asyncio.IncompleteReadError, ConnectionError, struct.error):
             pass
         except asyncio.CancelledError:
-            pass  # the server stops; whoever has cancelled it waits for no more than its end
+            pass  # the server stops; a caller that has cancelled it waits for no more than its end
         finally:
             peer.cut()
             self.peers.remove(peer)
@@ -512,7 +512,7 @@ class OriginalCluster:
         ]
 
     def move(self, number: int, server: int, *, kept: int = 0, is_notified: bool = True) -> None:
-        """Have another server own a partition; unless told, the one before does not know it.
+        """Have another server own a partition; the previous owner knows it if `is_notified`.
 
         Of what was on its way `kept` had reached a quorum: recovery finds it.
         """
@@ -535,7 +535,7 @@ class OriginalCluster:
     # --- ZooKeeper, where a test wants none of its own
 
     def directory(self) -> "OriginalDirectory":
-        """Return where the partitions are, as a client's directory tells it."""
+        """Return where the partitions are, as a client's directory reports it."""
         return OriginalDirectory(self)
 
 
@@ -546,7 +546,9 @@ class OriginalDirectory:
         self._cluster = cluster
         self.cluster = ClusterInfo("original", bytes(16), cluster.partition_count)
         self.changed: Changed | None = None
-        self.stale_owners: dict[int, Owner] | None = None  # what is believed, where that is not so any more
+        self.stale_owners: dict[int, Owner] | None = (
+            None  # owners that the client assumes, where they have changed since
+        )
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:

@@ -1,4 +1,4 @@
-"""Chaos: real daemons, real faults, and everything that was told held against the log.
+"""Chaos: real daemons and real faults; everything that was reported is compared with the log.
 
     python -m tests.chaos --minutes 5
     python -m tests.chaos --seed 17 --rounds 1       # the same schedule again
@@ -27,7 +27,7 @@ SHOWN_MAX = 10
 
 def say(text: str) -> None:
     """Print a line at once."""
-    print(text, flush=True)  # noqa: T201 - whoever plays
+    print(text, flush=True)  # noqa: T201 - the person at the terminal
 
 
 def main() -> int:

@@ -1,9 +1,9 @@
-"""An application under chaos: it writes what it sends, what it is told and what it is fed.
+"""An application under chaos: it writes down what it sends, and what it receives.
 
     python -m tests.chaos.client CONNECT NAME DIRECTORY
 
 It is a process of its own, on a machine of its own, and may be killed at any moment. So what it
-sends is on its way to the disk before it is sent, and whatever was not told before its end has an
+sends is on its way to the disk before it is sent, and what was not reported before its end has an
 unknown outcome.
 
 Three kinds of writes, those of `examples/four_writers.py`: batches and single transactions, blind,
@@ -246,7 +246,7 @@ class Application:
         for each in [each for each in pending if each.future.done()]:
             pending.remove(each)
             if not each.recorded:
-                continue  # a context whose time was over before its first try
+                continue  # a context that timed out before its first try
             four_writers._decide(each)
             self._journal.write(*(self._journal.reported(reported) for reported in each.recorded))
 

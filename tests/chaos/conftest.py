@@ -19,7 +19,7 @@ WHOLE_S = 60.0
 
 
 class Tale:
-    """A cluster, and all that applications were told by it, over several tests."""
+    """A cluster, and everything that it reported to applications, over several tests."""
 
     def __init__(self, cluster: ChaosCluster, directory: Path) -> None:
         self.cluster = cluster
@@ -117,7 +117,7 @@ def module_tale(_apart: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def tale(module_tale: Tale) -> Iterator[Tale]:
-    """Give the file's cluster with an application at work; afterwards everything is mended."""
+    """Yield the file's cluster with an application at work; afterwards repair everything."""
     module_tale.begin()
     yield module_tale
     module_tale.applications.down()

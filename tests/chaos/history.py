@@ -1,18 +1,18 @@
-"""What applications were told under chaos, held against the log that is left.
+"""What applications received under chaos, compared with the log that is left.
 
 It needs no cluster and no clock, only files and the log, so that a history can be looked at again,
 and doctored for the tests of these checkers.
 
-What `examples/four_writers.py` compares is compared here, too: nothing told committed is lost,
-moved, changed or doubled; nothing told failed is there; ids are dense; no conflict stands in the
-log; counters count; what was told earlier stands earlier. Beyond that:
+What `examples/four_writers.py` compares is compared here, too: nothing reported as committed is
+lost, moved, changed or duplicated; nothing reported as failed is there; IDs are dense; the log has
+no conflict; counters count; what was reported earlier is earlier in the log. Beyond that:
 
-    1. A refusal has a cause: somebody has written one of its locks above its mark, and had sent
-       that before the refusal was told. A new store session may err, for what was under way when
+    1. A refusal has a cause: another client wrote one of its locks above its mark, and had sent
+       that before the refusal was reported. A new store session may err for what was under way when
        it opened; such refusals are counted, and there are no more of them than that can be.
     2. Each life of a client is fed the log from its beginning, each transaction once, in order;
-       whoever lives to the end is fed all of it.
-    3. A mark that was asked for is not below what anybody had been told committed before.
+       a client that lives to the end is fed all of it.
+    3. A mark that was asked for is not below what any client had received as committed before.
 """
 
 import json
@@ -32,9 +32,9 @@ WRONG_MAX = 40
 
 
 class Sent(NamedTuple):
-    """One transaction that a client has sent: what it was told, and what it was refused for."""
+    """One transaction that a client has sent: its outcome, and the reason if it was refused."""
 
-    recorded: Any  # four_writers.Told
+    recorded: Any  # four_writers.RecordedOutcome
     mark: int
     locks: list[int]
 
@@ -96,7 +96,7 @@ class Life:
         ]
 
     def progress_s(self, partition: int, since_s: float) -> float | None:
-        """Return when the first row sent after a moment was told committed; None: not yet."""
+        """Return when the first row sent after a moment was reported committed; None: not yet."""
         return min(
             (
                 each.recorded.reported_s
@@ -173,8 +173,8 @@ def _check_refusals(sent: dict[str, Sent], log: Log, verdict: Any, *, lives: int
             behind[recorded.partition] += 1
         else:
             verdict.wrong.append(
-                f"{recorded.key} at mark {each.mark} of partition {recorded.partition} was refused, and "
-                "nobody had written its locks"
+                f"{recorded.key} at mark {each.mark} of partition {recorded.partition} was refused, "
+                "and no client had written its locks"
             )
     for partition, count in behind.items():
         sessions = len(log.sessions[partition])
@@ -238,7 +238,7 @@ def _check_marks(lives: list[Life], sent: dict[str, Sent], log: Log, verdict: An
             least = highest[asked.partition][before - 1] if before else -1
             verdict.check(
                 least <= asked.mark <= log.last(asked.partition),
-                f"{life.name} was told mark {asked.mark} of partition {asked.partition}, expected "
+                f"{life.name} received mark {asked.mark} of partition {asked.partition}, expected "
                 f"{least} or more, up to {log.last(asked.partition)}",
             )
 
@@ -246,7 +246,7 @@ def _check_marks(lives: list[Life], sent: dict[str, Sent], log: Log, verdict: An
 def longest_gap_s(
     lives: Iterable[Life], partition: int, *, since_s: float, until_s: float
 ) -> float:
-    """Return the longest time in which nobody was told a commit in a partition."""
+    """Return the longest time in which no client received a commit in a partition."""
     recorded = sorted(
         each.recorded.reported_s
         for life in lives

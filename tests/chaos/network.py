@@ -10,7 +10,7 @@ Where namespaces cannot be made (no root, no iproute2) places are addresses of t
 nothing can be cut.
 
 Rules:
-    1. A cut says from whom to whom; both ways are two cuts. Cuts of several faults add up, and
+    1. A cut has one direction; both directions are two cuts. Cuts of several faults add up, and
        the last one that is healed opens the link.
     2. Slow links lead through `tests/chaos/lag.py`; a link that is both cut and slow is cut.
 """
@@ -151,7 +151,7 @@ class Network:
     def _set_slow(self, slow: dict[Link, Lag]) -> None:
         assert self._lag is not None, "no link can be made slow here"
         assert self._lag.stdin is not None
-        # First the one that carries, then who is sent there; the other way round at the end.
+        # First the link that carries, then the rule that uses it; the other way round at the end.
         both = self._slow | slow
         self._send_to_lag(both)
         self._send_to_router(

@@ -3,11 +3,11 @@
 `make chaos` plays many rounds, a test plays a short one.
 
 Rules:
-    1. Nobody waits for a fault to have its effect: the next one comes when its time has come.
-    2. After the last fault everything is mended and started. When ZooKeeper answers, without which
-       nobody starts, every application must be told a commit in every partition within a bound,
+    1. The driver does not wait for the effect of a fault: the next one starts at its own time.
+    2. After the last fault everything is repaired and started. Once ZooKeeper answers, without which
+       no daemon starts, every application must receive a commit in every partition within a bound,
        and all replicas must become equal.
-    3. In the calm that follows, nothing is told but "committed" and "refused".
+    3. In the calm that follows, no other outcome is reported than "committed" and "refused".
 """
 
 import contextlib
@@ -151,14 +151,14 @@ class Applications:
                 self.ended.append(f"{life.name} said {said!r}, expected {answer!r}")
 
     def reap(self) -> None:
-        """Forget those who have come to their end."""
+        """Forget the applications that have ended."""
         for client, (life, child) in list(self._running.items()):
             life.has_ended = True
             child.wait(HANG_S)
             self._let_go(client)
 
     def down(self) -> None:
-        """End whoever is left."""
+        """End the applications that are left."""
         for client in list(self._running):
             self.kill(client)
 
@@ -272,7 +272,7 @@ class Round:
             self._applications.start(name)
 
     def _repair(self) -> None:
-        """Undo every fault (rule 2); whoever was asked to stop is ended if he has not yet."""
+        """Undo every fault (rule 2); kill each application that should have stopped."""
         cluster = self._cluster
         cluster.network.repair()
         for name, member in cluster.members.items():
@@ -298,7 +298,7 @@ class Round:
         self.outcome.zookeeper_s = time.monotonic() - since_s
 
     def _await_progress(self, since_s: float) -> None:
-        """Wait until everybody has been told a commit everywhere (rule 2)."""
+        """Wait until every application has received a commit in every partition (rule 2)."""
         outcome, applications = self.outcome, self._applications
         partitions = range(self._schedule.world.partitions)
 
@@ -359,10 +359,10 @@ class Round:
         ill = [
             each for each in recorded if each.outcome not in (four_writers.OK, four_writers.REFUSED)
         ]
-        self.outcome.counts["told in the calm"] = len(recorded)
+        self.outcome.counts["reported in the calm"] = len(recorded)
         if ill:
             self.outcome.wrong.append(
-                f"in the calm {len(ill)} of {len(recorded)} were not told committed or refused: "
+                f"in the calm {len(ill)} of {len(recorded)} were neither committed nor refused: "
                 f"{ill[0].outcome} {ill[0].why}"
             )
 

@@ -1,8 +1,7 @@
 """What goes wrong when: drawn from a seed, the same on any machine.
 
 A schedule is a value, without processes, clocks or chance of its own. What cannot be done where it
-runs (cuts without root) is left out by whoever carries it out, and the rest happens at the same
-moments.
+runs (cuts without root) is left out, and the rest happens at the same moments.
 """
 
 import random

@@ -1,7 +1,7 @@
 """Links between real daemons are cut and slow, in network namespaces; a row of the table each.
 
 The rows are those of the scenario table of the design: what has to happen there, and that nothing
-told was wrong, whoever could not hear whom.
+reported was wrong, whichever machine did not receive from which.
 """
 
 import time
@@ -23,7 +23,7 @@ MARGIN_S = 4.0
 
 
 def test_a_server_without_a_majority_of_storages_gives_its_partitions_up(tale: Tale):
-    """Row 18: ZooKeeper is fine, so nobody but itself can know."""
+    """Row 18: ZooKeeper is fine, so no other process can know."""
     lost = tale.owned_by("server-1")
     with tale.network.without(both_ways(["server-1"], STORAGES[:2])):
         cut_s = time.monotonic()
@@ -49,7 +49,7 @@ def test_one_way_is_no_way(tale: Tale, way: str):
 
 
 def test_a_server_without_zookeeper_is_succeeded(tale: Tale):
-    """Row 19: it goes on until others own what it owned, and then it is fenced."""
+    """Row 19: it continues until others own what it owned, and then it is fenced."""
     lost = tale.owned_by("server-1")
     with tale.network.without(both_ways(["server-1"], ZOOKEEPERS)):
         cut_s = time.monotonic()
@@ -110,7 +110,7 @@ def test_a_host_that_goes_is_succeeded_and_gets_nothing_in_when_it_is_back(tale:
 def test_a_client_that_cannot_reach_one_server_continues_with_the_other(tale: Tale):
     cut_off, others = tale.owned_by("server-1"), tale.owned_by("server-2")
     with tale.network.without(both_ways([CLIENT], ["server-1"])):
-        # What was on its way when the link broke may still be told.
+        # The outcome of what was on its way when the link broke may still be reported.
         cut_s = time.monotonic()
         tale.await_commits(others, since_s=cut_s)
         tale.await_commits(others, since_s=time.monotonic())

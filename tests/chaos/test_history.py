@@ -87,14 +87,14 @@ def test_a_refusal_without_a_writer_is_found(history: History):
     history.log.sessions = {0: [0]}
     history.sent(content("e", mark=1, writes=[LOCK]), at=4.0)
     history.lines.append(["reported", "e", "refused", -1, 4.5, ""])
-    assert any("nobody had written its locks" in each for each in history.wrong())
+    assert any("no client had written its locks" in each for each in history.wrong())
 
 
 def test_a_writer_that_came_after_the_refusal_is_no_cause(history: History):
     history.log.sessions = {0: [0]}
     history.sent(content("e", mark=1, writes=[OTHER]), at=1.5)
     history.lines.append(["reported", "e", "refused", -1, 1.9, ""])
-    assert any("nobody had written its locks" in each for each in history.wrong())
+    assert any("no client had written its locks" in each for each in history.wrong())
 
 
 def test_a_new_session_may_refuse_what_was_under_way_and_no_more(history: History):
@@ -135,7 +135,7 @@ def test_the_feed_of_a_life_that_was_killed_may_be_short_and_torn(history: Histo
 @pytest.mark.parametrize("mark", [1, 3])
 def test_a_mark_below_what_was_reported_or_beyond_the_log_is_found(history: History, mark: int):
     history.lines[-1] = ["mark", 0, 3.0, mark]
-    assert any(f"was told mark {mark}" in each for each in history.wrong())
+    assert any(f"received mark {mark}" in each for each in history.wrong())
 
 
 def test_what_four_writers_compares_is_compared(history: History):

@@ -1,4 +1,4 @@
-"""Opens what crashes leave, and holds it against what was told."""
+"""Opens what crashes leave, and compares it with what was acknowledged."""
 
 import hashlib
 from collections import Counter
@@ -37,7 +37,7 @@ EVERY_SECOND = 40  # openings, one is cut at every change
 
 
 class Violation(AssertionError):
-    """A crash has left what nobody may find."""
+    """A crash has left a state that must not exist."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _check_indexes(files, directory, marker):
 
 
 def digest(contents: Contents):
-    """Return what tells two disks apart."""
+    """Return what distinguishes two disks."""
     found = hashlib.blake2b(digest_size=16)
     for path in sorted(contents.directories):
         found.update(f"{path}\0".encode())
@@ -245,7 +245,7 @@ class Matrix:
         return key, self._found[key]
 
     def judge(self, acknowledged, contents, where):
-        """Hold what is left against what was told; return what tells it apart from others."""
+        """Compare what is left with what was acknowledged; return a key of the state."""
         key, found = self.find(contents)
         try:
             check_opened(found)
@@ -259,7 +259,7 @@ class Matrix:
 
 
 def points(changes, begin=0):
-    """Each point at which a crash may come, with the platter and what was told until then."""
+    """Yield each point of a possible crash, with the platter and what was acknowledged."""
     platter, acknowledged = Platter(), Acknowledged()
     for place, change in enumerate(changes):
         platter.add(change)
@@ -271,10 +271,10 @@ def points(changes, begin=0):
 
 
 def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False, seed=0):
-    """Lose power at each point, in many ways; return each disk that is left, with what was told.
+    """Lose power at each point, in many ways; return each disk left, with what was acknowledged.
 
-    `keeps` is what is kept at each, if not all that is worth a try. With `only_told` it is lost
-    only where something was told.
+    `keeps` is what is kept at each, if not all that is worth a try. With `only_acknowledged` it
+    is lost only where something was acknowledged.
     """
     left = {}
     for place, platter, acknowledged in points(changes, begin):

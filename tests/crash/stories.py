@@ -1,7 +1,7 @@
-"""Runs of a storage directory, written down change by change with what was told at each point.
+"""Runs of a storage directory, recorded change by change with what was acknowledged at each point.
 
-What was told is the oracle: `Told` says what a crash from here on may leave. It is made from a
-model in lists, and for the slots from what the log itself says before and after a call: a crash in
+The oracle is what was acknowledged: `Acknowledged` has what a crash from here on may leave. It is
+made from a model in lists, and for the slots from what the log itself says before and after a call: a crash in
 the middle of a call leaves the one or the other.
 """
 
@@ -74,7 +74,7 @@ class AcknowledgedLog(NamedTuple):
     promises: tuple[Promise, ...]
     marks: tuple[Marks, ...]
     infos: tuple[Marks, ...]  # what the original's control file says of session and marks
-    markers: tuple[int, ...]  # on the disk itself at least one of these is vouched for
+    markers: tuple[int, ...]  # on the disk itself at least one of these is confirmed
     is_dirty: tuple[bool, ...]
     suspects: tuple[bool, ...] = (False,)  # with True, an empty log is suspect
 
@@ -126,7 +126,7 @@ def promise_of(log):
 
 
 def site():
-    """Say who asks for a sync: the calls inside of the storage, innermost last.
+    """Return what requests a sync: the calls inside of the storage, innermost last.
 
     The number at the end is which of the syncs and writes of its function it is.
     """
@@ -136,7 +136,7 @@ def site():
         if path.parent.parent == STORAGE_FOLDER:
             frames.append((f"{path.stem}.{frame.f_code.co_name}", frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    # Who opens a partition makes no difference, nor how deep a directory lies.
+    # Which call opens a partition makes no difference, nor how deep a directory lies.
     names = [name for name, _, _ in reversed(frames) if name not in TRANSPARENT]
     if "partition_log.open" in names:
         names = names[names.index("partition_log.open") + 1 :]
@@ -169,7 +169,7 @@ class Story:
     def log(self, partition=0):
         return self.engine.logs[partition]
 
-    # ---- what is told
+    # ---- what is acknowledged
 
     def _found(self):
         """What the engine says after a call; the histories are the model's."""
@@ -195,7 +195,7 @@ class Story:
         self.disk.remark(self.acknowledged)
 
     def doing(self, call, *, history=None, partition=0, final=True, marker=None):
-        """Do something; until it is told what came of it, the state before it may be left too.
+        """Do something; until its outcome is reported, the state before it may be left too.
 
         With `final` off nothing was made durable: what was before may be left later, too.
         """
@@ -253,7 +253,7 @@ class Story:
         self.acknowledge()
 
     def loosen(self):
-        """Tell that partitions are being opened, or closed."""
+        """Record that partitions are being opened, or closed."""
         self.acknowledged = loosened(self.acknowledged)
         self.disk.remark(self.acknowledged)
 
@@ -391,12 +391,12 @@ class Story:
         self.sync()
 
     def report_damage(self, damaged):
-        """Tell that these ids cannot be read from now on, or can be again."""
+        """Record that these ids cannot be read from now on, or can be again."""
         self.acknowledged = replace(self.acknowledged, damaged=tuple(damaged))
         self.disk.remark(self.acknowledged)
 
     def rot(self, partition, transaction_id):
-        """Let a byte of a record be another one, durably, without anybody being told."""
+        """Change a byte of a record durably, without any report."""
         log = self.log(partition)
         segment = log._files.segments.all[log._files.segments._index_of(transaction_id)]
         at = int(segment.bounds(transaction_id, transaction_id)[0]) + 37
@@ -564,12 +564,12 @@ def _fails(what):
 
 
 def failed_write():
-    """A write fails; the log goes on in a new segment."""
+    """A write fails; the log continues in a new segment."""
     return _fails("write")
 
 
 def failed_sync():
-    """A sync fails; the log goes on in a new segment."""
+    """A sync fails; the log continues in a new segment."""
     return _fails("sync")
 
 
@@ -620,7 +620,7 @@ def failed_roll_over():
 
 
 def full_disk():
-    """An append finds no room; the reserve is given back, and the log goes on where it was."""
+    """An append finds no room; the reserve is given back, and the log continues where it was."""
     story = _begun(segment_bytes_max=1000)
     story.append([1])
     story.failing("write", lambda: story.append([2, 2], bytes_max=300), fault=DiskFault.DISK_FULL)
@@ -669,7 +669,7 @@ def _two_held():
 
 
 def removal():
-    """A partition is removed with its files, and held again later; the other one goes on."""
+    """A partition is removed with its files, and held again later; the other one continues."""
     story = _two_held()
     story.remove(1)
     story.append([1])
@@ -682,7 +682,7 @@ def removal():
 
 
 def given_up():
-    """A partition is given up, its files stay, and it is held again with what they hold."""
+    """A partition is unassigned, its files stay, and it is held again with what they hold."""
     story = _two_held()
     history = story.give_up(1)
     story.append([1])

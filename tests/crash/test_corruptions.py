@@ -109,7 +109,7 @@ def read_all(log, history):
 
 
 def heal(log, history):
-    """Do what an owner does: fill damage, and let what differs be copied; tell how it ended."""
+    """Do what an owner does: fill damage, and let what differs be copied; return how it ended."""
     covered = -1
     for one in log.lineage(0, log.max_id)[1] if log.max_id >= 0 else ():
         assert one.first <= covered + 1, f"no batch from {covered + 1} to {one.first - 1}"
@@ -162,7 +162,7 @@ def judge(seed):
             or log.suspect
         )
         if log.max_id < len(history.records) - 1:
-            assert log.suspect, f"partition {partition} ends at {log.max_id} and believes it"
+            assert log.suspect, f"partition {partition} ends at {log.max_id} and trusts it"
         how = heal(log, history)
         if how == "healed":
             assert not read_all(log, history)

@@ -1,4 +1,4 @@
-"""Each story is cut at every change: what was told is there, and nothing that was torn.
+"""Each story is cut at every change: what was acknowledged is there, and nothing torn.
 
 Each test says how many cuts, survivals and openings it has tried; they are summed up at the end of
 a run, and `test_the_matrix_is_as_large_as_it_says` holds their number.

@@ -1,8 +1,8 @@
 """One of several tellers of the bank; `test_bank.py` starts it, and kills it.
 
 It does one random command after the other until its input ends. Each is written down before it is
-begun and when its outcome is told, so a teller that is started again knows which one it was in the
-middle of, and gives it again, with the same key. What could not be done for the moment is given
+begun and when its outcome is reported, so a teller that is started again knows which one was
+unfinished, and gives it again, with the same key. What could not be done for the moment is given
 again as well.
 """
 

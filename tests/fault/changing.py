@@ -1,4 +1,4 @@
-"""Commands that change a cluster while a load goes on, and whether its replicas are equal."""
+"""Commands that change a cluster under load, and whether its replicas are equal afterwards."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A cluster to break, the doctor who looks at it, and whether all that was told is still there."""
+"""A cluster to break, the doctor that examines it, and a check of all committed rows."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ from waltz_core.records.record import RECORD_OVERHEAD_BYTES
 ROUNDS_MAX, ROUND_S = 4, 10.0
 PARTITIONS, ROWS = 2, 5
 CRC_BYTES = 4  # at the end of a record
-# Whoever looks from elsewhere knows nothing of the processes on this machine.
+# A doctor on another machine knows nothing of the processes on this machine.
 NOWHERE = Path("/nonexistent")
 
 
@@ -51,7 +51,7 @@ def sick_cluster(
 
 
 class Patient:
-    """The cluster of a file's tests, and what clients were told that it has."""
+    """The cluster of a file's tests, and the rows that clients have committed."""
 
     def __init__(
         self, directory: Path, settings: dict[str, dict[str, object]] | None = None
@@ -79,7 +79,7 @@ class Patient:
                     self._committed[partition, future.result(HANG_S)] = row
 
     def check_whole(self, connect: str) -> None:
-        """Read everything that was told as committed."""
+        """Read everything that was reported as committed."""
         with WaltzClient(connect) as client:
             for partition in range(PARTITIONS):
                 last = client.high_water_mark(partition, linearizable=True)
@@ -179,7 +179,7 @@ def repair(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -
     for _ in range(ROUNDS_MAX):
         given = _commands_in(found)
         for line in given:
-            # What may lose data, or is known to people only, is for somebody to say: this test.
+            # What may lose data, or what only people know, needs a decision: this test makes it.
             words = f"{line} --yes" if "accept-replicas" in line else line
             words = words.replace("--replicas COUNT", "--replicas 3")
             said.append(run_as_printed(words, *first_on_path))

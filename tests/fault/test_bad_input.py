@@ -106,7 +106,7 @@ def test_a_truncated_control_file(story: Story, stopped: Path, length: int):
 
 
 def test_the_directory_of_another_storage(story: Story, stopped: Path):
-    """A copied disk under another address: the cluster knows who was there."""
+    """A copied disk under another address: the cluster knows which storage was there."""
     story.cluster.kill("storage-2", signal.SIGTERM)
     copy = stopped.with_name("copy")
     shutil.copytree(story.cluster.directory / "storage-2", copy)
@@ -285,7 +285,7 @@ def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(roomy: tuple[Story
     with story.load() as load:
         wait_until("shown as full", lambda: is_full(story, "storage-3"))
         load.await_commits()
-        # What a repair needs is taken from the reserve; here somebody takes it away.
+        # A repair takes what it needs from the reserve; here another process takes it away.
         reserve.unlink()
         story.cluster.kill("storage-3")
         disks[2].fill()
@@ -301,7 +301,7 @@ def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(roomy: tuple[Story
 
 
 def is_full(story: Story, storage: str) -> bool:
-    """Tell what a storage says of its disk; the two pages agree."""
+    """Return what a storage says of its disk; the two pages agree."""
     pages: list[str] = []
     port = story.cluster.member(storage).http_port
     for name in ("health", "metrics"):
@@ -320,8 +320,8 @@ def is_full(story: Story, storage: str) -> bool:
 def refused_append(story: Story, client: WaltzClient) -> BaseException | None:
     """Append until one is refused: the last page of a file may still have room.
 
-    Between two sessions an append may also meet the time in which the client mounts anew: it is
-    told to try again, and does.
+    Between two sessions an append may also meet the time in which the client mounts again: it
+    receives a retriable error, and tries again.
     """
     errors: list[BaseException] = []
 

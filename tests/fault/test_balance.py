@@ -64,7 +64,7 @@ def test_ten_times_the_traffic_is_alone_soon_and_stays_where_it_is(cluster: Loca
     try:
         wait_until("it is alone", lambda: is_alone(cluster))
         is_calm = threading.Event()
-        is_calm.wait(CALM_S)  # nothing tells that nothing moves: only time does
+        is_calm.wait(CALM_S)  # no event shows that nothing moves: only time does
         after = owned(cluster)
         is_calm.wait(CALM_S)
         assert owned(cluster) == after

@@ -1,4 +1,4 @@
-"""The bank as a person types, and transfers that somebody has left half done."""
+"""The bank at a terminal, and transfers that another process has left half done."""
 
 import subprocess
 import sys

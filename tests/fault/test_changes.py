@@ -1,4 +1,4 @@
-"""Storages and replicas come and go by command, in the middle of a load; nobody's append is wrong.
+"""Storages and replicas come and go by command under load; no append gets a wrong outcome.
 
 The tests go on from one another: each leaves the cluster whole.
 """
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.fault
 
 
 def held_by(story: Story) -> set[str]:
-    """Return who is a storage of the cluster."""
+    """Return the storages of the cluster."""
     found = shown(story.cluster)["storages"]
     assert isinstance(found, dict)
     return set(found)
@@ -111,7 +111,7 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(story: Story):
         assert result["moved"] == cluster.partition_count
         load.await_commits()
         assert held_by(story) == {*(held_by(story) - {dead}), fresh}
-        # A cluster that has lost one more goes on: the new one counts.
+        # A cluster that has lost one more continues: the new one counts.
         cluster.kill("storage-2")
         load.await_commits()
         cluster.start("storage-2")

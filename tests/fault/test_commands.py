@@ -80,7 +80,9 @@ def terminal() -> Iterator[tuple[int, list[str]]]:
     output: list[str] = []
 
     def read() -> None:
-        with contextlib.suppress(OSError):  # Linux's way to say that nobody has it open any more.
+        with contextlib.suppress(
+            OSError
+        ):  # Linux's way to say that no process has it open any more.
             while chunk := os.read(ours, 4096):
                 output.append(chunk.decode())
 

@@ -1,4 +1,4 @@
-"""Disks of real storages that fail, rot, or come back as they were: told, mended, never believed.
+"""Real disks that fail, rot, or return with an old copy: reported, repaired, never trusted.
 
 The errors are injected with strace, one system call of one process at a time.
 """
@@ -62,7 +62,7 @@ def server_logs(story: Story) -> str:
 
 
 def cold_segment(story: Story, storage: str) -> Path:
-    """Return the first segment of a partition that has gone on in another file."""
+    """Return the first segment of a partition that continues in another file."""
     top = story.cluster.directory / storage
     wait_until("a second segment", lambda: len(list(top.glob("0/*.seg"))) > 1)
     return min(top.glob("0/*.seg"))
@@ -96,7 +96,7 @@ def injected(story: Story, storage: str, *options: str) -> Iterator[None]:
             pytest.skip(f"nothing can be traced here: {strace.stderr.read().strip()}")
         yield
     finally:
-        # Asked to end, it waits for threads that may be ending at that moment, and for ever.
+        # Asked to end, it waits without limit for threads that may be ending at that moment.
         strace.kill()
         strace.communicate(timeout=HANG_S)
 
@@ -119,7 +119,7 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session
     found = "waltz_storage_damage_found_transactions_total"
     repaired = "waltz_storage_damage_repaired_transactions_total"
     wait_until("found", lambda: metric(story, "storage-2", found) >= 2)
-    wait_until("mended", lambda: metric(story, "storage-2", repaired) >= 2)
+    wait_until("repaired", lambda: metric(story, "storage-2", repaired) >= 2)
     assert metric(story, "storage-2", found) == metric(story, "storage-2", repaired)
     assert path.read_bytes() == before
     assert sessions(story) == opened, "no session had to end for it"
@@ -128,8 +128,8 @@ def test_rot_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_session
     said = log_of(story, "storage-2")
     assert "storage.damage_found partition=0" in said
     assert "storage.damage_repaired partition=0" in said
-    # The server hears of it after the storage has told it to whoever asks.
-    wait_until("told", lambda: "replica.repaired partition=0" in server_logs(story))
+    # The server learns of it after the storage has reported it to the doctor.
+    wait_until("the repair is logged", lambda: "replica.repaired partition=0" in server_logs(story))
     story.check_agrees()
 
 
@@ -146,7 +146,7 @@ def test_a_read_that_fails_is_reported_and_its_records_are_repaired(story: Story
     earlier = metric(story, "storage-3", repaired)
     fail = ("-P", str(path), "-e", "trace=pread64", "-e", "inject=pread64:error=EIO:when=1..12")
     with injected(story, "storage-3", *fail):
-        wait_until("mended", lambda: metric(story, "storage-3", repaired) > earlier)
+        wait_until("repaired", lambda: metric(story, "storage-3", repaired) > earlier)
         wait_until("whole", lambda: health(story, "storage-3")["damaged"] == [])
     assert metric(story, "storage-3", "waltz_storage_failed_reads_total") >= 1
     assert metric(story, "storage-3", "waltz_storage_failed_writes_total") == 0
@@ -243,8 +243,8 @@ def test_two_are_no_quorum_while_one_of_them_is_an_old_copy(story: Story, tmp_pa
 
     with WaltzClient(story.cluster.connect) as client:
         futures = [client.append(story.row(each), partition=each) for each in range(4)]
-        wait_until("the old copy is not believed", is_unknown)
-        # All have answered that will; a session that opened with them would tell its mark.
+        wait_until("the old copy is not trusted", is_unknown)
+        # All have answered that will; a session that opened with them would return its mark.
         with WaltzClient(story.cluster.connect, ClientConfig(request_timeout_ms=400)) as asks:
             for each in range(4):
                 with pytest.raises(Unavailable, match="no answer within 400 ms"):

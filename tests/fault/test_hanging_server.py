@@ -1,4 +1,4 @@
-"""A server whose event loop hangs, while its threads would keep its ZooKeeper session for ever."""
+"""A server whose event loop hangs, while its threads would keep its ZooKeeper session."""
 
 import signal
 import sys

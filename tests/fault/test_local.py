@@ -156,12 +156,12 @@ def test_taken_ports_are_avoided_but_for_a_storages_own(directory: Path):
     usual = (2181, 15180, 15280, 15281, 15290, 15291)
     with ExitStack() as stack:
         for port in usual:
-            with suppress(OSError):  # somebody else has it
+            with suppress(OSError):  # another process has it
                 stack.enter_context(taken(port))
         connect = up(directory)
         ports = {member["port"] for member in status(directory).values()}
         assert not ports & set(usual)
-        # A server's port, and ZooKeeper's, is nobody's identity: it may move.
+        # A server's port, and ZooKeeper's, identifies nothing: it may change.
         assert local(directory, "down").returncode == 0
         server = LocalCluster(directory).member("server-1").port
         stack.enter_context(taken(server))

@@ -52,7 +52,7 @@ def endpoints_of(view: ServersView) -> dict[str, dict[int, int]]:
 
 
 class Story:
-    """Originals that follow the assignment, and who owns partition 0."""
+    """Originals that follow the assignment, and the owner of partition 0."""
 
     def __init__(self) -> None:
         self.clients: list[tuple[OriginalClient, Counters]] = []
@@ -112,7 +112,7 @@ async def count_up_ours(
 
 
 async def log_of(client: AsyncWaltzClient) -> list[Req]:
-    """Return who wrote each transaction of partition 0."""
+    """Return the writer of each transaction of partition 0."""
     last = await client.high_water_mark(0, linearizable=True)
     found: list[Req] = []
     async for chunk in client.read_range(0, 0, last):
@@ -122,7 +122,7 @@ async def log_of(client: AsyncWaltzClient) -> list[Req]:
 
 
 def check_outcomes(story: Story, log: list[Req]) -> None:
-    """What was told as failed is not in the log; what was told as committed is, once."""
+    """What was reported as failed is not in the log; what was reported as committed is, once."""
     assert len(set(log)) == len(log)
     committed = set(log)
     for client, _ in story.clients:

@@ -43,7 +43,7 @@ main.main(sys.argv[1:])
 
 @pytest.fixture(scope="module")
 def module_story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """Give a cluster whose storages do not vouch for their logs after a crash."""
+    """Give a cluster whose storages do not trust their logs after a crash."""
     settings: dict[str, dict[str, object]] = {
         "server": {"zookeeper_session_timeout_ms": SESSION_MS},
         "storage": {"zookeeper_session_timeout_ms": SESSION_MS, "trust_fsync": False},
@@ -70,8 +70,8 @@ def test_a_new_zookeeper_learns_from_the_storages(story: Story):
         named += ["--storage", f"127.0.0.1:{member.port}:{member.admin_port}"]
     directory = str(cluster.directory / "storage-2")
     rebuild = ("rebuild-metadata", *named, "--from-directory", directory)
-    # Broken off by its time limit, the command says what it waits for, and goes on later. The clock
-    # that it has made the nodes by was set back.
+    # Broken off by its time limit, the command says what it waits for, and continues later. The
+    # clock that it has made the nodes by was set back.
     words = ("cluster", *rebuild, "--connect", cluster.connect, "--timeout-s", "3")
     line = [sys.executable, "-c", CLOCK_OF_2020, *words]
     waited = subprocess.run(line, check=False, capture_output=True, text=True).stderr
@@ -108,7 +108,7 @@ def test_what_a_disk_has_lied_about_is_not_decided_without_the_others(story: Sto
         load.await_commits()
     for name in ("server-1", "server-2", lying.name):
         cluster.kill(name)
-    cluster.kill(absent.name, signal.SIGTERM)  # Killed, it could not vouch for its own log either.
+    cluster.kill(absent.name, signal.SIGTERM)  # Killed, it could not trust its own log either.
     shutil.rmtree(cluster.directory / lying.name)
     shutil.copytree(tmp_path / "synced", cluster.directory / lying.name)
     said = unknown_replicas(story, lying)
@@ -128,7 +128,7 @@ def test_what_a_disk_has_lied_about_is_not_decided_without_the_others(story: Sto
 
 
 def unknown_replicas(story: Story, member: Member) -> set[str]:
-    """Return the servers' lines that tell of a storage whose word is not taken."""
+    """Return the servers' lines about a storage that is not trusted."""
     of_member = f"127.0.0.1:{member.port}"
     lines: set[str] = set()
     for server in ("server-1", "server-2"):
@@ -168,7 +168,7 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(story: Story):
 
 
 def not_passed(story: Story) -> bool:
-    """Tell whether `verify` finds no partition open."""
+    """Return whether `verify` finds no partition open."""
     ran = end(begin(story.cluster, "verify"))
     closed = ("has no open session with a quorum of replicas", "does not serve it")
     sentences = [each for each in ran.result["findings"] if any(one in each for one in closed)]

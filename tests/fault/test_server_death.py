@@ -1,4 +1,4 @@
-"""A server dies, and nobody waits for its ZooKeeper session."""
+"""A server dies, and no other server waits for its ZooKeeper session."""
 
 import re
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def test_what_a_killed_server_owned_continues_elsewhere_at_once(story: Story):
         story.cluster.kill("server-1")
         wait_until("the others own all", lambda: owners(story) == others)
         load.await_commits(1_000)
-        # The last one has nobody who could tell: but it is there, and who is killed beside it
+        # The last one has no server to report it; but it is there, and one killed beside it
         # leaves everything to it.
         story.cluster.kill("server-2")
         wait_until("one owns all", lambda: len(owners(story)) == 1)

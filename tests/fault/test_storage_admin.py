@@ -119,7 +119,7 @@ def test_a_doubted_replica_is_trusted_again_after_a_session(cluster: LocalCluste
     done("mark-suspect", *at)
     last = append(cluster, 10)
     wait_until("it is level", lambda: is_level(cluster, name, last))
-    assert replica(cluster, name)["session"] > before, "nobody has doubted it"
+    assert replica(cluster, name)["session"] > before, "it was not marked suspect"
 
 
 def assign(cluster: LocalCluster, held: dict[str, tuple[int, ...]]) -> None:

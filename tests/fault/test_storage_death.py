@@ -1,6 +1,6 @@
 """Storages and servers are killed, paused and started again in the middle of a load.
 
-Nothing that was told may be wrong, and everything becomes whole by itself.
+No reported outcome may be wrong, and everything becomes whole by itself.
 """
 
 import signal
@@ -45,7 +45,7 @@ def test_without_a_quorum_nothing_is_reported_wrong_and_it_resumes(story: Story)
 
 
 def test_appends_stop_without_a_quorum(story: Story):
-    """What is told while only one storage is there was on its way before, or is in doubt."""
+    """With one storage left, only earlier appends and unknown outcomes are reported."""
     with story.load() as load:
         load.await_commits()
         story.cluster.kill("storage-2")

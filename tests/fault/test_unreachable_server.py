@@ -32,7 +32,7 @@ class Server(Child):
             self.run([sys.executable, *program, str(config)], log)
 
     def is_ready(self) -> bool:
-        """Tell whether it is registered."""
+        """Return whether it is registered."""
         assert self.process.poll() is None, self._log.read_text()
         return "server ready" in self._log.read_text()
 

@@ -120,7 +120,7 @@ def test_when_ours_has_taken_it_over_nothing_is_wrong(storage):
     assert sorted(engine.logs) == [0, 1, 2, 3]
     engine.close()
     # An original makes a partition's directory before it has a session: where there is none, it was
-    # lost. So the three without one are begun anew, and do not vouch for what was in them.
+    # lost. So the three without one are written again, and confirm nothing of what was in them.
     lost = "suspect: the log is not trusted until it is repaired"
     notes = []
     for one in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""What the doctor is told by a storage that hangs, or has only begun."""
+"""What the doctor receives from a storage that hangs, or has only begun."""
 
 import asyncio
 import threading
@@ -22,13 +22,13 @@ from waltz_core.storage.service.work import Work
 from waltz_core.wire.admin_messages import Done, SetAvailable
 
 CLUSTER = StaticCluster(KEY, PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
-# Of those that are well nobody takes as long, however busy the machine is.
+# Of those that are well none takes as long, however busy the machine is.
 TIMEOUT_S = 4.0
 
 
 @pytest.fixture
 def released():
-    """What hangs goes on at the end of a test at the latest: the daemon's end waits for it."""
+    """What hangs continues at the end of a test at the latest: the daemon's end waits for it."""
     event = threading.Event()
     yield event
     event.set()

@@ -48,7 +48,7 @@ class Counter:
                 group.create_task(self._pass(reader, there_writer, is_counted=False))
                 group.create_task(self._pass(there_reader, writer, is_counted=True))
         except* ConnectionError:
-            pass  # who closes with bytes unread resets the other
+            pass  # a side that closes with bytes unread resets the other
         finally:
             is_over.set()
 

@@ -96,10 +96,10 @@ def test_damage_is_found_by_the_reader_and_reported_to_the_storage(tmp_path):
                 assert await log.read(reader) == RECORDS[: 33 * SIZE]
                 assert reader.from_nearby_count == 4  # the fifth would have had it
             assert log.from_server == [33]
-            (message,) = await log.owner.link.receive()  # the owner will have it mended
+            (message,) = await log.owner.link.receive()  # the owner will have it repaired
             assert isinstance(message, DamageFound)
             assert np.frombuffer(message.damaged, ">i8").tolist() == [33, 33]
-            with log.reader() as reader:  # what is known to be damaged is told of nobody
+            with log.reader() as reader:  # known damage is not reported
                 assert await log.read(reader, 30) == RECORDS[30 * SIZE : 33 * SIZE]
                 assert reader.from_nearby_count == 1
 

@@ -1,4 +1,4 @@
-"""The model of the original's client at our server: nothing lost, doubled or told wrong."""
+"""The model of a 0.13 client at our server: nothing lost, duplicated or reported wrong."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ class Counters:
         assert number == len(self.applied)
         self.applied.append((number, data))
         name, value = data.decode().split("=")
-        assert int(value) == self.values.get(name, 0) + 1, "somebody has not seen another's write"
+        assert int(value) == self.values.get(name, 0) + 1, "one client has not seen another's write"
         self.values[name] = int(value)
 
     def count_up(self, name: str) -> dict[str, object]:
@@ -67,12 +67,12 @@ async def count_until(is_over: asyncio.Event, client: OriginalClient, state: Cou
 
 
 def has_lost_partition(client: OriginalClient) -> bool:
-    """Whether a client was told that the partition has gone; who waits for data hears it later."""
+    """Whether a client was notified that the partition moved; a waiting read learns of it later."""
     return client.counts["not ready"] > 1 or bool(client.rpc.partitions[0].wanted)
 
 
 def check_outcomes(world: World, clients: list[OriginalClient]) -> None:
-    """What was told as failed is not in the log, what was told as committed is there once."""
+    """What was reported as failed is not in the log; what was committed is there once."""
     log = [Req(*struct.unpack_from(">iiii", each, 8)) for each in world.storages[1].logs[0].records]
     assert len(set(log)) == len(log)
     for client in clients:

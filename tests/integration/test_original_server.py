@@ -1,5 +1,5 @@
 """Our client and our commands in a cluster that the original has made: its ZooKeeper nodes, byte by
-byte, its server as `original_server_for_clients.py` tells it, and nothing of ours.
+byte, its server as in `original_server_for_clients.py`, and nothing of ours.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Originals at our server: what a captured or modeled client of Waltz 0.13 sends, and is told."""
+"""0.13 at our server: what a captured or modeled client of Waltz 0.13 sends, and receives."""
 
 import asyncio
 import contextlib
@@ -323,7 +323,7 @@ def test_what_is_asked_without_a_mount_is_answered_or_left_open(
                 found, body = await answer(rpc, original.DATA_RESPONSE)
                 assert found == req(3, partition=partition)
                 assert original.data_of(body) == (number, None, error)
-            # No answer to a flush, nor to a mark; but who waits for that may ask elsewhere.
+            # No answer to a flush, nor to a mark; but the client may ask for that elsewhere.
             rpc.send(original.FLUSH_REQUEST, req(4, partition=7))
             rpc.send(original.MARK_REQUEST, req(5, partition=7))
             rpc.send(original.DATA_REQUEST, req(6), LONG.pack(2))

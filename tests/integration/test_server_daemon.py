@@ -504,7 +504,7 @@ def test_a_partition_that_moves_reports_its_clients_and_leaves_nothing_behind() 
                 answer = await client.ask(messages.HighWaterMarkRequest(req_id))
                 assert isinstance(answer, messages.ErrorResponse)
                 assert answer.error_code == errors.NotOwned.code
-                # Its neighbor is connected, too, and hears nothing.
+                # Its neighbor is connected, too, and receives nothing.
                 asked = [each.hosts.values() for each in first._clients._clients.values()]
                 assert list(chain(*asked)) == [hosts[PartitionId(1 - moved)]]
                 assert second.hosts[moved].partition.generation > hosts[moved].partition.generation

@@ -130,7 +130,7 @@ async def fill(owner, batches=3):
 
 
 async def until_served(address, session_id, partition_id=0):
-    """Return what a session is told, as soon as the partition is served (again)."""
+    """Return what a session receives, as soon as the partition is served (again)."""
     while True:
         async with session(address, session_id, partition_id) as owner:
             make = owner.owner.make
@@ -198,7 +198,7 @@ def test_what_a_tool_of_waltz_0_13_reads(tmp_path):
                 assert ids == [0, 2]
                 assert gauges["waltz-storage.partition-0.session-id"]["value"] == 5
                 assert gauges["waltz-storage.partition-0.flags"]["value"] == 5
-            # Whoever owns the partition has not noticed any of it.
+            # The owner of the partition has not noticed any of it.
             assert isinstance(await owner.ask(owner.owner.append(1)), Appended)
 
     on_loop(main())
@@ -307,7 +307,7 @@ def test_what_is_settled_is_copied_to_a_replica_that_is_offline(tmp_path):
                 assert chains[0] != chains[1]
             await target.ask(Done, SetAvailable, (0,), True)
             prepared = await until_served(other_address, 7)
-            # It has the records, and can vouch for nothing that it could not vouch for before.
+            # It has the records, and can confirm no more than before.
             assert (prepared.synced_max, prepared.last_session) == (29, -1)
 
     on_loop(main())

@@ -377,7 +377,7 @@ def test_a_bug_in_the_work_ends_the_daemon(tmp_path, monkeypatch):
 
 @contextlib.asynccontextmanager
 async def at_an_append(storage, begun):
-    """Give an owner whose append has begun, as `begun` tells, and what stops the daemon."""
+    """Yield an owner whose append has begun, as `begun` shows, and what stops the daemon."""
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(storage.serve(stop, ready.set_result))
@@ -390,7 +390,7 @@ async def at_an_append(storage, begun):
 
 
 def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, monkeypatch):
-    """One thread: whatever else wanted it at the end would wait for ever."""
+    """One thread: other work that needed it at the end would wait without limit."""
     monkeypatch.setattr(storage_daemon, "CLOSE_S_MAX", 0.05)
     run, begun, may_go_on, ended = Work.run, *(threading.Event() for _ in range(3))
 
@@ -429,7 +429,7 @@ def test_work_that_does_not_end_in_time_keeps_its_files_until_it_has(tmp_path, m
 
 @contextlib.contextmanager
 def noticed(monkeypatch, name):
-    """Give an event that is set when the engine is given up by this method."""
+    """Return an event that is set when this method abandons the engine."""
     called, call = threading.Event(), getattr(Engine, name)
 
     def notice(self):
@@ -567,7 +567,7 @@ def test_the_assignment_in_zookeeper_says_what_is_served(tmp_path, zookeeper):
                         {ReplicaId(address): (PartitionId(0), PartitionId(1))}
                     )
                 )
-                while not await is_served(address, 5, 1):  # noqa: ASYNC110 - nobody tells when it is opened
+                while not await is_served(address, 5, 1):  # noqa: ASYNC110 - no event reports the opening
                     await asyncio.sleep(0.01)
             other = config_for(tmp_path / "other", connect=connect, port=port)
             with pytest.raises(errors.StorageIdMismatch, match="is registered in ZooKeeper"):
@@ -639,7 +639,7 @@ async def write_states(coordinator, *replicas):
 
 
 def test_what_is_taken_away_is_served_until_a_session_has_left_it_out(tmp_path, zookeeper):
-    """The next session has to hear a replica that goes: nobody else may have what it holds."""
+    """The next session needs the answer of a replica that goes: no other may have what it holds."""
     connect = f"{zookeeper}/storage-leaves"
     port = free_port()
     address = f"127.0.0.1:{port}"
@@ -658,7 +658,7 @@ def test_what_is_taken_away_is_served_until_a_session_has_left_it_out(tmp_path, 
             async with serving(config, None):
                 assert await is_served(address, 7)
                 await write_states(coordinator, other)
-                # Nobody tells when it is not; who is preparing it just then loses his connection.
+                # No event reports the end; a connection that is preparing it just then is lost.
                 with contextlib.suppress(errors.Unreachable):
                     while await is_served(address, 7):  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
@@ -738,7 +738,7 @@ def test_one_that_asks_before_the_partitions_are_open_waits_for_them(tmp_path, m
             assert await asyncio.to_thread(opening.wait, HANG_S)
             async with session(f"127.0.0.1:{port}", 5) as owner:
                 asked = tasks.create_task(owner.prepare())
-                while not storage._early:  # noqa: ASYNC110 - nobody tells when it has arrived
+                while not storage._early:  # noqa: ASYNC110 - no event reports the arrival
                     await asyncio.sleep(0)
                 assert not asked.done()
                 may_open.set()
@@ -791,7 +791,7 @@ def test_a_partition_that_can_be_opened_again_is_served_without_a_restart(tmp_pa
             address = await ready
             assert (await storage.health()).details["not_served"] == [0]
             slots.write_bytes(content)  # an operator has brought it back
-            while not (await storage.health()).is_healthy:  # noqa: ASYNC110 - nobody tells when it is opened
+            while not (await storage.health()).is_healthy:  # noqa: ASYNC110 - no event reports the opening
                 await asyncio.sleep(0.01)
             async with session(address, 5, 0) as owner:
                 await owner.prepare()
@@ -816,7 +816,7 @@ def test_a_scrub_that_is_asked_for_finds_rot_and_continues_after_a_restart(tmp_p
                     file.write(b"rot")
                 passes = [each.passes_count for each in storage.scrub_status()]
                 storage.scrub_now(PartitionId(0))
-                while storage.scrub_status()[0].is_requested:  # noqa: ASYNC110 - nobody tells
+                while storage.scrub_status()[0].is_requested:  # noqa: ASYNC110 - no event reports it
                     await asyncio.sleep(0.01)
             after = [each.passes_count for each in storage.scrub_status()]
             assert (after[0], after[1]) == (passes[0] + 1, passes[1])

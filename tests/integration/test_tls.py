@@ -70,10 +70,10 @@ def test_a_client_needs_no_certificate_for_servers(
 ):
     connect = f"{place_of(cluster)}?tls={certificates.authorities}"
     with WaltzClient(connect) as client:
-        first = client.append(b"known by nobody", partition=PARTITION).result()
-        # Storages want one of who reads from them: then the server is asked.
+        first = client.append(b"without a certificate", partition=PARTITION).result()
+        # Storages require a certificate of their readers: then the server is asked.
         chunks = client.read_range(PARTITION, first, first, replicas=client.replicas(PARTITION))
-        assert [row.data for chunk in chunks for row in chunk.rows()] == [b"known by nobody"]
+        assert [row.data for chunk in chunks for row in chunk.rows()] == [b"without a certificate"]
     settings = ClientConfig(tls="on", tls_authorities=certificates.authorities)
     with WaltzClient(place_of(cluster), settings) as client:
         assert client.high_water_mark(PARTITION) >= first

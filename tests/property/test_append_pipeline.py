@@ -1,4 +1,4 @@
-"""The append pipeline against a log that loses sessions: what it tells must be true for ever.
+"""The append pipeline against a log that loses sessions: what it reports must stay true.
 
 Random clients, locks, marks, session losses (with and without a foreign owner in between), cuts in
 the middle of a batch, batches taken in pieces, late commits, remounts, closed connections, proofs
@@ -281,7 +281,7 @@ class World:
 
     def answered(self, message: AppendResult) -> None:
         assert message.req_id not in self.answers, "answered twice"
-        assert self.is_open, "nothing is told between sessions"
+        assert self.is_open, "nothing is reported between sessions"
         ids = np.frombuffer(message.transaction_ids, ">i8").tolist()
         conflicts = np.frombuffer(message.conflicting, ">i8").tolist()
         reasons = [Reason(each) for each in bytes(message.reasons)]
@@ -294,7 +294,7 @@ class World:
             assert reason != Reason.AHEAD or row.mark > row.log_last
             assert (reason == Reason.COMMITTED) == (transaction_id >= 0)
             assert transaction_id <= mark
-            assert conflict <= mark, "a refusal was told before its reason was final"
+            assert conflict <= mark, "a refusal was reported before its reason was final"
             assert (reason == Reason.LOCK) == (conflict >= 0)
 
     # --- the truth
@@ -350,7 +350,7 @@ def run(seed: int) -> World:
     )
     for _ in range(STEPS):
         world.rng.choice(steps)()
-    # Heal: everything that waits must be told in the end.
+    # Repair: everything that waits must get an outcome in the end.
     world.open()
     while world.pipeline.turn_at_ms(world.now_ms) is not None or world.in_flight:
         world.now_ms += 1

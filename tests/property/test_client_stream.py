@@ -1,4 +1,4 @@
-"""Whatever breaks, what a client is told about an append is what the log says."""
+"""Under any fault, the outcome that a client receives for an append agrees with the log."""
 
 from random import Random
 

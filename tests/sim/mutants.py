@@ -2,7 +2,7 @@
 
     python -m tests.sim.mutants --search all          # what has no trace that holds, on all cores
     python -m tests.sim.mutants --search NAME ...     # these, whatever traces there are
-    python -m tests.sim.mutants --table               # write docs/testing.md's table anew
+    python -m tests.sim.mutants --table               # write docs/testing.md's table again
 
 A trace is `traces/<switch>.json`: the schedule, the rule that it breaks with the switch on, and how
 many seeds it took. `test_mutants.py` runs each twice: red with the switch, green without.

@@ -32,7 +32,7 @@ PAUSE_MS = (50, 600)
 
 
 class DeclareOperations:
-    """What the operator does, again and again, until it is told to stop."""
+    """What the operator does, again and again, until it is stopped."""
 
     def __init__(self, cluster, rng):
         self.cluster = cluster
@@ -75,12 +75,12 @@ class DeclareOperations:
             self.outcome.append((command, answer))
 
         if not isinstance(command, MarkSuspect) or self.cluster.budget.allows(storage):
-            # To doubt a replica while others have lost something leaves nobody to be believed.
+            # To mark a replica suspect while others have lost something leaves no replica to trust.
             self.asked_count += 1
             Operator(self.cluster, storage, outcome).ask(command)
 
     def put_back(self):
-        """Have everything online again: nobody heals what an operator has switched off."""
+        """Have everything online again: nothing else repairs what an operator has switched off."""
         self.is_over = True
         for storage in self.cluster.storages.values():
             if storage.engine is None:

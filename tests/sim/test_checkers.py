@@ -1,4 +1,4 @@
-"""Each checker fails when it should: it is told of something that must never be."""
+"""Each checker fails when it should: it receives an event that must never happen."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -154,7 +154,7 @@ def test_stamp_mono(world):
 
 
 def committed(world):
-    """A commit that has happened already, told once more."""
+    """A commit that has happened already, reported once more."""
     last = world.history.last
     return session_events.Committed(world.session, last, world.history.chains[last])
 
@@ -494,11 +494,11 @@ def test_fixed_now_and_then(world):
 
 
 # ---------------------------------------------------------------------------------------------
-# 11, 12, 13, 14, 15: what applications are told
+# 11, 12, 13, 14, 15: what applications receive
 
 
 class Settled:
-    """An outcome told to the first client, of an operation that the workload has just made."""
+    """An outcome reported to the first client, of an operation that the workload has just made."""
 
     def __init__(self, world, *, reason, transaction_id=-1, conflict=-1, mark=0):
         workload = world.cluster.workload
@@ -954,13 +954,13 @@ def test_converged_a_stream_that_has_ended(world):
 
 def test_bounded_tries(world):
     for _ in range(DIALS_MAX - 1):
-        world.checks.dialed("somebody", "another")
+        world.checks.dialed("one", "another")
     world.cluster.world.now_us += 500 * MS
-    world.checks.dialed("somebody", "another")
+    world.checks.dialed("one", "another")
     with fails("Bounded"):
-        world.checks.dialed("somebody", "another")
+        world.checks.dialed("one", "another")
     world.cluster.world.now_us += 600 * MS
-    world.checks.dialed("somebody", "another")
+    world.checks.dialed("one", "another")
     with fails("Bounded"):
         for _ in range(CLAIMS_MAX + 1):
             world.says(session_events.ReadMetadata(1))

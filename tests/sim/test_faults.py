@@ -19,7 +19,7 @@ A, B, C = "storage0:1", "storage1:1", "storage2:1"
 
 
 class Chosen(Random):
-    """Chance that always chooses the first, and rolls what it is told."""
+    """Chance that always chooses the first, and returns the given rolls."""
 
     def __init__(self, roll=0.0, first=0):
         super().__init__(1)
@@ -56,7 +56,7 @@ def new_session(cluster):
 
 
 def healed(cluster):
-    """Let all become whole; what was told meanwhile is checked by that."""
+    """Let all become whole; this checks what was reported meanwhile."""
     cluster.workload.is_over = False
     cluster.run_healed()
     return cluster.checks.counts

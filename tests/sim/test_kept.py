@@ -1,4 +1,4 @@
-"""Schedules of seeds that found a fault of ours which no told story shows: kept, and shortened."""
+"""Schedules of seeds that found a fault of ours which no written story shows: kept, shortened."""
 
 import struct
 from dataclasses import replace
@@ -23,7 +23,7 @@ KEPT = Path(__file__).parent / "kept"
 
 
 def test_a_session_that_zookeeper_has_forgotten_is_not_overruled_by_an_older_log(monkeypatch):
-    """What was told as lost in it lies on a replica that it had left out, and stays lost."""
+    """What was reported as lost in it lies on a replica that it had left out, and stays lost."""
     schedule = Schedule.from_json((KEPT / "510002228.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(Recovery, "objection", lambda _self, _answer: None)
@@ -76,7 +76,7 @@ def test_a_lost_sector_under_older_records_does_not_keep_a_log_closed(monkeypatc
 
 
 def test_records_whose_batch_has_rotted_with_them_are_repaired(monkeypatch):
-    """Their chain was to be checked against the batch, which can be made anew from them only."""
+    """Their chain had to be checked against the batch, which can be rebuilt from them only."""
     schedule = Schedule.from_json((KEPT / "1001913.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(Segments, "prove", lambda *_: False)
@@ -98,8 +98,8 @@ def test_a_batch_that_rots_behind_the_marker_is_not_cut_where_a_log_continues(mo
 
 
 def test_what_a_hanging_disk_makes_an_owner_ask_twice_is_no_rival(monkeypatch):
-    """What it had sent on the link that it gave up was read last, and its later question refused
-    as of a session that somebody else had: the partition was halted for good."""
+    """What it had sent on the link that it closed was read last, and its later question refused
+    as of a session that another owner had: the partition was halted for good."""
     schedule = Schedule.from_json((KEPT / "8803332.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
     monkeypatch.setattr(service, "ConnectionSuperseded", SessionFenced)

@@ -81,7 +81,7 @@ def test_a_story_that_reports_something_else_is_noticed():
 
 
 def test_the_checkers_look_on(monkeypatch):
-    """A promise that is broken within a story is no matter of how it is told."""
+    """A broken promise within a story does not depend on how the story is written."""
     monkeypatch.setattr(session_recovery, "decide", lambda maxes, **_: min(maxes, default=None))
     with pytest.raises(Violation, match="DecisionCovers"):
         outcome(

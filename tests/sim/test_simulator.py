@@ -173,7 +173,7 @@ def test_a_blocked_way_is_found_out_late(two):
 
 
 class TestOutliving:
-    """What was sent arrives when its sender has given the link up, and heard on another one."""
+    """What was sent arrives when its sender has closed the link, and opened another one."""
 
     def held(self, two):
         late = []

@@ -1,6 +1,6 @@
 """A real storage directory whose power goes: at random, and at every step of each call.
 
-Slower than a unit test of one file may be: every case opens the directory anew, often twice.
+Slower than a unit test of one file may be: every case opens the directory again, often twice.
 """
 
 import random

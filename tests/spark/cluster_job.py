@@ -64,7 +64,7 @@ def main(connect: str, results: str, count: int, options: dict[str, str]) -> Non
         "zone": spark.conf.get("spark.sql.session.timeZone"),
         "rows_in_batch": spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch"),
     }
-    print(json.dumps(report))  # noqa: T201 - whoever has submitted it reads it
+    print(json.dumps(report))  # noqa: T201 - the submitter reads it
     spark.stop()
 
 

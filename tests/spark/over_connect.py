@@ -238,7 +238,7 @@ def test_errors_are_one_sentence(spark: SparkSession, connect: str, marks: dict[
         writer.save(connect)
     assert is_one_sentence(refused.value)
     with pytest.raises(PySparkException, match="TABLE_OR_VIEW_NOT_FOUND") as other:
-        spark.sql("SELECT * FROM nobody_has_made_this").collect()
+        spark.sql("SELECT * FROM no_such_relation").collect()
     assert not isinstance(other.value, errors.WaltzError)
 
 
@@ -318,7 +318,7 @@ def test_streams_in_and_out(
         assert len(query.recentProgress) >= (2 if HAS_ADMISSION_CONTROL else 1)
         files = spark.read.parquet(str(tmp_path / "files"))
         assert files.count() == files.distinct().count() == 60 * times
-    wait_until("the listener is told", lambda: output)
+    wait_until("the listener is called", lambda: output)
     spark.streams.removeListener(listener)
 
     middle = dict(waltz_spark.snapshot(spark, connect).high_water_marks)

@@ -63,7 +63,7 @@ class Gate:
             self._until_in_log(b"task%d-" % SLOW)
             self._print("first is in")
             self._until("second is in")
-            self._print("first goes on")
+            self._print("first continues")
 
     def _second(self, rows: range) -> None:
         if 0 in rows:
@@ -72,7 +72,7 @@ class Gate:
             # Only the second attempt has sent what comes after the first half.
             self._until_in_log(b"task%d-%d-" % (SLOW, SLOW * ROWS + ROWS // 2))
             self._print("second is in")
-            self._until("first goes on")
+            self._until("first continues")
 
     def _until_in_log(self, prefix: bytes) -> None:
         until_some_are_there(self.connect, prefix, self.after)

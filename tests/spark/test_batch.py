@@ -290,7 +290,7 @@ def test_append_from_threads(spark: SparkSession, connect: str) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         found = [pool.submit(write, "anna", 200, 239), pool.submit(write, "boris", 220, 259)]
-    # Whoever was faster, each aircraft was dispatched once.
+    # Whichever was faster, each aircraft was dispatched once.
     assert sum(each.result() for each in found) == 60
 
 

@@ -154,7 +154,7 @@ def test_rows_in_another_order_and_equal_rows_are_matched(write: Write) -> None:
 
 @contextlib.contextmanager
 def straggling(write: Write, job: Job, rows: list[bytes]) -> Iterator[list[ConnectionSuperseded]]:
-    """Run the block while an attempt has half of its rows in the log; it goes on afterwards."""
+    """Run the block while an attempt has half of its rows in the log; it continues afterwards."""
     may_go_on = threading.Event()
     failures: list[ConnectionSuperseded] = []
 
@@ -407,7 +407,7 @@ def test_an_earlier_micro_batch_does_not_restart(write: Write) -> None:
 def test_a_server_that_dies_between_two_attempts(
     write: Write, cluster: waltz_core.local.LocalCluster
 ) -> None:
-    """The next owner has forgotten who was fenced; the generation says so, and the node."""
+    """The next owner has forgotten the fenced attempt; the generation and the node record it."""
     rows, job = rows_of(0, 120), write.job()
     with straggling(write, job, rows) as failures:
         cluster.kill("server-1")

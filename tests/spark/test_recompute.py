@@ -216,7 +216,7 @@ def test_results_of_several_writes_lie_side_by_side(
     spark: SparkSession, connect: str, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "results")
-    spark.range(3).write.parquet(path)  # somebody's own
+    spark.range(3).write.parquet(path)  # of the user
     results = [
         waltz_spark.append(counters(spark, key, 1, 0), connect, dataFormat="json", resultsPath=path)
         for key in (9009, 9010)
@@ -284,7 +284,7 @@ def batch_of(key: int, rows: list[int]) -> pa.RecordBatch:
 
 def test_rows_computed_again_are_found_again(spark: SparkSession, connect: str) -> None:
     """An attempt that is run again finds them by their identity, whatever they became."""
-    job = job_of(connect, "anew-1", identityColumns="row")
+    job = job_of(connect, "again-1", identityColumns="row")
     first = job.write_task(iter([batch_of(9101, [0, 1, 2])]), 0, 0)  # and its answer is lost
     assert (first.committed, first.recomputed) == (3, 2)
     written = job.write_task(iter([batch_of(9101, [0, 1, 2, 3, 4])]), 0, 1)
@@ -295,7 +295,7 @@ def test_rows_computed_again_are_found_again(spark: SparkSession, connect: str) 
 def test_without_identity_nothing_is_written_twice_either(
     spark: SparkSession, connect: str
 ) -> None:
-    job = job_of(connect, "anew-2")
+    job = job_of(connect, "again-2")
     job.write_task(iter([batch_of(9102, [0, 1, 2])]), 0, 0)
     with pytest.raises(BadRequest, match=r"found by option identityColumns"):
         job.write_task(iter([batch_of(9102, [0, 1, 2, 3, 4])]), 0, 1)
@@ -303,7 +303,7 @@ def test_without_identity_nothing_is_written_twice_either(
 
 
 def test_rows_of_one_identity_fail_the_write(spark: SparkSession, connect: str) -> None:
-    job = job_of(connect, "anew-3", identityColumns="key")
+    job = job_of(connect, "again-3", identityColumns="key")
     job.write_task(iter([batch_of(9103, [0])]), 0, 0)
     with pytest.raises(BadRequest, match=r"several rows have the same key, but different"):
         job.write_task(iter([batch_of(9103, [0, 1])]), 0, 1)

@@ -93,7 +93,7 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(both: Both, tmp_path
     }
     assert {each["Host"] for each in job.attempts() if each["won"]} == both.hosts
 
-    # Whoever reads through a server has it look into its cache, or fetch from a storage.
+    # A reader through a server has it look into its cache, or fetch from a storage.
     assert both.total("waltz_server_cache_reads_total") == 0
     assert both.total("waltz_server_fetched_bytes_total") == 0
     assert both.total("waltz_storage_read_bytes_total") > COUNT * ROW_BYTES
@@ -149,4 +149,4 @@ def test_two_attempts_of_a_task_write_at_one_time(both: Both, tmp_path: Path) ->
         assert first["Host"] != second["Host"]
         assert (first["won"], second["won"]) == (False, True)
     for write in WRITES:
-        assert (tmp_path / write / "first goes on").exists()  # while the second was inside, too
+        assert (tmp_path / write / "first continues").exists()  # while the second was inside, too

@@ -1,4 +1,4 @@
-"""A log that is made anew under a stream: told in a sentence, or read from its start."""
+"""A log that is recreated under a stream: an error, or a read from its start."""
 
 import json
 import shutil

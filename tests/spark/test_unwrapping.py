@@ -54,7 +54,7 @@ def test_a_wrong_option(spark: SparkSession, connect: str) -> None:
 
 
 def test_it_is_sparks_error_too(spark: SparkSession, connect: str) -> None:
-    """So that what waits for Spark's classes goes on to do so."""
+    """So that what waits for Spark's classes continues to do so."""
     with pytest.raises(AnalysisException) as caught:
         read(spark, connect, partitions="99").count()
     assert isinstance(caught.value, errors.BadConfig)
@@ -142,7 +142,7 @@ def test_what_a_users_function_raises_over_it_stays(
 
 def test_other_errors_stay_as_they_are(spark: SparkSession) -> None:
     with pytest.raises(AnalysisException, match="TABLE_OR_VIEW_NOT_FOUND") as analysis:
-        spark.sql("SELECT * FROM nobody_has_made_this").collect()
+        spark.sql("SELECT * FROM no_such_relation").collect()
     with pytest.raises(PySparkException, match="DIVIDE_BY_ZERO") as arithmetic:
         spark.sql("SELECT 1 / id FROM range(1)").collect()
     with pytest.raises(Py4JJavaError) as java:

@@ -54,7 +54,7 @@ ORDINARY_WORDS = frozenset(
 CHANGES = {"acquire", "next", "pop", "popitem", "popleft", "remove", "send", "setdefault", "step"}
 # third-party module -> the only files that may name it
 ONE_DOOR = {
-    # A second CRC-32: who verifies a disk shares no code with who has written it.
+    # A second CRC-32: the verifier of a disk shares no code with its writer.
     "crcmod": ("waltz_core/offline/layout.py",),
     "kazoo": (
         "waltz_core/cluster/zookeeper/zookeeper_session.py",
@@ -492,7 +492,7 @@ def test_nothing_is_pickled_or_evaluated():
 
 
 def test_an_assertion_only_looks():
-    """Python leaves them out when it is told to, with whatever they do."""
+    """Python can be configured to leave them out, with everything that they do."""
     wrong = [
         f"{s.path}:{each.lineno} does something: {ast.unparse(each)}"
         for s in product()

@@ -43,7 +43,7 @@ def until(condition):
 
 
 class Plain(Callbacks):
-    """Counts, and does what it is told."""
+    """Counts, and runs a given function."""
 
     def __init__(self, act, answer=PoisonPolicy.STOP):
         self.act, self.answer, self.applied, self.errors = act, answer, 0, []
@@ -59,7 +59,7 @@ class Plain(Callbacks):
 
 
 async def nothing():
-    """What an async function returns when nobody awaits it."""
+    """What an async function returns when it is not awaited."""
 
 
 @pytest.mark.parametrize("act", [lambda: sys.exit(3), nothing])
@@ -69,7 +69,7 @@ def test_what_a_callback_does_on_its_thread_ends_no_more_than_its_feed(waltz_mem
         client.append(b"poison", partition=0).result()
         client.subscribe(callbacks, [0])
         until(lambda: client.partitions == ())
-        assert client.append(b"and it goes on", partition=0).result() == 1
+        assert client.append(b"and it continues", partition=0).result() == 1
     assert [type(each) for each in callbacks.errors] == [errors.UsageError]
 
 
@@ -94,7 +94,7 @@ def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
         for context in (leaves(), leaves_early()):
             with pytest.raises(errors.UsageError, match="SystemExit was raised on a worker thread"):
                 client.submit(context).result(HANG_S)
-        assert client.append(b"and it goes on", partition=0).result() == 0
+        assert client.append(b"and it continues", partition=0).result() == 0
 
 
 def test_an_iterator_at_its_end_keeps_no_process_waiting(waltz_memory):
@@ -158,11 +158,11 @@ def test_a_client_of_another_event_loop_says_so_and_lives_on(waltz_memory):
 def test_callbacks_of_the_other_client_are_refused(waltz_memory):
     class Late(Callbacks):
         async def apply_transaction(self, transaction):
-            """Nobody awaits it."""
+            """It is not awaited."""
 
     class Early(AsyncCallbacks):
         async def apply_transaction(self, transaction):
-            """Nobody awaits it."""
+            """It is not awaited."""
 
     async def subscribe_plain():
         async with waltz_memory.async_client() as client:
@@ -186,7 +186,7 @@ def test_the_next_locked_appends_are_refused_and_no_more(waltz_memory):
     locks = [lock("a")]
     with waltz_memory.client() as client:
         waltz_memory.refuse_next(2)
-        client.append(b"free", partition=0).result()  # checks nothing, so nobody can be faster
+        client.append(b"free", partition=0).result()  # checks nothing, so no client can be faster
         client.append(b"free", partition=0, append_locks=locks).result()
         for kind in ("write_locks", "read_locks"):
             with pytest.raises(errors.LockFailed):
@@ -221,7 +221,7 @@ def test_a_context_that_is_always_refused_expires(waltz_memory):
 @pytest.mark.parametrize("error", [errors.BadRequest, errors.TooLarge, errors.ClientAhead])
 def test_an_append_fails_and_is_not_in_the_log(waltz_memory, error):
     with waltz_memory.client() as client:
-        waltz_memory.fail_next_append(2, error("as told"))
+        waltz_memory.fail_next_append(2, error("as planned"))
         failed = [client.append(b"%d" % i, partition=0) for i in range(3)]
         for future in failed[:2]:
             with pytest.raises(error):
@@ -236,12 +236,12 @@ def test_what_clients_repair_they_repair_for_as_long_as_a_request_may_take(
 ):
     monkeypatch.setattr(appends, "RESEND_FULL_DELAY_S", 0.005)
     with waltz_memory.client(replace(SHORT, request_timeout_ms=1_000)) as client:
-        waltz_memory.fail_next_append(2, error("as told"))
-        assert client.append(b"mended", partition=0).result() == 0
-        waltz_memory.fail_next_append(1_000_000, error("as told"))
+        waltz_memory.fail_next_append(2, error("as planned"))
+        assert client.append(b"repaired", partition=0).result() == 0
+        waltz_memory.fail_next_append(1_000_000, error("as planned"))
         with pytest.raises(error):
-            client.append(b"given up", partition=0).result()
-        waltz_memory.fail_next_append(0, error("as told"))
+            client.append(b"abandoned", partition=0).result()
+        waltz_memory.fail_next_append(0, error("as planned"))
         assert client.append(b"after", partition=0).result() == 1
 
 
@@ -258,7 +258,7 @@ def test_a_whole_batch_fails(waltz_memory):
 
 def test_a_context_outlives_a_failure(waltz_memory):
     with waltz_memory.client() as client:
-        waltz_memory.fail_next_append(2, errors.Overloaded("as told"))
+        waltz_memory.fail_next_append(2, errors.Overloaded("as planned"))
         context = RecordingContext(0)
         assert client.submit(context).result() == 0
         assert len(context.marks) == 3
@@ -269,7 +269,7 @@ def test_an_outcome_is_unknown_and_the_client_continues(waltz_memory, enters_log
     # Long enough for what the client does afterwards, too.
     patient = replace(SHORT, request_timeout_ms=3_000)
     with waltz_memory.client(patient) as client, waltz_memory.client() as other:
-        waltz_memory.fail_next_append(1, errors.OutcomeUnknown("nobody"), enters_log=enters_log)
+        waltz_memory.fail_next_append(1, errors.OutcomeUnknown("no server"), enters_log=enters_log)
         context = RecordingContext(0)
         with pytest.raises(errors.OutcomeUnknown):
             client.submit(context).result()
@@ -340,8 +340,8 @@ def test_a_suspended_feed_holds_back_what_is_committed(waltz_memory):
         client.append(b"a", partition=0).result()
         ledger.until(lambda: ledger.ids == [0])
         waltz_memory.suspend_feed()
-        # Whoever has not applied it is late, and stays so.
-        won = client.append(b"b", partition=0, append_locks=[lock("told")]).result()
+        # A client that has not applied it is late, and stays so.
+        won = client.append(b"b", partition=0, append_locks=[lock("recorded")]).result()
         context = RecordingContext(0)
         context.timeout_ms = 100
         with pytest.raises(errors.ViewBehind):

@@ -1,4 +1,4 @@
-"""The benches of the storage engine: what they tell was done, and nothing of it stays."""
+"""The benches of the storage engine: they did what they report, and leave nothing behind."""
 
 import json
 

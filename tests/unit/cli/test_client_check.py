@@ -41,7 +41,7 @@ def test_many_clients_under_one_lock_leave_a_log_that_is_valid(capsys, connected
         assert code == 0
         assert found["is_valid"]
         assert (found["clients"], found["written"], found["checked"]) == (3, 60, 180)
-        assert found["attempts"] > 60, "nobody was ever refused: nothing was tested"
+        assert found["attempts"] > 60, "no append was ever refused: nothing was tested"
         assert found["ids"] == {"0": [0, 29], "1": [0, 29]}
         data = [[each.data for each in waltz.transactions(p)] for p in (0, 1)]
         assert data == [[text_of(number) for number in range(30)]] * 2

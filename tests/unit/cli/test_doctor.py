@@ -21,7 +21,7 @@ CONNECT = "127.0.0.1:1/waltz/none"
 
 @pytest.fixture
 def gathered(monkeypatch, tmp_path):
-    """Let the doctor be told these facts, one after the other; the last one stays."""
+    """Let the doctor receive these facts, one after the other; the last one stays."""
     monkeypatch.setattr(doctor_command, "LOOK_AGAIN_S", 0.0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
@@ -110,7 +110,7 @@ def test_a_node_of_zookeeper_says_what_it_is():
 
 
 def test_it_ends_though_no_process_says_anything():
-    """A port that takes connections and is silent is told as such, by its node's name."""
+    """A port that takes connections and is silent is reported as such, by its node's name."""
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         connect = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:1/waltz/none"

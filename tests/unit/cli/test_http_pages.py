@@ -1,4 +1,4 @@
-"""Pages of daemons: every number is read as it is, and whatever is no page is told."""
+"""Pages of daemons: every number is read as it is, and an unknown page is reported."""
 
 import contextlib
 import http.server

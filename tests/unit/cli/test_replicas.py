@@ -1,4 +1,4 @@
-"""Links to storages as an owner's: what is said unasked is passed over, what is wrong is told."""
+"""Links to storages as an owner's: they ignore unasked messages, and report wrong ones."""
 
 import asyncio
 import struct

@@ -1,4 +1,4 @@
-"""`storage scrub` waits for a disk, and not for ever."""
+"""`storage scrub` waits for a disk, and not without limit."""
 
 import time
 from contextlib import asynccontextmanager

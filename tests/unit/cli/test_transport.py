@@ -1,4 +1,4 @@
-"""How a command is told that it has to speak TLS."""
+"""How a command learns that it has to speak TLS."""
 
 import contextvars
 import ssl

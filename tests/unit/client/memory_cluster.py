@@ -1,6 +1,6 @@
 """A cluster in one process: the server's own partition machine over a log in memory, real TCP.
 
-What is not real is what lies below a served partition: replication commits at once (or when told
+What is not real is what lies below a served partition: replication commits at once (or on request
 to), and reads come from the log in memory. ZooKeeper is the one of
 `cluster/zookeeper/zookeeper_in_memory.py`.
 """

@@ -1,7 +1,7 @@
 """A partition's server as a client may meet it: links break, answers are lost, owners change.
 
 It keeps the promises of `server/append/mounts.py` and `server/locking/tickets.py` and nothing more,
-so a client that believes more than it was promised is caught by `ModelWorld.check`.
+so a client that assumes more than it was promised is caught by `ModelWorld.check`.
 """
 
 import struct
@@ -95,7 +95,7 @@ class ModelWorld:
                 case stream_events.Send():
                     self.send(effect)
                 case stream_events.ParcelSettled() | stream_events.ParcelRefused():
-                    assert effect.token not in self.settled, "told twice"
+                    assert effect.token not in self.settled, "settled twice"
                     self.settled[effect.token] = effect
                 case stream_events.Fed():
                     assert effect.first == len(self.fed), "the feed is not dense"
@@ -338,7 +338,7 @@ class ModelWorld:
         self.log.append(ReqId(99, self.generation, PARTITION, len(self.log)))
 
     def move(self) -> None:
-        """Another server takes over: the old one's appends are committed or lost, none is told."""
+        """Another server takes over: the old one's appends are committed or lost, unanswered."""
         while self.queue and self.random.random() < 0.5:
             self.process()
         self.queue.clear()

@@ -1,4 +1,4 @@
-"""Short words for telling a stream's story: what it is sent, what it is expected to send."""
+"""Short words for a stream's story: what it is sent, what it is expected to send."""
 
 from random import Random
 

@@ -16,7 +16,7 @@ from waltz_core.records.record import SessionId
 from waltz_core.wire.messages import Reason
 
 BATCH = b"two rows"
-GONE = errors.Unreachable("nobody is there")
+GONE = errors.Unreachable("no server is there")
 
 
 class Author:
@@ -160,7 +160,7 @@ SEEN = FollowedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset())
     "fields", [{"is_attempt": True}, {"follows": SEEN}, {"deadline_s": 0.0}, {}]
 )
 def test_what_may_have_become_stale_is_not_sent_again(monkeypatch, fields, reason):
-    """An attempt is computed anew, and so is what was computed from what is lost with it."""
+    """An attempt is computed again, and so is what was computed from what is lost with it."""
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_DELAY_S", 0)
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
 
@@ -299,7 +299,7 @@ def test_room_is_given_first_come_first_served_and_back_when_no_process_wants_it
         async with asyncio.TaskGroup() as group:
             large = group.create_task(window.take(5, 1))
             await asyncio.sleep(0)
-            assert not window.try_take(1, 1), "somebody waits already"
+            assert not window.try_take(1, 1), "another caller waits already"
             group.create_task(window.take(1, 1))
             await asyncio.sleep(0)
             window.give(8, 1)

@@ -65,7 +65,7 @@ async def test_what_a_cluster_is():
     async with memory_cluster(partition_count=3) as cluster, cluster.client().opened() as client:
         assert client.cluster() == ("test", KEY.bytes, 3)
         assert client.partition_count == 3
-        assert client.client_id is None  # who only asks needs none
+        assert client.client_id is None  # a client that only reads needs none
         assert await client.high_water_marks() == {0: -1, 1: -1, 2: -1}
         assert await client.mount() == {0: -1, 1: -1, 2: -1}
         assert client.client_id == 1
@@ -331,7 +331,7 @@ async def test_a_batch_lost_with_a_session_is_reported_and_not_sent_again():
 
 @pytest.mark.parametrize("committed", [0, 1])
 def test_the_log_is_read_when_a_connection_breaks(committed):
-    """Committed or not: what is told is what the log says, and nothing is in it twice."""
+    """Committed or not: the outcome agrees with the log, and nothing is in it twice."""
 
     @on_virtual_loop
     async def story():
@@ -746,7 +746,7 @@ async def test_a_slow_application_costs_bounded_memory_and_misses_nothing():
 # ---------------------------------------------------------------------------------------------
 # outages
 
-# Of who reads: on a busy machine an append may take as long, so another client writes.
+# Of the reader: on a busy machine an append may take as long, so another client writes.
 BRIEF = replace(
     QUICK, request_timeout_ms=250, feed_ahead_count_max=1_000, range_bytes_max=64 * 1024
 )
@@ -955,7 +955,7 @@ async def test_one_that_is_in_no_group_asks_for_none():
 
 
 # ---------------------------------------------------------------------------------------------
-# told where everything is
+# given the layout
 
 
 @on_virtual_loop
@@ -1130,7 +1130,7 @@ async def test_a_client_whose_opening_is_cancelled_leaves_nothing_behind():
 
 @on_virtual_loop
 async def test_a_flush_waits_for_what_was_appended_before_and_for_nothing_else():
-    """A service that always has an append under way would wait for ever."""
+    """A service that always has an append under way would wait without end."""
     async with memory_cluster() as cluster, cluster.client().opened() as client:
         await client.mount([0])
         is_flushed = False

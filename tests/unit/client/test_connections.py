@@ -77,7 +77,7 @@ def test_when_the_one_that_dials_is_cancelled_another_one_dials_for_all(door):
 
 
 def test_a_dial_that_fails_is_reported_to_all_who_wait_for_it(door):
-    found = asyncio.run(share(door, 3, address="127.0.0.1:1"))  # nobody listens there
+    found = asyncio.run(share(door, 3, address="127.0.0.1:1"))  # no process listens there
     assert isinstance(found[0], errors.Unreachable)
     assert found == [found[0]] * 3
     assert door.count == 1
@@ -85,7 +85,7 @@ def test_a_dial_that_fails_is_reported_to_all_who_wait_for_it(door):
 
 @on_loop
 async def test_a_connection_that_breaks_right_after_the_greeting_is_no_connection(monkeypatch):
-    """A stream on it would hear of nothing, and wait for the answer to its mount."""
+    """A stream on it would receive nothing, and wait for the answer to its mount."""
     listener = await net.listen(Surface.CLIENT, "127.0.0.1", 0, lambda link: link.abort("dead"))
     dial = net.dial
 
@@ -165,7 +165,7 @@ def test_one_that_waits_is_reported_when_the_connection_breaks():
             await until(lambda: got)
             got[0][0].abort("the server has died")
             assert isinstance(await waiting, errors.Unreachable)
-            # Who asks later still waits for nobody.
+            # A later request still does not wait.
             assert isinstance(await ask_or_error(link), errors.Unreachable)
 
     asyncio.run(story())
@@ -179,7 +179,7 @@ async def ask_or_error(link):
 
 
 def test_no_request_has_a_number_that_streams_use():
-    """Their answers are told apart by it."""
+    """It distinguishes their answers."""
 
     async def story():
         async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
@@ -191,7 +191,7 @@ def test_no_request_has_a_number_that_streams_use():
                 assert request.req_id.sequence < CONTROL_SEQUENCE_MIN
                 server.send(HighWaterMarkResponse(request.req_id, 7))
                 assert (await waiting).high_water_mark == 7
-                link._sequence = -(1 << 31)  # the next one is the last before they begin anew
+                link._sequence = -(1 << 31)  # the next one is the last before they begin again
 
     asyncio.run(story())
 
@@ -242,7 +242,7 @@ def test_a_server_is_silent_when_a_process_waits_and_nothing_has_come_since_the_
                 await asking
             link._watch._has_received = False
             look(link)
-            assert len(silences) == 2, "nobody waits for it any more"
+            assert len(silences) == 2, "no request waits for it any more"
             link.send(HighWaterMarkRequest(request.req_id))
             is_waiting[0] = True  # a stream
             look(link)
@@ -252,7 +252,7 @@ def test_a_server_is_silent_when_a_process_waits_and_nothing_has_come_since_the_
 
 
 def look(link):
-    """Let the time of a look have come; there is one before it whenever somebody waits."""
+    """Let the time of a look have come; there is one before it whenever a request waits."""
     assert link._watch._timer is not None
     link._watch._timer.cancel()
     link._watch._look()

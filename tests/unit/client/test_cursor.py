@@ -72,7 +72,7 @@ def test_more_is_asked_for_once_for_each_grant_and_within_bounds():
     assert not cursor.applied(0)  # not before it is half way
     assert cursor.ask() is None
     assert cursor.applied(1)
-    assert not cursor.applied(BEFORE_FIRST)  # told late, changes nothing
+    assert not cursor.applied(BEFORE_FIRST)  # received late, changes nothing
     assert cursor.ask() == 2
 
 

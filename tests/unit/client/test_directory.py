@@ -1,4 +1,4 @@
-"""Directories: one that is told where partitions are, and questions that many have at once."""
+"""Directories: one that is given the layout, and lookups by many callers at once."""
 
 import asyncio
 from types import SimpleNamespace
@@ -54,7 +54,7 @@ def test_what_is_newer_is_learned_and_passed_on():
 
 
 class Asked:
-    """A ZooKeeper that answers when it is told to, and counts who has asked."""
+    """A ZooKeeper that answers on request, and counts its callers."""
 
     where = "zk:2181/shop"
 
@@ -73,7 +73,7 @@ class Asked:
 
 
 async def share(zookeeper, count, *, cancelled=None):
-    """Have many ask at once; return what each was told, None for the one that was cancelled."""
+    """Have many ask at once; return each one's answer, None for the one that was cancelled."""
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
 
     async def ask(partition):
@@ -200,7 +200,7 @@ class Elsewhere:
 
 
 def test_another_cluster_at_the_same_place_answers_no_process(monkeypatch):
-    """Nor the second one who asks: its session is not kept."""
+    """Nor the second caller: its session is not kept."""
 
     async def connect(*_place, **_options):
         return Elsewhere()
@@ -283,7 +283,7 @@ def test_the_owners_that_were_handed_out_stay_as_they_were():
 
 
 class Grouped:
-    """A ZooKeeper that counts who asks for groups."""
+    """A ZooKeeper that counts requests for groups."""
 
     def __init__(self):
         self.count = 0
@@ -348,7 +348,7 @@ def test_what_a_session_has_reported_is_not_reported_by_the_next(monkeypatch):
 
 
 class Slow:
-    """Connects when it is told to, and counts how often that was asked."""
+    """Connects on request, and counts how often that was asked."""
 
     def __init__(self, error=None):
         self.count = 0
@@ -382,7 +382,7 @@ def test_one_that_times_out_before_zookeeper_is_there_does_not_have_it_restart(m
 
 
 def test_that_no_zookeeper_answers_is_reported_to_all_who_wait_for_it(monkeypatch):
-    """Else each of them would wait for all before him."""
+    """Otherwise each of them would wait for all before it."""
 
     async def ask():
         directory = FixedDirectory(LAYOUT, connect_timeout_ms=20_000)
@@ -501,7 +501,7 @@ def test_a_cluster_that_is_rebuilt_under_its_key_is_used_again():
 
 
 def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
-    """An error that no retry can mend would end streams and feeds for good."""
+    """An error that no retry can repair would end streams and feeds for good."""
     zookeeper = Rebuilt()
     directory = ZooKeeperDirectory("zk:2181/shop", connect_timeout_ms=20_000, coordinator=zookeeper)
     in_virtual_time(directory.open(lambda _owners: None))

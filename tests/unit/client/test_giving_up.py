@@ -1,6 +1,6 @@
-"""Callers that wait for a partition and give up leave nothing behind, however long it stands still.
+"""Callers that stop waiting for a partition leave nothing behind, however long it is idle.
 
-Contexts with a deadline, and appends to a partition without a server, give up by the thousands.
+Contexts with a deadline, and appends to a partition without a server, time out by the thousands.
 """
 
 import asyncio
@@ -73,5 +73,5 @@ async def test_one_that_waits_for_outcomes_that_do_not_come_leaves_nothing():
     for _ in range(COUNT):
         await give_up(appends.wait_for_earlier())
     assert not any(each.waiting for each in appends._epochs)
-    appends.abandon(errors.Unreachable("nobody is there"))
+    appends.abandon(errors.Unreachable("no server is there"))
     assert row.future.exception() is not None

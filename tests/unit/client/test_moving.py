@@ -166,7 +166,7 @@ def test_what_is_late_on_an_old_connection_does_not_get_in(moves: int) -> None:
             await until(lambda: old.held["up"])
             await make_moves(cluster, there, moves)
             old.lose_client()
-            # Nothing of it is in the log, so the rows are sent again and the batch is told lost.
+            # Nothing of it is in the log: the rows are sent again and the batch is reported as lost.
             assert (await batch).reasons.tolist() == [Reason.LOST] * 2
             assert sorted([await future for future in futures]) == list(range(5))
             assert cluster.owner(0) is server or moves == 1
@@ -228,7 +228,7 @@ async def test_moves_to_and_fro_lose_nothing_and_double_nothing() -> None:
             await make_moves(cluster, there, 1)
         ids = [await future for future in futures]
         data = [row for _, _, row in cluster.logs[0].rows()]
-        # Each is in the log once, where it was told to be, and in the order of the appends, though
+        # Each is in the log once, where its outcome says, and in the order of the appends, though
         # what was lost on the way was sent again.
         sent = [b"%d-%d" % (turn, i) for turn in range(6) for i in range(40)]
         assert [data[each] for each in ids] == sent
@@ -278,7 +278,7 @@ async def test_what_is_sent_again_keeps_its_place() -> None:
 async def placed_client(
     cluster: MemoryCluster, config: ClientConfig
 ) -> AsyncIterator[OpenedClient]:
-    """A client as a task of Spark's has it: told where everything is, it watches nothing."""
+    """A client as in a Spark task: given the layout, it watches nothing."""
 
     async def connect(*_place: object, **_options: object) -> Coordinator:
         return cluster.zookeeper.coordinator(ROOT)
@@ -290,7 +290,7 @@ async def placed_client(
             yield client
 
 
-@pytest.mark.parametrize("is_placed", [False, True], ids=["watches", "was told"])
+@pytest.mark.parametrize("is_placed", [False, True], ids=["watches", "was placed"])
 @pytest.mark.parametrize("what", ["dialed", "asked", "appended"])
 def test_one_that_waits_for_a_server_that_is_frozen_turns_to_the_next_owner(
     what: str, is_placed: bool

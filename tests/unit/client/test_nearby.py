@@ -1,4 +1,4 @@
-"""What a reader believes of the files of a storage on its own machine."""
+"""What a reader trusts in the files of a storage on its own machine."""
 
 import asyncio
 import errno
@@ -129,10 +129,10 @@ def test_a_file_that_was_cut_meanwhile_is_reported(files, reader):
 
 def test_one_that_hands_over_nothing_is_reported(files, reader, monkeypatch):
     def refuses(_door, _question, *, timeout_s):
-        raise errors.Unreachable(f"nobody within {timeout_s}")
+        raise errors.Unreachable(f"no answer within {timeout_s}")
 
     monkeypatch.setattr(nearby_module.handover, "take", refuses)
-    with pytest.raises(errors.Unreachable, match="nobody"):
+    with pytest.raises(errors.Unreachable, match="no answer"):
         files.read(reader, 10, 12)
 
 
@@ -152,7 +152,7 @@ def test_files_that_a_reader_has_got_beyond_are_given_back(files, reader):
 
 
 class Preadv:
-    """The system's call; tells who made it, and has nothing in memory when it is told so."""
+    """The system call; notes its caller, and can report that nothing is in memory."""
 
     def __init__(self, monkeypatch, error=None):
         self.callers = []
@@ -171,7 +171,7 @@ class Preadv:
         return self._call(descriptor, buffers, offset, flags)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is in memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what is in memory")
 def test_what_is_in_memory_needs_no_thread_once_the_file_is_open(files, reader, monkeypatch):
     system = Preadv(monkeypatch)
     got = [bytes(files.read(reader, first, first + 4).records) for first in (10, 15, 20, 25)]
@@ -180,7 +180,7 @@ def test_what_is_in_memory_needs_no_thread_once_the_file_is_open(files, reader, 
     assert system.callers == ["thread"] * 3 + ["loop"] * 2
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is in memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports what is in memory")
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.EOPNOTSUPP, 0])
 def test_a_thread_waits_for_what_is_on_the_disk(files, reader, monkeypatch, error):
     files.read(reader, 10, 29)

@@ -1,4 +1,4 @@
-"""How a client is opened, and what is said to whoever does it in another way."""
+"""How a client is opened, and the error for any other way."""
 
 import asyncio
 import copy
@@ -29,7 +29,7 @@ async def _forgetting():
     with pytest.raises(errors.UsageError, match=r"^append: the client is not open yet: use `async"):
         await client.append(b"x")
     assert not hasattr(client, "__len__")
-    # What asks any object for what it has (a debugger, numpy) is told no, and goes on.
+    # What asks any object for what it has (a debugger, numpy) receives no, and continues.
     assert not hasattr(client, "shape")
     assert getattr(client, "dtype", None) is None
 

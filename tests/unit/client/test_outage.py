@@ -1,4 +1,4 @@
-"""When an outage is told of, and what is done in one."""
+"""When an outage is logged, and what is done in one."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from waltz_core.records.record import PartitionId
 def logged_at(
     caplog: pytest.LogCaptureFixture, *, quiet_s: float, failures_s: list[float | None]
 ) -> list[float]:
-    """Return when it was told of; None in place of a time: it works again."""
+    """Return when it was logged; None in place of a time: it works again."""
     logged: list[float] = []
 
     async def story() -> None:

@@ -1,4 +1,4 @@
-"""What a reader believes of an answer."""
+"""What a reader trusts in an answer."""
 
 import asyncio
 from collections.abc import Collection
@@ -112,7 +112,7 @@ class Storage:
     def send(self, message: object) -> None:
         assert isinstance(message, RangeRaw)
         assert (message.first, message.last) == (10, 13)
-        # Whoever reads is in no session, and takes what is there of a batch.
+        # A reader is in no session, and takes what is there of a batch.
         assert message.reader
         assert not message.whole_batches
 
@@ -276,7 +276,7 @@ def asked_for_a_range(
     first: int = 10,
     order: tuple[str, ...] = REPLICAS,
 ) -> list[str]:
-    """Return who was asked for 10..14, in order, "server" for the server."""
+    """Return which storages were asked for 10..14, in order, "server" for the server."""
     asked: list[str] = []
 
     class Link:

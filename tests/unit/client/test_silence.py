@@ -1,4 +1,4 @@
-"""When it is told that a server owes an answer and says nothing, and when that it is over."""
+"""When the log reports that a server owes an answer, and when that this is over."""
 
 import asyncio
 import logging

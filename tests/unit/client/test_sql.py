@@ -97,7 +97,7 @@ def test_two_instances_apply_each_transaction_once(engine: sa.Engine) -> None:
         try:
             for number in range(40):
                 each.apply_transaction(transaction(number))
-        except Exception as error:  # noqa: BLE001 - told below
+        except Exception as error:  # noqa: BLE001 - reported below
             failed.append(error)
 
     threads = [threading.Thread(target=run, args=(each,)) for each in instances]

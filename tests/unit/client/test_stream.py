@@ -152,7 +152,7 @@ def test_what_keeps_its_order_does_not_go_before_what_is_sent_again():
         1: [m.Reason.LOST],
         2: [m.Reason.LOST],
     }
-    assert [each.req_id for each in story.sent()] == [req(2)]  # the third: nobody minds
+    assert [each.req_id for each in story.sent()] == [req(2)]  # the third: it is ignored
 
 
 def test_reading_back_continues_until_the_mark():
@@ -212,7 +212,7 @@ def test_headers_that_are_not_those_asked_for_settle_nothing(spoil):
 
 
 # ---------------------------------------------------------------------------------------------
-# what is not believed
+# what is not trusted
 
 
 def test_an_older_generation_is_not_mounted():
@@ -382,7 +382,7 @@ def test_links_are_tried_again_at_once_and_then_after_pauses_that_double():
     for _ in range(7):
         opening = story.done[-1]
         assert isinstance(opening, stream_events.OpenLink)
-        story.step(stream_events.LinkFailed(opening.attempt, errors.Unreachable("nobody")))
+        story.step(stream_events.LinkFailed(opening.attempt, errors.Unreachable("no owner")))
         if story.done:
             pauses.append(0)
             continue
@@ -397,7 +397,7 @@ def test_news_of_the_assignment_end_a_pause():
     story = Story()
     story.step(stream_events.SendAppends(parcel(1)))
     for _ in range(2):
-        story.step(stream_events.LinkFailed(story.done[-1].attempt, errors.NotOwned("nobody")))
+        story.step(stream_events.LinkFailed(story.done[-1].attempt, errors.NotOwned("no owner")))
     assert story.done == []
     assert story.step(stream_events.Moved(1)) == [stream_events.OpenLink(3, ())]
     # What has failed was another server: this one is tried again as if it were the first time.
@@ -574,7 +574,7 @@ def test_no_more_is_asked_for_while_the_application_is_far_behind():
     story.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
     assert story.receive(m.FeedSuspended(request.req_id)) == []
     assert story.step(stream_events.Applied(23)) == []
-    # By then the log may have gone on by any length, so that is found out first.
+    # By then the log may have grown by any length, so that is found out first.
     assert story.step(stream_events.Applied(24)) == [stream_events.OpenLink(2, ())]
     effects = story.mounted(story.link(), 900)
     assert effects[1:] == [stream_events.FeedLags(49, 900), stream_events.Ready(900)]

@@ -15,7 +15,7 @@ from waltz_core.client.read.feed_delivery import HAND_OVER_S_MAX
 
 
 class Shared(AsyncCallbacks):
-    """Remembers what was applied, and goes on from there."""
+    """Remembers what was applied, and continues from there."""
 
     def __init__(self) -> None:
         self.seen: dict[int, list[int]] = defaultdict(list)
@@ -523,7 +523,7 @@ async def test_a_close_that_is_cancelled_continues_and_the_next_one_waits_for_it
 
 @on_virtual_loop
 async def test_a_context_that_waits_for_a_feed_ends_with_its_client():
-    """It waits in the caller's task, which nobody cancels."""
+    """It waits in the caller's task, which is not cancelled."""
     async with memory_cluster() as cluster:
         client = cluster.client()
         await client.open()
@@ -561,7 +561,7 @@ class Hooked(Withdraw):
 
 @on_virtual_loop
 async def test_a_cancellation_that_a_context_raises_is_its_error():
-    """Nobody has cancelled whoever has submitted it, nor closed the client."""
+    """Neither was the caller that submitted it cancelled, nor the client closed."""
     async with two_clients() as (_, one, two):
 
         async def cancelled():

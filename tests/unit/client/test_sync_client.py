@@ -137,7 +137,7 @@ def test_what_begins_while_the_last_tasks_end_is_ended_too():
 
 
 def test_what_slow_callbacks_have_applied_counts_before_the_rest_of_their_run():
-    """The second transaction blocks; a context must not be told that nothing was applied."""
+    """The second transaction blocks; a context must not be notified that nothing was applied."""
     at_second, may_go = threading.Event(), threading.Event()
 
     def apply(transaction):
@@ -239,7 +239,7 @@ def test_ctrl_c_in_a_range_is_ctrl_c(monkeypatch):
 
 
 def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
-    """The fetch has begun, and nobody has its future yet."""
+    """The fetch has begun, and no caller has its future yet."""
     with MemoryWaltz(1) as log, log.client() as client:
         client.append(b"x", partition=0).result(HANG_S)
         asked, hand_over = threading.Event(), asyncio.run_coroutine_threadsafe

@@ -147,7 +147,7 @@ def test_what_was_computed_from_another_state_than_it_is_judged_by_claims_the_se
     assert one.claim() == (-1, None)
     one.following = replace(FOLLOW, session_id=3, base=4, mark=9, locks=frozenset((1,)))
     one.client_high_water_mark = 5
-    assert one.claim() == (5, None)  # it has not asked, and waits as who does not follow
+    assert one.claim() == (5, None)  # it has not asked, and waits like one that does not follow
     assert one.predecessors(5) == ()
     one.set_write_locks([1])
     assert one.claim() == (9, one.following)

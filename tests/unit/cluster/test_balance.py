@@ -146,7 +146,7 @@ def test_what_was_not_looked_at_has_not_lasted(is_alone):
     balancer = Balancer(BalanceLimits(REST_MS, 15_000, 2 * WINDOW_MS))
     owners, uneven = {0: 1, 1: 1, 2: 2, 3: 2}, {0: 10_000, 1: 1_000, 2: 1_000, 3: 1_000}
     assert balancer.plan(owners, (), uneven, (1, 2), 0) == {}
-    if is_alone:  # only one of the servers tells its loads
+    if is_alone:  # only one of the servers reports its loads
         assert balancer.plan(owners, (), uneven, (1,), 10_000) == {}
     else:  # another server was the lead, or servers have come or gone
         balancer.reset_history()
@@ -155,7 +155,7 @@ def test_what_was_not_looked_at_has_not_lasted(is_alone):
 
 
 def test_one_that_only_reports_first_of_more_work_gives_nothing():
-    """All stood still for a while; one server tells that they go on, the other's is from before."""
+    """All were idle for a while; one server reports new load, the other's report is old."""
     balancer = Balancer(BalanceLimits(REST_MS, 15_000, 2 * WINDOW_MS))
     owners = {0: 1, 1: 1, 2: 2, 3: 2}
     loads = {0: 85, 1: 85, 2: 85, 3: 300}

@@ -1,4 +1,4 @@
-"""Loads: what is measured, told and believed."""
+"""Loads: what is measured, reported and trusted."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Live servers and their assignment: who is registered, who is the lead, what is in force."""
+"""Live servers and their assignment: registrations, the lead, and what is in force."""
 
 import asyncio
 import contextlib
@@ -117,7 +117,7 @@ async def test_a_server_that_is_known_to_be_dead_is_taken_out_by_another(cluster
     (dead, _), (other, session) = cluster.member(), cluster.member()
     await dead.register(descriptor(1))
     await other.register(descriptor(2))
-    # What is registered now is another process, or has changed: nobody has seen that one dead.
+    # What is registered now is another process, or has changed: no server has seen that one dead.
     await other.remove_dead(descriptor(1, preferred=[1]))
     assert cluster.registered() == [1, 2]
     session.faults = [WriteFault.REPLY_LOST]
@@ -142,13 +142,13 @@ def test_a_partition_is_handed_over_while_it_is_ones_own(faults):
         async with running(one.follow(seen), two.follow(Inbox())):
             before = await seen.until(lambda view: len(view.owners) > 0)
             generation = before.owners[0].generation
-            assert not await one.hand_over(0, generation)  # there is nobody else
+            assert not await one.hand_over(0, generation)  # there is no other server
             await two.register(descriptor(2))
             view = await seen.until(lambda view: len(view.servers) == 2)
             generation = view.owners[0].generation
             assert view.owners[0].server_id == 1
             session.faults = list(faults)
-            # Of an answer that was lost the next look tells.
+            # The next look returns the outcome of an answer that was lost.
             assert await one.hand_over(0, generation)
             after = await seen.until(lambda view: view.owners[0].server_id == 2)
             assert after.owners[0].generation == generation + 1
@@ -160,7 +160,7 @@ def test_a_partition_is_handed_over_while_it_is_ones_own(faults):
 
 @pytest.mark.parametrize("faults", [[], [WriteFault.REPLY_LOST], [WriteFault.REQUEST_LOST]])
 def test_what_is_handed_over_is_not_given_back_because_it_was_preferred(faults):
-    """Whoever hands it over is sick; the next change of the servers must not bring it back."""
+    """A sick server hands it over; the next change of the servers must not bring it back."""
 
     @in_cluster
     async def story(cluster):
@@ -255,7 +255,7 @@ async def test_only_settled_views_are_called_back_and_each_once(cluster):
     seen = Inbox()
     async with running(onlooker.follow(seen)):
         await seen.until(lambda view: not view.servers)
-        # Nobody does the duty of the lead yet, so the registration is not called back.
+        # No lead does its duty yet, so the registration is not called back.
         await two.register(descriptor(2))
         assert not (await onlooker.read()).is_settled
         async with running(two.follow(Inbox())):
@@ -493,7 +493,7 @@ async def test_one_that_is_known_to_be_dead_is_not_waited_for(cluster):
         first.expire()
         await looked(cluster)
         assert not (await two.read()).is_settled
-        # The lead's own neighbors tell, though the node has gone already.
+        # The lead's own neighbors report it, though the node has gone already.
         await two.remove_dead(descriptor(1))
         await at_two.until(lambda view: list(view.servers) == [2, 3])
         # And right after the return a death is acted on at once as ever.
@@ -621,7 +621,7 @@ async def test_a_preference_waits_no_longer_than_the_lead_does(cluster):
         wished = tasks.create_task(two.prefer(descriptor(2, preferred=[3])))
         await looked(cluster)
         assert not wished.done()
-        # Both who wait are woken when its own neighbors tell that the owner is dead.
+        # Both waiting callers wake when its own neighbors report that the owner is dead.
         await two.remove_dead(descriptor(1))
         await wished
         view = await at_two.until(lambda view: list(view.servers) == [2])

@@ -86,7 +86,7 @@ def test_a_process_quicker_is_no_error():
 
 
 class Looks:
-    """Looks at one node, and can be told to fail."""
+    """Looks at one node, and can be made to fail."""
 
     def __init__(self, nodes):
         self.nodes = nodes

@@ -8,7 +8,7 @@ from waltz_core.errors import CoordinatorUnavailable
 
 
 class Oracle:
-    """Answers when it is told to; notes when each question was put."""
+    """Answers on request; notes when each question was put."""
 
     def __init__(self) -> None:
         self.asked = 0

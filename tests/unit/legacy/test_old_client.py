@@ -1,4 +1,4 @@
-"""What an original is told of what our partitions say, state by state (docs/decisions/020)."""
+"""What a 0.13 client receives for the answers of our partitions (docs/decisions/020)."""
 
 import struct
 import tracemalloc
@@ -358,7 +358,7 @@ def test_one_that_continues_as_if_its_mount_had_not_ended_is_disconnected(
         is None
     )
     assert isinstance(original.note_request(later_request, late_s), EndConnection)
-    # Whoever mounts again has taken it in.
+    # A client that mounts again has processed it.
     assert original.note_request(messages.MountRequest(req(8), -1, 0), late_s) is None
     assert original.note_request(later_request, late_s) is None
     assert translated(original, MountResponse(req(8), READY), late_s) == MountResponse(

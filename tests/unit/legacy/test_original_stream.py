@@ -41,7 +41,7 @@ def append(sequence, mark=-1):
 
 
 class Table:
-    """A partition at an original, and what both sides of it have been told."""
+    """A partition at an original, and what both sides of it have received."""
 
     def __init__(self):
         self.partition = OldServerPartition(0)
@@ -412,7 +412,7 @@ def test_the_feed_goes_as_far_as_the_stream_asks(table):
     assert table.sent == []
     # What is under way needs it, whatever the stream wants.
     assert table.say(append(1)) == [append(1), m.FeedRequest(MOUNT, 10)]
-    # The end of that is not told to the stream, which has not asked for it.
+    # The end of that is not passed to the stream, which has not asked for it.
     assert table.receive(m.FeedSuspended(MOUNT)) == []
 
 

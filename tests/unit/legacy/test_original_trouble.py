@@ -1,4 +1,4 @@
-"""What our client tells at an original server in trouble: nothing wrong, and an end to all."""
+"""What our client reports at a 0.13 server in trouble: nothing wrong, and an end to all."""
 
 import asyncio
 import random
@@ -138,7 +138,7 @@ def test_a_later_one_in_the_log_says_that_an_earlier_one_was_lost(monkeypatch):
 
 
 def test_nothing_is_reported_on_the_word_of_a_server_that_has_lost_the_partition():
-    """Its mark is too old, and what it believes to be lost was found by its successor."""
+    """Its mark is too old, and what it considers lost was found by its successor."""
 
     async def story(cluster):
         async with client_of(cluster) as client:
@@ -151,7 +151,7 @@ def test_nothing_is_reported_on_the_word_of_a_server_that_has_lost_the_partition
             before = cluster.partition(0)
 
             await asyncio.to_thread(cluster.move, 0, 1, kept=1, is_notified=False)
-            # The old owner gives up what was on its way, and answers flushes and mounts.
+            # The old owner abandons what was on its way, and answers flushes and mounts.
             await on_server(cluster, lambda: before.break_session(0))
             await until(lambda: cluster.servers[0].answered.count(8) > 3)
             assert not any(each.done() for each in futures)
@@ -320,7 +320,7 @@ def test_a_partition_moves_from_a_server_of_ours_to_a_0_13_program():
                 first = [await client.append(b"ours", partition=0) for _ in range(3)]
                 assert await results_of(first) == [0, 1, 2]
                 assert not await client.has_old_server()
-                # What is in the log is in the log, whoever serves it.
+                # What is in the log stays in the log, whichever server serves it.
                 cluster.fill(0, 3)
                 cluster.owners[0] = (0, 2)
                 await on_server(cluster, lambda: cluster.servers[0].own(0, cluster.logs[0], 2))

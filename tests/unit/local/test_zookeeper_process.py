@@ -56,7 +56,7 @@ def test_a_directory_that_java_cannot_name_is_refused():
     [("C", "C.UTF-8"), ("POSIX", "C.UTF-8"), ("C.UTF-8", "C.UTF-8"), (None, None)],
 )
 def test_java_names_files_as_python_does(given, passed_on):
-    """Without a locale at all Python itself has chosen one, and told its children of it."""
+    """Without a locale Python itself has chosen one, and passed it on to its children."""
     program = (
         "from waltz_core.local.zookeeper_process import environment as of;"
         "print(of().get('LC_ALL'), of().get('LC_CTYPE'))"

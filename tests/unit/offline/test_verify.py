@@ -1,4 +1,4 @@
-"""`verify`: each kind of damage is told exactly, in which file and where."""
+"""`verify`: each kind of damage is reported exactly, with its file and place."""
 
 import shutil
 from dataclasses import replace
@@ -272,7 +272,7 @@ def test_sessions_of_the_two_control_files_are_compared(storage):
 
 
 def test_records_may_have_no_batches_where_the_slot_says_so(storage):
-    """The marker vouches for records all the same."""
+    """The marker confirms records all the same."""
     write_slot(storage, acked=Marker(35, UNBATCHED), nonce=bytes(16), provisional=Mark(1, 50))
     path = seg(storage, 2, ".chn")
     path.write_bytes(path.read_bytes()[:64])

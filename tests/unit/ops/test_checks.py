@@ -113,7 +113,7 @@ def test_replicas_that_are_behind_or_too_few(case):
 
 
 def test_what_follows_from_a_cause_fails_beside_it(case):
-    """The doctor would tell of the storage only; a check is passed or is not."""
+    """The doctor would report the storage only; a check is passed or is not."""
     case.storage(C, trouble="refused", replicas={})
     case.server(1, out_of_reach=(C,))
     case.states({A: ENGAGED, B: ENGAGED, C: BEHIND})

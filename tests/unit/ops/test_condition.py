@@ -54,7 +54,7 @@ def test_what_a_replica_lacks():
 def test_one_that_answers_is_who_a_session_could_be_opened_with(case):
     case.storage(A, trouble="refused", replicas={})
     case.replica(B, is_stuck=True)
-    case.storage(C, replicas={})  # it has told nothing, and is held for well
+    case.storage(C, replicas={})  # it has reported nothing, and is assumed to be well
     now = standing(case)
     assert now.answering == [C]
     assert now.unknown == [A, B]
@@ -68,7 +68,7 @@ def test_one_that_can_confirm(case):
     assert standing(case).suspects == [A, B]
     assert standing(case).has_no_trusted_quorum
     case.storage(C, trouble="refused", replicas={})
-    assert not standing(case).has_no_trusted_quorum  # somebody who may know is only away
+    assert not standing(case).has_no_trusted_quorum  # a storage that may know is only away
 
 
 def test_what_the_newest_session_says(case):

@@ -148,7 +148,7 @@ def test_without_zookeeper_only_that_is_reported(case):
     found = case.the_only("zookeeper-away")
     assert found.sentence.endswith("of the cluster is unknown: no answer")
     assert found.command == "waltz-core zookeeper run --config zoo.cfg"
-    case.facts = Facts(CONNECT, refusal="who are you")
+    case.facts = Facts(CONNECT, refusal="unknown peer")
     assert case.the_only("zookeeper-refuses").command.endswith(f"--connect '{CONNECT}?auth=FILE'")
     case.facts = Facts(CONNECT, is_no_cluster=True)
     assert case.the_only("no-cluster").sentence.startswith(f"there is no cluster at {CONNECT}; ")
@@ -203,7 +203,7 @@ def test_a_server_that_does_not_answer(case):
 
 
 def test_a_cluster_that_is_spoken_to_in_another_way(case):
-    """Nobody is to be ended for it, and of partitions nothing is known."""
+    """No process must be ended for it, and of partitions nothing is known."""
     said = "expected plain TCP, found TLS"
     for number in (1, 2):
         case.server(number, trouble=said, is_shut=True, served={})
@@ -265,7 +265,7 @@ def test_a_storage_that_does_not_answer(case):
 
 
 def test_a_storage_that_is_only_starting_is_waited_for(case):
-    """After a crash it reads for minutes, and has no port: who ends it has it begin anew."""
+    """After a crash it reads for minutes, and has no port: if it is ended, it begins again."""
     again = f"waltz-core doctor --connect {CONNECT}"
     case.local(MemberFacts("storage-1", A, "up", 79), MemberFacts("storage-2", B, "up", 80))
     case.storage(A, trouble="refused", replicas={})
@@ -278,7 +278,7 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
     case.server(2, served={1: False})
     assert {each.name for each in diagnose(case.facts)} == {"storage-starting", "no-quorum"}
     assert {each.command for each in diagnose(case.facts)} == {again}
-    # From elsewhere nobody knows: to start it a second time does no harm.
+    # From another machine this is unknown: to start it a second time does no harm.
     case.facts = replace(case.facts, local=None)
     assert {each.name for each in diagnose(case.facts)} == {"storage-away", "no-quorum"}
     assert "wait for it" in diagnose(case.facts)[0].sentence
@@ -344,7 +344,7 @@ def test_a_disk_without_room_is_emptied_to_where_there_is_some(case):
     case.storage(SPARE, trouble="refused")
     assert ("disk-nearly-full", A) in case.found()
     assert any("cluster add-storage HOST:PORT" in each.command for each in diagnose(case.facts))
-    # Nobody minds the full disk of a storage that holds nothing.
+    # The full disk of a storage that holds nothing is no finding.
     case.facts = healthy()
     case.storage(SPARE, room=RoomFacts(0, True))
     assert case.found() == []
@@ -573,7 +573,7 @@ def test_a_rebuilding_that_was_broken_off_continues(case):
     found = case.the_only("rebuilding-unfinished")
     assert found.about == "0"
     assert found.command == REBUILD.replace("--replicas 3", "--replicas COUNT")
-    # It is told also while nothing is assigned, as when the command has just made the nodes.
+    # It is reported also while nothing is assigned, as when the command has just made the nodes.
     case.cluster(assigned={0: (), 1: (A, B, C)})
     case.storage(A, replicas={1: ReplicaFacts(last_session=7, last=90)})
     assert " --replicas COUNT --storage " in case.the_only("rebuilding-unfinished").command
@@ -591,7 +591,7 @@ def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_again(
         f"--from-directory here/.waltz/storage-1 --replicas COUNT --storage {A}:5281"
     )
     assert f" && {rebuild} --only-nodes && {{ {rebuild} & " in found.command
-    # That its processes end for that is told by it.
+    # This finding also covers the end of its processes.
     case.local(MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "down"))
     assert case.the_only("cluster-lost")
 
@@ -633,7 +633,7 @@ def test_a_storage_that_answers_appends_much_later_than_the_others(case):
     )
     for times in (
         {A: (30, 180_000)},  # nothing to compare it with
-        {A: (30, 49_000), **usual},  # noticed by nobody
+        {A: (30, 49_000), **usual},  # not noticed
         {A: (9, 180_000), **usual},  # too few seconds
         {A: (30, 180_000), B: (30, 60_000), C: (30, 40_000)},
         usual,

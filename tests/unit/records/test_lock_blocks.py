@@ -1,4 +1,4 @@
-"""Lock blocks: what is believed of them, and what is not."""
+"""Lock blocks: what is trusted in them, and what is not."""
 
 import struct
 
@@ -34,7 +34,7 @@ def block(first, last, *values, before=None, history=0):
 
 
 def trusted(data, at, steps_max=1_000):
-    """Return first, last and locks of all blocks that are believed below an end of the log."""
+    """Return first, last and locks of all blocks that are trusted below an end of the log."""
     blocks, found = Blocks(data), []
     while (one := blocks.below(at, steps_max)) is not None:
         found.append((one.first, one.end.last, bytes(one.locks)))

@@ -113,7 +113,7 @@ class Bench:
         return message, answer
 
     def ask_zookeeper(self, outcome="ok"):
-        """Answer the oldest question: "ok", "lost" (done, but nobody knows), "away" (not done)."""
+        """Answer the oldest question: "ok", "lost" (done, without an answer), "away" (not done)."""
         effect = self.questions.popleft()
         if outcome == "away":
             self.step(session_events.MetadataUnknown(effect.attempt, "away"))

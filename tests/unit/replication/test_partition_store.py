@@ -68,7 +68,7 @@ def test_a_claim_of_unknown_outcome_is_read_again(outcome):
     bench.wait(20)
     bench.run()
     assert bench.store.open_session == 0
-    # What did not happen is claimed anew, what did is not claimed twice.
+    # What did not happen is claimed again, what did is not claimed twice.
     assert bench.metadata.session_id == 0
 
 
@@ -718,7 +718,7 @@ def test_one_replica_is_a_quorum_of_one():
 
 
 def test_a_mark_that_was_exposed_never_goes_back():
-    """All disks lose what was acknowledged: nothing is opened over it, and a human is told."""
+    """All disks lose what was acknowledged: nothing opens over it, and the log reports it."""
     bench = Bench()
     bench.open()
     bench.submit()

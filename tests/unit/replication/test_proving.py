@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.proving`: who is asked, when it counts, who is told."""
+"""Unit tests of `waltz_core.replication.proving`: requests, and when an answer counts."""
 
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.proving import Proving

@@ -340,7 +340,7 @@ def test_a_repair_takes_from_the_damage_that_is_known_when_it_is_done():
     fill = repair.fill_step((1, 4))
     assert (fill.answer.first, fill.answer.count) == (1, 2)
     repair.damage_found([(0, 0), (2, 7)])
-    # What was fetched does not begin where the damage begins now, so it is fetched anew.
+    # What was fetched does not begin where the damage begins now, so it is fetched again.
     assert repair.fill_step((2, 7)) == FetchCopy(2, 7, whole_batches=False)
     repair.filled(fill)
     assert repair.damaged == [(0, 0), (3, 7)]
@@ -378,14 +378,14 @@ def test_of_damage_that_was_cut_through_only_what_is_left_is_asked_for():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     one.disk.damaged = {5}
     repair = repair_of(one)
-    repair.damage_found([(5, 6)])  # as a storage tells of records that lie side by side
+    repair.damage_found([(5, 6)])  # as a storage reports adjacent records
     steps = walk(repair, one, source, Goal(5, source.chain), can_fill=lambda _, last: last <= 5)
     assert kinds(steps)[-3:] == ["FetchCopy", "FillDamage", "SetMark"]
     assert not one.disk.damaged
 
 
 # ---------------------------------------------------------------------------------------------
-# what is not believed
+# what is not trusted
 
 
 def range_of(source, first, last):

@@ -24,7 +24,7 @@ def behind(bench, replica, *, batches=8):
 
 
 def run_until(bench, kind):
-    """Go on, one thing at a time, until a request of a kind is under way; return who has it."""
+    """Step until a request of a kind is under way; return the storage that has it."""
     while True:
         for name in bench.names:
             if any(isinstance(message, kind) for message in bench.requests.get(name, ())):
@@ -112,7 +112,7 @@ def test_a_source_that_does_not_answer_is_left_for_another():
 
 
 def answers_otherwise(bench, replica, kind, **fields):
-    """Let a storage do what it is asked, and tell something else of it."""
+    """Let a storage do what it is asked, and report something else."""
     real = bench.storages[replica].handle
 
     def handle(message):
@@ -273,7 +273,7 @@ def test_a_marked_replica_that_cannot_be_repaired_stays():
     bench.reopen()
     bench.wait(100)
     bench.run()
-    # Nobody had it at first. One replica is made whole by hand, so the others can be mended.
+    # No replica had it at first. One is made whole by hand, so the others can be repaired.
     bench.storages[C].disk.damaged = set()
     bench.step(session_events.Checkpoint())
     bench.reopen()
@@ -286,7 +286,7 @@ def test_a_marked_replica_that_cannot_be_repaired_stays():
 
 
 def rejects_repairs(bench, replica):
-    """Let a replica refuse to be mended, until what is returned is set back."""
+    """Let a replica reject repairs, until what is returned is set back."""
     storage = bench.storages[replica]
     real = storage.handle
 
@@ -301,7 +301,7 @@ def rejects_repairs(bench, replica):
 
 
 def with_marks(*, above=3):
-    """Return a bench whose replicas have their marks at 5, and so many batches above them."""
+    """Return a bench whose replicas have their marks at 5, and N batches above them."""
     bench = Bench()
     bench.open()
     for _ in range(3):
@@ -328,7 +328,7 @@ def test_what_lies_below_the_old_mark_and_cannot_be_repaired_holds_up_no_mark():
     assert bench.store.readable_replicas == [A, B, C]
     assert [one["replica"] for one in bench.reports("replica.repair_rejected")] == [B]
     assert not bench.reports("replica.refused")
-    # It is tried again when the replica tells of it again.
+    # It is tried again when the replica reports it again.
     bench.storages[B].handle = real
     reports_damage(bench, B)
     bench.run()
@@ -343,7 +343,7 @@ def test_what_lies_above_the_old_mark_is_repaired_from_another_source_before_the
     bench.reopen()
     bench.wait(LIMITS.answer_ms_max // 2)
     bench.run()
-    # It was offered what each of the others has, and is not marked: nobody vouches for it.
+    # It was offered what each of the others has, and is not marked: no replica confirms it.
     assert len(bench.all_sent(wire.Repair, B)) == 2
     assert bench.all_sent(wire.RangeRaw, A)
     assert bench.all_sent(wire.RangeRaw, C)
@@ -384,7 +384,7 @@ def test_damage_that_grew_while_a_repair_was_under_way_is_repaired_from_its_new_
 
 
 def reports_damage(bench, replica, *damaged):
-    """Let a replica find damage, and tell the owner of all that it knows."""
+    """Let a replica find damage, and report all that it knows to the owner."""
     storage = bench.storages[replica]
     storage.disk.damaged |= set(damaged)
     pairs = b"".join(bad.to_bytes(8, "big") * 2 for bad in sorted(storage.disk.damaged))

@@ -1,4 +1,4 @@
-"""Unit tests of `waltz_core.replication.settling`: which questions are asked, what they tell."""
+"""Unit tests of `waltz_core.replication.settling`: its requests, and what their answers show."""
 
 from types import SimpleNamespace
 

@@ -155,7 +155,7 @@ def test_zookeeper_that_knows_nothing_of_a_batchs_session_is_not_trusted():
     bench.submit(3)
     bench.submit(3)
     for _ in range(2):
-        bench.deliver(C)  # nobody else gets these
+        bench.deliver(C)  # no other storage gets these
     restart(bench, down=[C])
     for name in (A, B):
         bench.requests.get(name, []).clear()
@@ -368,7 +368,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
         bench.wait(LIMITS.answer_ms_max)
         bench.submit()
         bench.run()
-    # Were it given up, it could only come back into another session. So it is told how long.
+    # Were it abandoned, it could only return in another session. So it is asked to wait.
     assert bench.store.open_session == session
     (owing,) = bench.store.replica_waits_ms(bench.now_ms).items()
     assert owing == (C, 4 * LIMITS.answer_ms_max)
@@ -585,7 +585,7 @@ def test_a_disk_that_fails_in_the_fence_is_no_other_owner():
 
 
 def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one():
-    """It is known to be ahead of ZooKeeper; what it has promised since is somebody's session."""
+    """It is known to be ahead of ZooKeeper; its later promise is another owner's session."""
     bench = Bench()
     bench.open()
     bench.storages[A].disk.promised = 99
@@ -606,7 +606,7 @@ def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one():
 
 
 def test_a_storage_that_takes_another_ones_name_is_not_trusted():
-    """It says who it is only in its answer; what it has is another replica's log, or none."""
+    """It identifies itself only in its answer; what it has is another replica's log, or none."""
     bench = Bench()
     bench.own()
     while not bench.requests.get(A):

@@ -1,4 +1,4 @@
-"""What clients are told, in the words of the original's messages and of ours."""
+"""What clients receive, in the words of the original's messages and of ours."""
 
 from waltz_core import errors
 from waltz_core.records.record import (

@@ -54,7 +54,7 @@ MIB = 1024 * 1024
 
 
 class World:
-    """A pipeline with a session and two mounted clients; commits what it is told to."""
+    """A pipeline with a session and two mounted clients; commits on request."""
 
     def __init__(self, limits: PartitionLimits | None = None, *, is_open: bool = True) -> None:
         self.mounts = Mounts(100)
@@ -134,7 +134,7 @@ class World:
         return req_id
 
     def share(self) -> None:
-        """Have the pace believe that a small request has met another client's large ones."""
+        """Make the pace assume that a small request has met another client's large ones."""
         self.pace.started(ConnectionId(99), self.now_ms)
         self.pace.forgotten()
         self.pace.small(B, self.now_ms)
@@ -194,7 +194,7 @@ def results(outcomes: Sequence[AppendOutcome]) -> dict[ReqId, list[tuple[int, Re
 
 
 def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
-    """Return what is told of the rows that are ahead, once the session is proven."""
+    """Return the answers for the rows that are ahead, once the session is proven."""
     found = [each.ticket for each in outcomes if isinstance(each, Ahead)]
     answers_ahead = [world.pipeline.answer_ahead(ticket, is_proved=True) for ticket in found]
     return [each for outcomes in answers_ahead for each in outcomes if isinstance(each, Answer)]

@@ -19,7 +19,7 @@ PACE = BalanceTimes(interval_ms=5, window_ms=100, rest_ms=3_600_000)
 
 
 async def balanced(zookeeper, *, servers, reporting, sick=None):
-    """Return views and rounds of a cluster whose servers balance, those in `telling`.
+    """Return views and rounds of a cluster whose servers balance, those in `reporting`.
 
     The partitions of a server in `sick` do not open, so they cost it nothing.
     """

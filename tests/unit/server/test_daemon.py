@@ -49,7 +49,7 @@ def test_settings_reach_replication() -> None:
 
 
 class Handing:
-    """A coordinator of whom servers only want to hand over; each hand-over waits for `go`."""
+    """A coordinator that only records hand-overs; each hand-over waits for `go`."""
 
     def __init__(self, *, is_taken: bool = True) -> None:
         self.go, self.asked, self.at_once = asyncio.Event(), list[int](), 0
@@ -103,7 +103,7 @@ def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_released(
             asked = [tasks.create_task(server._hand_over(each, 1)) for each in range(4)]
             await turns()
             assert coordinator.asked == [0]
-            # Meanwhile one has begun anew, and one has moved away.
+            # Meanwhile one has begun again, and one has moved away.
             server.hosts[1].partition.is_owned = True
             del server.hosts[2]
             coordinator.go.set()
@@ -146,7 +146,7 @@ def test_what_was_handed_over_is_preferred_again_when_its_storages_answer(
         server.check_connectivity = check  # type: ignore[method-assign]
         await server.prefer([PartitionId(1), PartitionId(0)], [])
         assert await server._hand_over(PartitionId(0), Generation(1))
-        # Somebody asks for another one meanwhile: the sick one is not preferred by that.
+        # A command asks for another one meanwhile: the sick one is not preferred by that.
         await server.prefer([PartitionId(3)], [])
         looking = asyncio.get_running_loop().create_task(server._prefer_again())
         for _ in range(3):
@@ -170,7 +170,7 @@ def test_what_no_process_wants_any_more_is_not_preferred_again(
         looked = asyncio.Event()
 
         async def check() -> list[tuple[str, bool]]:
-            # While the storages are asked, somebody takes the preference back.
+            # While the storages are asked, a command takes the preference back.
             await server.prefer([], [PartitionId(0)])
             looked.set()
             return [(str(each), True) for each in STORAGES]

@@ -1,4 +1,4 @@
-"""Who is read from and who waits: counts, bytes, slow takers of answers, and the memory limit."""
+"""Which connections are read and which wait: counts, bytes, slow readers, and the memory limit."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Authors who follow what is in flight: what they are told, what is let in, what is not."""
+"""Authors that follow what is in flight: what they receive, what is let in, what is not."""
 
 import zlib
 
@@ -29,7 +29,7 @@ HOT, COLD = 5, 6
 
 
 class Authors(World):
-    """A pipeline, and authors who follow."""
+    """A pipeline, and authors that follow."""
 
     def follow(
         self,
@@ -52,12 +52,12 @@ class Authors(World):
         return req_id
 
     def after(self, mark: int, **more) -> ReqId:
-        """An author who was told of everything up to a mark in the session of now."""
+        """An author that has received everything up to a mark in the current session."""
         return self.follow(mark=mark, session=self.session, **more)
 
 
 def predecessor_ids(outcomes) -> dict[ReqId, list[int]]:
-    """Return the ids that each author was told."""
+    """Return the IDs that each author received."""
     return {
         each.message.req_id: [
             record.transaction_id
@@ -138,7 +138,7 @@ def test_while_authors_wait_what_was_gathered_goes_some_time_after_the_batch_bef
     world, _ = in_flight()
     world.follow(BOB)
     assert predecessor_ids(world.turn())
-    world.follow(BOB)  # waits until the one who was told has come, or does not come
+    world.follow(BOB)  # waits until the notified one has come, or does not come
     world.after(0)
     assert predecessor_ids(world.turn())
     world.follow(BOB)
@@ -185,7 +185,7 @@ def test_all_of_its_locks_above_its_mark_and_nothing_else_is_reported():
 def predecessor_ids_for(world: Authors, **asked) -> list[int] | None:
     req_id = world.follow(BOB, **asked)
     out = world.turn()
-    world.now_ms += HELD_MS_MAX  # nobody is expected back any more
+    world.now_ms += HELD_MS_MAX  # no author is expected back any more
     return predecessor_ids([*out, *world.turn()]).get(req_id)
 
 

@@ -1,4 +1,4 @@
-"""What a partition tells the metrics, and when it is owned again."""
+"""What a partition reports to the metrics, and when it is owned again."""
 
 from random import Random
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def test_the_feed_that_is_furthest_behind_is_reported() -> None:
 
 
 class Counted(Metrics):
-    """Metrics that count how often they are told something."""
+    """Metrics that count how often they are updated."""
 
     update_count = 0
 
@@ -65,7 +65,7 @@ def test_what_is_as_it_was_is_not_reported_again() -> None:
 
 
 def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> None:
-    """A late one holds up nobody, and so nobody else would say that it hangs."""
+    """A late one holds up no other, so nothing else would show that it hangs."""
     owed_since, metrics = {}, Metrics("server")
     waits = Waits(
         PartitionId(3), lambda now: {r: now - at for r, at in owed_since.items()}, metrics

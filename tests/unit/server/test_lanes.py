@@ -1,4 +1,4 @@
-"""Fair queueing by bytes: turns, order within a lane, and that nobody saves up turns."""
+"""Fair queueing by bytes: turns, order within a lane, and that no connection saves up turns."""
 
 import random
 from dataclasses import dataclass

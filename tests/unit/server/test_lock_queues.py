@@ -1,4 +1,4 @@
-"""A hot lock: those who were refused are told in turn, and nobody waits for long."""
+"""A hot lock: refused writers are notified in turn, and none waits for long."""
 
 from tests.unit.server.test_append import ALICE, BOB, COMMITTED, LOCK, B, World, results
 from waltz_core.records.record import BEFORE_FIRST
@@ -21,7 +21,7 @@ def contended(*, losers: int = 3, took_ms: int = 1) -> tuple[World, list, dict]:
 
 
 def next_commit(world: World, mark: int, lock: int = HOT) -> dict:
-    """Somebody gets in with a lock; return who is told when that has landed."""
+    """One writer gets in with a lock; return those notified when that has landed."""
     world.single(mark=mark, write=[lock])
     world.turn()
     return results(world.commit())
@@ -34,7 +34,7 @@ def test_one_is_reported_at_each_landing_in_the_order_in_which_they_came() -> No
     assert refused[2] not in answered
     for number, req_id in enumerate(refused[1:], 1):
         answered = next_commit(world, number - 1)
-        # Of the transaction that has come meanwhile, so that nobody waits for less.
+        # Of the transaction that has come meanwhile, so that none waits for less.
         assert answered.pop(req_id) == [(-1, LOCK, number)]
         assert list(answered.values()) == [[(number, COMMITTED, -1)]]
     assert world.pipeline.turn_at_ms(world.now_ms) is None
@@ -190,7 +190,7 @@ def test_a_writer_that_has_gone_holds_no_process_up() -> None:
     world.pipeline.close(B)
     answered = results(world.commit())
     assert there in answered
-    assert set(gone) <= answered.keys(), "they are nobody's, and leave at once"
+    assert set(gone) <= answered.keys(), "they have no client, and leave at once"
     assert world.pipeline.turn_at_ms(world.now_ms) is None
 
 

@@ -31,7 +31,7 @@ def judge(
     next_id: int | None = None,
     eligible: list[bool] | None = None,
 ) -> Judgment:
-    """Judge rows given as {"w": [...], "r": [...], "a": [...]}; marks and log at 0 if not told."""
+    """Judge rows given as {"w": [...], "r": [...], "a": [...]}; marks and log at 0 if not given."""
     write, read, append = (column([row.get(key, []) for row in rows]) for key in "wra")
     marks = mark if isinstance(mark, int) else np.array(mark, dtype=np.int64)
     mask = None if eligible is None else np.array(eligible)

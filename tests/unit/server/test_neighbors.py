@@ -31,10 +31,10 @@ SOME_DIALS = 8
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let nobody wait for a second; count the dials. What a test changes is taken back, too."""
+    """Let no dial wait for a second; count the dials. What a test changes is restored, too."""
     monkeypatch.setattr(neighbors, "OTHER_PAUSE_S", 0.02)
     monkeypatch.setattr(neighbors, "REFUSED_PAUSE_S", 0.001)
-    # A dial that is given up may have come to the listener, which is no server that was reached.
+    # A cancelled dial may have come to the listener, which is no server that was reached.
     monkeypatch.setattr(neighbors, "DIAL_TIMEOUT_S", 15.0)
     dial = net.dial
 
@@ -57,7 +57,7 @@ async def some_dials() -> None:
 
 
 class World:
-    """One server's neighbors, and whom it has taken out."""
+    """One server's neighbors, and those that it has removed."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self.taken_out: list[ServerDescriptor] = []
@@ -72,7 +72,7 @@ class World:
         self.taken_out.append(dead)
 
     async def listen(self, port: int | None = None) -> net.Listener:
-        """Listen; at the same port again, which nobody else is given meanwhile."""
+        """Listen; at the same port again, which no other process is given meanwhile."""
         return await net.listen(Surface.CLIENT, HOST, port or free_port(), self.links.append)
 
 

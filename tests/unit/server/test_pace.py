@@ -107,7 +107,7 @@ def test_without_small_ones_sharing_ends() -> None:
 
 
 def steered(took_ms: list[int]) -> Pace:
-    """A pace whose small requests took 5 ms while calm, and then so long beside a piece."""
+    """A pace whose small requests took 5 ms while calm, and then a given time beside a piece."""
     pace = shared()
     for start_ms in range(100, 60_100, 10):
         pace.small_landed(start_ms, start_ms + 5)
@@ -156,7 +156,7 @@ def test_what_is_measured_beside_a_piece_does_not_count_as_calm() -> None:
 
 
 def after_a_long_flood(for_ms: int) -> Pace:
-    """A pace whose small requests took 5 ms while calm, and 9 ms for so long beside a flood."""
+    """A pace whose small requests took 5 ms while calm, and 9 ms during a flood of a given time."""
     pace = steered([])
     pace.landed(60_100, 60_105)
     for start_ms in range(60_110, 60_110 + for_ms, 10):

@@ -430,7 +430,7 @@ def test_a_mount_over_a_lost_session_is_answered_by_the_next_one() -> None:
 
 
 def test_what_a_closed_connection_waits_for_is_forgotten() -> None:
-    """Without a session it could wait for days, and who comes back asks again each time."""
+    """Without a session it could wait for days, and a client that returns asks again each time."""
     world = ready()
     world.append()
     world.run()
@@ -697,7 +697,7 @@ def test_a_feed_request_that_fits_no_mount_is_reported() -> None:
     world = ready()
     mount = world.mount(BOB, B, feed=True)
     stranger = world.send(B, messages.FeedRequest(world.req_id(BOB), -1))
-    # Whose mount went with an earlier ownership mounts again: it was not told of that.
+    # A client whose mount ended with an earlier ownership mounts again: it was not notified.
     assert world.error(stranger) == errors.NotMounted.code
     ahead = world.send(B, messages.FeedRequest(mount, 7))
     assert len(world.of(messages.ErrorResponse)) == 1
@@ -1049,7 +1049,7 @@ def test_a_proven_mark_is_never_behind_what_was_reported_meanwhile() -> None:
 
 
 def test_an_opening_is_a_proof_as_of_its_write_and_not_of_its_news() -> None:
-    """A server that is paused while its states are written may be replaced before it hears so."""
+    """A server that is paused while its states are written may be replaced meanwhile."""
     world = World()
     metadata, marker = PartitionMetadata(), PartitionMarker(MarkerState.OPEN)
     world.say(replication.WriteMetadata(1, metadata, marker, 0, 0))

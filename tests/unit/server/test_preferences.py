@@ -21,7 +21,7 @@ def test_what_is_asked_for_is_kept_in_its_order():
 def test_what_was_handed_over_rests_for_a_while():
     found = preferring(0, 1)
     assert found.handed_over(1, 100.0)
-    assert not found.handed_over(7, 100.0)  # nobody has asked for that one
+    assert not found.handed_over(7, 100.0)  # no command has asked for that one
     assert (found.wanted, found.resting) == ((0, 1), [1])
     assert found.in_force_after((3,), ()) == (0, 3)
     assert found.rested(159.0) == []

@@ -28,7 +28,7 @@ def answer_to(asked: RangeRaw) -> RangeBytes:
 
 
 class Storage:
-    """Takes requests and answers when it is told to."""
+    """Takes requests and answers when the test says so."""
 
     def __init__(self) -> None:
         self.links: list[net.Link] = []
@@ -86,7 +86,7 @@ async def test_a_link_that_breaks_right_after_the_greeting_is_not_waited_for(mon
 async def test_an_answer_that_comes_too_late_is_no_processes():
     async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
-        # The link is there before time counts: a dial that is given up has asked for nothing.
+        # The link is there before time counts: a cancelled dial has asked for nothing.
         first = tasks.create_task(links.fetch(replica, request(1, 0)))
         await until(lambda: len(there.asked) == 1)
         there.links[0].send(answer_to(there.asked[0]))

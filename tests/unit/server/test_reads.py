@@ -198,7 +198,7 @@ def test_a_fetch_is_not_tried_where_it_has_failed_while_others_are_left(others: 
         fetch = fetch_of(outcomes)
         tried.append(fetch.replica)
         assert len(set(tried)) == len(tried)
-        # So many others come and go that nobody is shunned any more.
+        # So many others come and go that none is shunned any more.
         for place in range(1, others + 1):
             other = fetch_of(ask(each, 10 * place, 10 * place + 9, sequence=place + 1))
             each.fetched(other.token, headers(other, 10), 0)
@@ -231,7 +231,7 @@ def test_one_that_has_failed_is_asked_last_for_a_while() -> None:
         fetch = fetch_of(ask(each, 10 * place, 10 * place + 9))
     assert failed not in asked[:SHUNNED_FETCHES]
     assert failed in asked[SHUNNED_FETCHES : SHUNNED_FETCHES + 3]
-    # Nobody is left out where there is no other.
+    # None is left out where there is no other.
     each.replicas = [failed]
     assert fetch_of(each.failed(fetch.token, "no answer", 0)).replica == failed
 

@@ -23,7 +23,7 @@ def end(last: int, history: int = 0) -> LogEnd:
 
 
 def block(last: int, *locks: int, first: int | None = None, history: int = 0) -> bytes:
-    """A block of one transaction, if not told otherwise; it writes the lock of its own id, too."""
+    """A block of one transaction by default; it writes the lock of its own id, too."""
     low = last if first is None else first
     packed = struct.pack(f">{len(locks) + 1}i", 1_000 + last, *locks)
     return encode(TransactionId(low), end(last, history), end(low - 1).chain, packed)
@@ -244,7 +244,7 @@ def test_what_is_known_to_be_missing_is_not_asked_for_again() -> None:
         assert world.refill.turn_at_ms(world.now_ms) is None
     assert len(world.fetches) == 4
     assert len(world.reports) == reports
-    # After somebody else has had the log all of it is unknown again.
+    # After another owner has had the log all of it is unknown again.
     world.refill.begin(world.table, end(MARK))
     world.ask(SESSION + 9)
     assert world.fetches[4].replica == REPLICAS[0]

@@ -1,4 +1,4 @@
-"""The outcome of each row of an append: told once, and lost only with what it stands on."""
+"""The outcome of each row of an append: reported once, lost only with what it depends on."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The twin itself: does it lose exactly what was not synced, and fail when it is told to?"""
+"""The simulated disk itself: it loses exactly what was not synced, and fails on request."""
 
 from pathlib import Path
 from random import Random

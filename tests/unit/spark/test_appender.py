@@ -196,7 +196,7 @@ def test_a_mark_ahead_of_the_log_ends_the_job() -> None:
 
 
 class LimitedRetries:
-    """Computes refused rows anew: without a "!" they are taken; every third one it leaves out."""
+    """Recomputes refused rows: without a "!" they are taken; every third one it leaves out."""
 
     retries_max = 2
 

@@ -96,7 +96,7 @@ SOURCE = "[PYTHON_DATA_SOURCE_ERROR] Failed to initialize Python data source wri
     [
         WORKER + OURS,
         f"o42.save.\n: org.apache.spark.SparkException: {WORKER}{OURS}{JAVA}",
-        # As PySpark 4.3 tells it: in a task, on the driver, of a stream, over Connect.
+        # As PySpark 4.3 reports it: in a task, on the driver, of a stream, over Connect.
         f"o42.save.\n: org.apache.spark.PythonException: [PYTHON_EXCEPTION] {WORKER[:-1]} {OURS}",
         f"Lost task 0.3 in stage 3.0 (TID 6) (host executor 1): [PYTHON_EXCEPTION] {WORKER}{OURS}",
         f"{SOURCE}{OURS}{JAVA}",
@@ -130,7 +130,9 @@ def test_what_is_raised_over_it_has_the_last_word(between: str) -> None:
     assert type(error_of(RuntimeError(text))) is errors.LockFailed  # it is inside
 
 
-@pytest.mark.parametrize("text", ["", "ValueError: x", "waltz_core.errors.Nobody: x", "LockFailed"])
+@pytest.mark.parametrize(
+    "text", ["", "ValueError: x", "waltz_core.errors.Unknown: x", "LockFailed"]
+)
 def test_other_texts_are_no_processes(text: str) -> None:
     assert trailing_error(text) is None
     assert error_of(RuntimeError(text)) is None

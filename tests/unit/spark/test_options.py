@@ -1,4 +1,4 @@
-"""Options of format("waltz"): every wrong one is a sentence that names it and the mend."""
+"""Options of format("waltz"): every wrong one is a sentence that names it and the fix."""
 
 import pytest
 

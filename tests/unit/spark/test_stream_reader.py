@@ -1,4 +1,4 @@
-"""A micro-batch that was planned just before the log was made anew, and longer."""
+"""A micro-batch that was planned just before the log was recreated, and longer."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What a storage answers its administration, errand by errand; who carries them out is the test."""
+"""What a storage answers its administration, errand by errand; the test carries them out."""
 
 import json
 import zlib
@@ -70,7 +70,7 @@ class Terminal:
         self.errands = []
         self.answered = []
         self.reports = []
-        self.open = []  # effects `RunErrand` that nobody has carried out yet
+        self.open = []  # effects `RunErrand` that were not carried out yet
 
     def post(self, message, *, version=1, connection=1):
         self.take(self.machine.step(AdminRequest(connection, version, message), 0))
@@ -229,7 +229,7 @@ def test_records_are_listed_as_waltz_0_13_lists_them():
     assert desk.errands[-1] == ReadRange(2, 50, 50, 8 * 1024 * 1024)
 
 
-# ---- removal, suspicion, beginning anew (rule 2)
+# ---- removal, suspicion, starting again (rule 2)
 
 
 def test_what_no_session_counts_on_may_go():
@@ -299,7 +299,7 @@ def test_what_is_not_held_cannot_be_removed():
     assert desk.changes == []
 
 
-# ---- what is told of a storage, and copying (rule 3)
+# ---- what a storage reports, and copying (rule 3)
 
 
 def test_a_storage_and_a_replica_are_reported():
@@ -362,7 +362,7 @@ def test_changes_take_turns_and_questions_do_not_wait_for_them():
     desk.open.reverse()
     desk.carry_out()
     assert desk.answered == [(1, wire.SessionInfoResponse(4, 2, 6, 40, 39))]
-    desk.carry_out(DiskFailed("no"))  # whoever waits goes on all the same
+    desk.carry_out(DiskFailed("no"))  # a waiting request continues all the same
     assert desk.carry_out() == SetAvailability(1, False)
     assert desk.carry_out() == MarkReplicaSuspect(2)
     assert [(sender, answer.sequence) for sender, answer in desk.answered[1:]] == [

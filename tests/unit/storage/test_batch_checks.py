@@ -1,4 +1,4 @@
-"""Batches: whole, in their places, with the chain that they state; or wrong, and told where."""
+"""Batches: whole, in their places, with the stated chain; or wrong, and reported with the place."""
 
 import pytest
 

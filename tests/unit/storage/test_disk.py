@@ -246,7 +246,7 @@ def test_an_error_of_the_system_says_what_failed_and_where(tmp_path, monkeypatch
 
 @pytest.fixture
 def no_syncs(monkeypatch):
-    """Syncs say at once that they are done: these tests look at who has what open."""
+    """Syncs say at once that they are done: these tests look at which files are open."""
     monkeypatch.setattr(os, "fdatasync", lambda _: None)
 
 

@@ -38,7 +38,7 @@ def test_it_continues_after_a_restart():
     first = new_file(disk)
     first.append([b"before"])
     first.close()
-    first.append([b"nobody"])
+    first.append([b"no process"])
     second = new_file(disk)
     second.append([b"after"])
     assert second.newest(100) == b"beforeafter"

@@ -383,7 +383,7 @@ def test_rot_is_found_by_the_read_noted_read_around_and_repaired(world, at):
 
 
 def test_whatever_is_lost_beside_what_is_repaired_is_missed_after_a_crash(world):
-    """Its block may be given up for the repair, with what else was in it."""
+    """Its block may be released for the repair, with what else was in it."""
     written = b"".join(world.append([3, 4]) for _ in range(20))
     flip(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
@@ -398,7 +398,7 @@ def test_whatever_is_lost_beside_what_is_repaired_is_missed_after_a_crash(world)
 
 
 def test_nothing_is_repaired_in_a_session_in_which_a_write_has_failed(world):
-    """The marker cannot move any more, and so tells of nothing that would be lost beside it."""
+    """The marker cannot move any more, and so shows nothing that would be lost beside it."""
     written = b"".join(world.append([3, 4]) for _ in range(20))
     flip(world, 130, 44)
     world.log.read_range(125, 131, 1 << 20, whole_batches=False)
@@ -650,7 +650,7 @@ def test_a_0_13_program_that_ran_on_the_directory_in_between_is_adopted(world):
     assert world.everything() == written + more
     world.crash()
     assert (world.log.max_id, world.log.suspect) == (6, False)
-    # Also the second time: only what was adopted is bounded anew, whatever ends where.
+    # Also the second time: only what was adopted is bounded again, whatever ends where.
     *before, adopted = world.log.lineage(0, 6)[1]
     assert tuple(before) == ours
     assert (adopted.first, adopted.last, adopted.session_id) == (5, 6, NO_SESSION)

@@ -151,7 +151,7 @@ def test_headers_are_those_of_the_records_and_stop_before_damage(log):
 
 
 def test_headers_of_large_records_come_in_several_answers(log, monkeypatch):
-    """Thousands of headers may be in gigabytes of records: the reader would give up first."""
+    """Thousands of headers may be in gigabytes of records: the reader would time out first."""
     monkeypatch.setattr(reading, "READ_BYTES", 2 * RECORD_BYTES)
     monkeypatch.setattr(reading, "HEADERS_READ_BYTES_MAX", 3 * RECORD_BYTES)
     read = log.reader.read_headers(1, 11, 1 << 20)
@@ -350,7 +350,7 @@ def test_verifying_drops_no_block_before_it_comes_to_it(large):
 
 
 def test_what_cannot_be_dropped_is_read_as_it_is(large, monkeypatch):
-    """A file that cannot be opened again tells it when it is read; the drop is a hint."""
+    """A file that cannot be opened again shows it when it is read; the drop is a hint."""
 
     def refuse(_file, _offset, _size):
         raise DiskFailed("opening a file: input/output error")

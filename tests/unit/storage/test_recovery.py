@@ -1,4 +1,4 @@
-"""Opening a log: what is believed, what is cut, what is damage, and when a replica is suspect."""
+"""Opening a log: what is trusted, what is cut, what is damage, and when a replica is suspect."""
 
 import dataclasses
 from random import Random
@@ -177,7 +177,7 @@ def test_an_end_that_was_made_up_is_suspect_after_a_crash_too():
     disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 2 * LINEAGE_ENTRY_BYTES)
     before = disk.content(ROOT / SLOTS_NAME)
     assert opened(disk)[0].lineage_end().session_id == MADE_UP
-    disk.put(ROOT / SLOTS_NAME, before)  # the batches are durable, what is told of them is not
+    disk.put(ROOT / SLOTS_NAME, before)  # the batches are durable, their slot is not
     _, slots = opened(disk)
     assert (slots.slot.suspect, slots.slot.low_water_mark) == (True, 4)
 
@@ -214,7 +214,7 @@ def test_falling_back_to_the_older_slot_refuses_all_sessions_so_far():
     assert slot.suspect
     assert slot.promised == 5
     assert slot.nonce not in {b"", bytes(16)}
-    # Once more, before any session has come: nobody can have been promised a later one.
+    # Once more, before any session has come: no owner can have been promised a later one.
     content = disk.content(ROOT / SLOTS_NAME)
     older = min((0, 1), key=lambda place: Slot.decode(_block(content, place)).sequence)
     disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * (1 - older) + 20)
@@ -686,7 +686,7 @@ def test_an_opening_that_is_interrupted_anywhere_comes_to_the_same_end():
 
 @pytest.mark.parametrize("acked", [0, 2])
 def test_a_replica_that_lost_its_batches_is_suspect_however_its_opening_ends(acked):
-    """Rule 6: nothing in its files is wrong any more once the `.chn` was made anew."""
+    """Rule 6: nothing in its files is wrong any more once the `.chn` was rebuilt."""
     for step in range(1, 80):
         disk = new_disk()
         written(disk, [3, 2], [4], acked=acked)
@@ -790,7 +790,7 @@ def test_what_an_index_cannot_report_an_older_segment_is_read_in_its_records():
 
 
 def test_lost_sectors_of_records_and_of_their_index_keep_a_log_closed():
-    """Nothing would tell a record behind the hole from one that lies in another one's data."""
+    """A record behind the hole could not be distinguished from one within another one's data."""
     disk = new_disk()
     written(disk, [200, 200], [4], acked=1)
     path = path_of(0, ".seg")
@@ -805,7 +805,7 @@ def test_lost_sectors_of_records_and_of_their_index_keep_a_log_closed():
 
 
 def test_sectors_that_cannot_be_read_at_the_end_of_the_log_keep_it_closed():
-    """What is not vouched for is cut where it is not whole; a drive that stutters tells nothing."""
+    """What is not confirmed is cut where it is not whole; a drive that stutters reports nothing."""
     disk = new_disk()
     written(disk, [3], [20, 20], acked=2)
     path = path_of(3, ".seg")
@@ -853,7 +853,7 @@ def test_a_batch_that_rots_before_a_file_in_which_a_log_continues_is_not_taken_f
 
 
 def test_a_batch_over_the_border_of_two_files_that_is_torn_is_cut_and_no_process_is_suspect():
-    """What lies in the older file was synced there; the batch was not, and nobody was told."""
+    """What lies in the older file was synced there; the batch was not, and was not acknowledged."""
     disk = new_disk()
     segments, records, entries = written(disk, [3, 2], acked=2)
     more, lengths, _ = make_batches(5, [2], entries[-1].chain)

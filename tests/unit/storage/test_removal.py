@@ -70,7 +70,7 @@ def test_one_that_restarts_keeps_its_promise_and_whether_it_is_available(disk, c
 def test_each_step_is_durable_before_the_next(disk, control, intent):
     """A file system may keep names in any order but for a sync of the directory between them.
 
-    A log that comes back without its slots could not be opened, or be believed again.
+    A log that comes back without its slots could not be opened, or be trusted again.
     """
     begun = len(disk.trace)
     removal.wipe(disk, HOME, control, intent)

@@ -53,7 +53,7 @@ NO_ID = bytes(16)
 
 
 class MoodyFile:
-    """A real file that fails when its disk is told to."""
+    """A real file that fails when its disk says so."""
 
     def __init__(self, file, disk):
         self._file = file
@@ -96,7 +96,7 @@ class MoodyDisk(RealDisk):
 
 
 class Bench:
-    """A service whose effects are written down, and whose work waits to be run."""
+    """A service whose effects are recorded, and whose work waits to be run."""
 
     def __init__(self, directory, *, reserve_bytes=0, **options):
         self.disk = MoodyDisk()
@@ -138,7 +138,7 @@ class Bench:
         return count
 
     def ask(self, connection, message):
-        """Return the one answer to a request; nobody has asked for notices."""
+        """Return the one answer to a request; no connection has asked for notices."""
         before = len(self.answers())
         self.send(connection, message)
         self.finish()
@@ -304,7 +304,7 @@ def test_what_comes_late_from_a_connection_that_an_owner_has_given_up_changes_no
 
 
 def test_an_owner_that_returns_gets_no_answer_about_a_rival(bench):
-    """Who is told that this session was promised to another halts its partition for good."""
+    """An owner whose session turns out to be promised to another halts its partition for good."""
     owner = Owner(5)
     bench.send(1, prepare(owner))
     bench.send(1, prepare(owner))  # the first one is under way, this one waits
@@ -337,7 +337,7 @@ def test_a_promise_that_could_not_be_made_durable_ends_the_session(bench):
 
 
 # ---------------------------------------------------------------------------------------------
-# who may ask
+# which connections may ask
 
 
 def test_nothing_is_done_on_a_connection_that_has_not_prepared_the_session(bench):
@@ -502,7 +502,7 @@ def test_a_later_session_ends_the_earlier_one_at_once(bench):
     bench.send(1, old.append())
     assert bench.answers(1)[-1].promised == 6
     bench.finish()
-    # What was under way is on disk, and the new session is told so.
+    # What was under way is on disk, and the new session receives it.
     prepared = bench.answers(2)[-1]
     assert (prepared.synced_max, prepared.last_session) == (0, 5)
     assert bench.service.queued_bytes == 0
@@ -542,7 +542,7 @@ def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
     assert (beyond.first, beyond.count, beyond.records) == (5, 0, b"")
     bench.step(service.Disconnected(1))  # the owner is gone, the log is what it was
     assert bench.ask(7, range_of(Owner(6), 0, 0, reader=True)).count == 1
-    bench.step(service.Disconnected(7))  # nothing is kept for those who are gone
+    bench.step(service.Disconnected(7))  # nothing is kept for closed connections
     assert bench.refusal(7, range_of(Owner(6), 0, 0, reader=True)) is errors.BadRequest
 
 

@@ -1,4 +1,4 @@
-"""What a storage serves, how it opens many, and when it looks again though nothing was told."""
+"""What a storage serves, how it opens many, and when it looks again without a notice."""
 
 import asyncio
 import threading
@@ -155,7 +155,7 @@ class Follower:
 
     async def until(self, condition):
         async with asyncio.timeout(HANG_S):
-            while not condition():  # noqa: ASYNC110 - of the loop's own steps nobody tells
+            while not condition():  # noqa: ASYNC110 - no event reports the loop's own steps
                 await asyncio.sleep(0)
 
     async def follow(self):
@@ -197,7 +197,7 @@ def test_what_was_taken_away_is_served_while_a_session_names_it_unless_it_is_off
             assert await follower.assigned(0) == [0, 1]
             assert sorted(engine.opened) == [0, 1]
             coordinator.is_away = True
-            assert await follower.looked() == [0, 1], "nothing changes while nobody says"
+            assert await follower.looked() == [0, 1], "nothing changes without a notice"
             coordinator.is_away = False
             coordinator.named = {2}
             assert await follower.looked() == [0]
@@ -224,7 +224,7 @@ def test_where_only_a_new_start_can_help_it_ends():
     assert failure.group_contains(DiskFailed, match="partition 0")
 
 
-@pytest.mark.parametrize("what", ["offline", "given up"])
+@pytest.mark.parametrize("what", ["offline", "abandoned"])
 def test_what_goes_while_zookeeper_is_asked_is_not_opened_again(what):
     async def main():
         engine, coordinator = Directory(0, 1), Metadata(1)
@@ -238,7 +238,7 @@ def test_what_goes_while_zookeeper_is_asked_is_not_opened_again(what):
         coordinator.meanwhile = gone
         async with following(engine, coordinator) as follower:
             assert await follower.assigned(0) == [0]
-            assert engine.opened == [0], "and above all it is not held anew"
+            assert engine.opened == [0], "and above all it is not held again"
 
     asyncio.run(main())
 

@@ -1,4 +1,4 @@
-"""What is told of a directory, and what changes leave, as far as the engine's tests do not say."""
+"""What a directory reports, and what changes leave, beyond the engine's tests."""
 
 from pathlib import Path
 

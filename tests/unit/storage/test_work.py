@@ -279,7 +279,7 @@ def test_a_read_that_fails_for_a_request_is_its_outcome_and_no_failed_write(log,
 
 
 class SmallRoom:
-    """Room for so many bytes; writes down when the reserve is given up."""
+    """Room for N bytes; records when the reserve is released."""
 
     def __init__(self, size):
         self.size = size

@@ -1,4 +1,4 @@
-"""Threads that do what blocks: each outcome is told once, on the loop's thread, by order."""
+"""Threads for blocking work: each outcome is reported once, on the loop's thread, in order."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ def work(do: Callable[[], WorkResult] = WorkResult) -> Work:
 
 
 class Recorder:
-    """Keeps what it was told, and on which thread."""
+    """Keeps the outcomes that it received, and on which thread."""
 
     def __init__(self) -> None:
         self.outcomes: list[tuple[Work, WriteOutcome]] = []
@@ -78,7 +78,7 @@ def test_what_a_piece_raises_is_its_outcome(error: BaseException):
         writers.run(work())
         await until(lambda: len(recorder.outcomes) == 2)
         assert recorder.outcomes[0][1] is error
-        assert isinstance(recorder.outcomes[1][1], WorkResult), "the thread goes on"
+        assert isinstance(recorder.outcomes[1][1], WorkResult), "the thread continues"
         writers.end()
 
     net.run(story())

@@ -1,4 +1,4 @@
-"""One process hands another an open file: who is given what, and who is not."""
+"""One process hands another an open file: which process is given what, and which is not."""
 
 import asyncio
 import contextlib
@@ -95,7 +95,7 @@ PYTHON = ["/usr/bin/env", "python3", "-c"]
 
 
 def has_another_user():
-    """Whether a Python can be run by another user: by root only, and where he may read one."""
+    """Return whether another user can run a Python: root starts it, and the user can read it."""
     if os.geteuid() != 0:
         return False
     return subprocess.run([*PYTHON, ""], user=65_534, cwd="/", check=False).returncode == 0
@@ -121,7 +121,7 @@ with socket.socket(socket.AF_UNIX) as asking:
 @needs_another_user
 def test_a_process_of_another_user_is_given_nothing(tmp_path, name):
     path = tmp_path / "file"
-    path.write_bytes(b"not his")
+    path.write_bytes(b"not its own")
 
     def asked_by(user):
         line = [*PYTHON, ASKS, name]
@@ -215,7 +215,7 @@ def test_a_name_that_is_taken_is_left_to_its_owner(tmp_path, name):
 
     async def main():
         async with offering(name, path), offering(name, tmp_path / "none") as second:
-            await second  # it has given up, and nobody is worse off
+            await second  # it has stopped, and no other is worse off
             return await asyncio.to_thread(take, name)
 
     assert net.run(main()) == b"the first one's"

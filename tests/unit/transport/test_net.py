@@ -25,7 +25,7 @@ def raw(size, sequence=0):
 
 
 class Peer:
-    """Keeps what a link's callbacks were told."""
+    """Keeps what a link's callbacks received."""
 
     def __init__(self):
         self.links = []
@@ -146,7 +146,7 @@ async def test_what_came_before_start_is_handed_over_by_it(pair):
         assert late.messages == [Appended(1, 7, 3, 9)]
         assert late.closed == ["closed by the peer"]
         assert link.is_closed
-        link.send(Appended(1, 7, 3, 9))  # nobody is there; nothing happens
+        link.send(Appended(1, 7, 3, 9))  # no peer is there; nothing happens
         assert link.write_backlog_bytes == 0
 
 
@@ -251,7 +251,7 @@ async def test_a_dial_to_a_name_that_no_lookup_accepts_is_unreachable(host: str)
 
 
 def test_a_dial_that_is_given_up_when_it_is_ready_leaves_no_connection(monkeypatch):
-    """Given up at the moment of the peer's hello, when whoever dials has not been told yet."""
+    """Closed at the moment of the peer's hello, before the dialing side is notified."""
     hello_received = net.Link._hello_received
     dials, links = [], []
 
@@ -450,7 +450,7 @@ async def test_one_that_was_accepted_when_a_listener_closed_is_closed_too():
             for _ in range(turns):
                 await asyncio.sleep(0)
             await listener.close()
-            # Sooner than whoever says no hello is cut.
+            # Sooner than a peer without a hello is cut.
             with contextlib.suppress(ConnectionResetError):
                 async with asyncio.timeout(net.HELLO_S_MAX / 2):
                     while await asyncio.get_running_loop().sock_recv(dialler, 1024):

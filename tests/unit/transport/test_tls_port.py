@@ -1,4 +1,4 @@
-"""Handshakes over real sockets: who comes through, who does not, and what each side is told."""
+"""Handshakes over real sockets: which peers come through, and what each side reports."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def said(caplog, monkeypatch):
-    """The lines of the log so far; nothing was told before."""
+    """The lines of the log so far; nothing was logged before."""
     monkeypatch.setattr(tls, "_NEWS", {})
     caplog.set_level(logging.INFO)
     return lambda: "\n".join(each.getMessage() for each in caplog.records)
@@ -45,7 +45,7 @@ def listening(files, **settings):
 
 
 def believing(files, **settings):
-    """What a client dials in who has no certificate."""
+    """The context of a client without a certificate."""
     asked = {"tls": "on", "tls_authorities": files.authorities} | settings
     return tls.dialing(ClientConfig(**asked), "")
 
@@ -193,7 +193,7 @@ def original_hello(versions, text):
 
 @contextlib.asynccontextmanager
 async def original(surface, directory):
-    """A daemon of 0.13: TLS 1.2, a certificate that nobody has signed; give address and hellos."""
+    """A daemon of 0.13: TLS 1.2, a self-signed certificate; yield address and hellos."""
     hellos = []
 
     async def greet(reader, writer):
@@ -231,7 +231,7 @@ def test_a_0_13_programs_daemon_is_reached_by_one_that_trusts_anybody(surface, t
 
 @on_loop
 async def test_a_0_13_programs_client_reaches_us_with_whatever_certificate_it_has(files, tmp_path):
-    """Its connector checks nothing, and shows a certificate that nobody has signed if asked."""
+    """Its connector checks nothing, and shows an unsigned certificate if asked."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -483,7 +483,7 @@ async def test_an_address_that_is_taken_is_a_bad_config(files):
 
 
 class FailingLoop:
-    """A loop whose system has no descriptor for the first who comes."""
+    """A loop whose system has no descriptor for the first connection."""
 
     def __init__(self, loop):
         self._loop = loop

@@ -108,7 +108,7 @@ def test_a_frame_of_another_language_ends_the_connection(start):
 @pytest.mark.parametrize("start", [b"\x16\x03\x01\x02\x00", b"\x15\x03\x03\x00\x02"])
 def test_a_peer_that_speaks_tls_is_reported_as_that(start):
     assert failure(storage(is_listener=True), start + bytes(2)) == "expected plain TCP, found TLS"
-    # Later it would be anything, and is told as it is.
+    # Later it would be anything, and is reported as it is.
     _, listener = pair()
     assert "expected a frame of surface 'S' version 2" in failure(listener, start + bytes(2))
 
